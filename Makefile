@@ -1,0 +1,54 @@
+# Everything runs in .venv, which is made on first use and filled from pyproject.toml under constraints.txt.
+
+PYTHON ?= python3
+ARGS ?=
+
+venv := .venv
+python := $(venv)/bin/python
+install := $(python) -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help train test lint types clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+	@echo 'Variables: ARGS="..." for raypar train (make train) or pytest (make test), PYTHON=python3.12 for a new .venv'
+
+train: $(venv)/.installed ## train the small GPT on this machine
+	@$(venv)/bin/raypar train gpt-small $(ARGS)
+
+test: lint types ## lint, types, then the tests
+	@$(python) -m pytest $(ARGS)
+
+lint: $(venv)/.installed-dev ## ruff: rules and format
+	@$(python) -m ruff check --quiet
+	@$(python) -m ruff format --check --quiet
+
+types: $(venv)/.installed-dev ## mypy, strict
+	@$(python) -m mypy --no-error-summary -p raypar
+
+clean: ## remove caches and build outputs; .venv and runs/ stay
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name .venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps: an install is done again only when one of the two files has changed.
+$(venv)/.installed: pyproject.toml constraints.txt | $(venv)/bin/pip
+	@echo 'Installing raypar into $(venv); the first time this takes a few minutes.'
+	@$(install) .
+	@touch $@
+
+$(venv)/.installed-dev: pyproject.toml constraints.txt | $(venv)/bin/pip
+	@echo 'Installing raypar and its test tools into $(venv); the first time this takes a few minutes.'
+	@$(install) '.[dev,hf]'
+	@touch $(venv)/.installed $@
+
+# pip is the last thing that venv writes: where it is there, the environment is whole.
+$(venv)/bin/pip:
+	@command -v '$(PYTHON)' >/dev/null || \
+		{ echo 'raypar needs Python 3.11 or newer, and $(PYTHON) is not here: make PYTHON=/path/to/python' >&2; exit 1; }
+	@'$(PYTHON)' -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"raypar needs Python 3.11 or newer, \
+	and $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.11")'
+	@'$(PYTHON)' -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo '$(PYTHON) has no venv module: on Debian and Ubuntu, apt install python3-venv' >&2; exit 1; }
+	@'$(PYTHON)' -m venv --clear $(venv)

@@ -1,0 +1,258 @@
+"""The Group noun: collectives and point-to-point among the actors of one mesh axis slice.
+
+Every op returns a ``Handle`` at once and is over when ``handle.wait()`` returns: no op blocks the caller, no wait is
+without a deadline, and every op is counted in the ledger. Backends fill in the underscored methods.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from raypar.actors.ledger import Ledger
+
+ReduceOp = Literal["sum", "product", "min", "max"]
+Finish = Callable[[float], None]  # blocks until an op is over, at most so many seconds
+
+
+class GroupError(RuntimeError):
+    """A communication that failed: which group and op, with which peer (None: all of them), and why.
+
+    After one the group is closed: its members join a new generation or give up.
+    """
+
+    def __init__(self, group: str, op: str, peer: int | None, reason: str) -> None:
+        super().__init__(group, op, peer, reason)
+        self.group, self.op, self.peer, self.reason = group, op, peer, reason
+
+    def __str__(self) -> str:
+        whom = "" if self.peer is None else f" with rank {self.peer}"
+        return f"group {self.group}: {self.op}{whom} failed: {self.reason}"
+
+
+class Handle:
+    """An op under way. It holds the op's tensors; ``wait`` finishes it, once, and raises GroupError if it failed.
+
+    ``finish(timeout)`` blocks until the op is over and raises RuntimeError or TimeoutError if it can't be.
+    """
+
+    def __init__(self, group: Group, op: str, peer: int | None, finish: Finish) -> None:
+        self._group, self._op, self._peer = group, op, peer
+        self._finish: Finish | None = finish
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the op is over, at most ``timeout`` seconds (None: the group's own)."""
+        if self._finish is None:
+            return
+        finish, self._finish = self._finish, None
+        seconds = self._group.timeout if timeout is None else timeout
+        try:
+            finish(seconds)
+        except (RuntimeError, TimeoutError) as error:
+            raise self._group.fault(self._op, self._peer, _plain(error, seconds)) from error
+
+
+class Group(ABC):
+    """One axis slice of the mesh: ``size`` members, of which this one is ``rank``.
+
+    name     run, axis, index and generation, for messages
+    axis     the mesh axis, under which the ledger counts
+    timeout  seconds that a wait may take unless it says otherwise
+    on_fault called once when an op fails, so that the owner can close its other groups too: ring neighbours of a dead
+             member see the death at once, everyone else only by this
+    """
+
+    def __init__(
+        self, name: str, axis: str, rank: int, size: int, timeout: float, ledger: Ledger | None = None
+    ) -> None:
+        self.name, self.axis, self.rank, self.size, self.timeout = name, axis, rank, size, timeout
+        self.ledger = ledger if ledger is not None else Ledger()
+        self.on_fault: Callable[[], None] = self.abort
+        self._closed = False
+
+    # --- collectives: called by every member in the same order ---
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Handle:
+        """``tensor`` becomes the reduction over all members, in place. A ring sends 2(N-1)/N of its bytes a member."""
+        n = self.size
+        return self._run("all_reduce", None, 2 * (n - 1) * nbytes(tensor) // n, self._all_reduce, tensor, op)
+
+    def all_gather(self, out: Tensor, tensor: Tensor) -> Handle:
+        """``out`` (size * n, ...) becomes the members' tensors (n, ...) one after the other by rank."""
+        self._same(out.numel(), tensor.numel() * self.size, "all_gather: out must hold size x tensor elements")
+        return self._run("all_gather", None, (self.size - 1) * nbytes(tensor), self._all_gather, out, tensor)
+
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Handle:
+        """``out`` (n, ...) becomes this rank's part of the reduction of the members' tensors (size * n, ...).
+
+        The additions happen in rank order, half-precision tensors are added in fp32.
+        """
+        self._same(tensor.numel(), out.numel() * self.size, "reduce_scatter: tensor must hold size x out elements")
+        sent = (self.size - 1) * nbytes(out)
+        return self._run("reduce_scatter", None, sent, self._reduce_scatter, out, tensor, op)
+
+    def all_to_all(
+        self, out: Tensor, tensor: Tensor, out_splits: Sequence[int] = (), in_splits: Sequence[int] = ()
+    ) -> Handle:
+        """Part j of ``tensor`` goes to rank j; ``out`` is what the ranks sent here. Splits count rows of dim 0."""
+        ins = list(in_splits) or self._even(tensor, "all_to_all")
+        outs = list(out_splits) or self._even(out, "all_to_all")
+        self._same(sum(ins), _rows(tensor), "all_to_all: in_splits must add up to the rows of tensor")
+        self._same(sum(outs), _rows(out), "all_to_all: out_splits must add up to the rows of out")
+        row = nbytes(tensor) // max(_rows(tensor), 1)
+        sent = row * (sum(ins) - ins[self.rank])
+        return self._run("all_to_all", None, sent, self._all_to_all, out, tensor, outs, ins)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Handle:
+        """``tensor`` of ``root`` arrives in everybody's ``tensor``."""
+        sent = (self.size - 1) * nbytes(tensor) if self.rank == root else 0
+        return self._run("broadcast", root, sent, self._broadcast, tensor, root)
+
+    def reduce(self, tensor: Tensor, root: int, op: ReduceOp = "sum") -> Handle:
+        """``tensor`` of ``root`` becomes the reduction; the other members' tensors stay as they are."""
+        sent = 0 if self.rank == root else nbytes(tensor)
+        return self._run("reduce", root, sent, self._reduce, tensor, root, op)
+
+    def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Handle:
+        """``out`` (size * n, ...) of ``root`` becomes all members' tensors by rank; the others pass None."""
+        if self.rank == root:
+            count = -1 if out is None else out.numel()
+            self._same(count, tensor.numel() * self.size, "gather: the root's out must hold size x tensor elements")
+        sent = 0 if self.rank == root else nbytes(tensor)
+        return self._run("gather", root, sent, self._gather, out, tensor, root)
+
+    def scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Handle:
+        """``out`` becomes this rank's part of the ``tensor`` (size * n, ...) of ``root``; the others pass None."""
+        if self.rank == root:
+            count = -1 if tensor is None else tensor.numel()
+            self._same(count, out.numel() * self.size, "scatter: the root's tensor must hold size x out elements")
+        sent = (self.size - 1) * nbytes(out) if self.rank == root else 0
+        return self._run("scatter", root, sent, self._scatter, out, tensor, root)
+
+    def barrier(self) -> Handle:
+        """Over once every member has called it."""
+        return self._run("barrier", None, 0, self._barrier)
+
+    # --- point to point ---
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0, count_as: str = "send") -> Handle:
+        """Start sending to rank ``dst``; the tensor must not change until the handle was waited for.
+
+        ``count_as`` is the op that the ledger counts it under.
+        """
+        return self._run(count_as, dst, nbytes(tensor), self._send, tensor, dst, tag)
+
+    def recv(self, tensor: Tensor, src: int, tag: int = 0, count_as: str = "recv") -> Handle:
+        """Start receiving from rank ``src`` into ``tensor``, which has the shape and dtype of what was sent."""
+        return self._run(count_as, src, nbytes(tensor), self._recv, tensor, src, tag)
+
+    # --- faults ---
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Close the group now: blocked waits raise here and at the peers. Safe from any thread, more than once."""
+
+    def fault(self, op: str, peer: int | None, reason: str) -> GroupError:
+        """The error for a failed op, after the group and its owner's other groups have been closed."""
+        first, self._closed = not self._closed, True
+        if first:
+            self.on_fault()
+        return GroupError(self.name, op, peer, reason)
+
+    # --- for backends: start the op and return what finishes it ---
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish: ...
+    @abstractmethod
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish: ...
+    @abstractmethod
+    def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish: ...
+    @abstractmethod
+    def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish: ...
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, root: int) -> Finish: ...
+    @abstractmethod
+    def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish: ...
+    @abstractmethod
+    def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish: ...
+    @abstractmethod
+    def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish: ...
+    @abstractmethod
+    def _barrier(self) -> Finish: ...
+    @abstractmethod
+    def _send(self, tensor: Tensor, dst: int, tag: int) -> Finish: ...
+    @abstractmethod
+    def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish: ...
+
+    def _run(self, op: str, peer: int | None, sent: int, start: Callable[..., Finish], *args: object) -> Handle:
+        if peer is not None and not 0 <= peer < self.size:
+            raise ValueError(f"group {self.name}: {op}: rank {peer} is not one of its {self.size} members")
+        if self._closed:
+            raise GroupError(self.name, op, peer, "the group was closed after an earlier fault")
+        try:
+            finish = start(*args)
+        except RuntimeError as error:
+            raise self.fault(op, peer, _plain(error, self.timeout)) from error
+        self.ledger.record(self.axis, op, sent)
+        return Handle(self, op, peer, finish)
+
+    def _even(self, tensor: Tensor, op: str) -> list[int]:
+        rows = _rows(tensor)
+        self._same(
+            rows % self.size, 0, f"{op}: without splits, dim 0 ({rows}) must be a multiple of the size {self.size}"
+        )
+        return [rows // self.size] * self.size
+
+    def _same(self, found: int, wanted: int, rule: str) -> None:
+        if found != wanted:
+            raise ValueError(f"group {self.name}: {rule} (found {found}, wanted {wanted})")
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Bytes of the elements of a tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+def reduce_in_order(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
+    """``out`` becomes the reduction of ``parts``, first to last; half-precision sums and products run in fp32."""
+    half = out.dtype in (torch.bfloat16, torch.float16)
+    total = parts[0].float() if half else parts[0].clone()
+    for part in parts[1:]:
+        REDUCTIONS[op](total, part)
+    out.copy_(total.view_as(out))
+
+
+def _minimum(total: Tensor, part: Tensor) -> None:
+    torch.minimum(total, part.to(total.dtype), out=total)
+
+
+def _maximum(total: Tensor, part: Tensor) -> None:
+    torch.maximum(total, part.to(total.dtype), out=total)
+
+
+REDUCTIONS: dict[ReduceOp, Callable[[Tensor, Tensor], object]] = {
+    "sum": Tensor.add_,
+    "product": Tensor.mul_,
+    "min": _minimum,
+    "max": _maximum,
+}
+
+
+def _rows(tensor: Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 1
+
+
+def _plain(error: Exception, seconds: float) -> str:
+    """The reason in a line; the backends' texts carry file names and stack frames."""
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    text = text.rsplit("] ", 1)[-1] if text.startswith("[") else text
+    lowered = text.lower()
+    if "timed out" in lowered or "timeout" in lowered or isinstance(error, TimeoutError):
+        return f"nothing came within {seconds:g} s"
+    if "closed" in lowered:
+        return "the connection was closed at the other end (the peer died or gave up)"
+    return text

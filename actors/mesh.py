@@ -1,0 +1,87 @@
+"""The mesh: named axes, the coordinates of every actor, and the members of every group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Axis = Literal["pp", "dp", "cp", "tp", "ep", "edp"]
+AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many ways each axis splits the work; ``pp * dp * cp * tp`` actors.
+
+    pp  pipeline stages        dp  data-parallel replicas
+    cp  parts of the sequence  tp  shards of a layer
+    ep  expert groups, carved out of dp x cp x tp: it adds no actors
+
+    Ranks count with tp innermost (neighbours on the fastest links), then cp, dp and pp.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of actors."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    def faults(self) -> list[str]:
+        """Everything that is wrong with the sizes."""
+        found = [f"mesh.{axis} is {n}: it must be at least 1" for axis, n in self._sizes() if n < 1]
+        inner = self.dp * self.cp * self.tp
+        if not found and inner % self.ep:
+            found.append(f"mesh.ep is {self.ep}: it must divide dp x cp x tp = {inner}")
+        return found
+
+    def coordinate(self, rank: int) -> dict[Axis, int]:
+        """Where a rank stands on each axis."""
+        out: dict[Axis, int] = {}
+        for axis in reversed(AXES):
+            rank, out[axis] = divmod(rank, getattr(self, axis))
+        return {axis: out[axis] for axis in AXES}
+
+    def rank(self, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """The rank at a coordinate."""
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+
+    def label(self, rank: int) -> str:
+        """A rank's name in messages: ``pp=1``, or ``pp=1 dp=0 tp=3`` where more axes than pp are split."""
+        coordinate = self.coordinate(rank)
+        return " ".join(f"{axis}={coordinate[axis]}" for axis in AXES if axis == "pp" or getattr(self, axis) > 1)
+
+    def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
+        """The members of every group of an axis, in the order of their coordinate on it.
+
+        Expert groups are runs of neighbours within a pipeline stage; ``edp`` joins ranks that hold the same experts.
+        """
+        inner = self.dp * self.cp * self.tp
+        if axis == "ep":
+            return tuple(tuple(range(first, first + self.ep)) for first in range(0, self.size, self.ep))
+        if axis == "edp":
+            return tuple(
+                tuple(range(stage * inner + first, (stage + 1) * inner, self.ep))
+                for stage in range(self.pp)
+                for first in range(self.ep)
+            )
+        stride = 1
+        for inside in AXES[AXES.index(axis) + 1 :]:
+            stride *= getattr(self, inside)
+        size = getattr(self, axis)
+        starts = (rank for rank in range(self.size) if self.coordinate(rank)[axis] == 0)
+        return tuple(tuple(start + i * stride for i in range(size)) for start in starts)
+
+    def group_of(self, axis: Axis, rank: int) -> tuple[int, tuple[int, ...]]:
+        """The index of a rank's group among the axis' groups, and its members."""
+        for index, members in enumerate(self.groups(axis)):
+            if rank in members:
+                return index, members
+        raise ValueError(f"rank {rank} is outside a mesh of {self.size} actors")
+
+    def _sizes(self) -> tuple[tuple[str, int], ...]:
+        return tuple((axis, getattr(self, axis)) for axis in (*AXES, "ep"))

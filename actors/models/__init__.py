@@ -1,0 +1,1 @@
+"""Model families, as lists of layers with logical names."""

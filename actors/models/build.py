@@ -1,0 +1,13 @@
+"""From a model's description to the model."""
+
+from __future__ import annotations
+
+from raypar.actors.models.gpt import GPTModel
+from raypar.actors.models.layers import LayersModel
+from raypar.actors.models.model import Model
+from raypar.actors.specs import GPT, Layers
+
+
+def build_model(spec: GPT | Layers, seed: int) -> Model:
+    """The model, without weights; ``seed`` is for user functions that draw while they build."""
+    return GPTModel(spec) if isinstance(spec, GPT) else LayersModel(spec, seed)

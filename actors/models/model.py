@@ -1,0 +1,80 @@
+"""What a worker needs to know of a model: its layers by logical name, their weights, its loss."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from raypar.actors.split import Split, split_layers
+
+Values = tuple[Tensor, ...]  # what flows from layer to layer
+
+
+class Model(ABC):
+    """A list of layers. Layer i's parameters are called ``names[i] + "." + <name inside the layer>``.
+
+    skeleton  every layer on the meta device: names and shapes without memory
+    names     logical name of each layer
+    body      the layers that a split counts; what stands before goes to the first stage, what stands behind to the last
+    costs     relative cost of each layer of the body
+    ties      pairs (home, copy) of parameters that are one logical weight
+    """
+
+    names: tuple[str, ...]
+    body: range
+    costs: tuple[float, ...]
+    ties: tuple[tuple[str, str], ...] = ()
+
+    def __init__(self, skeleton: Sequence[nn.Module]) -> None:
+        self.skeleton = skeleton
+
+    @abstractmethod
+    def materialize(self, layers: Sequence[int], seed: int) -> list[nn.Module]:
+        """These layers with their initial weights: the same bits whichever other layers are asked for."""
+
+    @abstractmethod
+    def loss(self, output: Values, target: Values) -> Tensor:
+        """The mean loss of a microbatch, a scalar, from the last layer's output."""
+
+    def stages(self, split: Split, num_stages: int) -> tuple[range, ...]:
+        """The layers of each stage."""
+        parts = [
+            range(part.start + self.body.start, part.stop + self.body.start)
+            for part in split_layers(split, self.costs, num_stages)
+        ]
+        parts[0] = range(parts[0].stop)
+        parts[-1] = range(parts[-1].start, len(self.names))
+        return tuple(parts)
+
+    def parameter_names(self) -> tuple[str, ...]:
+        """Every logical parameter that trains, in the model's order; a tied weight once, under its home."""
+        copies = {copy for _, copy in self.ties}
+        return tuple(
+            name
+            for layer, module in zip(self.names, self.skeleton, strict=True)
+            for name in (f"{layer}.{inner}" for inner, p in module.named_parameters() if p.requires_grad)
+            if name not in copies
+        )
+
+
+def as_values(output: object) -> Values:
+    """A layer's output as a tuple of tensors; TypeError if it is anything else."""
+    if isinstance(output, Tensor):
+        return (output,)
+    if isinstance(output, (tuple, list)) and output and all(isinstance(value, Tensor) for value in output):
+        return tuple(output)
+    raise TypeError(f"a layer returned {type(output).__name__}: return a tensor or a tuple of tensors")
+
+
+def unwrap(values: Values) -> Tensor | Values:
+    """A single tensor by itself, several as a tuple: what a user's loss function is given."""
+    return values[0] if len(values) == 1 else values
+
+
+def on_meta(build: Callable[[], Sequence[nn.Module]]) -> list[nn.Module]:
+    """What ``build`` makes, on the meta device."""
+    with torch.device("meta"):
+        return list(build())

@@ -1,0 +1,97 @@
+"""Everything that one actor is told about a run, and what it reports back. Plain data; nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from raypar.actors.mesh import Mesh
+from raypar.actors.specs import GPT, SGD, AdamW, Batches, Layers, Text
+from raypar.actors.split import Split
+from raypar.schedules.action import Action
+from raypar.schedules.schedule import Schedule
+
+Recompute = Literal["none", "full"]
+ProgramName = Literal["train", "evaluate"]
+
+SEND_WINDOW = 8  # sends to one peer that may be under way before an actor waits; every schedule is checked for it
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run as one actor sees it.
+
+    name      unique to job and generation; the names of its groups begin with it
+    rank      this actor's rank in the mesh
+    programs  the lowered schedules by name; of their rows only this actor's is filled
+    timeout   seconds that any wait on another actor may take
+    """
+
+    name: str
+    mesh: Mesh
+    rank: int
+    model: GPT | Layers
+    data: Text | Batches
+    optim: AdamW | SGD
+    programs: Mapping[ProgramName, Schedule]
+    split: Split
+    recompute: Recompute
+    micro_batch_size: int
+    clip: float | None
+    seed: int
+    steps: int
+    threads: int
+    timeout: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one actor has to say of one step.
+
+    losses       mean loss of each microbatch, in their order; only from the last stage
+    tokens       target elements seen; only from the last stage
+    grad_norm    global norm of the gradients before clipping, the same on every actor; None in an evaluation
+    busy, span   seconds of compute, and from the first action to the last
+    in_flight    most microbatches whose forward was done and whose backward was not, over the actor's stages
+    peak_memory  bytes: the process' high-water mark during the step (0 where the system does not tell)
+    """
+
+    losses: tuple[float, ...]
+    tokens: int
+    grad_norm: float | None
+    busy: float
+    span: float
+    in_flight: int
+    peak_memory: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where an actor is: answered at any time, also in the middle of an action."""
+
+    step: int
+    done: int
+    action: Action | None
+    peer: str | None
+    since: float
+
+
+class ActionError(RuntimeError):
+    """An action that failed: on which actor, which action, with which peer, and why.
+
+    ``secondary`` marks a failed communication: its cause is often another actor's error.
+    """
+
+    def __init__(self, actor: str, action: str, peer: str | None, reason: str, secondary: bool, trace: str) -> None:
+        super().__init__(actor, action, peer, reason, secondary, trace)
+        self.actor, self.action, self.peer, self.reason = actor, action, peer, reason
+        self.secondary, self.trace = secondary, trace
+
+    def __str__(self) -> str:
+        whom = f" with {self.peer}" if self.peer else ""
+        return f"actor {self.actor}: action {self.action}{whom} failed: {self.reason}"
+
+
+class NonFiniteError(ArithmeticError):
+    """The gradients of a step are not finite; no actor updated its weights."""

@@ -1,0 +1,75 @@
+"""Which layers go to which stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Literal
+
+from raypar.actors.specs import GPT
+
+Split = Literal["even", "balanced"] | tuple[int, ...]
+
+
+def split_faults(split: Split, num_layers: int, num_stages: int) -> list[str]:
+    """Everything that is wrong with putting so many layers on so many stages."""
+    if num_stages > num_layers:
+        return [f"{num_stages} stages for {num_layers} layers: use fewer ranks or chunks, or more layers"]
+    if isinstance(split, str):
+        return (
+            [] if split in ("even", "balanced") else [f"split is {split!r}: use 'even', 'balanced' or a list of counts"]
+        )
+    found = []
+    if len(split) != num_stages:
+        found.append(f"split names {len(split)} stages, the schedule has {num_stages}: give one count a stage")
+    if sum(split) != num_layers:
+        found.append(f"split adds up to {sum(split)} layers, the model has {num_layers}: every layer goes to one stage")
+    if min(split, default=1) < 1:
+        found.append("split leaves a stage without layers: every count must be at least 1")
+    return found
+
+
+def split_layers(split: Split, costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
+    """The layers of each stage, contiguous and in order; ``costs`` has one entry a layer."""
+    if split == "even":
+        base, extra = divmod(len(costs), num_stages)
+        counts: Sequence[int] = [base + (stage < extra) for stage in range(num_stages)]
+    elif split == "balanced":
+        counts = _balanced(costs, num_stages)
+    else:
+        assert not isinstance(split, str)
+        counts = split
+    ends = list(accumulate(counts))
+    return tuple(range(end - count, end) for count, end in zip(counts, ends, strict=True))
+
+
+def gpt_costs(gpt: GPT) -> tuple[float, ...]:
+    """Forward FLOPs a token of each block; the first counts the embedding too, the last the head.
+
+    A block takes 24 h^2 + 4 s h with an MLP of 4 h, the head 2 h V; looking up and adding embeddings about 2 h.
+    """
+    block = (8 + 4 * gpt.mlp) * gpt.hidden**2 + 4 * gpt.seq * gpt.hidden
+    costs = [float(block)] * gpt.layers
+    costs[0] += 2 * gpt.hidden
+    costs[-1] += 2 * gpt.hidden * gpt.vocab
+    return tuple(costs)
+
+
+def _balanced(costs: Sequence[float], num_stages: int) -> list[int]:
+    """Counts whose dearest stage is as cheap as possible (the contiguous partition problem, by dynamic programming)."""
+    total = [0.0, *accumulate(costs)]
+    n = len(costs)
+    best = [[float("inf")] * (n + 1) for _ in range(num_stages + 1)]
+    cut = [[0] * (n + 1) for _ in range(num_stages + 1)]
+    best[0][0] = 0.0
+    for stage in range(1, num_stages + 1):
+        for end in range(stage, n + 1):
+            for start in range(stage - 1, end):
+                worst = max(best[stage - 1][start], total[end] - total[start])
+                if worst < best[stage][end]:
+                    best[stage][end], cut[stage][end] = worst, start
+    counts, end = [], n
+    for stage in range(num_stages, 0, -1):
+        counts.append(end - cut[stage][end])
+        end = cut[stage][end]
+    return counts[::-1]

@@ -1,0 +1,108 @@
+"""One pipeline stage: its layers, their forward and backward for a microbatch, and what is kept in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from raypar.actors.models.model import Model, Values, as_values
+from raypar.actors.seeds import derive
+
+
+class Stage:
+    """Consecutive layers of a model on one actor.
+
+    layers     their indices in the model; ``modules`` are the layers themselves, in the same order
+    is_last    the stage ends in the loss
+    recompute  keep only a microbatch's inputs and run its forward again before its backward (GPipe, Huang et al. 2019,
+               section 2.3)
+
+    Dropout and other randomness is seeded by (seed, step, microbatch, layer), so it does not depend on the layout, on
+    the order of microbatches, or on recomputation.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        layers: Sequence[int],
+        modules: Sequence[nn.Module],
+        *,
+        is_last: bool,
+        recompute: bool,
+        seed: int,
+    ) -> None:
+        self.model, self.layers, self.modules = model, tuple(layers), tuple(modules)
+        self.is_last, self.recompute, self.seed = is_last, recompute, seed
+        self._saved: dict[int, tuple[Values, Values, Values]] = {}  # microbatch -> inputs, outputs, target
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches whose forward is done and whose backward is not."""
+        return len(self._saved)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters by logical name."""
+        return {
+            f"{self.model.names[index]}.{inner}": parameter
+            for index, module in zip(self.layers, self.modules, strict=True)
+            for inner, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def forward(self, step: int, microbatch: int, inputs: Values, target: Values, *, train: bool) -> Values:
+        """The outputs for ``inputs`` (the last stage: its loss, a scalar), without history; for training keep what the
+        backward needs."""
+        for module in self.modules:
+            module.train(train)
+        if not train:
+            with torch.no_grad():
+                return self._apply(step, microbatch, inputs, target)
+        if self.recompute:
+            with torch.no_grad():
+                outputs = self._apply(step, microbatch, inputs, target)
+            self._saved[microbatch] = (inputs, (), target)
+            return outputs
+        inputs = _leaves(inputs)
+        outputs = self._apply(step, microbatch, inputs, target)
+        self._saved[microbatch] = (inputs, outputs, ())
+        return tuple(value.detach() for value in outputs)
+
+    def backward(self, step: int, microbatch: int, gradients: Values) -> Values:
+        """Add this microbatch's gradients to the parameters'; return those of the floating inputs, in their order.
+
+        ``gradients`` has one tensor for every floating output; the last stage gets its loss's weight, a scalar.
+        """
+        inputs, outputs, target = self._saved.pop(microbatch)
+        if not outputs:
+            inputs = _leaves(inputs)
+            outputs = self._apply(step, microbatch, inputs, target)
+        floating = [value for value in outputs if value.is_floating_point()]
+        pairs = [(v, g) for v, g in zip(floating, gradients, strict=True) if v.requires_grad]
+        if pairs:
+            torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
+        return tuple(_gradient(value) for value in inputs if value.requires_grad)
+
+    def forget(self) -> None:
+        """Drop what an interrupted step left behind."""
+        self._saved.clear()
+
+    def _apply(self, step: int, microbatch: int, values: Values, target: Values) -> Values:
+        for index, module in zip(self.layers, self.modules, strict=True):
+            torch.default_generator.manual_seed(derive(self.seed, "layer", step, microbatch, index))
+            values = as_values(module(*values))
+        return (self.model.loss(values, target),) if self.is_last else values
+
+
+def floating(values: Values) -> Values:
+    """Those that gradients flow through."""
+    return tuple(value for value in values if value.is_floating_point())
+
+
+def _leaves(values: Values) -> Values:
+    return tuple(value.detach().requires_grad_(value.is_floating_point()) for value in values)
+
+
+def _gradient(value: Tensor) -> Tensor:
+    return torch.zeros_like(value) if value.grad is None else value.grad

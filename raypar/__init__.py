@@ -1,0 +1,69 @@
+"""raypar: train PyTorch models in parallel with Ray actors.
+
+Importing it starts nothing and imports neither torch nor ray; names load on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raypar.actors.mesh import Mesh
+    from raypar.actors.plan import NonFiniteError
+    from raypar.actors.specs import GPT, SGD, AdamW, Batches, Layers, Text
+    from raypar.config import ConfigError, Run
+    from raypar.driver import Job, launch
+    from raypar.errors import ActorDiedError, JobError, StalledError
+    from raypar.parity import Verdict, verify
+    from raypar.recipes import recipe
+    from raypar.report import Evaluation, Report
+    from raypar.stepper import Stepper
+
+_HOMES = {
+    "raypar.actors.mesh": ("Mesh",),
+    "raypar.actors.plan": ("NonFiniteError",),
+    "raypar.actors.specs": ("GPT", "SGD", "AdamW", "Batches", "Layers", "Text"),
+    "raypar.config": ("ConfigError", "Run"),
+    "raypar.driver": ("Job", "launch"),
+    "raypar.errors": ("ActorDiedError", "JobError", "StalledError"),
+    "raypar.recipes": ("recipe",),
+    "raypar.report": ("Evaluation", "Report"),
+    "raypar.stepper": ("Stepper",),
+    "raypar.parity": ("Verdict", "verify"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "GPT",
+    "SGD",
+    "ActorDiedError",
+    "AdamW",
+    "Batches",
+    "ConfigError",
+    "Evaluation",
+    "Job",
+    "JobError",
+    "Layers",
+    "Mesh",
+    "NonFiniteError",
+    "Report",
+    "Run",
+    "StalledError",
+    "Stepper",
+    "Text",
+    "Verdict",
+    "launch",
+    "recipe",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'raypar' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME_OF])

@@ -1,0 +1,112 @@
+"""Waiting for actors: until all have answered, or until one can't, and then for whose fault it was."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from raypar.actors.mesh import Mesh
+from raypar.actors.plan import ActionError, NonFiniteError
+from raypar.errors import ActorDiedError, JobError, StalledError
+
+_GRACE = 2.0  # seconds for the others to notice a fault by themselves, before they are told
+_LOOK = 0.5  # seconds between two looks at actors that have not answered
+
+
+class Calls:
+    """Calls to a job's actors. ``timeout`` is how long an actor may stay in one action, in seconds."""
+
+    def __init__(self, handles: Sequence[Any], mesh: Mesh, timeout: float) -> None:
+        self._handles, self._mesh, self._timeout = handles, mesh, timeout
+
+    def all(self, method: str, *args: object, what: str) -> list[Any]:
+        """Call a method of every actor at once; the answers by rank. Raises what ``gather`` raises."""
+        return self.gather([getattr(handle, method).remote(*args) for handle in self._handles], what)
+
+    def gather(self, refs: Sequence[Any], what: str, ranks: Sequence[int] | None = None) -> list[Any]:
+        """The answers to calls, one for each of ``ranks`` (None: call i was to rank i), in their order.
+
+        Raises JobError naming the actor at fault, or NonFiniteError; ``what`` was going on.
+        """
+        owners = list(range(len(refs))) if ranks is None else list(ranks)
+        pending = list(dict.fromkeys(refs))
+        watch = _Watch(time.monotonic())
+        failed_at: float | None = None
+        while pending:
+            ready, pending = ray.wait(pending, num_returns=len(pending), timeout=_LOOK)
+            if pending and failed_at is None and any(_error(ref) for ref in ready):
+                failed_at = time.monotonic()
+            if not pending:
+                break
+            if failed_at is not None and time.monotonic() - failed_at > _GRACE:
+                break
+            if failed_at is None:
+                self._look(watch, {owners[list(refs).index(ref)] for ref in pending}, what)
+        if not pending:
+            try:
+                return list(ray.get(list(refs)))
+            except (RayActorError, RayTaskError):
+                pass  # which one was first says little: look at all of them
+        errors = {owners[i]: error for i, ref in enumerate(refs) if ref not in pending and (error := _error(ref))}
+        raise self._verdict(errors, what)
+
+    def abort(self) -> None:
+        """Tell every actor to break off what it waits for."""
+        refs = [handle.abort.options(concurrency_group="ctl").remote() for handle in self._handles]
+        ray.wait(refs, num_returns=len(refs), timeout=_GRACE)
+
+    def _look(self, watch: _Watch, ranks: set[int], what: str) -> None:
+        """Raise StalledError if one of the actors has been in the same action for too long, or does not answer."""
+        refs = {rank: self._handles[rank].progress.options(concurrency_group="ctl").remote() for rank in ranks}
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=_LOOK)
+        now = time.monotonic()
+        for rank, ref in refs.items():
+            done, _ = ray.wait([ref], timeout=0)
+            progress = ray.get(ref) if done and _error(ref) is None else None
+            if progress is not None and watch.seen.get(rank, (None, 0.0))[0] != (progress.step, progress.done):
+                watch.seen[rank] = ((progress.step, progress.done), now)
+            since = watch.seen.get(rank, (None, watch.start))[1]
+            # an actor that waits for another one finds out by itself, and says for whom it waited
+            if now - since > self._timeout + _GRACE:
+                doing = f"in action {progress.action}" if progress and progress.action else "silent"
+                raise StalledError(f"actor {self._mesh.label(rank)} was {doing} for {now - since:.0f} s during {what}")
+
+    def _verdict(self, errors: dict[int, Exception], what: str) -> Exception:
+        """Of several errors the one that the others follow from."""
+        for rank, error in errors.items():
+            if isinstance(error, RayActorError):
+                seen = [str(cause) for other in errors.values() if (cause := _cause(other)) is not other]
+                after = f"; seen from the others: {seen[0]}" if seen else ""
+                return ActorDiedError(f"actor {self._mesh.label(rank)} died during {what}{after}")
+        causes = [_cause(error) for error in errors.values()]
+        for cause in causes:
+            if isinstance(cause, NonFiniteError):
+                return cause
+        actions = [cause for cause in causes if isinstance(cause, ActionError)]
+        for action in sorted(actions, key=lambda action: action.secondary):
+            return JobError(f"{action} (during {what})" + (f"\n{action.trace}" if action.trace else ""))
+        if causes:
+            return JobError(f"{what} failed: {type(causes[0]).__name__}: {causes[0]}")
+        return JobError(f"{what} failed: an actor did not answer")
+
+
+class _Watch:
+    def __init__(self, start: float) -> None:
+        self.start = start
+        self.seen: dict[int, tuple[tuple[int, int], float]] = {}
+
+
+def _error(ref: Any) -> Exception | None:
+    try:
+        ray.get(ref)
+    except (RayActorError, RayTaskError) as error:
+        return error
+    return None
+
+
+def _cause(error: Exception) -> Exception:
+    return error.cause if isinstance(error, RayTaskError) and error.cause is not None else error

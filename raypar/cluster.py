@@ -1,0 +1,121 @@
+"""Where actors live: connecting to a cluster, placing them, ending them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raypar.actors.mesh import Mesh
+from raypar.config import ConfigError
+
+log = logging.getLogger(__name__)
+
+_LEAST_SLOTS = 8  # actors that a laptop of any size may be asked for: they share its cores
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SCHEDULER_EVENTS": "0",
+    "RAY_COLOR_PREFIX": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+_PLACEMENT_SECONDS = 60.0
+
+
+@dataclass
+class Actors:
+    """The actors of a job, by rank, and what has to be given back after them."""
+
+    handles: list[Any]
+    group: PlacementGroup
+    owns_cluster: bool
+
+    def end(self) -> None:
+        """Kill the actors, free their places, and stop Ray if the job started it."""
+        for handle in self.handles:
+            ray.kill(handle)
+        remove_placement_group(self.group)
+        if self.owns_cluster:
+            ray.shutdown()
+
+
+def start_actors(cls: type, mesh: Mesh, job: str) -> Actors:
+    """One actor of ``cls`` for each rank of the mesh, with one CPU each, placed all together or not at all.
+
+    Uses the Ray that this process is connected to, else the cluster of RAY_ADDRESS, else starts one on this machine.
+    Raises ConfigError if the cluster has no room.
+    """
+    owns = _connect(mesh.size)
+    try:
+        _demand_room(mesh)
+        # a tensor group shares a bundle, and a bundle is always on one node: its links are the fastest
+        bundles = [{"CPU": float(mesh.tp)} for _ in range(mesh.size // mesh.tp)]
+        group = placement_group(bundles, strategy="PACK", name=job)
+        if not group.wait(_PLACEMENT_SECONDS):
+            remove_placement_group(group)
+            raise ConfigError([_no_room(mesh, f"they were not free within {_PLACEMENT_SECONDS:g} s")])
+        # a retried backward would count its gradients twice: recovery is the driver's
+        decorate: Any = ray.remote  # its types know nothing of concurrency groups
+        remote = decorate(num_cpus=1, max_restarts=0, max_task_retries=0, concurrency_groups={"ctl": 2})(cls)
+        handles = [
+            remote.options(
+                name=f"{job} {mesh.label(rank)}",
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank // mesh.tp),
+            ).remote()
+            for rank in range(mesh.size)
+        ]
+    except BaseException:
+        if owns:
+            ray.shutdown()
+        raise
+    return Actors(handles, group, owns)
+
+
+def _connect(actors: int) -> bool:
+    """Connect to Ray if need be; whether the cluster is ours to stop."""
+    if ray.is_initialized():
+        return False
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        try:
+            ray.init(address=address, namespace="raypar", log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError([f"RAY_ADDRESS is {address!r}, but no cluster answers there ({reason})"]) from error
+        return True
+    old = os.umask(0o077)  # Ray writes its token with the process' umask
+    try:
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, _LEAST_SLOTS),
+            namespace="raypar",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=256 * 2**20,  # tensors never go through it
+        )
+    finally:
+        os.umask(old)
+    if actors > (os.cpu_count() or 1):
+        log.warning("%d actors share the %d cores of this machine", actors, os.cpu_count() or 1)
+    return True
+
+
+def _demand_room(mesh: Mesh) -> None:
+    if ray.cluster_resources().get("CPU", 0.0) < mesh.size:
+        raise ConfigError([_no_room(mesh, "use a smaller mesh or a larger cluster")])
+
+
+def _no_room(mesh: Mesh, why: str) -> str:
+    total, free = ray.cluster_resources(), ray.available_resources()
+    nodes = sum(1 for node in ray.nodes() if node["Alive"])
+    return (
+        f"mesh: {mesh.size} actors need {mesh.size} CPUs, the cluster has {total.get('CPU', 0):g} "
+        f"({free.get('CPU', 0):g} free) on {nodes} node{'s' if nodes != 1 else ''}: {why}"
+    )

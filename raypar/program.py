@@ -1,0 +1,54 @@
+"""From what a run calls its schedule to the programs that actors perform: lowered and proved safe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from raypar.actors.plan import SEND_WINDOW, ProgramName
+from raypar.schedules.action import Op
+from raypar.schedules.catalog import build
+from raypar.schedules.check import check
+from raypar.schedules.lower import lower
+from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.table import from_csv
+
+Programs = Mapping[ProgramName, Schedule]
+
+
+def programs_of(schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | None) -> Programs:
+    """The training step and its evaluation: the same forwards in the same order, without the backwards.
+
+    Raises ScheduleError if there is no such schedule, if it does not fit the sizes, or if it breaks a rule.
+    """
+    train = lower(load_schedule(schedule, ranks, microbatches, chunks))
+    if train.forward_only:
+        raise ScheduleError(f"schedule {train.name!r} has no backward: it can evaluate but not train; use 1f1b, say")
+    if train.num_ranks != ranks:
+        raise ScheduleError(f"schedule {train.name!r} is for {train.num_ranks} ranks: set mesh.pp to {train.num_ranks}")
+    if train.num_microbatches != microbatches:
+        raise ScheduleError(
+            f"schedule {train.name!r} is for {train.num_microbatches} microbatches: "
+            f"set microbatches to {train.num_microbatches}"
+        )
+    forwards = ([action for action in row if action.op is Op.F] for row in train.rows)
+    evaluate = lower(Schedule.of(f"{train.name} forwards", forwards))
+    for program in (train, evaluate):
+        check(program, send_capacity=SEND_WINDOW)
+    return {"train": train, "evaluate": evaluate}
+
+
+def load_schedule(schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
+    """A schedule by name, from a CSV file, or as it is. Raises ScheduleError, or OSError for a file."""
+    if isinstance(schedule, Schedule):
+        return schedule
+    path = Path(schedule)
+    if path.suffix == ".csv":
+        return from_csv(path.read_text(encoding="utf-8"), path.stem)
+    return build(schedule, ranks, microbatches, chunks)
+
+
+def only_row(schedule: Schedule, rank: int) -> Schedule:
+    """The schedule with the other ranks' rows empty: what one actor has to know."""
+    return replace(schedule, rows=tuple(row if i == rank else () for i, row in enumerate(schedule.rows)))

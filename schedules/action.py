@@ -1,0 +1,77 @@
+"""One thing one pipeline rank does: an op on a stage, for a microbatch.
+
+The spelling is the one of ``torch.distributed.pipelining``: ``1F0`` is stage 1's forward of microbatch 0,
+``0SEND_F3`` stage 0 sending its output of microbatch 3, ``2REDUCE_GRAD`` an action of a whole stage. ``STEP``,
+the optimizer update of everything the rank holds, is the one addition: it names neither stage nor microbatch.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Op(StrEnum):
+    """What is done. ``B`` is a full backward, ``I`` its half for the inputs, ``W`` its half for the weights."""
+
+    F = "F"
+    B = "B"
+    I = "I"  # noqa: E741  (the field's letter)
+    W = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    STEP = "STEP"
+
+
+COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
+SENDS = frozenset({Op.SEND_F, Op.SEND_B})
+RECVS = frozenset({Op.RECV_F, Op.RECV_B})
+WHOLE_STAGE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
+
+_SPELLING = re.compile(r"(\d*)([A-Z_]+?)(\d*)")
+
+
+class Action(NamedTuple):
+    """``Action(1, Op.F, 0)`` prints as ``1F0``, and ``Action.parse("1F0")`` reads it back.
+
+    ``stage`` is None for STEP only; ``microbatch`` is None for STEP and for the actions of a whole stage.
+    """
+
+    stage: int | None
+    op: Op
+    microbatch: int | None
+
+    def __str__(self) -> str:
+        stage = "" if self.stage is None else self.stage
+        microbatch = "" if self.microbatch is None else self.microbatch
+        return f"{stage}{self.op.value}{microbatch}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read one action; ValueError names what is wrong with the text."""
+        match = _SPELLING.fullmatch(text.strip())
+        if match is None or match[2] not in Op.__members__:
+            raise ValueError(f"{text!r} is not an action: expected something like 1F0, 0SEND_F3, 2REDUCE_GRAD or STEP")
+        op = Op[match[2]]
+        stage = int(match[1]) if match[1] else None
+        microbatch = int(match[3]) if match[3] else None
+        wants_stage, wants_microbatch = op is not Op.STEP, op is not Op.STEP and op not in WHOLE_STAGE
+        if (stage is not None) != wants_stage:
+            wants = "needs a" if wants_stage else "takes no"
+            raise ValueError(f"{text!r}: {op.value} {wants} stage number in front")
+        if (microbatch is not None) != wants_microbatch:
+            wants = "needs a" if wants_microbatch else "takes no"
+            raise ValueError(f"{text!r}: {op.value} {wants} microbatch number behind")
+        return cls(stage, op, microbatch)
+
+
+STEP = Action(None, Op.STEP, None)

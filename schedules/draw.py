@@ -1,0 +1,100 @@
+"""The schedule as text: one line a rank, one column a time slot."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from raypar.schedules.action import COMPUTE, Action, Op
+from raypar.schedules.grid import lines, padded, widest
+from raypar.schedules.schedule import Schedule
+from raypar.schedules.simulate import UNIT, simulate
+from raypar.schedules.timeline import Timeline
+
+MOST_LANES = 64
+WIDTH = 160
+
+_ANSI = {Op.F: "\x1b[30;44m", Op.B: "\x1b[30;42m", Op.I: "\x1b[30;46m", Op.W: "\x1b[30;43m"}
+_PLAIN = "\x1b[0m"
+_GOES_ON = "--"
+
+
+def text(drawn: Schedule | Timeline, *, color: bool = False, width: int | None = WIDTH) -> str:
+    """Draw the compute of a schedule, or of a timeline, as a grid of characters.
+
+    A schedule is drawn with every action one slot long. In a timeline a slot is the shortest kind of action, and an
+    action that lasts longer goes on with ``--``. ``F0`` is a forward of microbatch 0; the stage stands in front of
+    it, ``3F0``, where ranks hold several. The last line tells makespan, bubble and the most activations each rank
+    holds at once.
+
+    color  paint the cells by op, with ANSI escapes for a terminal
+    width  cut the lines to so many characters, and say so; None cuts nothing
+    """
+    timeline = simulate(drawn, UNIT) if isinstance(drawn, Schedule) else drawn
+    schedule = timeline.schedule
+    several = schedule.num_stages > schedule.num_ranks
+    slots = _slots(timeline)
+    shown = range(min(schedule.num_ranks, MOST_LANES))
+    labels = [f"rank {rank}" for rank in shown]
+    cell = max(len(_GOES_ON), widest(_label(action, several) for rank in shown for action in slots[rank].values()))
+    columns = max((max(lane, default=-1) for lane in slots.values()), default=-1) + 1
+    room = columns if width is None else max(1, (width - widest(labels) - 2) // (cell + 1))
+    rows = []
+    for rank in shown:
+        lane = slots[rank]
+        last = min(room, max(lane, default=-1) + 1)
+        actions = [lane.get(column) for column in range(last)]
+        rows.append(_painted(actions, several, cell) if color else _cells(actions, several, cell))
+    picture = lines(labels, rows)
+    if room < columns or len(shown) < schedule.num_ranks:
+        picture.append(
+            f"(ranks 0 to {shown[-1]} of {schedule.num_ranks}, slots 0 to {min(room, columns) - 1} of {columns})"
+        )
+    return "\n".join([*picture, summary(timeline)])
+
+
+def summary(timeline: Timeline) -> str:
+    """One line: makespan, bubble, activations in flight."""
+    held = timeline.in_flight
+    flying = " ".join(map(str, held)) if len(held) <= 16 else f"at most {max(held)}"
+    return f"{timeline.name}: makespan {timeline.makespan:.6g}, bubble {timeline.bubble:.1%}, in flight {flying}"
+
+
+def slot_length(timeline: Timeline) -> float:
+    """How long the shortest kind of compute action typically lasts: a sensible unit to draw in."""
+    durations: defaultdict[Op, list[float]] = defaultdict(list)
+    for event in timeline.events:
+        if event.action.op in COMPUTE and event.end > event.start:
+            durations[event.action.op].append(event.end - event.start)
+    return min((sorted(lengths)[len(lengths) // 2] for lengths in durations.values()), default=1.0)
+
+
+def _slots(timeline: Timeline) -> defaultdict[int, dict[int, Action]]:
+    """For each rank which action is under way in which slot."""
+    length, zero = slot_length(timeline), timeline.start
+    slots: defaultdict[int, dict[int, Action]] = defaultdict(dict)
+    for event in timeline.events:
+        if event.action.op in COMPUTE:
+            first = round((event.start - zero) / length)
+            last = max(first + 1, round((event.end - zero) / length))
+            for column in range(first, last):
+                slots[event.rank].setdefault(column, event.action)
+    return slots
+
+
+def _cells(actions: list[Action | None], several: bool, width: int) -> list[str]:
+    texts = []
+    for action, before in zip(actions, [None, *actions], strict=False):
+        texts.append("" if action is None else _GOES_ON if action == before else _label(action, several))
+    return padded([texts], width)[0]
+
+
+def _painted(actions: list[Action | None], several: bool, width: int) -> list[str]:
+    cells = _cells(actions, several, width)
+    return [
+        cell if action is None else f"{_ANSI[action.op]}{cell}{_PLAIN}"
+        for cell, action in zip(cells, actions, strict=True)
+    ]
+
+
+def _label(action: Action, several: bool) -> str:
+    return str(action) if several else f"{action.op.value}{action.microbatch}"

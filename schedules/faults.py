@@ -1,0 +1,49 @@
+"""What a check found: the faults, and the error that shows them in the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from raypar.schedules.grid import excerpt
+from raypar.schedules.schedule import Schedule, ScheduleError
+
+MOST_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One broken rule: on which rank, at which place of its row (None if something is absent), which rule, and how."""
+
+    rank: int
+    index: int | None
+    rule: str
+    sentence: str
+
+    def __str__(self) -> str:
+        place = "" if self.index is None else f", action {self.index}"
+        return f"{self.rule}: rank {self.rank}{place}: {self.sentence}"
+
+
+class CheckError(ScheduleError):
+    """A schedule that must not run. ``faults`` lists everything that was found, the text shows the first ones."""
+
+    def __init__(self, message: str, faults: Sequence[Fault] = ()) -> None:
+        super().__init__(message)
+        self.faults = list(faults)
+
+    @classmethod
+    def of(cls, schedule: Schedule, faults: Sequence[Fault], marks: Collection[tuple[int, int]] = ()) -> CheckError:
+        """The error for the faults, with the schedule around the first one and its cell marked.
+
+        ``marks`` are further cells to mark, ``(rank, index)``.
+        """
+        first = faults[0]
+        cells = {*marks, *((fault.rank, fault.index) for fault in faults[:MOST_SHOWN] if fault.index is not None)}
+        centre = (first.rank, first.index if first.index is not None else len(schedule.rows[first.rank]))
+        count = "a rule" if len(faults) == 1 else f"{len(faults)} rules"
+        text = [f"schedule {schedule.name!r} breaks {count}:", excerpt(schedule, centre, cells)]
+        text += map(str, faults[:MOST_SHOWN])
+        if len(faults) > MOST_SHOWN:
+            text.append(f"... and {len(faults) - MOST_SHOWN} more")
+        return cls("\n".join(text), faults)

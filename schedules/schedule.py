@@ -1,0 +1,102 @@
+"""The schedule: rows of actions, one row per pipeline rank; the whole training step as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
+
+
+class ScheduleError(ValueError):
+    """A schedule that its definition does not allow, or that breaks a rule; the text says which and where."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Rows of actions, frozen. What is drawn, checked, simulated, stepped and run is this one object.
+
+    Make one with a generator (``catalog.build``), from a CSV file, or from any rows with ``Schedule.of``.
+
+    name             how it is called in messages and pictures
+    rows             one tuple of actions per pipeline rank
+    placement        ``placement[stage]`` is the rank that holds the stage
+    num_microbatches microbatches of one step
+    lowered          rows name their communication too (SEND/RECV), so they can be run by actors
+    forward_only     no backward anywhere: an evaluation
+    """
+
+    name: str
+    rows: tuple[tuple[Action, ...], ...]
+    placement: tuple[int, ...]
+    num_microbatches: int
+    lowered: bool
+    forward_only: bool
+
+    @classmethod
+    def of(cls, name: str, rows: Iterable[Sequence[Action]], *, lowered: bool | None = None) -> Schedule:
+        """Read placement, microbatches and kind off the rows.
+
+        ``lowered`` is read off the presence of a SEND or RECV; say it where a schedule has no boundary to cross.
+        Raises ScheduleError if the rows name no compute, a stage on two ranks, or leave a stage number out.
+        """
+        frozen = tuple(tuple(row) for row in rows)
+        home: dict[int, int] = {}
+        last_microbatch, communicates, forward_only = -1, False, True
+        faults: dict[str, None] = {}
+        for rank, row in enumerate(frozen):
+            for stage, op, microbatch in row:
+                if op in COMPUTE:
+                    assert stage is not None and microbatch is not None
+                    if home.setdefault(stage, rank) != rank:
+                        both = f"on rank {home[stage]} and on rank {rank}"
+                        faults[f"stage {stage} is {both}: give it to one of them"] = None
+                    if microbatch > last_microbatch:
+                        last_microbatch = microbatch
+                    if op is not Op.F:
+                        forward_only = False
+                elif op in SENDS or op in RECVS:
+                    communicates = True
+        missing = [stage for stage in range(len(home)) if stage not in home]
+        if missing:
+            which = ", ".join(map(str, missing[:8]))
+            faults[f"stage {which} has no action on any rank: number the stages 0, 1, 2, ..."] = None
+        if not home:
+            faults["the rows name no F, B, I or W: nothing would be computed"] = None
+        if faults:
+            raise ScheduleError(f"schedule {name!r}: " + "; ".join(faults))
+        placement = tuple(home[stage] for stage in range(len(home)))
+        if lowered is None:
+            lowered = communicates
+        return cls(name, frozen, placement, last_microbatch + 1, lowered, forward_only)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def num_actions(self) -> int:
+        return sum(map(len, self.rows))
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank holds, in order."""
+        return tuple(stage for stage, home in enumerate(self.placement) if home == rank)
+
+    def __iter__(self) -> Iterator[tuple[Action, ...]]:
+        return iter(self.rows)
+
+    def _repr_svg_(self) -> str | None:
+        """The picture that a notebook shows; none of a schedule that is too large to look at."""
+        from raypar.schedules.svg import MOST_BOXES, svg  # drawing a schedule takes all other files of this folder
+
+        return svg(self) if self.num_actions <= MOST_BOXES else None
+
+    def __repr__(self) -> str:
+        return (
+            f"<Schedule {self.name}: {self.num_ranks} ranks, {self.num_stages} stages, "
+            f"{self.num_microbatches} microbatches, {self.num_actions} actions{', lowered' if self.lowered else ''}>"
+        )

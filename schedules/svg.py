@@ -1,0 +1,94 @@
+"""The schedule as a picture: ranks are lanes, actions are boxes to scale."""
+
+from __future__ import annotations
+
+import colorsys
+import html
+from collections.abc import Iterator
+
+from raypar.schedules.action import COMPUTE, Op
+from raypar.schedules.draw import slot_length, summary
+from raypar.schedules.schedule import Schedule
+from raypar.schedules.simulate import UNIT, simulate
+from raypar.schedules.timeline import Event, Timeline
+
+MOST_BOXES = 20_000
+
+LANE, GAP, MARGIN, HEADER, SLOT = 26, 6, 64, 40, 28
+# Hue and saturation; a rank's chunks differ in lightness. Grey of middle lightness is read on white and on black.
+_HUES = {Op.F: (0.59, 0.62), Op.B: (0.38, 0.45), Op.I: (0.48, 0.50), Op.W: (0.11, 0.75)}
+_GREY = "#868e96"
+
+
+_FAINT = ' fill-opacity="0.45"'
+
+
+def svg(drawn: Schedule | Timeline) -> str:
+    """Draw a schedule, or a timeline, as standalone SVG without background, for light and dark pages.
+
+    A schedule is drawn with every action one slot long, a timeline to its own scale. Boxes are coloured by op, and
+    lighter for later chunks of a rank; the number is the microbatch, and pointing at a box tells the rest. Waiting
+    for a value, reducing gradients and STEP are grey. Beyond ``MOST_BOXES`` events the picture is cut, and says so.
+    """
+    timeline = simulate(drawn, UNIT) if isinstance(drawn, Schedule) else drawn
+    schedule = timeline.schedule
+    boxes = sorted((event for event in timeline.events if event.end > event.start), key=lambda event: event.start)
+    note = "" if len(boxes) <= MOST_BOXES else f" (the first {MOST_BOXES} of {len(boxes)} boxes)"
+    boxes = boxes[:MOST_BOXES]
+    scale = SLOT / slot_length(timeline)
+    width = MARGIN + scale * (max((box.end for box in boxes), default=0.0) - timeline.start) + GAP
+    height = HEADER + schedule.num_ranks * (LANE + GAP)
+    title = html.escape(summary(timeline) + note)
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" '
+            f'viewBox="0 0 {width:.0f} {height}" font-family="system-ui, sans-serif" font-size="12">',
+            f"<title>{title}</title>",
+            f'<text x="{GAP}" y="22" font-size="14" font-weight="600" fill="{_GREY}">{title}</text>',
+            *_lanes(schedule, width),
+            *(_box(box, timeline, scale) for box in boxes),
+            "</svg>",
+        ]
+    )
+
+
+def _lanes(schedule: Schedule, width: float) -> Iterator[str]:
+    for rank in range(schedule.num_ranks):
+        y = _top(rank)
+        yield f'<text x="{GAP}" y="{y + 17}" fill="{_GREY}">rank {rank}</text>'
+        yield (
+            f'<rect x="{MARGIN}" y="{y}" width="{width - MARGIN - GAP:.1f}" height="{LANE}" rx="4" '
+            f'fill="{_GREY}" fill-opacity="0.13"/>'
+        )
+
+
+def _box(event: Event, timeline: Timeline, scale: float) -> str:
+    x, y = MARGIN + (event.start - timeline.start) * scale, _top(event.rank)
+    width = max((event.end - event.start) * scale - 1, 0.5)
+    computes = event.action.op in COMPUTE
+    label = str(event.action.microbatch) if computes else ""
+    number = (
+        f'<text x="{x + width / 2:.1f}" y="{y + 17}" text-anchor="middle" fill="#fff">{label}</text>'
+        if 0 < 7 * len(label) <= width
+        else ""
+    )
+    tip = html.escape(f"{event.action} on {event.actor}: {event.start:.6g} to {event.end:.6g}")
+    return (
+        f'<g><title>{tip}</title><rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LANE}" rx="3" '
+        f'fill="{_fill(event, timeline.schedule)}"{"" if computes else _FAINT}/>{number}</g>'
+    )
+
+
+def _fill(event: Event, schedule: Schedule) -> str:
+    stage, op, _ = event.action
+    if stage is None or op not in _HUES:
+        return _GREY
+    stages = schedule.stages_of(event.rank)
+    hue, saturation = _HUES[op]
+    lightness = 0.38 + 0.2 * stages.index(stage) / len(stages)
+    red, green, blue = (round(255 * part) for part in colorsys.hls_to_rgb(hue, lightness, saturation))
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+def _top(rank: int) -> int:
+    return HEADER + rank * (LANE + GAP)

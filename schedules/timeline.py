@@ -1,0 +1,93 @@
+"""The timeline: what a schedule leaves behind, simulated or measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from raypar.schedules.action import COMPUTE, Action
+from raypar.schedules.rules import HOLDS
+from raypar.schedules.schedule import Schedule
+
+
+class Event(NamedTuple):
+    """One action that was done, or would be.
+
+    rank   the pipeline rank, which is the lane it is drawn in
+    actor  who did it, by its coordinates: ``pp=1 dp=0 tp=3``
+    start  seconds, on the clock of the timeline
+    end    seconds
+    bytes  bytes that were sent or received, 0 for a compute action
+    """
+
+    rank: int
+    actor: str
+    action: Action
+    start: float
+    end: float
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The events of one pipeline, in an order that keeps each rank's events in their order.
+
+    One event a rank at a time; of a layout with several replicas, one timeline shows one of them. A measured
+    timeline may be incomplete, that of a failed step is.
+    """
+
+    schedule: Schedule
+    events: tuple[Event, ...]
+
+    @property
+    def name(self) -> str:
+        return self.schedule.name
+
+    @property
+    def num_ranks(self) -> int:
+        return self.schedule.num_ranks
+
+    @property
+    def start(self) -> float:
+        """When the first event starts, in seconds."""
+        return min((event.start for event in self.events), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """When the last event ends, in seconds."""
+        return max((event.end for event in self.events), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end."""
+        return self.end - self.start
+
+    def busy(self, rank: int | None = None) -> float:
+        """Seconds of compute (F, B, I, W) of one rank, or of all ranks together."""
+        return sum(
+            event.end - event.start
+            for event in self.events
+            if event.action.op in COMPUTE and (rank is None or event.rank == rank)
+        )
+
+    @property
+    def bubble(self) -> float:
+        """The part of the ranks' time in which nothing is computed: 0 is a full pipeline, 1 an idle one."""
+        whole = self.num_ranks * self.makespan
+        return 1 - self.busy() / whole if whole else 0.0
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """The most activations each rank holds at once: forwards whose B, or I and W, is not done yet.
+
+        An evaluation holds none.
+        """
+        if self.schedule.forward_only:
+            return (0,) * self.num_ranks
+        held, most = [0] * self.num_ranks, [0] * self.num_ranks
+        for event in self.events:
+            rank = event.rank
+            held[rank] += HOLDS.get(event.action.op, 0)
+            if held[rank] > most[rank]:
+                most[rank] = held[rank]
+        return tuple(most)

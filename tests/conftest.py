@@ -1,0 +1,35 @@
+"""One Ray cluster for the whole test session, started when the first test asks for it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+QUIET = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SCHEDULER_EVENTS": "0",
+    "RAY_COLOR_PREFIX": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """A local Ray cluster with 8 CPU slots."""
+    os.environ.update(QUIET)
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+        object_store_memory=100 * 2**20,
+        namespace="raypar",
+    )
+    yield ray
+    ray.shutdown()
