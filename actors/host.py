@@ -5,6 +5,7 @@ from __future__ import annotations
 from raypar.actors import groups
 from raypar.actors.group import Group
 from raypar.actors.ledger import Ledger
+from raypar.actors.memory import keep_freed_memory
 from raypar.actors.mesh import AXES
 from raypar.actors.plan import Plan
 from raypar.actors.worker import Worker
@@ -12,6 +13,10 @@ from raypar.actors.worker import Worker
 
 class HostedWorker(Worker):
     """A Worker inside a Ray actor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        keep_freed_memory()
 
     def start(self, plan: Plan) -> dict[str, tuple[int, ...]]:
         """Leave the groups of an earlier run, join those of this one, build; returns the shapes of the parameters."""

@@ -68,13 +68,11 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where an actor is: answered at any time, also in the middle of an action."""
+    """Where an actor is: the step, how many of its actions are done, and which one is under way."""
 
     step: int
     done: int
     action: Action | None
-    peer: str | None
-    since: float
 
 
 class ActionError(RuntimeError):

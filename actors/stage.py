@@ -35,6 +35,7 @@ class Stage:
     ) -> None:
         self.model, self.layers, self.modules = model, tuple(layers), tuple(modules)
         self.is_last, self.recompute, self.seed = is_last, recompute, seed
+        self._train = True
         self._saved: dict[int, tuple[Values, Values, Values]] = {}  # microbatch -> inputs, outputs, target
 
     @property
@@ -51,12 +52,17 @@ class Stage:
             if parameter.requires_grad
         }
 
-    def forward(self, step: int, microbatch: int, inputs: Values, target: Values, *, train: bool) -> Values:
-        """The outputs for ``inputs`` (the last stage: its loss, a scalar), without history; for training keep what the
-        backward needs."""
+    def begin(self, *, train: bool) -> None:
+        """Open a step, of training or of evaluation; what an interrupted one left behind is dropped."""
+        self._saved.clear()
+        self._train = train
         for module in self.modules:
             module.train(train)
-        if not train:
+
+    def forward(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
+        """The outputs for ``inputs`` (the last stage: its loss, a scalar), without history; for training keep what the
+        backward needs."""
+        if not self._train:
             with torch.no_grad():
                 return self._apply(step, microbatch, inputs, target)
         if self.recompute:
@@ -83,10 +89,6 @@ class Stage:
         if pairs:
             torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
         return tuple(_gradient(value) for value in inputs if value.requires_grad)
-
-    def forget(self) -> None:
-        """Drop what an interrupted step left behind."""
-        self._saved.clear()
 
     def _apply(self, step: int, microbatch: int, values: Values, target: Values) -> Values:
         for index, module in zip(self.layers, self.modules, strict=True):

@@ -30,7 +30,9 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        self._progress = Progress(-1, 0, None, None, time.monotonic())
+        self._number = -1
+        self._now: Action | None = None
+        self._events: list[tuple[Action, float, float]] = []
         self._perform: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -82,26 +84,25 @@ class Worker:
         self._train = not self._schedule.forward_only
         self._losses: dict[int, float] = {}
         self._tokens, self._grad_norm = 0, None if not self._train else 0.0
-        self._in_flight, self._done = 0, 0
-        self._events: list[tuple[Action, float, float]] = []
+        self._in_flight, self._events = 0, []
         self._weight = torch.tensor(1.0 / self._schedule.num_microbatches)
         if self._train:
             self._parts.updater.zero_grad()
+        for stage in self._parts.stages.values():
+            stage.begin(train=self._train)
         reset_peak()
 
     def perform(self, action: Action) -> None:
         """Perform one action, as soon as what it needs is there; raises ActionError."""
-        peer = self._peer(action)
         start = time.perf_counter()
-        self._progress = Progress(self._number, self._done, action, peer, time.monotonic())
+        self._now = action
         try:
             self._perform[action.op](action)
         except NonFiniteError:
             raise
         except Exception as error:
-            raise self._failed(str(action), peer, error) from None
+            raise self._failed(str(action), self._peer(action), error) from None
         self._events.append((action, start, time.perf_counter()))
-        self._done += 1
 
     def end(self) -> StepResult:
         """Close a step: everything sent has arrived."""
@@ -109,13 +110,13 @@ class Worker:
             self._courier.drain()
         except GroupError as error:
             raise self._failed("end of step", None, error) from None
-        self._progress = Progress(self._number, self._done, None, None, time.monotonic())
+        self._now = None
         events = self._events
         return StepResult(
             losses=tuple(self._losses[microbatch] for microbatch in sorted(self._losses)),
             tokens=self._tokens,
             grad_norm=self._grad_norm,
-            busy=sum(end - start for action, start, end in events if action.op in COMPUTE or action.op is Op.STEP),
+            busy=sum(end - start for action, start, end in events if action.op in COMPUTE),
             span=events[-1][2] - events[0][1] if events else 0.0,
             in_flight=self._in_flight,
             peak_memory=peak(),
@@ -125,7 +126,7 @@ class Worker:
 
     def progress(self) -> Progress:
         """Where this actor is; safe to call from another thread."""
-        return self._progress
+        return Progress(self._number, len(self._events), self._now)
 
     def abort(self) -> None:
         """Break off every communication under way; safe to call from another thread."""
@@ -167,7 +168,7 @@ class Worker:
         if stage.is_last:
             target = self._parts.source.targets(self._program, self._number, microbatch)
             self._tokens += target[0].numel()
-        outputs = stage.forward(self._number, microbatch, inputs, target, train=self._train)
+        outputs = stage.forward(self._number, microbatch, inputs, target)
         if stage.is_last:
             self._losses[microbatch] = outputs[0].item()
         else:

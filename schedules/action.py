@@ -13,7 +13,21 @@ from typing import NamedTuple
 
 
 class Op(StrEnum):
-    """What is done. ``B`` is a full backward, ``I`` its half for the inputs, ``W`` its half for the weights."""
+    """What is done; roughly, on the actor that holds the stage:
+
+    F            ``outbox[mb] = saved[mb] = stage(inbox[mb])``
+    B            the full backward: ``I``, then ``W``
+    I            ``outbox[mb] = inputs.grad`` from ``saved[mb]``: what the stage before waits for
+    W            ``weights.grad += ...`` from ``saved.pop(mb)``: nobody but the optimizer waits for it
+    SEND_F       ``group.send(outbox.pop(mb), to=the rank of stage + 1)``, the activation
+    RECV_F       ``inbox[mb] = group.recv(the rank of stage - 1)``
+    SEND_B       ``group.send(outbox.pop(mb), to=the rank of stage - 1)``, the gradient
+    RECV_B       ``inbox[mb] = group.recv(the rank of stage + 1)``
+    UNSHARD      ``weights = all_gather(shard)``
+    RESHARD      ``weights = None``, the shard stays
+    REDUCE_GRAD  ``weights.grad = all_reduce(weights.grad)`` over the replicas of the stage
+    STEP         ``optimizer.step()`` for everything the rank holds
+    """
 
     F = "F"
     B = "B"

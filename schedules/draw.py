@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 from raypar.schedules.action import COMPUTE, Action, Op
 from raypar.schedules.grid import lines, padded, widest
@@ -32,18 +33,18 @@ def text(drawn: Schedule | Timeline, *, color: bool = False, width: int | None =
     timeline = simulate(drawn, UNIT) if isinstance(drawn, Schedule) else drawn
     schedule = timeline.schedule
     several = schedule.num_stages > schedule.num_ranks
-    slots = _slots(timeline)
     shown = range(min(schedule.num_ranks, MOST_LANES))
     labels = [f"rank {rank}" for rank in shown]
-    cell = max(len(_GOES_ON), widest(_label(action, several) for rank in shown for action in slots[rank].values()))
-    columns = max((max(lane, default=-1) for lane in slots.values()), default=-1) + 1
+    spans = list(_spans(timeline))
+    columns = max((last for _, _, last, _ in spans), default=0)
+    cell = max(len(_GOES_ON), widest(_label(action, several) for _, _, _, action in spans))
     room = columns if width is None else max(1, (width - widest(labels) - 2) // (cell + 1))
-    rows = []
-    for rank in shown:
-        lane = slots[rank]
-        last = min(room, max(lane, default=-1) + 1)
-        actions = [lane.get(column) for column in range(last)]
-        rows.append(_painted(actions, several, cell) if color else _cells(actions, several, cell))
+    lanes: list[dict[int, Action]] = [{} for _ in shown]
+    for rank, first, last, action in spans:
+        for column in range(first, min(last, room)) if rank in shown else ():
+            lanes[rank].setdefault(column, action)
+    paint = _painted if color else _cells
+    rows = [paint([lane.get(column) for column in range(max(lane, default=-1) + 1)], several, cell) for lane in lanes]
     picture = lines(labels, rows)
     if room < columns or len(shown) < schedule.num_ranks:
         picture.append(
@@ -68,17 +69,13 @@ def slot_length(timeline: Timeline) -> float:
     return min((sorted(lengths)[len(lengths) // 2] for lengths in durations.values()), default=1.0)
 
 
-def _slots(timeline: Timeline) -> defaultdict[int, dict[int, Action]]:
-    """For each rank which action is under way in which slot."""
+def _spans(timeline: Timeline) -> Iterator[tuple[int, int, int, Action]]:
+    """For each compute action its rank, its first slot, the slot behind its last one, and itself."""
     length, zero = slot_length(timeline), timeline.start
-    slots: defaultdict[int, dict[int, Action]] = defaultdict(dict)
     for event in timeline.events:
         if event.action.op in COMPUTE:
             first = round((event.start - zero) / length)
-            last = max(first + 1, round((event.end - zero) / length))
-            for column in range(first, last):
-                slots[event.rank].setdefault(column, event.action)
-    return slots
+            yield event.rank, first, max(first + 1, round((event.end - zero) / length)), event.action
 
 
 def _cells(actions: list[Action | None], several: bool, width: int) -> list[str]:

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from dataclasses import replace
 from typing import Literal
 
-from raypar.schedules.action import STEP, Action, Op
+from raypar.schedules.action import SENDS, STEP, Action, Op
 from raypar.schedules.rules import awaited, partner, provides, rank_of, send_of, travels
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.sweep import Sweep
@@ -116,12 +116,17 @@ def _with_recvs(
 
 
 def _with_reduce_grad(row: list[Action]) -> list[Action]:
-    """REDUCE_GRAD right after the last weight gradient of each stage that has none yet."""
-    reduced = {stage for stage, op, _ in row if op is Op.REDUCE_GRAD}
+    """REDUCE_GRAD behind the last weight gradient of each stage that has none yet.
+
+    The SEND of that backward goes first: the rank before waits for it.
+    """
+    reduced = {action.stage for action in row if action.op is Op.REDUCE_GRAD}
     last = {action.stage: index for index, action in enumerate(row) if action.op is Op.B or action.op is Op.W}
-    full: list[Action] = []
-    for index, action in enumerate(row):
-        full.append(action)
-        if last.get(action.stage) == index and action.stage not in reduced:
-            full.append(Action(action.stage, Op.REDUCE_GRAD, None))
+    full = list(row)
+    for stage, index in sorted(last.items(), key=lambda item: item[1], reverse=True):
+        place = index + 1
+        while place < len(row) and row[place].op in SENDS:
+            place += 1
+        if stage not in reduced:
+            full.insert(place, Action(stage, Op.REDUCE_GRAD, None))
     return full

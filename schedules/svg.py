@@ -14,7 +14,7 @@ from raypar.schedules.timeline import Event, Timeline
 
 MOST_BOXES = 20_000
 
-LANE, GAP, MARGIN, HEADER, SLOT = 26, 6, 64, 40, 28
+LANE, GAP, MARGIN, HEADER, SLOT, FINEST = 26, 6, 64, 40, 28, 1
 # Hue and saturation; a rank's chunks differ in lightness. Grey of middle lightness is read on white and on black.
 _HUES = {Op.F: (0.59, 0.62), Op.B: (0.38, 0.45), Op.I: (0.48, 0.50), Op.W: (0.11, 0.75)}
 _GREY = "#868e96"
@@ -32,11 +32,12 @@ def svg(drawn: Schedule | Timeline) -> str:
     """
     timeline = simulate(drawn, UNIT) if isinstance(drawn, Schedule) else drawn
     schedule = timeline.schedule
-    boxes = sorted((event for event in timeline.events if event.end > event.start), key=lambda event: event.start)
+    zero, scale = timeline.start, SLOT / slot_length(timeline)
+    visible = (event for event in timeline.events if (event.end - event.start) * scale > FINEST)
+    boxes = sorted(visible, key=lambda event: event.start)
     note = "" if len(boxes) <= MOST_BOXES else f" (the first {MOST_BOXES} of {len(boxes)} boxes)"
     boxes = boxes[:MOST_BOXES]
-    scale = SLOT / slot_length(timeline)
-    width = MARGIN + scale * (max((box.end for box in boxes), default=0.0) - timeline.start) + GAP
+    width = MARGIN + scale * (max((box.end for box in boxes), default=zero) - zero) + GAP
     height = HEADER + schedule.num_ranks * (LANE + GAP)
     title = html.escape(summary(timeline) + note)
     return "\n".join(
@@ -46,7 +47,7 @@ def svg(drawn: Schedule | Timeline) -> str:
             f"<title>{title}</title>",
             f'<text x="{GAP}" y="22" font-size="14" font-weight="600" fill="{_GREY}">{title}</text>',
             *_lanes(schedule, width),
-            *(_box(box, timeline, scale) for box in boxes),
+            *(_box(box, schedule, zero, scale) for box in boxes),
             "</svg>",
         ]
     )
@@ -62,9 +63,9 @@ def _lanes(schedule: Schedule, width: float) -> Iterator[str]:
         )
 
 
-def _box(event: Event, timeline: Timeline, scale: float) -> str:
-    x, y = MARGIN + (event.start - timeline.start) * scale, _top(event.rank)
-    width = max((event.end - event.start) * scale - 1, 0.5)
+def _box(event: Event, schedule: Schedule, zero: float, scale: float) -> str:
+    x, y = MARGIN + (event.start - zero) * scale, _top(event.rank)
+    width = (event.end - event.start) * scale - FINEST
     computes = event.action.op in COMPUTE
     label = str(event.action.microbatch) if computes else ""
     number = (
@@ -75,7 +76,7 @@ def _box(event: Event, timeline: Timeline, scale: float) -> str:
     tip = html.escape(f"{event.action} on {event.actor}: {event.start:.6g} to {event.end:.6g}")
     return (
         f'<g><title>{tip}</title><rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LANE}" rx="3" '
-        f'fill="{_fill(event, timeline.schedule)}"{"" if computes else _FAINT}/>{number}</g>'
+        f'fill="{_fill(event, schedule)}"{"" if computes else _FAINT}/>{number}</g>'
     )
 
 

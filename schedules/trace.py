@@ -14,6 +14,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 
     A rank is a process, an action a slice; an arrow goes from what makes a value to what needs it on another rank.
     """
+    zero = timeline.start
     events: list[dict[str, Any]] = []
     named: set[int] = set()
     for event in timeline.events:
@@ -21,8 +22,8 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
             named.add(event.rank)
             events.append(_metadata(event, "process_name", name=event.actor))
             events.append(_metadata(event, "process_sort_index", sort_index=event.rank))
-        events.append(_slice(event, timeline.start))
-    return {"traceEvents": events + _arrows(timeline), "displayTimeUnit": "ms"}
+        events.append(_slice(event, zero))
+    return {"traceEvents": events + _arrows(timeline, zero), "displayTimeUnit": "ms"}
 
 
 def _slice(event: Event, zero: float) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def _slice(event: Event, zero: float) -> dict[str, Any]:
     }
 
 
-def _arrows(timeline: Timeline) -> list[dict[str, Any]]:
+def _arrows(timeline: Timeline, zero: float) -> list[dict[str, Any]]:
     """A flow event at the maker and one at the user of each value; an incomplete timeline may lack either."""
     schedule = timeline.schedule
     makers = {value: event for event in timeline.events for value in provides(event.action) if travels(value, schedule)}
@@ -49,11 +50,11 @@ def _arrows(timeline: Timeline) -> list[dict[str, Any]]:
         maker = makers.get(need) if need is not None else None
         if need is not None and maker is not None:
             # The middle of a slice is surely inside it; an arrow must not point back in time.
-            leaves = _middle(maker, timeline.start)
-            arrows.append(_arrow("s", need, len(arrows) // 2, maker, leaves))
-            arrows.append(
-                {**_arrow("f", need, len(arrows) // 2, event, max(leaves, _middle(event, timeline.start))), "bp": "e"}
-            )
+            leaves = _middle(maker, zero)
+            arrives = max(leaves, _middle(event, zero))
+            number = len(arrows) // 2
+            arrows.append(_arrow("s", need, number, maker, leaves))
+            arrows.append({**_arrow("f", need, number, event, arrives), "bp": "e"})
     return arrows
 
 

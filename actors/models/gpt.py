@@ -34,12 +34,16 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention: (B, S, D) -> (B, S, D)."""
+    """Causal self-attention: (B, S, D) -> (B, S, D).
+
+    The projections in have no bias. That of the keys would shift a softmax, which changes nothing: its gradient is
+    rounding noise, and Adam would turn that into steps of full size.
+    """
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
         self.heads, self.dropout = gpt.heads, gpt.dropout
-        self.qkv = nn.Linear(gpt.hidden, 3 * gpt.hidden)
+        self.qkv = nn.Linear(gpt.hidden, 3 * gpt.hidden, bias=False)
         self.out = nn.Linear(gpt.hidden, gpt.hidden)
 
     def forward(self, x_BSD: Tensor) -> Tensor:

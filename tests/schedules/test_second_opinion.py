@@ -1,6 +1,7 @@
 """Random schedules, judged by networkx: is the graph of what waits for what free of circles, and how long is it?"""
 
 from dataclasses import replace
+from itertools import takewhile
 
 import networkx
 from hypothesis import given, settings
@@ -90,15 +91,10 @@ def test_just_in_time_receives_right_before_use_unless_the_order_of_sends_asks_f
                 maker = next(a for a in reversed(row[:index]) if a.op not in SENDS)
                 assert needs(action, lowered)[0] in provides(maker)
             if action.op in RECVS:
-                following = [a for a in row[index + 1 :] if a.op not in RECVS][0]
+                burst = list(takewhile(lambda a: a.op in RECVS, row[index:]))
                 source = rank_of(partner(action), lowered)
-                burst = []
-                for a in row[index:]:
-                    if a == following:
-                        break
-                    burst.append(a)
                 from_source = [a for a in burst if rank_of(partner(a), lowered) == source]
-                assert from_source[-1] in needs(following, lowered), (rank, action)
+                assert from_source[-1] in needs(row[index + len(burst)], lowered), (rank, action)
 
 
 @given(legal_schedules(), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
