@@ -13,18 +13,19 @@ AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 class Mesh:
     """How many ways each axis splits the work; ``pp * dp * cp * tp`` actors.
 
-    pp  pipeline stages        dp  data-parallel replicas
-    cp  parts of the sequence  tp  shards of a layer
-    ep  expert groups, carved out of dp x cp x tp: it adds no actors
-
     Ranks count with tp innermost (neighbours on the fastest links), then cp, dp and pp.
     """
 
     pp: int = 1
+    """pipeline ranks"""
     dp: int = 1
+    """data-parallel replicas"""
     cp: int = 1
+    """parts of the sequence"""
     tp: int = 1
+    """shards of a layer"""
     ep: int = 1
+    """expert groups, carved out of dp x cp x tp: it adds no actors"""
 
     @property
     def size(self) -> int:

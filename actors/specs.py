@@ -9,105 +9,109 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+Decay = Literal["constant", "cosine", "linear"]
+
 
 @dataclass(frozen=True)
 class GPT:
-    """A pre-LN GPT with learned positions (Radford et al. 2019), over bytes unless a tokenizer says otherwise.
-
-    layers   number of transformer blocks
-    hidden   width of the residual stream
-    heads    attention heads, a divisor of hidden
-    seq      tokens a sequence
-    vocab    token ids run from 0 to vocab - 1
-    mlp      width of a block's MLP in multiples of hidden
-    dropout  probability, after embeddings, in attention and on both residual branches
-    tied     one logical weight for the embedding and the head (Press & Wolf 2017)
-    """
+    """A pre-LN GPT with learned positions (Radford et al. 2019), over bytes unless a tokenizer says otherwise."""
 
     layers: int = 8
+    """number of transformer blocks"""
     hidden: int = 256
+    """width of the residual stream"""
     heads: int = 8
+    """attention heads, a divisor of hidden"""
     seq: int = 256
+    """tokens a sequence"""
     vocab: int = 256
+    """token ids run from 0 to vocab - 1"""
     mlp: int = 4
+    """width of a block's MLP in multiples of hidden"""
     dropout: float = 0.0
+    """probability, after embeddings, in attention and on both residual branches"""
     tied: bool = False
+    """one logical weight for the embedding and the head (Press & Wolf 2017)"""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The user's own modules: ``fn()`` returns a list of nn.Modules that are applied one after the other.
-
-    fn    builds the list; each layer takes what the layer before it returned (a tensor or a tuple of tensors)
-    loss  ``loss(output, target) -> scalar tensor``, the mean over the microbatch
-    seq   tokens a sequence, for a model over text; with other data leave it out
-    vocab token ids run from 0 to vocab - 1, for a model over text
-    """
+    """The user's own modules: ``fn()`` returns a list of nn.Modules that are applied one after the other."""
 
     fn: Callable[[], Sequence[Any]]
+    """builds the list; each layer takes what the layer before it returned (a tensor or a tuple of tensors)"""
     loss: Callable[[Any, Any], Any]
+    """``loss(output, target) -> scalar tensor``, the mean over the microbatch"""
     seq: int | None = None
+    """tokens a sequence, for a model over text; with other data leave it out"""
     vocab: int = 256
+    """token ids run from 0 to vocab - 1, for a model over text"""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens of text files.
-
-    path          a file, a folder (all files below it), or a glob; "stdlib" is the .py files of the running Python's
-                  standard library; a ``.bin`` file is uint16 tokens (nanoGPT's format)
-    tokenizer     a Hugging Face ``tokenizers`` JSON file; None reads bytes (256 ids)
-    val_path      validation text, same kinds as path; None keeps the last ``val_fraction`` of path for validation
-    val_fraction  share of the tokens that is kept for validation, 0 < val_fraction < 1
-    cache         folder for the converted tokens; None is ~/.cache/raypar
-    """
+    """Tokens of text files."""
 
     path: str = "stdlib"
+    """a file, a folder (all files below it), or a glob; "stdlib" is the .py files of the running Python's standard
+    library; a ``.bin`` file is uint16 tokens (nanoGPT's format)"""
     tokenizer: str | None = None
+    """a Hugging Face ``tokenizers`` JSON file; None reads bytes (256 ids)"""
     val_path: str | None = None
+    """validation text, same kinds as path; None keeps the last ``val_fraction`` of path for validation"""
     val_fraction: float = 0.1
+    """share of the tokens that is kept for validation, 0 < val_fraction < 1"""
     cache: str | None = None
+    """folder for the converted tokens; None is ~/.cache/raypar"""
 
 
 @dataclass(frozen=True)
 class Batches:
-    """The user's own data: ``fn(step, microbatch, dp)`` returns ``(inputs, targets)``; a pure function.
-
-    fn        training batches; inputs and targets are tensors (or tuples of them) of one fixed shape
-    validate  the same for evaluation; None means that the run has no validation data
-    """
+    """The user's own data: ``fn(step, microbatch, dp)`` returns ``(inputs, targets)``; a pure function."""
 
     fn: Callable[[int, int, int], tuple[Any, Any]]
+    """training batches; inputs and targets are tensors (or tuples of them) of one fixed shape"""
     validate: Callable[[int, int, int], tuple[Any, Any]] | None = None
+    """the same for evaluation; None means that the run has no validation data"""
 
 
 @dataclass(frozen=True)
 class AdamW:
-    """torch's AdamW (Loshchilov & Hutter 2019). Weight decay is for tensors of two or more dims only.
-
-    lr         peak learning rate
-    warmup     steps of linear warm-up from lr / warmup
-    decay      "constant", or "cosine" / "linear" down to ``lr * final`` at the last step of the run
-    """
+    """torch's AdamW (Loshchilov & Hutter 2019)."""
 
     kind: Literal["adamw"] = field(default="adamw", kw_only=True)
+    """adamw or sgd; the other kind has flags of its own, see --optim.kind sgd --help"""
     lr: float = 3e-4
+    """peak learning rate"""
     betas: tuple[float, float] = (0.9, 0.95)
+    """decay of the running means of gradients and of their squares"""
     eps: float = 1e-8
+    """added to the denominator of an update"""
     weight_decay: float = 0.1
+    """decoupled weight decay, for tensors of two or more dims only"""
     warmup: int = 0
-    decay: Literal["constant", "cosine", "linear"] = "constant"
+    """steps of linear warm-up from lr / warmup"""
+    decay: Decay = "constant"
+    """constant, or cosine / linear down to ``lr * final`` at the last step of the run"""
     final: float = 0.1
+    """share of lr that is left at the last step"""
 
 
 @dataclass(frozen=True)
 class SGD:
-    """torch's SGD with momentum. ``warmup``, ``decay`` and ``final`` as for AdamW."""
+    """torch's SGD with momentum."""
 
     kind: Literal["sgd"] = field(default="sgd", kw_only=True)
+    """adamw or sgd; the other kind has flags of its own"""
     lr: float = 1e-2
+    """peak learning rate"""
     momentum: float = 0.9
+    """share of the last update that goes into the next one"""
     weight_decay: float = 0.0
+    """L2 penalty, for tensors of two or more dims only"""
     warmup: int = 0
-    decay: Literal["constant", "cosine", "linear"] = "constant"
+    """steps of linear warm-up from lr / warmup"""
+    decay: Decay = "constant"
+    """constant, or cosine / linear down to ``lr * final`` at the last step of the run"""
     final: float = 0.1
+    """share of lr that is left at the last step"""

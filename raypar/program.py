@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -40,13 +41,18 @@ def programs_of(schedule: str | Schedule, ranks: int, microbatches: int, chunks:
 
 
 def load_schedule(schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
-    """A schedule by name, from a CSV file, or as it is. Raises ScheduleError, or OSError for a file."""
+    """A schedule by name, from a CSV file, or as it is. Raises ScheduleError, for a file that can't be read too."""
     if isinstance(schedule, Schedule):
         return schedule
     path = Path(schedule)
-    if path.suffix == ".csv":
+    if path.suffix != ".csv":
+        return build(schedule, ranks, microbatches, chunks)
+    try:
         return from_csv(path.read_text(encoding="utf-8"), path.stem)
-    return build(schedule, ranks, microbatches, chunks)
+    except OSError as error:
+        raise ScheduleError(f"schedule file {schedule!r} can't be read ({error.strerror}): correct the path") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ScheduleError(f"schedule file {schedule!r} is not a CSV text ({error}): write one with to_csv") from error
 
 
 def only_row(schedule: Schedule, rank: int) -> Schedule:

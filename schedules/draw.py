@@ -39,12 +39,14 @@ def text(drawn: Schedule | Timeline, *, color: bool = False, width: int | None =
     columns = max((last for _, _, last, _ in spans), default=0)
     cell = max(len(_GOES_ON), widest(_label(action, several) for _, _, _, action in spans))
     room = columns if width is None else max(1, (width - widest(labels) - 2) // (cell + 1))
-    lanes: list[dict[int, Action]] = [{} for _ in shown]
+    lanes: list[dict[int, Action]] = [{} for _ in schedule.rows]
     for rank, first, last, action in spans:
-        for column in range(first, min(last, room)) if rank in shown else ():
+        for column in range(first, min(last, room)):
             lanes[rank].setdefault(column, action)
     paint = _painted if color else _cells
-    rows = [paint([lane.get(column) for column in range(max(lane, default=-1) + 1)], several, cell) for lane in lanes]
+    rows = []
+    for lane in lanes[: len(shown)]:
+        rows.append(paint([lane.get(column) for column in range(max(lane, default=-1) + 1)], several, cell))
     picture = lines(labels, rows)
     if room < columns or len(shown) < schedule.num_ranks:
         picture.append(

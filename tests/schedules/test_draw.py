@@ -82,6 +82,14 @@ def test_a_timeline_measures_compute_against_the_whole():
     assert text(measured).count("F0") == 2
 
 
+def test_a_pause_much_longer_than_a_slot_is_drawn_at_once():
+    row = (Action(0, Op.F, 0), Action(0, Op.B, 0))
+    events = (Event(0, "pp=0", row[0], 0.0, 1e-6), Event(0, "pp=0", row[1], 1e-6, 1e6))
+    lines = text(Timeline(Schedule.of("stalled", [row]), events)).splitlines()
+    assert lines[0].startswith("rank 0  F0 B0 -- --")
+    assert lines[1].endswith("of 1000000000000)")
+
+
 def test_a_backward_in_halves_holds_its_activation_until_the_weights_are_done():
     row = [Action(0, op, mb) for op, mb in [(Op.F, 0), (Op.I, 0), (Op.F, 1), (Op.W, 0), (Op.I, 1), (Op.W, 1)]]
     assert simulate(Schedule.of("halves", [row])).in_flight == (2,)

@@ -52,6 +52,10 @@ def test_lowering_keeps_the_compute_and_lowering_again_changes_nothing(name, ord
     assert lower(lower(schedule, order, step=False), reduce_grad=True) == lowered
 
 
+def test_a_step_that_is_there_already_is_not_written_again():
+    assert spelled(lower(read(["0F0 0B0 STEP 0RESHARD"]))) == ["0F0 0B0 STEP 0RESHARD"]
+
+
 def test_an_evaluation_has_neither_reduction_nor_step():
     ops = {action.op for row in lower(build("forward", 2, 3), reduce_grad=True) for action in row}
     assert ops == {Op.F, Op.SEND_F, Op.RECV_F}

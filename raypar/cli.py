@@ -1,0 +1,168 @@
+"""The command line: ``raypar train``, ``verify``, ``draw``, ``check``, ``simulate``."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raypar.summary import Rows
+
+OK, DIFFERENT, MISTAKE, FAILED, NOT_FINITE, INTERRUPTED = 0, 1, 2, 4, 6, 130
+
+HELP = """\
+usage: raypar COMMAND [...]
+
+Train PyTorch models in parallel with Ray actors.
+
+with actors:
+  raypar train [RECIPE|FILE.toml] [flags]       train; recipes: gpt-tiny, gpt-small (default), gpt-124m
+  raypar verify [RECIPE|FILE.toml] [flags]      compare a few steps with one plain process, bit by bit
+
+on paper, in no time:
+  raypar draw SCHEDULE|FILE.csv [flags]         draw a schedule: text, SVG, CSV, Chrome trace
+  raypar check SCHEDULE|FILE.csv [flags]        prove that a schedule can run
+  raypar simulate SCHEDULE|FILE.csv [flags]     how long a schedule takes, and who waits
+
+  raypar COMMAND --help                         the flags of a command
+  raypar --version
+
+examples:
+  raypar train gpt-tiny --mesh.pp 4 --schedule interleaved --log run.jsonl
+  raypar train --model.layers 12 --data.path 'books/*.txt' --optim.kind sgd --dry-run
+  raypar verify --schedule gpipe
+  raypar draw 1f1b --ranks 4 --microbatches 8 --out 1f1b.svg
+
+exit codes:
+  0    done
+  1    verify found a difference
+  2    a mistake in flags, file or schedule; each is listed with its fix, and no actor was started
+  4    the run failed: an actor died, stalled, or raised an error
+  6    the gradients became infinite or NaN
+  130  stopped with Ctrl-C; the actors are gone
+"""
+
+_PAPER = ("draw", "check", "simulate")
+_RUNS = ("train", "verify")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code, see HELP. ``argv`` is what stands behind ``raypar``."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _command(words)
+    except SystemExit as stop:  # tyro has said what is wrong with a flag, or has shown its help
+        return stop.code if isinstance(stop.code, int) else MISTAKE
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+
+
+def _command(words: list[str]) -> int:
+    if not words:
+        _say(HELP, sys.stderr)
+        return MISTAKE
+    command, rest = words[0], words[1:]
+    if command in _PAPER:
+        return _on_paper(command, rest)
+    if command in _RUNS:
+        with _messages():
+            return _with_actors(command, rest)
+    if command in ("-h", "--help", "help"):
+        return _say(HELP)
+    if command == "--version":
+        return _say(f"raypar {version('raypar')}")
+    close = difflib.get_close_matches(command, (*_PAPER, *_RUNS), n=1)
+    guess = f"did you mean {close[0]!r}?" if close else "see raypar --help"
+    return _fail(f"there is no command {command!r}: {guess}", MISTAKE)
+
+
+def _on_paper(command: str, words: list[str]) -> int:
+    from raypar import paper
+    from raypar.schedules.schedule import ScheduleError
+
+    try:
+        if command == "draw":
+            return _say(paper.draw(words, terminal=sys.stdout.isatty()))
+        return _say(paper.prove(words) if command == "check" else paper.measure(words))
+    except ScheduleError as error:
+        return _fail(str(error), MISTAKE)
+
+
+def _with_actors(command: str, words: list[str]) -> int:
+    from raypar import commands
+    from raypar.actors.plan import NonFiniteError
+    from raypar.config import ConfigError
+    from raypar.errors import JobError
+
+    try:
+        if command == "verify":
+            verdict = commands.verify(words)
+            _say(str(verdict))
+            return OK if verdict.ok else DIFFERENT
+        outcome = commands.train(words, terminal=sys.stdout.isatty())
+        if isinstance(outcome, commands.Plan):
+            return _say(f"{outcome.picture}\n\n{_table(outcome.rows)}\n\nok: this run can start; no actor was started")
+        return _say(_table(outcome))
+    except ConfigError as error:
+        count = "a mistake" if len(error.faults) == 1 else f"{len(error.faults)} mistakes"
+        return _fail(f"{count}, no step was taken:\n{error}", MISTAKE)
+    except NonFiniteError as error:
+        return _fail(str(error), NOT_FINITE)
+    except JobError as error:
+        return _fail(str(error).partition("\nTraceback ")[0], FAILED)
+
+
+@contextmanager
+def _messages() -> Iterator[None]:
+    """What raypar logs goes to standard error as it is, for the time of a command."""
+    logger, handler = logging.getLogger("raypar"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.level, logger.propagate = before
+
+
+def _table(rows: Rows) -> str:
+    """Rows as a table for a terminal, else as plain lines."""
+    if not sys.stdout.isatty():
+        return "\n".join(f"{name + ':':<22} {figure}" for name, figure in rows)
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False)
+    for name, figure in rows:
+        table.add_row(name, figure, style=None)
+    console = Console()
+    with console.capture() as captured:
+        console.print(table, highlight=False)
+    return captured.get().rstrip("\n")
+
+
+def _say(text: str, stream: object = None) -> int:
+    """Print for the user; a reader who has gone away, as head does, is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return OK
+
+
+def _fail(text: str, code: int) -> int:
+    print(f"raypar: {text}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""The commands that train: their flags are the fields of Run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import tyro
+
+from raypar.actors.specs import GPT, SGD, AdamW, Text
+from raypar.config import ConfigError, Run, check_run
+from raypar.recipes import RECIPES, recipe
+from raypar.report import Evaluation, Report
+from raypar.schedules.draw import text
+from raypar.summary import Rows, closing_rows, plan_rows
+from raypar.toml import optimizer, read_table, run_of
+
+if TYPE_CHECKING:
+    from raypar.parity import Verdict
+
+A = TypeVar("A", bound="RunArgs")
+
+_VERIFIED_STEPS = 5
+
+
+@dataclass(frozen=True)
+class RunArgs(Run):
+    """A Run with what a command line can say: no functions, and a word for where to start from."""
+
+    model: GPT = field(default_factory=GPT)
+    schedule: str = "1f1b"
+    """naive, gpipe, 1f1b, interleaved, or a CSV file; see raypar draw --help"""
+    data: Text = field(default_factory=Text)
+    optim: AdamW | SGD = field(default_factory=AdamW)
+    base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE|FILE.toml")] = ""
+    """the run that the flags change: gpt-tiny, gpt-small, gpt-124m, or a TOML file"""
+
+    def run(self) -> Run:
+        """The run alone."""
+        return Run(**{field.name: getattr(self, field.name) for field in fields(Run)})
+
+
+@dataclass(frozen=True)
+class TrainArgs(RunArgs):
+    log: Path | None = None
+    """a file for one line of JSON a step and an evaluation; what is in it is lost"""
+    dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
+    """check everything and draw the schedule, but start no actor"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A dry run's outcome: the picture of its schedule, and its figures."""
+
+    picture: str
+    rows: Rows
+
+
+def train(words: Sequence[str], terminal: bool) -> Plan | Rows:
+    """``raypar train``: the closing figures, or the plan of a dry run.
+
+    Raises ConfigError before any actor starts, JobError or NonFiniteError after that.
+    """
+    args = _parse(TrainArgs, words, "train", "Train a model on actors.", "gpt-small")
+    run, faults = args.run(), list(_log_faults(args.log))
+    try:
+        schedule = check_run(run)["train"]
+    except ConfigError as error:
+        raise ConfigError([*error.faults, *faults]) from None
+    if faults:
+        raise ConfigError(faults)
+    if args.dry_run:
+        return Plan(text(schedule, color=terminal), plan_rows(run, schedule))
+    from raypar.driver import launch  # torch and Ray: not for mistakes, and not for a dry run
+
+    start = time.perf_counter()
+    with _log(args.log) as write, launch(run) as job:
+        launched = time.perf_counter() - start
+        reports = job.train(on=write)
+        evaluation = job.evaluate()
+        write(evaluation)
+        wall = time.perf_counter() - start
+        return closing_rows(run, schedule, reports, evaluation, launched, wall, args.log)
+
+
+def verify(words: Sequence[str]) -> Verdict:
+    """``raypar verify``: whether the layout computes what one plain process does. Raises what ``train`` raises."""
+    what = "Train a few steps on actors and in one plain process, and compare all losses and weights bit by bit."
+    run = _parse(RunArgs, words, "verify", what, "gpt-tiny", {"steps": _VERIFIED_STEPS}).run()
+    check_run(run)
+    logging.getLogger("raypar").info("%d steps in this process, then on %d actors", run.steps, run.mesh.size)
+    from raypar import parity
+
+    return parity.verify(run)
+
+
+def _parse(
+    kind: type[A], words: Sequence[str], command: str, what: str, fallback: str, table: dict[str, int] | None = None
+) -> A:
+    """The flags over the run they start from: a recipe, changed by ``table``, or a file.
+
+    The defaults of the flags are that run's, so it has to be known first. It is the first word; if it turns out to
+    stand somewhere else, the words are read again.
+    """
+
+    def parse(base: str) -> A:
+        default = _base(base, table or {})
+        for optimizer_kind in _values_of("--optim.kind", words):
+            default = replace(default, optim=optimizer(optimizer_kind, default.optim))
+        parts = {field.name: getattr(default, field.name) for field in fields(Run)}
+        parsed: A = tyro.cli(
+            tyro.conf.AvoidSubcommands[kind],  # type: ignore[valid-type]
+            args=words,
+            default=kind(**parts, base=base),
+            prog=f"raypar {command}",
+            description=f"{what} Flags change the recipe or the file; their defaults below are those of {base}.",
+        )
+        return parsed
+
+    first = words[0] if words and not words[0].startswith("-") else fallback
+    args = parse(first)
+    return args if args.base == first else parse(args.base)
+
+
+def _base(name: str, table: dict[str, int]) -> Run:
+    if Path(name).suffix == ".toml":
+        return run_of(table | read_table(Path(name)))
+    try:
+        return run_of({"recipe": name} | table)
+    except ConfigError as error:
+        raise ConfigError([f"{fault}; or give a file whose name ends in .toml" for fault in error.faults]) from None
+
+
+def _values_of(flag: str, words: Sequence[str]) -> Iterator[str]:
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        if word == flag:
+            yield after
+        elif word.startswith(f"{flag}="):
+            yield word.partition("=")[2]
+
+
+def _log_faults(path: Path | None) -> Iterator[str]:
+    if path is not None and path.is_dir():
+        yield f"--log {str(path)!r} is a folder: give a file"
+    elif path is not None and not path.parent.is_dir():
+        yield f"--log {str(path)!r}: there is no folder {str(path.parent)!r}: make it, or give another path"
+
+
+@contextmanager
+def _log(path: Path | None) -> Iterator[Callable[[Report | Evaluation], None]]:
+    """A function that writes one line of JSON, so that it can be read at once; without a path it does nothing."""
+    if path is None:
+        yield lambda outcome: None
+        return
+    try:
+        file = path.open("w", encoding="utf-8", buffering=1)
+    except OSError as error:
+        raise ConfigError([f"--log {str(path)!r} can't be written ({error.strerror}): give another path"]) from error
+    with file:
+        yield lambda outcome: print(json.dumps(outcome.to_dict()), file=file)

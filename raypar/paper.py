@@ -1,0 +1,199 @@
+"""The commands that need no actors, no torch and no Ray: draw, check and simulate a schedule."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import tyro
+
+from raypar.actors.plan import SEND_WINDOW
+from raypar.program import load_schedule
+from raypar.schedules.catalog import CATALOG
+from raypar.schedules.check import check
+from raypar.schedules.draw import WIDTH, summary, text
+from raypar.schedules.faults import CheckError
+from raypar.schedules.grid import lines, padded, widest
+from raypar.schedules.lower import Order, lower
+from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.simulate import UNIT, Costs, simulate
+from raypar.schedules.svg import svg
+from raypar.schedules.table import to_csv
+from raypar.schedules.trace import chrome_trace
+
+A = TypeVar("A", bound="PaperArgs")
+Format = Literal["text", "svg", "csv", "json"]
+
+_RANKS, _MICROBATCHES = 4, 8
+
+
+@dataclass(frozen=True)
+class PaperArgs:
+    schedule: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCHEDULE|FILE.csv")]
+    """a name, or a CSV file as torch.distributed.pipelining and raypar draw write it"""
+    ranks: int | None = None
+    """pipeline ranks; None: 4, or what the file has"""
+    microbatches: int | None = None
+    """microbatches of a step; None: 8, or what the file has"""
+    chunks: int | None = None
+    """stages a rank holds; None is the schedule's own default"""
+
+
+@dataclass(frozen=True)
+class DrawArgs(PaperArgs):
+    format: Format | None = None
+    """text: a grid; svg: a picture; csv: torch's table; json: a Chrome trace for ui.perfetto.dev, each action one
+    second. None goes by the name of --out, else text"""
+    lowered: bool = False
+    """with the communication: SEND, RECV and the closing STEP"""
+    out: Path | None = None
+    """write to this file, not to the screen"""
+
+
+@dataclass(frozen=True)
+class CheckArgs(PaperArgs):
+    blocking: bool = False
+    """prove it for sends that block until they are received, not for raypar's own, which do not"""
+    order: Order = "just_in_time"
+    """where the communication goes, if the file has none: one_sweep is safe with sends that block"""
+
+
+@dataclass(frozen=True)
+class SimulateArgs(PaperArgs):
+    f: float = 1.0
+    """what a forward lasts, in any unit"""
+    b: float = 2.0
+    """what a full backward lasts"""
+    i: float = 1.0
+    """what the input half of a backward lasts"""
+    w: float = 1.0
+    """what the weight half of a backward lasts"""
+    link: float = 0.0
+    """from the end of a compute action to the arrival of its value on another rank"""
+    format: Literal["text", "json"] = "text"
+    """json: one object for programs to read"""
+
+
+def draw(words: Sequence[str], terminal: bool) -> str:
+    """``raypar draw``: the drawing, or where it went; coloured and cut to its width for a terminal."""
+    args = _parse(DrawArgs, words, "draw", "Draw a schedule.")
+    schedule = _load(args)
+    if args.lowered:
+        schedule = lower(schedule)
+    kind: Format = args.format or _format_of(args.out)
+    if kind == "text":
+        color = terminal and args.out is None
+        drawn = _rows(schedule) if args.lowered else _grid(schedule, color)
+    elif kind == "svg":
+        drawn = svg(schedule)
+    elif kind == "csv":
+        drawn = to_csv(schedule).rstrip("\n")
+    else:
+        drawn = json.dumps(chrome_trace(simulate(schedule, UNIT)))
+    if args.out is None:
+        return drawn
+    try:
+        args.out.write_text(drawn + "\n", encoding="utf-8")
+    except OSError as error:
+        reason = f"--out {str(args.out)!r} can't be written ({error.strerror}): give another path"
+        raise ScheduleError(reason) from error
+    return f"{schedule.name} is drawn in {args.out}"
+
+
+def prove(words: Sequence[str]) -> str:
+    """``raypar check``: what was proved; raises ScheduleError with what does not hold."""
+    what = "Prove that a schedule can run: nothing missing, nothing twice, everything in order, no deadlock."
+    args = _parse(CheckArgs, words, "check", what)
+    loaded = _load(args)
+    schedule = lower(loaded, args.order)
+    try:
+        check(schedule, send_capacity=0 if args.blocking else SEND_WINDOW)
+    except CheckError as error:
+        sweepable = args.blocking and args.order != "one_sweep" and not loaded.lowered
+        if sweepable and all(fault.rule == "deadlock" for fault in error.faults):
+            raise ScheduleError(f"{error}\nwith sends that block, take --order one_sweep") from error
+        raise
+    sends = "sends that block until they are received" if args.blocking else f"{SEND_WINDOW} sends under way to a peer"
+    held = " ".join(map(str, simulate(schedule).in_flight))
+    return (
+        f"ok: {_sizes(schedule)}, {schedule.num_actions} actions\n"
+        f"    complete, in order, each SEND with its RECV and received in the order in which it is sent,\n"
+        f"    no deadlock with {sends}; activations in flight {held}"
+    )
+
+
+def measure(words: Sequence[str]) -> str:
+    """``raypar simulate``: makespan, bubble and activations in flight of a schedule as it would run."""
+    args = _parse(SimulateArgs, words, "simulate", "Run a schedule on paper: how long it takes, and who waits.")
+    given = {name: getattr(args, name) for name in ("f", "b", "i", "w", "link")}
+    wrong = [f"--{name} is {cost}: it must be 0 or more" for name, cost in given.items() if not 0 <= cost < math.inf]
+    if wrong:
+        raise ScheduleError("\n".join(wrong))
+    schedule = lower(_load(args))
+    check(schedule, send_capacity=SEND_WINDOW)
+    timeline = simulate(schedule, Costs(**given), send_capacity=SEND_WINDOW)
+    if args.format == "text":
+        return f"{_sizes(schedule)}\n{summary(timeline)}"
+    figures: dict[str, Any] = {
+        "schedule": schedule.name,
+        "ranks": schedule.num_ranks,
+        "stages": schedule.num_stages,
+        "microbatches": schedule.num_microbatches,
+        "costs": given,
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "busy": [timeline.busy(rank) for rank in range(schedule.num_ranks)],
+        "in_flight": list(timeline.in_flight),
+    }
+    return json.dumps(figures)
+
+
+def _parse(kind: type[A], words: Sequence[str], command: str, what: str) -> A:
+    known = "; ".join(f"{name}: {entry.summary}" for name, entry in CATALOG.items())
+    marked = tyro.conf.FlagCreatePairsOff[kind]  # type: ignore[valid-type]
+    parsed: A = tyro.cli(marked, args=words, prog=f"raypar {command}", description=f"{what}\n\nSchedules: {known}.")
+    return parsed
+
+
+def _load(args: PaperArgs) -> Schedule:
+    """The schedule; raises ScheduleError, also if a file is not of the sizes that were asked for."""
+    ranks = _RANKS if args.ranks is None else args.ranks
+    microbatches = _MICROBATCHES if args.microbatches is None else args.microbatches
+    schedule = load_schedule(args.schedule, ranks, microbatches, args.chunks)
+    faults = [
+        f"schedule {schedule.name!r} has {has} {name}, not {wanted}: leave --{name} out for a file"
+        for name, has, wanted in (
+            ("ranks", schedule.num_ranks, args.ranks),
+            ("microbatches", schedule.num_microbatches, args.microbatches),
+        )
+        if wanted is not None and has != wanted
+    ]
+    if faults:
+        raise ScheduleError("\n".join(faults))
+    return schedule
+
+
+def _format_of(out: Path | None) -> Format:
+    suffixes: dict[str, Format] = {".svg": "svg", ".csv": "csv", ".json": "json"}
+    return "text" if out is None else suffixes.get(out.suffix, "text")
+
+
+def _grid(schedule: Schedule, color: bool) -> str:
+    return text(schedule, color=color, width=shutil.get_terminal_size().columns if color else WIDTH)
+
+
+def _rows(schedule: Schedule) -> str:
+    """Every action in its order; the columns are places in the row, not times."""
+    rows = [[str(action) for action in row] for row in schedule.rows]
+    labels = [f"rank {rank}" for rank in range(schedule.num_ranks)]
+    return "\n".join(lines(labels, padded(rows, widest(cell for row in rows for cell in row))))
+
+
+def _sizes(schedule: Schedule) -> str:
+    counts = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
+    return f"{schedule.name}, {counts}"

@@ -1,0 +1,84 @@
+"""What a finished run, or one that could start, comes to: rows of a name and its figure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from raypar.actors.specs import GPT
+from raypar.actors.split import gpt_costs, split_layers
+from raypar.config import Run
+from raypar.report import Evaluation, Report
+from raypar.schedules.action import Op
+from raypar.schedules.schedule import Schedule
+from raypar.schedules.simulate import Costs, simulate
+from raypar.schedules.timeline import Timeline
+
+Rows = list[tuple[str, str]]
+
+
+def predicted(run: Run, schedule: Schedule) -> Timeline:
+    """The step on paper: a stage's forward lasts as its layers' FLOPs say, a backward twice as long.
+
+    The user's own Layers count as stages of equal length.
+    """
+    forwards = [1.0] * schedule.num_stages
+    if isinstance(run.model, GPT):
+        costs = gpt_costs(run.model)
+        forwards = [sum(costs[layer] for layer in layers) for layers in split_layers(run.split, costs, len(forwards))]
+    again = 1.0 if run.recompute == "full" else 0.0
+    shares = {Op.F: 1.0, Op.B: 2.0 + again, Op.I: 1.0 + again, Op.W: 1.0}
+    of_stage = {(stage, op): f * share for stage, f in enumerate(forwards) for op, share in shares.items()}
+    return simulate(schedule, Costs(of_stage=of_stage))
+
+
+def plan_rows(run: Run, schedule: Schedule) -> Rows:
+    """What a run would do."""
+    timeline = predicted(run, schedule)
+    samples = run.microbatches * run.micro_batch_size
+    tokens = "" if run.model.seq is None else f" = {samples * run.model.seq:,} tokens"
+    rows = [("steps", f"{run.steps:,} of {run.microbatches} microbatches x {run.micro_batch_size} samples{tokens}")]
+    if isinstance(run.model, GPT):
+        layers = split_layers(run.split, gpt_costs(run.model), schedule.num_stages)
+        rows.append(("layers of each stage", _each(map(len, layers))))
+    return [
+        *rows,
+        ("bubble", f"{timeline.bubble:.1%} predicted"),
+        ("activations in flight", f"{_each(timeline.in_flight)} predicted"),
+    ]
+
+
+def closing_rows(
+    run: Run,
+    schedule: Schedule,
+    reports: Sequence[Report],
+    evaluation: Evaluation,
+    launch_seconds: float,
+    wall_seconds: float,
+    log: Path | None,
+) -> Rows:
+    """What a finished run has come to; the first step, which also warms up, does not count for speed."""
+    timeline, last = predicted(run, schedule), reports[-1]
+    steady = reports[1:] or reports
+    held = [max(counts) for counts in zip(*(report.in_flight for report in reports), strict=True)]
+    memory = [max(sizes) for sizes in zip(*(report.peak_memory for report in reports), strict=True)]
+    speed = statistics.median(report.tokens_per_s for report in steady)
+    bubble = statistics.median(report.bubble for report in steady)
+    named = (f"{run.mesh.label(rank)} {size / 2**20:,.0f} MiB" for rank, size in enumerate(memory))
+    return [
+        ("steps", f"{len(reports):,}"),
+        ("train loss", f"{last.loss:.4f}"),
+        ("validation loss", f"{evaluation.loss:.4f}"),
+        ("perplexity", f"{evaluation.perplexity:.2f}"),
+        ("tokens/s", f"{speed:,.0f} (median)"),
+        ("bubble", f"{bubble:.1%} measured, {timeline.bubble:.1%} predicted"),
+        ("activations in flight", f"{_each(held)} measured, {_each(timeline.in_flight)} predicted"),
+        ("peak memory", ", ".join(named)),
+        ("wall time", f"{wall_seconds:.1f} s, of which launch {launch_seconds:.1f} s"),
+        *([] if log is None else [("log", str(log))]),
+    ]
+
+
+def _each(counts: Iterable[int]) -> str:
+    return " ".join(map(str, counts))

@@ -1,0 +1,120 @@
+"""Runs from TOML files. Strict: an unknown key or a wrong type is a fault, and all faults are told at once.
+
+    recipe = "gpt-small"   # optional: what the rest changes
+    steps = 200
+    split = [3, 5]
+    clip = "none"          # where a field may be None
+
+    [model]                # the fields that are not named keep the recipe's values
+    layers = 12
+
+    [optim]
+    kind = "sgd"
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from raypar.actors.specs import SGD, AdamW
+from raypar.config import ConfigError, Run
+from raypar.fields import allows_none, brief, type_faults
+from raypar.recipes import recipe
+from raypar.schedules.schedule import Schedule
+
+T = TypeVar("T")
+
+_OPTIMIZERS: dict[str, type[AdamW | SGD]] = {"adamw": AdamW, "sgd": SGD}
+
+
+def load_run(path: Path, base: Run | None = None) -> Run:
+    """The run that a TOML file describes: what it does not name comes from its ``recipe``, else from ``base``.
+
+    Paths in it are counted from the working directory. Raises ConfigError for a file that can't be read or is not
+    TOML, and for unknown keys and wrong types, all at once; whether the values make sense is ``check_run``'s question.
+    """
+    return run_of(read_table(path), base)
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """A TOML file as it is; raises ConfigError, with the line if it is not TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"{str(path)!r} can't be read ({error.strerror}): correct the path"]) from error
+    except RecursionError as error:
+        raise ConfigError([f"{str(path)!r} is nested too deeply: a run has tables of one level"]) from error
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, a number with too many digits
+        raise ConfigError([f"{str(path)!r} is not TOML ({error}): correct that place"]) from error
+
+
+def run_of(table: Mapping[str, Any], base: Run | None = None) -> Run:
+    """``load_run`` for what has been read already."""
+    faults: list[str] = []
+    rest = dict(table)
+    start = base or Run()
+    if "recipe" in rest:
+        try:
+            start = recipe(str(rest.pop("recipe")))
+        except ConfigError as error:
+            faults += error.faults
+    run = _changed(start, rest, "", faults)
+    faults += type_faults(run, Run)
+    if faults:
+        raise ConfigError(faults)
+    return run
+
+
+def optimizer(kind: object, like: AdamW | SGD) -> AdamW | SGD:
+    """The optimizer of a kind: ``like`` if it is that kind, else one with its own defaults and the same schedule.
+
+    Raises ConfigError for a kind that is not known.
+    """
+    if not isinstance(kind, str) or kind not in _OPTIMIZERS:
+        raise ConfigError([f"optim.kind is {brief(kind)}: use {' or '.join(map(repr, _OPTIMIZERS))}"])
+    if kind == like.kind:
+        return like
+    return _OPTIMIZERS[kind](warmup=like.warmup, decay=like.decay, final=like.final)
+
+
+def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[str]) -> T:
+    """``base`` with the fields that the table names; the keys that it should not name go to ``faults``."""
+    assert is_dataclass(base) and not isinstance(base, type)
+    hints = get_type_hints(type(base))
+    names = [field.name for field in fields(base)]
+    changes: dict[str, Any] = {}
+    for key, value in table.items():
+        path, old = f"{below}{key}", getattr(base, key, None)
+        if key not in names:
+            faults.append(f"{path} is not a field{_guess(key, names)}")
+        elif not is_dataclass(old) or isinstance(old, Schedule):
+            changes[key] = _plain(value, hints[key])
+        elif not isinstance(value, dict):
+            faults.append(f"{path} is {brief(value)}: write its fields in a table [{path}]")
+        else:
+            inner = dict(value)
+            if isinstance(old, AdamW | SGD) and "kind" in inner:
+                try:
+                    old = optimizer(inner.pop("kind"), old)
+                except ConfigError as error:
+                    faults += error.faults
+            changes[key] = _changed(old, inner, f"{path}.", faults)
+    return replace(base, **changes)
+
+
+def _plain(value: Any, hint: Any) -> Any:
+    """TOML's lists as tuples, and "none" as None where a field may be None."""
+    if isinstance(value, list):
+        return tuple(value)
+    return None if value == "none" and allows_none(hint) else value
+
+
+def _guess(key: str, names: Iterable[str]) -> str:
+    known = sorted(names)
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f": did you mean {close[0]!r}?" if close else f": known are {', '.join(known)}"

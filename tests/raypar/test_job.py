@@ -1,0 +1,253 @@
+"""A job on real actors: what it reports, moves, holds and answers."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import raypar as rp
+from raypar.schedules.action import Action
+from raypar.schedules.simulate import simulate
+from raypar.stepper import moves
+
+B, S, H = 2, 32, 32  # of gpt-tiny
+
+
+@pytest.fixture(scope="module")
+def job(cluster):
+    with rp.launch(rp.recipe("gpt-tiny")) as job:
+        yield job
+
+
+def counts(job, op):
+    return {label: table.get(("pp", op), None) for label, table in job.ledger().items()}
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
+@pytest.mark.parametrize("m", [1, 2, 4, 8])
+def test_a_boundary_moves_2mbsh_elements_a_step_and_nothing_else(job, schedule, m):
+    job.reset(replace(rp.recipe("gpt-tiny"), schedule=schedule, microbatches=m))
+    for step in (1, 2):
+        job.step()
+        sends = counts(job, "send")
+        assert sum(entry.bytes for entry in sends.values()) == step * 2 * m * B * S * H * 4
+        assert {label: entry.calls for label, entry in sends.items()} == {"pp=0": step * m, "pp=1": step * m}
+    ops = {op for table in job.ledger().values() for _, op in table}
+    assert ops == {"send", "recv", "send shapes", "recv shapes", "all_reduce"}
+    norms = counts(job, "all_reduce")["pp=0"]
+    assert (norms.calls, norms.bytes) == (2, 2 * 4 * len(job.parameters)), "one norm a parameter, once a step"
+    assert counts(job, "send shapes") == {"pp=0": rp_entry(1, 1024), "pp=1": None}
+
+
+def rp_entry(calls, nbytes):
+    from raypar.actors.ledger import Entry
+
+    return Entry(calls, nbytes)
+
+
+def test_interleaving_crosses_v_times_as_often(job):
+    job.reset(replace(rp.recipe("gpt-tiny"), schedule="interleaved", microbatches=4))
+    job.step()
+    sent = sum(entry.bytes for entry in counts(job, "send").values())
+    boundaries = 2 * 2 - 1
+    assert sent == boundaries * 2 * 4 * B * S * H * 4
+
+
+def test_a_stage_of_its_own_moves_nothing(cluster):
+    with rp.launch(replace(rp.recipe("gpt-tiny"), mesh=rp.Mesh(pp=1))) as job:
+        job.step()
+        assert job.ledger() == {"pp=0": {}}
+
+
+def test_no_tensor_goes_through_the_object_store(job, cluster):
+    from ray._private.internal_api import memory_summary
+
+    job.reset(replace(rp.recipe("gpt-tiny"), model=rp.GPT(layers=2, hidden=256, heads=4, seq=256), micro_batch_size=4))
+    before = stored(memory_summary)
+    for _ in range(3):
+        job.step()
+    assert stored(memory_summary) == before
+    assert counts(job, "send")["pp=0"].bytes == 3 * 4 * 4 * 256 * 256 * 4, "and yet this much was moved"
+
+
+def stored(memory_summary):
+    line = next(line for line in memory_summary(stats_only=True).splitlines() if "Plasma memory usage" in line)
+    return line.split("MiB")[0], line.split(",")[1]
+
+
+@pytest.mark.parametrize(("schedule", "m"), [("naive", 4), ("gpipe", 6), ("1f1b", 1), ("1f1b", 8), ("interleaved", 8)])
+def test_activations_in_flight_are_the_predicted_ones(job, schedule, m):
+    job.reset(replace(rp.recipe("gpt-tiny"), schedule=schedule, microbatches=m))
+    predicted = simulate(job.schedule).in_flight
+    report = job.step()
+    assert report.in_flight == predicted == job.timeline().in_flight
+    if schedule == "1f1b":
+        assert predicted == tuple(min(2 - rank, m) for rank in range(2))
+    if schedule == "gpipe":
+        assert predicted == (m, m)
+
+
+def test_peak_memory_is_flat_for_1f1b_and_grows_for_gpipe(job):
+    base = replace(
+        rp.recipe("gpt-tiny"), model=rp.GPT(layers=4, hidden=128, heads=4, seq=256), micro_batch_size=4, steps=2
+    )
+    peaks = {}
+    for schedule in ("1f1b", "gpipe"):
+        for m in (8, 32):
+            job.reset(replace(base, schedule=schedule, microbatches=m))
+            job.step()
+            peaks[schedule, m] = job.step().peak_memory
+    activations = (
+        24 * 2 * 4 * 256 * 128 * 4 * 10
+    )  # 24 more microbatches of 2 layers, at least 10 tensors of (B, S, D) each
+    for rank in range(2):
+        assert peaks["1f1b", 32][rank] < 1.05 * peaks["1f1b", 8][rank]
+        assert peaks["gpipe", 32][rank] > peaks["gpipe", 8][rank] + activations
+
+
+def test_reports_and_progress(job, caplog):
+    run = replace(rp.recipe("gpt-tiny"), steps=6, eval_every=2)
+    job.reset(run)
+    seen = []
+    with caplog.at_level(logging.INFO, logger="raypar"):
+        reports = job.train(on=seen.append)
+    assert [report.step for report in reports] == list(range(6))
+    assert [type(outcome).__name__ for outcome in seen].count("Evaluation") == 2
+    assert reports[-1].tokens == 4 * B * S
+    assert reports[-1].loss < reports[0].loss
+    assert all(0 < report.bubble < 1 for report in reports)
+    assert sum("loss" in message for message in caplog.messages) == 8
+    assert job.train() == [], "the run is over"
+
+
+def test_evaluation_changes_nothing(job):
+    run = replace(rp.recipe("gpt-tiny"), steps=4)
+    job.reset(run)
+    alone = [job.step().loss for _ in range(4)]
+    job.reset(run)
+    mixed = []
+    for _ in range(4):
+        first, second = job.evaluate(), job.evaluate()
+        assert first.loss == second.loss, "validation is the same batches, without dropout"
+        mixed.append(job.step().loss)
+    assert mixed == alone
+    assert first.tokens == run.eval_steps * run.microbatches * B * S
+
+
+def test_looking_inside(job):
+    job.reset(rp.recipe("gpt-tiny"))
+    assert job.grad("head.out.weight") is None
+    before = job.param("blocks.3.mlp.up.weight").clone()
+    report = job.step()
+    assert job.param("blocks.3.mlp.up.weight").shape == (4 * H, H) == job.parameters["blocks.3.mlp.up.weight"]
+    assert not torch.equal(job.param("blocks.3.mlp.up.weight"), before)
+    norms = torch.stack([torch.linalg.vector_norm(job.grad(name)) for name in job.parameters])
+    clipped = min(report.grad_norm, job.run.clip)
+    assert float(torch.linalg.vector_norm(norms)) == pytest.approx(clipped, rel=1e-4)
+    with pytest.raises(KeyError, match=r"did you mean .*blocks\.3\.mlp\.up\.weight"):
+        job.param("blocks.3.mlp.up.wieght")
+
+
+def test_the_stepper_moves_draws_and_finishes(job):
+    job.reset(replace(rp.recipe("gpt-tiny"), microbatches=3))
+    stepper = job.stepper()
+    assert stepper.next() == (Action.parse("0F0"),)
+    taken = stepper.run_to("1B0")
+    assert taken[-1] == Action.parse("1B0")
+    assert {str(action) for action in taken} >= {"0SEND_F0", "1RECV_F0", "1F0"}
+    assert "B0" in repr(stepper)
+    assert "next: 1SEND_B0 + 0RECV_B0" in repr(stepper)
+    with pytest.raises(ValueError, match="done"):
+        stepper.run_to("0F0")
+    with pytest.raises(ValueError, match="no action 7F0"):
+        stepper.run_to("7F0")
+    with pytest.raises(rp.JobError, match="finish"):
+        job.step()
+    report = stepper.finish()
+    assert stepper.finish() is report
+    with pytest.raises(StopIteration):
+        stepper.next()
+    assert job.next_step == 1
+    assert job.step().step == 1
+
+
+def test_the_moves_of_a_stepper_are_an_order_of_the_schedule(job):
+    for name in ("naive", "gpipe", "1f1b", "interleaved"):
+        job.reset(replace(rp.recipe("gpt-tiny"), schedule=name))
+        taken = [(rank, action) for move in moves(job.schedule) for rank, action in move]
+        for rank, row in enumerate(job.schedule.rows):
+            mine = [action for at, action in taken if at == rank]
+            assert sorted(map(str, mine)) == sorted(map(str, row))
+            compute = [action for action in row if action.op in "FB"]
+            assert [action for action in mine if action.op in "FB"] == compute
+
+
+def mlp():
+    return [nn.Linear(6, 16), nn.Sequential(nn.Tanh(), nn.Linear(16, 16)), nn.Linear(16, 3)]
+
+
+def regression(step, microbatch, dp):
+    generator = torch.Generator().manual_seed(step * 100 + microbatch)
+    x = torch.randn(5, 6, generator=generator)
+    return x, x[:, :3].sin()
+
+
+def test_the_users_own_modules_and_loss(cluster):
+    run = rp.Run(
+        model=rp.Layers(mlp, loss=nn.functional.mse_loss),
+        mesh=rp.Mesh(pp=3),
+        schedule="gpipe",
+        microbatches=4,
+        data=rp.Batches(regression, validate=regression),
+        optim=rp.SGD(lr=0.3),
+        steps=5,
+    )
+    with rp.launch(run) as job:
+        verdict = rp.verify(run, job)
+        assert verdict.bitwise, str(verdict)
+        assert job.evaluate().loss < verdict.losses[0]
+        assert set(job.parameters) == {
+            "layers.0.weight",
+            "layers.0.bias",
+            "layers.1.1.weight",
+            "layers.1.1.bias",
+            "layers.2.weight",
+            "layers.2.bias",
+        }
+
+
+class Fork(nn.Module):
+    """Two tensors out: a float and its int mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 8)
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y, (y > 0).long()
+
+
+class Join(nn.Module):
+    def forward(self, y, mask):
+        return (y * mask).sum(dim=1, keepdim=True)
+
+
+def test_any_shapes_between_stages(cluster):
+    run = rp.Run(
+        model=rp.Layers(lambda: [Fork(), Join()], loss=lambda out, target: (out - target[:, :1]).pow(2).mean()),
+        mesh=rp.Mesh(pp=2),
+        microbatches=3,
+        data=rp.Batches(regression),
+        optim=rp.SGD(lr=0.1),
+        steps=3,
+    )
+    with rp.launch(run) as job:
+        assert rp.verify(run, job).bitwise
+        sent = counts(job, "send")
+        assert sent["pp=0"].bytes == 3 * 3 * (5 * 8 * 4 + 5 * 8 * 8), "a float and an int64 tensor forth"
+        assert sent["pp=1"].bytes == 3 * 3 * 5 * 8 * 4, "one gradient back"
