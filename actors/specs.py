@@ -53,8 +53,7 @@ class Text:
     """Tokens of text files."""
 
     path: str = "stdlib"
-    """a file, a folder (all files below it), or a glob; "stdlib" is the .py files of the running Python's standard
-    library; a ``.bin`` file is uint16 tokens (nanoGPT's format)"""
+    """file, folder or glob; stdlib: the .py files of Python's own library; .bin: uint16 tokens (nanoGPT's format)"""
     tokenizer: str | None = None
     """a Hugging Face ``tokenizers`` JSON file; None reads bytes (256 ids)"""
     val_path: str | None = None

@@ -58,15 +58,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _command(words)
     except SystemExit as stop:  # tyro has said what is wrong with a flag, or has shown its help
+        _say("", end="")
         return stop.code if isinstance(stop.code, int) else MISTAKE
+    except BrokenPipeError:
+        if not {"-h", "--help"} & set(words):  # tyro's help; what this file prints, _say looks after
+            raise
+        return _hush()
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
 
 
 def _command(words: list[str]) -> int:
     if not words:
-        _say(HELP, sys.stderr)
-        return MISTAKE
+        return _fail(f"a command is missing\n\n{HELP}", MISTAKE)
     command, rest = words[0], words[1:]
     if command in _PAPER:
         return _on_paper(command, rest)
@@ -74,7 +78,7 @@ def _command(words: list[str]) -> int:
         with _messages():
             return _with_actors(command, rest)
     if command in ("-h", "--help", "help"):
-        return _say(HELP)
+        return _say(HELP, end="")
     if command == "--version":
         return _say(f"raypar {version('raypar')}")
     close = difflib.get_close_matches(command, (*_PAPER, *_RUNS), n=1)
@@ -143,19 +147,25 @@ def _table(rows: Rows) -> str:
 
     table = Table(show_header=False)
     for name, figure in rows:
-        table.add_row(name, figure, style=None)
+        table.add_row(name, figure)
     console = Console()
     with console.capture() as captured:
         console.print(table, highlight=False)
     return captured.get().rstrip("\n")
 
 
-def _say(text: str, stream: object = None) -> int:
+def _say(text: str, end: str = "\n") -> int:
     """Print for the user; a reader who has gone away, as head does, is no error."""
     try:
-        print(text, flush=True)
+        print(text, end=end, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _hush()
+    return OK
+
+
+def _hush() -> int:
+    """Let what is still to be flushed go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return OK
 
 

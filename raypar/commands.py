@@ -15,7 +15,6 @@ import tyro
 
 from raypar.actors.specs import GPT, SGD, AdamW, Text
 from raypar.config import ConfigError, Run, check_run
-from raypar.recipes import RECIPES, recipe
 from raypar.report import Evaluation, Report
 from raypar.schedules.draw import text
 from raypar.summary import Rows, closing_rows, plan_rows
@@ -115,7 +114,8 @@ def _parse(
             default = replace(default, optim=optimizer(optimizer_kind, default.optim))
         parts = {field.name: getattr(default, field.name) for field in fields(Run)}
         parsed: A = tyro.cli(
-            tyro.conf.AvoidSubcommands[kind],  # type: ignore[valid-type]
+            kind,
+            config=(tyro.conf.AvoidSubcommands,),
             args=words,
             default=kind(**parts, base=base),
             prog=f"raypar {command}",
@@ -163,4 +163,4 @@ def _log(path: Path | None) -> Iterator[Callable[[Report | Evaluation], None]]:
     except OSError as error:
         raise ConfigError([f"--log {str(path)!r} can't be written ({error.strerror}): give another path"]) from error
     with file:
-        yield lambda outcome: print(json.dumps(outcome.to_dict()), file=file)
+        yield lambda outcome: file.writelines([json.dumps(outcome.to_dict()), "\n"])

@@ -47,8 +47,7 @@ class PaperArgs:
 @dataclass(frozen=True)
 class DrawArgs(PaperArgs):
     format: Format | None = None
-    """text: a grid; svg: a picture; csv: torch's table; json: a Chrome trace for ui.perfetto.dev, each action one
-    second. None goes by the name of --out, else text"""
+    """a grid, a picture, torch's table or a trace for ui.perfetto.dev; None goes by the name of --out, else text"""
     lowered: bool = False
     """with the communication: SEND, RECV and the closing STEP"""
     out: Path | None = None
@@ -154,10 +153,14 @@ def measure(words: Sequence[str]) -> str:
 
 
 def _parse(kind: type[A], words: Sequence[str], command: str, what: str) -> A:
-    known = "; ".join(f"{name}: {entry.summary}" for name, entry in CATALOG.items())
-    marked = tyro.conf.FlagCreatePairsOff[kind]  # type: ignore[valid-type]
-    parsed: A = tyro.cli(marked, args=words, prog=f"raypar {command}", description=f"{what}\n\nSchedules: {known}.")
-    return parsed
+    known = "\n".join(f"  {name:<12} {entry.summary}" for name, entry in CATALOG.items())
+    return tyro.cli(
+        kind,
+        config=(tyro.conf.FlagCreatePairsOff,),
+        args=words,
+        prog=f"raypar {command}",
+        description=f"{what}\n\nSchedules:\n{known}",
+    )
 
 
 def _load(args: PaperArgs) -> Schedule:

@@ -13,8 +13,7 @@ from raypar.schedules.action import RECVS, SENDS, STEP, Action, Op
 from raypar.schedules.draw import text
 from raypar.schedules.rules import partner, rank_of
 from raypar.schedules.schedule import Schedule
-from raypar.schedules.simulate import UNIT, simulate
-from raypar.schedules.timeline import Timeline
+from raypar.schedules.simulate import simulate
 
 Move = tuple[tuple[int, Action], ...]  # (rank, action) of everything that happens at once
 
@@ -85,9 +84,7 @@ class Stepper:
         return self._report
 
     def __repr__(self) -> str:
-        done = frozenset(self.done)
-        events = tuple(event for event in simulate(self.schedule, UNIT).events if event.action in done)
-        grid = text(Timeline(self.schedule, events))
+        grid = text(self.schedule, done=frozenset(self.done))
         return f"step {self.step}, {self._at} of {len(self._moves)} moves done, next: {self._cursor()}\n{grid}"
 
     def _take(self, chosen: Sequence[Move]) -> None:

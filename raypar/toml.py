@@ -1,15 +1,15 @@
 """Runs from TOML files. Strict: an unknown key or a wrong type is a fault, and all faults are told at once.
 
-    recipe = "gpt-small"   # optional: what the rest changes
-    steps = 200
-    split = [3, 5]
-    clip = "none"          # where a field may be None
+recipe = "gpt-small"   # optional: what the rest changes
+steps = 200
+split = [3, 5]
+clip = "none"          # where a field may be None
 
-    [model]                # the fields that are not named keep the recipe's values
-    layers = 12
+[model]                # the fields that are not named keep the recipe's values
+layers = 12
 
-    [optim]
-    kind = "sgd"
+[optim]
+kind = "sgd"
 """
 
 from __future__ import annotations

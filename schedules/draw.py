@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from raypar.schedules.action import COMPUTE, Action, Op
 from raypar.schedules.grid import lines, padded, widest
@@ -19,7 +19,13 @@ _PLAIN = "\x1b[0m"
 _GOES_ON = "--"
 
 
-def text(drawn: Schedule | Timeline, *, color: bool = False, width: int | None = WIDTH) -> str:
+def text(
+    drawn: Schedule | Timeline,
+    *,
+    color: bool = False,
+    width: int | None = WIDTH,
+    done: Collection[Action] | None = None,
+) -> str:
     """Draw the compute of a schedule, or of a timeline, as a grid of characters.
 
     A schedule is drawn with every action one slot long. In a timeline a slot is the shortest kind of action, and an
@@ -29,6 +35,7 @@ def text(drawn: Schedule | Timeline, *, color: bool = False, width: int | None =
 
     color  paint the cells by op, with ANSI escapes for a terminal
     width  cut the lines to so many characters, and say so; None cuts nothing
+    done   actions that have happened, of a step under way: the others are drawn in lower case, ``f0``, without paint
     """
     timeline = simulate(drawn, UNIT) if isinstance(drawn, Schedule) else drawn
     schedule = timeline.schedule
@@ -46,7 +53,8 @@ def text(drawn: Schedule | Timeline, *, color: bool = False, width: int | None =
     paint = _painted if color else _cells
     rows = []
     for lane in lanes[: len(shown)]:
-        rows.append(paint([lane.get(column) for column in range(max(lane, default=-1) + 1)], several, cell))
+        actions = [lane.get(column) for column in range(max(lane, default=-1) + 1)]
+        rows.append(paint(actions, several, cell, done))
     picture = lines(labels, rows)
     if room < columns or len(shown) < schedule.num_ranks:
         picture.append(
@@ -80,17 +88,18 @@ def _spans(timeline: Timeline) -> Iterator[tuple[int, int, int, Action]]:
             yield event.rank, first, max(first + 1, round((event.end - zero) / length)), event.action
 
 
-def _cells(actions: list[Action | None], several: bool, width: int) -> list[str]:
+def _cells(actions: list[Action | None], several: bool, width: int, done: Collection[Action] | None) -> list[str]:
     texts = []
     for action, before in zip(actions, [None, *actions], strict=False):
-        texts.append("" if action is None else _GOES_ON if action == before else _label(action, several))
+        label = "" if action is None else _GOES_ON if action == before else _label(action, several)
+        texts.append(label if done is None or action in done else label.lower())
     return padded([texts], width)[0]
 
 
-def _painted(actions: list[Action | None], several: bool, width: int) -> list[str]:
-    cells = _cells(actions, several, width)
+def _painted(actions: list[Action | None], several: bool, width: int, done: Collection[Action] | None) -> list[str]:
+    cells = _cells(actions, several, width, done)
     return [
-        cell if action is None else f"{_ANSI[action.op]}{cell}{_PLAIN}"
+        cell if action is None or (done is not None and action not in done) else f"{_ANSI[action.op]}{cell}{_PLAIN}"
         for cell, action in zip(cells, actions, strict=True)
     ]
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
 
+MOST_DRAWN = 20_000  # actions of a schedule that still draws itself
+
 
 class ScheduleError(ValueError):
     """A schedule that its definition does not allow, or that breaks a rule; the text says which and where."""
@@ -91,12 +93,23 @@ class Schedule:
 
     def _repr_svg_(self) -> str | None:
         """The picture that a notebook shows; none of a schedule that is too large to look at."""
-        from raypar.schedules.svg import MOST_BOXES, svg  # drawing a schedule takes all other files of this folder
+        from raypar.schedules.svg import svg  # drawing a schedule takes all other files of this folder
 
-        return svg(self) if self.num_actions <= MOST_BOXES else None
+        return svg(self) if self.num_actions <= MOST_DRAWN else None
 
-    def __repr__(self) -> str:
+    @property
+    def title(self) -> str:
+        """The schedule in one line."""
         return (
             f"<Schedule {self.name}: {self.num_ranks} ranks, {self.num_stages} stages, "
             f"{self.num_microbatches} microbatches, {self.num_actions} actions{', lowered' if self.lowered else ''}>"
         )
+
+    def __repr__(self) -> str:
+        """The grid, as a REPL shows it; a line for a schedule that is too large to look at or can't run."""
+        from raypar.schedules.draw import text
+
+        try:
+            return text(self) if self.num_actions <= MOST_DRAWN else self.title
+        except ScheduleError:
+            return self.title

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 
 from raypar.schedules.action import COMPUTE, Op
 from raypar.schedules.draw import slot_length, summary
-from raypar.schedules.schedule import Schedule
+from raypar.schedules.schedule import MOST_DRAWN, Schedule
 from raypar.schedules.simulate import UNIT, simulate
 from raypar.schedules.timeline import Event, Timeline
-
-MOST_BOXES = 20_000
 
 LANE, GAP, MARGIN, HEADER, SLOT, FINEST = 26, 6, 64, 40, 28, 1
 # Hue and saturation; a rank's chunks differ in lightness. Grey of middle lightness is read on white and on black.
@@ -28,15 +26,15 @@ def svg(drawn: Schedule | Timeline) -> str:
 
     A schedule is drawn with every action one slot long, a timeline to its own scale. Boxes are coloured by op, and
     lighter for later chunks of a rank; the number is the microbatch, and pointing at a box tells the rest. Waiting
-    for a value, reducing gradients and STEP are grey. Beyond ``MOST_BOXES`` events the picture is cut, and says so.
+    for a value, reducing gradients and STEP are grey. Beyond ``MOST_DRAWN`` events the picture is cut, and says so.
     """
     timeline = simulate(drawn, UNIT) if isinstance(drawn, Schedule) else drawn
     schedule = timeline.schedule
     zero, scale = timeline.start, SLOT / slot_length(timeline)
     visible = (event for event in timeline.events if (event.end - event.start) * scale > FINEST)
     boxes = sorted(visible, key=lambda event: event.start)
-    note = "" if len(boxes) <= MOST_BOXES else f" (the first {MOST_BOXES} of {len(boxes)} boxes)"
-    boxes = boxes[:MOST_BOXES]
+    note = "" if len(boxes) <= MOST_DRAWN else f" (the first {MOST_DRAWN} of {len(boxes)} boxes)"
+    boxes = boxes[:MOST_DRAWN]
     width = MARGIN + scale * (max((box.end for box in boxes), default=zero) - zero) + GAP
     height = HEADER + schedule.num_ranks * (LANE + GAP)
     title = html.escape(summary(timeline) + note)

@@ -13,7 +13,7 @@ import pytest
 from raypar.schedules import CATALOG, Costs, Event, Schedule, Timeline, build, chrome_trace, lower, simulate, svg, text
 from raypar.schedules.action import COMPUTE, RECVS, STEP, Action, Op
 from raypar.schedules.grid import excerpt
-from raypar.schedules.svg import MOST_BOXES
+from raypar.schedules.schedule import MOST_DRAWN
 
 SVG = "{http://www.w3.org/2000/svg}"
 DRAWN = {"naive": (4, 2), "interleaved": (2, 4)}
@@ -137,13 +137,13 @@ def test_boxes_of_the_svg_lie_inside_it_and_do_not_overlap():
 def test_names_are_escaped_and_notebooks_get_a_picture_of_what_can_be_looked_at():
     schedule = Schedule.of('<&"', [[Action(0, Op.F, 0)]])
     assert '<&"' in ElementTree.fromstring(schedule._repr_svg_()).find(f"{SVG}title").text
-    assert build("gpipe", 1, MOST_BOXES)._repr_svg_() is None
+    assert build("gpipe", 1, MOST_DRAWN)._repr_svg_() is None
 
 
 def test_a_huge_svg_is_cut_and_says_so():
     root = ElementTree.fromstring(svg(build("gpipe", 20, 600)))
-    assert len(root.findall(f"{SVG}g")) == MOST_BOXES
-    assert f"the first {MOST_BOXES} of 24000 boxes" in root.find(f"{SVG}title").text
+    assert len(root.findall(f"{SVG}g")) == MOST_DRAWN
+    assert f"the first {MOST_DRAWN} of 24000 boxes" in root.find(f"{SVG}title").text
 
 
 @pytest.mark.parametrize("lowered", [False, True])

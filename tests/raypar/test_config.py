@@ -1,0 +1,346 @@
+"""What can be wrong with a run: everything is found before an actor starts, all at once, and each fault has its fix."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from raypar.actors.mesh import Mesh
+from raypar.actors.specs import GPT, SGD, AdamW, Batches, Layers, Text
+from raypar.config import ConfigError, Run, check_run
+from raypar.recipes import RECIPES, recipe
+from raypar.schedules import ScheduleError, build
+from raypar.toml import load_run, run_of
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Enough bytes for short sequences."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "a.txt").write_text("to be or not to be, that is the question\n" * 200)
+    return Text(path=str(folder / "a.txt"), cache=str(folder / "cache"))
+
+
+@pytest.fixture(scope="module")
+def tiny(text):
+    return replace(recipe("gpt-tiny"), data=text)
+
+
+def faults_of(run):
+    with pytest.raises(ConfigError) as caught:
+        check_run(run)
+    assert str(caught.value) == "\n".join(f"- {fault}" for fault in caught.value.faults)
+    return caught.value.faults
+
+
+def toml(folder, written):
+    path = folder / "run.toml"
+    path.write_text(written, encoding="utf-8")
+    return path
+
+
+def toml_faults(folder, written, base=None):
+    with pytest.raises(ConfigError) as caught:
+        load_run(toml(folder, written), base)
+    return caught.value.faults
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_right(name, text):
+    run = recipe(name)
+    check_run(replace(run, data=text, model=replace(run.model, seq=32)))
+
+
+def test_an_unknown_recipe_is_guessed():
+    with pytest.raises(ConfigError, match=r"did you mean 'gpt-small'.*known are gpt-tiny, gpt-small, gpt-124m"):
+        recipe("gpt-smal")
+
+
+def test_all_faults_of_a_run_come_at_once(tiny, text):
+    run = replace(
+        tiny,
+        model=GPT(layers=3, hidden=10, heads=4, seq=10**6, vocab=50),
+        mesh=Mesh(pp=4, dp=2, tp=0),
+        optim=SGD(lr=0, momentum=1, warmup=-1),
+        clip=0.0,
+        steps=0,
+        timeout=-1,
+        data=replace(text, val_fraction=0.5),
+    )
+    wanted = (
+        "steps is 0",
+        "clip is 0.0: it must be above 0; None does not clip",
+        "timeout is -1",
+        "model.hidden 10 is not a multiple of model.heads 4: use 2 heads",
+        "optim.lr is 0: it must be above 0",
+        "optim.warmup is -1",
+        "optim.momentum is 1",
+        "mesh.tp is 0: it must be at least 1",
+        "mesh.dp is 2: data parallelism does not compute yet: set it to 1",
+        "4 stages for 3 layers: use fewer ranks or chunks, or more layers",
+        "data.path: the largest token id is 117, but the model's vocab is 50",
+        "data.training data: 4100 tokens are fewer than one window",
+        "data.validation data: 4100 tokens are fewer than one window",
+    )
+    for fault, start in zip(faults_of(run), wanted, strict=True):
+        assert fault.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"schedule": "1f1f"}, "there is no schedule '1f1f': did you mean '1f1b'"),
+        ({"schedule": "forward"}, "has no backward: it can evaluate but not train"),
+        ({"schedule": "interleaved", "microbatches": 5}, "set microbatches to 4 or 6"),
+        ({"schedule": "gpipe", "chunks": 2}, "gpipe takes at most 1 stage a rank"),
+        ({"schedule": "gone.csv"}, "schedule file 'gone.csv' can't be read"),
+        ({"schedule": build("1f1b", 4, 4)}, "is for 4 ranks: set mesh.pp to 4"),
+        ({"split": (4, 3)}, "split adds up to 7 layers, the model has 8"),
+        ({"split": (3, 3, 2)}, "split names 3 stages, the schedule has 2"),
+        ({"split": (8, 0)}, "split leaves a stage without layers"),
+        ({"mesh": Mesh(pp=2, cp=2)}, "mesh.cp is 2: context parallelism does not compute yet"),
+        ({"mesh": Mesh(pp=2, ep=2)}, "mesh.ep is 2: it must divide dp x cp x tp = 1"),
+        ({"data": Text(path="/no/such/file")}, "data.path: '/no/such/file' cannot be read"),
+        ({"data": Text(val_fraction=1.0)}, "data.val_fraction: 1.0 is not between 0 and 1"),
+        ({"model": Layers(fn=list, loss=max)}, "the model has no sequence length"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_fix(tiny, change, says):
+    assert any(says in fault for fault in faults_of(replace(tiny, **change)))
+
+
+def test_an_empty_text_is_refused(tiny, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    data = Text(path=str(tmp_path / "empty.txt"), cache=str(tmp_path / "cache"))
+    assert ["is empty" in fault for fault in faults_of(replace(tiny, data=data))] == [True]
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n0F2\n", "stage 0 is on rank 0 and on rank 2"),
+        ("0F0,0B0\n1F0,1B0\n", "is for 1 microbatches: set microbatches to 1"),
+        ("0F0,0B0\n1F0,1B0\n2F0,2B0\n", "is for 3 ranks: set mesh.pp to 3"),
+        ("0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0,1Q\n", "line 2, column 5: '1Q' is not an action"),
+        (
+            "0F0,0SEND_F0,0RECV_B0,0B0,0F1,0SEND_F1,0RECV_B1,0B1\n1RECV_F1,1F1,1B1,1SEND_B1,1RECV_F0,1F0,1B0,1SEND_B0\n",
+            "deadlock: rank 0, action 2: rank 0 at 0RECV_B0 waits for 1SEND_B0 of rank 1; rank 1 at 1RECV_F1",
+        ),
+    ],
+)
+def test_a_wrong_csv_is_refused(tiny, tmp_path, rows, says):
+    path = tmp_path / "mine.csv"
+    path.write_text(rows)
+    assert any(says in fault for fault in faults_of(replace(tiny, schedule=str(path), microbatches=2)))
+
+
+def test_a_file_that_is_no_csv_is_refused(tiny, tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_bytes(b"\xff\xfe0F0")
+    assert ["is not a CSV text" in fault for fault in faults_of(replace(tiny, schedule=str(path)))] == [True]
+
+
+# --- types -----------------------------------------------------------------------------------------------------------
+
+
+def test_all_wrong_types_come_at_once():
+    run = Run(
+        model=GPT(hidden=2.5, tied=1),
+        mesh=None,
+        schedule=3,
+        microbatches="8",
+        data=Batches(fn=3),
+        optim=AdamW(lr=float("nan"), betas=[0.9, 0.95], decay="cos"),
+        clip=float("inf"),
+        split=(1, 2.0),
+        steps=True,
+    )
+    assert faults_of(run) == [
+        "model.hidden is 2.5: it must be a whole number",
+        "model.tied is 1: it must be true or false",
+        "mesh is None: it must be a Mesh",
+        "schedule is 3: it must be a text or a Schedule",
+        "microbatches is '8': it must be a whole number",
+        "data.fn is 3: it must be a function",
+        "optim.lr is nan: it must be a finite number",
+        "optim.betas is [0.9, 0.95]: it must be a tuple (in TOML a list) of 2 finite numbers",
+        "optim.decay is 'cos': it must be 'constant' or 'cosine' or 'linear'",
+        "clip is inf: it must be a finite number or None",
+        "split is (1, 2.0): it must be 'even' or 'balanced' or a tuple (in TOML a list) of whole numbers",
+        "steps is True: it must be a whole number",
+    ]
+
+
+ANYTHING = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 40),
+    st.floats(),
+    st.text(max_size=5),
+    st.sampled_from(["even", "gpipe", "none", "full", "cosine", "sgd", "1f1b"]),
+    st.lists(st.integers(-1, 9), max_size=4),
+    st.lists(st.floats(), max_size=3).map(tuple),
+)
+
+
+def some_of(kind):
+    """The dataclass with some of its fields replaced by anything."""
+    names = st.sampled_from([field.name for field in fields(kind)])
+    return st.dictionaries(names, ANYTHING, max_size=3).map(lambda changes: kind(**changes))
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(run=some_of(Run), model=some_of(GPT), mesh=some_of(Mesh), optim=some_of(AdamW))
+def test_any_run_is_right_or_a_config_error(text, run, model, mesh, optim):
+    changed = replace(run, model=replace(model, seq=min(model.seq, 64)) if type(model.seq) is int else model, data=text)
+    try:
+        programs = check_run(replace(changed, mesh=mesh, optim=optim))
+    except ConfigError as error:
+        assert error.faults
+    else:
+        assert programs["train"].lowered
+
+
+# --- TOML ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_changes_what_it_names(tmp_path):
+    run = load_run(
+        toml(
+            tmp_path,
+            """
+            recipe = "gpt-tiny"
+            schedule = "interleaved"
+            split = [2, 2, 2, 2]
+            clip = "none"
+            timeout = 60
+            [model]
+            layers = 8
+            tied = true
+            [optim]
+            lr = 0.5
+            """,
+        )
+    )
+    base = recipe("gpt-tiny")
+    assert run == replace(
+        base,
+        schedule="interleaved",
+        split=(2, 2, 2, 2),
+        clip=None,
+        timeout=60,
+        model=replace(base.model, layers=8, tied=True),
+        optim=replace(base.optim, lr=0.5),
+    )
+
+
+def test_a_file_without_recipe_changes_the_base(tmp_path):
+    path = toml(tmp_path, "steps = 7")
+    assert load_run(path) == Run(steps=7)
+    assert load_run(path, recipe("gpt-tiny")) == replace(recipe("gpt-tiny"), steps=7)
+
+
+def test_another_optimizer_keeps_the_learning_rate_schedule(tmp_path):
+    run = load_run(toml(tmp_path, 'recipe = "gpt-tiny"\n[optim]\nkind = "sgd"\nmomentum = 0.5'))
+    assert run.optim == SGD(momentum=0.5, warmup=2, decay="cosine")
+
+
+def test_all_mistakes_in_a_file_come_at_once(tmp_path):
+    faults = toml_faults(
+        tmp_path,
+        """
+        recipe = "gpt-tny"
+        step = 5
+        seed = 1.5
+        mesh = 4
+        zzz = 1
+        [model]
+        hiden = 64
+        heads = "4"
+        [optim]
+        kind = "adam"
+        lr = nan
+        betas = [0.9]
+        [data.path]
+        x = 1
+        """,
+    )
+    assert faults == [
+        "there is no recipe 'gpt-tny': did you mean 'gpt-tiny'? known are gpt-tiny, gpt-small, gpt-124m",
+        "step is not a field: did you mean 'steps'?",
+        "mesh is 4: write its fields in a table [mesh]",
+        f"zzz is not a field: known are {', '.join(sorted(field.name for field in fields(Run)))}",
+        "model.hiden is not a field: did you mean 'hidden'?",
+        "optim.kind is 'adam': use 'adamw' or 'sgd'",
+        "model.heads is '4': it must be a whole number",
+        "data.path is {'x': 1}: it must be a text",
+        "optim.lr is nan: it must be a finite number",
+        "optim.betas is (0.9,): it must be a tuple (in TOML a list) of 2 finite numbers",
+        "seed is 1.5: it must be a whole number",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ("steps = 3\nsteps = 4", "is not TOML (Cannot overwrite a value (at line 2, column 10))"),
+        ("steps = 1e", "at line 1"),
+        ("steps = " + "9" * 5000, "is not TOML"),
+        ("a = " + "[" * 10_000, "nested too deeply"),
+    ],
+)
+def test_what_is_not_toml_is_named_with_its_line(tmp_path, written, says):
+    [fault] = toml_faults(tmp_path, written)
+    assert says in fault
+
+
+def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path):
+    for path in (tmp_path, tmp_path / "gone.toml", Path("nul\0.toml")):
+        with pytest.raises(ConfigError):
+            load_run(path)
+    (tmp_path / "b.toml").write_bytes(b"steps = 3 # \xff")
+    with pytest.raises(ConfigError, match="not TOML"):
+        load_run(tmp_path / "b.toml")
+
+
+FIELDS = sorted({field.name for kind in (Run, GPT, Mesh, Text, AdamW, SGD) for field in fields(kind)} | {"recipe"})
+KEYS = st.sampled_from(FIELDS) | st.text(max_size=6)
+VALUES = st.recursive(
+    ANYTHING.filter(lambda value: value is not None) | st.datetimes() | st.sampled_from([*RECIPES]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.dictionaries(KEYS, VALUES, max_size=6))
+def test_any_table_is_a_run_or_a_config_error(table):
+    before = repr(table)
+    try:
+        run = run_of(table)
+    except ConfigError as error:
+        assert error.faults
+    else:
+        assert type(run) is Run
+        assert set(table) <= {*FIELDS}
+    assert repr(table) == before
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text(alphabet="[]{}=.,\"'#\n\t \\x0F1e-_:stepmodl", max_size=60) | st.text(max_size=40))
+def test_any_text_is_a_run_or_a_config_error(tmp_path, written):
+    try:
+        load_run(toml(tmp_path, written.encode("utf-8", "replace").decode()))
+    except ConfigError as error:
+        assert error.faults
+
+
+def test_schedule_errors_are_config_errors_of_a_run(tiny):
+    with pytest.raises(ScheduleError):
+        build("1f1b", 0, 4)
+    assert len(faults_of(replace(tiny, schedule="1f1b", mesh=Mesh(pp=0)))) == 1
