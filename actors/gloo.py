@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
-from raypar.actors.group import Finish, Group, ReduceOp, reduce_in_order
+from raypar.actors.group import Finish, Group, ReduceOp, reduce_in_order, row_size
 from raypar.actors.ledger import Ledger
 
 _OPS: dict[ReduceOp, Any] = {
@@ -64,6 +64,7 @@ class GlooGroup(Group):
         self._pg.set_timeout(_NEVER)
 
     def abort(self) -> None:
+        """Close every connection of the group; takes some milliseconds."""
         # ProcessGroupGloo.abort() and shutdown() do nothing (torch 2.13), but a wait that expires closes every
         # connection of the group, at both ends. A peer already lost fails at once without closing the rest: try all.
         self._closed = True
@@ -100,7 +101,7 @@ class GlooGroup(Group):
     def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
         flat, back = _staged(out)
         source = tensor.contiguous()
-        if not (flat.dim() and source.dim() and flat[:1].numel() and source[:1].numel()):
+        if not row_size(source):
             return _waiter(self._pg.barrier(), None)
         return _waiter(self._pg.alltoall_base(flat, source, outs, ins), back, flat, source)
 

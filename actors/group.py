@@ -6,6 +6,7 @@ without a deadline, and every op is counted in the ledger. Backends fill in the 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -83,7 +84,7 @@ class Group(ABC):
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Handle:
         """``out`` (size * n, ...) becomes the members' tensors (n, ...) one after the other by rank."""
-        self._same(out.numel(), tensor.numel() * self.size, "all_gather: out must hold size x tensor elements")
+        self._fit(out, tensor, "all_gather: out must hold size x tensor elements")
         return self._run("all_gather", None, (self.size - 1) * nbytes(tensor), self._all_gather, out, tensor)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Handle:
@@ -91,7 +92,7 @@ class Group(ABC):
 
         The additions happen in rank order, half-precision tensors are added in fp32.
         """
-        self._same(tensor.numel(), out.numel() * self.size, "reduce_scatter: tensor must hold size x out elements")
+        self._fit(tensor, out, "reduce_scatter: tensor must hold size x out elements")
         sent = (self.size - 1) * nbytes(out)
         return self._run("reduce_scatter", None, sent, self._reduce_scatter, out, tensor, op)
 
@@ -99,12 +100,10 @@ class Group(ABC):
         self, out: Tensor, tensor: Tensor, out_splits: Sequence[int] = (), in_splits: Sequence[int] = ()
     ) -> Handle:
         """Part j of ``tensor`` goes to rank j; ``out`` is what the ranks sent here. Splits count rows of dim 0."""
-        ins = list(in_splits) or self._even(tensor, "all_to_all")
-        outs = list(out_splits) or self._even(out, "all_to_all")
-        self._same(sum(ins), _rows(tensor), "all_to_all: in_splits must add up to the rows of tensor")
-        self._same(sum(outs), _rows(out), "all_to_all: out_splits must add up to the rows of out")
-        row = nbytes(tensor) // max(_rows(tensor), 1)
-        sent = row * (sum(ins) - ins[self.rank])
+        self._alike(out, tensor, "all_to_all")
+        self._same(out.shape[1:], tensor.shape[1:], "all_to_all: a row of out must be like a row of tensor")
+        ins, outs = self._splits(tensor, in_splits, "in_splits"), self._splits(out, out_splits, "out_splits")
+        sent = row_size(tensor) * tensor.element_size() * (sum(ins) - ins[self.rank])
         return self._run("all_to_all", None, sent, self._all_to_all, out, tensor, outs, ins)
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
@@ -120,16 +119,14 @@ class Group(ABC):
     def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Handle:
         """``out`` (size * n, ...) of ``root`` becomes all members' tensors by rank; the others pass None."""
         if self.rank == root:
-            count = -1 if out is None else out.numel()
-            self._same(count, tensor.numel() * self.size, "gather: the root's out must hold size x tensor elements")
+            self._fit(out, tensor, "gather: the root's out must hold size x tensor elements")
         sent = 0 if self.rank == root else nbytes(tensor)
         return self._run("gather", root, sent, self._gather, out, tensor, root)
 
     def scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Handle:
         """``out`` becomes this rank's part of the ``tensor`` (size * n, ...) of ``root``; the others pass None."""
         if self.rank == root:
-            count = -1 if tensor is None else tensor.numel()
-            self._same(count, out.numel() * self.size, "scatter: the root's tensor must hold size x out elements")
+            self._fit(tensor, out, "scatter: the root's tensor must hold size x out elements")
         sent = (self.size - 1) * nbytes(out) if self.rank == root else 0
         return self._run("scatter", root, sent, self._scatter, out, tensor, root)
 
@@ -144,17 +141,22 @@ class Group(ABC):
 
         ``count_as`` is the op that the ledger counts it under.
         """
+        self._other(dst, "send")
         return self._run(count_as, dst, nbytes(tensor), self._send, tensor, dst, tag)
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0, count_as: str = "recv") -> Handle:
         """Start receiving from rank ``src`` into ``tensor``, which has the shape and dtype of what was sent."""
+        self._other(src, "recv")
         return self._run(count_as, src, nbytes(tensor), self._recv, tensor, src, tag)
 
     # --- faults ---
 
     @abstractmethod
     def abort(self) -> None:
-        """Close the group now: blocked waits raise here and at the peers. Safe from any thread, more than once."""
+        """Close the group now: blocked waits raise here, and at the peers those for this member.
+
+        Safe from any thread, and more than once.
+        """
 
     def fault(self, op: str, peer: int | None, reason: str) -> GroupError:
         """The error for a failed op, after the group and its owner's other groups have been closed."""
@@ -200,14 +202,29 @@ class Group(ABC):
         self.ledger.record(self.axis, op, sent)
         return Handle(self, op, peer, finish)
 
-    def _even(self, tensor: Tensor, op: str) -> list[int]:
-        rows = _rows(tensor)
-        self._same(
-            rows % self.size, 0, f"{op}: without splits, dim 0 ({rows}) must be a multiple of the size {self.size}"
-        )
-        return [rows // self.size] * self.size
+    def _splits(self, tensor: Tensor, splits: Sequence[int], name: str) -> list[int]:
+        rows = tensor.shape[0] if tensor.dim() else -1
+        counts = list(splits) or [rows // self.size] * self.size
+        if len(counts) != self.size or min(counts) < 0 or sum(counts) != rows:
+            raise ValueError(
+                f"group {self.name}: all_to_all: {name} must be {self.size} counts that add up to the rows of a tensor "
+                f"{list(tensor.shape)} (found {list(splits) or 'none, so the rows must be a multiple'})"
+            )
+        return counts
 
-    def _same(self, found: int, wanted: int, rule: str) -> None:
+    def _fit(self, whole: Tensor | None, part: Tensor, rule: str) -> None:
+        self._same(None if whole is None else whole.numel(), part.numel() * self.size, rule)
+        assert whole is not None
+        self._alike(whole, part, rule.partition(":")[0])
+
+    def _alike(self, a: Tensor, b: Tensor, op: str) -> None:
+        self._same(a.dtype, b.dtype, f"{op}: both tensors must have one dtype")
+
+    def _other(self, peer: int, op: str) -> None:
+        if peer == self.rank:
+            raise ValueError(f"group {self.name}: {op}: rank {peer} is this member itself: name another one")
+
+    def _same(self, found: object, wanted: object, rule: str) -> None:
         if found != wanted:
             raise ValueError(f"group {self.name}: {rule} (found {found}, wanted {wanted})")
 
@@ -215,6 +232,11 @@ class Group(ABC):
 def nbytes(tensor: Tensor) -> int:
     """Bytes of the elements of a tensor."""
     return tensor.numel() * tensor.element_size()
+
+
+def row_size(tensor: Tensor) -> int:
+    """Elements of one row of dim 0."""
+    return math.prod(tensor.shape[1:])
 
 
 def reduce_in_order(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
@@ -242,15 +264,13 @@ REDUCTIONS: dict[ReduceOp, Callable[[Tensor, Tensor], object]] = {
 }
 
 
-def _rows(tensor: Tensor) -> int:
-    return tensor.shape[0] if tensor.dim() else 1
-
-
 def _plain(error: Exception, seconds: float) -> str:
     """The reason in a line; the backends' texts carry file names and stack frames."""
     text = (str(error).splitlines() or [type(error).__name__])[0]
     text = text.rsplit("] ", 1)[-1] if text.startswith("[") else text
     lowered = text.lower()
+    if "caused pair closure" in lowered:  # Gloo's word for other waits of a group of which one expired
+        return "the group was aborted"
     if "timed out" in lowered or "timeout" in lowered or isinstance(error, TimeoutError):
         return f"nothing came within {seconds:g} s"
     if "closed" in lowered:

@@ -79,7 +79,7 @@ class AdamW:
     """torch's AdamW (Loshchilov & Hutter 2019)."""
 
     kind: Literal["adamw"] = field(default="adamw", kw_only=True)
-    """adamw or sgd; the other kind has flags of its own, see --optim.kind sgd --help"""
+    """adamw or sgd; each has fields and defaults of its own"""
     lr: float = 3e-4
     """peak learning rate"""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -101,7 +101,7 @@ class SGD:
     """torch's SGD with momentum."""
 
     kind: Literal["sgd"] = field(default="sgd", kw_only=True)
-    """adamw or sgd; the other kind has flags of its own"""
+    """adamw or sgd; each has fields and defaults of its own"""
     lr: float = 1e-2
     """peak learning rate"""
     momentum: float = 0.9

@@ -138,7 +138,7 @@ def _base(name: str, table: dict[str, int]) -> Run:
 
 
 def _values_of(flag: str, words: Sequence[str]) -> Iterator[str]:
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    for word, after in zip(words, [*words, ""][1:], strict=True):
         if word == flag:
             yield after
         elif word.startswith(f"{flag}="):

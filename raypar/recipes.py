@@ -31,8 +31,8 @@ def gpt_small() -> Run:
         microbatches=8,
         micro_batch_size=2,
         optim=AdamW(lr=1e-3, warmup=10, decay="cosine"),
-        steps=80,
-        eval_every=40,
+        steps=100,
+        eval_every=50,
         eval_steps=4,
     )
 

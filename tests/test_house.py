@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("schedules", "actors", "raypar")
 LINKS = {"raypar/actors": "../actors", "raypar/schedules": "../schedules"}
 RAY_IN_ACTORS = {"actors/groups.py"}
-RAY_IN_HEAD = {"raypar/cluster.py", "raypar/driver.py"}
+RAY_IN_HEAD = {"raypar/cluster.py", "raypar/calls.py"}
 PRINTS = {"raypar/cli.py"}
 UNPICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "torch.load", "torch.save"}
 MAX_FILE, MAX_FUNCTION, MAX_WITHOUT_DOCSTRING = 300, 60, 8
@@ -129,7 +129,7 @@ def test_a_wrong_import_is_seen(path, source):
         ("actors/a.py", "import torch\nfrom raypar import schedules\nfrom .specs import GPT\nimport rayon"),
         ("actors/groups.py", "from ray.util import collective"),
         ("actors/layers/a.py", "from ..mesh import Mesh\nfrom . import ops"),
-        ("raypar/driver.py", "import ray\nfrom raypar.actors.worker import Worker\nfrom .config import Run"),
+        ("raypar/calls.py", "import ray\nfrom raypar.actors.worker import Worker\nfrom .config import Run"),
         ("tests/test_a.py", "import ray, torch\nfrom raypar import driver"),
     ],
 )

@@ -109,6 +109,7 @@ class GPTModel(Model):
         super().__init__(on_meta(lambda: [self._layer(i) for i in range(len(self.names))]))
 
     def materialize(self, layers: Sequence[int], seed: int) -> list[nn.Module]:
+        """These layers, each weight drawn by a generator of its own, seeded by its logical name."""
         homes = {copy: home for home, copy in self.ties}
         made = []
         for index in layers:

@@ -51,7 +51,7 @@ def make(backend, size, timeout=30.0, axis="x"):
 def together(size, work):
     """``work(rank)`` in a thread for each rank; the results by rank."""
     with ThreadPoolExecutor(size) as pool:
-        return [future.result(60) for future in [pool.submit(work, rank) for rank in range(size)]]
+        return [future.result(20) for future in [pool.submit(work, rank) for rank in range(size)]]
 
 
 @functools.cache
@@ -359,20 +359,19 @@ def test_a_wait_may_have_a_deadline_of_its_own(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_abort_frees_every_blocked_wait_here_and_at_the_peers(backend):
+def test_abort_frees_the_waits_here_and_those_of_the_peers_for_this_member(backend):
     groups = make(backend, 3, timeout=30.0)
     ended = {}
 
     def blocked(rank, op):
-        with pytest.raises(GroupError):
-            (
-                groups[rank].recv(torch.zeros(4), (rank + 1) % 3, tag=9)
-                if op == "recv"
-                else groups[rank].all_reduce(torch.zeros(9))
-            ).wait()
+        group, peer = groups[rank], (rank + 1) % 3 if rank == 0 else 0
+        handle = group.recv(torch.zeros(4), peer, tag=9) if op == "recv" else group.all_reduce(torch.zeros(9))
+        with pytest.raises(GroupError, match="aborted" if rank == 0 else "aborted|closed at the other end"):
+            handle.wait()
         ended[rank, op] = time.monotonic()
 
-    threads = [threading.Thread(target=blocked, args=who) for who in ((0, "recv"), (1, "recv"), (0, "all_reduce"))]
+    who = [(0, "recv"), (1, "recv"), (2, "recv"), (0, "all_reduce")]
+    threads = [threading.Thread(target=blocked, args=one) for one in who]
     for thread in threads:
         thread.start()
     time.sleep(0.2)
@@ -382,7 +381,7 @@ def test_abort_frees_every_blocked_wait_here_and_at_the_peers(backend):
     groups[0].abort()
     for thread in threads:
         thread.join(5)
-    assert len(ended) == 3
+    assert set(ended) == set(who)
     assert max(ended.values()) - start < 0.5
 
 
@@ -418,6 +417,7 @@ def test_a_failing_group_fails_at_its_nth_call():
 
 # --- the ledger ------------------------------------------------------------------------------------------------------
 
+COLLECTIVES = {*OPS, "barrier"} - {"all_to_all uneven", "ring"}
 N, BYTES = 3, 4 * 12  # members; bytes of 12 float32
 
 
@@ -448,11 +448,10 @@ def test_the_ledger_counts_textbook_bytes(backend):
     together(N, lambda rank: moved(groups[rank]))
     tables = {str(rank): groups[rank].ledger.entries() for rank in range(N)}
     for rank, table in enumerate(tables.values()):
-        assert {key: entry.calls for key, entry in table.items() if "tied" not in key[1]} == {
-            ("x", op): 1
-            for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter",
-                       "barrier", *(("send",) if rank == 0 else ("recv",) if rank == 1 else ()))
-        }  # fmt: skip
+        p2p = {0: {"send"}, 1: {"recv"}, 2: set()}[rank]
+        assert {op: entry.calls for (_, op), entry in table.items() if "tied" not in op} == dict.fromkeys(
+            COLLECTIVES | p2p, 1
+        )
     everyone = total(tables)
     assert {op: everyone["x", op].bytes for _, op in everyone} == {
         "all_reduce": 2 * (N - 1) * BYTES,  # 2 (N-1)/N of the tensor, from each of the N

@@ -288,7 +288,7 @@ def test_all_mistakes_in_a_file_come_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("written", "says"),
     [
-        ("steps = 3\nsteps = 4", "is not TOML (Cannot overwrite a value (at line 2, column 10))"),
+        ("steps = 3\nsteps = 4\nseed = 1", "is not TOML (Cannot overwrite a value (at line 2, column 10))"),
         ("steps = 1e", "at line 1"),
         ("steps = " + "9" * 5000, "is not TOML"),
         ("a = " + "[" * 10_000, "nested too deeply"),
