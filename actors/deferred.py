@@ -7,41 +7,76 @@ recording, so a weight has the same bits whichever other layers are made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from raypar.actors.seeds import derive
 
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+_TRUNC_NORMAL = "_no_grad_trunc_normal_"
+_PATCHED = threading.Lock()
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]  # how a torch function mode sees the property read
+
 
 @dataclass(frozen=True)
 class _Call:
-    func: Any
+    """An op as it was called: meta tensors with the shape and storage they had then, copies of the real ones."""
+
+    func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[Tensor, ...]
-
-    def reads(self) -> set[int]:
-        return {_storage(t) for t in tree_iter((self.args, self.kwargs)) if _is_meta(t)}
-
-    def writes(self) -> set[int]:
-        made = {_storage(t) for t in self.outputs}
-        return made | self.reads() if self.func._schema.is_mutable else made
+    reads: frozenset[int]
+    writes: frozenset[int]
+    draws: bool
 
 
 class Recording:
-    """The ops of a build, in order. Holds meta tensors only."""
+    """The ops of a build, in order. Holds meta tensors, and copies of real ones that went into them."""
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
 
-    def add(self, call: _Call) -> None:
-        self._calls.append(call)
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do an op on the meta device and write it down; ops among real tensors are just done.
+
+        Raises RuntimeError for what can't be done again later.
+        """
+        if any(argument.name == "device" for argument in func._schema.arguments):
+            kwargs["device"] = _META
+        elif not any(_is_meta(value) for value in tree_iter((args, kwargs))):
+            return func(*args, **kwargs)
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        targets = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        written = [value for name in targets for value in tree_iter(given.get(name)) if isinstance(value, Tensor)]
+        if not all(map(_is_meta, written)):
+            raise RuntimeError(f"{func} writes values that are not there yet to a tensor that is")
+        then_args, then_kwargs = tree_map(_frozen, (args, kwargs))  # now: the op may change the shape of its arguments
+        args, kwargs = tree_map(_on_meta, (args, kwargs))
+        result = func(*args, **kwargs)
+        outputs = tuple(value.detach() for value in tree_iter(result) if _is_meta(value))
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        self._add(func, then_args, then_kwargs, outputs, written, draws)
+        return result
+
+    def trunc_normal(self, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """torch.nn.init's truncated normal looks at what it draws: write it down as one op."""
+        if not _is_meta(tensor):
+            return func(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+        window, *rest = tree_map(_frozen, (tensor, *args))
+        self._add(func, (window, *rest), tree_map(_frozen, kwargs), (window,), [tensor], draws=True)
+        return tensor
 
     def materialize(self, modules: Iterable[nn.Module], seed: int) -> None:
         """Replace the meta parameters and buffers of ``modules`` by real ones on the CPU, in place."""
@@ -57,47 +92,58 @@ class Recording:
         made: dict[int, Any] = {}  # a parameter that two modules share stays one object
         for table, name, tensor in slots:
             if id(tensor) not in made:
-                value = _real(tensor, real)
+                value = _window(tensor, real)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
             table[name] = made[id(tensor)]
+
+    def _add(
+        self, func: Any, args: Any, kwargs: Any, outputs: tuple[Tensor, ...], written: Sequence[Tensor], draws: bool
+    ) -> None:
+        reads = frozenset(_storage(value) for value in tree_iter((args, kwargs)) if _is_meta(value))
+        writes = frozenset(map(_storage, (*outputs, *written)))
+        self._calls.append(_Call(func, args, kwargs, outputs, reads, writes, draws))
 
     def _replay(self, storages: set[int], seed: int) -> dict[int, Tensor]:
         needed, chosen = set(storages), []
         for ordinal in reversed(range(len(self._calls))):
             call = self._calls[ordinal]
-            if call.writes() & needed:
-                needed |= call.reads()
+            if call.writes & needed:
+                needed |= call.reads
                 chosen.append(ordinal)
         real: dict[int, Tensor] = {}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for ordinal in reversed(chosen):
                 call = self._calls[ordinal]
-                if torch.Tag.nondeterministic_seeded in call.func.tags:
+                if call.draws:
                     torch.default_generator.manual_seed(derive(seed, "init", ordinal))
-                args, kwargs = tree_map(lambda t: _real(t, real) if _is_meta(t) else t, (call.args, call.kwargs))
+                args, kwargs = tree_map(lambda value: _real(value, real), (call.args, call.kwargs))
                 if "device" in kwargs:
-                    kwargs["device"] = torch.device("cpu")
-                results = [t for t in tree_iter(call.func(*args, **kwargs)) if isinstance(t, Tensor)]
+                    kwargs["device"] = _CPU
+                results = [value for value in tree_iter(call.func(*args, **kwargs)) if isinstance(value, Tensor)]
                 for meta, result in zip(call.outputs, results, strict=True):
-                    real.setdefault(_storage(meta), result)
+                    if _storage(meta) not in real:
+                        real[_storage(meta)] = _laid_out(result, meta)
         return real
 
 
 class _Recorder(TorchDispatchMode):
+    """Sends every op to a recording."""
+
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if any(argument.name == "device" for argument in func._schema.arguments):
-            kwargs["device"] = torch.device("meta")
-        result = func(*args, **kwargs)
-        outputs = tuple(t for t in tree_iter(result) if _is_meta(t))
-        if outputs or any(_is_meta(t) for t in tree_iter((args, kwargs))):
-            self._recording.add(_Call(func, args, kwargs, outputs))
-        return result
+        with torch._C.DisableTorchFunction():
+            return self._recording.call(func, args, dict(kwargs or {}))
+
+
+class _NotMeta(TorchFunctionMode):
+    """Tensors say that they are not meta: torch.nn.init does nothing to meta tensors (orthogonal_, dirac_, sparse_)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return False if func == _IS_META else func(*args, **(kwargs or {}))
 
 
 def record(build: Callable[[], Sequence[nn.Module]], seed: int) -> tuple[list[nn.Module], Recording]:
@@ -106,21 +152,80 @@ def record(build: Callable[[], Sequence[nn.Module]], seed: int) -> tuple[list[nn
     Raises whatever ``build`` raises when its tensors have no values (it looks at one, say).
     """
     recording = Recording()
-    with torch.random.fork_rng(devices=[]), _Recorder(recording):
-        torch.manual_seed(derive(seed, "build"))  # for tensors made from Python or numpy values, which stay real
+    # the seed is for values drawn with Python or numpy, which are there at once
+    with seeded(derive(seed, "build")), _whole_trunc_normal(recording), _NotMeta(), _Recorder(recording):
         return list(build()), recording
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators of torch, numpy and Python, and put them back afterwards."""
+    python, arrays = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(arrays)
+
+
+@contextmanager
+def _whole_trunc_normal(recording: Recording) -> Iterator[None]:
+    """Let ``recording`` see torch.nn.init.trunc_normal_ as one op, however it was imported."""
+    with _PATCHED:
+        original = getattr(nn.init, _TRUNC_NORMAL, None)
+        setattr(nn.init, _TRUNC_NORMAL, lambda *args, **kwargs: recording.trunc_normal(original, *args, **kwargs))
+        try:
+            yield
+        finally:
+            setattr(nn.init, _TRUNC_NORMAL, original)
+
+
 def _is_meta(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
+    return isinstance(value, Tensor) and value.device.type == "meta"
 
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _real(meta: Tensor, real: dict[int, Tensor]) -> Tensor:
+def _frozen(value: Any) -> Any:
+    """An argument as it is now, whatever becomes of it."""
+    if isinstance(value, torch.Generator):
+        raise RuntimeError("values are drawn from a generator of their own")  # whose state depends on earlier draws
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_conj() or value.is_neg():
+        raise RuntimeError("a tensor is a lazy conjugate or negative")
+    return value.detach() if _is_meta(value) else value.detach().clone()
+
+
+def _on_meta(value: Any) -> Any:
+    if not isinstance(value, Tensor) or _is_meta(value):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_META)
+
+
+def _real(value: Any, real: dict[int, Tensor]) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return _window(value, real) if _is_meta(value) else value.clone()
+
+
+def _window(meta: Tensor, real: dict[int, Tensor]) -> Tensor:
     """The real tensor for a meta one: the same window on the real storage."""
     storage = real[_storage(meta)].untyped_storage()
     window = torch.empty(0, dtype=meta.dtype)
     return window.set_(storage, meta.storage_offset(), meta.size(), meta.stride())
+
+
+def _laid_out(result: Tensor, meta: Tensor) -> Tensor:
+    """``result`` with the strides of ``meta``; a kernel for the CPU may choose others."""
+    if (result.stride(), result.storage_offset()) == (meta.stride(), meta.storage_offset()):
+        return result
+    storage = torch.empty(meta.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
+    window = torch.empty(0, dtype=meta.dtype).set_(storage, meta.storage_offset(), meta.size(), meta.stride())
+    return window.copy_(result)

@@ -6,8 +6,12 @@ additions in rank order, and tensors of any strides.
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
-from raypar.actors.group import Finish, Group, ReduceOp, reduce_in_order, row_size
+from raypar.actors.group import Finish, Group, ReduceOp, nbytes, reduce_in_order, row_size
 from raypar.actors.ledger import Ledger
 
 _OPS: dict[ReduceOp, Any] = {
@@ -26,6 +30,8 @@ _OPS: dict[ReduceOp, Any] = {
     "max": dist.ReduceOp.MAX,
 }
 _ABORT_TAG = (1 << 31) - 1
+_SMALL_TAG = _ABORT_TAG - 1
+_SMALL = 1 << 15  # bytes of all members' tensors together that an all_reduce exchanges directly
 _NEVER = timedelta(days=1)  # torch's own limit for ops that nobody waits for; our deadlines are on the waits
 
 
@@ -75,11 +81,36 @@ class GlooGroup(Group):
                 except RuntimeError:
                     continue
 
+    def _all_reduce_bytes(self, tensor: Tensor) -> int:
+        return (self.size - 1) * nbytes(tensor) if self._is_small(tensor) else super()._all_reduce_bytes(tensor)
+
+    def _is_small(self, tensor: Tensor) -> bool:
+        return self.size * nbytes(tensor) <= _SMALL
+
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
+        if self._is_small(tensor):
+            return self._all_reduce_directly(tensor, op)
         flat, back = _staged(tensor)
         options = c10d.AllreduceOptions()
         options.reduceOp = _OPS[op]
         return _waiter(self._pg.allreduce([flat], options), back, flat)
+
+    def _all_reduce_directly(self, tensor: Tensor, op: ReduceOp) -> Finish:
+        """Everybody sends to everybody and adds in rank order: a third of the latency of Gloo's ring, whose steps wake
+        one more thread each."""
+        parts = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype)
+        parts[self.rank] = tensor.reshape(-1)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        works = [self._pg.recv([parts[rank]], rank, _SMALL_TAG) for rank in others]
+        works += [self._pg.send([parts[self.rank]], rank, _SMALL_TAG) for rank in others]
+
+        def finish(timeout: float) -> None:
+            deadline = time.monotonic() + timeout
+            for work in works:
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            reduce_in_order(list(parts), op, tensor)
+
+        return finish
 
     def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
         flat, back = _staged(out)
@@ -153,8 +184,23 @@ class GlooGroup(Group):
 
 
 def create_device(host: str) -> Any:
-    """A Gloo device bound to an IP address of this node (torch's default resolves the host name, often loopback)."""
-    return dist.ProcessGroupGloo.create_device(hostname=host)
+    """A Gloo device bound to an IP address of this node (torch's default resolves the host name, often loopback).
+
+    Its event loop runs as a batch thread. Otherwise it preempts the thread that computes in the middle of a send, finds
+    the connection locked by it, and spins until the scheduler's next tick: milliseconds, where cores are scarce.
+    """
+    before = _threads()
+    device = dist.ProcessGroupGloo.create_device(hostname=host)
+    for thread in _threads() - before:
+        os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+    return device
+
+
+def _threads() -> set[int]:
+    """The threads of this process (Linux; elsewhere none are known)."""
+    if not sys.platform.startswith("linux"):
+        return set()
+    return {int(entry.name) for entry in Path("/proc/self/task").iterdir()}
 
 
 def _staged(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:

@@ -79,8 +79,7 @@ class Group(ABC):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Handle:
         """``tensor`` becomes the reduction over all members, in place. A ring sends 2(N-1)/N of its bytes a member."""
-        n = self.size
-        return self._run("all_reduce", None, 2 * (n - 1) * nbytes(tensor) // n, self._all_reduce, tensor, op)
+        return self._run("all_reduce", None, self._all_reduce_bytes(tensor), self._all_reduce, tensor, op)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Handle:
         """``out`` (size * n, ...) becomes the members' tensors (n, ...) one after the other by rank."""
@@ -166,6 +165,10 @@ class Group(ABC):
         return GroupError(self.name, op, peer, reason)
 
     # --- for backends: start the op and return what finishes it ---
+
+    def _all_reduce_bytes(self, tensor: Tensor) -> int:
+        """What an all_reduce sends from here: a ring's bytes, unless a backend does otherwise."""
+        return 2 * (self.size - 1) * nbytes(tensor) // self.size
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish: ...

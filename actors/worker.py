@@ -65,13 +65,11 @@ class Worker:
         """Perform the whole row of a program for a step."""
         self.begin(program, step)
         receives = self._receives()
-        for action in islice(receives, _AHEAD):
-            self._courier.expect(action)
+        self._expect(islice(receives, _AHEAD))
         for action in self._row:
             self.perform(action)
             if action.op in RECVS:
-                for later in islice(receives, 1):
-                    self._courier.expect(later)
+                self._expect(islice(receives, 1))
         return self.end()
 
     def begin(self, program: ProgramName, step: int) -> None:
@@ -210,6 +208,14 @@ class Worker:
             if need != own or action.op is Op.SEND_F:
                 values += self._held.pop(need)
         return values
+
+    def _expect(self, receives: Iterator[Action]) -> None:
+        """Post receives before their turn."""
+        for action in receives:
+            try:
+                self._courier.expect(action)
+            except GroupError as error:
+                raise self._failed(str(action), self._peer(action), error) from None
 
     def _receives(self) -> Iterator[Action]:
         return (action for action in self._row if action.op in RECVS)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from raypar.actors.mesh import Mesh
 from raypar.actors.plan import ActionError, NonFiniteError
@@ -32,6 +32,12 @@ class Calls:
 
         Raises JobError naming the actor at fault, or NonFiniteError; ``what`` was going on.
         """
+        try:
+            return list(ray.get(list(refs), timeout=_LOOK))
+        except GetTimeoutError:
+            pass  # a long step, or a fault: look after the actors while they work
+        except (RayActorError, RayTaskError):
+            pass  # which error came first says little: hear the others too
         owners = list(range(len(refs))) if ranks is None else list(ranks)
         pending = list(dict.fromkeys(refs))
         watch = _Watch(time.monotonic())
@@ -46,18 +52,15 @@ class Calls:
                 break
             if failed_at is None:
                 self._look(watch, {owners[list(refs).index(ref)] for ref in pending}, what)
-        if not pending:
-            try:
-                return list(ray.get(list(refs)))
-            except (RayActorError, RayTaskError):
-                pass  # which one was first says little: look at all of them
         errors = {owners[i]: error for i, ref in enumerate(refs) if ref not in pending and (error := _error(ref))}
-        raise self._verdict(errors, what)
+        if errors or pending:
+            raise self._verdict(errors, what)
+        return list(ray.get(list(refs)))
 
     def abort(self) -> None:
-        """Tell every actor to break off what it waits for."""
+        """Tell every actor to break off what it waits for; one that does not answer is not waited for."""
         refs = [handle.abort.options(concurrency_group="ctl").remote() for handle in self._handles]
-        ray.wait(refs, num_returns=len(refs), timeout=_GRACE)
+        ray.wait(refs, num_returns=len(refs), timeout=_LOOK)
 
     def _look(self, watch: _Watch, ranks: set[int], what: str) -> None:
         """Raise StalledError if one of the actors has been in the same action for too long, or does not answer."""

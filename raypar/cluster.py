@@ -22,6 +22,7 @@ _QUIET = {
     "RAY_SCHEDULER_EVENTS": "0",
     "RAY_COLOR_PREFIX": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # Ray's 15 lets any other process of the machine go first
 }
 _PLACEMENT_SECONDS = 60.0
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
-from raypar.actors.deferred import Recording, record
+from raypar.actors.deferred import Recording, record, seeded
 from raypar.actors.models.model import Model, Values, unwrap
 from raypar.actors.seeds import derive
 from raypar.actors.specs import Layers
@@ -54,19 +53,18 @@ class LayersModel(Model):
 
 
 def _build_real(layers: Layers, seed: int) -> list[nn.Module]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(seed, "build"))
+    with seeded(derive(seed, "build")):
         return list(layers.fn())
 
 
 def _shared(names: Sequence[str], modules: Sequence[nn.Module]) -> tuple[tuple[str, str], ...]:
-    """Pairs (home, copy) of the parameters that stand in more than one layer."""
+    """Pairs (home, copy) of the parameters that stand in more than one layer and train; frozen ones stay equal."""
     homes: dict[int, str] = {}
     ties = []
     for layer, module in zip(names, modules, strict=True):
         for inner, parameter in module.named_parameters():
             name = f"{layer}.{inner}"
             home = homes.setdefault(id(parameter), name)
-            if home != name:
+            if home != name and parameter.requires_grad:
                 ties.append((home, name))
     return tuple(ties)

@@ -1,0 +1,409 @@
+"""Workers as threads of one process: what they hold, what they free, and what they say when something fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from raypar.actors.courier import Courier
+from raypar.actors.group import GroupError, Handle
+from raypar.actors.ledger import Entry
+from raypar.actors.local_group import FailingGroup, LocalGroup, LocalHub, local_groups
+from raypar.actors.mesh import Mesh
+from raypar.actors.plan import SEND_WINDOW, ActionError, NonFiniteError, Plan
+from raypar.actors.specs import SGD, Batches, Layers
+from raypar.actors.worker import Worker
+from raypar.config import Run
+from raypar.parity import train_plainly
+from raypar.program import only_row, programs_of
+from raypar.schedules.action import Action
+
+
+def batch(step, microbatch, dp):
+    generator = torch.Generator().manual_seed(100 * step + microbatch)
+    x = torch.randn(3, 4, generator=generator)
+    return x, x.sin()
+
+
+def mse(output, target):
+    return nn.functional.mse_loss(output, target)
+
+
+class Team:
+    """The workers of a pipeline; a call goes to all of them at once, each in a thread of its own."""
+
+    def __init__(
+        self, fn, pp=2, m=4, schedule="1f1b", loss=mse, data=batch, recompute="none", groups=None, chunks=None
+    ):
+        self.run = Run(
+            model=Layers(fn, loss), mesh=Mesh(pp=pp), schedule=schedule, microbatches=m, data=Batches(data, data),
+            optim=SGD(lr=0.1), clip=None, recompute=recompute, steps=3, timeout=10.0, chunks=chunks,
+        )  # fmt: skip
+        programs = programs_of(schedule, pp, m, chunks)
+        self.groups = groups or local_groups("pp", pp, 10.0)
+        self.workers = [Worker() for _ in range(pp)]
+        for rank, worker in enumerate(self.workers):
+            fields = {field.name for field in dataclasses.fields(Plan)} - {"name", "rank", "programs"}
+            rows = {name: only_row(program, rank) for name, program in programs.items()}
+            plan = Plan(name="t", rank=rank, programs=rows, **{field: getattr(self.run, field) for field in fields})
+            worker.setup(plan, {"pp": self.groups[rank]} if pp > 1 else {})
+
+    def each(self, call):
+        """What ``call(worker)`` returned or raised, by rank."""
+        with ThreadPoolExecutor(len(self.workers)) as pool:
+            futures = [pool.submit(call, worker) for worker in self.workers]
+            return [future.exception(30) or future.result() for future in futures]
+
+    def step(self, number=0, program="train"):
+        results = self.each(lambda worker: worker.run(program, number))
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+    def weights(self):
+        return {name: weight.clone() for worker in self.workers for name, weight in worker.parameters().items()}
+
+    def gradients(self):
+        return {name: worker.gradient(name).clone() for worker in self.workers for name in worker.shapes()}
+
+
+def linears(count=4):
+    return lambda: [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(count)]
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+class Token:
+    """Lives as long as the graph of one forward."""
+
+
+class Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, live):
+        ctx.token = Token()
+        live.add(ctx.token)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Marked(nn.Module):
+    """Counts how many forwards of it are kept for a backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.live, self.most = nn.Linear(4, 4), weakref.WeakSet(), 0
+
+    def forward(self, x):
+        y = Mark.apply(self.inner(x), self.live)
+        self.most = max(self.most, len(self.live))
+        return y
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "m"),
+    [("1f1b", 2, 1), ("1f1b", 2, 4), ("1f1b", 3, 2), ("1f1b", 4, 8), ("gpipe", 2, 4), ("gpipe", 3, 5), ("naive", 2, 3)],
+)
+def test_activations_are_kept_as_long_as_the_schedule_says_and_not_longer(schedule, pp, m):
+    team = Team(lambda: [Marked() for _ in range(pp)], pp, m, schedule)
+    gc.disable()
+    try:
+        for number in range(2):
+            found = [result.in_flight for result in team.step(number)]
+            assert found == {
+                "1f1b": [min(pp - stage, m) for stage in range(pp)],
+                "gpipe": [m] * pp,
+                "naive": [1] * pp,
+            }[schedule]  # fmt: skip
+            for worker, in_flight in zip(team.workers, found, strict=True):
+                (stage,) = worker._parts.stages.values()
+                assert stage.modules[0].most == in_flight, "graphs alive at once"
+                assert len(stage.modules[0].live) == 0, "a graph outlived its backward"
+                assert (stage.in_flight, worker._held) == (0, {})
+    finally:
+        gc.enable()
+
+
+def test_recomputing_keeps_no_graph_and_changes_no_bit():
+    kept, again = (
+        Team(lambda: [Marked() for _ in range(2)], m=4, schedule="gpipe", recompute=how) for how in ("none", "full")
+    )
+    for number in range(2):
+        assert [result.losses for result in kept.step(number)] == [result.losses for result in again.step(number)]
+    assert [w._parts.stages[i].modules[0].most for i, w in enumerate(kept.workers)] == [4, 4]
+    assert [w._parts.stages[i].modules[0].most for i, w in enumerate(again.workers)] == [1, 1]
+    ours, theirs = again.gradients(), kept.gradients()
+    assert len(ours) == 4
+    assert all(torch.equal(gradient, theirs[name]) for name, gradient in ours.items())
+
+
+def test_an_evaluation_keeps_nothing_and_changes_nothing():
+    team = Team(lambda: [Marked() for _ in range(2)])
+    before = team.weights()
+    results = team.step(0, "evaluate")
+    assert len(results[-1].losses) == 4
+    assert [result.in_flight for result in results] == [0, 0]
+    assert [w._parts.stages[i].modules[0].most for i, w in enumerate(team.workers)] == [0, 0]
+    assert all(torch.equal(weight, before[name]) for name, weight in team.weights().items())
+    team.step(0)
+    assert any(not torch.equal(weight, before[name]) for name, weight in team.weights().items())
+
+
+# --- what users' layers may do ---------------------------------------------------------------------------------------
+
+
+class First(nn.Module):
+    """(B, 4) -> a float, a mask of ints, a float that needs no gradient, a float that nobody uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.side = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y, (y > 0).long(), torch.full((3, 4), 0.5), self.side(x)
+
+
+class Second(nn.Module):
+    """Leaves an input and a parameter of its own unused, and keeps one frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.unused = nn.Linear(4, 4), nn.Linear(2, 2)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, y, mask, half, side):
+        return self.frozen(self.inner(y)) * half, mask, mask.bool()
+
+
+class Third(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, y, mask, sign):
+        return self.inner(y * mask) + sign
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("pp", "schedule"), [(3, "1f1b"), (3, "gpipe"), (1, "interleaved")])
+def test_tuples_ints_unused_and_frozen_tensors(recompute, pp, schedule):
+    team = Team(
+        lambda: [First(), Second(), Third()], pp, 4, schedule, recompute=recompute, chunks=3 if pp == 1 else None
+    )
+    for number in range(3):
+        team.step(number)
+    plain, weights = train_plainly(team.run), team.weights()
+    assert set(weights) == set(plain.weights)
+    assert "layers.1.frozen.weight" not in weights
+    assert all(torch.equal(weight, weights[name]) for name, weight in plain.weights.items())
+    gradients = {name: worker.gradient(name) for worker in team.workers for name in worker.shapes()}
+    assert gradients["layers.1.unused.weight"] is None
+    assert gradients["layers.0.side.weight"] is None or not gradients["layers.0.side.weight"].any()
+    assert gradients["layers.0.inner.weight"].any()
+
+
+class Constant(nn.Module):
+    """Its output does not depend on anything that trains."""
+
+    def forward(self, x):
+        return torch.ones(3, 4)
+
+
+def test_a_stage_whose_output_needs_no_gradient():
+    team = Team(lambda: [nn.Linear(4, 4), Constant(), nn.Linear(4, 4)], pp=3)
+    team.step()
+    assert not team.workers[0].gradient("layers.0.weight").any()
+    assert team.workers[2].gradient("layers.2.weight").any()
+
+
+def shared_and_frozen():
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
+    layers[2].weight = layers[0].weight
+    layers[2].bias = layers[0].bias
+    layers[0].bias.requires_grad_(False)
+    return layers
+
+
+def test_a_frozen_parameter_may_be_shared_between_ranks():
+    team = Team(shared_and_frozen, pp=3)
+    team.step()
+    plain = train_plainly(team.run)
+    assert "layers.0.bias" not in plain.weights
+    assert torch.equal(team.workers[0].parameter("layers.0.weight"), team.workers[2].parameter("layers.2.weight"))
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+class Fails(nn.Module):
+    def __init__(self, at):
+        super().__init__()
+        self.inner, self.calls, self.at = nn.Linear(4, 4), 0, at
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == self.at:
+            raise KeyError("out of luck")
+        return self.inner(x)
+
+
+def test_an_exception_in_a_layer_names_actor_and_action_and_lets_the_others_go():
+    team = Team(lambda: [nn.Linear(4, 4), Fails(3)])
+    first, second = team.each(lambda worker: worker.run("train", 0))
+    assert isinstance(second, ActionError)
+    assert str(second) == "actor pp=1: action 1F2 failed: KeyError: 'out of luck'"
+    assert not second.secondary
+    assert "raise KeyError" in second.trace
+    assert isinstance(first, ActionError)
+    assert first.secondary
+    assert first.actor == "pp=0"
+    assert first.peer in ("pp=1", None)
+
+
+@pytest.mark.parametrize(("nth", "action"), [(2, "1RECV_F1"), (6, "1RECV_F1"), (7, "1RECV_F2")])
+def test_a_lost_connection_names_the_action_and_the_peer(nth, action):
+    """From the second step on receives are posted before their turn; one that fails there is named all the same."""
+    hub = LocalHub()
+    groups = [LocalGroup(hub, "pp", 0, 2, 10.0), FailingGroup(hub, "pp", 1, 2, op="recv", nth=nth, timeout=10.0)]
+    team = Team(linears(), groups=groups)
+    for number in range((nth - 1) // 4):
+        team.step(number)
+    first, second = team.each(lambda worker: worker.run("train", 9))
+    assert str(second) == f"actor pp=1: action {action} with pp=0 failed: injected fault"
+    assert second.secondary
+    assert isinstance(first, ActionError)
+    assert first.secondary
+    assert "aborted" in first.reason
+
+
+def growing(step, microbatch, dp):
+    x = torch.ones(2 + (microbatch == 2), 4)
+    return x, x
+
+
+def test_changing_shapes_name_the_stage_and_both_shapes():
+    first, second = Team(linears(), data=growing).each(lambda worker: worker.run("train", 0))
+    assert first.action == "0SEND_F2"
+    assert "stage 0 returned float32[3, 4], for an earlier microbatch float32[2, 4]" in str(first)
+    assert second.secondary
+
+
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        (lambda: nn.LSTM(4, 4), "TypeError: a layer returned tuple"),
+        (lambda: Returns(None), "TypeError: a layer returned NoneType"),
+        (lambda: Returns({"y": 1}), "TypeError: a layer returned dict"),
+        (lambda: Returns(torch.zeros(2, dtype=torch.complex64)), "a stage returned torch.complex64"),
+        (lambda: Returns(tuple(torch.zeros(1) for _ in range(16))), "a stage returned 16 tensors"),
+    ],
+)
+def test_what_cannot_cross_a_boundary_is_said(layer, says):
+    first, _ = Team(lambda: [layer(), nn.Linear(4, 4)]).each(lambda worker: worker.run("train", 0))
+    assert isinstance(first, ActionError)
+    assert says in str(first)
+
+
+class Returns(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def forward(self, x):
+        return self.what
+
+
+def test_a_loss_that_is_no_scalar_is_said():
+    _, second = Team(linears(), loss=lambda output, target: (output - target) ** 2).each(lambda w: w.run("train", 0))
+    assert "ValueError: the loss must be a scalar tensor, it is (3, 4)" in str(second)
+
+
+def poisoned(step, microbatch, dp):
+    x, y = batch(step, microbatch, dp)
+    return x, y * float("nan") if step == 1 and microbatch == 2 else y
+
+
+def test_a_loss_that_is_not_finite_changes_no_weight_anywhere_and_the_next_step_is_as_if_it_had_not_been():
+    team, healthy = Team(linears(), data=poisoned), Team(linears())
+    for one in (team, healthy):
+        one.step(0)
+    before = team.weights()
+    for error in team.each(lambda worker: worker.run("train", 1)):
+        assert isinstance(error, NonFiniteError)
+        assert "step 1: the gradient of layers.0.0.weight is not finite" in str(error)
+    assert all(torch.equal(weight, before[name]) for name, weight in team.weights().items())
+    assert [r.losses for r in team.step(2)] == [r.losses for r in healthy.step(2)]
+    wanted = healthy.weights()
+    assert all(torch.equal(weight, wanted[name]) for name, weight in team.weights().items())
+
+
+# --- the courier -----------------------------------------------------------------------------------------------------
+
+
+class Diary(LocalGroup):
+    """Writes down what is started and what is waited for."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.events = []
+
+    def _run(self, op, peer, sent, start, *args):
+        handle, number = super()._run(op, peer, sent, start, *args), sum(event[0] == op for event in self.events)
+        self.events.append((op, number))
+        return Noted(self, handle, op, number)
+
+
+class Noted(Handle):
+    def __init__(self, group, handle, op, number):
+        super().__init__(group, op, None, lambda timeout: None)
+        self._diary, self._inner, self._name = group.events, handle, (f"wait {op}", number)
+
+    def wait(self, timeout=None):
+        self._diary.append(self._name)
+        self._inner.wait(timeout)
+
+
+def test_no_more_sends_than_the_window_are_under_way():
+    diary = Diary(LocalHub(), "pp", 0, 2)
+    courier = Courier(diary, (0, 1), 20)
+    for microbatch in range(12):
+        courier.send(Action.parse(f"0SEND_F{microbatch}"), (torch.zeros(2),))
+    assert ("wait send", 12 - SEND_WINDOW - 1) in diary.events
+    assert ("wait send", 12 - SEND_WINDOW) not in diary.events
+    courier.drain()
+    assert ("wait send", 11) in diary.events
+    assert [event for event in diary.events if event[0] == "send shapes"] == [("send shapes", 0)]
+
+
+def test_receives_are_posted_before_their_turn_and_the_header_goes_once():
+    hub = LocalHub()
+    diaries = [Diary(hub, "pp", rank, 2) for rank in range(2)]
+    team = Team(linears(2), m=4, groups=diaries)
+    team.step(0)
+    team.step(1)
+    for diary, headers in zip(diaries, ("send shapes", "recv shapes"), strict=True):
+        assert diary.ledger.entries()["pp", headers] == Entry(1, 1024)
+    team.step(0, "evaluate")
+    assert diaries[0].ledger.entries()["pp", "send shapes"].calls == 2, "a program has its own shapes"
+    events = diaries[1].events
+    second_step = events.index(("recv", 4))
+    assert events[second_step + 1] == ("recv", 5), "two receives are posted at the start of a step"
+    for number in range(5, 8):
+        assert events.index(("recv", number)) < events.index(("wait recv", number - 1)), "posted one ahead"
+
+
+def test_a_courier_without_a_peer_raises_what_its_group_raises():
+    groups = local_groups("pp", 2, timeout=0.1)
+    with pytest.raises(GroupError, match=r"recv shapes with rank 0 failed: nothing came within 0.1 s"):
+        Courier(groups[1], (0, 1), 4).receive(Action.parse("1RECV_F0"))

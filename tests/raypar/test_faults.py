@@ -1,0 +1,311 @@
+"""Jobs that go wrong: what is said, how soon, and that nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import raypar as rp
+
+MODULE = sys.modules[__name__]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def by_value():
+    """Actors can't import a test module."""
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(MODULE)
+    yield
+    cloudpickle.unregister_pickle_by_value(MODULE)
+
+
+class Trouble(nn.Module):
+    """A linear layer that counts its forwards, sleeps before each, and raises at one of them."""
+
+    def __init__(self, fails_at=0, sleep=0.0):
+        super().__init__()
+        self.inner, self.calls, self.fails_at, self.sleep = nn.Linear(4, 4), 0, fails_at, sleep
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise ZeroDivisionError("the user's own message")
+        time.sleep(self.sleep)
+        return self.inner(x)
+
+
+def batch(step, microbatch, dp):
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + microbatch))
+    return x, x.sin()
+
+
+def poisoned(step, microbatch, dp):
+    x, y = batch(step, microbatch, dp)
+    return x, y * float("inf") if step == 1 and microbatch == 2 else y
+
+
+def run_of(fn, data=batch, **changes):
+    fields = {"mesh": rp.Mesh(pp=2), "microbatches": 4, "optim": rp.SGD(lr=0.1), "steps": 5, "timeout": 60.0}
+    return rp.Run(model=rp.Layers(fn, nn.functional.mse_loss), data=rp.Batches(data), **(fields | changes))
+
+
+def pids(job):
+    from raypar.calls import ray
+
+    def pid(worker):
+        return os.getpid()
+
+    return ray.get([handle.__ray_call__.remote(pid) for handle in job._handles])
+
+
+def gone(pid, within=5.0):
+    """Whether a process has ended (a zombie has)."""
+    end = time.monotonic() + within
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@contextmanager
+def later(seconds, act):
+    """Do something while a step runs; yields the list that gets the time of it."""
+    done = []
+
+    def do():
+        done.append(time.monotonic())
+        act()
+
+    timer = threading.Timer(seconds, do)
+    timer.start()
+    try:
+        yield done
+    finally:
+        timer.cancel()
+
+
+# --- a user's exception ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_an_exception_in_a_layer_names_actor_action_and_message(cluster, schedule):
+    with rp.launch(run_of(lambda: [nn.Linear(4, 4), Trouble(fails_at=7)], schedule=schedule)) as job:
+        actors = pids(job)
+        job.step()
+        start = time.monotonic()
+        with pytest.raises(rp.JobError) as caught:
+            job.step()
+        assert time.monotonic() - start < 5
+        text = str(caught.value)
+        assert text.startswith(
+            "actor pp=1: action 1F2 failed: ZeroDivisionError: the user's own message (during step 1)"
+        )
+        assert 'raise ZeroDivisionError("the user' in text, "where it happened"
+        with pytest.raises(
+            rp.JobError, match=r"this job is over \(actor pp=1: action 1F2 failed.*launch the run again"
+        ):
+            job.step()
+        assert all(map(gone, actors))
+
+
+def broken():
+    raise ZeroDivisionError("while building")
+
+
+def test_a_model_that_can_be_built_only_here_fails_the_launch_with_its_message(cluster):
+    home = os.getpid()
+
+    def only_here():
+        if os.getpid() != home:
+            raise KeyError("not at home")
+        return [nn.Linear(4, 4), nn.Linear(4, 4)]
+
+    with pytest.raises(rp.JobError, match="the launch failed: KeyError: 'not at home'"):
+        rp.launch(run_of(only_here))
+    with pytest.raises(rp.ConfigError, match=r"model.fn failed: ZeroDivisionError: while building"):
+        rp.launch(run_of(broken))
+
+
+# --- a dead actor, a stopped actor -----------------------------------------------------------------------------------
+
+
+def test_a_killed_actor_is_named_within_seconds_and_nothing_is_left(cluster, capsys):
+    with rp.launch(run_of(lambda: [nn.Linear(4, 4), Trouble(sleep=0.5)])) as job:
+        actors = pids(job)
+        with later(0.7, lambda: os.kill(actors[1], signal.SIGKILL)) as killed:
+            with pytest.raises(rp.ActorDiedError, match=r"actor pp=1 died during step 0"):
+                job.step()
+            took = time.monotonic() - killed[0]
+        with capsys.disabled():
+            print(f" [raised {took:.2f} s after the kill]", end="")
+        assert took < 5
+        with pytest.raises(rp.JobError, match="this job is over"):
+            job.step()
+        assert all(map(gone, actors))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_actor_is_noticed_by_the_timeout_and_gone_after_close(cluster, capsys, victim):
+    timeout = 3.0
+    with rp.launch(run_of(lambda: [Trouble(sleep=0.2), Trouble(sleep=0.2)], timeout=timeout)) as job:
+        actors = pids(job)
+        try:
+            with later(0.5, lambda: os.kill(actors[victim], signal.SIGSTOP)) as stopped:
+                with pytest.raises(rp.JobError, match=rf"pp={victim}") as caught:
+                    for _ in range(20):
+                        job.step()
+                took = time.monotonic() - stopped[0]
+            with capsys.disabled():
+                print(f" [raised {took:.2f} s after the stop: {str(caught.value).splitlines()[0]}]", end="")
+            assert took < timeout + 4
+            assert all(map(gone, actors)), "also the stopped one"
+        finally:
+            for pid in actors:
+                if not gone(pid, 0.1):
+                    os.kill(pid, signal.SIGKILL)
+
+
+# --- numbers that are not finite -------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_changes_nothing_and_the_job_goes_on(cluster):
+    with rp.launch(run_of(lambda: [nn.Linear(4, 4), nn.Linear(4, 4)], data=poisoned)) as job:
+        job.step()
+        before = dict(job.weights())
+        with pytest.raises(rp.NonFiniteError, match=r"step 1: the gradient of layers.0.weight is not finite \(4 of 4"):
+            job.step()
+        assert job.next_step == 1
+        after = dict(job.weights())
+        assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+        job.next_step = 2  # past the bad batch
+        assert job.step().step == 2
+        after = dict(job.weights())
+        assert not torch.equal(before["layers.0.weight"], after["layers.0.weight"])
+
+
+# --- a program and the cluster it started ----------------------------------------------------------------------------
+
+PROGRAM = """
+import json, os, signal, sys, threading, time
+import torch
+from torch import nn
+import raypar as rp
+
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+    def forward(self, x):
+        time.sleep(SLEEP)
+        return self.inner(x)
+
+def batch(step, microbatch, dp):
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+    return x, x.sin()
+
+SLEEP = {sleep}
+run = rp.Run(model=rp.Layers(lambda: [Slow(), Slow()], nn.functional.mse_loss), data=rp.Batches(batch),
+             mesh=rp.Mesh(pp=2), microbatches=2, optim=rp.SGD(lr=0.1), steps=3)
+with rp.launch(run) as job:
+    import ray
+    pids = ray.get([h.__ray_call__.remote(lambda w: os.getpid()) for h in job._handles])
+    session = ray._private.worker._global_node.get_session_dir_path()
+    print(json.dumps({{"pids": pids, "session": session}}), flush=True)
+    {body}
+"""
+
+ENDS = {
+    "to the end": ("0.0", "job.train()", 0, ""),
+    "an actor killed": (
+        "0.5",
+        "threading.Timer(0.7, lambda: os.kill(pids[1], signal.SIGKILL)).start(); job.train()",
+        1,
+        "ActorDiedError: actor pp=1 died during step",
+    ),
+    "interrupted": (
+        "0.5",
+        "threading.Timer(0.7, lambda: os.kill(os.getpid(), signal.SIGINT)).start(); job.train()",
+        None,
+        "KeyboardInterrupt",
+    ),
+    "raises": ("0.0", "job.step(); raise LookupError('mine')", 1, "LookupError: mine"),
+}
+
+
+def of_session(session):
+    """Processes that name a Ray session in their command line or environment."""
+    name, found = Path(session).name.encode(), {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line, environment = (entry / "cmdline").read_bytes(), (entry / "environ").read_bytes()
+                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            except OSError:
+                continue
+            if (name in line or name in environment) and state != "Z":
+                found[int(entry.name)] = line.replace(b"\0", b" ").decode()[:100]
+    return found
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_program_that_ends_leaves_no_process_and_no_shared_memory(tmp_path, end, capsys):
+    sleep, body, code, says = ENDS[end]
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM.format(sleep=sleep, body=body))
+    before = {path.name for path in Path("/dev/shm").iterdir()}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")} | {
+        "RAY_AUTH_MODE": "disabled"
+    }
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=60)
+    ended = time.monotonic()
+    assert says in done.stderr, done.stderr
+    assert done.returncode == code or code is None, done.stderr
+    told = json.loads(done.stdout.splitlines()[0])
+    while (left := of_session(told["session"])) and time.monotonic() - ended < 10:
+        time.sleep(0.1)
+    with capsys.disabled():
+        print(f" [all gone {time.monotonic() - ended:.1f} s after the program]", end="")
+    assert not left
+    assert all(gone(pid) for pid in told["pids"])
+    new = {path.name for path in Path("/dev/shm").iterdir()} - before
+    assert not [
+        name for name in new if Path(told["session"]).name in name or any(str(pid) in name for pid in told["pids"])
+    ]
+
+
+def test_more_actors_than_the_cluster_has_room_for_is_said_before_any_starts():
+    code = """
+import ray, raypar as rp
+ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR", object_store_memory=100 * 2**20)
+try:
+    rp.launch(rp.Run(model=rp.GPT(layers=4, hidden=8, heads=2, seq=8), mesh=rp.Mesh(pp=4)))
+except rp.ConfigError as error:
+    print(error)
+print(ray.available_resources().get("CPU"), len(ray.util.list_named_actors(all_namespaces=True)), ray.is_initialized())
+ray.shutdown()
+"""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")} | {
+        "RAY_AUTH_MODE": "disabled"
+    }
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    text, state = done.stdout.splitlines()
+    assert re.match(r"- mesh: 4 actors need 4 CPUs, the cluster has 2 \(2 free\) on 1 node: use a smaller mesh", text)
+    assert state == "2.0 0 True", "no actor, no place taken, and a cluster that is not ours goes on"
