@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from raypar.actors.specs import Count
+
 Axis = Literal["pp", "dp", "cp", "tp", "ep", "edp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
@@ -16,29 +18,21 @@ class Mesh:
     Ranks count with tp innermost (neighbours on the fastest links), then cp, dp and pp.
     """
 
-    pp: int = 1
+    pp: Count = 1
     """pipeline ranks"""
-    dp: int = 1
+    dp: Count = 1
     """data-parallel replicas"""
-    cp: int = 1
+    cp: Count = 1
     """parts of the sequence"""
-    tp: int = 1
+    tp: Count = 1
     """shards of a layer"""
-    ep: int = 1
+    ep: Count = 1
     """expert groups, carved out of dp x cp x tp: it adds no actors"""
 
     @property
     def size(self) -> int:
         """Number of actors."""
         return self.pp * self.dp * self.cp * self.tp
-
-    def faults(self) -> list[str]:
-        """Everything that is wrong with the sizes."""
-        found = [f"mesh.{axis} is {n}: it must be at least 1" for axis, n in self._sizes() if n < 1]
-        inner = self.dp * self.cp * self.tp
-        if not found and inner % self.ep:
-            found.append(f"mesh.ep is {self.ep}: it must divide dp x cp x tp = {inner}")
-        return found
 
     def coordinate(self, rank: int) -> dict[Axis, int]:
         """Where a rank stands on each axis."""
@@ -83,6 +77,3 @@ class Mesh:
             if rank in members:
                 return index, members
         raise ValueError(f"rank {rank} is outside a mesh of {self.size} actors")
-
-    def _sizes(self) -> tuple[tuple[str, int], ...]:
-        return tuple((axis, getattr(self, axis)) for axis in (*AXES, "ep"))

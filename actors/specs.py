@@ -7,8 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Gt, Le, Lt
+
+Count = Annotated[int, Ge(1)]
+NotNegative = Annotated[float, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+Share = Annotated[float, Ge(0), Lt(1)]
+Steps = Annotated[int, Ge(0)]
 Decay = Literal["constant", "cosine", "linear"]
 
 
@@ -16,19 +23,19 @@ Decay = Literal["constant", "cosine", "linear"]
 class GPT:
     """A pre-LN GPT with learned positions (Radford et al. 2019), over bytes unless a tokenizer says otherwise."""
 
-    layers: int = 8
+    layers: Annotated[int, Ge(1), Le(100_000)] = 8
     """number of transformer blocks"""
-    hidden: int = 256
+    hidden: Count = 256
     """width of the residual stream"""
-    heads: int = 8
+    heads: Count = 8
     """attention heads, a divisor of hidden"""
-    seq: int = 256
+    seq: Count = 256
     """tokens a sequence"""
-    vocab: int = 256
+    vocab: Count = 256
     """token ids run from 0 to vocab - 1"""
-    mlp: int = 4
+    mlp: Count = 4
     """width of a block's MLP in multiples of hidden"""
-    dropout: float = 0.0
+    dropout: Share = 0.0
     """probability, after embeddings, in attention and on both residual branches"""
     tied: bool = False
     """one logical weight for the embedding and the head (Press & Wolf 2017)"""
@@ -42,9 +49,9 @@ class Layers:
     """builds the list; each layer takes what the layer before it returned (a tensor or a tuple of tensors)"""
     loss: Callable[[Any, Any], Any]
     """``loss(output, target) -> scalar tensor``, the mean over the microbatch"""
-    seq: int | None = None
+    seq: Count | None = None
     """tokens a sequence, for a model over text; with other data leave it out"""
-    vocab: int = 256
+    vocab: Count = 256
     """token ids run from 0 to vocab - 1, for a model over text"""
 
 
@@ -80,19 +87,19 @@ class AdamW:
 
     kind: Literal["adamw"] = field(default="adamw", kw_only=True)
     """adamw or sgd; each has fields and defaults of its own"""
-    lr: float = 3e-4
+    lr: Positive = 3e-4
     """peak learning rate"""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     """decay of the running means of gradients and of their squares"""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """added to the denominator of an update"""
-    weight_decay: float = 0.1
+    weight_decay: NotNegative = 0.1
     """decoupled weight decay, for tensors of two or more dims only"""
-    warmup: int = 0
+    warmup: Steps = 0
     """steps of linear warm-up from lr / warmup"""
     decay: Decay = "constant"
     """constant, or cosine / linear down to ``lr * final`` at the last step of the run"""
-    final: float = 0.1
+    final: Annotated[float, Ge(0), Le(1)] = 0.1
     """share of lr that is left at the last step"""
 
 
@@ -102,15 +109,15 @@ class SGD:
 
     kind: Literal["sgd"] = field(default="sgd", kw_only=True)
     """adamw or sgd; each has fields and defaults of its own"""
-    lr: float = 1e-2
+    lr: Positive = 1e-2
     """peak learning rate"""
-    momentum: float = 0.9
+    momentum: Share = 0.9
     """share of the last update that goes into the next one"""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """L2 penalty, for tensors of two or more dims only"""
-    warmup: int = 0
+    warmup: Steps = 0
     """steps of linear warm-up from lr / warmup"""
     decay: Decay = "constant"
     """constant, or cosine / linear down to ``lr * final`` at the last step of the run"""
-    final: float = 0.1
+    final: Annotated[float, Ge(0), Le(1)] = 0.1
     """share of lr that is left at the last step"""

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from raypar.actors.models.model import Model, Values, as_values
 from raypar.actors.seeds import derive
+
+Edges = tuple[GradientEdge | None, ...]
 
 
 class Stage:
@@ -36,7 +39,7 @@ class Stage:
         self.model, self.layers, self.modules = model, tuple(layers), tuple(modules)
         self.is_last, self.recompute, self.seed = is_last, recompute, seed
         self._train = True
-        self._saved: dict[int, tuple[Values, Values, Values]] = {}  # microbatch -> inputs, outputs, target
+        self._saved: dict[int, tuple[Values, Edges, Values]] = {}  # microbatch -> inputs, outputs' edges, target
 
     @property
     def in_flight(self) -> int:
@@ -70,9 +73,9 @@ class Stage:
                 outputs = self._apply(step, microbatch, inputs, target)
             self._saved[microbatch] = (inputs, (), target)
             return outputs
-        inputs = _leaves(inputs)
-        outputs = self._apply(step, microbatch, inputs, target)
-        self._saved[microbatch] = (inputs, outputs, ())
+        inputs, outputs = self._with_history(step, microbatch, inputs, target)
+        # the outputs' places in the graph, not the outputs: once sent, nobody needs their data
+        self._saved[microbatch] = (inputs, _edges(outputs), ())
         return tuple(value.detach() for value in outputs)
 
     def backward(self, step: int, microbatch: int, gradients: Values) -> Values:
@@ -80,15 +83,21 @@ class Stage:
 
         ``gradients`` has one tensor for every floating output; the last stage gets its loss's weight, a scalar.
         """
-        inputs, outputs, target = self._saved.pop(microbatch)
-        if not outputs:
-            inputs = _leaves(inputs)
-            outputs = self._apply(step, microbatch, inputs, target)
-        floating = [value for value in outputs if value.is_floating_point()]
-        pairs = [(v, g) for v, g in zip(floating, gradients, strict=True) if v.requires_grad]
+        inputs, edges, target = self._saved.pop(microbatch)
+        if self.recompute:
+            inputs, outputs = self._with_history(step, microbatch, inputs, target)
+            edges = _edges(outputs)
+            del outputs
+        pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if edge is not None]
         if pairs:
-            torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
+            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
         return tuple(_gradient(value) for value in inputs if value.requires_grad)
+
+    def _with_history(self, step: int, microbatch: int, inputs: Values, target: Values) -> tuple[Values, Values]:
+        """The inputs as the leaves of a graph, and the outputs at its end. Nobody wants gradients of the data."""
+        wanted = self.layers[0] > 0
+        leaves = tuple(value.detach().requires_grad_(wanted and value.is_floating_point()) for value in inputs)
+        return leaves, self._apply(step, microbatch, leaves, target)
 
     def _apply(self, step: int, microbatch: int, values: Values, target: Values) -> Values:
         for index, module in zip(self.layers, self.modules, strict=True):
@@ -97,13 +106,11 @@ class Stage:
         return (self.model.loss(values, target),) if self.is_last else values
 
 
-def floating(values: Values) -> Values:
-    """Those that gradients flow through."""
-    return tuple(value for value in values if value.is_floating_point())
-
-
-def _leaves(values: Values) -> Values:
-    return tuple(value.detach().requires_grad_(value.is_floating_point()) for value in values)
+def _edges(outputs: Values) -> Edges:
+    """Where the backward of each floating output starts; None if no gradient flows through it."""
+    return tuple(
+        get_gradient_edge(value) if value.requires_grad else None for value in outputs if value.is_floating_point()
+    )
 
 
 def _gradient(value: Tensor) -> Tensor:

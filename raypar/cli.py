@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from raypar.summary import Rows
 
-OK, DIFFERENT, MISTAKE, FAILED, NOT_FINITE, INTERRUPTED = 0, 1, 2, 4, 6, 130
+OK, DIFFERENT, MISTAKE, FAILED, NOT_FINITE, INTERRUPTED, TERMINATED = 0, 1, 2, 4, 6, 130, 143
 
 HELP = """\
 usage: raypar COMMAND [...]
@@ -46,6 +47,7 @@ exit codes:
   4    the run failed: an actor died, stalled, or raised an error
   6    the gradients became infinite or NaN
   130  stopped with Ctrl-C; the actors are gone
+  143  ended by SIGTERM; the actors are gone
 """
 
 _PAPER = ("draw", "check", "simulate")
@@ -58,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _command(words)
     except SystemExit as stop:  # tyro has said what is wrong with a flag, or has shown its help
+        if stop.code == signal.SIGTERM:
+            return _fail("terminated", TERMINATED)
         _say("", end="")
         return stop.code if isinstance(stop.code, int) else MISTAKE
     except BrokenPipeError:
@@ -75,7 +79,7 @@ def _command(words: list[str]) -> int:
     if command in _PAPER:
         return _on_paper(command, rest)
     if command in _RUNS:
-        with _messages():
+        with _messages(), _terminable():
             return _with_actors(command, rest)
     if command in ("-h", "--help", "help"):
         return _say(HELP, end="")
@@ -136,6 +140,16 @@ def _messages() -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.level, logger.propagate = before
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM unwinds as Ctrl-C does, so that the actors end; ``ray.init`` sets a handler that does the same."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _table(rows: Rows) -> str:

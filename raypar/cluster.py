@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypar.actors.mesh import Mesh
 from raypar.config import ConfigError
+from raypar.errors import JobError
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,7 @@ _QUIET = {
     "RAY_worker_niceness": "0",  # Ray's 15 lets any other process of the machine go first
 }
 _PLACEMENT_SECONDS = 60.0
+_LOOK = 0.5  # seconds between two looks at it
 
 
 @dataclass
@@ -48,7 +51,7 @@ def start_actors(cls: type, mesh: Mesh, job: str) -> Actors:
     """One actor of ``cls`` for each rank of the mesh, with one CPU each, placed all together or not at all.
 
     Uses the Ray that this process is connected to, else the cluster of RAY_ADDRESS, else starts one on this machine.
-    Raises ConfigError if the cluster has no room.
+    Raises ConfigError if the cluster has no room, JobError if Ray does not start.
     """
     owns = _connect(mesh.size)
     try:
@@ -56,24 +59,28 @@ def start_actors(cls: type, mesh: Mesh, job: str) -> Actors:
         # a tensor group shares a bundle, and a bundle is always on one node: its links are the fastest
         bundles = [{"CPU": float(mesh.tp)} for _ in range(mesh.size // mesh.tp)]
         group = placement_group(bundles, strategy="PACK", name=job)
-        if not group.wait(_PLACEMENT_SECONDS):
+        try:
+            end = time.monotonic() + _PLACEMENT_SECONDS
+            while not group.wait(_LOOK):  # in turns: Ray does not hear Ctrl-C while it waits
+                if time.monotonic() > end:
+                    raise ConfigError([_no_room(mesh, f"they were not free within {_PLACEMENT_SECONDS:g} s")])
+            handles = [_actor(cls, group, rank, mesh, job) for rank in range(mesh.size)]
+        except BaseException:
             remove_placement_group(group)
-            raise ConfigError([_no_room(mesh, f"they were not free within {_PLACEMENT_SECONDS:g} s")])
-        # a retried backward would count its gradients twice: recovery is the driver's
-        decorate: Any = ray.remote  # its types know nothing of concurrency groups
-        remote = decorate(num_cpus=1, max_restarts=0, max_task_retries=0, concurrency_groups={"ctl": 2})(cls)
-        handles = [
-            remote.options(
-                name=f"{job} {mesh.label(rank)}",
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank // mesh.tp),
-            ).remote()
-            for rank in range(mesh.size)
-        ]
+            raise
     except BaseException:
         if owns:
             ray.shutdown()
         raise
     return Actors(handles, group, owns)
+
+
+def _actor(cls: type, group: PlacementGroup, rank: int, mesh: Mesh, job: str) -> Any:
+    # a retried backward would count its gradients twice: recovery is the driver's
+    decorate: Any = ray.remote  # its types know nothing of concurrency groups
+    remote = decorate(num_cpus=1, max_restarts=0, max_task_retries=0, concurrency_groups={"ctl": 2})(cls)
+    place = PlacementGroupSchedulingStrategy(group, rank // mesh.tp)
+    return remote.options(name=f"{job} {mesh.label(rank)}", scheduling_strategy=place).remote()
 
 
 def _connect(actors: int) -> bool:
@@ -86,9 +93,9 @@ def _connect(actors: int) -> bool:
     if address:
         try:
             ray.init(address=address, namespace="raypar", log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError([f"RAY_ADDRESS is {address!r}, but no cluster answers there ({reason})"]) from error
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = f"no cluster answers there ({_reason(error)})"
+            raise ConfigError([f"RAY_ADDRESS is {address!r}, but {reason}"]) from error
         return True
     old = os.umask(0o077)  # Ray writes its token with the process' umask
     try:
@@ -101,11 +108,22 @@ def _connect(actors: int) -> bool:
             logging_level=logging.ERROR,
             object_store_memory=256 * 2**20,  # tensors never go through it
         )
+    except Exception as error:  # Ray raises all kinds, Exception itself among them
+        ray.shutdown()
+        raise JobError(
+            f"Ray does not start on this machine ({_reason(error)}): "
+            "see that /tmp (or RAY_TMPDIR) has room, and that no broken Ray is left running (ray stop)"
+        ) from error
     finally:
         os.umask(old)
     if actors > (os.cpu_count() or 1):
         log.warning("%d actors share the %d cores of this machine", actors, os.cpu_count() or 1)
     return True
+
+
+def _reason(error: Exception) -> str:
+    """An error's first line; its kind if it has no text."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _demand_room(mesh: Mesh) -> None:

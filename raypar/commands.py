@@ -48,7 +48,7 @@ class RunArgs(Run):
 @dataclass(frozen=True)
 class TrainArgs(RunArgs):
     log: Path | None = None
-    """a file for one line of JSON a step and an evaluation; what is in it is lost"""
+    """a file for one line of JSON a step and an evaluation; overwritten if it exists"""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """check everything and draw the schedule, but start no actor"""
 

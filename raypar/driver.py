@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+_LAUNCH_SECONDS = 60.0  # for actors to start, build and meet, however short a run's own timeout is
 
 
 def launch(run: Run) -> Job:
@@ -191,7 +192,8 @@ class Job:
         self._calls = Calls(self._handles, run.mesh, run.timeout)
         plans = [self._plan(run, programs, rank) for rank in range(run.mesh.size)]
         refs = [handle.start.remote(plan) for handle, plan in zip(self._handles, plans, strict=True)]
-        self._shapes: list[dict[str, tuple[int, ...]]] = self._guard(lambda: self._calls.gather(refs, "the launch"))
+        launch = Calls(self._handles, run.mesh, max(run.timeout, _LAUNCH_SECONDS))
+        self._shapes: list[dict[str, tuple[int, ...]]] = self._guard(lambda: launch.gather(refs, "the launch"))
 
     def _plan(self, run: Run, programs: Programs, rank: int) -> Plan:
         pp = run.mesh.coordinate(rank)["pp"]
@@ -261,6 +263,11 @@ class Job:
             return call()
         except NonFiniteError:
             raise  # nobody has changed a weight: the job can go on
+        except KeyboardInterrupt:
+            # the actors go on with what they were told: the same step once more would be taken twice
+            self._failure = "it was interrupted while its actors worked"
+            self.close()
+            raise
         except JobError as error:
             self._failure = str(error).splitlines()[0]
             self._calls.abort()

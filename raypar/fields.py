@@ -1,39 +1,68 @@
-"""Whether the fields of a run hold what they are declared to hold: a dataclass itself does not look."""
+"""Whether the fields of a run hold what they are declared to hold: a dataclass itself does not look.
+
+pydantic looks. What only draws a schedule does without, so it is imported where it is used.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import types
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from functools import cache
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raypar.schedules.schedule import Schedule
 
-_WORDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", type(None): "None"}
-_MANY = {int: "whole numbers", float: "finite numbers", str: "texts"}
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+_RANGES = {
+    "greater_than": "above {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "below {lt:g}",
+    "less_than_equal": "at most {le:g}",
+}
+_WORDS = _RANGES | {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "tuple_type": "a tuple (in TOML a list)",
+    "missing": "longer",
+    "too_long": "of {max_length} at most",
+    "callable_type": "a function",
+    "literal_error": "{expected}",
+    "dataclass_exact_type": "a {class_name}",
+}
 
 
-def type_faults(value: Any, hint: Any, path: str = "") -> Iterator[str]:
-    """Every field below ``value`` that is not of its declared type, by dotted path, with what it must be.
+class Fault(NamedTuple):
+    """A field's fault: the field by its dotted path, a sentence, and whether the type is wrong, not the value only."""
+
+    path: str
+    text: str
+    of_type: bool
+
+
+def field_faults(part: Any, below: str = "") -> Iterator[Fault]:
+    """Every field of a dataclass, and of those in it, that is not of its declared type or out of its range.
 
     Numbers are taken strictly: True is no number, 2.0 no whole number, and nan and inf no finite number.
     """
-    options = _options(hint)
-    if dataclasses.is_dataclass(value) and any(isinstance(value, kind) for kind in options if isinstance(kind, type)):
-        if isinstance(value, Schedule):
-            return  # its own check looks at every action
-        hints = get_type_hints(type(value))
-        for field in dataclasses.fields(value):
-            inner = f"{path}.{field.name}" if path else field.name
-            yield from type_faults(getattr(value, field.name), hints[field.name], inner)
-    elif not any(_fits(value, option) for option in options):
-        yield f"{path} is {brief(value)}: it must be {' or '.join(map(_words, options))}"
+    from pydantic import ValidationError
 
-
-def allows_none(hint: Any) -> bool:
-    """Whether None is one of the values of a type."""
-    return type(None) in _options(hint)
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    wrong: dict[Any, list[ErrorDetails]] = {}
+    try:
+        _strict(part.__class__)(**values)
+    except ValidationError as error:
+        wrong = {name: list(same) for name, same in groupby(error.errors(), key=lambda one: one["loc"][0])}
+    for name, value in values.items():
+        if name in wrong:
+            yield from _told(wrong[name], f"{below}{name}")
+        elif is_dataclass(value) and not isinstance(value, Schedule):  # its own check looks at every action
+            yield from field_faults(value, f"{below}{name}.")
 
 
 def brief(value: Any) -> str:
@@ -42,34 +71,25 @@ def brief(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+@cache
+def _strict(kind: type) -> type:
+    """The dataclass as pydantic's: making one checks its fields; a field that is a dataclass has to be one already."""
+    from pydantic import ConfigDict
+    from pydantic.dataclasses import dataclass
+
+    return dataclass(kind, config=ConfigDict(strict=True, allow_inf_nan=False), frozen=True)
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return any(type(value) is type(choice) and value == choice for choice in args)
-    if origin is tuple:
-        if not isinstance(value, tuple):
-            return False
-        kinds = args[:1] * len(value) if args[1:] == (...,) else args
-        return len(kinds) == len(value) and all(map(_fits, value, kinds))
-    if origin is Callable:
-        return callable(value)
-    if hint is float:
-        return type(value) in (int, float) and math.isfinite(value)
-    if hint in _WORDS:
-        return type(value) is hint
-    return isinstance(value, hint)
+def _told(errors: list[ErrorDetails], path: str) -> Iterator[Fault]:
+    """One field's errors as sentences: what a union could be in one, unless a wrong item of a tuple says more."""
 
+    def items(error: ErrorDetails) -> str:
+        return "".join(f".{index}" for index in error["loc"] if isinstance(index, int))
 
-def _words(hint: Any) -> str:
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return " or ".join(map(repr, args))
-    if origin is tuple:
-        return f"a tuple (in TOML a list) of {'' if args[1:] == (...,) else f'{len(args)} '}{_MANY[args[0]]}"
-    if origin is Callable:
-        return "a function"
-    return _WORDS.get(hint) or f"a {hint.__name__}"
+    deepest = [error for error in errors if items(error)] or errors
+    for inner, same in groupby(deepest, key=items):
+        group = list(same)
+        words = [_WORDS.get(error["type"], error["msg"]).format(**error.get("ctx", {})) for error in group]
+        of_type = any(error["type"] not in _RANGES for error in group)
+        text = f"{path}{inner} is {brief(group[0]['input'])}: it must be {' or '.join(words)}"
+        yield Fault(f"{path}{inner}", text, of_type)

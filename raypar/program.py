@@ -17,6 +17,8 @@ from raypar.schedules.table import from_csv
 
 Programs = Mapping[ProgramName, Schedule]
 
+MOST_CELLS = 5_000_000  # microbatches x stages; to lower and to check one takes about 700 bytes and 70 us
+
 
 def programs_of(schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | None) -> Programs:
     """The training step and its evaluation: the same forwards in the same order, without the backwards.
@@ -46,6 +48,9 @@ def load_schedule(schedule: str | Schedule, ranks: int, microbatches: int, chunk
         return schedule
     path = Path(schedule)
     if path.suffix != ".csv":
+        if ranks * microbatches * (chunks or 1) > MOST_CELLS:
+            sizes = f"{ranks} ranks x {microbatches} microbatches x {chunks or 1} chunks"
+            raise ScheduleError(f"schedule {schedule!r}: {sizes} are more than {MOST_CELLS}: use smaller numbers")
         return build(schedule, ranks, microbatches, chunks)
     try:
         return from_csv(path.read_text(encoding="utf-8"), path.stem)

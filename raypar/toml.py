@@ -19,11 +19,11 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from raypar.actors.specs import SGD, AdamW
 from raypar.config import ConfigError, Run
-from raypar.fields import allows_none, brief, type_faults
+from raypar.fields import brief, field_faults
 from raypar.recipes import recipe
 from raypar.schedules.schedule import Schedule
 
@@ -36,7 +36,8 @@ def load_run(path: Path, base: Run | None = None) -> Run:
     """The run that a TOML file describes: what it does not name comes from its ``recipe``, else from ``base``.
 
     Paths in it are counted from the working directory. Raises ConfigError for a file that can't be read or is not
-    TOML, and for unknown keys and wrong types, all at once; whether the values make sense is ``check_run``'s question.
+    TOML, and for unknown keys and wrong types, all at once, with the values that are out of range. If those are all
+    that is wrong, the file is read: ``check_run`` tells them, with what it alone finds.
     """
     return run_of(read_table(path), base)
 
@@ -64,9 +65,9 @@ def run_of(table: Mapping[str, Any], base: Run | None = None) -> Run:
         except ConfigError as error:
             faults += error.faults
     run = _changed(start, rest, "", faults)
-    faults += type_faults(run, Run)
-    if faults:
-        raise ConfigError(faults)
+    wrong = list(field_faults(run))
+    if faults or any(fault.of_type for fault in wrong):
+        raise ConfigError([*faults, *(fault.text for fault in wrong)])
     return run
 
 
@@ -111,7 +112,7 @@ def _plain(value: Any, hint: Any) -> Any:
     """TOML's lists as tuples, and "none" as None where a field may be None."""
     if isinstance(value, list):
         return tuple(value)
-    return None if value == "none" and allows_none(hint) else value
+    return None if value == "none" and type(None) in get_args(hint) else value
 
 
 def _guess(key: str, names: Iterable[str]) -> str:

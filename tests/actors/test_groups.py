@@ -152,7 +152,7 @@ OPS = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all uneven",
     "broadcast", "reduce", "gather", "scatter", "ring",
 )  # fmt: skip
-SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 5]), min_size=0, max_size=3).map(tuple)
+SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 5, 40]), min_size=0, max_size=3).map(tuple)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -425,7 +425,7 @@ def moved(group):
     """One call of every op, with 12 float32 a member where the op has a size of its own."""
     t, part, root = torch.zeros(12), torch.zeros(4), 1
     at_root = group.rank == root
-    group.all_reduce(t).wait()
+    group.all_reduce(torch.zeros(12 * 1024)).wait()
     group.all_gather(torch.zeros(36), t).wait()
     group.reduce_scatter(part, t).wait()
     group.all_to_all(torch.zeros(12), t).wait()
@@ -454,7 +454,7 @@ def test_the_ledger_counts_textbook_bytes(backend):
         )
     everyone = total(tables)
     assert {op: everyone["x", op].bytes for _, op in everyone} == {
-        "all_reduce": 2 * (N - 1) * BYTES,  # 2 (N-1)/N of the tensor, from each of the N
+        "all_reduce": 2 * (N - 1) * BYTES * 1024,  # 2 (N-1)/N of the tensor, from each of the N
         "all_gather": N * (N - 1) * BYTES,
         "reduce_scatter": (N - 1) * BYTES,
         "all_to_all": (N - 1) * BYTES,
@@ -468,6 +468,13 @@ def test_the_ledger_counts_textbook_bytes(backend):
         "send tied": BYTES,
         "recv tied": BYTES,
     }
+
+
+def test_a_small_all_reduce_goes_from_each_to_each_and_is_counted_so():
+    groups, tensors = make("gloo", N), [torch.full((12,), 10.0**rank) for rank in range(N)]
+    together(N, lambda rank: groups[rank].all_reduce(tensors[rank]).wait())
+    assert all(tensor.eq(111).all() for tensor in tensors)
+    assert [group.ledger.entries()["x", "all_reduce"] for group in groups] == [Entry(1, (N - 1) * BYTES)] * N
 
 
 def test_a_ledger_adds_from_several_threads():

@@ -271,9 +271,9 @@ def test_an_exception_in_a_layer_names_actor_and_action_and_lets_the_others_go()
     assert first.peer in ("pp=1", None)
 
 
-@pytest.mark.parametrize(("nth", "action"), [(2, "1RECV_F1"), (6, "1RECV_F1"), (7, "1RECV_F2")])
+@pytest.mark.parametrize(("nth", "action"), [(2, "1RECV_F2"), (6, "1RECV_F1"), (7, "1RECV_F2")])
 def test_a_lost_connection_names_the_action_and_the_peer(nth, action):
-    """From the second step on receives are posted before their turn; one that fails there is named all the same."""
+    """Receives are posted before their turn once their shapes are known; one that fails there is named all the same."""
     hub = LocalHub()
     groups = [LocalGroup(hub, "pp", 0, 2, 10.0), FailingGroup(hub, "pp", 1, 2, op="recv", nth=nth, timeout=10.0)]
     team = Team(linears(), groups=groups)

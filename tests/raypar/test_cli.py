@@ -1,9 +1,12 @@
 """The command line: what it prints, where, and how it ends. In this process, but for what only a process can show."""
 
+import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,7 +53,7 @@ def process(*words):
 def test_help_names_every_command_and_exit_code(said):
     code, out, _ = said("--help")
     assert code == 0
-    for word in ("train", "verify", "draw", "check", "simulate", "exit codes:", "130", "gpt-124m"):
+    for word in ("train", "verify", "draw", "check", "simulate", "exit codes:", "130", "143", "gpt-124m"):
         assert word in out
     assert said("--version") == (0, "raypar 0.1.0\n", "")
 
@@ -153,6 +156,10 @@ def test_simulate_measures(said):
         (("draw", "gone.csv"), "schedule file 'gone.csv' can't be read (No such file or directory)"),
         (("draw", "1f1b", "--ranks", "0", "--microbatches", "0"), "set ranks to 1 or more; microbatches=0"),
         (("draw", "1f1b", "--out", "/no/such/folder/a.svg"), "can't be written"),
+        (
+            ("draw", "gpipe", "--ranks", "99999", "--microbatches", "99999"),
+            "99999 ranks x 99999 microbatches x 1 chunks",
+        ),
         (("simulate", "1f1b", "--f", "-1", "--link", "nan"), "--f is -1.0: it must be 0 or more\n--link is nan"),
         (("check", "two.csv", "--ranks", "3", "--microbatches", "2"), "has 2 ranks, not 3: leave --ranks out"),
     ],
@@ -169,7 +176,7 @@ def test_paper_commands_bring_in_neither_torch_nor_ray():
     code = (
         "import sys; from raypar.cli import main\n"
         "for words in (['draw', '1f1b'], ['check', '1f1b'], ['simulate', '1f1b']): assert main(words) == 0\n"
-        "assert not {'torch', 'ray', 'numpy'} & set(sys.modules)"
+        "assert not {'torch', 'ray', 'numpy', 'pydantic'} & set(sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -226,12 +233,10 @@ def test_all_mistakes_in_a_run_are_listed(said, tmp_path):
         "--schedule", "1f1b", "--data.path", tmp_path / "gone", "--log", tmp_path / "no" / "log.jsonl",
     )  # fmt: skip
     assert (code, out) == (2, "")
-    assert err.splitlines()[0] == "raypar: 2 mistakes, no step was taken:"  # types first: nan is no number
-    assert "- optim.lr is nan" in err
-    assert "there is no folder" in err
-    code, _, err = said("train", "gpt-tiny", "--mesh.pp", 9, "--mesh.tp", 2, "--steps", 0, "--data.path", "/gone")
-    assert code == 2
-    for says in ("4 mistakes", "9 stages for 8 layers", "mesh.tp is 2", "steps is 0", "data.path: '/gone' cannot"):
+    for says in (
+        "7 mistakes, no step was taken", "9 stages for 8 layers", "mesh.tp is 2", "steps is 0", "optim.lr is nan",
+        "use 4 heads", f"data.path: '{tmp_path / 'gone'}' cannot", "there is no folder",
+    ):  # fmt: skip
         assert says in err
 
 
@@ -277,6 +282,34 @@ def test_how_a_run_can_fail(said, monkeypatch, error, code, command):
 def test_ctrl_c_on_paper(said, monkeypatch):
     monkeypatch.setattr(paper, "draw", raising(KeyboardInterrupt()))
     assert said("draw", "1f1b")[0] == 130
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError(), Exception("no port\nhint")])
+def test_a_ray_that_does_not_start_is_a_failed_run(said, monkeypatch, data, error):
+    cluster = importlib.import_module("raypar.cluster")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(cluster.ray, "init", raising(error))
+    code, out, err = said("train", "gpt-tiny", *data)
+    assert (code, out) == (4, "")
+    assert err.startswith("raypar: Ray does not start on this machine (")
+    assert len(err.splitlines()) == 1
+
+
+def test_sigterm_ends_a_run_and_its_actors(data, tmp_path):
+    path = tmp_path / "log.jsonl"
+    words = ["train", "gpt-tiny", *data, "--steps", "1000000", "--log", str(path)]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    command = [sys.executable, "-m", "raypar.cli", *words]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as run:
+        while run.poll() is None and not (path.exists() and path.read_text()):
+            time.sleep(0.1)
+        run.send_signal(signal.SIGTERM)
+        _, err = run.communicate(timeout=60)
+    assert run.returncode == 143, err
+    assert err.endswith("raypar: terminated\n")
+    assert "Traceback" not in err
 
 
 def test_a_run_is_logged_and_summed_up(said, cluster, data, tmp_path):

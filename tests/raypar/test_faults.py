@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -143,6 +144,39 @@ def test_a_model_that_can_be_built_only_here_fails_the_launch_with_its_message(c
         rp.launch(run_of(broken))
 
 
+def test_a_short_timeout_does_not_hold_for_the_launch(cluster):
+    home = os.getpid()
+
+    def slowly():
+        if os.getpid() != home:
+            time.sleep(3.5)
+        return [nn.Linear(4, 4), nn.Linear(4, 4)]
+
+    with rp.launch(run_of(slowly, timeout=0.5)) as job:
+        assert job.step().step == 0
+
+
+@pytest.mark.parametrize("how", ["interrupted", "in vain"])
+def test_a_launch_that_waits_for_room_leaves_no_claim_behind(cluster, monkeypatch, how):
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+    start, taken = time.monotonic(), placement_group([{"CPU": 7.0}])
+    assert taken.wait(30)
+    try:
+        if how == "interrupted":
+            with later(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
+                rp.launch(run_of(lambda: [nn.Linear(4, 4)] * 2))
+        else:
+            monkeypatch.setattr("raypar.cluster._PLACEMENT_SECONDS", 1.0)
+            with pytest.raises(rp.ConfigError, match=r"2 actors need 2 CPUs, the cluster has 8 \(1 free\).*within 1 s"):
+                rp.launch(run_of(lambda: [nn.Linear(4, 4)] * 2))
+        assert time.monotonic() - start < 10, "Ctrl-C was not heard"
+        claims = [claim for claim in placement_group_table().values() if claim["name"].startswith("raypar-")]
+        assert {claim["state"] for claim in claims} <= {"REMOVED"}
+    finally:
+        remove_placement_group(taken)
+
+
 # --- a dead actor, a stopped actor -----------------------------------------------------------------------------------
 
 
@@ -180,6 +214,16 @@ def test_a_stopped_actor_is_noticed_by_the_timeout_and_gone_after_close(cluster,
             for pid in actors:
                 if not gone(pid, 0.1):
                     os.kill(pid, signal.SIGKILL)
+
+
+def test_an_interrupted_step_is_not_taken_twice(cluster):
+    with rp.launch(run_of(lambda: [Trouble(sleep=0.2), Trouble(sleep=0.2)])) as job:
+        actors = pids(job)
+        with later(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
+            job.step()
+        with pytest.raises(rp.JobError, match="this job is over .it was interrupted while its actors worked"):
+            job.step()
+        assert all(map(gone, actors))
 
 
 # --- numbers that are not finite -------------------------------------------------------------------------------------
@@ -264,30 +308,44 @@ def of_session(session):
     return found
 
 
+def environment():
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    return kept | {"RAY_AUTH_MODE": "disabled"}
+
+
+def performed(script):
+    """What a program said, its return code, and what of its Ray session is left within ten seconds."""
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment(), timeout=90)
+    end = time.monotonic() + 10
+    told = json.loads(done.stdout.splitlines()[0])
+    while (left := of_session(told["session"])) and time.monotonic() < end:
+        time.sleep(0.1)
+    return done, told, left
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """The programs, two at a time: they mostly wait."""
+    folder = tmp_path_factory.mktemp("programs")
+    with ThreadPoolExecutor(2) as pool:
+        futures = {}
+        for number, (end, (sleep, body, _, _)) in enumerate(ENDS.items()):
+            script = folder / f"program{number}.py"
+            script.write_text(PROGRAM.format(sleep=sleep, body=body))
+            futures[end] = pool.submit(performed, script)
+        yield futures
+
+
 @pytest.mark.parametrize("end", ENDS)
-def test_a_program_that_ends_leaves_no_process_and_no_shared_memory(tmp_path, end, capsys):
-    sleep, body, code, says = ENDS[end]
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM.format(sleep=sleep, body=body))
-    before = {path.name for path in Path("/dev/shm").iterdir()}
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")} | {
-        "RAY_AUTH_MODE": "disabled"
-    }
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=60)
-    ended = time.monotonic()
+def test_a_program_that_ends_leaves_no_process_and_no_shared_memory(programs, end):
+    _, _, code, says = ENDS[end]
+    done, told, left = programs[end].result()
     assert says in done.stderr, done.stderr
     assert done.returncode == code or code is None, done.stderr
-    told = json.loads(done.stdout.splitlines()[0])
-    while (left := of_session(told["session"])) and time.monotonic() - ended < 10:
-        time.sleep(0.1)
-    with capsys.disabled():
-        print(f" [all gone {time.monotonic() - ended:.1f} s after the program]", end="")
     assert not left
-    assert all(gone(pid) for pid in told["pids"])
-    new = {path.name for path in Path("/dev/shm").iterdir()} - before
-    assert not [
-        name for name in new if Path(told["session"]).name in name or any(str(pid) in name for pid in told["pids"])
-    ]
+    assert all(map(gone, told["pids"]))
+    marks = [Path(told["session"]).name, *map(str, told["pids"])]
+    assert not [path for path in Path("/dev/shm").iterdir() if any(mark in path.name for mark in marks)]
 
 
 def test_more_actors_than_the_cluster_has_room_for_is_said_before_any_starts():
@@ -301,10 +359,7 @@ except rp.ConfigError as error:
 print(ray.available_resources().get("CPU"), len(ray.util.list_named_actors(all_namespaces=True)), ray.is_initialized())
 ray.shutdown()
 """
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")} | {
-        "RAY_AUTH_MODE": "disabled"
-    }
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60)
     assert done.returncode == 0, done.stderr
     text, state = done.stdout.splitlines()
     assert re.match(r"- mesh: 4 actors need 4 CPUs, the cluster has 2 \(2 free\) on 1 node: use a smaller mesh", text)

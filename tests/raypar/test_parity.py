@@ -109,7 +109,7 @@ def test_tied_embeddings(jobs, pp):
 
 @pytest.mark.parametrize(("schedule", "bitwise"), [("1f1b", True), ("interleaved", False)])
 def test_tied_embeddings_on_one_rank_are_one_parameter(jobs, schedule, bitwise):
-    """In one stage autograd adds as the plain process does; in two, the head's gradient is added before the embedding's."""
+    """In one stage autograd adds as one process does; in two, the head's gradient is added before the embedding's."""
     run = tiny(1, schedule=schedule)
     run = replace(run, model=replace(run.model, tied=True))
     verdict = rp.verify(run, jobs(1))
