@@ -39,6 +39,7 @@ class Stage:
         self.model, self.layers, self.modules = model, tuple(layers), tuple(modules)
         self.is_last, self.recompute, self.seed = is_last, recompute, seed
         self._train = True
+        self._in_place = False  # the first layer writes into its input, which autograd forbids for a leaf: give a copy
         self._saved: dict[int, tuple[Values, Edges, Values]] = {}  # microbatch -> inputs, outputs' edges, target
 
     @property
@@ -97,7 +98,14 @@ class Stage:
         """The inputs as the leaves of a graph, and the outputs at its end. Nobody wants gradients of the data."""
         wanted = self.layers[0] > 0
         leaves = tuple(value.detach().requires_grad_(wanted and value.is_floating_point()) for value in inputs)
-        return leaves, self._apply(step, microbatch, leaves, target)
+        if not self._in_place:
+            try:
+                return leaves, self._apply(step, microbatch, leaves, target)
+            except RuntimeError as error:
+                if "leaf Variable" not in str(error):
+                    raise
+                self._in_place = True
+        return leaves, self._apply(step, microbatch, tuple(value.clone() for value in leaves), target)
 
     def _apply(self, step: int, microbatch: int, values: Values, target: Values) -> Values:
         for index, module in zip(self.layers, self.modules, strict=True):

@@ -47,23 +47,28 @@ class Actors:
             ray.shutdown()
 
 
-def start_actors(cls: type, mesh: Mesh, job: str) -> Actors:
+def start_actors(cls: type, mesh: Mesh, job: str, wait_for_nodes: float = 0.0) -> Actors:
     """One actor of ``cls`` for each rank of the mesh, with one CPU each, placed all together or not at all.
 
     Uses the Ray that this process is connected to, else the cluster of RAY_ADDRESS, else starts one on this machine.
-    Raises ConfigError if the cluster has no room, JobError if Ray does not start.
+    A cluster that is too small is given ``wait_for_nodes`` seconds to grow; what asks for the places also asks its
+    autoscaler for nodes. Raises ConfigError if there is no room, JobError if Ray does not start.
     """
-    owns = _connect(mesh.size)
+    owns = _connect()
     try:
-        _demand_room(mesh)
+        if wait_for_nodes <= 0:
+            _demand_room(mesh)
+        if owns and "RAY_ADDRESS" not in os.environ and mesh.size > _cores():
+            log.warning("%d actors share the %d cores of this machine", mesh.size, _cores())
         # a tensor group shares a bundle, and a bundle is always on one node: its links are the fastest
         bundles = [{"CPU": float(mesh.tp)} for _ in range(mesh.size // mesh.tp)]
         group = placement_group(bundles, strategy="PACK", name=job)
         try:
-            end = time.monotonic() + _PLACEMENT_SECONDS
+            patience = max(wait_for_nodes, _PLACEMENT_SECONDS)
+            end = time.monotonic() + patience
             while not group.wait(_LOOK):  # in turns: Ray does not hear Ctrl-C while it waits
                 if time.monotonic() > end:
-                    raise ConfigError([_no_room(mesh, f"they were not free within {_PLACEMENT_SECONDS:g} s")])
+                    raise ConfigError([_no_room(mesh, f"they were not free within {patience:g} s")])
             handles = [_actor(cls, group, rank, mesh, job) for rank in range(mesh.size)]
         except BaseException:
             remove_placement_group(group)
@@ -83,7 +88,11 @@ def _actor(cls: type, group: PlacementGroup, rank: int, mesh: Mesh, job: str) ->
     return remote.options(name=f"{job} {mesh.label(rank)}", scheduling_strategy=place).remote()
 
 
-def _connect(actors: int) -> bool:
+def _cores() -> int:
+    return os.cpu_count() or 1
+
+
+def _connect() -> bool:
     """Connect to Ray if need be; whether the cluster is ours to stop."""
     if ray.is_initialized():
         return False
@@ -101,7 +110,7 @@ def _connect(actors: int) -> bool:
     try:
         ray.init(
             address="local",
-            num_cpus=max(os.cpu_count() or 1, _LEAST_SLOTS),
+            num_cpus=max(_cores(), _LEAST_SLOTS),
             namespace="raypar",
             include_dashboard=False,
             log_to_driver=False,
@@ -116,8 +125,6 @@ def _connect(actors: int) -> bool:
         ) from error
     finally:
         os.umask(old)
-    if actors > (os.cpu_count() or 1):
-        log.warning("%d actors share the %d cores of this machine", actors, os.cpu_count() or 1)
     return True
 
 
@@ -128,7 +135,7 @@ def _reason(error: Exception) -> str:
 
 def _demand_room(mesh: Mesh) -> None:
     if ray.cluster_resources().get("CPU", 0.0) < mesh.size:
-        raise ConfigError([_no_room(mesh, "use a smaller mesh or a larger cluster")])
+        raise ConfigError([_no_room(mesh, "use a smaller mesh or a larger cluster, or wait for its nodes")])
 
 
 def _no_room(mesh: Mesh, why: str) -> str:

@@ -51,6 +51,8 @@ class TrainArgs(RunArgs):
     """a file for one line of JSON a step and an evaluation; overwritten if it exists"""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """check everything and draw the schedule, but start no actor"""
+    wait_for_nodes: float = 0.0
+    """seconds that a cluster with too few CPUs is given for its autoscaler to bring more"""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Rows:
     from raypar.driver import launch  # torch and Ray: not for mistakes, and not for a dry run
 
     start = time.perf_counter()
-    with _log(args.log) as write, launch(run) as job:
+    with _log(args.log) as write, launch(run, wait_for_nodes=args.wait_for_nodes) as job:
         launched = time.perf_counter() - start
         reports = job.train(on=write)
         evaluation = job.evaluate()

@@ -86,7 +86,7 @@ def check_run(run: Run) -> Programs:
             programs = programs_of(run.schedule, run.mesh.pp, run.microbatches, run.chunks)
             faults += _split_faults(run, programs["train"].num_stages, right)
         except ScheduleError as error:
-            faults.append(str(error))
+            faults += [str(error), *_split_faults(run, run.mesh.pp * (run.chunks or 1), right)]
     if right("data", "model.seq", "model.vocab"):
         faults += _data_faults(run)
     if faults or programs is None:

@@ -33,8 +33,10 @@ T = TypeVar("T")
 _LAUNCH_SECONDS = 60.0  # for actors to start, build and meet, however short a run's own timeout is
 
 
-def launch(run: Run) -> Job:
+def launch(run: Run, *, wait_for_nodes: float = 0.0) -> Job:
     """Start a run's actors and build its model on them; use the Job in a ``with``, or close it.
+
+    A cluster that has too few CPUs is given ``wait_for_nodes`` seconds for its autoscaler to bring more.
 
     Raises ConfigError with everything that is wrong with the run, before any actor starts.
     """
@@ -42,7 +44,7 @@ def launch(run: Run) -> Job:
     from raypar.actors.host import HostedWorker
 
     name = f"raypar-{uuid.uuid4().hex[:8]}"
-    actors = start_actors(HostedWorker, run.mesh, name)
+    actors = start_actors(HostedWorker, run.mesh, name, wait_for_nodes)
     try:
         return Job(run, programs, actors, name)
     except BaseException:

@@ -407,3 +407,18 @@ def test_a_courier_without_a_peer_raises_what_its_group_raises():
     groups = local_groups("pp", 2, timeout=0.1)
     with pytest.raises(GroupError, match=r"recv shapes with rank 0 failed: nothing came within 0.1 s"):
         Courier(groups[1], (0, 1), 4).receive(Action.parse("1RECV_F0"))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_stage_may_begin_with_a_layer_that_works_in_place(recompute):
+    def layers():
+        return [nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)]
+
+    # "even" gives the first stage two layers, so that the ReLU stands first only with three stages
+    team = Team(layers, pp=3, recompute=recompute)
+    for number in range(3):
+        team.step(number)
+    plain = train_plainly(team.run)
+    weights = team.weights()
+    assert weights.keys() == plain.weights.keys()
+    assert all(torch.equal(weights[name], plain.weights[name]) for name in weights)

@@ -221,7 +221,7 @@ def test_an_interrupted_step_is_not_taken_twice(cluster):
         actors = pids(job)
         with later(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
             job.step()
-        with pytest.raises(rp.JobError, match="this job is over .it was interrupted while its actors worked"):
+        with pytest.raises(rp.JobError, match=r"this job is over \(it was interrupted while its actors worked"):
             job.step()
         assert all(map(gone, actors))
 
