@@ -13,7 +13,7 @@ from torch import Tensor
 from raypar.actors.assembly import Assembly, assemble
 from raypar.actors.courier import Courier
 from raypar.actors.group import Group, GroupError
-from raypar.actors.memory import peak, reset_peak
+from raypar.actors.memory import PeakMemory
 from raypar.actors.models.model import Values
 from raypar.actors.plan import ActionError, NonFiniteError, Plan, ProgramName, Progress, StepResult
 from raypar.schedules.action import COMPUTE, RECVS, Action, Op
@@ -30,7 +30,7 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        self._number = -1
+        self._number, self._memory = -1, PeakMemory()
         self._now: Action | None = None
         self._events: list[tuple[Action, float, float]] = []
         self._perform: dict[Op, Callable[[Action], None]] = {
@@ -88,7 +88,7 @@ class Worker:
             self._parts.updater.zero_grad()
         for stage in self._parts.stages.values():
             stage.begin(train=self._train)
-        reset_peak()
+        self._memory.reset()
 
     def perform(self, action: Action) -> None:
         """Perform one action, as soon as what it needs is there; raises ActionError."""
@@ -117,7 +117,7 @@ class Worker:
             busy=sum(end - start for action, start, end in events if action.op in COMPUTE),
             span=events[-1][2] - events[0][1] if events else 0.0,
             in_flight=self._in_flight,
-            peak_memory=peak(),
+            peak_memory=self._memory.read(),
         )
 
     # --- looking inside ---

@@ -39,8 +39,11 @@ class Actors:
     owns_cluster: bool
 
     def end(self) -> None:
-        """Kill the actors, free their places, and stop Ray if the job started it."""
-        for handle in self.handles:
+        """Kill the actors, free their places, and stop Ray if the job started it. Once is enough, twice no harm."""
+        handles, self.handles = self.handles, []
+        if not handles or not ray.is_initialized():  # the user has shut Ray down: with it went the actors
+            return
+        for handle in handles:
             ray.kill(handle)
         remove_placement_group(self.group)
         if self.owns_cluster:
