@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,21 @@ class Spec(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
+class Route(NamedTuple):
+    """Where the values of a SEND or RECV go.
+
+    peer      the rank at the other end
+    tag       of its header; tensor i has ``tag + 1 + i``. The same number at both ends, another for every message
+    boundary  the stage that hands the forward values over
+    specs     what is known of the values, by boundary
+    """
+
+    peer: int
+    tag: int
+    boundary: int
+    specs: Mapping[int, tuple[Spec, ...]]
+
+
 class Courier:
     """Sends and receives for one program of one actor.
 
@@ -52,45 +68,45 @@ class Courier:
     def __init__(self, group: Group | None, placement: tuple[int, ...], num_microbatches: int) -> None:
         self._group, self._placement, self._num_microbatches = group, placement, num_microbatches
         self._specs: dict[int, tuple[Spec, ...]] = {}  # of what the stage of this number hands to the next one
+        self._floating: dict[int, tuple[Spec, ...]] = {}  # those of them that gradients come back for
         self._posted: dict[Action, tuple[list[Tensor], list[Handle]]] = {}
         self._sending: dict[int, deque[list[Handle]]] = defaultdict(deque)
+        self._routes: dict[Action, Route] = {}
 
     def peer(self, action: Action) -> int | None:
         """The pipeline rank at the other end of a SEND or RECV; None for any other action."""
-        stage, op, _ = action
-        if op not in SENDS and op not in RECVS:
-            return None
-        assert stage is not None
-        return self._placement[stage + (1 if op in (Op.SEND_F, Op.RECV_B) else -1)]
+        return self._route(action).peer if action.op in SENDS or action.op in RECVS else None
 
     def expect(self, action: Action) -> None:
         """Post the buffers of a RECV that is to come, if its shapes are known by now."""
-        specs = self._specs_of(action)
+        route = self._route(action)
+        specs = route.specs.get(route.boundary)
         if specs is not None and action not in self._posted:
             buffers = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
-            group, peer = self._link(action)
-            handles = [group.recv(buffer, peer, self._tag(action, i + 1)) for i, buffer in enumerate(buffers)]
+            recv, peer, tag = self._link().recv, route.peer, route.tag
+            handles = [recv(buffer, peer, tag + i) for i, buffer in enumerate(buffers, 1)]
             self._posted[action] = (buffers, handles)
 
     def receive(self, action: Action) -> Values:
         """Wait for the values of a RECV."""
-        if self._specs_of(action) is None:
-            assert action.stage is not None
-            self._specs[action.stage - 1] = self._read_header(action)
-        self.expect(action)
+        if action not in self._posted:
+            route = self._route(action)
+            if route.boundary not in route.specs:
+                self._learn(route.boundary, self._read_header(route))
+            self.expect(action)
         buffers, handles = self._posted.pop(action)
-        for handle in handles:
-            handle.wait()
+        _wait_all(handles)
         return tuple(buffers)
 
     def send(self, action: Action, values: Values) -> None:
         """Start sending the values of a SEND; they are kept until they have been received."""
-        group, peer = self._link(action)
-        queue = self._sending[peer]
+        route = self._route(action)
+        queue = self._sending[route.peer]
         while len(queue) >= SEND_WINDOW:
             _wait_all(queue.popleft())
-        handles = self._send_header(action, values) if action.op is Op.SEND_F else []
-        handles += [group.send(value, peer, self._tag(action, i + 1)) for i, value in enumerate(values)]
+        handles = self._send_header(route, values) if action.op is Op.SEND_F else []
+        send, peer, tag = self._link().send, route.peer, route.tag
+        handles += [send(value, peer, tag + i) for i, value in enumerate(values, 1)]
         queue.append(handles)
 
     def drain(self) -> None:
@@ -99,47 +115,49 @@ class Courier:
             while queue:
                 _wait_all(queue.popleft())
 
-    def _specs_of(self, action: Action) -> tuple[Spec, ...] | None:
-        assert action.stage is not None
-        if action.op is Op.RECV_F:
-            return self._specs.get(action.stage - 1)
-        known = self._specs.get(action.stage)
-        return None if known is None else tuple(spec for spec in known if spec.dtype.is_floating_point)
+    def _learn(self, boundary: int, specs: tuple[Spec, ...]) -> None:
+        self._specs[boundary] = specs
+        self._floating[boundary] = tuple(spec for spec in specs if spec.dtype.is_floating_point)
 
-    def _send_header(self, action: Action, values: Values) -> list[Handle]:
-        stage = action.stage
-        assert stage is not None
+    def _send_header(self, route: Route, values: Values) -> list[Handle]:
+        known = self._specs.get(route.boundary)
+        if known is not None and len(known) == len(values):
+            pairs = zip(known, values, strict=True)
+            if all(spec.shape == value.shape and spec.dtype == value.dtype for spec, value in pairs):
+                return []
         specs = tuple(Spec(tuple(value.shape), value.dtype) for value in values)
-        known = self._specs.get(stage)
         if known is not None:
-            if specs != known:
-                raise ValueError(
-                    f"stage {stage} returned {_list(specs)}, for an earlier microbatch {_list(known)}: "
-                    "what a stage returns must have one shape"
-                )
-            return []
-        self._specs[stage] = specs
-        group, peer = self._link(action)
-        return [group.send(_pack(specs), peer, self._tag(action, 0), count_as="send shapes")]
+            raise ValueError(
+                f"stage {route.boundary} returned {_list(specs)}, for an earlier microbatch {_list(known)}: "
+                "what a stage returns must have one shape"
+            )
+        header = _pack(specs)
+        self._learn(route.boundary, specs)
+        return [self._link().send(header, route.peer, route.tag, count_as="send shapes")]
 
-    def _read_header(self, action: Action) -> tuple[Spec, ...]:
+    def _read_header(self, route: Route) -> tuple[Spec, ...]:
         header = torch.empty(_HEADER, dtype=torch.int64)
-        group, peer = self._link(action)
-        group.recv(header, peer, self._tag(action, 0), count_as="recv shapes").wait()
+        self._link().recv(header, route.peer, route.tag, count_as="recv shapes").wait()
         return _unpack(header)
 
-    def _link(self, action: Action) -> tuple[Group, int]:
-        peer = self.peer(action)
-        assert self._group is not None and peer is not None
-        return self._group, peer
+    def _link(self) -> Group:
+        assert self._group is not None
+        return self._group
 
-    def _tag(self, action: Action, tensor: int) -> int:
-        """One number a message, the same at both ends: (producing stage, direction, microbatch, tensor)."""
+    def _route(self, action: Action) -> Route:
+        route = self._routes.get(action)
+        if route is None:
+            route = self._routes[action] = self._find_route(action)
+        return route
+
+    def _find_route(self, action: Action) -> Route:
         stage, op, microbatch = action
         assert stage is not None and microbatch is not None
-        source = stage if op in SENDS else stage - 1 if op is Op.RECV_F else stage + 1
         backward = op in (Op.SEND_B, Op.RECV_B)
-        return ((source * 2 + backward) * self._num_microbatches + microbatch) * (_MOST_TENSORS + 1) + tensor
+        other = stage + (1 if op in (Op.SEND_F, Op.RECV_B) else -1)
+        source, boundary = (stage if op in SENDS else other), min(stage, other)
+        tag = ((source * 2 + backward) * self._num_microbatches + microbatch) * (_MOST_TENSORS + 1)
+        return Route(self._placement[other], tag, boundary, self._floating if backward else self._specs)
 
 
 def _pack(specs: tuple[Spec, ...]) -> Tensor:

@@ -22,21 +22,23 @@ class Ledger:
     """Counts by (axis, op); one per worker, shared by its groups and safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[str, str], Entry] = {}
+        self._counts: dict[tuple[str, str], list[int]] = {}
         self._lock = threading.Lock()
 
     def record(self, axis: str, op: str, nbytes: int) -> None:
         with self._lock:
-            self._entries[axis, op] = self._entries.get((axis, op), Entry()) + Entry(1, nbytes)
+            counts = self._counts.setdefault((axis, op), [0, 0])
+            counts[0] += 1
+            counts[1] += nbytes
 
     def entries(self) -> dict[tuple[str, str], Entry]:
         """A copy of the counts so far."""
         with self._lock:
-            return dict(self._entries)
+            return {key: Entry(calls, nbytes) for key, (calls, nbytes) in self._counts.items()}
 
     def clear(self) -> None:
         with self._lock:
-            self._entries.clear()
+            self._counts.clear()
 
 
 def total(ledgers: Mapping[str, Mapping[tuple[str, str], Entry]]) -> dict[tuple[str, str], Entry]:

@@ -97,7 +97,7 @@ class Stage:
     def _with_history(self, step: int, microbatch: int, inputs: Values, target: Values) -> tuple[Values, Values]:
         """The inputs as the leaves of a graph, and the outputs at its end. Nobody wants gradients of the data."""
         wanted = self.layers[0] > 0
-        leaves = tuple(value.detach().requires_grad_(wanted and value.is_floating_point()) for value in inputs)
+        leaves = tuple([value.detach().requires_grad_(wanted and value.is_floating_point()) for value in inputs])
         if not self._in_place:
             try:
                 return leaves, self._apply(step, microbatch, leaves, target)

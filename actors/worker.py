@@ -60,6 +60,7 @@ class Worker:
             for name, schedule in plan.programs.items()
         }
         self._held: dict[Action, Values] = {}  # what an action provided and another one still needs
+        self._sources: dict[Action, tuple[Action, ...]] = {}  # whose values an action takes; the same in every step
 
     def run(self, program: ProgramName, step: int) -> StepResult:
         """Perform the whole row of a program for a step."""
@@ -171,7 +172,7 @@ class Worker:
             self._losses[microbatch] = outputs[0].item()
         else:
             self._held[action] = outputs
-        in_flight = sum(stage.in_flight for stage in self._parts.stages.values())
+        in_flight = sum([stage.in_flight for stage in self._parts.stages.values()])
         self._in_flight = max(self._in_flight, in_flight)
 
     def _backward(self, action: Action) -> None:
@@ -202,11 +203,14 @@ class Worker:
 
     def _take(self, action: Action) -> Values:
         """What the action needs from other actions, in one tuple; a stage keeps its own forward itself."""
-        own = Action(action.stage, Op.F, action.microbatch)
+        sources = self._sources.get(action)
+        if sources is None:
+            own = Action(action.stage, Op.F, action.microbatch)
+            sources = tuple(need for need in needs(action, self._schedule) if need != own or action.op is Op.SEND_F)
+            self._sources[action] = sources
         values: Values = ()
-        for need in needs(action, self._schedule):
-            if need != own or action.op is Op.SEND_F:
-                values += self._held.pop(need)
+        for source in sources:
+            values += self._held.pop(source)
         return values
 
     def _expect(self, receives: Iterator[Action]) -> None:

@@ -67,15 +67,16 @@ def test_no_tensor_goes_through_the_object_store(job, cluster):
     from ray._private.internal_api import memory_summary
 
     job.reset(replace(rp.recipe("gpt-tiny"), model=rp.GPT(layers=2, hidden=256, heads=4, seq=256), micro_batch_size=4))
-    before = stored(memory_summary)
+    address = cluster.get_runtime_context().gcs_address  # other clusters may run on this machine
+    before = stored(memory_summary(address, stats_only=True))
     for _ in range(3):
         job.step()
-    assert stored(memory_summary) == before
+    assert stored(memory_summary(address, stats_only=True)) == before
     assert counts(job, "send")["pp=0"].bytes == 3 * 4 * 4 * 256 * 256 * 4, "and yet this much was moved"
 
 
-def stored(memory_summary):
-    line = next(line for line in memory_summary(stats_only=True).splitlines() if "Plasma memory usage" in line)
+def stored(summary):
+    line = next(line for line in summary.splitlines() if "Plasma memory usage" in line)
     return line.split("MiB")[0], line.split(",")[1]
 
 
