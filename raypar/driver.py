@@ -98,8 +98,11 @@ class Job:
     def evaluate(self, steps: int | None = None) -> Evaluation:
         """The loss on validation data: ``steps`` (None: ``run.eval_steps``) times ``run.microbatches`` microbatches."""
         self._demand_ready()
+        count = self.run.eval_steps if steps is None else steps
+        if count < 1:
+            raise ValueError(f"an evaluation of {count} steps has no loss: ask for at least 1")
         start, losses, tokens = time.perf_counter(), list[float](), 0
-        for number in range(self.run.eval_steps if steps is None else steps):
+        for number in range(count):
             call = partial(self._calls.all, "run", "evaluate", number, what=f"evaluation {number}")
             for result in self._guard(call):
                 losses += result.losses
