@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Tests share a machine of two cores with Ray's processes: how long one example takes says nothing.
+settings.register_profile("raypar", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("raypar")
 
 QUIET = {
     "RAY_AUTH_MODE": "disabled",
@@ -13,6 +18,7 @@ QUIET = {
     "RAY_COLOR_PREFIX": "0",
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",
 }
 
 

@@ -34,7 +34,7 @@ def text(tmp_path):
 
 
 @given(size=st.integers(1, 3000), epoch=st.integers(0, 10**6), seed=st.integers(-(2**63), 2**64))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_window_once_an_epoch(size, epoch, seed):
     assert np.array_equal(np.sort(order(size, epoch, seed)), np.arange(size))
 

@@ -156,7 +156,7 @@ SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 5, 40]), min_size=0, max_size=3).
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(data=st.data(), op=st.sampled_from(OPS), size=st.integers(1, 4), dtype=st.sampled_from(DTYPES), shape=SHAPES)
 def test_an_op_equals_its_reference(backend, data, op, size, dtype, shape):
     root = data.draw(st.integers(0, size - 1), "root")
@@ -232,7 +232,7 @@ def test_handles_may_be_waited_for_in_reverse_and_more_than_once(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(order=st.permutations(range(5)))
 def test_tags_find_their_messages_in_any_order_both_ways_at_once(backend, order):
     groups, got = pairs(backend), [[torch.zeros(i + 1) for i in range(5)] for _ in range(2)]

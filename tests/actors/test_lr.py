@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raypar.actors.lr import lr_at
@@ -35,7 +35,6 @@ def test_cosine_is_half_way_in_the_middle():
     assert found == pytest.approx([(1 + math.cos(math.pi * step / 4)) / 2 for step in range(5)])
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 30),
     st.integers(1, 40),

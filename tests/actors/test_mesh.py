@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raypar.actors.mesh import AXES, Mesh
@@ -12,7 +12,6 @@ SIZES = st.integers(1, 3)
 MESHES = st.builds(Mesh, pp=SIZES, dp=SIZES, cp=SIZES, tp=SIZES)
 
 
-@settings(deadline=None)
 @given(MESHES)
 def test_rank_and_coordinate_are_inverse_and_cover_the_mesh(mesh):
     coordinates = [mesh.coordinate(rank) for rank in range(mesh.size)]
@@ -21,7 +20,6 @@ def test_rank_and_coordinate_are_inverse_and_cover_the_mesh(mesh):
     assert all(0 <= at < getattr(mesh, axis) for coordinate in coordinates for axis, at in coordinate.items())
 
 
-@settings(deadline=None)
 @given(MESHES)
 def test_an_axis_splits_the_ranks_into_groups_that_differ_in_it_alone(mesh):
     for axis in AXES:
@@ -34,7 +32,6 @@ def test_an_axis_splits_the_ranks_into_groups_that_differ_in_it_alone(mesh):
             assert all(mesh.group_of(axis, rank) == (index, group) for rank in group)
 
 
-@settings(deadline=None)
 @given(MESHES, st.data())
 def test_expert_groups_are_neighbours_within_a_stage_and_edp_crosses_them(mesh, data):
     inner = mesh.dp * mesh.cp * mesh.tp

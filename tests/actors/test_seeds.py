@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raypar.actors.seeds import derive
@@ -25,13 +25,11 @@ def test_another_process_derives_the_same():
     assert int(found) == derive(7, "init", "blocks.0.attn", 3)
 
 
-@settings(deadline=None)
 @given(st.integers(), PARTS)
 def test_a_seed_fits_torch(seed, parts):
     assert 0 <= derive(seed, *parts) < 2**63
 
 
-@settings(deadline=None)
 @given(st.integers(0, 9), PARTS, st.integers(0, 9), PARTS)
 def test_other_names_have_other_seeds(seed, parts, other, others):
     same = [str(part) for part in (seed, *parts)] == [str(part) for part in (other, *others)]

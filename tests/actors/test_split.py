@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raypar.actors.specs import GPT
@@ -14,7 +14,6 @@ from raypar.actors.split import gpt_costs, split_faults, split_layers
 COSTS = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=9)
 
 
-@settings(deadline=None)
 @given(COSTS, st.sampled_from(["even", "balanced"]), st.data())
 def test_every_layer_is_on_exactly_one_stage_in_order(costs, split, data):
     stages = data.draw(st.integers(1, len(costs)))
@@ -25,7 +24,6 @@ def test_every_layer_is_on_exactly_one_stage_in_order(costs, split, data):
     assert all(len(part) >= 1 for part in parts)
 
 
-@settings(deadline=None)
 @given(COSTS, st.data())
 def test_balanced_is_as_good_as_the_best_of_all_splits(costs, data):
     stages = data.draw(st.integers(1, len(costs)))
@@ -35,7 +33,6 @@ def test_balanced_is_as_good_as_the_best_of_all_splits(costs, data):
     assert found == best
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.data())
 def test_even_counts_differ_by_one_at_most(layers, data):
     stages = data.draw(st.integers(1, layers))

@@ -110,7 +110,7 @@ def change_op(data, schedule):
     ids=lambda mutate: mutate.__name__,
 )
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_mutant_is_refused(mutate, data):
     mutant = mutate(data, data.draw(right_schedules()))
     with pytest.raises(CheckError) as raised:
@@ -119,7 +119,7 @@ def test_every_mutant_is_refused(mutate, data):
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_value_that_is_neither_sent_nor_received_is_missed(data):
     schedule = data.draw(right_schedules(lowered=True, min_ranks=2))
     rank, index = draw_place(data, schedule, lambda action: action.op in RECVS)
@@ -132,7 +132,7 @@ def test_a_value_that_is_neither_sent_nor_received_is_missed(data):
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_receives_in_another_order_than_the_sends_are_refused(data):
     """Everything that a rank needs is there in time, only the two RECVs of one sender have changed places."""
     schedule = data.draw(right_schedules(lowered=True, min_ranks=2))
@@ -165,7 +165,7 @@ def test_the_order_of_an_edge_is_named():
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_waiting_for_an_answer_before_asking_is_a_deadlock(data):
     schedule = data.draw(right_schedules(lowered=True, min_ranks=2).filter(lambda s: not s.forward_only))
     rank, index = draw_place(data, schedule, lambda action: action.op is Op.SEND_F)
