@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -40,8 +39,8 @@ def assemble(plan: Plan, group: Group | None) -> Assembly:
     indices = [index for number in own for index in parts[number]]
     modules = dict(zip(indices, model.materialize(indices, plan.seed), strict=True))
     homes = {index: train.placement[number] for number, part in enumerate(parts) for index in part}
-    ties = _ties(model, homes)
-    share(model, modules, ties)
+    ties, same = _ties(model, homes)
+    _share(model, modules, same)
     stages = {
         number: Stage(
             model,
@@ -53,15 +52,13 @@ def assemble(plan: Plan, group: Group | None) -> Assembly:
         )
         for number in own
     }
-    shared = {tie.copy for tie in ties if tie.home_rank == tie.copy_rank}
     parameters = {
         name: parameter
         for stage in stages.values()
         for name, parameter in stage.parameters().items()
-        if name not in shared
+        if name not in same
     }
-    apart = [tie for tie in ties if tie.home_rank != tie.copy_rank]
-    updater = Updater(parameters, model.parameter_names(), apart, group, plan.optim, plan.clip, plan.steps)
+    updater = Updater(parameters, model.parameter_names(), ties, group, plan.optim, plan.clip, plan.steps)
     source = batch_source(
         plan.data,
         plan.model,
@@ -74,20 +71,30 @@ def assemble(plan: Plan, group: Group | None) -> Assembly:
     return Assembly(stages, parameters, updater, source)
 
 
-def share(model: Model, modules: dict[int, nn.Module], ties: Sequence[Tie]) -> None:
-    """Make the two ends of a tie one parameter, where both are among ``modules``."""
-    for tie in ties:
-        if tie.home_rank == tie.copy_rank:
-            home, copy = _locate(model, modules, tie.home), _locate(model, modules, tie.copy)
-            if home is not None and copy is not None:
-                copy[0]._parameters[copy[1]] = home[0]._parameters[home[1]]
+def _ties(model: Model, homes: dict[int, int]) -> tuple[list[Tie], dict[str, str]]:
+    """The ties between ranks, and on one rank which parameter is the same as which.
+
+    A rank holds a tied weight once: as its home, or else as the first of its copies there.
+    """
+    ties: list[Tie] = []
+    same: dict[str, str] = {}
+    first: dict[tuple[str, int], str] = {}
+    for home, copy in model.ties:
+        home_rank, copy_rank = homes[_layer(model, home)], homes[_layer(model, copy)]
+        owner = home if home_rank == copy_rank else first.setdefault((home, copy_rank), copy)
+        if owner == copy:
+            ties.append(Tie(home, home_rank, copy, copy_rank))
+        else:
+            same[copy] = owner
+    return ties, same
 
 
-def _ties(model: Model, homes: dict[int, int]) -> list[Tie]:
-    def rank(name: str) -> int:
-        return homes[_layer(model, name)]
-
-    return [Tie(home, rank(home), copy, rank(copy)) for home, copy in model.ties]
+def _share(model: Model, modules: dict[int, nn.Module], same: dict[str, str]) -> None:
+    """Make the parameters that are the same one object, where they are among ``modules``."""
+    for copy, owner in same.items():
+        target, source = _locate(model, modules, copy), _locate(model, modules, owner)
+        if target is not None and source is not None:
+            target[0]._parameters[target[1]] = source[0]._parameters[source[1]]
 
 
 def _layer(model: Model, parameter: str) -> int:

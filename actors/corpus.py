@@ -188,7 +188,7 @@ def _encoder(tokenizer: str | None, faults: list[str]) -> _Encoder | None:
 
         model = Tokenizer.from_file(str(_expand(tokenizer)))
     except ImportError:
-        faults.append("tokenizer: it needs the tokenizers package: pip install 'raypar[hf]'")
+        faults.append("tokenizer: it needs the tokenizers package: pip install tokenizers")
         return None
     except Exception as error:  # tokenizers raises Exception itself
         faults.append(f"tokenizer: {tokenizer!r} is not a tokenizers JSON file ({error}): give a tokenizer.json")

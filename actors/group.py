@@ -276,6 +276,6 @@ def _plain(error: Exception, seconds: float) -> str:
         return "the group was aborted"
     if "timed out" in lowered or "timeout" in lowered or isinstance(error, TimeoutError):
         return f"nothing came within {seconds:g} s"
-    if "closed" in lowered:
+    if any(word in lowered for word in ("closed", "reset by peer", "broken pipe", "read error", "write error")):
         return "the connection was closed at the other end (the peer died or gave up)"
     return text

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-Count = Annotated[int, Ge(1)]
+Count = Annotated[int, Ge(1), Le(10_000_000)]
 NotNegative = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Lt(1)]

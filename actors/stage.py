@@ -39,7 +39,7 @@ class Stage:
         self.model, self.layers, self.modules = model, tuple(layers), tuple(modules)
         self.is_last, self.recompute, self.seed = is_last, recompute, seed
         self._train = True
-        self._in_place = False  # the first layer writes into its input, which autograd forbids for a leaf: give a copy
+        self._in_place: bool | None = None  # whether the first layer writes into its input (None: not known): copy it
         self._saved: dict[int, tuple[Values, Edges, Values]] = {}  # microbatch -> inputs, outputs' edges, target
 
     @property
@@ -71,7 +71,7 @@ class Stage:
                 return self._apply(step, microbatch, inputs, target)
         if self.recompute:
             with torch.no_grad():
-                outputs = self._apply(step, microbatch, inputs, target)
+                outputs = self._without_history(step, microbatch, inputs, target)
             self._saved[microbatch] = (inputs, (), target)
             return outputs
         inputs, outputs = self._with_history(step, microbatch, inputs, target)
@@ -93,6 +93,16 @@ class Stage:
         if pairs:
             torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
         return tuple(_gradient(value) for value in inputs if value.requires_grad)
+
+    def _without_history(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
+        """The outputs, with the inputs left as they are: they are needed once more."""
+        if self._in_place is False:
+            return self._apply(step, microbatch, inputs, target)
+        copies = tuple(value.clone() for value in inputs)
+        versions = [copy._version for copy in copies]
+        outputs = self._apply(step, microbatch, copies, target)
+        self._in_place = any(copy._version > version for copy, version in zip(copies, versions, strict=True))
+        return outputs
 
     def _with_history(self, step: int, microbatch: int, inputs: Values, target: Values) -> tuple[Values, Values]:
         """The inputs as the leaves of a graph, and the outputs at its end. Nobody wants gradients of the data."""

@@ -58,13 +58,15 @@ class Updater:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def step(self, step: int) -> float:
+    def step(self, step: int, *, sound: bool = True) -> float:
         """Update the parameters; returns the global gradient norm before clipping.
+
+        ``sound`` is this actor's vote: its losses are finite.
 
         Raises NonFiniteError, on every actor alike and before anybody has changed a weight, if the norm is not finite.
         """
         self._reduce_ties()
-        norms = self._all_norms()
+        norms, votes = self._all_norms(sound).split_with_sizes([len(self._names), 1])
         total = torch.linalg.vector_norm(norms)
         if not torch.isfinite(total):
             bad = [name for name, norm in zip(self._names, norms.tolist(), strict=True) if not norm < float("inf")]
@@ -72,6 +74,8 @@ class Updater:
                 f"step {step}: the gradient of {bad[0] if bad else 'the whole model'} is not finite "
                 f"({len(bad)} of {len(self._names)} parameters); no weight was changed: lower the learning rate or clip"
             )
+        if votes.item() > 0:
+            raise NonFiniteError(f"step {step}: the loss is not finite; no weight was changed: look at the batch")
         if self._clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._clip, total, foreach=False)
         if self._optimizer is not None:
@@ -79,9 +83,13 @@ class Updater:
             self._optimizer.step()
         return float(total)
 
-    def _all_norms(self) -> Tensor:
-        """The gradient norm of every logical parameter, in order. Each has one home, so adding zeros changes no bit."""
-        norms = torch.zeros(len(self._names))
+    def _all_norms(self, sound: bool) -> Tensor:
+        """The gradient norm of every logical parameter, in order, and behind them how many actors vote no.
+
+        Each norm has one home, so adding zeros changes no bit.
+        """
+        norms = torch.zeros(len(self._names) + 1)
+        norms[-1] = 0.0 if sound else 1.0
         for name, parameter in self._parameters.items():
             if name in self._places:
                 norms[self._places[name]] = gradient_norm(parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from raypar.schedules.rules import needs
 from raypar.schedules.schedule import Schedule
 
 _AHEAD = 2  # receives that are posted before their turn: their peer need not wait to be asked
+_LONGEST = 2000  # characters of an exception's text that are passed on
 
 
 class Worker:
@@ -33,6 +35,7 @@ class Worker:
         self._number, self._memory = -1, PeakMemory()
         self._now: Action | None = None
         self._events: list[tuple[Action, float, float]] = []
+        self._trained = self._events  # those of the latest training step that was finished
         self._perform: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -111,6 +114,8 @@ class Worker:
             raise self._failed("end of step", None, error) from None
         self._now = None
         events = self._events
+        if self._train:
+            self._trained = events
         return StepResult(
             losses=tuple(self._losses[microbatch] for microbatch in sorted(self._losses)),
             tokens=self._tokens,
@@ -133,8 +138,8 @@ class Worker:
             group.abort()
 
     def events(self) -> list[tuple[Action, float, float]]:
-        """Action, start and end (seconds of the machine's monotonic clock) of the latest step."""
-        return self._events
+        """Action, start and end (seconds of the machine's monotonic clock) of the latest training step."""
+        return self._trained
 
     def parameters(self) -> dict[str, Tensor]:
         """This actor's weights by logical name."""
@@ -194,7 +199,8 @@ class Worker:
 
     def _step(self, action: Action) -> None:
         """Roughly ``optimizer.step()`` on every actor at once, after clipping by the global norm."""
-        self._grad_norm = self._parts.updater.step(self._number)
+        sound = all(map(math.isfinite, self._losses.values()))
+        self._grad_norm = self._parts.updater.step(self._number, sound=sound)
 
     def _nothing(self, action: Action) -> None:
         """A stage without replicas or shards: there is nothing to gather or to reduce."""
@@ -239,8 +245,22 @@ class Worker:
         """The error to raise; before that, everybody who waits for this actor is let go."""
         self.abort()
         secondary = isinstance(error, GroupError)
-        reason = error.reason if isinstance(error, GroupError) else f"{type(error).__name__}: {error}"
-        return ActionError(self._label, action, peer, reason, secondary, "" if secondary else traceback.format_exc())
+        reason = error.reason if isinstance(error, GroupError) else _described(error)
+        return ActionError(self._label, action, peer, reason, secondary, "" if secondary else _trace())
+
+
+def _described(error: Exception) -> str:
+    """Kind and text of a user's exception, whose ``__str__`` may fail or go on for pages."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text can't be made)"
+    return f"{type(error).__name__}: {text if len(text) <= _LONGEST else text[:_LONGEST] + ' ...'}"
+
+
+def _trace() -> str:
+    text = traceback.format_exc()
+    return text if len(text) <= 4 * _LONGEST else text[-4 * _LONGEST :]
 
 
 def _stage(action: Action) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ _QUIET = {
     "RAY_worker_niceness": "0",  # Ray's 15 lets any other process of the machine go first
 }
 _PLACEMENT_SECONDS = 60.0
+_ANSWER_SECONDS = 5.0
 _LOOK = 0.5  # seconds between two looks at it
 
 
@@ -37,11 +39,16 @@ class Actors:
     handles: list[Any]
     group: PlacementGroup
     owns_cluster: bool
+    driver: str
+
+    def reachable(self) -> bool:
+        """Whether this process is still connected to the Ray that the actors live in."""
+        return ray.is_initialized() and _driver() == self.driver
 
     def end(self) -> None:
         """Kill the actors, free their places, and stop Ray if the job started it. Once is enough, twice no harm."""
         handles, self.handles = self.handles, []
-        if not handles or not ray.is_initialized():  # the user has shut Ray down: with it went the actors
+        if not handles or not self.reachable():  # with its Ray went the actors
             return
         for handle in handles:
             ray.kill(handle)
@@ -80,7 +87,12 @@ def start_actors(cls: type, mesh: Mesh, job: str, wait_for_nodes: float = 0.0) -
         if owns:
             ray.shutdown()
         raise
-    return Actors(handles, group, owns)
+    return Actors(handles, group, owns, _driver())
+
+
+def _driver() -> str:
+    """This process in the Ray that it is connected to: another id after every ray.init."""
+    return str(ray.get_runtime_context().get_worker_id())
 
 
 def _actor(cls: type, group: PlacementGroup, rank: int, mesh: Mesh, job: str) -> Any:
@@ -104,6 +116,7 @@ def _connect() -> bool:
     address = os.environ.get("RAY_ADDRESS")
     if address:
         try:
+            _demand_answer(address)
             ray.init(address=address, namespace="raypar", log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, RuntimeError, ValueError) as error:
             reason = f"no cluster answers there ({_reason(error)})"
@@ -129,6 +142,24 @@ def _connect() -> bool:
     finally:
         os.umask(old)
     return True
+
+
+def _demand_answer(address: str) -> None:
+    """Raise OSError if nothing listens at ``host:port``: Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
+
+
+def demand_shippable(*parts: object) -> None:
+    """Raise ConfigError for what can't be sent to actors: a function that closes over a lock, say."""
+    try:
+        ray.cloudpickle.dumps(parts)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {_reason(error)}"
+        raise ConfigError(
+            [f"model or data can't be sent to actors ({reason}): make such things inside the function"]
+        ) from None
 
 
 def _reason(error: Exception) -> str:

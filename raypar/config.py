@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le
 
 from raypar.actors.data import data_faults
 from raypar.actors.mesh import Mesh
@@ -60,9 +64,9 @@ class Run:
     """evaluate every so many steps, and at the end; 0: only at the end"""
     eval_steps: Count = 4
     """steps of an evaluation: so many times ``microbatches`` microbatches"""
-    threads: Count = 1
+    threads: Annotated[int, Ge(1), Le(1024)] = 1
     """CPU threads of an actor"""
-    timeout: Positive = 300.0
+    timeout: Annotated[float, Gt(0), Le(1e6)] = 300.0
     """seconds that an actor may wait for another one before the run fails"""
 
 
@@ -130,3 +134,20 @@ def _data_faults(run: Run) -> list[str]:
             "data is text, but the model has no sequence length: give Layers(seq=..., vocab=...), or data=Batches(fn)"
         ]
     return [f"data.{fault}" for fault in data_faults(run.data, run.model.seq, run.model.vocab)]
+
+
+def rooted(data: Text | Batches) -> Text | Batches:
+    """Paths as this process sees them: an actor may have another working directory."""
+    if isinstance(data, Batches):
+        return data
+
+    def root(path: str | None) -> str | None:
+        return path if path is None else str(Path(path).expanduser().absolute())
+
+    return replace(
+        data,
+        path=data.path if data.path == "stdlib" else str(root(data.path)),
+        val_path=data.val_path if data.val_path == "stdlib" else root(data.val_path),
+        tokenizer=root(data.tokenizer),
+        cache=root(data.cache),
+    )

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raypar.actors.ledger import Entry
 from raypar.actors.lr import lr_at
 from raypar.actors.plan import NonFiniteError, Plan
-from raypar.actors.specs import Batches, Text
+from raypar.actors.specs import Batches
 from raypar.calls import Calls
-from raypar.cluster import Actors, start_actors
-from raypar.config import ConfigError, Run, check_run
+from raypar.cluster import Actors, demand_shippable, start_actors
+from raypar.config import ConfigError, Run, check_run, rooted
 from raypar.errors import JobError
 from raypar.program import Programs, only_row
 from raypar.progress import display
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 _LAUNCH_SECONDS = 60.0  # for actors to start, build and meet, however short a run's own timeout is
 
 
@@ -43,6 +43,8 @@ def launch(run: Run, *, wait_for_nodes: float = 0.0) -> Job:
     programs = check_run(run)
     from raypar.actors.host import HostedWorker
 
+    demand_shippable(run.model, run.data)
+    log.info("starting %d actors", run.mesh.size)
     name = f"raypar-{uuid.uuid4().hex[:8]}"
     actors = start_actors(HostedWorker, run.mesh, name, wait_for_nodes)
     try:
@@ -98,6 +100,8 @@ class Job:
     def evaluate(self, steps: int | None = None) -> Evaluation:
         """The loss on validation data: ``steps`` (None: ``run.eval_steps``) times ``run.microbatches`` microbatches."""
         self._demand_ready()
+        if isinstance(self.run.data, Batches) and self.run.data.validate is None:
+            raise ConfigError(["data has no validation batches: give Batches a validate function"])
         count = self.run.eval_steps if steps is None else steps
         if count < 1:
             raise ValueError(f"an evaluation of {count} steps has no loss: ask for at least 1")
@@ -154,7 +158,7 @@ class Job:
         }
 
     def timeline(self) -> Timeline:
-        """The latest step as measured, in seconds from its first action."""
+        """The latest training step as measured, in seconds from its first action."""
         rows = self._guard(lambda: self._calls.all("events", what="reading the timeline"))
         zero = min((start for row in rows for _, start, _ in row), default=0.0)
         events = [
@@ -207,7 +211,7 @@ class Job:
             mesh=run.mesh,
             rank=rank,
             model=run.model,
-            data=_rooted(run.data),
+            data=rooted(run.data),
             optim=run.optim,
             programs={name: only_row(schedule, pp) for name, schedule in programs.items()},
             split=run.split,
@@ -253,6 +257,8 @@ class Job:
         return self._actors.handles
 
     def _demand_open(self) -> None:
+        if self._failure is None and (self._actors is None or not self._actors.reachable()):
+            self._failure = "the Ray that its actors lived in was shut down"
         if self._failure is not None:
             raise JobError(f"this job is over ({self._failure}): launch the run again")
 
@@ -278,20 +284,3 @@ class Job:
             self._calls.abort()
             self.close()
             raise
-
-
-def _rooted(data: Text | Batches) -> Text | Batches:
-    """Paths as this process sees them: an actor may have another working directory."""
-    if isinstance(data, Batches):
-        return data
-
-    def rooted(path: str | None) -> str | None:
-        return path if path is None else str(Path(path).expanduser().absolute())
-
-    return replace(
-        data,
-        path=data.path if data.path == "stdlib" else str(rooted(data.path)),
-        val_path=data.val_path if data.val_path == "stdlib" else rooted(data.val_path),
-        tokenizer=rooted(data.tokenizer),
-        cache=rooted(data.cache),
-    )

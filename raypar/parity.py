@@ -18,7 +18,6 @@ from raypar.actors.models.build import build_model
 from raypar.actors.models.model import as_values
 from raypar.actors.optim import build_optimizer, set_lr
 from raypar.actors.seeds import derive
-from raypar.actors.specs import GPT
 from raypar.config import Run, check_run
 from raypar.driver import Job, launch
 
@@ -75,11 +74,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a plain process ends with: the loss and gradient norm of every step, and the weights by logical name."""
+    """What a plain process ends with: the loss and gradient norm of every step, and the weights by logical name.
+
+    ``tied``: a weight stands in more than one layer.
+    """
 
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     weights: dict[str, Tensor]
+    tied: bool
 
 
 def verify(run: Run, job: Job | None = None) -> Verdict:
@@ -116,7 +119,8 @@ def train_plainly(run: Run) -> Trained:
                     torch.manual_seed(derive(run.seed, "layer", step, microbatch, index))
                     values = as_values(layer(*values))
                 loss = model.loss(values, source.targets("train", step, microbatch))
-                loss.backward(weight)
+                if loss.requires_grad:
+                    loss.backward(weight.to(loss.dtype))
                 total += loss.item()
             norm = torch.nn.utils.clip_grad_norm_(parameters.values(), run.clip or float("inf"), foreach=False)
             if optimizer is not None:
@@ -125,7 +129,7 @@ def train_plainly(run: Run) -> Trained:
             losses.append(total / run.microbatches)
             norms.append(float(norm))
         weights = {name: parameter.detach() for name, parameter in parameters.items()}
-        return Trained(tuple(losses), tuple(norms), weights)
+        return Trained(tuple(losses), tuple(norms), weights, bool(model.ties))
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
@@ -151,8 +155,7 @@ def _compare(job: Job, plain: Trained) -> Verdict:
         for what, found, wanted in pairs
         if not torch.equal(found, wanted)
     ]
-    tied = isinstance(job.run.model, GPT) and job.run.model.tied
-    return Verdict(len(reports), len(plain.weights), plain.losses, tuple(differences), TIED if tied else 0.0)
+    return Verdict(len(reports), len(plain.weights), plain.losses, tuple(differences), TIED if plain.tied else 0.0)
 
 
 def _named(names: tuple[str, ...], layers: list[nn.Module], home_of: dict[str, str]) -> dict[str, nn.Parameter]:

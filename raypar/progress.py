@@ -28,7 +28,8 @@ class Display(Protocol):
 def display(run: Run, steps: int) -> Iterator[Display]:
     """A bar if standard error is a terminal, otherwise log lines; for a run that ends after ``steps`` steps."""
     if not sys.stderr.isatty():
-        yield _Lines(steps)
+        with _heard():
+            yield _Lines(steps)
         return
     columns = (
         TextColumn("[bold]{task.description}"),
@@ -39,6 +40,22 @@ def display(run: Run, steps: int) -> Iterator[Display]:
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         yield _Bar(progress, steps)
+
+
+@contextmanager
+def _heard() -> Iterator[None]:
+    """Let a script that has not set up logging see the lines all the same."""
+    if log.hasHandlers():
+        yield
+        return
+    handler, level = logging.StreamHandler(), log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 class _Bar:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from raypar.actors.plan import StepResult
+from raypar.actors.plan import NonFiniteError, StepResult
 from raypar.calls import Calls
 from raypar.report import Report
 from raypar.schedules.action import RECVS, SENDS, STEP, Action, Op
@@ -38,13 +38,14 @@ class Stepper:
         self._handles, self._calls, self._guard, self._commit = handles, calls, guard, commit
         self._moves, self._at = tuple(moves(schedule)), 0
         self._report: Report | None = None
+        self._error: NonFiniteError | None = None
         self._start = time.perf_counter()
         self._guard(lambda: self._calls.all("begin", "train", step, what=f"step {step}"))
 
     @property
     def midway(self) -> bool:
         """Whether the step has begun and is not finished."""
-        return self._report is None
+        return self._report is None and self._error is None
 
     @property
     def done(self) -> tuple[Action, ...]:
@@ -89,10 +90,20 @@ class Stepper:
 
     def _take(self, chosen: Sequence[Move]) -> None:
         """Issue the moves without waiting in between; every actor performs its calls in the order they were made."""
+        if self._error is not None:
+            raise self._error
         calls = [(rank, action) for move in chosen for rank, action in move]
-        if calls:
+
+        def perform() -> None:
             refs = [self._handles[rank].perform.remote(action) for rank, action in calls]
-            self._guard(lambda: self._calls.gather(refs, f"step {self.step}", [rank for rank, _ in calls]))
+            self._calls.gather(refs, f"step {self.step}", [rank for rank, _ in calls])
+
+        if calls:
+            try:
+                self._guard(perform)
+            except NonFiniteError as error:
+                self._error = error  # nobody took the STEP: this step is over
+                raise
             self._at += len(chosen)
 
     def _cursor(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import islice
 
-from raypar.schedules.action import Action, Op
+from raypar.schedules.action import RECVS, SENDS, Action, Op
 from raypar.schedules.faults import Fault
 from raypar.schedules.rules import HOLDS, crosses, needs
 from raypar.schedules.schedule import Schedule
@@ -37,6 +37,9 @@ class RowCheck:
     def run(self) -> RowCheck:
         """Look at every action of the row, then at what the row lacks."""
         for index, action in enumerate(self._schedule.rows[self._rank]):
+            if self._num_steps and (action.op in SENDS or action.op in RECVS):
+                sentence = f"{action} stands behind the STEP, in which every rank waits for all others: put it before"
+                self._fault(index, "step", sentence)
             if action.microbatch is not None:
                 self._perform(index, action)
             elif action.op is Op.STEP:

@@ -39,7 +39,8 @@ def from_csv(text: str, name: str) -> Schedule:
                     row.append(Action.parse(part))
                 except ValueError as error:
                     faults.append(f"line {line}, column {column}: {error}")
-        rows.append(row)
+        if row or any(cells):
+            rows.append(row)  # a blank line is no rank
     if faults:
         raise ScheduleError(f"schedule {name!r} cannot be read:\n" + "\n".join(faults))
     schedule = Schedule.of(name, rows)

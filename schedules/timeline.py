@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from raypar.schedules.action import COMPUTE, Action
 from raypar.schedules.rules import HOLDS
-from raypar.schedules.schedule import Schedule
+from raypar.schedules.schedule import MOST_DRAWN, Schedule
 
 
 class Event(NamedTuple):
@@ -38,6 +38,18 @@ class Timeline:
 
     schedule: Schedule
     events: tuple[Event, ...]
+
+    def __repr__(self) -> str:
+        """The grid, as a REPL shows it."""
+        from raypar.schedules.draw import text  # drawing a timeline takes all other files of this folder
+
+        return text(self) if len(self.events) <= MOST_DRAWN else f"<Timeline of {self.schedule.title}>"
+
+    def _repr_svg_(self) -> str:
+        """The picture that a notebook shows."""
+        from raypar.schedules.svg import svg
+
+        return svg(self)
 
     @property
     def name(self) -> str:

@@ -46,9 +46,11 @@ class LayersModel(Model):
 
     def loss(self, output: Values, target: Values) -> Tensor:
         loss: Tensor = self._spec.loss(unwrap(output), unwrap(target))
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"the loss must be a scalar tensor, it is {shape}: return the mean over the microbatch")
+            raise ValueError(
+                f"the loss must be a floating scalar tensor, it is {shape}: return the mean over the microbatch"
+            )
         return loss.reshape(())
 
 

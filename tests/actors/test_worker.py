@@ -326,7 +326,7 @@ class Returns(nn.Module):
 
 def test_a_loss_that_is_no_scalar_is_said():
     _, second = Team(linears(), loss=lambda output, target: (output - target) ** 2).each(lambda w: w.run("train", 0))
-    assert "ValueError: the loss must be a scalar tensor, it is (3, 4)" in str(second)
+    assert "ValueError: the loss must be one floating number, it is (3, 4)" in str(second)
 
 
 def poisoned(step, microbatch, dp):
@@ -422,3 +422,68 @@ def test_a_stage_may_begin_with_a_layer_that_works_in_place(recompute):
     weights = team.weights()
     assert weights.keys() == plain.weights.keys()
     assert all(torch.equal(weights[name], plain.weights[name]) for name in weights)
+
+
+class Doubles(nn.Module):
+    """Writes into its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x.mul_(1.5))
+
+
+def shared(pattern):
+    """Layers by letter; the same letter is the same module."""
+
+    def layers():
+        modules = {letter: nn.Linear(4, 4) for letter in sorted(set(pattern))}
+        return [modules[letter] for letter in pattern]
+
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("layers", "bound", "changes"),
+    [
+        (lambda: [nn.Linear(4, 4), Doubles()], 0.0, {"recompute": "full"}),
+        (lambda: [Doubles(), Doubles()], 0.0, {"recompute": "full"}),
+        (shared("abaa"), 1e-6, {}),
+        (shared("aaba"), 1e-6, {"schedule": "interleaved"}),
+        (shared("abcacb"), 1e-6, {"pp": 3, "m": 3, "schedule": "interleaved"}),
+    ],
+)
+def test_layers_that_write_into_inputs_or_are_used_again_train_as_in_one_process(layers, bound, changes):
+    team = Team(layers, **changes)
+    for number in range(3):
+        team.step(number)
+    plain = train_plainly(team.run)
+    homes = {name: weight for worker in team.workers for name, weight in worker.parameters().items()}
+    assert plain.weights.keys() <= homes.keys()
+    for name, weight in plain.weights.items():
+        error = torch.linalg.vector_norm(homes[name] - weight) / torch.linalg.vector_norm(weight)
+        assert error <= bound, name
+
+
+def test_a_loss_that_is_not_finite_changes_no_weight_even_without_a_gradient():
+    team = Team(linears(), loss=lambda output, target: (output * 0).sum() + torch.tensor(float("nan")))
+    before = team.weights()
+    results = team.each(lambda worker: worker.run("train", 0))
+    assert all(isinstance(result, NonFiniteError) for result in results)
+    assert all(torch.equal(weight, before[name]) for name, weight in team.weights().items())
+
+
+class UnspeakableError(Exception):
+    def __str__(self):
+        raise TypeError("no text")
+
+
+def test_an_exception_without_a_text_is_named_all_the_same():
+    class Raises(nn.Module):
+        def forward(self, x):
+            raise UnspeakableError
+
+    _, second = Team(lambda: [nn.Linear(4, 4), Raises()]).each(lambda worker: worker.run("train", 0))
+    assert str(second).startswith("actor pp=1: action 1F0 failed: UnspeakableError")

@@ -39,7 +39,9 @@ def test_a_boundary_moves_2mbsh_elements_a_step_and_nothing_else(job, schedule, 
     ops = {op for table in job.ledger().values() for _, op in table}
     assert ops == {"send", "recv", "send shapes", "recv shapes", "all_reduce"}
     norms = counts(job, "all_reduce")["pp=0"]
-    assert (norms.calls, norms.bytes) == (2, 2 * 4 * len(job.parameters)), "one norm a parameter, once a step"
+    assert (norms.calls, norms.bytes) == (2, 2 * 4 * (len(job.parameters) + 1)), (
+        "one norm a parameter and a vote, once a step"
+    )
     assert counts(job, "send shapes") == {"pp=0": rp_entry(1, 1024), "pp=1": None}
 
 
@@ -252,3 +254,46 @@ def test_any_shapes_between_stages(cluster):
         sent = counts(job, "send")
         assert sent["pp=0"].bytes == 3 * 3 * (5 * 8 * 4 + 5 * 8 * 8), "a float and an int64 tensor forth"
         assert sent["pp=1"].bytes == 3 * 3 * 5 * 8 * 4, "one gradient back"
+
+
+def test_a_stepper_whose_step_is_not_finite_is_over_and_the_job_goes_on(job):
+    job.reset(replace(rp.recipe("gpt-tiny"), optim=rp.SGD(lr=1e30), clip=None))
+    job.step()
+    stepper = job.stepper()
+    with pytest.raises(rp.NonFiniteError):
+        stepper.finish()
+    with pytest.raises(rp.NonFiniteError):
+        stepper.finish()
+    job.reset(rp.recipe("gpt-tiny"))
+    assert job.step().step == 0
+
+
+def test_the_timeline_of_training_outlives_an_evaluation(job):
+    job.reset(rp.recipe("gpt-tiny"))
+    job.step()
+    before = job.timeline().events
+    job.evaluate()
+    assert job.timeline().events == before
+    assert "B3" in repr(job.timeline())
+
+
+def test_what_the_driver_can_know_does_not_cost_the_job(cluster):
+    import threading
+
+    lock = threading.Lock()
+    run = rp.Run(
+        model=rp.Layers(mlp, loss=nn.functional.mse_loss),
+        mesh=rp.Mesh(pp=2),
+        data=rp.Batches(regression),
+        optim=rp.SGD(lr=0.1),
+    )
+    with rp.launch(run) as job:
+        with pytest.raises(rp.ConfigError, match="validate"):
+            job.evaluate()
+        job.step()
+        stepper = job.stepper()
+    with pytest.raises(rp.JobError, match="this job is over"):
+        stepper.next()
+    closes_over = replace(run, model=rp.Layers(lambda: [nn.Linear(6, 3), nn.Identity()] if lock else [], mlp))
+    with pytest.raises(rp.ConfigError, match="can't be sent to actors"):
+        rp.launch(closes_over)

@@ -231,7 +231,9 @@ def test_step_closes_the_weight_gradients_of_its_row():
         check(read([row, other]))
     with pytest.raises(CheckError, match="STEP stands before 1 weight gradients"):
         check(read([row, "1RECV_F0 1F0 STEP 1B0 1SEND_B0"]))
-    check(read([row, "1RECV_F0 1F0 1B0 STEP 1SEND_B0"]))
+    check(read([row, f"{other} STEP"]))
+    with pytest.raises(CheckError, match="1SEND_B0 stands behind the STEP"):  # rank 0 would wait for it in vain
+        check(read([row, "1RECV_F0 1F0 1B0 STEP 1SEND_B0"]))
     with pytest.raises(CheckError, match="STEP in an evaluation"):
         check(read(["0F0 STEP"]))
 
