@@ -49,7 +49,7 @@ class LayersModel(Model):
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
-                f"the loss must be a floating scalar tensor, it is {shape}: return the mean over the microbatch"
+                f"the loss must be one floating number, it is {shape}: return the mean over the microbatch"
             )
         return loss.reshape(())
 
