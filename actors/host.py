@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 from raypar.actors import groups
 from raypar.actors.group import Group
 from raypar.actors.ledger import Ledger
@@ -20,6 +22,7 @@ class HostedWorker(Worker):
 
     def start(self, plan: Plan) -> dict[str, tuple[int, ...]]:
         """Leave the groups of an earlier run, join those of this one, build; returns the shapes of the parameters."""
+        gc.unfreeze()
         for group in getattr(self, "_groups", {}).values():
             groups.leave(group.name)
         ledger, joined = Ledger(), dict[str, Group]()
@@ -30,4 +33,6 @@ class HostedWorker(Worker):
                 joined[axis] = groups.join(name, axis, len(members), members.index(plan.rank), plan.timeout, ledger)
         groups.close_together(joined)
         self.setup(plan, joined)
+        gc.collect()
+        gc.freeze()  # what is there now stays: the collector need not look at all of torch again and again
         return self.shapes()
