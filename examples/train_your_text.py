@@ -29,4 +29,6 @@ def main(path: str, steps: int = 200) -> rp.Evaluation:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     print(main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 200))
