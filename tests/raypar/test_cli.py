@@ -294,7 +294,7 @@ def test_a_ray_that_does_not_start_is_a_failed_run(said, monkeypatch, data, erro
     code, out, err = said("train", "gpt-tiny", *data)
     assert (code, out) == (4, "")
     assert err.startswith("starting 2 actors\nraypar: Ray does not start on this machine (")
-    assert len(err.splitlines()) == 1
+    assert len(err.splitlines()) == 2
 
 
 def test_sigterm_ends_a_run_and_its_actors(data, tmp_path):
