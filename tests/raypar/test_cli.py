@@ -293,8 +293,8 @@ def test_a_ray_that_does_not_start_is_a_failed_run(said, monkeypatch, data, erro
     monkeypatch.setattr(cluster.ray, "init", raising(error))
     code, out, err = said("train", "gpt-tiny", *data)
     assert (code, out) == (4, "")
-    assert err.startswith("starting 2 actors\nraypar: Ray does not start on this machine (")
-    assert len(err.splitlines()) == 2
+    assert err.splitlines()[-1].startswith("raypar: Ray does not start on this machine (")
+    assert "Traceback" not in err
 
 
 def test_sigterm_ends_a_run_and_its_actors(data, tmp_path):
