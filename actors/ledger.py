@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -13,9 +12,6 @@ class Entry:
 
     calls: int = 0
     bytes: int = 0
-
-    def __add__(self, other: Entry) -> Entry:
-        return Entry(self.calls + other.calls, self.bytes + other.bytes)
 
 
 class Ledger:
@@ -35,16 +31,3 @@ class Ledger:
         """A copy of the counts so far."""
         with self._lock:
             return {key: Entry(calls, nbytes) for key, (calls, nbytes) in self._counts.items()}
-
-    def clear(self) -> None:
-        with self._lock:
-            self._counts.clear()
-
-
-def total(ledgers: Mapping[str, Mapping[tuple[str, str], Entry]]) -> dict[tuple[str, str], Entry]:
-    """The counts of several members, added up."""
-    out: dict[tuple[str, str], Entry] = {}
-    for entries in ledgers.values():
-        for key, entry in entries.items():
-            out[key] = out.get(key, Entry()) + entry
-    return out

@@ -22,7 +22,7 @@ class LayersModel(Model):
     """
 
     def __init__(self, layers: Layers, seed: int) -> None:
-        self._spec, self._seed = layers, seed
+        self._spec = layers
         self._recording: Recording | None
         try:
             modules, self._recording = record(layers.fn, seed)
