@@ -25,7 +25,7 @@ from raypar.actors.seeds import derive
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _TRUNC_NORMAL = "_no_grad_trunc_normal_"
-_PATCHED = threading.Lock()
+_PROCESS = threading.RLock()  # generators and patches are the process' own: one thread at a time may hold them
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]  # how a torch function mode sees the property read
 
 
@@ -112,7 +112,7 @@ class Recording:
                 needed |= call.reads
                 chosen.append(ordinal)
         real: dict[int, Tensor] = {}
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with _PROCESS, torch.no_grad(), torch.random.fork_rng(devices=[]):
             for ordinal in reversed(chosen):
                 call = self._calls[ordinal]
                 if call.draws:
@@ -160,8 +160,8 @@ def record(build: Callable[[], Sequence[nn.Module]], seed: int) -> tuple[list[nn
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed the global generators of torch, numpy and Python, and put them back afterwards."""
-    python, arrays = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+    with _PROCESS, torch.random.fork_rng(devices=[]):
+        python, arrays = random.getstate(), np.random.get_state()
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
@@ -175,7 +175,7 @@ def seeded(seed: int) -> Iterator[None]:
 @contextmanager
 def _whole_trunc_normal(recording: Recording) -> Iterator[None]:
     """Let ``recording`` see torch.nn.init.trunc_normal_ as one op, however it was imported."""
-    with _PATCHED:
+    with _PROCESS:
         original = getattr(nn.init, _TRUNC_NORMAL, None)
         setattr(nn.init, _TRUNC_NORMAL, lambda *args, **kwargs: recording.trunc_normal(original, *args, **kwargs))
         try:

@@ -326,6 +326,7 @@ def test_builds_in_several_threads_do_not_mix():
             modules, recording = layers
             recording.materialize(modules, 0)
             same(modules[0], wanted[0])
+    assert len(wanted[0].state_dict()) > 0
 
 
 def test_loading_a_state_dict_gives_no_false_warning():
