@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
-from raypar.actors.group import Finish, Group, ReduceOp, nbytes, reduce_in_order, row_size
+from raypar.actors.group import Finish, Group, ReduceOp, nbytes, reduce_in_order, row_size, staged
 from raypar.actors.ledger import Ledger
 
 _OPS: dict[ReduceOp, Any] = {
@@ -90,7 +90,7 @@ class GlooGroup(Group):
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
         if self._is_small(tensor):
             return self._all_reduce_directly(tensor, op)
-        flat, back = _staged(tensor)
+        flat, back = staged(tensor)
         options = c10d.AllreduceOptions()
         options.reduceOp = _OPS[op]
         return _waiter(self._pg.allreduce([flat], options), back, flat)
@@ -113,7 +113,7 @@ class GlooGroup(Group):
         return finish
 
     def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
-        flat, back = _staged(out)
+        flat, back = staged(out)
         part = tensor.contiguous()
         pieces = list(flat.view(-1).chunk(self.size)) if flat.numel() else [flat] * self.size
         work = self._pg.allgather([pieces], [part.view(-1)]) if flat.numel() else self._pg.barrier()
@@ -130,20 +130,20 @@ class GlooGroup(Group):
         return _waiter(work, add if out.numel() else None, parts, source)
 
     def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
-        flat, back = _staged(out)
+        flat, back = staged(out)
         source = tensor.contiguous()
         if not row_size(source):
             return _waiter(self._pg.barrier(), None)
         return _waiter(self._pg.alltoall_base(flat, source, outs, ins), back, flat, source)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Finish:
-        flat, back = _staged(tensor)
+        flat, back = staged(tensor)
         options = c10d.BroadcastOptions()
         options.rootRank = root
         return _waiter(self._pg.broadcast([flat], options), back, flat)
 
     def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
-        flat, back = _staged(tensor)
+        flat, back = staged(tensor)
         if self.rank != root:
             flat, back = flat.clone(), None  # Gloo reduces inside the members' buffers
         options = c10d.ReduceOptions()
@@ -154,7 +154,7 @@ class GlooGroup(Group):
         if out is None or not tensor.numel():
             part, pieces, back = tensor.contiguous().view(-1), [], None
         else:
-            flat, back = _staged(out)
+            flat, back = staged(out)
             part, pieces = tensor.contiguous().view(-1), [list(flat.view(-1).chunk(self.size))]
         if not tensor.numel():
             return _waiter(self._pg.barrier(), None)
@@ -163,7 +163,7 @@ class GlooGroup(Group):
         return _waiter(self._pg.gather(pieces, [part], options), back, part, pieces)
 
     def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
-        flat, back = _staged(out)
+        flat, back = staged(out)
         pieces = [] if tensor is None else [list(tensor.contiguous().view(-1).chunk(self.size))]
         if not out.numel():
             return _waiter(self._pg.barrier(), None)
@@ -179,7 +179,7 @@ class GlooGroup(Group):
         return _waiter(self._pg.send([source], dst, tag), None, source)
 
     def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
-        flat, back = _staged(tensor)
+        flat, back = staged(tensor)
         return _waiter(self._pg.recv([flat], src, tag), back, flat)
 
 
@@ -201,14 +201,6 @@ def _threads() -> set[int]:
     if not sys.platform.startswith("linux"):
         return set()
     return {int(entry.name) for entry in Path("/proc/self/task").iterdir()}
-
-
-def _staged(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
-    """A contiguous tensor to communicate with, and what copies the result back if it is not ``tensor`` itself."""
-    if tensor.is_contiguous():
-        return tensor, None
-    flat = tensor.contiguous()
-    return flat, lambda: tensor.copy_(flat)
 
 
 def _waiter(work: Any, then: Callable[[], object] | None, *keep: object) -> Finish:

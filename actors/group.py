@@ -242,6 +242,14 @@ def row_size(tensor: Tensor) -> int:
     return math.prod(tensor.shape[1:])
 
 
+def staged(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
+    """A contiguous tensor to communicate with, and what copies the result back if it is not ``tensor`` itself."""
+    if tensor.is_contiguous():
+        return tensor, None
+    flat = tensor.contiguous()
+    return flat, lambda: tensor.copy_(flat)
+
+
 def reduce_in_order(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
     """``out`` becomes the reduction of ``parts``, first to last; half-precision sums and products run in fp32."""
     half = out.dtype in (torch.bfloat16, torch.float16)

@@ -2,12 +2,14 @@
 
 Ray's stock GLOO backend shares one process group between all groups of an actor (its sums are wrong where groups
 overlap) and knows no tags, handles, deadlines or abort. ``register_collective_backend`` is the public way to another:
-``RayparGloo`` is what Ray sees, ``.group`` is the Group that raypar uses.
+``RayparCpu`` is what Ray sees, ``.group`` is the Group that raypar uses: over shared memory if all its members are on
+one node, else over Gloo.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -26,8 +28,11 @@ from torch._C._distributed_c10d import Store
 from raypar.actors.gloo import GlooGroup, create_device
 from raypar.actors.group import Group, GroupError, ReduceOp
 from raypar.actors.ledger import Ledger
+from raypar.actors.links import same_place
+from raypar.actors.shm import ShmGroup
 
-BACKEND = "RAYPAR_GLOO"
+log = logging.getLogger(__name__)
+BACKEND = "RAYPAR_CPU"
 _NAMESPACE = b"raypar"
 _CONNECT_TIMEOUT = 60.0
 _OPS: dict[types.ReduceOp, ReduceOp] = {
@@ -75,7 +80,7 @@ def close_together(groups: Mapping[str, Group]) -> None:
 def register() -> None:
     """Make the backend known to this process (driver or actor)."""
     if not _global_registry.is_registered(BACKEND):
-        register_collective_backend(BACKEND, RayparGloo)
+        register_collective_backend(BACKEND, RayparCpu)
 
 
 class KVStore(Store):
@@ -113,22 +118,13 @@ class KVStore(Store):
         return f"{self._prefix}/{key}".encode()
 
 
-class RayparGloo(BaseGroup):
+class RayparCpu(BaseGroup):
     """What ``ray.util.collective`` holds: its own calls work too, translated to the Group."""
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         super().__init__(world_size, rank, group_name)
         store = KVStore(f"{ray.get_runtime_context().get_job_id()}/{group_name}")
-        self.group: Group = GlooGroup(
-            group_name,
-            "default",
-            rank,
-            world_size,
-            _CONNECT_TIMEOUT,
-            store=store,
-            device=_device(),
-            connect_timeout=_CONNECT_TIMEOUT,
-        )
+        self.group = _cpu_group(group_name, rank, world_size, store)
         if rank == 0:
             store.clear()
 
@@ -183,6 +179,22 @@ class RayparGloo(BaseGroup):
 
 def _op(options: Any) -> ReduceOp:
     return "sum" if options is None else _OPS[options.reduceOp]
+
+
+def _cpu_group(name: str, rank: int, size: int, store: Store) -> Group:
+    if same_place(store, rank, size):
+        return ShmGroup(name, "default", rank, size, _CONNECT_TIMEOUT, store=store, connect_timeout=_CONNECT_TIMEOUT)
+    log.info("group %s: its members are on several nodes, so it goes over TCP", name)
+    return GlooGroup(
+        name,
+        "default",
+        rank,
+        size,
+        _CONNECT_TIMEOUT,
+        store=store,
+        device=_device(),
+        connect_timeout=_CONNECT_TIMEOUT,
+    )
 
 
 @functools.cache

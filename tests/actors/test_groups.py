@@ -1,4 +1,4 @@
-"""Every op of a group gives what a plain computation on all members' tensors gives, on both backends."""
+"""Every op of a group gives what a plain computation on all members' tensors gives, on every backend."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from raypar.actors.gloo import GlooGroup, create_device
 from raypar.actors.group import GroupError
 from raypar.actors.ledger import Entry, Ledger
 from raypar.actors.local_group import FailingGroup, LocalHub, local_groups
+from raypar.actors.shm import ShmGroup
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
 REDUCED = {
@@ -25,7 +26,7 @@ REDUCED = {
     "min": lambda parts: parts.amin(0),
     "max": lambda parts: parts.amax(0),
 }
-BACKENDS = ("local", "gloo")
+BACKENDS = ("local", "gloo", "shm")
 
 
 @functools.cache
@@ -44,8 +45,13 @@ def gloo_groups(axis, size, timeout=30.0, store=None, names=None):
     return together(size, member)
 
 
+def shm_groups(axis, size, timeout=30.0):
+    store = dist.HashStore()
+    return together(size, lambda rank: ShmGroup(f"shm/{axis}", axis, rank, size, timeout, store=store))
+
+
 def make(backend, size, timeout=30.0, axis="x"):
-    return (gloo_groups if backend == "gloo" else local_groups)(axis, size, timeout)
+    return {"local": local_groups, "gloo": gloo_groups, "shm": shm_groups}[backend](axis, size, timeout)
 
 
 def together(size, work):

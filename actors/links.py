@@ -1,0 +1,185 @@
+"""Connections between the members of a group that live on one node: local sockets that carry small messages and slabs.
+
+A message stands in a channel; those of one sender in one channel arrive in the order in which they were sent. Its bytes
+are in it if they are few, else in a slab. A member that dies closes its sockets, which its peers see at once.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from raypar.actors.slabs import Slab
+
+INLINE = 1 << 13  # bytes that a message carries itself: below, two copies through the kernel are cheaper than a slab
+_HEAD = struct.Struct(
+    "<qqiii4x"
+)  # channel, total, slab (or _NO_SLAB), start, bytes; 32 in all, so that data is aligned
+_NO_SLAB = -1
+_HELLO = struct.Struct("<i")
+_ROOM = INLINE + _HEAD.size
+_FD_ROOM = socket.CMSG_SPACE(4)
+_BUFFER = 1 << 22  # asked of the system for what is sent and not yet read; it may give less
+
+
+class Message(NamedTuple):
+    """A piece (uint8) of ``total`` bytes that a peer gives, perhaps in a slab of it that has to be given back."""
+
+    data: Tensor
+    total: int
+    slab: Slab | None
+
+
+def place() -> str:
+    """Where this process can be reached by local sockets and descriptors; "" where it can't (not on Linux)."""
+    if not sys.platform.startswith("linux"):
+        return ""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}/{os.getuid()}"
+    except OSError:
+        return ""
+
+
+def same_place(store: Store, rank: int, size: int) -> bool:
+    """Whether all members can reach each other so; every member has to ask."""
+    here = place()
+    store.set(f"place/{rank}", here)
+    return all(store.get(f"place/{peer}").decode() == here for peer in range(size)) and bool(here)
+
+
+class Link:
+    """The connection to one peer. ``lost``: the peer has closed it, or died."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        self.lost = False
+        self._socket = sock
+        self._slabs: dict[int, Slab] = {}  # the peer's
+        self._known: set[int] = set()  # own slabs that the peer has
+        self._queue: deque[tuple[bytes, int | None]] = deque()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything sent is on its way."""
+        return not self._queue
+
+    def send(self, channel: int, total: int, data: Tensor) -> None:
+        """Send at most INLINE bytes (uint8); the tensor may change as soon as this returns."""
+        self._put(_HEAD.pack(channel, total, _NO_SLAB, 0, data.numel()) + data.numpy().tobytes(), None)
+
+    def lend(self, channel: int, total: int, slab: Slab, start: int, count: int, fd: int) -> None:
+        """Let the peer read ``count`` bytes of a slab, whose descriptor it gets if it does not know it yet."""
+        new = slab.number not in self._known
+        self._known.add(slab.number)
+        self._put(_HEAD.pack(channel, total, slab.number, start, count), fd if new else None)
+
+    def flush(self) -> None:
+        """Go on with what could not be sent because the peer did not read."""
+        while self._queue and not self.lost:
+            if not self._try(*self._queue[0]):
+                return
+            self._queue.popleft()
+
+    def receive(self) -> Iterator[tuple[int, Message]]:
+        """Everything that has arrived, each with its channel."""
+        while not self.lost:
+            try:
+                raw, control, _, _ = self._socket.recvmsg(_ROOM, _FD_ROOM)
+            except BlockingIOError:
+                return
+            except OSError:
+                raw, control = b"", []
+            if not raw:
+                self.lost = True
+                return
+            channel, total, number, start, count = _HEAD.unpack_from(raw)
+            for _, _, packed in control:
+                (fd,) = struct.unpack("i", packed[:4])
+                self._slabs[number] = Slab(fd, number)
+                os.close(fd)
+            if number == _NO_SLAB:
+                data = torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=_HEAD.size) if count else _NOTHING
+                yield channel, Message(data, total, None)
+            else:
+                slab = self._slabs[number]
+                yield channel, Message(slab.data[start : start + count], total, slab)
+
+    def shut(self) -> None:
+        """Close the connection for both ends; what waits for it wakes up. Safe from any thread."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # the peer was first
+
+    def _put(self, raw: bytes, fd: int | None) -> None:
+        if self.lost:
+            raise RuntimeError("the connection was closed")
+        if self._queue or not self._try(raw, fd):
+            self._queue.append((raw, fd))
+
+    def _try(self, raw: bytes, fd: int | None) -> bool:
+        """Send one message, unless there is no room."""
+        try:
+            if fd is None:
+                self._socket.send(raw)
+            else:
+                socket.send_fds(self._socket, [raw], [fd])
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.lost = True
+            raise RuntimeError("the connection was closed") from error
+        return True
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def connect(store: Store, rank: int, size: int, seconds: float) -> dict[int, Link]:
+    """A link to every other member, by rank; they meet in the store, whose keys must be new.
+
+    A listener's name is random and known through the store alone. Raises TimeoutError or OSError.
+    """
+    deadline = time.monotonic() + seconds
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        name = f"raypar-{secrets.token_hex(16)}"
+        listener.bind(f"\0{name}")  # no file: the name goes with the socket
+        listener.listen(size)
+        store.set(f"local/{rank}", name)
+        links = {peer: _dial(store.get(f"local/{peer}").decode(), rank) for peer in range(rank)}
+        while len(links) < size - 1:
+            listener.settimeout(max(0.001, deadline - time.monotonic()))
+            peer, link = _accept(listener)
+            links[peer] = link
+    return dict(sorted(links.items()))
+
+
+def _dial(name: str, rank: int) -> Link:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.connect(f"\0{name}")
+    sock.send(_HELLO.pack(rank))
+    return Link(sock)
+
+
+def _accept(listener: socket.socket) -> tuple[int, Link]:
+    sock, _ = listener.accept()
+    sock.settimeout(listener.gettimeout())
+    (peer,) = _HELLO.unpack(sock.recv(_HELLO.size))
+    return peer, Link(sock)

@@ -1,0 +1,184 @@
+"""What one member of a group on one node posts to the others, what has arrived from them, and waiting for it."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from raypar.actors.flow import Flow
+from raypar.actors.links import INLINE, Link, Message
+from raypar.actors.slabs import Pool
+
+_SPIN = 60  # looks before going to sleep, about 15 us: a peer that answers at once need not wake anybody
+
+Use = Callable[[dict[int, Tensor]], object]
+
+
+class Mailbox:
+    """Pieces of tensors, each in a channel: contiguous, of one dim, and of one dtype in a channel.
+
+    links  to the other members, by rank
+
+    No thread works behind the caller's back: flows move on whenever one is started or waited for. Who waits sleeps in
+    the kernel, so that its core is free for the one it waits for. Safe to use from several threads.
+    """
+
+    def __init__(self, rank: int, links: Mapping[int, Link]) -> None:
+        self._rank, self._links = rank, links
+        self._pool = Pool(len(links) + 1)
+        self._arrived: dict[tuple[int, int], deque[Message]] = {}  # by sender and channel
+        self._flows: list[Flow] = []  # those that are not over, in the order of their start
+        self._changed = threading.Condition()
+        self._aborted = False
+        self._watched = False  # whether a thread sleeps on the links, and has to be told of what others did
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = select.poll()
+        self._poller.register(self._bell, select.POLLIN)
+        self._peers = {link.fileno(): peer for peer, link in links.items()}
+        for link in links.values():
+            self._poller.register(link, select.POLLIN)
+
+    def __del__(self) -> None:
+        os.close(self._bell)
+
+    def abort(self) -> None:
+        """Close every link, for both ends; who waits is woken. Safe from any thread."""
+        self._aborted = True
+        for link in self._links.values():
+            link.shut()
+
+    def start(self, flow: Flow) -> None:
+        """Do what can be done of it at once; it moves on with every other start or wait."""
+        with self._changed:
+            self._flows.append(flow)
+            self._advance()
+
+    def wait(self, flow: Flow, seconds: float) -> None:
+        """Return when the flow is over; raise what went wrong in it: TimeoutError, RuntimeError if a peer is lost."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while not self._over(flow):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                if self._watched:
+                    self._changed.wait(left)
+                else:
+                    self._watch(left)
+
+    # --- for the steps of a flow ---
+
+    def post(self, channel: int, total: int, part: Tensor, peers: Iterable[int]) -> None:
+        """Give the peers a piece of what is ``total`` bytes in all; it may change as soon as this returns."""
+        if part.stride(0) != 1:  # of a single element, which is contiguous with any stride
+            part = part.as_strided(part.shape, (1,))
+        data = part.view(torch.uint8)
+        count = data.numel()
+        with self._changed:
+            if count <= INLINE:
+                for peer in peers:
+                    self._links[peer].send(channel, total, data)
+                return
+            slab, start = self._pool.put(data)
+            for peer in peers:
+                slab.lend(peer)
+                self._links[peer].lend(channel, total, slab, start, count, self._pool.fd(slab))
+
+    def have(self, channel: int, peers: Iterable[int]) -> bool:
+        """Whether each of the peers has posted a piece that was not taken yet."""
+        return all((peer, channel) in self._arrived for peer in peers)
+
+    def take(self, channel: int, totals: Mapping[int, int], dtype: torch.dtype, use: Use) -> None:
+        """Let ``use`` have the next piece of each peer, whose pieces have ``totals[peer]`` bytes in all.
+
+        Raises RuntimeError if a peer gives more or less.
+        """
+        pieces = {peer: self._next(peer, channel) for peer in totals}
+        for peer, piece in pieces.items():
+            if piece.total != totals[peer]:
+                raise RuntimeError(f"rank {peer} gives {piece.total} bytes, rank {self._rank} takes {totals[peer]}")
+        use({peer: piece.data.view(dtype) for peer, piece in pieces.items()})
+        for piece in pieces.values():
+            if piece.slab is not None:
+                piece.slab.give_back(self._rank)
+
+    def sent(self, peers: Iterable[int]) -> bool:
+        """Whether everything posted to the peers is on its way."""
+        return all(self._links[peer].idle for peer in peers)
+
+    # --- inside; under the lock ---
+
+    def _over(self, flow: Flow) -> bool:
+        self._advance()
+        if flow.error is not None:
+            raise flow.error
+        if flow.over:
+            return True
+        if self._aborted:
+            raise RuntimeError("the group was aborted")
+        for peer in flow.peers:
+            if self._links[peer].lost:
+                raise RuntimeError(f"rank {peer} closed the connection")
+        return False
+
+    def _advance(self) -> None:
+        """Read and move on until nothing is left to do.
+
+        Within a round nothing is read: of two flows in one channel the first must not miss what the second one sees.
+        """
+        moved = True
+        while moved and self._flows:
+            for peer, link in self._links.items():
+                if not link.idle:
+                    link.flush()
+                self._read(peer)
+            moved = sum(flow.advance() for flow in self._flows) > 0
+            self._flows = [flow for flow in self._flows if not flow.over]
+            if moved and self._watched:  # what moved may be what the sleeper waits for
+                os.eventfd_write(self._bell, 1)
+
+    def _watch(self, seconds: float) -> None:
+        """Sleep until something arrives, or there is room for something to be sent."""
+        full = [link for link in self._links.values() if not link.lost and not link.idle]
+        for link in full:
+            self._poller.modify(link, select.POLLIN | select.POLLOUT)
+        self._watched = True
+        self._changed.release()
+        try:
+            ready = next(filter(None, (self._poller.poll(0) for _ in range(_SPIN))), None)
+            ready = ready or self._poller.poll(math.ceil(seconds * 1000))
+        finally:
+            self._changed.acquire()
+            self._watched = False
+            self._changed.notify_all()
+        for link in full:
+            self._poller.modify(link, select.POLLIN)
+        for fd, _ in ready:
+            if fd in self._peers:
+                self._read(self._peers[fd])
+            else:
+                os.eventfd_read(fd)
+
+    def _read(self, peer: int) -> None:
+        link = self._links[peer]
+        if link.lost:
+            return
+        for channel, message in link.receive():
+            self._arrived.setdefault((peer, channel), deque()).append(message)
+        if link.lost:
+            self._poller.unregister(link)
+
+    def _next(self, peer: int, channel: int) -> Message:
+        queue = self._arrived[peer, channel]
+        message = queue.popleft()
+        if not queue:
+            del self._arrived[peer, channel]
+        return message

@@ -1,0 +1,292 @@
+"""The CPU group of members that live on one node: tensors move through shared memory.
+
+Every op is a Flow: it posts pieces of what this member gives, and takes the pieces that the others posted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from raypar.actors.flow import Flow, Step
+from raypar.actors.group import Finish, Group, ReduceOp, nbytes, reduce_in_order, row_size, staged
+from raypar.actors.ledger import Ledger
+from raypar.actors.links import INLINE, connect
+from raypar.actors.mailbox import Mailbox
+from raypar.actors.slabs import SLAB
+
+Parts = dict[int, Tensor]
+Fold = Callable[[slice, Parts], object]  # what to do with these elements of the peers' tensors
+Back = Callable[[], object] | None
+
+
+class ShmGroup(Group):
+    """A group whose members are all in one ``links.place()``.
+
+    store  where the members meet; its keys must not have been used by an earlier group
+
+    An async op moves on whenever any op of the group is started or waited for. The constructor returns once every
+    member is connected, or raises within ``connect_timeout`` seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        axis: str,
+        rank: int,
+        size: int,
+        timeout: float,
+        *,
+        store: Store,
+        connect_timeout: float = 60.0,
+        ledger: Ledger | None = None,
+    ) -> None:
+        super().__init__(name, axis, rank, size, timeout, ledger)
+        self._others = [peer for peer in range(size) if peer != rank]
+        self._issued, self._box = 0, Mailbox(rank, {})
+        try:
+            self._box = Mailbox(rank, connect(store, rank, size, connect_timeout))
+            self._barrier()(connect_timeout)
+        except (OSError, RuntimeError) as error:
+            raise self.fault("connect", None, str(error) or type(error).__name__) from error
+
+    def abort(self) -> None:
+        self._closed = True
+        self._box.abort()
+
+    # --- the ops: what this member gives to whom, and what it makes of what it gets ---
+
+    def _all_reduce_bytes(self, tensor: Tensor) -> int:
+        return (self.size - 1) * nbytes(tensor) if self._is_direct(tensor) else super()._all_reduce_bytes(tensor)
+
+    def _is_direct(self, tensor: Tensor) -> bool:
+        """Whether everybody gives everything to everybody: one round, and for two members not a byte more."""
+        return self.size == 2 or nbytes(tensor) <= INLINE
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
+        whole, back = staged(tensor)
+        flat = whole.view(-1)
+        if not self._is_direct(tensor):
+            return self._start(self._by_shares(flat, op), back)
+
+        def fold(piece: slice, parts: Parts) -> None:
+            self._reduce_parts(flat[piece], flat[piece], parts, op)
+
+        return self._exchange([(flat, self._others)], self._from_all(flat.numel()), flat.dtype, fold, back)
+
+    def _by_shares(self, flat: Tensor, op: ReduceOp) -> Flow:
+        """An all_reduce in which each member reduces its share of a block and gives the result to all."""
+        given, reduced = self._channel(), self._channel()
+        block, size = SLAB // flat.element_size(), flat.element_size()
+
+        def share(k: int, rank: int) -> Tensor:
+            part = flat[k * block : (k + 1) * block]
+            each = -(-part.numel() // self.size)
+            return part[rank * each : (rank + 1) * each]
+
+        def post(k: int) -> None:
+            for peer in self._others:
+                part = share(k, peer)
+                self._box.post(given, nbytes(part), part, [peer])
+
+        def reduce(k: int) -> None:
+            own = share(k, self.rank)
+            totals = dict.fromkeys(self._others, nbytes(own))
+            self._box.take(given, totals, own.dtype, lambda parts: self._reduce_parts(own, own, parts, op))
+            self._box.post(reduced, nbytes(own), own, self._others)
+
+        def collect(k: int) -> None:
+            shares = {peer: share(k, peer) for peer in self._others}
+            totals = {peer: part.numel() * size for peer, part in shares.items()}
+            self._box.take(reduced, totals, flat.dtype, lambda parts: _copy(shares, parts))
+
+        steps = [
+            Step(_always, post),
+            Step(lambda k: self._box.have(given, self._others), reduce),
+            Step(lambda k: self._box.have(reduced, self._others), collect),
+            Step(lambda k: self._box.sent(self._others), _nothing),
+        ]
+        return Flow(-(-flat.numel() // block), steps, self._others)
+
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
+        whole, back = staged(out)
+        rows, part = whole.view(self.size, tensor.numel()), tensor.contiguous().view(-1)
+        rows[self.rank].copy_(part)
+        return self._exchange([(part, self._others)], self._from_all(part.numel()), part.dtype, _fill(rows), back)
+
+    def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
+        whole, back = staged(out)
+        flat, rows = whole.view(-1), tensor.contiguous().view(self.size, out.numel())
+
+        def fold(piece: slice, parts: Parts) -> None:
+            self._reduce_parts(flat[piece], rows[self.rank, piece], parts, op)
+
+        if self.size == 1:
+            flat.copy_(rows[0])
+        give = [(rows[peer], [peer]) for peer in self._others]
+        return self._exchange(give, self._from_all(flat.numel()), flat.dtype, fold, back)
+
+    def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
+        whole, back = staged(out)
+        row = row_size(out)
+        targets = whole.view(-1).split([count * row for count in outs])
+        sources = tensor.contiguous().view(-1).split([count * row for count in ins])
+        targets[self.rank].copy_(sources[self.rank])
+        give = [(sources[peer], [peer]) for peer in self._others]
+        take = {peer: targets[peer].numel() for peer in self._others}
+        return self._exchange(give, take, whole.dtype, _fill(targets), back)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> Finish:
+        whole, back = staged(tensor)
+        flat = whole.view(-1)
+        if self.rank == root:
+            return self._exchange([(flat, self._others)], {}, flat.dtype, _nothing, None)
+        return self._exchange([], {root: flat.numel()}, flat.dtype, _fill({root: flat}), back)
+
+    def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
+        whole, back = staged(tensor)
+        flat = whole.view(-1)
+
+        def fold(piece: slice, parts: Parts) -> None:
+            self._reduce_parts(flat[piece], flat[piece], parts, op)
+
+        if self.rank != root:
+            return self._exchange([(flat, [root])], {}, flat.dtype, _nothing, None)
+        return self._exchange([], self._from_all(flat.numel()), flat.dtype, fold, back)
+
+    def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
+        part = tensor.contiguous().view(-1)
+        if out is None or self.rank != root:
+            return self._exchange([(part, [root])], {}, part.dtype, _nothing, None)
+        whole, back = staged(out)
+        rows = whole.view(self.size, part.numel())
+        rows[root].copy_(part)
+        return self._exchange([], self._from_all(part.numel()), part.dtype, _fill(rows), back)
+
+    def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
+        whole, back = staged(out)
+        flat = whole.view(-1)
+        if tensor is None or self.rank != root:
+            return self._exchange([], {root: flat.numel()}, flat.dtype, _fill({root: flat}), back)
+        rows = tensor.contiguous().view(self.size, flat.numel())
+        flat.copy_(rows[root])
+        return self._exchange([(rows[peer], [peer]) for peer in self._others], {}, flat.dtype, _nothing, back)
+
+    def _barrier(self) -> Finish:
+        token = torch.zeros(1)
+        return self._exchange([(token, self._others)], self._from_all(1), token.dtype, _nothing, None)
+
+    def _send(self, tensor: Tensor, dst: int, tag: int) -> Finish:
+        flat = tensor.detach().contiguous().view(-1)
+        piece = SLAB // flat.element_size()
+        for start in range(0, flat.numel(), piece):
+            self._box.post(tag, nbytes(flat), flat[start : start + piece], (dst,))
+        if self._box.sent((dst,)):
+            return _nothing
+        return self._start(Flow(1, [Step(lambda k: self._box.sent((dst,)), _nothing)], [dst]), None)
+
+    def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
+        whole, back = staged(tensor)
+        flat, totals = whole.view(-1), {src: nbytes(whole)}
+        piece = SLAB // flat.element_size()
+
+        def fill(k: int) -> None:
+            target = flat[k * piece : (k + 1) * piece]
+            self._box.take(tag, totals, flat.dtype, lambda parts: target.copy_(parts[src]))
+
+        step = Step(lambda k: self._box.have(tag, (src,)), fill)
+        return self._start(Flow(-(-flat.numel() // piece), [step], (src,)), back)
+
+    # --- inside ---
+
+    def _exchange(
+        self,
+        give: Sequence[tuple[Tensor, Sequence[int]]],
+        take: Mapping[int, int],
+        dtype: torch.dtype,
+        fold: Fold,
+        back: Back,
+    ) -> Finish:
+        """Give flat tensors to these peers, and fold in so many elements of those, piece by piece."""
+        channel = self._channel()
+        piece = SLAB // dtype.itemsize
+        longest = max([flat.numel() for flat, _ in give] + list(take.values()), default=0)
+        totals = {peer: count * dtype.itemsize for peer, count in take.items()}
+        receivers = {peer for _, peers in give for peer in peers}
+
+        def sources(k: int) -> dict[int, int]:
+            return {peer: total for peer, total in totals.items() if take[peer] > k * piece}
+
+        def post(k: int) -> None:
+            for flat, peers in give:
+                if flat.numel() > k * piece:
+                    self._box.post(channel, nbytes(flat), flat[k * piece : (k + 1) * piece], peers)
+
+        def use(k: int) -> None:
+            where = slice(k * piece, (k + 1) * piece)
+            self._box.take(channel, sources(k), dtype, lambda parts: fold(where, parts))
+
+        steps = [
+            Step(_always, post),
+            Step(lambda k: self._box.have(channel, sources(k)), use),
+            Step(lambda k: self._box.sent(receivers), _nothing),
+        ]
+        return self._start(Flow(-(-longest // piece), steps, [*take, *receivers]), back)
+
+    def _start(self, flow: Flow, back: Back) -> Finish:
+        self._box.start(flow)
+
+        def finish(timeout: float) -> None:
+            self._box.wait(flow, timeout)
+            if back is not None:
+                back()
+
+        return finish
+
+    def _channel(self) -> int:
+        """A new one for a collective, the same on every member; the tags of p2p are channels too, from 0."""
+        self._issued += 1
+        return -self._issued
+
+    def _from_all(self, count: int) -> dict[int, int]:
+        return dict.fromkeys(self._others, count)
+
+    def _reduce_parts(self, out: Tensor, own: Tensor, parts: Parts, op: ReduceOp) -> None:
+        """``out`` becomes the reduction of this member's part and the others', in rank order."""
+        everyone = [own if rank == self.rank else parts[rank] for rank in range(self.size)]
+        if self.size == 2:
+            _PAIRS[op](*everyone, out=out)
+        else:
+            reduce_in_order(everyone, op, out)
+
+
+_PAIRS: dict[ReduceOp, Callable[..., object]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+def _fill(targets: Mapping[int, Tensor] | Sequence[Tensor] | Tensor) -> Fold:
+    def fold(piece: slice, parts: Parts) -> None:
+        for peer, part in parts.items():
+            targets[peer][piece].copy_(part)
+
+    return fold
+
+
+def _copy(targets: Mapping[int, Tensor], parts: Parts) -> None:
+    for peer, part in parts.items():
+        targets[peer].copy_(part)
+
+
+def _always(piece: int) -> bool:
+    return True
+
+
+def _nothing(*_: object) -> None:
+    """An op that takes nothing, or nothing that matters."""

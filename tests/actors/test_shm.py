@@ -1,0 +1,199 @@
+"""What is particular to groups in shared memory: pieces, memory that is used again, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypar.actors.group import GroupError, nbytes, reduce_in_order
+from raypar.actors.links import INLINE, place, same_place
+from raypar.actors.shm import ShmGroup
+from raypar.actors.slabs import SLAB
+
+EDGES = [0, 1, INLINE // 4 - 1, INLINE // 4, INLINE // 4 + 1, 30_001, SLAB // 4, SLAB // 4 + 1, 700_001]
+KILLS = Path(__file__).parents[1] / "bench" / "group_kills.py"
+
+
+def shm_groups(size, timeout=20.0):
+    store = dist.HashStore()
+    return together(size, lambda rank: ShmGroup("shm", "x", rank, size, timeout, store=store, connect_timeout=10.0))
+
+
+def together(size, work):
+    with ThreadPoolExecutor(size) as pool:
+        return [future.result(60) for future in [pool.submit(work, rank) for rank in range(size)]]
+
+
+def files():
+    """Descriptors of shared memory that this process has."""
+    links = Path("/proc/self/fd").iterdir()
+    return sum(1 for link in links if link.is_symlink() and "memfd:raypar" in str(link.readlink()))
+
+
+# --- in pieces -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25)
+@given(
+    size=st.integers(2, 4),
+    count=st.sampled_from(EDGES),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
+    op=st.sampled_from(["sum", "max"]),
+)
+def test_any_number_of_pieces_is_reduced_in_rank_order(size, count, dtype, op):
+    groups = shm_groups(size)
+    ins = [torch.randn(count, generator=torch.Generator().manual_seed(rank)).mul(8).to(dtype) for rank in range(size)]
+    wanted = torch.empty(count, dtype=dtype)
+    reduce_in_order(ins, op, wanted)
+    got = [tensor.clone() for tensor in ins]
+    together(size, lambda rank: groups[rank].all_reduce(got[rank], op).wait())
+    assert all(torch.equal(tensor, wanted) for tensor in got)
+    out = [torch.empty(count, dtype=dtype) for _ in range(size)]
+    rows = [tensor.repeat(size) for tensor in ins]
+    together(size, lambda rank: groups[rank].reduce_scatter(out[rank], rows[rank], op).wait())
+    assert all(torch.equal(tensor, wanted) for tensor in out)
+
+
+@settings(max_examples=15)
+@given(counts=st.lists(st.sampled_from(EDGES), min_size=9, max_size=9), tag=st.integers(0, 1 << 30))
+def test_uneven_pieces_reach_their_rank(counts, tag):
+    groups = shm_groups(3)
+    table = [counts[3 * rank : 3 * rank + 3] for rank in range(3)]  # what a rank gives to each
+    ins = [torch.arange(sum(row), dtype=torch.float32) + 1e7 * rank for rank, row in enumerate(table)]
+
+    def work(rank):
+        out = torch.empty(sum(row[rank] for row in table))
+        splits = [row[rank] for row in table]
+        groups[rank].all_to_all(out, ins[rank], splits, table[rank]).wait()
+        following, before = (rank + 1) % 3, (rank - 1) % 3
+        passed = torch.empty(len(ins[before]))
+        sent = groups[rank].send(ins[rank], following, tag)
+        groups[rank].recv(passed, before, tag).wait()
+        sent.wait()
+        return out, passed
+
+    for rank, (out, passed) in enumerate(together(3, work)):
+        assert torch.equal(out, torch.cat([ins[peer].split(table[peer])[rank] for peer in range(3)]))
+        assert torch.equal(passed, ins[(rank - 1) % 3])
+
+
+def test_the_ledger_counts_what_crosses():
+    for size, count in ((2, 100), (2, 1 << 20), (3, 100), (4, 1 << 20)):
+        groups = shm_groups(size)
+        together(size, lambda rank, groups=groups, count=count: groups[rank].all_reduce(torch.ones(count)).wait())
+        each = (size - 1) * nbytes(torch.ones(count))
+        wanted = each if size == 2 or nbytes(torch.ones(count)) <= INLINE else 2 * each // size
+        assert [group.ledger.entries()["x", "all_reduce"].bytes for group in groups] == [wanted] * size
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_send_is_over_before_anybody_receives_it():
+    groups, tensor = shm_groups(2, timeout=5.0), torch.arange(600_000.0)
+    groups[0].send(tensor, 1).wait()
+    tensor.zero_()
+    groups[1].recv(tensor, 0).wait()
+    assert torch.equal(tensor, torch.arange(600_000.0))
+
+
+def test_thousands_of_messages_wait_until_somebody_reads():
+    """More than the system keeps for a connection: the sender goes on, and its wait sees to the rest."""
+    groups, got = shm_groups(2), torch.zeros(5000)
+
+    def work(rank):
+        if rank == 0:
+            for handle in [groups[0].send(torch.tensor([float(i)]), 1) for i in range(5000)]:
+                handle.wait()
+        else:
+            time.sleep(0.2)
+            for i in range(5000):
+                groups[1].recv(got[i : i + 1], 0).wait()
+
+    together(2, work)
+    assert torch.equal(got, torch.arange(5000.0))
+
+
+def test_an_op_moves_on_when_another_one_starts():
+    """No thread works in the background: gradients are added while the next bucket is started."""
+    groups = shm_groups(2)
+    first = [torch.full((200_000,), float(rank + 1)) for rank in range(2)]
+    for group, tensor in zip(groups, first, strict=True):
+        group.all_reduce(tensor)
+    assert first[0].eq(1.0).all()  # nobody was there
+    groups[0].all_reduce(torch.ones(1))
+    assert first[0].eq(3.0).all()
+
+
+def test_two_threads_wait_in_one_group():
+    groups = shm_groups(2)
+
+    def echo(rank, tag, turns=200):
+        tensor = torch.zeros(10)
+        for turn in range(turns):
+            if rank == 0:
+                groups[0].send(torch.full((10,), float(turn)), 1, tag).wait()
+                groups[0].recv(tensor, 1, tag).wait()
+                assert tensor.eq(turn + tag).all()
+            else:
+                groups[1].recv(tensor, 0, tag).wait()
+                groups[1].send(tensor + tag, 0, tag).wait()
+
+    with ThreadPoolExecutor(6) as pool:
+        for future in [pool.submit(echo, rank, tag) for rank in range(2) for tag in (1, 2, 3)]:
+            future.result(30)
+
+
+def test_who_waits_uses_no_core():
+    groups = shm_groups(2, timeout=0.5)
+    start = time.process_time()
+    with pytest.raises(GroupError, match=r"nothing came within 0.5 s"):
+        groups[0].recv(torch.zeros(1), 1).wait()
+    assert time.process_time() - start < 0.1
+
+
+def test_other_sizes_than_the_peers_are_an_error_not_a_crash():
+    groups = shm_groups(2, timeout=2.0)
+    groups[0].send(torch.ones(3), 1)
+    with pytest.raises(GroupError, match="rank 0 gives 12 bytes, rank 1 takes 20"):
+        groups[1].recv(torch.ones(5), 0).wait()
+
+
+# --- nothing is left -------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_used_again_and_given_back():
+    gc.collect()
+    before = files()
+    groups = shm_groups(2)
+    for _ in range(200):
+        together(2, lambda rank: groups[rank].all_reduce(torch.ones(300_000)).wait())
+    assert 0 < files() - before < 60
+    groups.clear()
+    gc.collect()
+    assert files() == before
+
+
+def test_members_elsewhere_are_told_apart(monkeypatch):
+    store = dist.HashStore()
+    assert together(2, lambda rank: same_place(dist.PrefixStore("a", store), rank, 2)) == [True, True]
+    assert place()
+    store.set("b/place/1", "another node")
+    assert not same_place(dist.PrefixStore("b", store), 0, 2)
+
+
+def test_members_that_are_killed_or_stopped():
+    done = subprocess.run(
+        [sys.executable, str(KILLS), "--kills", "4", "--stops", "1"], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
