@@ -61,10 +61,18 @@ class Mailbox:
             self._flows.append(flow)
             self._advance()
 
+    def await_pieces(self, flow: Flow) -> None:
+        """Start a flow that only takes: there is nothing to do until somebody waits."""
+        with self._changed:
+            self._flows.append(flow)
+
     def wait(self, flow: Flow, seconds: float) -> None:
         """Return when the flow is over; raise what went wrong in it: TimeoutError, RuntimeError if a peer is lost."""
+        if flow.over and flow.error is None:
+            return
         deadline = time.monotonic() + seconds
         with self._changed:
+            self._advance(flow)
             while not self._over(flow):
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -73,6 +81,7 @@ class Mailbox:
                     self._changed.wait(left)
                 else:
                     self._watch(left)
+                self._advance(flow)
 
     # --- for the steps of a flow ---
 
@@ -117,7 +126,7 @@ class Mailbox:
     # --- inside; under the lock ---
 
     def _over(self, flow: Flow) -> bool:
-        self._advance()
+        """Whether it came to a good end; raise if it can't any more."""
         if flow.error is not None:
             raise flow.error
         if flow.over:
@@ -129,21 +138,22 @@ class Mailbox:
                 raise RuntimeError(f"rank {peer} closed the connection")
         return False
 
-    def _advance(self) -> None:
-        """Read and move on until nothing is left to do.
+    def _advance(self, awaited: Flow | None = None) -> None:
+        """Read and move on until nothing is left to do, or until the flow that is waited for is over.
 
         Within a round nothing is read: of two flows in one channel the first must not miss what the second one sees.
         """
-        moved = True
-        while moved and self._flows:
+        moved, some = True, False
+        while moved and self._flows and not (awaited and awaited.over):
             for peer, link in self._links.items():
                 if not link.idle:
                     link.flush()
                 self._read(peer)
-            moved = sum(flow.advance() for flow in self._flows) > 0
+            moved = sum([flow.advance() for flow in self._flows]) > 0
             self._flows = [flow for flow in self._flows if not flow.over]
-            if moved and self._watched:  # what moved may be what the sleeper waits for
-                os.eventfd_write(self._bell, 1)
+            some = some or moved
+        if some and self._watched:  # what moved may be what the sleeper waits for
+            os.eventfd_write(self._bell, 1)
 
     def _watch(self, seconds: float) -> None:
         """Sleep until something arrives, or there is room for something to be sent."""

@@ -198,7 +198,9 @@ class ShmGroup(Group):
             self._box.take(tag, totals, flat.dtype, lambda parts: target.copy_(parts[src]))
 
         step = Step(lambda k: self._box.have(tag, (src,)), fill)
-        return self._start(Flow(-(-flat.numel() // piece), [step], (src,)), back)
+        flow = Flow(-(-flat.numel() // piece), [step], (src,))
+        self._box.await_pieces(flow)
+        return self._finish(flow, back)
 
     # --- inside ---
 
@@ -238,7 +240,9 @@ class ShmGroup(Group):
 
     def _start(self, flow: Flow, back: Back) -> Finish:
         self._box.start(flow)
+        return self._finish(flow, back)
 
+    def _finish(self, flow: Flow, back: Back) -> Finish:
         def finish(timeout: float) -> None:
             self._box.wait(flow, timeout)
             if back is not None:
