@@ -69,6 +69,7 @@ class Courier:
         self._group, self._placement, self._num_microbatches = group, placement, num_microbatches
         self._specs: dict[int, tuple[Spec, ...]] = {}  # of what the stage of this number hands to the next one
         self._floating: dict[int, tuple[Spec, ...]] = {}  # those of them that gradients come back for
+        self._expected: dict[int, deque[Action]] = defaultdict(deque)  # by peer, not posted yet
         self._posted: dict[Action, tuple[list[Tensor], list[Handle]]] = {}
         self._sending: dict[int, deque[list[Handle]]] = defaultdict(deque)
         self._routes: dict[Action, Route] = {}
@@ -78,25 +79,38 @@ class Courier:
         return self._route(action).peer if action.op in SENDS or action.op in RECVS else None
 
     def expect(self, action: Action) -> None:
-        """Post the buffers of a RECV that is to come, if its shapes are known by now."""
-        route = self._route(action)
-        specs = route.specs.get(route.boundary)
-        if specs is not None and action not in self._posted:
-            buffers = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
-            recv, peer, tag = self._link().recv, route.peer, route.tag
-            handles = [recv(buffer, peer, tag + i) for i, buffer in enumerate(buffers, 1)]
-            self._posted[action] = (buffers, handles)
+        """Post the buffers of a RECV that is to come, as soon as its shapes are known.
+
+        Never before those of an earlier RECV from the same peer: a transport without tags delivers in order.
+        """
+        queue = self._expected[self._route(action).peer]
+        queue.append(action)
+        while queue and self._known(queue[0]):
+            self._post(queue.popleft())
 
     def receive(self, action: Action) -> Values:
-        """Wait for the values of a RECV."""
+        """Wait for the values of a RECV, the next one of its peer."""
         if action not in self._posted:
-            route = self._route(action)
-            if route.boundary not in route.specs:
+            queue, route = self._expected[self._route(action).peer], self._route(action)
+            if queue:
+                assert queue.popleft() == action, "receives are taken in the order of the row"
+            if not self._known(action):
                 self._learn(route.boundary, self._read_header(route))
-            self.expect(action)
+            self._post(action)
         buffers, handles = self._posted.pop(action)
         _wait_all(handles)
         return tuple(buffers)
+
+    def _known(self, action: Action) -> bool:
+        route = self._route(action)
+        return route.boundary in route.specs
+
+    def _post(self, action: Action) -> None:
+        route = self._route(action)
+        buffers = [torch.empty(spec.shape, dtype=spec.dtype) for spec in route.specs[route.boundary]]
+        recv, peer, tag = self._link().recv, route.peer, route.tag
+        handles = [recv(buffer, peer, tag + i) for i, buffer in enumerate(buffers, 1)]
+        self._posted[action] = (buffers, handles)
 
     def send(self, action: Action, values: Values) -> None:
         """Start sending the values of a SEND; they are kept until they have been received."""
