@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-# pieces by which the first step may be ahead of the last one: until they are read they take memory
-_AHEAD = 8
+AHEAD = 8  # pieces by which the first step may be ahead of the last one: until they are read they take memory
 
 
 class Step(NamedTuple):
@@ -19,6 +18,8 @@ class Step(NamedTuple):
 class Flow:
     """``count`` pieces that go through ``steps``; the last step goes first where it can, as what arrives is in cache.
 
+    With several steps, the first one posts pieces, which take memory until their readers are done. A single step takes.
+
     peers  those without whom it can't be finished
     """
 
@@ -26,29 +27,36 @@ class Flow:
         self.peers = frozenset(peers)
         self.error: Exception | None = None
         self._count, self._steps, self._done = count, steps, [0] * len(steps)
+        self._gives = len(steps) > 1
 
     @property
     def over(self) -> bool:
         return self.error is not None or self._done[-1] == self._count
 
-    def advance(self) -> bool:
-        """Do what can be done now, but at most one piece of the first step; whether anything was done.
+    @property
+    def ahead(self) -> int:
+        """Pieces that the first step has done and the last one has not."""
+        return self._done[0] - self._done[-1]
 
-        So pieces that arrive meanwhile can be taken while they are in cache. What goes wrong is kept in ``error``.
+    def advance(self, most: int = AHEAD) -> bool:
+        """Do what can be done now, but at most one piece of the first step, which may be ``most`` pieces ahead.
+
+        So pieces that arrive meanwhile can be taken while they are in cache. Returns whether anything was done; what
+        goes wrong is kept in ``error``.
         """
         done = list(self._done)
         try:
-            while self._done[0] == done[0] and self._one():
+            while self._done[0] == done[0] and self._one(most):
                 pass
         except Exception as error:
             self.error = error
         return self._done != done
 
-    def _one(self) -> bool:
+    def _one(self, most: int) -> bool:
         done = self._done
         for number in range(len(done) - 1, -1, -1):
             piece = done[number]
-            limit = done[number - 1] if number else min(self._count, done[-1] + _AHEAD)
+            limit = done[number - 1] if number else min(self._count, done[-1] + most if self._gives else self._count)
             if piece < limit and self._steps[number].ready(piece):
                 self._steps[number].do(piece)
                 done[number] += 1

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from raypar.actors.flow import Flow
+from raypar.actors.flow import AHEAD, Flow
 from raypar.actors.links import INLINE, Link, Message
 from raypar.actors.slabs import Pool
 
+_MOST = 16  # pieces that all flows together may have posted and not finished: beyond, newer ones wait
 _LOOKS = 200  # before going to sleep, about 150 us: to be woken takes 30 us or more
 
 Use = Callable[[dict[int, Tensor]], object]
@@ -149,11 +150,19 @@ class Mailbox:
                 if not link.idle:
                     link.flush()
                 self._read(peer)
-            moved = sum([flow.advance() for flow in self._flows]) > 0
+            moved = self._round()
             self._flows = [flow for flow in self._flows if not flow.over]
             some = some or moved
         if some and self._watched:  # what moved may be what the sleeper waits for
             os.eventfd_write(self._bell, 1)
+
+    def _round(self) -> bool:
+        """Let every flow move on; whether one did. The oldest always may, so that none waits for room forever."""
+        moved, held = False, 0
+        for flow in self._flows:
+            moved = flow.advance(AHEAD if held < _MOST else 0) or moved
+            held += flow.ahead
+        return moved
 
     def _watch(self, seconds: float) -> None:
         """Sleep until something arrives, or there is room for something to be sent."""

@@ -135,6 +135,21 @@ def test_an_op_moves_on_when_another_one_starts():
     assert first[0].eq(3.0).all()
 
 
+def test_ops_that_nobody_waits_for_take_little_memory():
+    gc.collect()
+    before, tensors = files(), [[torch.ones(SLAB) for _ in range(20)] for _ in range(2)]  # 80 MiB a member
+    groups = shm_groups(2)
+    handles = [groups[0].all_reduce(tensor) for tensor in tensors[0]]
+    assert files() - before <= 2 * 24 + 2
+    got = torch.zeros(1000)
+    receipt = groups[0].recv(got, 1)  # is not held up by what is in front of it
+    groups[1].send(torch.ones(1000), 0).wait()
+    receipt.wait()
+    together(2, lambda rank: [h.wait() for h in (handles if rank == 0 else map(groups[1].all_reduce, tensors[1]))])
+    assert all(tensor.eq(2).all() for mine in tensors for tensor in mine)
+    groups.clear()
+
+
 def test_two_threads_wait_in_one_group():
     groups = shm_groups(2)
 
