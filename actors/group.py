@@ -148,6 +148,12 @@ class Group(ABC):
         self._other(src, "recv")
         return self._run(count_as, src, nbytes(tensor), self._recv, tensor, src, tag)
 
+    # --- memory ---
+
+    def empty(self, count: int, dtype: torch.dtype) -> Tensor:
+        """A new tensor (count,) to reduce again and again: where it can be, all_reduce takes it without a copy."""
+        return torch.empty(count, dtype=dtype)
+
     # --- faults ---
 
     @abstractmethod

@@ -20,7 +20,8 @@ from raypar.actors.slabs import Pool
 _MOST = 16  # pieces that all flows together may have posted and not finished: beyond, newer ones wait
 _LOOKS = 200  # before going to sleep, about 150 us: to be woken takes 30 us or more
 
-Use = Callable[[dict[int, Tensor]], object]
+Parts = dict[int, Tensor]  # by peer
+Use = Callable[[Parts], object]
 
 
 class Mailbox:
@@ -84,10 +85,21 @@ class Mailbox:
                     self._watch(left)
                 self._advance(flow)
 
+    def window(self, count: int) -> Tensor:
+        """A new tensor (uint8) of ``count`` bytes that peers can read where it stands."""
+        with self._changed:
+            return self._pool.window(count)
+
+    def is_window(self, tensor: Tensor) -> bool:
+        return self._pool.window_of(tensor) is not None
+
     # --- for the steps of a flow ---
 
-    def post(self, channel: int, total: int, part: Tensor, peers: Iterable[int]) -> None:
-        """Give the peers a piece of what is ``total`` bytes in all; it may change as soon as this returns."""
+    def post(self, channel: int, total: int, part: Tensor, peers: Iterable[int], live: bool = False) -> None:
+        """Give the peers a piece of what is ``total`` bytes in all.
+
+        It may change as soon as this returns, unless it is ``live``: of a window, and read where it stands.
+        """
         if part.stride(0) != 1:  # of a single element, which is contiguous with any stride
             part = part.as_strided(part.shape, (1,))
         data = part.view(torch.uint8)
@@ -97,7 +109,7 @@ class Mailbox:
                 for peer in peers:
                     self._links[peer].send(channel, total, data)
                 return
-            slab, start = self._pool.put(data)
+            slab, start = self._pool.place(data) if live else self._pool.put(data)
             for peer in peers:
                 slab.lend(peer)
                 self._links[peer].lend(channel, total, slab, start, count, self._pool.fd(slab))

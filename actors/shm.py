@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from raypar.actors.flow import Flow, Step
-from raypar.actors.group import Finish, Group, ReduceOp, nbytes, reduce_in_order, row_size, staged
+from raypar.actors.flow import Flow, Step, always
+from raypar.actors.group import Finish, Group, ReduceOp, nbytes, row_size, staged
 from raypar.actors.ledger import Ledger
 from raypar.actors.links import INLINE, connect
-from raypar.actors.mailbox import Mailbox
+from raypar.actors.mailbox import Mailbox, Parts
+from raypar.actors.shares import by_shares, reduce_parts
 from raypar.actors.slabs import SLAB
 
-Parts = dict[int, Tensor]
 Fold = Callable[[slice, Parts], object]  # what to do with these elements of the peers' tensors
 Back = Callable[[], object] | None
 
@@ -53,6 +53,9 @@ class ShmGroup(Group):
         except (OSError, RuntimeError) as error:
             raise self.fault("connect", None, str(error) or type(error).__name__) from error
 
+    def empty(self, count: int, dtype: torch.dtype) -> Tensor:
+        return self._box.window(count * dtype.itemsize).view(dtype)
+
     def abort(self) -> None:
         self._closed = True
         self._box.abort()
@@ -63,53 +66,23 @@ class ShmGroup(Group):
         return (self.size - 1) * nbytes(tensor) if self._is_direct(tensor) else super()._all_reduce_bytes(tensor)
 
     def _is_direct(self, tensor: Tensor) -> bool:
-        """Whether everybody gives everything to everybody: one round, and for two members not a byte more."""
-        return self.size == 2 or nbytes(tensor) <= INLINE
+        """Whether everybody gives everything to everybody: one round, and for two members not a byte more.
+
+        What is in a window need not be copied to be given, and then shares are less work.
+        """
+        return nbytes(tensor) <= INLINE or (self.size == 2 and not self._box.is_window(tensor))
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
         whole, back = staged(tensor)
         flat = whole.view(-1)
         if not self._is_direct(tensor):
-            return self._start(self._by_shares(flat, op), back)
+            channels = self._channel(), self._channel(), self._channel()
+            return self._start(by_shares(self._box, self.rank, self.size, flat, op, channels), back)
 
         def fold(piece: slice, parts: Parts) -> None:
-            self._reduce_parts(flat[piece], flat[piece], parts, op)
+            reduce_parts(flat[piece], flat[piece], parts, self.rank, op)
 
         return self._exchange([(flat, self._others)], self._from_all(flat.numel()), flat.dtype, fold, back)
-
-    def _by_shares(self, flat: Tensor, op: ReduceOp) -> Flow:
-        """An all_reduce in which each member reduces its share of a block and gives the result to all."""
-        given, reduced = self._channel(), self._channel()
-        block, size = SLAB // flat.element_size(), flat.element_size()
-
-        def share(k: int, rank: int) -> Tensor:
-            part = flat[k * block : (k + 1) * block]
-            each = -(-part.numel() // self.size)
-            return part[rank * each : (rank + 1) * each]
-
-        def post(k: int) -> None:
-            for peer in self._others:
-                part = share(k, peer)
-                self._box.post(given, nbytes(part), part, [peer])
-
-        def reduce(k: int) -> None:
-            own = share(k, self.rank)
-            totals = dict.fromkeys(self._others, nbytes(own))
-            self._box.take(given, totals, own.dtype, lambda parts: self._reduce_parts(own, own, parts, op))
-            self._box.post(reduced, nbytes(own), own, self._others)
-
-        def collect(k: int) -> None:
-            shares = {peer: share(k, peer) for peer in self._others}
-            totals = {peer: part.numel() * size for peer, part in shares.items()}
-            self._box.take(reduced, totals, flat.dtype, lambda parts: _copy(shares, parts))
-
-        steps = [
-            Step(_always, post),
-            Step(lambda k: self._box.have(given, self._others), reduce),
-            Step(lambda k: self._box.have(reduced, self._others), collect),
-            Step(lambda k: self._box.sent(self._others), _nothing),
-        ]
-        return Flow(-(-flat.numel() // block), steps, self._others)
 
     def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
         whole, back = staged(out)
@@ -122,7 +95,7 @@ class ShmGroup(Group):
         flat, rows = whole.view(-1), tensor.contiguous().view(self.size, out.numel())
 
         def fold(piece: slice, parts: Parts) -> None:
-            self._reduce_parts(flat[piece], rows[self.rank, piece], parts, op)
+            reduce_parts(flat[piece], rows[self.rank, piece], parts, self.rank, op)
 
         if self.size == 1:
             flat.copy_(rows[0])
@@ -151,7 +124,7 @@ class ShmGroup(Group):
         flat = whole.view(-1)
 
         def fold(piece: slice, parts: Parts) -> None:
-            self._reduce_parts(flat[piece], flat[piece], parts, op)
+            reduce_parts(flat[piece], flat[piece], parts, self.rank, op)
 
         if self.rank != root:
             return self._exchange([(flat, [root])], {}, flat.dtype, _nothing, None)
@@ -232,7 +205,7 @@ class ShmGroup(Group):
             self._box.take(channel, sources(k), dtype, lambda parts: fold(where, parts))
 
         steps = [
-            Step(_always, post),
+            Step(always, post),
             Step(lambda k: self._box.have(channel, sources(k)), use),
             Step(lambda k: self._box.sent(receivers), _nothing),
         ]
@@ -258,22 +231,6 @@ class ShmGroup(Group):
     def _from_all(self, count: int) -> dict[int, int]:
         return dict.fromkeys(self._others, count)
 
-    def _reduce_parts(self, out: Tensor, own: Tensor, parts: Parts, op: ReduceOp) -> None:
-        """``out`` becomes the reduction of this member's part and the others', in rank order."""
-        everyone = [own if rank == self.rank else parts[rank] for rank in range(self.size)]
-        if self.size == 2:
-            _PAIRS[op](*everyone, out=out)
-        else:
-            reduce_in_order(everyone, op, out)
-
-
-_PAIRS: dict[ReduceOp, Callable[..., object]] = {
-    "sum": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-}
-
 
 def _fill(targets: Mapping[int, Tensor] | Sequence[Tensor] | Tensor) -> Fold:
     def fold(piece: slice, parts: Parts) -> None:
@@ -281,15 +238,6 @@ def _fill(targets: Mapping[int, Tensor] | Sequence[Tensor] | Tensor) -> Fold:
             targets[peer][piece].copy_(part)
 
     return fold
-
-
-def _copy(targets: Mapping[int, Tensor], parts: Parts) -> None:
-    for peer, part in parts.items():
-        targets[peer].copy_(part)
-
-
-def _always(piece: int) -> bool:
-    return True
 
 
 def _nothing(*_: object) -> None:

@@ -18,14 +18,14 @@ _LINE = 64  # parts start at cache lines
 
 
 class Slab:
-    """One piece of shared memory: ``data`` (SLAB bytes, uint8), written by its owner and read by those it is lent to.
+    """One piece of shared memory: ``data`` (uint8), written by its owner and read by those it is lent to.
 
     Each count in the header is written by one reader alone, and what is lent is known to the owner alone: no write is
     ever raced for.
     """
 
     def __init__(self, fd: int, number: int) -> None:
-        memory = mmap.mmap(fd, _HEADER + SLAB)
+        memory = mmap.mmap(fd, os.fstat(fd).st_size)
         self.number = number
         self.data: Tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=_HEADER)
         self._returned = memoryview(memory)[:_HEADER].cast("Q")
@@ -46,12 +46,16 @@ class Slab:
 
 
 class Pool:
-    """The slabs of one member of a group of ``size``."""
+    """The slabs of one member of a group of ``size``: those that pieces are copied into, and windows.
+
+    A window is a slab that a tensor of the member lives in: its pieces are lent as they stand.
+    """
 
     def __init__(self, size: int) -> None:
         if size * 8 > _HEADER:
             raise ValueError(f"{size} members: shared memory has room for {_HEADER // 8}")
         self._slabs: deque[Slab] = deque()  # the one used longest ago first: its readers are the likeliest to be done
+        self._windows: dict[int, Slab] = {}  # by the address of their data
         self._fds: list[int] = []
         self._end = SLAB  # how much of the last one is taken
 
@@ -59,8 +63,24 @@ class Pool:
         for fd in self._fds:
             os.close(fd)
 
+    def window(self, count: int) -> Tensor:
+        """A new tensor (uint8) of ``count`` bytes that stays in shared memory."""
+        slab = self._new(count)
+        self._windows[slab.data.data_ptr()] = slab
+        return slab.data
+
+    def window_of(self, tensor: Tensor) -> Slab | None:
+        """The window that a tensor is in."""
+        return self._windows.get(tensor.untyped_storage().data_ptr())
+
+    def place(self, data: Tensor) -> tuple[Slab, int]:
+        """Where a part of a window (uint8) stands in it."""
+        slab = self.window_of(data)
+        assert slab is not None
+        return slab, data.data_ptr() - slab.data.data_ptr()
+
     def put(self, data: Tensor) -> tuple[Slab, int]:
-        """Write at most SLAB bytes (uint8); where they stand. Lend the slab before the next put."""
+        """Copy at most SLAB bytes (uint8); where they stand. Lend the slab before the next put."""
         count = data.numel()
         if self._end + count > SLAB:
             self._next()
@@ -77,8 +97,11 @@ class Pool:
         if self._slabs and self._slabs[0].free:
             self._slabs.rotate(-1)
         else:
-            fd = os.memfd_create("raypar", os.MFD_CLOEXEC)
-            os.ftruncate(fd, _HEADER + SLAB)
-            self._slabs.append(Slab(fd, len(self._fds)))
-            self._fds.append(fd)
+            self._slabs.append(self._new(SLAB))
         self._end = 0
+
+    def _new(self, count: int) -> Slab:
+        fd = os.memfd_create("raypar", os.MFD_CLOEXEC)
+        os.ftruncate(fd, _HEADER + count)
+        self._fds.append(fd)
+        return Slab(fd, len(self._fds) - 1)

@@ -87,6 +87,24 @@ def test_uneven_pieces_reach_their_rank(counts, tag):
         assert torch.equal(passed, ins[(rank - 1) % 3])
 
 
+@settings(max_examples=12)
+@given(size=st.integers(2, 4), count=st.sampled_from([*EDGES, SLAB + 3]), turns=st.integers(1, 4))
+def test_a_window_is_reduced_where_it_stands_and_free_to_change_after_that(size, count, turns):
+    groups = shm_groups(size)
+    ins = [torch.randn(count, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(size)]
+    wanted = torch.empty(count, dtype=torch.bfloat16)
+    reduce_in_order(ins, "sum", wanted)
+
+    def work(rank):
+        window = groups[rank].empty(count, torch.bfloat16)
+        for _ in range(turns):
+            window.copy_(ins[rank])
+            groups[rank].all_reduce(window).wait()
+            assert torch.equal(window, wanted)
+
+    together(size, work)
+
+
 def test_the_ledger_counts_what_crosses():
     for size, count in ((2, 100), (2, 1 << 20), (3, 100), (4, 1 << 20)):
         groups = shm_groups(size)

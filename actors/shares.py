@@ -1,0 +1,79 @@
+"""An all_reduce through shared memory in which each member reduces a share and gives the result to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from raypar.actors.flow import Flow, Step, always
+from raypar.actors.group import ReduceOp, nbytes, reduce_in_order
+from raypar.actors.mailbox import Mailbox, Parts
+from raypar.actors.slabs import SLAB
+
+_WINDOW_BLOCK = 4 * SLAB  # bytes; nothing is copied to be given, so what counts is that each block costs four messages
+_PAIRS: dict[ReduceOp, Callable[..., object]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, channels: tuple[int, int, int]) -> Flow:
+    """The flow that turns ``flat`` (contiguous, one dim) into the reduction; 2(N-1)/N of its bytes cross a member.
+
+    What is in a window is read where it stands, so there the op is over only when all have read it.
+    """
+    given, reduced, read = channels
+    live = box.is_window(flat)
+    block, token = (_WINDOW_BLOCK if live else SLAB) // flat.element_size(), torch.zeros(1)
+    others = [peer for peer in range(size) if peer != rank]
+
+    def share(k: int, owner: int) -> Tensor:
+        part = flat[k * block : (k + 1) * block]
+        each = -(-part.numel() // size)
+        return part[owner * each : (owner + 1) * each]
+
+    def give(k: int) -> None:
+        for peer in others:
+            part = share(k, peer)
+            box.post(given, nbytes(part), part, [peer], live)
+
+    def reduce(k: int) -> None:
+        own = share(k, rank)
+        totals = dict.fromkeys(others, nbytes(own))
+        box.take(given, totals, own.dtype, lambda parts: reduce_parts(own, own, parts, rank, op))
+        box.post(reduced, nbytes(own), own, others, live)
+
+    def collect(k: int) -> None:
+        totals = {peer: nbytes(share(k, peer)) for peer in others}
+        box.take(reduced, totals, flat.dtype, lambda parts: fill(k, parts))
+        if live:
+            box.post(read, nbytes(token), token, others)
+
+    def fill(k: int, parts: Parts) -> None:
+        for peer, part in parts.items():
+            share(k, peer).copy_(part)
+
+    def release(k: int) -> None:
+        if live:
+            box.take(read, dict.fromkeys(others, nbytes(token)), token.dtype, lambda parts: None)
+
+    steps = [
+        Step(always, give),
+        Step(lambda k: box.have(given, others), reduce),
+        Step(lambda k: box.have(reduced, others), collect),
+        Step(lambda k: box.sent(others) and (not live or box.have(read, others)), release),
+    ]
+    return Flow(-(-flat.numel() // block), steps, others)
+
+
+def reduce_parts(out: Tensor, own: Tensor, parts: Parts, rank: int, op: ReduceOp) -> None:
+    """``out`` becomes the reduction of what member ``rank`` has itself and of the others' parts, in rank order."""
+    everyone = [own if member == rank else parts[member] for member in range(len(parts) + 1)]
+    if len(everyone) == 2:
+        _PAIRS[op](*everyone, out=out)
+    else:
+        reduce_in_order(everyone, op, out)
