@@ -65,9 +65,9 @@ class Pool:
 
     def window(self, count: int) -> Tensor:
         """A new tensor (uint8) of ``count`` bytes that stays in shared memory."""
-        slab = self._new(count)
+        slab = self._new(max(1, count))
         self._windows[slab.data.data_ptr()] = slab
-        return slab.data
+        return slab.data[:count]
 
     def window_of(self, tensor: Tensor) -> Slab | None:
         """The window that a tensor is in."""
