@@ -9,17 +9,20 @@ install := $(python) -m pip install -qq --disable-pip-version-check --constraint
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train test lint types clean
+.PHONY: help train test bench lint types clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
-	@echo 'Variables: ARGS="..." for raypar train (make train) or pytest (make test), PYTHON=python3.12 for a new .venv'
+	@echo 'Variables: ARGS="..." for raypar train (make train), pytest (make test) or the bench, PYTHON=python3.12 for a new .venv'
 
 train: $(venv)/.installed ## train the small GPT on this machine
 	@$(venv)/bin/raypar train gpt-small $(ARGS)
 
 test: lint types ## lint, types, then the tests
 	@$(python) -m pytest $(ARGS)
+
+bench: $(venv)/.installed-bench ## raypar beside its peers, in a quarter of an hour; ARGS=--quick for a minute
+	@$(python) -m tests.bench $(ARGS)
 
 lint: $(venv)/.installed-dev ## ruff: rules and format
 	@$(python) -m ruff check --quiet
@@ -42,6 +45,11 @@ $(venv)/.installed-dev: pyproject.toml constraints.txt | $(venv)/bin/pip
 	@echo 'Installing raypar and its test tools into $(venv); the first time this takes a few minutes.'
 	@$(install) '.[dev,hf]'
 	@touch $(venv)/.installed $@
+
+$(venv)/.installed-bench: pyproject.toml constraints.txt | $(venv)/bin/pip
+	@echo 'Installing raypar and what its bench compares it with into $(venv); the first time this takes a few minutes.'
+	@$(install) '.[dev,hf,bench]'
+	@touch $(venv)/.installed $(venv)/.installed-dev $@
 
 # pip is the last thing that venv writes: where it is there, the environment is whole.
 $(venv)/bin/pip:

@@ -11,56 +11,56 @@ from raypar.actors.specs import GPT, Batches, Layers, Text
 
 
 class BatchSource(Protocol):
-    """Batches as pure functions of (step, microbatch): any actor may ask for any of them, in any order."""
+    """Batches as pure functions of (step, microbatch, dp): any actor may ask for any of them, in any order."""
 
-    def inputs(self, program: ProgramName, step: int, microbatch: int) -> Values: ...
+    def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values: ...
 
-    def targets(self, program: ProgramName, step: int, microbatch: int) -> Values: ...
+    def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values: ...
 
 
 class TextSource:
     """Windows of tokens (B, S) int64, and the same windows one token later."""
 
-    def __init__(self, batches: TokenBatches, dp: int) -> None:
-        self._batches, self._dp = batches, dp
+    def __init__(self, batches: TokenBatches) -> None:
+        self._batches = batches
 
-    def inputs(self, program: ProgramName, step: int, microbatch: int) -> Values:
+    def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
         read = self._batches.train_tokens if program == "train" else self._batches.val_tokens
-        return (read(step, microbatch, self._dp),)
+        return (read(step, microbatch, dp),)
 
-    def targets(self, program: ProgramName, step: int, microbatch: int) -> Values:
+    def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
         read = self._batches.train_labels if program == "train" else self._batches.val_labels
-        return (read(step, microbatch, self._dp),)
+        return (read(step, microbatch, dp),)
 
 
 class FunctionSource:
     """The user's own functions."""
 
-    def __init__(self, spec: Batches, dp: int) -> None:
-        self._spec, self._dp = spec, dp
+    def __init__(self, spec: Batches) -> None:
+        self._spec = spec
 
-    def inputs(self, program: ProgramName, step: int, microbatch: int) -> Values:
-        return as_values(self._pair(program, step, microbatch)[0])
+    def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
+        return as_values(self._pair(program, step, microbatch, dp)[0])
 
-    def targets(self, program: ProgramName, step: int, microbatch: int) -> Values:
-        return as_values(self._pair(program, step, microbatch)[1])
+    def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
+        return as_values(self._pair(program, step, microbatch, dp)[1])
 
-    def _pair(self, program: ProgramName, step: int, microbatch: int) -> tuple[object, object]:
+    def _pair(self, program: ProgramName, step: int, microbatch: int, dp: int) -> tuple[object, object]:
         fn = self._spec.fn if program == "train" else self._spec.validate
         if fn is None:
             raise ValueError("the run has no validation data: give Batches a validate function")
-        pair = fn(step, microbatch, self._dp)
+        pair = fn(step, microbatch, dp)
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"a batch function must return (inputs, targets), it returned {type(pair).__name__}")
         return pair[0], pair[1]
 
 
 def batch_source(
-    data: Text | Batches, model: GPT | Layers, micro_batch_size: int, microbatches: int, num_dp: int, dp: int, seed: int
+    data: Text | Batches, model: GPT | Layers, micro_batch_size: int, microbatches: int, num_dp: int, seed: int
 ) -> BatchSource:
-    """The batches of one data-parallel replica."""
+    """The batches of a run; ``microbatches`` are those of one data-parallel replica."""
     if isinstance(data, Batches):
-        return FunctionSource(data, dp)
+        return FunctionSource(data)
     assert model.seq is not None, "text needs a model with a sequence length"
     corpus = open_corpus(data)
-    return TextSource(TokenBatches(corpus, model.seq, micro_batch_size, microbatches, num_dp, seed), dp)
+    return TextSource(TokenBatches(corpus, model.seq, micro_batch_size, microbatches, num_dp, seed))

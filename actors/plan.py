@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from raypar.actors.mesh import Mesh
 from raypar.actors.specs import GPT, SGD, AdamW, Batches, Layers, Text
 from raypar.actors.split import Split
+from raypar.actors.world import DataParallel, World
 from raypar.schedules.action import Action
 from raypar.schedules.schedule import Schedule
 
@@ -23,7 +24,7 @@ class Plan:
     """A run as one actor sees it.
 
     name      unique to job and generation; the names of its groups begin with it
-    rank      this actor's rank in the mesh
+    rank      this actor's rank in the world
     programs  the lowered schedules by name; of their rows only this actor's is filled
     timeout   seconds that any wait on another actor may take
     """
@@ -38,11 +39,34 @@ class Plan:
     split: Split
     recompute: Recompute
     micro_batch_size: int
+    data_parallel: DataParallel
+    bucket_mb: float
+    servers: int
     clip: float | None
     seed: int
     steps: int
     threads: int
     timeout: float
+
+    @property
+    def world(self) -> World:
+        """All ranks of the run."""
+        return World.of(self.mesh, self.data_parallel, self.servers)
+
+
+class Span(NamedTuple):
+    """Something that an actor did, with seconds of its machine's monotonic clock.
+
+    bytes   that were moved, where that is known
+    bucket  None for an action of the row; else REDUCE_GRAD stands for the reduction of the bucket of this number, which
+            goes on beside the actions
+    """
+
+    action: Action
+    start: float
+    end: float
+    bytes: int = 0
+    bucket: int | None = None
 
 
 @dataclass(frozen=True)
@@ -50,29 +74,35 @@ class StepResult:
     """What one actor has to say of one step.
 
     losses       mean loss of each microbatch, in their order; only from the last stage
-    tokens       target elements seen; only from the last stage
+    counts       target elements of each microbatch, likewise
     grad_norm    global norm of the gradients before clipping, the same on every actor; None in an evaluation
     busy, span   seconds of compute, and from the first action to the last
+    overlap      share of the gradients' reduction that was hidden behind compute; None without one
     in_flight    most microbatches whose forward was done and whose backward was not, over the actor's stages
     peak_memory  bytes: the process' high-water mark during the step (0 where the system does not tell)
     """
 
     losses: tuple[float, ...]
-    tokens: int
+    counts: tuple[int, ...]
     grad_norm: float | None
     busy: float
     span: float
+    overlap: float | None
     in_flight: int
     peak_memory: int
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where an actor is: the step, how many of its actions are done, and which one is under way."""
+    """Where an actor is: the step, how many of its actions are done, and which one is under way.
+
+    idle  it waits, for as long as it takes, for others that compute
+    """
 
     step: int
     done: int
     action: Action | None
+    idle: bool = False
 
 
 class ActionError(RuntimeError):

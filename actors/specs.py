@@ -43,7 +43,10 @@ class GPT:
 
 @dataclass(frozen=True)
 class Layers:
-    """The user's own modules: ``fn()`` returns a list of nn.Modules that are applied one after the other."""
+    """The user's own modules: ``fn()`` returns a list of nn.Modules that are applied one after the other.
+
+    Replicas share their parameters; buffers, as the running statistics of a BatchNorm, are each replica's own.
+    """
 
     fn: Callable[[], Sequence[Any]]
     """builds the list; each layer takes what the layer before it returned (a tensor or a tuple of tensors)"""

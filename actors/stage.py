@@ -22,8 +22,9 @@ class Stage:
     recompute  keep only a microbatch's inputs and run its forward again before its backward (GPipe, Huang et al. 2019,
                section 2.3)
 
-    Dropout and other randomness is seeded by (seed, step, microbatch, layer), so it does not depend on the layout, on
-    the order of microbatches, or on recomputation.
+    Microbatches go by their number in the whole step, over all replicas. Dropout and other randomness is seeded by
+    (seed, step, microbatch, layer), so it does not depend on the layout, on the order of microbatches, or on
+    recomputation.
     """
 
     def __init__(

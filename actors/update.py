@@ -1,13 +1,15 @@
-"""The end of a step: tied gradients, the global norm, clipping and the optimizer."""
+"""The end of a step: tied gradients, the vote, the global norm, clipping and the optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.averaging import correction
 from raypar.actors.group import Group
 from raypar.actors.lr import lr_at
 from raypar.actors.optim import build_optimizer, gradient_norm, set_lr
@@ -17,9 +19,17 @@ from raypar.actors.specs import SGD, AdamW
 _TIE_TAG = 1 << 30  # above every tag of a schedule's messages
 
 
+class Update(Protocol):
+    """How a step ends, once the gradients are summed over the replicas."""
+
+    def zero_grad(self) -> None: ...
+
+    def step(self, step: int, ballot: Tensor | None) -> float | None: ...
+
+
 @dataclass(frozen=True)
 class Tie:
-    """A logical weight with a home and a copy, and the pipeline ranks that hold them."""
+    """A logical weight with a home and a copy, and the ranks of the Updater's group that hold them."""
 
     home: str
     home_rank: int
@@ -33,7 +43,7 @@ class Updater:
     parameters  this actor's, by logical name
     names       every logical parameter of the model: the order in which the norm is added up, on every layout
     ties        between different ranks; both ends see the sum of the gradients and make the same update
-    group       the pipeline's ranks; None if there is only one
+    group       of all that update parts of one model: the pipeline's ranks, or all servers; None if there is only one
     clip        largest global norm, None for no clipping
     steps       of the whole run, for the learning rate
     """
@@ -58,15 +68,21 @@ class Updater:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def step(self, step: int, *, sound: bool = True) -> float:
+    def step(self, step: int, ballot: Tensor | None) -> float:
         """Update the parameters; returns the global gradient norm before clipping.
 
-        ``sound`` is this actor's vote: its losses are finite.
+        ``ballot`` is what ``ballot_of`` says, summed over the replicas; on one member of the group, on the others None.
 
-        Raises NonFiniteError, on every actor alike and before anybody has changed a weight, if the norm is not finite.
+        Raises NonFiniteError, on every actor alike and before anybody has changed a weight, if the norm is not finite
+        or a replica votes no.
         """
         self._reduce_ties()
-        norms, votes = self._all_norms(sound).split_with_sizes([len(self._names), 1])
+        norms, scale, against = self._all_norms(ballot)
+        if scale != 1.0:
+            for parameter in self._parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+            norms, _, _ = self._all_norms(ballot)
         total = torch.linalg.vector_norm(norms)
         if not torch.isfinite(total):
             bad = [name for name, norm in zip(self._names, norms.tolist(), strict=True) if not norm < float("inf")]
@@ -74,7 +90,7 @@ class Updater:
                 f"step {step}: the gradient of {bad[0] if bad else 'the whole model'} is not finite "
                 f"({len(bad)} of {len(self._names)} parameters); no weight was changed: lower the learning rate or clip"
             )
-        if votes.item() > 0:
+        if against:
             raise NonFiniteError(f"step {step}: the loss is not finite; no weight was changed: look at the batch")
         if self._clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._clip, total, foreach=False)
@@ -83,19 +99,23 @@ class Updater:
             self._optimizer.step()
         return float(total)
 
-    def _all_norms(self, sound: bool) -> Tensor:
-        """The gradient norm of every logical parameter, in order, and behind them how many actors vote no.
+    def _all_norms(self, ballot: Tensor | None) -> tuple[Tensor, float, float]:
+        """The gradient norm of every logical parameter, in order; what the gradients lack of the mean over tokens, as
+        a factor; and how many replicas vote no.
 
-        Each norm has one home, so adding zeros changes no bit.
+        Each of these numbers has one home, so adding zeros changes no bit.
         """
-        norms = torch.zeros(len(self._names) + 1)
-        norms[-1] = 0.0 if sound else 1.0
+        numbers = torch.zeros(len(self._names) + 2)
+        if ballot is not None:
+            tokens, expected, against = ballot.tolist()
+            numbers[-2], numbers[-1] = correction(tokens, expected), against
         for name, parameter in self._parameters.items():
             if name in self._places:
-                norms[self._places[name]] = gradient_norm(parameter)
+                numbers[self._places[name]] = gradient_norm(parameter)
         if self._group is not None:
-            self._group.all_reduce(norms).wait()
-        return norms
+            self._group.all_reduce(numbers).wait()
+        norms, (scale, against) = numbers[:-2], numbers[-2:].tolist()
+        return norms, scale, against
 
     def _reduce_ties(self) -> None:
         """Home adds the copies' gradients to its own, in order, and sends the sum back."""
@@ -123,3 +143,13 @@ class Updater:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
+
+
+def ballot_of(tokens: int, expected: int, *, sound: bool) -> Tensor:
+    """What the last stage of a replica contributes to the end of a step, to be summed over the replicas.
+
+    tokens    target elements of its step
+    expected  how many it was expected to have, see TokenMean
+    sound     its vote: its losses are finite
+    """
+    return torch.tensor([tokens, expected, not sound], dtype=torch.float64)  # fp32 is not exact above 2**24 tokens

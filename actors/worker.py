@@ -4,38 +4,35 @@ from __future__ import annotations
 
 import math
 import time
-import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 
 import torch
-from torch import Tensor
 
 from raypar.actors.assembly import Assembly, assemble
 from raypar.actors.courier import Courier
 from raypar.actors.group import Group, GroupError
-from raypar.actors.memory import PeakMemory
+from raypar.actors.member import Member
 from raypar.actors.models.model import Values
-from raypar.actors.plan import ActionError, NonFiniteError, Plan, ProgramName, Progress, StepResult
+from raypar.actors.part import last_backwards
+from raypar.actors.plan import NonFiniteError, Plan, ProgramName, Span, StepResult
+from raypar.actors.update import ballot_of
 from raypar.schedules.action import COMPUTE, RECVS, Action, Op
 from raypar.schedules.rules import needs
 from raypar.schedules.schedule import Schedule
 
 _AHEAD = 2  # receives that are posted before their turn: their peer need not wait to be asked
-_LONGEST = 2000  # characters of an exception's text that are passed on
 
 
-class Worker:
+class Worker(Member):
     """One rank of the mesh. ``setup`` gives it a run, ``run`` performs a whole step of it.
 
     A step may also be taken action by action (``begin``, ``perform`` for each, ``end``); the numbers are the same.
     """
 
     def __init__(self) -> None:
-        self._number, self._memory = -1, PeakMemory()
-        self._now: Action | None = None
-        self._events: list[tuple[Action, float, float]] = []
-        self._trained = self._events  # those of the latest training step that was finished
+        super().__init__()
         self._perform: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -45,25 +42,34 @@ class Worker:
             Op.RECV_B: self._receive,
             Op.UNSHARD: self._nothing,
             Op.RESHARD: self._nothing,
-            Op.REDUCE_GRAD: self._nothing,
+            Op.REDUCE_GRAD: self._reduce,
             Op.STEP: self._step,
         }
 
     # --- a run ---
 
     def setup(self, plan: Plan, groups: dict[str, Group]) -> None:
-        """Build this rank's part of a run; what an earlier run left is dropped."""
+        """Build this rank's part of a run; what an earlier run left is dropped.
+
+        Raises UnequalReplicasError if another replica has made other weights of the same plan.
+        """
         torch.set_num_threads(plan.threads)
         torch.set_grad_enabled(True)
-        self._plan, self._groups = plan, groups
-        self._label = plan.mesh.label(plan.rank)
-        self._parts: Assembly = assemble(plan, groups.get("pp"))
+        coordinate = plan.mesh.coordinate(plan.rank)
+        self._pp, self._dp = coordinate["pp"], coordinate["dp"]
+        self._parts: Assembly = assemble(plan, groups)
+        part = self._parts.part
+        self._stages = part.stages
+        self._join(plan, groups, part.parameters)
+        self._last = set(last_backwards(plan.programs["train"].rows[self._pp]).values())
         self._couriers = {
             name: Courier(groups.get("pp"), schedule.placement, schedule.num_microbatches)
             for name, schedule in plan.programs.items()
         }
         self._held: dict[Action, Values] = {}  # what an action provided and another one still needs
         self._sources: dict[Action, tuple[Action, ...]] = {}  # whose values an action takes; the same in every step
+        for owner in range(max(1, plan.world.servers)):
+            self._compare(owner, part.share(owner))
 
     def run(self, program: ProgramName, step: int) -> StepResult:
         """Perform the whole row of a program for a step."""
@@ -85,12 +91,14 @@ class Worker:
         self._courier = self._couriers[program]
         self._train = not self._schedule.forward_only
         self._losses: dict[int, float] = {}
-        self._tokens, self._grad_norm = 0, None if not self._train else 0.0
+        self._counts: dict[int, int] = {}
+        self._grad_norm: float | None = None
         self._in_flight, self._events = 0, []
-        self._weight = torch.tensor(1.0 / self._schedule.num_microbatches)
         if self._train:
-            self._parts.updater.zero_grad()
-        for stage in self._parts.stages.values():
+            self._parts.update.zero_grad()
+            if self._parts.reducer is not None:
+                self._parts.reducer.begin()
+        for stage in self._stages.values():
             stage.begin(train=self._train)
         self._memory.reset()
 
@@ -104,7 +112,7 @@ class Worker:
             raise
         except Exception as error:
             raise self._failed(str(action), self._peer(action), error) from None
-        self._events.append((action, start, time.perf_counter()))
+        self._events.append(Span(action, start, time.perf_counter()))
 
     def end(self) -> StepResult:
         """Close a step: everything sent has arrived."""
@@ -113,79 +121,47 @@ class Worker:
         except GroupError as error:
             raise self._failed("end of step", None, error) from None
         self._now = None
-        events = self._events
+        events, reducer = self._events, self._parts.reducer
         if self._train:
-            self._trained = events
+            self._trained = events + (reducer.spans if reducer is not None else [])
+        microbatches = sorted(self._losses)
         return StepResult(
-            losses=tuple(self._losses[microbatch] for microbatch in sorted(self._losses)),
-            tokens=self._tokens,
+            losses=tuple(self._losses[microbatch] for microbatch in microbatches),
+            counts=tuple(self._counts[microbatch] for microbatch in microbatches),
             grad_norm=self._grad_norm,
-            busy=sum(end - start for action, start, end in events if action.op in COMPUTE),
-            span=events[-1][2] - events[0][1] if events else 0.0,
+            busy=sum(event.end - event.start for event in events if event.action.op in COMPUTE),
+            span=events[-1].end - events[0].start if events else 0.0,
+            overlap=reducer.overlap if reducer is not None and self._train else None,
             in_flight=self._in_flight,
             peak_memory=self._memory.read(),
         )
-
-    # --- looking inside ---
-
-    def progress(self) -> Progress:
-        """Where this actor is; safe to call from another thread."""
-        return Progress(self._number, len(self._events), self._now)
-
-    def abort(self) -> None:
-        """Break off every communication under way; safe to call from another thread."""
-        for group in self._groups.values():
-            group.abort()
-
-    def events(self) -> list[tuple[Action, float, float]]:
-        """Action, start and end (seconds of the machine's monotonic clock) of the latest training step."""
-        return self._trained
-
-    def parameters(self) -> dict[str, Tensor]:
-        """This actor's weights by logical name."""
-        return {name: parameter.detach() for name, parameter in self._parts.parameters.items()}
-
-    def parameter(self, name: str) -> Tensor:
-        """One weight."""
-        return self._parts.parameters[name].detach()
-
-    def gradient(self, name: str) -> Tensor | None:
-        """One gradient as the optimizer saw it: summed over the step, clipped."""
-        return self._parts.parameters[name].grad
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The logical parameters that this actor holds."""
-        return {name: tuple(parameter.shape) for name, parameter in self._parts.parameters.items()}
-
-    def ledger(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """Calls and bytes by (axis, op) since the run began."""
-        tables = [group.ledger.entries() for group in self._groups.values()]  # one ledger, or one a group
-        return {key: (entry.calls, entry.bytes) for table in tables for key, entry in table.items()}
 
     # --- the actions ---
 
     def _forward(self, action: Action) -> None:
         """Roughly ``held[F] = stage(held[F of the stage before])``; the last stage keeps its loss."""
-        stage, microbatch = self._parts.stages[_stage(action)], _microbatch(action)
-        inputs = self._take(action) or self._parts.source.inputs(self._program, self._number, microbatch)
+        stage, microbatch = self._stages[_stage(action)], _microbatch(action)
+        source, place = self._parts.source, (self._program, self._number, microbatch, self._dp)
+        inputs = self._take(action) or source.inputs(*place)
         target: Values = ()
         if stage.is_last:
-            target = self._parts.source.targets(self._program, self._number, microbatch)
-            self._tokens += target[0].numel()
-        outputs = stage.forward(self._number, microbatch, inputs, target)
+            target = source.targets(*place)
+            self._counts[microbatch] = stage.model.count(target)
+        outputs = stage.forward(self._number, self._in_all(microbatch), inputs, target)
         if stage.is_last:
             self._losses[microbatch] = outputs[0].item()
         else:
             self._held[action] = outputs
-        in_flight = sum([stage.in_flight for stage in self._parts.stages.values()])
+        in_flight = sum([stage.in_flight for stage in self._stages.values()])
         self._in_flight = max(self._in_flight, in_flight)
 
     def _backward(self, action: Action) -> None:
-        """Roughly ``held[I] = stage.backward(held[I of the stage behind])``; the loss is weighted 1 / m."""
-        number = _stage(action)
-        stage = self._parts.stages[number]
-        gradients = (self._weight,) if stage.is_last else self._take(action)
-        inputs = stage.backward(self._number, _microbatch(action), gradients)
+        """Roughly ``held[I] = stage.backward(held[I of the stage behind])``; the loss is weighted by its tokens."""
+        number, microbatch = _stage(action), _microbatch(action)
+        stage = self._stages[number]
+        gradients = (self._parts.mean.weight(self._counts[microbatch]),) if stage.is_last else self._take(action)
+        with self._watched(action):
+            inputs = stage.backward(self._number, self._in_all(microbatch), gradients)
         if number > 0:
             self._held[Action(number, Op.I, action.microbatch)] = inputs
 
@@ -197,15 +173,36 @@ class Worker:
         """Roughly ``held[RECV] = what the peer sent``."""
         self._held[action] = self._courier.receive(action)
 
+    def _reduce(self, action: Action) -> None:
+        """Roughly ``all_reduce(gradients)``: started here at the latest, and waited for by STEP."""
+        if self._parts.reducer is not None:
+            self._parts.reducer.flush(_stage(action))
+
     def _step(self, action: Action) -> None:
         """Roughly ``optimizer.step()`` on every actor at once, after clipping by the global norm."""
-        sound = all(map(math.isfinite, self._losses.values()))
-        self._grad_norm = self._parts.updater.step(self._number, sound=sound)
+        parts, ballot = self._parts, None
+        if any(stage.is_last for stage in self._stages.values()):
+            sound = all(map(math.isfinite, self._losses.values()))
+            ballot = ballot_of(sum(self._counts.values()), parts.mean.expected, sound=sound)
+        if parts.reducer is not None:
+            parts.reducer.finish()
+            if ballot is not None:
+                parts.reducer.total(ballot)
+        self._grad_norm = parts.update.step(self._number, ballot)
 
     def _nothing(self, action: Action) -> None:
-        """A stage without replicas or shards: there is nothing to gather or to reduce."""
+        """A stage without shards: there is nothing to gather."""
 
     # --- helpers ---
+
+    def _in_all(self, microbatch: int) -> int:
+        """A microbatch's number in the whole step, over all replicas: the order in which one process would take it."""
+        return microbatch * self._plan.mesh.dp + self._dp
+
+    def _watched(self, action: Action) -> AbstractContextManager[None]:
+        """The time of a backward; of a stage's last one, gradients are sent off as they come."""
+        reducer = self._parts.reducer
+        return reducer.watch(_stage(action)) if reducer is not None and action in self._last else nullcontext()
 
     def _take(self, action: Action) -> Values:
         """What the action needs from other actions, in one tuple; a stage keeps its own forward itself."""
@@ -230,37 +227,12 @@ class Worker:
     def _receives(self) -> Iterator[Action]:
         return (action for action in self._row if action.op in RECVS)
 
-    @property
-    def _pp(self) -> int:
-        return self._plan.mesh.coordinate(self._plan.rank)["pp"]
-
     def _peer(self, action: Action) -> str | None:
         peer = self._courier.peer(action)
         if peer is None:
             return None
         coordinate = self._plan.mesh.coordinate(self._plan.rank) | {"pp": peer}
         return self._plan.mesh.label(self._plan.mesh.rank(**coordinate))
-
-    def _failed(self, action: str, peer: str | None, error: Exception) -> ActionError:
-        """The error to raise; before that, everybody who waits for this actor is let go."""
-        self.abort()
-        secondary = isinstance(error, GroupError)
-        reason = error.reason if isinstance(error, GroupError) else _described(error)
-        return ActionError(self._label, action, peer, reason, secondary, "" if secondary else _trace())
-
-
-def _described(error: Exception) -> str:
-    """Kind and text of a user's exception, whose ``__str__`` may fail or go on for pages."""
-    try:
-        text = str(error)
-    except Exception:
-        text = "(its text can't be made)"
-    return f"{type(error).__name__}: {text if len(text) <= _LONGEST else text[:_LONGEST] + ' ...'}"
-
-
-def _trace() -> str:
-    text = traceback.format_exc()
-    return text if len(text) <= 4 * _LONGEST else text[-4 * _LONGEST :]
 
 
 def _stage(action: Action) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from raypar.actors.mesh import Mesh
 from raypar.actors.plan import ActionError, NonFiniteError
+from raypar.actors.world import World
 from raypar.errors import ActorDiedError, JobError, StalledError
 
 _GRACE = 2.0  # seconds for the others to notice a fault by themselves, before they are told
@@ -18,10 +18,10 @@ _LOOK = 0.5  # seconds between two looks at actors that have not answered
 
 
 class Calls:
-    """Calls to a job's actors. ``timeout`` is how long an actor may stay in one action, in seconds."""
+    """Calls to a job's actors, by rank. ``timeout`` is how long an actor may stay in one action, in seconds."""
 
-    def __init__(self, handles: Sequence[Any], mesh: Mesh, timeout: float) -> None:
-        self._handles, self._mesh, self._timeout = handles, mesh, timeout
+    def __init__(self, handles: Sequence[Any], world: World, timeout: float) -> None:
+        self._handles, self._world, self._timeout = handles, world, timeout
 
     def all(self, method: str, *args: object, what: str) -> list[Any]:
         """Call a method of every actor at once; the answers by rank. Raises what ``gather`` raises."""
@@ -70,13 +70,15 @@ class Calls:
         for rank, ref in refs.items():
             done, _ = ray.wait([ref], timeout=0)
             progress = ray.get(ref) if done and _error(ref) is None else None
-            if progress is not None and watch.seen.get(rank, (None, 0.0))[0] != (progress.step, progress.done):
+            if progress is not None and (
+                progress.idle or watch.seen.get(rank, (None, 0.0))[0] != (progress.step, progress.done)
+            ):
                 watch.seen[rank] = ((progress.step, progress.done), now)
             since = watch.seen.get(rank, (None, watch.start))[1]
             # an actor that waits for another one finds out by itself, and says for whom it waited
             if now - since > self._timeout + _GRACE:
                 doing = f"in action {progress.action}" if progress and progress.action else "silent"
-                raise StalledError(f"actor {self._mesh.label(rank)} was {doing} for {now - since:.0f} s during {what}")
+                raise StalledError(f"actor {self._world.label(rank)} was {doing} for {now - since:.0f} s during {what}")
 
     def _verdict(self, errors: dict[int, Exception], what: str) -> Exception:
         """Of several errors the one that the others follow from."""
@@ -84,7 +86,7 @@ class Calls:
             if isinstance(error, RayActorError):
                 seen = [str(cause) for other in errors.values() if (cause := _cause(other)) is not other]
                 after = f"; seen from the others: {seen[0]}" if seen else ""
-                return ActorDiedError(f"actor {self._mesh.label(rank)} died during {what}{after}")
+                return ActorDiedError(f"actor {self._world.label(rank)} died during {what}{after}")
         causes = [_cause(error) for error in errors.values()]
         for cause in causes:
             if isinstance(cause, NonFiniteError):

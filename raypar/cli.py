@@ -36,6 +36,7 @@ on paper, in no time:
 
 examples:
   raypar train gpt-tiny --mesh.pp 4 --schedule interleaved --log run.jsonl
+  raypar train gpt-tiny --mesh.dp 2 --data-parallel parameter_server --trace step.json
   raypar train --model.layers 12 --data.path 'books/*.txt' --optim.kind sgd --dry-run
   raypar verify --schedule gpipe
   raypar draw 1f1b --ranks 4 --microbatches 8 --out 1f1b.svg

@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypar.actors.mesh import Mesh
+from raypar.actors.world import World
 from raypar.config import ConfigError
 from raypar.errors import JobError
 
@@ -57,8 +57,10 @@ class Actors:
             ray.shutdown()
 
 
-def start_actors(cls: type, mesh: Mesh, job: str, wait_for_nodes: float = 0.0) -> Actors:
-    """One actor of ``cls`` for each rank of the mesh, with one CPU each, placed all together or not at all.
+def start_actors(worker: type, server: type, world: World, job: str, wait_for_nodes: float = 0.0) -> Actors:
+    """An actor for each rank of the world, of the one class or the other, placed all together or not at all.
+
+    Each has one CPU.
 
     Uses the Ray that this process is connected to, else the cluster of RAY_ADDRESS, else starts one on this machine.
     A cluster that is too small is given ``wait_for_nodes`` seconds to grow; what asks for the places also asks its
@@ -67,19 +69,23 @@ def start_actors(cls: type, mesh: Mesh, job: str, wait_for_nodes: float = 0.0) -
     owns = _connect()
     try:
         if wait_for_nodes <= 0:
-            _demand_room(mesh)
-        if owns and "RAY_ADDRESS" not in os.environ and mesh.size > _cores():
-            log.warning("%d actors share the %d cores of this machine", mesh.size, _cores())
+            _demand_room(world)
+        if owns and "RAY_ADDRESS" not in os.environ and world.size > _cores():
+            log.warning("%d actors share the %d cores of this machine", world.size, _cores())
         # a tensor group shares a bundle, and a bundle is always on one node: its links are the fastest
-        bundles = [{"CPU": float(mesh.tp)} for _ in range(mesh.size // mesh.tp)]
+        mesh = world.mesh
+        bundles = [{"CPU": float(mesh.tp)}] * (mesh.size // mesh.tp) + [{"CPU": 1.0}] * len(world.server_ranks)
         group = placement_group(bundles, strategy="PACK", name=job)
         try:
             patience = max(wait_for_nodes, _PLACEMENT_SECONDS)
             end = time.monotonic() + patience
             while not group.wait(_LOOK):  # in turns: Ray does not hear Ctrl-C while it waits
                 if time.monotonic() > end:
-                    raise ConfigError([_no_room(mesh, f"they were not free within {patience:g} s")])
-            handles = [_actor(cls, group, rank, mesh, job) for rank in range(mesh.size)]
+                    raise ConfigError([_no_room(world, f"they were not free within {patience:g} s")])
+            handles = [
+                _actor(server if rank in world.server_ranks else worker, group, rank, world, job)
+                for rank in range(world.size)
+            ]
         except BaseException:
             remove_placement_group(group)
             raise
@@ -95,12 +101,14 @@ def _driver() -> str:
     return str(ray.get_runtime_context().get_worker_id())
 
 
-def _actor(cls: type, group: PlacementGroup, rank: int, mesh: Mesh, job: str) -> Any:
+def _actor(cls: type, group: PlacementGroup, rank: int, world: World, job: str) -> Any:
     # a retried backward would count its gradients twice: recovery is the driver's
     decorate: Any = ray.remote  # its types know nothing of concurrency groups
     remote = decorate(num_cpus=1, max_restarts=0, max_task_retries=0, concurrency_groups={"ctl": 2})(cls)
-    place = PlacementGroupSchedulingStrategy(group, rank // mesh.tp)
-    return remote.options(name=f"{job} {mesh.label(rank)}", scheduling_strategy=place).remote()
+    mesh = world.mesh
+    bundle = rank // mesh.tp if rank < mesh.size else (mesh.size // mesh.tp) + rank - mesh.size
+    place = PlacementGroupSchedulingStrategy(group, bundle)
+    return remote.options(name=f"{job} {world.label(rank)}", scheduling_strategy=place).remote()
 
 
 def _cores() -> int:
@@ -167,15 +175,16 @@ def _reason(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _demand_room(mesh: Mesh) -> None:
-    if ray.cluster_resources().get("CPU", 0.0) < mesh.size:
-        raise ConfigError([_no_room(mesh, "use a smaller mesh or a larger cluster, or wait for its nodes")])
+def _demand_room(world: World) -> None:
+    if ray.cluster_resources().get("CPU", 0.0) < world.size:
+        raise ConfigError([_no_room(world, "use a smaller mesh or a larger cluster, or wait for its nodes")])
 
 
-def _no_room(mesh: Mesh, why: str) -> str:
+def _no_room(world: World, why: str) -> str:
     total, free = ray.cluster_resources(), ray.available_resources()
     nodes = sum(1 for node in ray.nodes() if node["Alive"])
+    servers = f" ({len(world.server_ranks)} of them servers)" if world.servers else ""
     return (
-        f"mesh: {mesh.size} actors need {mesh.size} CPUs, the cluster has {total.get('CPU', 0):g} "
+        f"mesh: {world.size} actors{servers} need {world.size} CPUs, the cluster has {total.get('CPU', 0):g} "
         f"({free.get('CPU', 0):g} free) on {nodes} node{'s' if nodes != 1 else ''}: {why}"
     )

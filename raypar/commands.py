@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -14,9 +13,11 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import tyro
 
 from raypar.actors.specs import GPT, SGD, AdamW, Text
-from raypar.config import ConfigError, Run, check_run
+from raypar.config import ConfigError, Run, check_run, world_of
+from raypar.files import file_faults, growing_file, whole_file
 from raypar.report import Evaluation, Report
 from raypar.schedules.draw import text
+from raypar.schedules.trace import chrome_trace
 from raypar.summary import Rows, closing_rows, plan_rows
 from raypar.toml import optimizer, read_table, run_of
 
@@ -49,6 +50,8 @@ class RunArgs(Run):
 class TrainArgs(RunArgs):
     log: Path | None = None
     """a file for one line of JSON a step and an evaluation; overwritten if it exists"""
+    trace: Path | None = None
+    """a file for the trace of the last step, for ui.perfetto.dev; overwritten if it exists"""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """check everything and draw the schedule, but start no actor"""
     wait_for_nodes: float = 0.0
@@ -69,7 +72,7 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Rows:
     Raises ConfigError before any actor starts, JobError or NonFiniteError after that.
     """
     args = _parse(TrainArgs, words, "train", "Train a model on actors.", "gpt-small")
-    run, faults = args.run(), list(_log_faults(args.log))
+    run, faults = args.run(), [*file_faults("--log", args.log), *file_faults("--trace", args.trace)]
     try:
         schedule = check_run(run)["train"]
     except ConfigError as error:
@@ -81,21 +84,32 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Rows:
     from raypar.driver import launch  # torch and Ray: not for mistakes, and not for a dry run
 
     start = time.perf_counter()
-    with _log(args.log) as write, launch(run, wait_for_nodes=args.wait_for_nodes) as job:
+    with (
+        growing_file("--log", args.log) as log,
+        whole_file("--trace", args.trace) as trace,
+        launch(run, wait_for_nodes=args.wait_for_nodes) as job,
+    ):
+
+        def write(outcome: Report | Evaluation) -> None:
+            log(json.dumps(outcome.to_dict()) + "\n")
+
         launched = time.perf_counter() - start
         reports = job.train(on=write)
+        if args.trace is not None:
+            trace(json.dumps(chrome_trace(*job.timelines())))
         evaluation = job.evaluate()
         write(evaluation)
         wall = time.perf_counter() - start
-        return closing_rows(run, schedule, reports, evaluation, launched, wall, args.log)
+        files = {"log": args.log, "trace": args.trace}
+        return closing_rows(run, schedule, reports, evaluation, launched, wall, files)
 
 
 def verify(words: Sequence[str]) -> Verdict:
     """``raypar verify``: whether the layout computes what one plain process does. Raises what ``train`` raises."""
-    what = "Train a few steps on actors and in one plain process, and compare all losses and weights bit by bit."
+    what = "Train a few steps on actors and in one plain process, and compare all losses, gradients and weights."
     run = _parse(RunArgs, words, "verify", what, "gpt-tiny", {"steps": _VERIFIED_STEPS}).run()
     check_run(run)
-    logging.getLogger("raypar").info("%d steps in this process, then on %d actors", run.steps, run.mesh.size)
+    logging.getLogger("raypar").info("%d steps in this process, then on %d actors", run.steps, world_of(run).size)
     from raypar import parity
 
     return parity.verify(run)
@@ -145,24 +159,3 @@ def _values_of(flag: str, words: Sequence[str]) -> Iterator[str]:
             yield after
         elif word.startswith(f"{flag}="):
             yield word.partition("=")[2]
-
-
-def _log_faults(path: Path | None) -> Iterator[str]:
-    if path is not None and path.is_dir():
-        yield f"--log {str(path)!r} is a folder: give a file"
-    elif path is not None and not path.parent.is_dir():
-        yield f"--log {str(path)!r}: there is no folder {str(path.parent)!r}: make it, or give another path"
-
-
-@contextmanager
-def _log(path: Path | None) -> Iterator[Callable[[Report | Evaluation], None]]:
-    """A function that writes one line of JSON, so that it can be read at once; without a path it does nothing."""
-    if path is None:
-        yield lambda outcome: None
-        return
-    try:
-        file = path.open("w", encoding="utf-8", buffering=1)
-    except OSError as error:
-        raise ConfigError([f"--log {str(path)!r} can't be written ({error.strerror}): give another path"]) from error
-    with file:
-        yield lambda outcome: file.writelines([json.dumps(outcome.to_dict()), "\n"])

@@ -14,6 +14,7 @@ from raypar.actors.mesh import Mesh
 from raypar.actors.plan import Recompute
 from raypar.actors.specs import GPT, SGD, AdamW, Batches, Count, Layers, Positive, Steps, Text
 from raypar.actors.split import Split, split_faults
+from raypar.actors.world import DataParallel, World
 from raypar.fields import field_faults
 from raypar.program import Programs, programs_of
 from raypar.schedules.schedule import Schedule, ScheduleError
@@ -43,11 +44,17 @@ class Run:
     chunks: Count | None = None
     """stages a rank holds; None is the schedule's own default (2 for interleaved, else 1)"""
     microbatches: Count = 4
-    """a step's batch is so many microbatches ..."""
+    """a step's batch is so many microbatches on each replica ..."""
     micro_batch_size: Count = 2
     """... of so many samples each"""
     data: Text | Batches = field(default_factory=Text)
     """Text, or the user's own Batches"""
+    data_parallel: DataParallel = "all_reduce"
+    """how replicas share gradients: all_reduce among themselves, or a parameter_server that holds the optimizer"""
+    bucket_mb: Positive = 4.0
+    """gradients are reduced in buckets of so many MiB at most, each as soon as it is complete"""
+    servers: Count = 1
+    """parameter servers of each pipeline rank"""
     optim: AdamW | SGD = field(default_factory=AdamW)
     """AdamW or SGD, with the learning-rate schedule"""
     clip: Positive | None = 1.0
@@ -83,12 +90,14 @@ def check_run(run: Run) -> Programs:
         return not any(one.startswith(other) or other.startswith(one) for one, other in pairs)
 
     faults = [fault.text for fault in wrong]
-    faults += [*_model_faults(run.model, right), *_mesh_faults(run.mesh, right)]
+    faults += [*_model_faults(run.model, right), *_mesh_faults(run.mesh, right), *_server_faults(run, right)]
     programs: Programs | None = None
     if right("schedule", "mesh.pp", "microbatches", "chunks"):
+        reduces = right("mesh.dp", "data_parallel", "servers") and world_of(run).reduces
         try:
-            programs = programs_of(run.schedule, run.mesh.pp, run.microbatches, run.chunks)
-            faults += _split_faults(run, programs["train"].num_stages, right)
+            programs = programs_of(run.schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=reduces)
+            misfits = _split_faults(run, programs["train"].num_stages, right)
+            faults += misfits or _share_faults(run, programs["train"], right)
         except ScheduleError as error:
             faults += [str(error), *_split_faults(run, run.mesh.pp * (run.chunks or 1), right)]
     if right("data", "model.seq", "model.vocab"):
@@ -96,6 +105,11 @@ def check_run(run: Run) -> Programs:
     if faults or programs is None:
         raise ConfigError(faults)
     return programs
+
+
+def world_of(run: Run) -> World:
+    """All ranks of a run: its workers, and its parameter servers if it has any."""
+    return World.of(run.mesh, run.data_parallel, run.servers)
 
 
 def _model_faults(model: GPT | Layers, right: Callable[..., bool]) -> Iterator[str]:
@@ -107,9 +121,28 @@ def _model_faults(model: GPT | Layers, right: Callable[..., bool]) -> Iterator[s
 def _mesh_faults(mesh: Mesh, right: Callable[..., bool]) -> Iterator[str]:
     if right("mesh") and (inner := mesh.dp * mesh.cp * mesh.tp) % mesh.ep:
         yield f"mesh.ep is {mesh.ep}: it must divide dp x cp x tp = {inner}"
-    for axis, what in (("dp", "data"), ("cp", "context"), ("tp", "tensor"), ("ep", "expert")):
+    for axis, what in (("cp", "context"), ("tp", "tensor"), ("ep", "expert")):
         if right(f"mesh.{axis}") and getattr(mesh, axis) > 1:
             yield f"mesh.{axis} is {getattr(mesh, axis)}: {what} parallelism does not compute yet: set it to 1"
+
+
+def _server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
+    if right("servers", "data_parallel") and run.servers > 1 and run.data_parallel != "parameter_server":
+        yield f"servers is {run.servers}, but data_parallel is {run.data_parallel!r}: only a parameter_server has them"
+
+
+def _share_faults(run: Run, schedule: Schedule, right: Callable[..., bool]) -> Iterator[str]:
+    """Servers without a parameter; a rank that has none is left its one server."""
+    if not right("servers", "data_parallel", "model", "split") or world_of(run).servers < 2:
+        return
+    from raypar.actors.models.build import build_model  # imports torch: only for more than one server
+    from raypar.actors.part import sizes_of
+
+    sizes = sizes_of(build_model(run.model, run.seed), run.split, schedule)
+    fewest, pp = min((len(sizes.get(pp, {})), pp) for pp in range(schedule.num_ranks))
+    if run.servers > fewest:
+        fix = f"use {max(1, fewest)} at most"
+        yield f"servers is {run.servers}, but pp={pp} has {fewest} parameters, and each is on one server: {fix}"
 
 
 def _split_faults(run: Run, num_stages: int, right: Callable[..., bool]) -> list[str]:

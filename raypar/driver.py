@@ -6,23 +6,25 @@ import difflib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raypar.actors.ledger import Entry
 from raypar.actors.lr import lr_at
-from raypar.actors.plan import NonFiniteError, Plan
+from raypar.actors.plan import NonFiniteError
 from raypar.actors.specs import Batches
 from raypar.calls import Calls
 from raypar.cluster import Actors, demand_shippable, start_actors
-from raypar.config import ConfigError, Run, check_run, rooted
+from raypar.config import ConfigError, Run, check_run, world_of
 from raypar.errors import JobError
-from raypar.program import Programs, only_row
+from raypar.measured import timelines_of
+from raypar.plans import plans_of
+from raypar.program import Programs
 from raypar.progress import display
-from raypar.report import Evaluation, Report, report_of
-from raypar.schedules.timeline import Event, Timeline
+from raypar.report import Evaluation, Report, losses_of, mean_loss, report_of
+from raypar.schedules.timeline import Timeline
 from raypar.stepper import Stepper
 
 if TYPE_CHECKING:
@@ -41,12 +43,13 @@ def launch(run: Run, *, wait_for_nodes: float = 0.0) -> Job:
     Raises ConfigError with everything that is wrong with the run, before any actor starts.
     """
     programs = check_run(run)
-    from raypar.actors.host import HostedWorker
+    from raypar.actors.host import HostedServer, HostedWorker
 
     demand_shippable(run.model, run.data)
-    log.info("starting %d actors", run.mesh.size)
+    world = world_of(run)
+    log.info("starting %d actors", world.size)
     name = f"raypar-{uuid.uuid4().hex[:8]}"
-    actors = start_actors(HostedWorker, run.mesh, name, wait_for_nodes)
+    actors = start_actors(HostedWorker, HostedServer, world, name, wait_for_nodes)
     try:
         return Job(run, programs, actors, name)
     except BaseException:
@@ -98,25 +101,28 @@ class Job:
         return reports
 
     def evaluate(self, steps: int | None = None) -> Evaluation:
-        """The loss on validation data: ``steps`` (None: ``run.eval_steps``) times ``run.microbatches`` microbatches."""
+        """The loss on validation data: ``steps`` (None: ``run.eval_steps``) times ``run.microbatches`` microbatches, on
+        each replica others."""
         self._demand_ready()
         if isinstance(self.run.data, Batches) and self.run.data.validate is None:
             raise ConfigError(["data has no validation batches: give Batches a validate function"])
         count = self.run.eval_steps if steps is None else steps
         if count < 1:
             raise ValueError(f"an evaluation of {count} steps has no loss: ask for at least 1")
-        start, losses, tokens = time.perf_counter(), list[float](), 0
+        start, losses, counts = time.perf_counter(), list[float](), list[int]()
         for number in range(count):
             call = partial(self._calls.all, "run", "evaluate", number, what=f"evaluation {number}")
-            for result in self._guard(call):
-                losses += result.losses
-                tokens += result.tokens
-        return Evaluation(self.next_step, sum(losses) / len(losses), tokens, time.perf_counter() - start)
+            found = losses_of(self._guard(call))
+            losses += found[0]
+            counts += found[1]
+        return Evaluation(self.next_step, mean_loss(losses, counts), sum(counts), time.perf_counter() - start)
 
     def stepper(self) -> Stepper:
         """The next training step, action by action."""
         self._demand_ready()
-        self._stepper = Stepper(self.schedule, self.next_step, self._handles, self._calls, self._guard, self._commit)
+        self._stepper = Stepper(
+            self.schedule, self.next_step, self._world, self._handles, self._calls, self._guard, self._commit
+        )
         return self._stepper
 
     # --- looking inside ---
@@ -127,46 +133,51 @@ class Job:
         return {name: shape for shapes in self._shapes for name, shape in shapes.items()}
 
     def param(self, name: str) -> Tensor:
-        """A weight by its logical name, fetched from the actor that holds it."""
-        weight: Tensor = self._ask(name, "parameter")
+        """A weight by its logical name, fetched from an actor that holds it."""
+        weight: Tensor = self._ask(name, "parameter", range(self.run.mesh.size))
         return weight
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight with its logical name, one actor's after the other; both ends of a tie, if they are apart.
+    def weights(self, dp: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """Every weight of a replica with its logical name, one actor's after the other; both ends of a tie, if they are
+        apart.
 
         A copy goes by the name of its home.
         """
         from raypar.actors.models.build import build_model
 
         homes = {copy: home for home, copy in build_model(self.run.model, self.run.seed).ties}
-        for handle, rank in zip(self._handles, range(len(self._handles)), strict=True):
-            ref = handle.parameters.remote()
+        for rank in self._world.replica(dp):
+            ref = self._handles[rank].parameters.remote()
             for name, weight in self._guard(partial(self._calls.gather, [ref], "fetching weights", [rank]))[0].items():
                 yield homes.get(name, name), weight
 
     def grad(self, name: str) -> Tensor | None:
-        """A gradient of the latest step as the optimizer saw it (summed, clipped); None before the first step."""
-        gradient: Tensor | None = self._ask(name, "gradient")
+        """A gradient of the latest step as the optimizer saw it (summed, clipped); None before the first step.
+
+        It comes from the actor that holds the optimizer: a worker, or a parameter server.
+        """
+        gradient: Tensor | None = self._ask(name, "gradient", self._world.server_ranks or range(self._world.size))
         return gradient
 
     def ledger(self) -> dict[str, dict[tuple[str, str], Entry]]:
         """What every actor's groups moved since the launch: calls and bytes by (axis, op)."""
         tables = self._guard(lambda: self._calls.all("ledger", what="reading the ledger"))
         return {
-            self.run.mesh.label(rank): {key: Entry(*counts) for key, counts in table.items()}
+            self._world.label(rank): {key: Entry(*counts) for key, counts in table.items()}
             for rank, table in enumerate(tables)
         }
 
-    def timeline(self) -> Timeline:
-        """The latest training step as measured, in seconds from its first action."""
+    def timeline(self, dp: int = 0) -> Timeline:
+        """The latest training step of one replica as measured, in seconds from the first action of any."""
+        if not 0 <= dp < self.run.mesh.dp:
+            raise ValueError(f"there is no replica dp={dp}: the mesh has {self.run.mesh.dp}, counted from 0")
+        return self.timelines()[dp]
+
+    def timelines(self) -> list[Timeline]:
+        """The latest training step on one clock: a timeline for each replica, then one for the servers 0, the
+        servers 1, ... of the pipeline ranks."""
         rows = self._guard(lambda: self._calls.all("events", what="reading the timeline"))
-        zero = min((start for row in rows for _, start, _ in row), default=0.0)
-        events = [
-            Event(rank, self.run.mesh.label(rank), action, start - zero, end - zero)
-            for rank, row in enumerate(rows)
-            for action, start, end in row
-        ]
-        return Timeline(self.schedule, tuple(sorted(events, key=lambda event: event.start)))
+        return timelines_of(self.schedule, self._world, rows)
 
     # --- its life ---
 
@@ -175,6 +186,9 @@ class Job:
         self._demand_ready()
         if run.mesh != self.run.mesh:
             raise ConfigError([f"reset keeps the actors: the mesh must stay {self.run.mesh}; launch anew for another"])
+        if world_of(run) != self._world:
+            kept = f"data_parallel {self.run.data_parallel!r} with servers {self.run.servers}"
+            raise ConfigError([f"reset keeps the actors: {kept} must stay; launch anew for others"])
         self._load(run, check_run(run))
 
     def close(self) -> None:
@@ -197,32 +211,12 @@ class Job:
     def _load(self, run: Run, programs: Programs) -> None:
         self._generation += 1
         self.run, self.schedule, self.next_step = run, programs["train"], 0
-        self._stepper = None
-        self._calls = Calls(self._handles, run.mesh, run.timeout)
-        plans = [self._plan(run, programs, rank) for rank in range(run.mesh.size)]
+        self._world, self._stepper = world_of(run), None
+        self._calls = Calls(self._handles, self._world, run.timeout)
+        plans = plans_of(run, programs, f"{self._name}@{self._generation}")
         refs = [handle.start.remote(plan) for handle, plan in zip(self._handles, plans, strict=True)]
-        launch = Calls(self._handles, run.mesh, max(run.timeout, _LAUNCH_SECONDS))
+        launch = Calls(self._handles, self._world, max(run.timeout, _LAUNCH_SECONDS))
         self._shapes: list[dict[str, tuple[int, ...]]] = self._guard(lambda: launch.gather(refs, "the launch"))
-
-    def _plan(self, run: Run, programs: Programs, rank: int) -> Plan:
-        pp = run.mesh.coordinate(rank)["pp"]
-        return Plan(
-            name=f"{self._name}@{self._generation}",
-            mesh=run.mesh,
-            rank=rank,
-            model=run.model,
-            data=rooted(run.data),
-            optim=run.optim,
-            programs={name: only_row(schedule, pp) for name, schedule in programs.items()},
-            split=run.split,
-            recompute=run.recompute,
-            micro_batch_size=run.micro_batch_size,
-            clip=run.clip,
-            seed=run.seed,
-            steps=run.steps,
-            threads=run.threads,
-            timeout=run.timeout,
-        )
 
     def _train(self, count: int) -> Iterator[Report | Evaluation]:
         last = self.next_step + count
@@ -235,14 +229,14 @@ class Job:
     def _commit(self, results: list[Any], seconds: float) -> Report:
         """The step counts once every actor has reported it."""
         lr = lr_at(self.run.optim, self.next_step, self.run.steps)
-        report = report_of(self.next_step, lr, seconds, results)
+        report = report_of(self.next_step, lr, seconds, results, self._world)
         self.next_step += 1
         return report
 
-    def _ask(self, name: str, method: str) -> Any:
+    def _ask(self, name: str, method: str, ranks: Sequence[int]) -> Any:
         self._demand_open()
-        for rank, shapes in enumerate(self._shapes):
-            if name in shapes:
+        for rank in ranks:
+            if name in self._shapes[rank]:
                 ref = getattr(self._handles[rank], method).remote(name)
                 return self._guard(partial(self._calls.gather, [ref], f"fetching {name}", [rank]))[0]
         close = difflib.get_close_matches(name, self.parameters, n=3)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.averaging import TokenMean, correction
 from raypar.actors.batches import batch_source
 from raypar.actors.lr import lr_at
 from raypar.actors.models.build import build_model
@@ -20,16 +21,22 @@ from raypar.actors.optim import build_optimizer, set_lr
 from raypar.actors.seeds import derive
 from raypar.config import Run, check_run
 from raypar.driver import Job, launch
+from raypar.report import Report, mean_loss
 
-TIED = 1e-6  # relative difference that a tied model may have
+CLOSE = 1e-6  # relative difference where the same numbers are added in another order
+DRIFTED = 1e-3  # the same for weights that AdamW has updated from such gradients
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that is not the same: a loss or a weight, and by how much (relative to its norm)."""
+    """Something that is not the same: a loss, a norm, a gradient or a weight; and by how much, relative to its norm.
+
+    allowed  the largest error that is right
+    """
 
     what: str
     error: float
+    allowed: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.what} differs by {self.error:.3g} of its norm"
@@ -37,22 +44,31 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What ``verify`` found. ``differences``: losses first, then weights by logical name; none means bitwise equal.
+    """What ``verify`` found. ``differences``: losses and norms first, then gradients and weights by logical name; none
+    means bitwise equal.
 
-    tolerance  the largest relative difference that is right: 0, and 1e-6 for a tied model, whose two ends add the
-               gradients of their microbatches in another order than one process does
+    Sums of more than two numbers depend on the order of their additions. Where that order is not the one process' own,
+    the right answer is not bitwise:
+
+    - a tied model adds the gradients of its two ends once a step; every difference may be 1e-6
+    - replicas add their microbatches first; losses, norms and the first step's gradients may differ by 1e-6. A weight
+      may by 1e-3: AdamW divides a gradient by its own size, so that one which is only rounding noise moves its weight
+      by a full step. With two microbatches in all, one a replica, there is one addition, and no difference is allowed
+
+    The weights of all replicas must always be the same bits.
     """
 
     steps: int
+    gradients: int
     weights: int
     losses: tuple[float, ...]
     differences: tuple[Difference, ...]
-    tolerance: float = 0.0
+    replicas: int = 1
 
     @property
     def ok(self) -> bool:
-        """Whether no difference is larger than the tolerance."""
-        return all(difference.error <= self.tolerance for difference in self.differences)
+        """Whether no difference is larger than what is allowed for it."""
+        return all(difference.error <= difference.allowed for difference in self.differences)
 
     @property
     def bitwise(self) -> bool:
@@ -64,31 +80,41 @@ class Verdict:
         return max((difference.error for difference in self.differences), default=0.0)
 
     def __str__(self) -> str:
-        checked = f"{len(self.losses)} losses and {self.weights} weights after {self.steps} steps"
+        losses = f"{len(self.losses)} losses and gradient norms"
+        weights = f"{self.weights} weights{f' on {self.replicas} replicas' if self.replicas > 1 else ''}"
+        checked = f"{losses}, {self.gradients} gradients of step 0 and {weights} after {self.steps} steps"
         if self.bitwise:
             return f"bitwise equal: {checked}"
-        if self.ok:
-            return f"equal within {self.tolerance:g}: {checked}; worst {self.worst:.3g}"
-        return f"{len(self.differences)} differences in {checked}; first: {self.differences[0]}; worst {self.worst:.3g}"
+        if not self.ok:
+            wrong = [difference for difference in self.differences if not difference.error <= difference.allowed]
+            return f"{len(wrong)} differences in {checked}; first: {wrong[0]}; worst {self.worst:.3g}"
+        kinds: dict[float, list[Difference]] = {}
+        for difference in self.differences:
+            kinds.setdefault(difference.allowed, []).append(difference)
+        worst = [max(same, key=lambda difference: difference.error) for _, same in sorted(kinds.items())]
+        return f"equal: {checked}; " + ", ".join(f"{one} (allowed {one.allowed:g})" for one in worst)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a plain process ends with: the loss and gradient norm of every step, and the weights by logical name.
+    """What a plain process ends with: the loss and gradient norm of every step, the weights by logical name, and the
+    gradients of the first step, clipped.
 
     ``tied``: a weight stands in more than one layer.
     """
 
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
+    gradients: dict[str, Tensor | None]
     weights: dict[str, Tensor]
     tied: bool
 
 
 def verify(run: Run, job: Job | None = None) -> Verdict:
-    """Train ``run.steps`` steps on the layout and in one plain process; compare every loss and every weight.
+    """Train ``run.steps`` steps on the layout and in one plain process; compare every loss, gradient norm and weight,
+    and the gradients of the first step.
 
-    Give a job with a mesh of the same shape to use its actors. Raises ConfigError as ``launch`` does.
+    Give a job with actors of the same number and kind to use them. Raises ConfigError as ``launch`` does.
     """
     check_run(run)
     plain = train_plainly(run)
@@ -100,36 +126,42 @@ def verify(run: Run, job: Job | None = None) -> Verdict:
 
 
 def train_plainly(run: Run) -> Trained:
-    """The run in this process: one model, microbatches one after the other."""
+    """The run in this process: one model, the microbatches of all replicas one after the other."""
     with _threads(run.threads):
         model = build_model(run.model, run.seed)
         layers = model.materialize(range(len(model.names)), run.seed)
         parameters = _named(model.names, layers, {copy: home for home, copy in model.ties})
         optimizer = build_optimizer(run.optim, parameters)
-        source = batch_source(run.data, run.model, run.micro_batch_size, run.microbatches, 1, 0, run.seed)
-        weight = torch.tensor(1.0 / run.microbatches)
-        losses, norms = [], []
+        m, num_dp = run.microbatches, run.mesh.dp
+        source = batch_source(run.data, run.model, run.micro_batch_size, m, num_dp, run.seed)
+        mean = TokenMean(model, source, m, num_dp)
+        losses, norms, gradients = [], [], dict[str, Tensor | None]()
         for step in range(run.steps):
-            total = 0.0
+            parts, counts = list[float](), list[int]()
             for parameter in parameters.values():
                 parameter.grad = None
-            for microbatch in range(run.microbatches):
-                values = source.inputs("train", step, microbatch)
+            for number in range(m * num_dp):
+                microbatch, dp = divmod(number, num_dp)
+                values = source.inputs("train", step, microbatch, dp)
+                target = source.targets("train", step, microbatch, dp)
                 for index, layer in enumerate(layers):
-                    torch.manual_seed(derive(run.seed, "layer", step, microbatch, index))
+                    torch.manual_seed(derive(run.seed, "layer", step, number, index))
                     values = as_values(layer(*values))
-                loss = model.loss(values, source.targets("train", step, microbatch))
+                loss, count = model.loss(values, target), model.count(target)
                 if loss.requires_grad:
-                    loss.backward(weight.to(loss.dtype))
-                total += loss.item()
+                    loss.backward(mean.weight(count).to(loss.dtype))
+                parts.append(loss.item())
+                counts.append(count)
+            _scale(parameters, correction(sum(counts), num_dp * mean.expected))
             norm = torch.nn.utils.clip_grad_norm_(parameters.values(), run.clip or float("inf"), foreach=False)
             if optimizer is not None:
                 set_lr(optimizer, lr_at(run.optim, step, run.steps))
                 optimizer.step()
-            losses.append(total / run.microbatches)
+            losses.append(mean_loss(parts, counts))
             norms.append(float(norm))
+            gradients = gradients or {name: p.grad for name, p in parameters.items()}
         weights = {name: parameter.detach() for name, parameter in parameters.items()}
-        return Trained(tuple(losses), tuple(norms), weights, bool(model.ties))
+        return Trained(tuple(losses), tuple(norms), gradients, weights, bool(model.ties))
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
@@ -139,23 +171,53 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def _compare(job: Job, plain: Trained) -> Verdict:
-    reports = [job.step() for _ in range(job.run.steps)]
+    run = job.run
+    close, drifted = _allowed(run, plain.tied)
+    reports, gradients = list[Report](), dict[str, Tensor | None]()
+    for _ in range(run.steps):
+        reports.append(job.step())
+        gradients = gradients or {name: job.grad(name) for name in plain.gradients}
+    found = [("loss", r.step, r.loss, loss) for r, loss in zip(reports, plain.losses, strict=True)]
+    found += [("gradient norm", r.step, r.grad_norm, norm) for r, norm in zip(reports, plain.grad_norms, strict=True)]
     pairs = [
-        (
-            f"{what} of step {report.step}",
-            torch.tensor(found, dtype=torch.float64),
-            torch.tensor(wanted, dtype=torch.float64),
-        )
-        for report, loss, norm in zip(reports, plain.losses, plain.grad_norms, strict=True)
-        for what, found, wanted in (("loss", report.loss, loss), ("gradient norm", report.grad_norm, norm))
+        (f"{what} of step {step}", torch.tensor(ours, dtype=torch.float64), torch.tensor(theirs, dtype=torch.float64))
+        for what, step, ours, theirs in sorted(found, key=lambda one: one[1])
     ]
-    pairs += [(f"weight {name}", weight, plain.weights[name]) for name, weight in job.weights()]
+    pairs += [(f"gradient {name} of step 0", _dense(gradients[name]), _dense(g)) for name, g in plain.gradients.items()]
+    weights = [(f"weight {name}", weight, plain.weights[name]) for name, weight in job.weights()]
+    replicas = [
+        (f"weight {name} of dp={dp}, beside dp=0,", other, weight)
+        for dp in range(1, run.mesh.dp)
+        for (name, other), (_, weight, _) in zip(job.weights(dp), weights, strict=True)
+    ]
     differences = [
-        Difference(what, relative_error(found, wanted))
-        for what, found, wanted in pairs
-        if not torch.equal(found, wanted)
+        Difference(what, relative_error(ours, theirs), allowed)
+        for group, allowed in ((pairs, close), (weights, drifted), (replicas, 0.0))
+        for what, ours, theirs in group
+        if not torch.equal(ours, theirs)
     ]
-    return Verdict(len(reports), len(plain.weights), plain.losses, tuple(differences), TIED if plain.tied else 0.0)
+    return Verdict(
+        len(reports), len(plain.gradients), len(plain.weights), plain.losses, tuple(differences), run.mesh.dp
+    )
+
+
+def _allowed(run: Run, tied: bool) -> tuple[float, float]:
+    """The largest relative difference of losses, norms and gradients, and of weights."""
+    if run.mesh.dp == 1 or run.microbatches * run.mesh.dp == 2:
+        return (CLOSE, CLOSE) if tied else (0.0, 0.0)
+    return CLOSE, DRIFTED
+
+
+def _dense(gradient: Tensor | None) -> Tensor:
+    """A gradient that nobody made as an empty tensor, which is equal to itself only."""
+    return torch.empty(0) if gradient is None else gradient
+
+
+def _scale(parameters: dict[str, nn.Parameter], factor: float) -> None:
+    """Multiply the gradients, if there is need to."""
+    for parameter in parameters.values():
+        if factor != 1.0 and parameter.grad is not None:
+            parameter.grad.mul_(factor)
 
 
 def _named(names: tuple[str, ...], layers: list[nn.Module], home_of: dict[str, str]) -> dict[str, nn.Parameter]:

@@ -20,12 +20,16 @@ Programs = Mapping[ProgramName, Schedule]
 MOST_CELLS = 5_000_000  # microbatches x stages; to lower and to check one takes about 700 bytes and 70 us
 
 
-def programs_of(schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | None) -> Programs:
+def programs_of(
+    schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | None, *, reduce_grad: bool = False
+) -> Programs:
     """The training step and its evaluation: the same forwards in the same order, without the backwards.
+
+    ``reduce_grad``: there are replicas or servers, so that every stage reduces its gradients.
 
     Raises ScheduleError if there is no such schedule, if it does not fit the sizes, or if it breaks a rule.
     """
-    train = lower(load_schedule(schedule, ranks, microbatches, chunks))
+    train = lower(load_schedule(schedule, ranks, microbatches, chunks), reduce_grad=reduce_grad)
     if train.forward_only:
         raise ScheduleError(f"schedule {train.name!r} has no backward: it can evaluate but not train; use 1f1b, say")
     if train.num_ranks != ranks:

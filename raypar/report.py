@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raypar.actors.plan import StepResult
+from raypar.actors.world import World
 
 
 @dataclass(frozen=True)
@@ -15,15 +16,19 @@ class Report:
     """One training step.
 
     step          its number, from 0
-    loss          mean over the step's microbatches
+    loss          mean over the step's tokens, over all replicas
     grad_norm     global 2-norm of the gradients before clipping
     lr            learning rate of the update
     tokens        target elements of the step
     tokens_per_s  as the driver saw it
     step_ms       milliseconds, likewise
     bubble        share of the actors' time in which they computed nothing, 0 to 1
+    overlap       share of the gradients' reduction that was hidden behind compute: 1 - (seconds that an actor spent on
+                  starting it and waiting for it) / (seconds in which it was under way), mean over the actors; None
+                  with one replica
     in_flight     activations in flight: most microbatches held between forward and backward, for each pipeline rank
-    peak_memory   bytes: largest resident memory during the step, for each pipeline rank
+                  (of its replicas the most)
+    peak_memory   bytes: largest resident memory during the step, likewise
     """
 
     step: int
@@ -34,6 +39,7 @@ class Report:
     tokens_per_s: float
     step_ms: float
     bubble: float
+    overlap: float | None
     in_flight: tuple[int, ...]
     peak_memory: tuple[int, ...]
 
@@ -44,7 +50,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss on validation data: the mean over all its microbatches, in nats a token for text.
+    """The loss on validation data: the mean over its tokens, in nats a token for text.
 
     perplexity is exp(loss); seconds is what it took.
     """
@@ -63,20 +69,43 @@ class Evaluation:
         return {"step": self.step, "val_loss": self.loss, "perplexity": self.perplexity, "tokens": self.tokens}
 
 
-def report_of(step: int, lr: float, seconds: float, results: Sequence[StepResult]) -> Report:
+def report_of(step: int, lr: float, seconds: float, results: Sequence[StepResult], world: World) -> Report:
     """Put together what the actors said of a step, by rank."""
-    losses = [loss for result in results for loss in result.losses]
-    tokens = sum(result.tokens for result in results)
-    idle = [1.0 - result.busy / result.span for result in results if result.span > 0]
+    losses, counts = losses_of(results)
+    tokens = sum(counts)
+    workers = results[: world.mesh.size]
+    idle = [1.0 - result.busy / result.span for result in workers if result.span > 0]
+    overlaps = [result.overlap for result in workers if result.overlap is not None]
+    ranks = [[workers[rank] for rank in world.replicas_of(pp)] for pp in range(world.mesh.pp)]
     return Report(
         step=step,
-        loss=sum(losses) / len(losses),
-        grad_norm=results[0].grad_norm or 0.0,
+        loss=mean_loss(losses, counts),
+        grad_norm=next((result.grad_norm for result in results if result.grad_norm is not None), 0.0),
         lr=lr,
         tokens=tokens,
         tokens_per_s=tokens / seconds,
         step_ms=seconds * 1e3,
         bubble=sum(idle) / len(idle) if idle else 0.0,
-        in_flight=tuple(result.in_flight for result in results),
-        peak_memory=tuple(result.peak_memory for result in results),
+        overlap=sum(overlaps) / len(overlaps) if overlaps else None,
+        in_flight=tuple(max(result.in_flight for result in replicas) for replicas in ranks),
+        peak_memory=tuple(max(result.peak_memory for result in replicas) for replicas in ranks),
     )
+
+
+def losses_of(results: Sequence[StepResult]) -> tuple[list[float], list[int]]:
+    """Loss and target elements of every microbatch, in the order in which one process would take them: the first
+    microbatch of each replica, then the second of each."""
+    last = [result for result in results if result.losses]
+    losses = [loss for same in zip(*(result.losses for result in last), strict=True) for loss in same]
+    counts = [count for same in zip(*(result.counts for result in last), strict=True) for count in same]
+    return losses, counts
+
+
+def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float:
+    """The mean over tokens, from microbatches' means over ``counts`` each, added in their order; 0 without tokens."""
+    most = max(counts)
+    if not most:
+        return 0.0
+    # shares of the longest one and not counts: equal counts give exactly sum(losses) / len(losses)
+    shares = [count / most for count in counts]
+    return sum(share * loss for share, loss in zip(shares, losses, strict=True)) / sum(shares)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from raypar.actors.plan import NonFiniteError, StepResult
+from raypar.actors.world import World
 from raypar.calls import Calls
 from raypar.report import Report
 from raypar.schedules.action import RECVS, SENDS, STEP, Action, Op
@@ -15,11 +16,12 @@ from raypar.schedules.rules import partner, rank_of
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulate import simulate
 
-Move = tuple[tuple[int, Action], ...]  # (rank, action) of everything that happens at once
+Move = tuple[tuple[int, Action], ...]  # (pipeline rank, action) of everything that happens at once
 
 
 class Stepper:
-    """One training step, move by move. A move is a compute action, a SEND with its RECV, or the STEP of all actors.
+    """One training step, move by move. A move is a compute action, a SEND with its RECV, or the STEP of all actors;
+    every replica takes it.
 
     The order is the simulated one, so it is an order that the actors could take. ``repr`` draws the schedule with what
     is done; ``finish`` does the rest and returns the step's report, the same bits as a compiled step.
@@ -29,13 +31,15 @@ class Stepper:
         self,
         schedule: Schedule,
         step: int,
+        world: World,
         handles: Sequence[Any],
         calls: Calls,
         guard: Callable[[Callable[[], Any]], Any],
         commit: Callable[[list[StepResult], float], Report],
     ) -> None:
         self.schedule, self.step = schedule, step
-        self._handles, self._calls, self._guard, self._commit = handles, calls, guard, commit
+        self._world, self._handles = world, handles
+        self._calls, self._guard, self._commit = calls, guard, commit
         self._moves, self._at = tuple(moves(schedule)), 0
         self._report: Report | None = None
         self._error: NonFiniteError | None = None
@@ -92,7 +96,7 @@ class Stepper:
         """Issue the moves without waiting in between; every actor performs its calls in the order they were made."""
         if self._error is not None:
             raise self._error
-        calls = [(rank, action) for move in chosen for rank, action in move]
+        calls = [(rank, action) for move in chosen for pp, action in move for rank in self._ranks(pp, action)]
 
         def perform() -> None:
             refs = [self._handles[rank].perform.remote(action) for rank, action in calls]
@@ -105,6 +109,11 @@ class Stepper:
                 self._error = error  # nobody took the STEP: this step is over
                 raise
             self._at += len(chosen)
+
+    def _ranks(self, pp: int, action: Action) -> tuple[int, ...]:
+        """Who takes an action of a pipeline rank: all its replicas, and for STEP its servers too."""
+        servers = range(self._world.servers if action.op is Op.STEP else 0)
+        return (*self._world.replicas_of(pp), *(self._world.server_rank(pp, index) for index in servers))
 
     def _cursor(self) -> str:
         if self._at == len(self._moves):

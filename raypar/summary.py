@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from raypar.actors.specs import GPT
 from raypar.actors.split import gpt_costs, split_layers
-from raypar.config import Run
+from raypar.config import Run, world_of
 from raypar.report import Evaluation, Report
 from raypar.schedules.action import Op
 from raypar.schedules.schedule import Schedule
@@ -36,9 +36,13 @@ def predicted(run: Run, schedule: Schedule) -> Timeline:
 def plan_rows(run: Run, schedule: Schedule) -> Rows:
     """What a run would do."""
     timeline = predicted(run, schedule)
-    samples = run.microbatches * run.micro_batch_size
+    samples = run.mesh.dp * run.microbatches * run.micro_batch_size
+    replicas = f"{run.mesh.dp} replicas x " if run.mesh.dp > 1 else ""
     tokens = "" if run.model.seq is None else f" = {samples * run.model.seq:,} tokens"
-    rows = [("steps", f"{run.steps:,} of {run.microbatches} microbatches x {run.micro_batch_size} samples{tokens}")]
+    batch = f"{replicas}{run.microbatches} microbatches x {run.micro_batch_size} samples{tokens}"
+    rows = [("steps", f"{run.steps:,} of {batch}")]
+    if world_of(run).servers:
+        rows.append(("parameter servers", f"{run.servers} for each of {run.mesh.pp} pipeline ranks"))
     if isinstance(run.model, GPT):
         layers = split_layers(run.split, gpt_costs(run.model), schedule.num_stages)
         rows.append(("layers of each stage", _each(map(len, layers))))
@@ -56,16 +60,20 @@ def closing_rows(
     evaluation: Evaluation,
     launch_seconds: float,
     wall_seconds: float,
-    log: Path | None,
+    files: Mapping[str, Path | None],
 ) -> Rows:
-    """What a finished run has come to; the first step, which also warms up, does not count for speed."""
+    """What a finished run has come to; the first step, which also warms up, does not count for speed.
+
+    ``files`` were written, by what they are.
+    """
     timeline, last = predicted(run, schedule), reports[-1]
     steady = reports[1:] or reports
     held = [max(counts) for counts in zip(*(report.in_flight for report in reports), strict=True)]
     memory = [max(sizes) for sizes in zip(*(report.peak_memory for report in reports), strict=True)]
     speed = statistics.median(report.tokens_per_s for report in steady)
     bubble = statistics.median(report.bubble for report in steady)
-    named = (f"{run.mesh.label(rank)} {size / 2**20:,.0f} MiB" for rank, size in enumerate(memory))
+    hidden = [report.overlap for report in steady if report.overlap is not None]
+    named = (f"pp={rank} {size / 2**20:,.0f} MiB" for rank, size in enumerate(memory))
     return [
         ("steps", f"{len(reports):,}"),
         ("train loss", f"{last.loss:.4f}"),
@@ -73,10 +81,11 @@ def closing_rows(
         ("perplexity", f"{evaluation.perplexity:.2f}"),
         ("tokens/s", f"{speed:,.0f} (median)"),
         ("bubble", f"{bubble:.1%} measured, {timeline.bubble:.1%} predicted"),
+        *([("reduction hidden", f"{statistics.median(hidden):.0%} behind compute (median)")] if hidden else []),
         ("activations in flight", f"{_each(held)} measured, {_each(timeline.in_flight)} predicted"),
         ("peak memory", ", ".join(named)),
         ("wall time", f"{wall_seconds:.1f} s, of which launch {launch_seconds:.1f} s"),
-        *([] if log is None else [("log", str(log))]),
+        *((name, str(path)) for name, path in files.items() if path is not None),
     ]
 
 

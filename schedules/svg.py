@@ -16,8 +16,7 @@ LANE, GAP, MARGIN, HEADER, SLOT, FINEST = 26, 6, 64, 40, 28, 1
 # Hue and saturation; a rank's chunks differ in lightness. Grey of middle lightness is read on white and on black.
 _HUES = {Op.F: (0.59, 0.62), Op.B: (0.38, 0.45), Op.I: (0.48, 0.50), Op.W: (0.11, 0.75)}
 _GREY = "#868e96"
-
-
+_THIN = 4  # of what goes on beside the actions
 _FAINT = ' fill-opacity="0.45"'
 
 
@@ -26,7 +25,8 @@ def svg(drawn: Schedule | Timeline) -> str:
 
     A schedule is drawn with every action one slot long, a timeline to its own scale. Boxes are coloured by op, and
     lighter for later chunks of a rank; the number is the microbatch, and pointing at a box tells the rest. Waiting
-    for a value, reducing gradients and STEP are grey. Beyond ``MOST_DRAWN`` events the picture is cut, and says so.
+    for a value, reducing gradients (a thin line for each bucket) and STEP are grey. Beyond ``MOST_DRAWN`` events the
+    picture is cut, and says so.
     """
     timeline = simulate(drawn, UNIT) if isinstance(drawn, Schedule) else drawn
     schedule = timeline.schedule
@@ -71,10 +71,12 @@ def _box(event: Event, schedule: Schedule, zero: float, scale: float) -> str:
         if 0 < 7 * len(label) <= width
         else ""
     )
-    tip = html.escape(f"{event.action} on {event.actor}: {event.start:.6g} to {event.end:.6g}")
+    bucket = "" if event.bucket is None else f" (bucket {event.bucket})"
+    tip = html.escape(f"{event.action}{bucket} on {event.actor}: {event.start:.6g} to {event.end:.6g}")
+    height = LANE if event.bucket is None else _THIN
     return (
-        f'<g><title>{tip}</title><rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LANE}" rx="3" '
-        f'fill="{_fill(event, schedule)}"{"" if computes else _FAINT}/>{number}</g>'
+        f'<g><title>{tip}</title><rect x="{x:.1f}" y="{y + LANE - height}" width="{width:.1f}" height="{height}" '
+        f'rx="3" fill="{_fill(event, schedule)}"{"" if computes else _FAINT}/>{number}</g>'
     )
 
 

@@ -18,6 +18,8 @@ class Event(NamedTuple):
     start  seconds, on the clock of the timeline
     end    seconds
     bytes  bytes that were sent or received, 0 for a compute action
+    bucket None for an action of the row; else the reduction of the bucket of gradients of this number, which goes on
+           beside the actions, with REDUCE_GRAD for its action
     """
 
     rank: int
@@ -26,14 +28,15 @@ class Event(NamedTuple):
     start: float
     end: float
     bytes: int = 0
+    bucket: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """The events of one pipeline, in an order that keeps each rank's events in their order.
 
-    One event a rank at a time; of a layout with several replicas, one timeline shows one of them. A measured
-    timeline may be incomplete, that of a failed step is.
+    One event a rank at a time, but for buckets; of a layout with several replicas, one timeline shows one of them. A
+    measured timeline may be incomplete, that of a failed step is.
     """
 
     schedule: Schedule

@@ -123,9 +123,11 @@ class GPTModel(Model):
         return made
 
     def loss(self, output: Values, target: Values) -> Tensor:
-        """Mean cross-entropy of logits (B, S, V) against labels (B, S) int64, in nats a token."""
+        """Mean cross-entropy of logits (B, S, V) against labels (B, S) int64, in nats a token; labels of -100 are left
+        out, and without any other the loss is 0."""
         (logits_BSV,), (labels_BS,) = output, target
-        return F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
+        mean = self.count(target) > 0  # over no tokens the mean is NaN, the sum 0
+        return F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="mean" if mean else "sum")
 
     def _layer(self, index: int) -> nn.Module:
         if index == 0:

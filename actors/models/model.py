@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from raypar.actors.split import Split, split_layers
 
 Values = tuple[Tensor, ...]  # what flows from layer to layer
+IGNORED = -100  # the ignore_index of torch's losses over classes
 
 
 class Model(ABC):
@@ -38,6 +39,16 @@ class Model(ABC):
     @abstractmethod
     def loss(self, output: Values, target: Values) -> Tensor:
         """The mean loss of a microbatch, a scalar, from the last layer's output."""
+
+    def count(self, target: Values) -> int:
+        """The elements of a target that its loss is the mean of; those of an integer target that are -100 are left out.
+
+        -100 is what torch's losses over classes ignore.
+        """
+        first = target[0]
+        if first.is_floating_point() or first.is_complex() or first.dtype == torch.bool:
+            return first.numel()
+        return int((first != IGNORED).sum())
 
     def stages(self, split: Split, num_stages: int) -> tuple[range, ...]:
         """The layers of each stage."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,68 +13,10 @@ from raypar.actors.courier import Courier
 from raypar.actors.group import GroupError, Handle
 from raypar.actors.ledger import Entry
 from raypar.actors.local_group import FailingGroup, LocalGroup, LocalHub, local_groups
-from raypar.actors.mesh import Mesh
-from raypar.actors.plan import SEND_WINDOW, ActionError, NonFiniteError, Plan
-from raypar.actors.specs import SGD, Batches, Layers
-from raypar.actors.worker import Worker
-from raypar.config import Run
+from raypar.actors.plan import SEND_WINDOW, ActionError, NonFiniteError
 from raypar.parity import train_plainly
-from raypar.program import only_row, programs_of
 from raypar.schedules.action import Action
-
-
-def batch(step, microbatch, dp):
-    generator = torch.Generator().manual_seed(100 * step + microbatch)
-    x = torch.randn(3, 4, generator=generator)
-    return x, x.sin()
-
-
-def mse(output, target):
-    return nn.functional.mse_loss(output, target)
-
-
-class Team:
-    """The workers of a pipeline; a call goes to all of them at once, each in a thread of its own."""
-
-    def __init__(
-        self, fn, pp=2, m=4, schedule="1f1b", loss=mse, data=batch, recompute="none", groups=None, chunks=None
-    ):
-        self.run = Run(
-            model=Layers(fn, loss), mesh=Mesh(pp=pp), schedule=schedule, microbatches=m, data=Batches(data, data),
-            optim=SGD(lr=0.1), clip=None, recompute=recompute, steps=3, timeout=10.0, chunks=chunks,
-        )  # fmt: skip
-        programs = programs_of(schedule, pp, m, chunks)
-        self.groups = groups or local_groups("pp", pp, 10.0)
-        self.workers = [Worker() for _ in range(pp)]
-        for rank, worker in enumerate(self.workers):
-            fields = {field.name for field in dataclasses.fields(Plan)} - {"name", "rank", "programs"}
-            rows = {name: only_row(program, rank) for name, program in programs.items()}
-            plan = Plan(name="t", rank=rank, programs=rows, **{field: getattr(self.run, field) for field in fields})
-            worker.setup(plan, {"pp": self.groups[rank]} if pp > 1 else {})
-
-    def each(self, call):
-        """What ``call(worker)`` returned or raised, by rank."""
-        with ThreadPoolExecutor(len(self.workers)) as pool:
-            futures = [pool.submit(call, worker) for worker in self.workers]
-            return [future.exception(30) or future.result() for future in futures]
-
-    def step(self, number=0, program="train"):
-        results = self.each(lambda worker: worker.run(program, number))
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return results
-
-    def weights(self):
-        return {name: weight.clone() for worker in self.workers for name, weight in worker.parameters().items()}
-
-    def gradients(self):
-        return {name: worker.gradient(name).clone() for worker in self.workers for name in worker.shapes()}
-
-
-def linears(count=4):
-    return lambda: [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(count)]
-
+from tests.actors.team import Team, batch, linears
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
@@ -126,7 +66,7 @@ def test_activations_are_kept_as_long_as_the_schedule_says_and_not_longer(schedu
                 "naive": [1] * pp,
             }[schedule]  # fmt: skip
             for worker, in_flight in zip(team.workers, found, strict=True):
-                (stage,) = worker._parts.stages.values()
+                (stage,) = worker._stages.values()
                 assert stage.modules[0].most == in_flight, "graphs alive at once"
                 assert len(stage.modules[0].live) == 0, "a graph outlived its backward"
                 assert (stage.in_flight, worker._held) == (0, {})
@@ -140,8 +80,8 @@ def test_recomputing_keeps_no_graph_and_changes_no_bit():
     )
     for number in range(2):
         assert [result.losses for result in kept.step(number)] == [result.losses for result in again.step(number)]
-    assert [w._parts.stages[i].modules[0].most for i, w in enumerate(kept.workers)] == [4, 4]
-    assert [w._parts.stages[i].modules[0].most for i, w in enumerate(again.workers)] == [1, 1]
+    assert [w._stages[i].modules[0].most for i, w in enumerate(kept.workers)] == [4, 4]
+    assert [w._stages[i].modules[0].most for i, w in enumerate(again.workers)] == [1, 1]
     ours, theirs = again.gradients(), kept.gradients()
     assert len(ours) == 4
     assert all(torch.equal(gradient, theirs[name]) for name, gradient in ours.items())
@@ -153,7 +93,7 @@ def test_an_evaluation_keeps_nothing_and_changes_nothing():
     results = team.step(0, "evaluate")
     assert len(results[-1].losses) == 4
     assert [result.in_flight for result in results] == [0, 0]
-    assert [w._parts.stages[i].modules[0].most for i, w in enumerate(team.workers)] == [0, 0]
+    assert [w._stages[i].modules[0].most for i, w in enumerate(team.workers)] == [0, 0]
     assert all(torch.equal(weight, before[name]) for name, weight in team.weights().items())
     team.step(0)
     assert any(not torch.equal(weight, before[name]) for name, weight in team.weights().items())

@@ -248,6 +248,9 @@ def test_all_mistakes_in_a_run_are_listed(said, tmp_path):
         (("--steps", "3", "gone.toml"), "'gone.toml' can't be read"),
         (("--optim.kind", "adam"), "optim.kind is 'adam': use 'adamw' or 'sgd'"),
         (("gpt-tiny", "--log", "."), "--log '.' is a folder"),
+        (("gpt-tiny", "--trace", "."), "--trace '.' is a folder"),
+        (("gpt-tiny", "--trace", "no/such/trace.json"), "--trace 'no/such/trace.json': there is no folder 'no/such'"),
+        (("gpt-tiny", "--servers", "2"), "servers is 2, but data_parallel is 'all_reduce'"),
     ],
 )
 def test_mistakes_of_a_run(said, words, says):
@@ -331,19 +334,62 @@ def test_a_run_is_logged_and_summed_up(said, cluster, data, tmp_path):
     assert summary["log"].strip() == str(path)
 
 
+def test_a_run_of_replicas_and_servers_is_traced(said, cluster, data, tmp_path):
+    path, log = tmp_path / "step.json", tmp_path / "log.jsonl"
+    path.write_text("of another run")
+    code, out, err = said(
+        "train", "gpt-tiny", *data, "--steps", 2, "--mesh.pp", 1, "--mesh.dp", 2, "--data-parallel", "parameter_server",
+        "--trace", path, "--log", log,
+    )  # fmt: skip
+    assert code == 0, err
+    summary = dict(line.split(": ", 1) for line in out.splitlines())
+    assert summary["reduction hidden"].strip().endswith("% behind compute (median)")
+    assert summary["trace"].strip() == str(path)
+    assert sorted(tmp_path.iterdir()) == [log, path], "nothing is left beside it"
+    events = json.loads(path.read_text())["traceEvents"]
+    named = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert named == {"pp=0 dp=0", "pp=0 dp=1", "server 0 of pp=0"}
+    assert all(0 <= json.loads(line)["overlap"] <= 1 for line in log.read_text().splitlines()[:2])
+
+
+def test_a_failed_run_leaves_the_old_trace(said, monkeypatch, data, tmp_path):
+    driver = importlib.import_module("raypar.driver")
+    monkeypatch.setattr(driver, "launch", raising(JobError("enough")))
+    path = tmp_path / "step.json"
+    path.write_text("of another run")
+    assert said("train", "gpt-tiny", *data, "--trace", path)[0] == 4
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("step.json", "of another run")]
+
+
+def test_a_dry_run_counts_replicas_and_servers(said, data):
+    words = ("--mesh.dp", 3, "--data-parallel", "parameter_server", "--servers", 2, "--dry-run")
+    code, out, err = said("train", "gpt-tiny", *data, *words)
+    assert code == 0, err
+    assert "20 of 3 replicas x 4 microbatches x 2 samples = 768 tokens" in out
+    assert "parameter servers:     2 for each of 2 pipeline ranks" in out
+
+
 def test_verify_compares_with_one_process(said, cluster, data):
     code, out, err = said("verify", *data, "--steps", 2)
-    assert (code, out) == (0, "bitwise equal: 2 losses and 93 weights after 2 steps\n"), err
+    assert (code, out) == (
+        0,
+        "bitwise equal: 2 losses and gradient norms, 93 gradients of step 0 and 93 weights after 2 steps\n",
+    ), err
 
 
 def test_verify_tells_the_first_difference(said, monkeypatch):
-    found = Verdict(2, 9, (1.0, 2.0), (Difference("weight blocks.0.mlp", 1e-7), Difference("weight x", 1e-6)))
+    found = Verdict(
+        2, 9, 9, (1.0, 2.0), (Difference("weight blocks.0.mlp", 1e-7), Difference("weight x", 1e-6, allowed=1e-5))
+    )
     monkeypatch.setattr(commands, "verify", lambda words: found)
     code, out, _ = said("verify")
     assert code == 1
+    assert "1 differences in 2 losses and gradient norms, 9 gradients of step 0 and 9 weights after 2 steps; " in out
     assert "first: weight blocks.0.mlp differs by 1e-07 of its norm; worst 1e-06" in out
-    assert Verdict(2, 9, (1.0, 2.0), found.differences, tolerance=1e-6).ok
-    assert not Verdict(2, 9, (1.0, 2.0), (Difference("loss", float("nan")),), tolerance=1e-6).ok
+    close = Verdict(2, 9, 9, (1.0, 2.0), found.differences[1:])
+    assert close.ok
+    assert str(close).endswith("after 2 steps; weight x differs by 1e-06 of its norm (allowed 1e-05)")
+    assert not Verdict(2, 9, 9, (1.0, 2.0), (Difference("loss", float("nan"), allowed=1e-6),)).ok
 
 
 def test_verify_takes_five_steps_unless_told(said, monkeypatch, tmp_path):

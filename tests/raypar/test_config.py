@@ -12,6 +12,7 @@ from raypar.actors.specs import GPT, SGD, AdamW, Batches, Layers, Text
 from raypar.config import ConfigError, Run, check_run
 from raypar.recipes import RECIPES, recipe
 from raypar.schedules import ScheduleError, build
+from raypar.schedules.action import Op
 from raypar.toml import load_run, run_of
 
 
@@ -81,7 +82,6 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         "steps is 0: it must be at least 1",
         "timeout is -1: it must be above 0",
         "model.hidden 10 is not a multiple of model.heads 4: use 2 heads",
-        "mesh.dp is 2: data parallelism does not compute yet: set it to 1",
         "4 stages for 3 layers: use fewer ranks or chunks, or more layers",
         "data.path: the largest token id is 117, but the model's vocab is 50",
         "data.training data: 4100 tokens are fewer than one window",
@@ -105,6 +105,13 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         ({"split": (8, 0)}, "split leaves a stage without layers"),
         ({"mesh": Mesh(pp=2, cp=2)}, "mesh.cp is 2: context parallelism does not compute yet"),
         ({"mesh": Mesh(pp=2, ep=2)}, "mesh.ep is 2: it must divide dp x cp x tp = 1"),
+        ({"bucket_mb": 0.0}, "bucket_mb is 0.0: it must be above 0"),
+        ({"data_parallel": "zero"}, "data_parallel is 'zero': it must be 'all_reduce' or 'parameter_server'"),
+        ({"servers": 2}, "servers is 2, but data_parallel is 'all_reduce': only a parameter_server has them"),
+        (
+            {"servers": 47, "data_parallel": "parameter_server"},
+            "servers is 47, but pp=0 has 46 parameters, and each is on one server: use 46 at most",
+        ),
         ({"data": Text(path="/no/such/file")}, "data.path: '/no/such/file' cannot be read"),
         ({"data": Text(val_fraction=1.0)}, "data.val_fraction: 1.0 is not between 0 and 1"),
         ({"model": Layers(fn=list, loss=max)}, "the model has no sequence length"),
@@ -206,7 +213,6 @@ def test_wrong_types_and_wrong_values_come_together(tiny, text):
         "clip is 'none': it must be a number",
         "recompute is 'some': it must be 'none' or 'full'",
         "steps is 0: it must be at least 1",
-        "mesh.dp is 2: data parallelism does not compute yet: set it to 1",
         "4 stages for 1 layers: use fewer ranks or chunks, or more layers",
         "data.path: the largest token id is 117, but the model's vocab is 50",
     ]
@@ -406,3 +412,12 @@ def test_split_backwards_are_refused_politely(tiny, tmp_path):
     path.write_text("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n")
     [fault] = faults_of(replace(tiny, schedule=str(path), microbatches=2))
     assert "splits backwards into I and W" in fault
+
+
+def test_replicas_and_servers_need_no_more_than_the_run_has(tiny):
+    for changes in ({"mesh": Mesh(dp=3)}, {"data_parallel": "parameter_server", "servers": 46}):
+        programs = check_run(replace(tiny, **changes))
+        reduced = [action for row in programs["train"].rows for action in row if action.op is Op.REDUCE_GRAD]
+        assert len(reduced) == programs["train"].num_stages
+        assert not any(action.op is Op.REDUCE_GRAD for row in programs["evaluate"].rows for action in row)
+    assert not any(action.op is Op.REDUCE_GRAD for row in check_run(tiny)["train"].rows for action in row)

@@ -1,0 +1,96 @@
+"""What workers and parameter servers have in common: their place, their groups, and what can be asked of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from raypar.actors.digest import demand_equal
+from raypar.actors.excerpts import described, trace
+from raypar.actors.group import Group, GroupError
+from raypar.actors.memory import PeakMemory
+from raypar.actors.plan import ActionError, Plan, Progress, Span
+from raypar.schedules.action import Action
+
+
+class Member(ABC):
+    """One rank of the world. ``setup`` gives it a run."""
+
+    def __init__(self) -> None:
+        self._number, self._memory = -1, PeakMemory()
+        self._now: Action | None = None
+        self._idle = False
+        self._events: list[Span] = []
+        self._trained = self._events  # those of the latest training step that was finished
+        self._groups: dict[str, Group] = {}
+
+    @abstractmethod
+    def setup(self, plan: Plan, groups: dict[str, Group]) -> None:
+        """Build this rank's part of a run; what an earlier run left is dropped."""
+
+    # --- looking inside ---
+
+    def progress(self) -> Progress:
+        """Where this actor is; safe to call from another thread."""
+        return Progress(self._number, len(self._events), self._now, self._idle)
+
+    def abort(self) -> None:
+        """Break off every communication under way; safe to call from another thread."""
+        for group in self._groups.values():
+            group.abort()
+
+    def events(self) -> list[Span]:
+        """What was done in the latest training step that was finished."""
+        return self._trained
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This actor's weights by logical name."""
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+
+    def parameter(self, name: str) -> Tensor:
+        """One weight."""
+        return self._parameters[name].detach()
+
+    def gradient(self, name: str) -> Tensor | None:
+        """One gradient as the optimizer saw it: summed over the step and the replicas, clipped."""
+        return self._parameters[name].grad
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The logical parameters that this actor holds."""
+        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+
+    def ledger(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Calls and bytes by (axis, op) since the run began."""
+        tables = [group.ledger.entries() for group in self._groups.values()]  # one ledger, or one a group
+        return {key: (entry.calls, entry.bytes) for table in tables for key, entry in table.items()}
+
+    # --- for the classes ---
+
+    def _join(self, plan: Plan, groups: dict[str, Group], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Take a place in a run."""
+        self._plan, self._groups, self._parameters = plan, groups, parameters
+        self._label = plan.world.label(plan.rank)
+
+    def _compare(self, owner: int, weights: Mapping[str, Tensor]) -> None:
+        """Compare initial weights that belong to one server (without servers: all) with those that others have made."""
+        world = self._plan.world
+        for group in world.memberships(self._plan.rank):
+            if group.key in ("dp", f"ps{owner}"):
+                demand_equal(weights, self._groups[group.key], [world.label(rank) for rank in group.members])
+
+    def _failed(self, action: str, peer: str | None, error: Exception) -> ActionError:
+        """The error to raise; before that, everybody who waits for this actor is let go."""
+        self.abort()
+        if isinstance(error, GroupError):
+            return ActionError(self._label, action, peer or self._whom(error), error.reason, True, "")
+        return ActionError(self._label, action, peer, described(error), False, trace())
+
+    def _whom(self, error: GroupError) -> str | None:
+        """The name of the peer of a failed communication, if there was one."""
+        world = self._plan.world
+        for group in world.memberships(self._plan.rank):
+            if error.peer is not None and self._groups[group.key].name == error.group:
+                return world.label(group.members[error.peer])
+        return None

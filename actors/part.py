@@ -1,0 +1,133 @@
+"""A pipeline rank's part of the model: its stages with their weights, and who keeps which weight."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from raypar.actors.buckets import Bucket, pack
+from raypar.actors.group import nbytes
+from raypar.actors.models.build import build_model
+from raypar.actors.models.model import Model
+from raypar.actors.plan import Plan
+from raypar.actors.split import Split
+from raypar.actors.stage import Stage
+from raypar.actors.ties import share, ties_of
+from raypar.actors.update import Tie
+from raypar.schedules.action import Action, Op
+from raypar.schedules.schedule import Schedule
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Part:
+    """A pipeline rank's part of the model.
+
+    stages      by number
+    parameters  by logical name; a tied weight whose home is on this rank too stands there only once
+    owner_of    the server of each parameter of the model, among those of its pipeline rank; 0 without servers
+    ties        between different pipeline ranks
+    """
+
+    model: Model
+    stages: dict[int, Stage]
+    parameters: dict[str, nn.Parameter]
+    owner_of: dict[str, int]
+    ties: list[Tie]
+
+    def share(self, owner: int) -> dict[str, nn.Parameter]:
+        """The parameters of one server."""
+        return {name: p for name, p in self.parameters.items() if self.owner_of[name] == owner}
+
+
+def build_part(plan: Plan) -> Part:
+    """Build the stages of this actor's pipeline rank. Only its own weights are made."""
+    model = build_model(plan.model, plan.seed)
+    train = plan.programs["train"]
+    parts = model.stages(plan.split, train.num_stages)
+    own = train.stages_of(plan.world.pp(plan.rank))
+    indices = [index for number in own for index in parts[number]]
+    modules = dict(zip(indices, model.materialize(indices, plan.seed), strict=True))
+    ties, same = ties_of(model, homes_of(model, plan.split, train))
+    share(model, modules, same)
+    stages = {
+        number: Stage(
+            model,
+            parts[number],
+            [modules[index] for index in parts[number]],
+            is_last=number == train.num_stages - 1,
+            recompute=plan.recompute == "full",
+            seed=plan.seed,
+        )
+        for number in own
+    }
+    parameters = {
+        name: parameter
+        for stage in stages.values()
+        for name, parameter in stage.parameters().items()
+        if name not in same
+    }
+    owner_of = {
+        name: owner
+        for sizes in sizes_of(model, plan.split, train).values()
+        for name, owner in share_out(sizes, max(1, plan.world.servers)).items()
+    }
+    return Part(model, stages, parameters, owner_of, ties)
+
+
+def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -> list[Bucket]:
+    """These parameters of a part in buckets, in the order in which a step completes their gradients."""
+    row, limit = plan.programs["train"].rows[plan.world.pp(plan.rank)], int(plan.bucket_mb * _MIB)
+    buckets = []
+    for number in last_backwards(row):
+        members = {name: p for name, p in part.stages[number].parameters().items() if name in parameters}
+        buckets += pack(number, members, part.owner_of, limit)
+    return buckets
+
+
+def last_backwards(row: tuple[Action, ...]) -> dict[int, Action]:
+    """The last backward of each stage in a row, in their order.
+
+    A weight that stages of one rank share belongs to the first of them, whose last backward needs those of the others:
+    then its gradient is complete.
+    """
+    last: dict[int, Action] = {}
+    for action in row:
+        if action.stage is not None and action.op in (Op.B, Op.W):
+            last.pop(action.stage, None)
+            last[action.stage] = action
+    return last
+
+
+def homes_of(model: Model, split: Split, schedule: Schedule) -> dict[int, int]:
+    """The pipeline rank of each layer."""
+    parts = model.stages(split, schedule.num_stages)
+    return {index: schedule.placement[number] for number, part in enumerate(parts) for index in part}
+
+
+def sizes_of(model: Model, split: Split, schedule: Schedule) -> dict[int, dict[str, int]]:
+    """Bytes of the parameters of each pipeline rank, by logical name."""
+    homes = homes_of(model, split, schedule)
+    _, same = ties_of(model, homes)
+    sizes: defaultdict[int, dict[str, int]] = defaultdict(dict)
+    for index, (layer, module) in enumerate(zip(model.names, model.skeleton, strict=True)):
+        for inner, parameter in module.named_parameters():
+            name = f"{layer}.{inner}"
+            if parameter.requires_grad and name not in same:
+                sizes[homes[index]][name] = nbytes(parameter)
+    return sizes
+
+
+def share_out(sizes: Mapping[str, int], servers: int) -> dict[str, int]:
+    """The server of each parameter: whole tensors, the largest first, each to whoever has the fewest bytes so far."""
+    loads = [0] * servers
+    owner_of = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owner = loads.index(min(loads))
+        loads[owner] += sizes[name]
+        owner_of[name] = owner
+    return owner_of

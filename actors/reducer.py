@@ -1,0 +1,123 @@
+"""Sums gradients over the replicas of a pipeline rank while its last backwards still compute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from raypar.actors.buckets import Bucket
+from raypar.actors.group import Handle, nbytes
+from raypar.actors.plan import Span
+from raypar.schedules.action import Action, Op
+
+Channel = Callable[[Tensor], Handle]  # starts summing a tensor over the replicas: all_reduce, or reduce to a server
+
+
+@dataclass
+class _Transfer:
+    """A bucket under way; ``start`` and ``end`` in seconds."""
+
+    bucket: Bucket
+    flat: Tensor
+    handle: Handle
+    start: float
+    end: float = 0.0
+
+
+class Reducer:
+    """Starts a bucket as soon as its last gradient is there, in the last backward of its stage (Li et al. 2020).
+
+    Buckets start in one fixed order, because the members of a group must call its ops in the same order, whichever
+    gradients come first. A parameter without a gradient is found out when the backward is over: see ``flush``.
+
+    buckets   in the order of the stages' last backwards; those of a stage in the order in which it makes gradients
+    channels  by the owner of a bucket
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], channels: Sequence[Channel]) -> None:
+        self._buckets, self._channels = buckets, channels
+        self.begin()
+
+    def begin(self) -> None:
+        """Open a step; what an interrupted one left behind is dropped."""
+        self._missing: list[set[Tensor]] = [set(bucket.parameters.values()) for bucket in self._buckets]
+        self._transfers: list[_Transfer] = []
+        self._spent = 0.0  # seconds of the actor's own, in which it did not compute
+
+    @contextmanager
+    def watch(self, stage: int) -> Iterator[None]:
+        """For the time of a stage's last backward: its gradients are complete as they come."""
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, number, name))
+            for number, bucket in enumerate(self._buckets)
+            if bucket.stage == stage
+            for name, parameter in bucket.parameters.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def flush(self, stage: int) -> None:
+        """The stage has no more backwards: what has no gradient by now has none."""
+        for missing, bucket in zip(self._missing, self._buckets, strict=True):
+            if bucket.stage == stage:
+                missing.clear()
+        self._start()
+
+    def finish(self) -> None:
+        """Wait for every bucket; then the gradients are the sums over all replicas."""
+        assert len(self._transfers) == len(self._buckets), "a stage was not flushed"
+        for transfer in self._transfers:
+            before = time.perf_counter()
+            transfer.handle.wait()
+            transfer.end = time.perf_counter()
+            self._spent += transfer.end - before
+            transfer.bucket.adopt(transfer.flat)
+
+    def total(self, tensor: Tensor) -> None:
+        """Sum a small tensor over the replicas; with servers the sum is at the first one of them."""
+        self._channels[0](tensor).wait()
+
+    @property
+    def spans(self) -> list[Span]:
+        """The buckets of this step, each from the start of its reduction to where it was known to be over."""
+        return [
+            Span(Action(one.bucket.stage, Op.REDUCE_GRAD, None), one.start, one.end, nbytes(one.flat), number)
+            for number, one in enumerate(self._transfers)
+        ]
+
+    @property
+    def overlap(self) -> float | None:
+        """1 - (seconds spent on starting buckets and waiting for them) / (seconds in which one was under way).
+
+        None without buckets. Of a time in which several are under way each second counts once.
+        """
+        under_way, reached = 0.0, 0.0
+        for transfer in self._transfers:
+            under_way += max(0.0, transfer.end - max(reached, transfer.start))
+            reached = max(reached, transfer.end)
+        return max(0.0, 1.0 - self._spent / under_way) if under_way else None
+
+    def _arrived(self, number: int, name: str, parameter: Tensor) -> None:
+        if number < len(self._transfers):
+            raise RuntimeError(
+                f"{name} got a gradient twice in one backward, as reentrant checkpointing of a shared layer does: "
+                "use torch.utils.checkpoint with use_reentrant=False"
+            )
+        self._missing[number].discard(parameter)
+        self._start()
+
+    def _start(self) -> None:
+        """Start the buckets that are complete and have none before them that is not."""
+        while (number := len(self._transfers)) < len(self._buckets) and not self._missing[number]:
+            bucket, start = self._buckets[number], time.perf_counter()
+            flat = bucket.gathered()
+            self._transfers.append(_Transfer(bucket, flat, self._channels[bucket.owner](flat), start))
+            self._spent += time.perf_counter() - start

@@ -1,0 +1,38 @@
+"""The end of a step on a worker whose weights are kept by parameter servers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from raypar.actors.buckets import Bucket
+from raypar.actors.group import Group
+
+
+class ServedUpdate:
+    """Takes the new weights from the servers; the worker has no optimizer.
+
+    parameters  this worker's, by logical name
+    buckets     of all of them, each owned by one server
+    groups      by owner: the replicas of this pipeline rank and that server, the last member
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], groups: Sequence[Group]
+    ) -> None:
+        self._parameters, self._buckets, self._groups = parameters, buckets, groups
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def step(self, step: int, ballot: Tensor | None) -> None:
+        """Load the weights that the servers send; those of before, if a server votes no and raises NonFiniteError."""
+        flats = [bucket.room() for bucket in self._buckets]
+        groups = [self._groups[bucket.owner] for bucket in self._buckets]
+        handles = [group.broadcast(flat, group.size - 1) for group, flat in zip(groups, flats, strict=True)]
+        for bucket, flat, handle in zip(self._buckets, flats, handles, strict=True):
+            handle.wait()
+            bucket.load(flat)

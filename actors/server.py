@@ -1,0 +1,122 @@
+"""The parameter server: an actor that keeps weights and their optimizer for the replicas of a pipeline rank."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from raypar.actors.group import Group
+from raypar.actors.member import Member
+from raypar.actors.part import buckets_of, build_part
+from raypar.actors.plan import NonFiniteError, Plan, ProgramName, Span, StepResult
+from raypar.actors.update import Tie, Updater
+from raypar.schedules.action import STEP, Action
+
+_WHOLE_STEP = 1e6  # seconds: gradients come when the replicas have computed; who is late is told by others
+
+
+class Server(Member):
+    """Master weights and optimizer state of some of a pipeline rank's parameters (Li et al. 2014).
+
+    In a step the replicas push their gradients, bucket by bucket, and the server sums them up. All servers of the run
+    agree on norm and vote and update their weights, and the replicas pull them: each sends its gradients once, the
+    server sends the weights once to each.
+    """
+
+    def setup(self, plan: Plan, groups: dict[str, Group]) -> None:
+        """Build this server's share of a run; what an earlier run left is dropped.
+
+        Raises UnequalReplicasError if a replica has made other weights of the same plan.
+        """
+        torch.set_num_threads(plan.threads)
+        part, world = build_part(plan), plan.world
+        index, train = world.server_index(plan.rank), plan.programs["train"]
+        own = part.share(index)
+        self._join(plan, groups, own)
+        self._group = groups[f"ps{index}"]
+        self._buckets = buckets_of(plan, part, own)
+        self._counts_votes = index == 0 and train.placement[-1] == world.pp(plan.rank)  # see Reducer.total
+        places = {
+            name: pp * world.servers + part.owner_of[name]
+            for tie in part.ties
+            for name, pp in ((tie.home, tie.home_rank), (tie.copy, tie.copy_rank))
+        }
+        ties = [Tie(tie.home, places[tie.home], tie.copy, places[tie.copy]) for tie in part.ties]
+        names = part.model.parameter_names()
+        self._updater = Updater(own, names, ties, groups.get("servers"), plan.optim, plan.clip, plan.steps)
+        self._compare(index, own)
+
+    def run(self, program: ProgramName, step: int) -> StepResult:
+        """Serve a whole step; an evaluation needs no server."""
+        self.begin(program, step)
+        if program == "train":
+            self.perform(STEP)
+        return self.end()
+
+    def begin(self, program: ProgramName, step: int) -> None:
+        """Open a step."""
+        self._number, self._train = step, program == "train"
+        self._grad_norm: float | None = None
+        self._events = []
+        if self._train:
+            self._updater.zero_grad()
+        self._memory.reset()
+
+    def perform(self, action: Action) -> None:
+        """Sum the replicas' gradients, update, and send the weights; raises ActionError, or NonFiniteError."""
+        assert action == STEP
+        try:
+            ballot = self._pushed()
+            start, self._now = time.perf_counter(), action
+            try:
+                self._grad_norm = self._updater.step(self._number, ballot)
+            except NonFiniteError:
+                self._publish()  # the weights of before: the replicas wait for some
+                raise
+            self._publish()
+            self._events.append(Span(action, start, time.perf_counter()))
+        except NonFiniteError:
+            raise
+        except Exception as error:
+            raise self._failed(str(action), None, error) from None
+
+    def end(self) -> StepResult:
+        """Close a step."""
+        self._now = None
+        if self._train:
+            self._trained = self._events
+        return StepResult(
+            losses=(),
+            counts=(),
+            grad_norm=self._grad_norm,
+            busy=0.0,
+            span=0.0,
+            overlap=None,
+            in_flight=0,
+            peak_memory=self._memory.read(),
+        )
+
+    def _pushed(self) -> Tensor | None:
+        """Wait for the sums of the gradients, and of the ballots if they come here."""
+        root, flats = self._group.rank, [bucket.zeros() for bucket in self._buckets]
+        handles = [self._group.reduce(flat, root) for flat in flats]
+        self._idle = True
+        try:
+            for bucket, flat, handle in zip(self._buckets, flats, handles, strict=True):
+                handle.wait(_WHOLE_STEP)
+                bucket.adopt(flat)
+            if not self._counts_votes:
+                return None
+            ballot = torch.zeros(3, dtype=torch.float64)
+            self._group.reduce(ballot, root).wait(_WHOLE_STEP)
+            return ballot
+        finally:
+            self._idle = False
+
+    def _publish(self) -> None:
+        """Send the weights to the replicas."""
+        root = self._group.rank
+        for handle in [self._group.broadcast(bucket.weights(), root) for bucket in self._buckets]:
+            handle.wait()

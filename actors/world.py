@@ -1,0 +1,109 @@
+"""Who takes part in a run, by rank: the workers of the mesh, then the parameter servers; and the groups they form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from raypar.actors.mesh import AXES, Mesh
+
+DataParallel = Literal["all_reduce", "parameter_server"]
+
+
+class Membership(NamedTuple):
+    """One rank's place in a group.
+
+    key      the group among this rank's groups: ``pp``, ``dp``, ``ps0``
+    axis     what its bytes are counted under
+    name     unique in the run
+    members  ranks, in the order of the group
+    """
+
+    key: str
+    axis: str
+    name: str
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of a run: ``mesh.size`` workers, then the servers of pipeline rank 0, of pipeline rank 1, ...
+
+    servers  parameter servers of each pipeline rank; 0 without
+    """
+
+    mesh: Mesh
+    servers: int = 0
+
+    @classmethod
+    def of(cls, mesh: Mesh, data_parallel: DataParallel, servers: int) -> World:
+        """The world of a run with these fields."""
+        return cls(mesh, servers if data_parallel == "parameter_server" else 0)
+
+    @property
+    def size(self) -> int:
+        """Number of actors."""
+        return self.mesh.size + self.mesh.pp * self.servers
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients have to be summed over replicas, or sent to servers."""
+        return self.mesh.dp > 1 or self.servers > 0
+
+    @property
+    def server_ranks(self) -> range:
+        return range(self.mesh.size, self.size)
+
+    def label(self, rank: int) -> str:
+        """A rank's name in messages: ``pp=1``, ``pp=1 dp=0``, ``server 0 of pp=1``."""
+        if rank < self.mesh.size:
+            return self.mesh.label(rank)
+        return f"server {self.server_index(rank)} of pp={self.pp(rank)}"
+
+    def pp(self, rank: int) -> int:
+        """The pipeline rank that a rank belongs to."""
+        if rank < self.mesh.size:
+            return rank // self._inner
+        return (rank - self.mesh.size) // self.servers
+
+    def server_index(self, rank: int) -> int:
+        """Which one of its pipeline rank's servers this is."""
+        return (rank - self.mesh.size) % self.servers
+
+    def server_rank(self, pp: int, index: int) -> int:
+        """The rank of a pipeline rank's server."""
+        return self.mesh.size + pp * self.servers + index
+
+    def replica(self, dp: int) -> tuple[int, ...]:
+        """The workers of one data-parallel replica, by pipeline rank."""
+        return tuple(rank for rank in range(self.mesh.size) if self.mesh.coordinate(rank)["dp"] == dp)
+
+    def replicas_of(self, pp: int) -> range:
+        """The workers of one pipeline rank, by replica."""
+        return range(pp * self._inner, (pp + 1) * self._inner)
+
+    def memberships(self, rank: int) -> Iterator[Membership]:
+        """A rank's groups, in the order of joining: nobody waits for a group that its peer would form later."""
+        pp = self.pp(rank)
+        if rank < self.mesh.size:
+            for axis in AXES:
+                index, members = self.mesh.group_of(axis, rank)
+                if len(members) > 1 and not (axis == "dp" and self.servers):  # with servers nobody else is asked
+                    yield Membership(axis, axis, f"{axis}/{index}", members)
+            for index in range(self.servers):
+                yield self._served(pp, index)
+        else:
+            yield self._served(pp, self.server_index(rank))
+            if len(self.server_ranks) > 1:
+                yield Membership("servers", "servers", "servers/0", tuple(self.server_ranks))
+
+    def _served(self, pp: int, index: int) -> Membership:
+        """The replicas of a pipeline rank and one of its servers, which is the last member."""
+        members = (*self.replicas_of(pp), self.server_rank(pp, index))
+        return Membership(f"ps{index}", "ps", f"ps/{pp}.{index}", members)
+
+    @property
+    def _inner(self) -> int:
+        """Workers of a pipeline rank: pp is the outermost axis of a mesh."""
+        return self.mesh.size // self.mesh.pp

@@ -1,0 +1,102 @@
+"""The actors of a run as threads of one process, over local groups."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import nn
+
+from raypar.actors.local_group import local_groups
+from raypar.actors.mesh import Mesh
+from raypar.actors.server import Server
+from raypar.actors.specs import SGD, Batches, Layers
+from raypar.actors.worker import Worker
+from raypar.config import Run, check_run
+from raypar.plans import plans_of
+
+
+def batch(step, microbatch, dp):
+    generator = torch.Generator().manual_seed(100 * step + microbatch + 1000 * dp)
+    x = torch.randn(3, 4, generator=generator)
+    return x, x.sin()
+
+
+def mse(output, target):
+    return nn.functional.mse_loss(output, target)
+
+
+def linears(count=4):
+    return lambda: [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(count)]
+
+
+class Team:
+    """The actors of a run by rank; a call goes to all of them at once, each in a thread of its own.
+
+    ``groups`` are those of the pipeline's ranks, instead of new ones.
+    """
+
+    def __init__(self, fn, pp=2, m=4, schedule="1f1b", loss=mse, data=batch, dp=1, groups=None, **changes):
+        fields = {"optim": SGD(lr=0.1), "clip": None, "steps": 3, "timeout": 10.0, "data": Batches(data, data)}
+        self.run = Run(
+            model=Layers(fn, loss), mesh=Mesh(pp=pp, dp=dp), schedule=schedule, microbatches=m, **(fields | changes)
+        )
+        plans = plans_of(self.run, check_run(self.run), "t")
+        self.world = plans[0].world
+        self.all = [Server() if rank in self.world.server_ranks else Worker() for rank in range(self.world.size)]
+        self.workers, self.servers = self.all[: self.world.mesh.size], self.all[self.world.mesh.size :]
+        self.groups = dict(self._groups()) | ({"pp/0": groups} if groups else {})
+        for result in self.each(lambda actor: actor.setup(*self._told(plans, actor)) or True):
+            if isinstance(result, Exception):
+                raise result
+
+    def _groups(self):
+        for rank in range(self.world.size):
+            for _, axis, name, members in self.world.memberships(rank):
+                if members[0] == rank:
+                    yield name, local_groups(axis, len(members), 10.0)
+
+    def _told(self, plans, actor):
+        rank = self.all.index(actor)
+        memberships = self.world.memberships(rank)
+        return plans[rank], {key: self.groups[name][members.index(rank)] for key, _, name, members in memberships}
+
+    def each(self, call):
+        """What ``call(actor)`` returned or raised, by rank."""
+        with ThreadPoolExecutor(len(self.all)) as pool:
+            futures = [pool.submit(call, actor) for actor in self.all]
+            return [future.exception(30) or future.result() for future in futures]
+
+    def step(self, number=0, program="train"):
+        results = self.each(lambda actor: actor.run(program, number))
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+    def weights(self, dp=0):
+        """Copies of a replica's weights."""
+        workers = [self.all[rank] for rank in self.world.replica(dp)]
+        return {name: weight.clone() for worker in workers for name, weight in worker.parameters().items()}
+
+    def gradients(self):
+        """Copies of the gradients that the optimizers saw."""
+        found = {}
+        for actor in self.servers or self.workers:
+            for name in actor.shapes():
+                gradient = actor.gradient(name)
+                found[name] = gradient if gradient is None else gradient.clone()
+        return found
+
+    def ledger(self, axis):
+        """What every actor sent over the groups of an axis: [calls, bytes] by op."""
+        tables = []
+        for actor in self.all:
+            total = {}
+            for group in actor._groups.values():
+                for (at, op), entry in group.ledger.entries().items():
+                    if at == axis:
+                        calls, count = total.get(op, (0, 0))
+                        total[op] = (calls + entry.calls, count + entry.bytes)
+            tables.append(total)
+        return tables

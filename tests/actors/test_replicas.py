@@ -1,0 +1,418 @@
+"""Data parallelism: replicas compute what one process computes, and move what the textbook says."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from raypar.actors.digest import UnequalReplicasError
+from raypar.actors.models.gpt import GPTModel
+from raypar.actors.plan import NonFiniteError
+from raypar.actors.specs import GPT, SGD, AdamW, Batches
+from raypar.parity import train_plainly
+from raypar.report import losses_of, mean_loss
+from raypar.schedules.action import COMPUTE, Action, Op
+from tests.actors.team import Team, batch, linears, mse
+
+MODES = ("all_reduce", "parameter_server")
+LAYOUTS = [(2, 1), (3, 1), (4, 1), (2, 2), (2, 3), (3, 2)]
+CLOSE = 1e-6
+
+
+def labels(counts):
+    """Inputs and classes; of microbatch g of a step ``counts[g % len(counts)]`` of 6 rows count."""
+
+    def data(step, microbatch, dp):
+        x, _ = batch(step, microbatch, dp)
+        x = x.repeat(2, 1)
+        y = x.argmax(1)
+        y[counts[(step + 3 * microbatch + dp) % len(counts)] :] = -100
+        return x, y
+
+    return data
+
+
+def classes(output, target):
+    """Mean cross-entropy over the rows that count, 0 if none does."""
+    counted = int((target != -100).sum())
+    return nn.functional.cross_entropy(output, target, reduction="mean" if counted else "sum")
+
+
+UNEQUAL = {"data": labels((6, 2, 5, 0, 1)), "loss": classes}
+
+
+def agrees(team, bound=CLOSE):
+    """Train the team and one plain process, and compare every loss, norm, first gradient and weight."""
+    plain = train_plainly(team.run)
+    first = {}
+    for number in range(team.run.steps):
+        results = team.step(number)
+        losses, counts = losses_of(results)
+        assert mean_loss(losses, counts) == pytest.approx(plain.losses[number], rel=bound, abs=0)
+        (norm,) = {result.grad_norm for result in results} - {None}
+        assert norm == pytest.approx(plain.grad_norms[number], rel=bound, abs=0)
+        first = first or team.gradients()
+    for kind, ours, theirs in (("gradient", first, plain.gradients), ("weight", team.weights(), plain.weights)):
+        assert theirs.keys() <= ours.keys()
+        for name, wanted in theirs.items():
+            if wanted is None:
+                assert ours[name] is None, f"{kind} {name}"
+            else:
+                error = float(torch.linalg.vector_norm(ours[name] - wanted)) / float(torch.linalg.vector_norm(wanted))
+                assert error <= bound, f"{kind} {name}"
+    for dp in range(1, team.run.mesh.dp):
+        ours, theirs = team.weights(0), team.weights(dp)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs), "replicas drifted apart"
+    return plain
+
+
+# --- what one process computes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("equal", [True, False], ids=["equal counts", "unequal counts"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize(("dp", "pp"), LAYOUTS)
+def test_every_layout_computes_what_one_process_does(dp, pp, schedule, equal, mode):
+    m = 2 * pp if schedule == "interleaved" else 4
+    changes = {} if equal else UNEQUAL
+    team = Team(linears(6), pp, m, schedule, dp=dp, data_parallel=mode, bucket_mb=1e-4, clip=0.5, **changes)
+    agrees(team)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("dp", "m"), [(1, 6), (2, 3), (3, 2), (6, 1)])
+def test_every_token_of_a_step_weighs_the_same(dp, m, mode):
+    """Against torch alone: the mean over all rows that count, at once."""
+    team = Team(linears(3), 1, m, dp=dp, data_parallel=mode, steps=1, **UNEQUAL)
+    model = nn.Sequential(*linears(3)())
+    model.load_state_dict({name.removeprefix("layers."): weight for name, weight in team.weights().items()})
+    pairs = [UNEQUAL["data"](0, microbatch, replica) for microbatch in range(m) for replica in range(dp)]
+    x, y = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    wanted = nn.functional.cross_entropy(model(x), y)
+    wanted.backward()
+    losses, counts = losses_of(team.step(0))
+    assert sum(counts) == int((y != -100).sum()) < len(y)
+    assert mean_loss(losses, counts) == pytest.approx(float(wanted.detach()), rel=CLOSE)
+    gradients = team.gradients()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[f"layers.{name}"], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pp", [1, 2, 3])
+@pytest.mark.parametrize("optim", [SGD(lr=0.1), AdamW(lr=0.01)])
+def test_one_microbatch_on_each_of_two_replicas_is_bitwise(pp, optim, mode):
+    agrees(Team(linears(3), pp, 1, dp=2, optim=optim, data_parallel=mode, clip=0.5), bound=0.0)
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_any_number_of_servers(servers, dp):
+    agrees(Team(linears(4), 2, 2, dp=dp, data_parallel="parameter_server", servers=servers, clip=0.5))
+
+
+@pytest.mark.parametrize("bucket_mb", [1e-6, 1e-4, 2e-4, 1.0])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_size_of_buckets_changes_no_bit(bucket_mb, mode):
+    weights = []
+    for size in (bucket_mb, 4.0):
+        team = Team(linears(4), dp=2, data_parallel=mode, bucket_mb=size)
+        team.step(0)
+        weights.append(team.weights())
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_stages_and_ranks_without_parameters(mode):
+    agrees(Team(lambda: [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)], 3, 2, dp=2, data_parallel=mode))
+
+
+def shared(pattern):
+    """Layers by letter; the same letter is the same module."""
+
+    def layers():
+        modules = {letter: nn.Linear(4, 4) for letter in sorted(set(pattern))}
+        return [modules[letter] for letter in pattern]
+
+    return layers
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("pattern", "pp", "schedule"),
+    [
+        ("abca", 2, "1f1b"),
+        ("abba", 4, "gpipe"),
+        ("abcacb", 3, "interleaved"),
+        ("aba", 1, "1f1b"),
+        ("abca", 1, "interleaved"),
+    ],
+)
+def test_tied_weights(pattern, pp, schedule, mode):
+    changes = {"chunks": 2} if schedule == "interleaved" else {}
+    agrees(Team(shared(pattern), pp, 6, schedule, dp=2, data_parallel=mode, servers=1, bucket_mb=1e-4, **changes))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("mode", MODES)
+def test_recomputing(recompute, mode):
+    agrees(Team(linears(4), dp=2, data_parallel=mode, recompute=recompute))
+
+
+class Sometimes(nn.Module):
+    """Has a weight that only some batches need, and one that none does."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.rarely, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.rarely(self.always(x)) if float(x.detach()[0, 0]) > 0.3 else self.always(x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("m", [1, 3])
+def test_weights_that_some_batches_or_none_use(m, mode):
+    """Whether a replica makes a gradient must not decide about the order of messages, nor None become zeros, which
+    would decay the weight."""
+    decaying = SGD(lr=0.1, momentum=0.0, weight_decay=0.1)
+    team = Team(lambda: [Sometimes(), Sometimes()], 2, m, dp=3, data_parallel=mode, bucket_mb=1e-6, optim=decaying)
+    plain = agrees(team)
+    assert plain.gradients["layers.0.never.weight"] is None
+
+
+def test_an_evaluation_weighs_by_tokens_too():
+    team = Team(linears(4), dp=3, **UNEQUAL)
+    losses, counts = losses_of(team.step(1, "evaluate"))
+    wanted = [team.run.data.validate(1, microbatch, dp)[1] for microbatch in range(4) for dp in range(3)]
+    assert counts == [int((target != -100).sum()) for target in wanted]
+    assert mean_loss(losses, counts) == pytest.approx(
+        sum(a * b for a, b in zip(losses, counts, strict=True)) / sum(counts)
+    )
+    assert {op for table in team.ledger("dp") for op in table} == {"all_gather"}, "of the launch: nothing to reduce"
+
+
+def test_a_step_without_any_token_changes_nothing():
+    team = Team(linears(2), dp=2, data=labels((0,)), loss=classes)
+    before = team.weights()
+    losses, counts = losses_of(team.step(0))
+    assert (sum(counts), mean_loss(losses, counts)) == (0, 0.0)
+    assert all(torch.equal(weight, before[name]) for name, weight in team.weights().items())
+
+
+def test_the_loss_of_no_tokens_is_zero_and_so_are_its_gradients():
+    model = GPTModel(GPT(layers=1, hidden=8, heads=2, seq=4, vocab=5))
+    logits = torch.randn(2, 4, 5, requires_grad=True)
+    nothing = torch.full((2, 4), -100)
+    loss = model.loss((logits,), (nothing,))
+    loss.backward()
+    assert (loss.item(), model.count((nothing,))) == (0.0, 0)
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+    nothing[1, 2] = 3
+    assert model.count((nothing,)) == 1
+    assert model.count((torch.zeros(3, 2),)) == 6
+
+
+# --- what is moved, and when -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dp", "pp", "schedule"), [(2, 1, "1f1b"), (4, 1, "gpipe"), (3, 2, "1f1b"), (2, 2, "interleaved")]
+)
+def test_a_bucket_is_one_all_reduce_and_a_rank_sends_2_of_n_minus_1_nths(dp, pp, schedule):
+    team = Team(linears(4), pp, 4, schedule, dp=dp, bucket_mb=1e-4)
+    team.step(0)
+    before, buckets = team.ledger("dp"), [len(worker._parts.reducer.spans) for worker in team.workers]
+    team.step(1)
+    for worker, count, old, new in zip(team.workers, buckets, before, team.ledger("dp"), strict=True):
+        calls, sent = (new["all_reduce"][i] - old["all_reduce"][i] for i in range(2))
+        elements = sum(p.numel() for p in worker.parameters().values()) + len(worker.shapes())  # a place for each
+        counts = worker._pp == pp - 1  # the last stage adds up three numbers about the step
+        assert count > 1
+        assert calls == count + counts
+        ring = 2 * (dp - 1) * 4 * elements / dp + counts * 2 * (dp - 1) * 24 / dp
+        assert ring - calls <= sent <= ring, "each message is rounded down to whole bytes"
+
+
+def test_one_replica_moves_and_copies_nothing():
+    team = Team(linears(4))
+    team.step(0)
+    assert [worker._parts.reducer for worker in team.workers] == [None, None]
+    assert team.ledger("dp") == [{}, {}]
+    assert not any(action.op is Op.REDUCE_GRAD for worker in team.workers for action in worker._row)
+    assert {result.overlap for result in team.step(1)} == {None}
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_servers_traffic_is_linear_in_the_replicas(dp, servers):
+    team = Team(linears(4), dp=dp, data_parallel="parameter_server", servers=servers, bucket_mb=1e-4)
+    team.step(0)
+    for worker, table in zip(team.workers, team.ledger("ps"), strict=False):
+        weights, count = sum(p.numel() for p in worker.parameters().values()), len(worker.shapes())
+        assert table["reduce"][1] == 4 * (weights + count) + 24 * (worker._pp == 1), "its gradients, once"
+        assert table["broadcast"][1] == 0
+    for server, table in zip(team.servers, team.ledger("ps")[len(team.workers) :], strict=True):
+        weights = sum(p.numel() for p in server.parameters().values())
+        assert (table["reduce"][1], table["broadcast"][1]) == (0, dp * 4 * weights), "its weights, to each"
+    assert team.ledger("dp") == [{}] * len(team.all)
+
+
+def test_only_servers_hold_optimizers_and_each_parameter_is_on_one():
+    team = Team(linears(4), dp=2, data_parallel="parameter_server", servers=2, optim=AdamW())
+    team.step(0)
+    shares = [server.shapes() for server in team.servers]
+    assert sum(map(len, shares)) == len(team.weights())
+    assert {name for share in shares for name in share} == team.weights().keys()
+    assert all(share for share in shares)
+    assert not any(hasattr(worker._parts.update, "_optimizer") for worker in team.workers)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_buckets_start_inside_the_last_backward_and_in_no_earlier_one(schedule, mode):
+    team = Team(linears(4), 2, 4, schedule, dp=2, data_parallel=mode, bucket_mb=1e-6)
+    team.step(0)
+    for worker in team.workers:
+        spans = worker.events()
+        last = {a.stage: s for s in spans if (a := s.action).op is Op.B}
+        (step,) = (span for span in spans if span.action.op is Op.STEP)
+        buckets = [span for span in spans if span.bucket is not None]
+        assert [span.bucket for span in buckets] == list(range(len(buckets)))
+        assert len(buckets) == len(worker.shapes())
+        for stage, backward in last.items():
+            own = [span for span in buckets if span.action == Action(stage, Op.REDUCE_GRAD, None)]
+            assert all(backward.start < span.start < backward.end for span in own)
+            assert all(step.start < span.end <= step.end for span in own)
+        assert all(span.bytes > 0 for span in buckets)
+        assert sum(span.action.op in COMPUTE for span in spans) == sum(a.op in COMPUTE for a in worker._row)
+
+
+def test_hooks_are_there_for_the_last_backward_only():
+    team = Team(linears(2), 1, 3, dp=2)
+    seen = []
+    (stage,) = team.workers[0]._stages.values()
+    backward = stage.backward
+
+    def spy(*args):
+        hooks = [parameter._post_accumulate_grad_hooks for parameter in stage.parameters().values()]
+        seen.append(sum(map(bool, hooks)))
+        return backward(*args)
+
+    stage.backward = spy
+    team.step(0)
+    assert seen == [0, 0, 4]
+    assert not any(map(bool, (p._post_accumulate_grad_hooks for p in stage.parameters().values())))
+
+
+def test_overlap_is_a_share_and_buckets_are_dropped_with_the_next_step():
+    team = Team(linears(4), dp=2)
+    for number in range(2):
+        assert all(0.0 <= result.overlap <= 1.0 for result in team.step(number))
+    assert all(result.overlap is None for result in team.step(0, "evaluate"))
+    before = [worker.events() for worker in team.workers]
+    assert any(span.bucket is not None for span in before[0])
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def poisoned(step, microbatch, dp):
+    x, y = batch(step, microbatch, dp)
+    return x, y * float("nan") if (step, microbatch, dp) == (1, 2, 1) else y
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bad_loss_on_one_replica_changes_no_weight_on_any(mode):
+    team, healthy = (Team(linears(), dp=3, data=data, data_parallel=mode) for data in (poisoned, batch))
+    for one in (team, healthy):
+        one.step(0)
+    before = team.weights()
+    results = team.each(lambda actor: actor.run("train", 1))
+    said = results[len(team.workers) :] if team.servers else results
+    assert all(isinstance(result, NonFiniteError) for result in said)
+    for dp in range(3):
+        assert all(torch.equal(weight, before[name]) for name, weight in team.weights(dp).items())
+    assert losses_of(team.step(2)) == losses_of(healthy.step(2))
+    wanted = healthy.weights(2)
+    assert all(torch.equal(weight, wanted[name]) for name, weight in team.weights(1).items())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_vote_without_a_gradient_reaches_every_replica(mode):
+    """The loss is not finite, its gradient is."""
+
+    def loss(output, target):
+        return (output * 0).sum() + torch.where(target[0, 0] == 7.0, float("nan"), 0.0)
+
+    def data(step, microbatch, dp):
+        x, y = batch(step, microbatch, dp)
+        return x, torch.full_like(y, 7.0 if dp == 1 else 0.0)
+
+    team = Team(linears(), dp=2, data=data, loss=loss, data_parallel=mode)
+    results = team.each(lambda actor: actor.run("train", 0))
+    said = results[len(team.workers) :] if team.servers else results
+    assert {str(result) for result in said} == {
+        "step 0: the loss is not finite; no weight was changed: look at the batch"
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_replicas_that_begin_with_other_weights_are_named(mode):
+    def layers():
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+        first.weight.data.fill_(next(made))  # a recorded constant, another one in every process
+        return [first, second]
+
+    made = itertools.count()
+    with pytest.raises(
+        UnequalReplicasError, match=r"the weights of .*pp=0 dp=1.* are not those of pp=0 dp=0: the model"
+    ):
+        Team(layers, pp=1, dp=3, data_parallel=mode)
+
+
+def test_a_gradient_that_comes_twice_is_refused():
+    from torch.utils.checkpoint import checkpoint
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = checkpoint(self.inner, x.requires_grad_(), use_reentrant=True)
+            return checkpoint(self.inner, y, use_reentrant=True)
+
+    team = Team(lambda: [Twice()], 1, 1, dp=2, bucket_mb=1e-6)
+    results = team.each(lambda worker: worker.run("train", 0))
+    assert any("got a gradient twice in one backward" in str(result) for result in results)
+
+
+def test_a_lost_replica_lets_the_others_go():
+    team = Team(linears(), dp=2, timeout=2.0)
+    fails = team.workers[3]
+
+    def broken(*args):
+        raise KeyError("out of luck")
+
+    fails._parts.source.targets = broken
+    results = team.each(lambda worker: worker.run("train", 0))
+    assert str(results[3]).startswith("actor pp=1 dp=1: action 1F0 failed: KeyError")
+    assert results[2].secondary, "its sibling waited for its gradients"
+
+
+def test_one_place_for_the_data_of_all_replicas():
+    asked = []
+
+    def data(step, microbatch, dp):
+        asked.append((step, microbatch, dp))
+        return batch(step, microbatch, dp)
+
+    team = Team(linears(2), 1, 2, dp=2, data=data, loss=mse, data_parallel="all_reduce")
+    team.step(5)
+    assert set(asked) == {(0, 0, 0)} | {(5, microbatch, dp) for microbatch in range(2) for dp in range(2)}
+    assert isinstance(team.run.data, Batches)

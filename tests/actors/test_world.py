@@ -1,0 +1,60 @@
+"""Ranks, their names and their groups, with and without parameter servers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raypar.actors.mesh import Mesh
+from raypar.actors.world import World
+
+WORLDS = st.builds(World, st.builds(Mesh, pp=st.integers(1, 4), dp=st.integers(1, 4)), servers=st.integers(0, 3))
+
+
+@given(WORLDS)
+def test_members_agree_on_their_groups_and_labels_are_unique(world):
+    groups = {}
+    for rank in range(world.size):
+        for membership in world.memberships(rank):
+            assert rank in membership.members
+            assert groups.setdefault(membership.name, membership[1:]) == membership[1:]
+    for _, name, members in groups.values():
+        assert all(name in {one.name for one in world.memberships(rank)} for rank in members)
+    assert len({world.label(rank) for rank in range(world.size)}) == world.size
+
+
+@given(WORLDS)
+def test_every_actor_can_join_its_groups_in_its_order(world):
+    """Whoever waits for a group's members is joined by them before they wait for anybody else: no circle."""
+    left = {rank: [one.name for one in world.memberships(rank)] for rank in range(world.size)}
+    members = {one.name: one.members for rank in left for one in world.memberships(rank)}
+    while any(left.values()):
+        formed = {names[0] for names in left.values() if names}
+        formed = {name for name in formed if all(left[rank][:1] == [name] for rank in members[name])}
+        assert formed, left
+        left = {rank: names[1:] if names[:1] and names[0] in formed else names for rank, names in left.items()}
+
+
+def test_replicas_and_servers_by_name():
+    world = World(Mesh(pp=2, dp=2), servers=2)
+    assert [world.label(rank) for rank in range(world.size)] == [
+        "pp=0 dp=0", "pp=0 dp=1", "pp=1 dp=0", "pp=1 dp=1",
+        "server 0 of pp=0", "server 1 of pp=0", "server 0 of pp=1", "server 1 of pp=1",
+    ]  # fmt: skip
+    assert (world.replica(1), tuple(world.replicas_of(1))) == ((1, 3), (2, 3))
+    assert [(key, members) for key, _, _, members in world.memberships(1)] == [
+        ("pp", (1, 3)), ("ps0", (0, 1, 4)), ("ps1", (0, 1, 5)),
+    ]  # fmt: skip
+    assert [(key, members) for key, _, _, members in world.memberships(6)] == [
+        ("ps0", (2, 3, 6)), ("servers", (4, 5, 6, 7)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mode", "dp", "servers", "reduces"),
+    [("all_reduce", 1, 0, False), ("all_reduce", 2, 0, True), ("parameter_server", 1, 3, True)],
+)
+def test_a_run_without_servers_has_none_whatever_their_number(mode, dp, servers, reduces):
+    world = World.of(Mesh(dp=dp), mode, 3)
+    assert (world.servers, world.reduces) == (servers, reduces)

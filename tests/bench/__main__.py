@@ -1,0 +1,120 @@
+"""raypar beside what a user would pick instead, measured in one run.
+
+Every contestant trains the same model from the same weights on the same batches; all are up at once and take turns,
+round by round, so that what the machine does besides meets all alike. A contestant that fails is named, with the end of
+its log, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import raypar as rp
+from raypar.actors.data import open_corpus
+from tests.bench.contestants import CONTESTANTS, entered
+from tests.bench.group_speed import NBYTES, measure_groups
+from tests.bench.launches import time_launches
+from tests.bench.local_ray import local_ray, quiet
+from tests.bench.overhead import measure_overhead
+from tests.bench.report import Findings, Heat
+from tests.bench.rounds import run_rounds
+from tests.bench.tables import write_block
+from tests.bench.workload import SIZES, Size
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line; ``sizes`` and ``only`` become lists of names."""
+    parser = argparse.ArgumentParser(
+        "python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=("small", "wide", "gpu", "all"), default="all", help="default: all")
+    parser.add_argument("--only", metavar="NAME,...", default="", help=f"some of: {', '.join(CONTESTANTS)}")
+    parser.add_argument("--rounds", type=int, metavar="N", default=7, help="default: 7")
+    parser.add_argument("--steps", type=int, metavar="K", default=2, help="steps a round, default: 2")
+    parser.add_argument("--launches", type=int, metavar="N", default=3, help="launches of each, default: 3")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", default=ROOT / "runs/bench", help="default: runs/bench")
+    parser.add_argument("--readme", action="store_true", help="replace the block of the README too")
+    parser.add_argument("--quick", action="store_true", help="a minute: does it run? Its figures mean nothing")
+    chosen = parser.parse_args(arguments)
+    chosen.only = [name for name in chosen.only.split(",") if name]
+    unknown = [name for name in chosen.only if name not in CONTESTANTS]
+    if unknown:
+        parser.error(f"--only: no contestant {', '.join(unknown)}: there are {', '.join(CONTESTANTS)}")
+    if chosen.size == "gpu" and not torch.cuda.is_available():
+        parser.error("--size gpu: torch finds no GPU on this machine")
+    if chosen.readme:
+        try:
+            write_block(README.read_text(), "")  # told now, and not after a quarter of an hour
+        except ValueError as error:
+            parser.error(f"--readme: {error}")
+    for name in ("rounds", "steps"):
+        if getattr(chosen, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    return chosen
+
+
+def sizes_of(chosen: argparse.Namespace) -> list[Size]:
+    """What is run; of all sizes a GPU's only where there is one."""
+    if chosen.quick:
+        return [SIZES["quick"]]
+    names = ("small", "wide", "gpu") if chosen.size == "all" else (chosen.size,)
+    return [SIZES[name] for name in names if SIZES[name].device == "cpu" or torch.cuda.is_available()]
+
+
+def measure(chosen: argparse.Namespace, found: Findings) -> None:
+    """Launches first, each alone; then, in one Ray, the rounds of every size, the overhead and the groups."""
+    sizes, quick = sizes_of(chosen), chosen.quick
+    rounds, steps, launches = (2, 1, 0) if quick else (chosen.rounds, chosen.steps, chosen.launches)
+    open_corpus(rp.Text())  # converted once, before anybody's launch is measured
+    launched = [contestant for contestant in entered(sizes[0], chosen.only) if contestant.launched]
+    seconds = time_launches(launched, sizes[0], launches, chosen.out)
+    with local_ray():
+        for size in sizes:
+            tracks = run_rounds(size, entered(size, chosen.only), rounds, steps, chosen.out)
+            found.heats.append(Heat(size, rounds, steps, tracks))
+            if size == sizes[0]:
+                for name in seconds:
+                    tracks[name].launches = seconds[name]
+        if not chosen.only:
+            found.overhead = measure_overhead(50 if quick else 500)
+            found.groups = measure_groups((2, 4), NBYTES[::3] if quick else NBYTES, 3 if quick else 15)
+
+
+def write(found: Findings, folder: Path) -> None:
+    """Keep what was found, as JSON, Markdown and text."""
+    (folder / "bench.json").write_text(json.dumps(found.to_dict(), indent=1) + "\n")
+    (folder / "bench.md").write_text(found.text(markdown=True))
+    (folder / "bench.txt").write_text(found.text())
+
+
+def main() -> int:
+    """Measure, keep the tables and show them; 1 if a contestant failed."""
+    chosen = parse(sys.argv[1:])
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    quiet()
+    torch.set_num_threads(1)
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    found = Findings()
+    try:
+        measure(chosen, found)
+    finally:
+        if found.heats:  # also of a bench that was broken off
+            write(found, chosen.out)
+    if chosen.readme:
+        README.write_text(write_block(README.read_text(), found.text(markdown=True)))
+    print(found.text())
+    return int(any(track.failure for heat in found.heats for track in heat.tracks.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

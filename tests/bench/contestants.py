@@ -1,0 +1,100 @@
+"""Who takes part: raypar's layouts, the peers that a user would pick instead, and the limits that both are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tests.bench.workload import RANKS, Layout, Size
+
+Loop = Literal["plain", "ddp", "pipelining", "ray-train", "raypar"]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to train.
+
+    name        for ``--only`` and the JSON
+    what        for the tables
+    loop        whose training loop its processes run; Ray's drivers are one process, whatever they start
+    settings    of raypar's run, or the schedule of torch's pipeline
+    processes   that the bench starts
+    apart       they are trainings of their own, side by side
+    limit       the contestant whose speed, less the pipeline's bubble, is as fast as this one could be
+    chunks      stages a rank; 0 without a pipeline
+    launched    the launch is measured too
+    """
+
+    name: str
+    what: str
+    loop: Loop
+    layout: Layout
+    settings: dict[str, Any] = field(default_factory=dict)
+    processes: int = 1
+    apart: bool = False
+    limit: str | None = None
+    chunks: int = 0
+    launched: bool = False
+
+    @property
+    def ours(self) -> bool:
+        return self.loop == "raypar"
+
+    def fits(self, size: Size) -> bool:
+        """Whether the size has a layer for every stage; a GPU is given to the whole model in one process only."""
+        if size.device == "cuda":
+            return self.layout == "whole" and not self.apart
+        return RANKS * self.chunks <= size.model.layers
+
+    def ideal(self, size: Size) -> float:
+        """Share of the limit that the pipeline's bubble leaves: mv / (mv + p - 1); 1 without a pipeline."""
+        work = size.microbatches * self.chunks
+        return work / (work + RANKS - 1) if self.chunks else 1.0
+
+
+_REPLICAS: dict[str, Any] = {"layout": "replicas", "limit": "pair-halves"}
+
+
+def _replicas(name: str, data_parallel: str, *, launched: bool = False) -> Contestant:
+    """raypar's replicas."""
+    settings = {"data_parallel": data_parallel}
+    return Contestant(name, f"raypar dp=2 {data_parallel}", "raypar", settings=settings, launched=launched, **_REPLICAS)
+
+
+def _pipelines(schedule: str, torchs: str, *, chunks: int = 1, launched: bool = False) -> tuple[Contestant, Contestant]:
+    """torch's pipeline and raypar's, in the same schedule."""
+    settings = {"schedule": schedule}
+    common: dict[str, Any] = {"layout": "pipeline", "limit": "pair", "chunks": chunks, "launched": launched}
+    return (
+        Contestant(f"torch-{schedule}", f"torch {torchs}", "pipelining", settings=settings, processes=2, **common),
+        Contestant(f"raypar-{schedule}", f"raypar pp=2 {schedule}", "raypar", settings=settings, **common),
+    )
+
+
+REFERENCE = "plain"  # whose losses everybody's are held against
+
+CONTESTANTS = {
+    contestant.name: contestant
+    for contestant in (
+        Contestant(REFERENCE, "one process", "plain", "whole", launched=True),
+        Contestant("raypar-one", "raypar, one actor", "raypar", "whole", limit=REFERENCE),
+        Contestant("pair-halves", "limit of dp", "plain", "replicas", processes=2, apart=True),
+        Contestant("torch-ddp", "torch DDP", "ddp", processes=2, launched=True, **_REPLICAS),
+        Contestant("ray-train", "Ray Train, DDP", "ray-train", launched=True, **_REPLICAS),
+        _replicas("raypar-dp", "all_reduce", launched=True),
+        _replicas("raypar-ps", "parameter_server"),
+        Contestant("pair", "limit of pp", "plain", "whole", processes=2, apart=True),
+        *_pipelines("gpipe", "GPipe"),
+        *_pipelines("1f1b", "1F1B", launched=True),
+        *_pipelines("interleaved", "Interleaved1F1B, v=2", chunks=2),
+    )
+}
+
+
+def entered(size: Size, only: Sequence[str] = ()) -> list[Contestant]:
+    """Who runs at a size: those named (none: all), with the reference and the limits that they are held to."""
+    named = [CONTESTANTS[name] for name in only] or list(CONTESTANTS.values())
+    wanted = {REFERENCE} | {contestant.name for contestant in named}
+    wanted |= {contestant.limit for contestant in named if contestant.limit}
+    return [contestant for contestant in CONTESTANTS.values() if contestant.name in wanted and contestant.fits(size)]

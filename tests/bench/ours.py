@@ -1,0 +1,25 @@
+"""raypar itself, as its README has it: launch the run, take steps."""
+
+from __future__ import annotations
+
+import raypar as rp
+
+
+class RayparTrainer:
+    """The driver of a job."""
+
+    def __init__(self, run: rp.Run) -> None:
+        self._job, self._peak = rp.launch(run), list[int]()
+
+    def train(self, first: int, steps: int) -> list[float]:
+        reports = [self._job.step() for _ in range(steps)]
+        assert reports[0].step == first, "the job is at another step than the bench"
+        marks = [report.peak_memory for report in reports]
+        self._peak = [max(of_process) for of_process in zip(*marks, self._peak or marks[0], strict=True)]
+        return [report.loss for report in reports]
+
+    def peak(self) -> list[int]:
+        return self._peak
+
+    def close(self) -> None:
+        self._job.close()

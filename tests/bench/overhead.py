@@ -1,0 +1,72 @@
+"""What raypar and Ray cost by themselves: a step without work, a launch without a model, an actor without a task."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from torch import nn
+
+import raypar as rp
+
+_WARM = 20  # steps before those that count
+_TIMEOUT = 60.0  # seconds
+_MEMORY = "import torch; from raypar.actors.memory import PeakMemory; print(PeakMemory().read())"
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """
+    step_ms         milliseconds of each step of an empty model, pp=2, m=8
+    launch          seconds from launch to the end of the first step of that model, in a Ray that is there already
+    actor_memory    bytes: the most that an idle Ray actor has held that has imported torch
+    process_memory  bytes: the same of a plain process
+    """
+
+    step_ms: list[float]
+    launch: float
+    actor_memory: int
+    process_memory: int
+
+
+class Idle:
+    """An actor that has imported torch and does nothing."""
+
+    def memory(self) -> int:
+        from raypar.actors.memory import PeakMemory
+
+        return PeakMemory().read()
+
+
+def measure_overhead(steps: int) -> Overhead:
+    """In the Ray that this process is connected to; ``steps`` of the empty model."""
+    remote: Any = ray.remote(num_cpus=1)(Idle)
+    idle = remote.remote()
+    actor_memory = ray.get(idle.memory.remote(), timeout=_TIMEOUT)
+    ray.kill(idle)
+    alone = subprocess.run(
+        [sys.executable, "-c", _MEMORY], capture_output=True, text=True, check=True, timeout=_TIMEOUT
+    )
+    start = time.perf_counter()
+    with rp.launch(_empty()) as job:
+        job.step()
+        launch = time.perf_counter() - start
+        for _ in range(_WARM):
+            job.step()
+        return Overhead([job.step().step_ms for _ in range(steps)], launch, actor_memory, int(alone.stdout))
+
+
+def _empty() -> rp.Run:
+    nothing = torch.zeros(1)
+    return rp.Run(
+        model=rp.Layers(lambda: [nn.Identity(), nn.Identity()], loss=lambda output, _: output),
+        mesh=rp.Mesh(pp=2),
+        microbatches=8,
+        data=rp.Batches(lambda step, microbatch, dp: (nothing, nothing)),
+        optim=rp.SGD(lr=1e-4),
+    )

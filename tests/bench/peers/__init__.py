@@ -1,0 +1,1 @@
+"""The peers: plain uses of their public APIs, as their documentation has them."""

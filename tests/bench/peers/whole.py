@@ -1,0 +1,46 @@
+"""The loop over a whole model: in one process, or in a replica that DistributedDataParallel wraps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+import raypar as rp
+from raypar.actors.models.build import build_model
+from raypar.actors.optim import build_optimizer
+from tests.bench.trainer import Step
+from tests.bench.workload import batches_of
+
+
+def whole_model(run: rp.Run, dp: int, device: str, wrap: Callable[[nn.Module], nn.Module] | None = None) -> Step:
+    """Training steps of one replica, the ``dp``-th: gradients accumulated over the microbatches, clipped, AdamW.
+
+    ``wrap`` makes the model a replica of several, which average their gradients in the last microbatch's backward.
+    """
+    model = build_model(run.model, run.seed)
+    module = nn.Sequential(*model.materialize(range(len(model.names)), run.seed)).to(device)
+    optimizer = build_optimizer(run.optim, dict(module.named_parameters()))
+    assert optimizer is not None, "a model has parameters"
+    replica: Any = module if wrap is None else wrap(module)
+    batches = batches_of(run)
+
+    def step(number: int) -> float:
+        optimizer.zero_grad()
+        total = 0.0
+        for microbatch in range(run.microbatches):
+            alone = wrap is not None and microbatch < run.microbatches - 1
+            with replica.no_sync() if alone else nullcontext():
+                tokens, labels = batches.train(number, microbatch, dp)
+                loss = model.loss((replica(tokens.to(device)),), (labels.to(device),))
+                (loss / run.microbatches).backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), run.clip or math.inf)
+        optimizer.step()
+        return total / run.microbatches
+
+    return step

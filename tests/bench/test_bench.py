@@ -1,0 +1,241 @@
+"""The bench's own code: who takes part, its figures, its tables, and processes that crash or hang. No timings."""
+
+import io
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+import raypar as rp
+from raypar.parity import train_plainly
+from tests.bench.__main__ import parse, sizes_of
+from tests.bench.contestants import CONTESTANTS, entered
+from tests.bench.figures import mean_losses, median_ratio, tokens_per_s, worst_difference
+from tests.bench.group_speed import MIB, Sample
+from tests.bench.machine import Machine
+from tests.bench.overhead import Overhead
+from tests.bench.peers.whole import whole_model
+from tests.bench.processes import ProcessError, Processes
+from tests.bench.report import Findings, Heat, group_table, ratio_table, speed_table
+from tests.bench.rounds import Track
+from tests.bench.tables import Table, write_block
+from tests.bench.trainer import LocalTrainer, serve
+from tests.bench.workload import SIZES, Size, run_of
+
+SMALL, WIDE, GPU = SIZES["small"], SIZES["wide"], SIZES["gpu"]
+
+
+# --- who takes part, and what they train -----------------------------------------------------------------------------
+
+
+def test_everybody_takes_part_where_the_model_has_enough_layers():
+    assert [contestant.name for contestant in entered(SMALL)] == list(CONTESTANTS)
+    left_out = set(CONTESTANTS) - {contestant.name for contestant in entered(WIDE)}
+    assert left_out == {"torch-interleaved", "raypar-interleaved"}
+    assert [contestant.name for contestant in entered(GPU)] == ["plain", "raypar-one"]
+
+
+def test_those_named_bring_their_limit_and_the_reference():
+    names = [contestant.name for contestant in entered(SMALL, ["raypar-1f1b", "torch-1f1b"])]
+    assert names == ["plain", "pair", "torch-1f1b", "raypar-1f1b"]
+    assert [contestant.name for contestant in entered(SMALL, ["torch-ddp"])] == ["plain", "pair-halves", "torch-ddp"]
+
+
+@pytest.mark.parametrize("layout", ["whole", "pipeline", "replicas"])
+def test_a_step_takes_the_same_samples_in_every_layout(layout):
+    run = run_of(SMALL, layout)
+    assert run.mesh.dp * run.microbatches * run.micro_batch_size == SMALL.batch
+    assert SMALL.tokens(layout) * run.mesh.dp == SMALL.batch * SMALL.model.seq
+
+
+def test_the_limit_of_a_pipeline_is_less_its_bubble():
+    assert CONTESTANTS["torch-1f1b"].ideal(SMALL) == 8 / 9
+    assert CONTESTANTS["raypar-interleaved"].ideal(SMALL) == 16 / 17
+    assert CONTESTANTS["torch-ddp"].ideal(SMALL) == 1.0
+
+
+def test_the_plain_peer_trains_as_raypar_verifies(tmp_path):
+    (tmp_path / "text").write_text("to be or not to be, that is the question; " * 50)
+    size = Size("tiny", rp.GPT(layers=2, hidden=16, heads=2, seq=16), batch=4)
+    run = replace(run_of(size, "whole"), data=rp.Text(str(tmp_path / "text"), cache=str(tmp_path)), steps=3)
+    losses = LocalTrainer(whole_model(run, 0, "cpu")).train(0, 3)
+    assert losses == pytest.approx(train_plainly(run).losses, rel=1e-6)
+
+
+def test_the_command_line():
+    chosen = parse(["--size", "wide", "--only", "plain,torch-ddp"])
+    assert chosen.only == ["plain", "torch-ddp"]
+    assert sizes_of(chosen) == [WIDE]
+    assert sizes_of(parse([]))[:2] == [SMALL, WIDE]
+    assert sizes_of(parse(["--quick"])) == [SIZES["quick"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["--only", "torch-dp"], "no contestant torch-dp"), (["--rounds", "0"], "--rounds must be at least 1")],
+)
+def test_a_mistake_is_told(arguments, says, capsys):
+    with pytest.raises(SystemExit):
+        parse(arguments)
+    assert says in capsys.readouterr().err
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_trainings_apart_add_up_and_of_one_the_slowest_process_counts():
+    whole = 16 * 256
+    assert tokens_per_s(CONTESTANTS["pair"], SMALL, [1.0, 2.0]) == whole + whole / 2
+    assert tokens_per_s(CONTESTANTS["pair-halves"], SMALL, [1.0, 2.0]) == whole / 2 + whole / 4
+    assert tokens_per_s(CONTESTANTS["torch-ddp"], SMALL, [1.0, 2.0]) == whole / 2
+
+
+def test_losses_are_the_mean_over_the_processes_that_see_them():
+    assert mean_losses([[1.0, 2.0], [3.0, 4.0]]) == [2.0, 3.0]
+    assert mean_losses([[], [3.0, 4.0]]) == [3.0, 4.0]
+    assert mean_losses([[], []]) == []
+
+
+def test_ratios_are_formed_round_by_round():
+    assert median_ratio([2.0, 30.0, 4.0], [1.0, 10.0, 1.0]) == 3.0
+    assert median_ratio([], []) is None
+    assert median_ratio([1.0], [1.0, 2.0]) is None
+
+
+def test_the_worst_loss_counts():
+    assert worst_difference([2.0, 4.0], [2.0, 5.0]) == pytest.approx(0.2)
+    assert worst_difference([], [2.0]) is None
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def heat() -> Heat:
+    """Two rounds of one step; raypar's replicas have failed."""
+    pair, half = {"losses": [5.0, 4.0, 3.0]}, {"losses": [9.0, 9.0, 9.0]}
+    tracks = {
+        "plain": Track([2000.0, 2100.0], peaks=[300 * MIB], launches=[5.0, 4.0, 6.0], **pair),
+        "pair": Track([4000.0, 4200.0], peaks=[300 * MIB, 310 * MIB], **pair),
+        "pair-halves": Track([4000.0, 4200.0], peaks=[300 * MIB, 310 * MIB], **half),
+        "torch-1f1b": Track([3200.0, 3360.0], peaks=[200 * MIB, 210 * MIB], losses=[5.0, 4.0, 3.03]),
+        "raypar-dp": Track(losses=[5.0], failure="raypar-dp: process 0 ended"),
+        "raypar-1f1b": Track([3520.0, 3696.0], peaks=[200 * MIB, 210 * MIB], **pair),
+    }
+    return Heat(SMALL, 2, 1, tracks)
+
+
+def test_the_table_of_speeds():
+    table = speed_table(heat())
+    rows = {row[0]: list(row[1:]) for row in table.rows}
+    assert {len(row) for row in table.rows} == {len(table.header)}
+    assert rows["one process"] == ["2,050", "2,000 to 2,100", "-", "300", "5.0", "0"]
+    assert rows["torch 1F1B"] == ["3,280", "3,200 to 3,360", "0.90", "200, 210", "-", "1e-02"]
+    assert rows["raypar pp=2 1f1b"] == ["3,608", "3,520 to 3,696", "0.99", "200, 210", "-", "0"]
+    assert rows["raypar dp=2 all_reduce"] == ["failed", "-", "-", "-", "-", "-"]
+    assert rows["limit of dp"][-1] == "-"
+
+
+def test_the_table_of_ratios():
+    table = ratio_table(heat())
+    assert list(table.header[1:]) == ["one process", "torch 1F1B"]
+    assert [list(row) for row in table.rows] == [
+        ["raypar dp=2 all_reduce", "-", "-"],
+        ["raypar pp=2 1f1b", "1.76", "1.10"],
+    ]
+
+
+def test_the_table_of_groups():
+    samples = [
+        Sample("p2p", 2, nbytes, {"raypar": [1e-4, 2e-4, 3e-4], "gloo": [2e-4, 4e-4, 9e-4]}) for nbytes in (4096, MIB)
+    ]
+    table = group_table(samples)
+    assert list(table.header) == ["operation, members", "4 KiB", "1 MiB"]
+    assert [list(row) for row in table.rows] == [["p2p, 2", "200 (2.0)", "200 (2.0)"]]
+
+
+def test_a_table_as_text_and_as_markdown():
+    table = Table("Title", ("who", "tokens/s"), [("one", "1"), ("another", "1,000")], ["A note.", "Another."])
+    assert table.text().splitlines() == [
+        "Title",
+        "who      tokens/s",
+        "one             1",
+        "another     1,000",
+        "A note.",
+        "Another.",
+    ]
+    assert table.markdown().splitlines() == [
+        "Title",
+        "",
+        "| who | tokens/s |",
+        "| --- | --: |",
+        "| one | 1 |",
+        "| another | 1,000 |",
+        "",
+        "A note. Another.",
+    ]
+
+
+def test_findings_are_json_and_a_busy_machine_is_named():
+    overhead = Overhead([4.0, 5.0, 6.0], 3.0, 270 * MIB, 220 * MIB)
+    found = Findings(Machine(load=2.0), [heat()], overhead)
+    assert json.loads(json.dumps(found.to_dict()))["heats"][0]["tracks"]["plain"]["launches"] == [5.0, 4.0, 6.0]
+    assert "not to be published" in found.text()
+    assert "a Ray actor holds 270 MiB, a plain process 220 MiB" in found.text(markdown=True)
+    assert "not to be published" not in Findings(Machine(load=0.1)).text()
+
+
+def test_the_block_of_a_page_is_replaced():
+    page = "# Title\n<!-- bench -->\nold\n<!-- /bench -->\nend\n"
+    written = write_block(page, "new \\1\n")
+    assert written == "# Title\n<!-- bench -->\nnew \\1\n<!-- /bench -->\nend\n"
+    for wrong in ("# Title\n", page + page):
+        with pytest.raises(ValueError, match="<!-- bench -->"):
+            write_block(wrong, "new")
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def test_requests_are_served_a_line_each():
+    answers = io.StringIO()
+    serve(LocalTrainer(lambda number: number / 2), ['["train", 3, 2]\n', '["peak"]\n'], answers)
+    trained, peak = map(json.loads, answers.getvalue().splitlines())
+    assert trained["found"] == [1.5, 2.0]
+    assert trained["seconds"] >= 0
+    assert len(peak["found"]) == 1
+
+
+ECHO = "import sys\nfor line in sys.stdin: print(line.strip(), flush=True)"
+CRASH = "import sys; sys.stdin.readline(); raise ValueError('here is why')"
+SILENT = "import sys; sys.stdin.read()"
+
+
+@pytest.fixture
+def started(tmp_path):
+    """A function that starts processes of so many lines of Python; they are ended after the test."""
+    running = []
+
+    def begin(*programs: str) -> Processes:
+        running.append(Processes("child", [[sys.executable, "-c", program] for program in programs], tmp_path))
+        return running[-1]
+
+    yield begin
+    for processes in running:
+        processes.close()
+
+
+def test_processes_are_asked_together(started):
+    assert started(ECHO, ECHO).ask("train", 0, 2, seconds=30) == [["train", 0, 2]] * 2
+
+
+def test_a_crash_is_told_at_once_with_its_log(started):
+    with pytest.raises(ProcessError, match=r"child: process 1 ended with exit code 1(.|\n)*here is why"):
+        started(SILENT, CRASH).ask("peak", seconds=30)
+
+
+def test_silence_has_an_end(started):
+    processes = started(ECHO, SILENT)
+    with pytest.raises(ProcessError, match=r"child: process 1 gave no answer within 0\.2 s"):
+        processes.ask("peak", seconds=0.2)
+    processes.kill()

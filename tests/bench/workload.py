@@ -1,0 +1,73 @@
+"""What is trained: the sizes, and the run that every contestant takes its model, data and optimizer from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import raypar as rp
+from raypar.actors.data import TokenBatches, open_corpus
+
+# whole: all of the model in one process; pipeline: half of the layers in each of two; replicas: half of the batch
+Layout = Literal["whole", "pipeline", "replicas"]
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and its batch.
+
+    batch             samples a step, over all processes
+    micro_batch_size  samples of a microbatch, in a pipeline and in one process; replicas take their half of the batch
+                      as one microbatch
+    device            cpu or cuda
+    """
+
+    name: str
+    model: rp.GPT
+    batch: int = 16
+    micro_batch_size: int = 2
+    device: str = "cpu"
+
+    @property
+    def microbatches(self) -> int:
+        return self.batch // self.micro_batch_size
+
+    def tokens(self, layout: Layout) -> int:
+        """Tokens that one training takes in a step: of ``replicas`` those of one replica."""
+        return self.batch * self.model.seq // (RANKS if layout == "replicas" else 1)
+
+
+SIZES = {
+    size.name: size
+    for size in (
+        Size("small", rp.GPT(layers=8, hidden=256, heads=8, seq=256)),
+        Size("wide", rp.GPT(layers=2, hidden=1024, heads=16, seq=16)),
+        Size("gpu", rp.GPT(layers=12, hidden=768, heads=12, seq=512), device="cuda"),
+        Size("quick", rp.GPT(layers=4, hidden=64, heads=4, seq=64)),
+    )
+}
+
+
+def batches_of(run: rp.Run) -> TokenBatches:
+    """The run's batches, for the peers: ``train(step, microbatch, dp)`` gives tokens and labels."""
+    assert isinstance(run.model, rp.GPT)
+    assert isinstance(run.data, rp.Text)
+    corpus = open_corpus(run.data)
+    return TokenBatches(corpus, run.model.seq, run.micro_batch_size, run.microbatches, run.mesh.dp, run.seed)
+
+
+def run_of(size: Size, layout: Layout, **settings: Any) -> rp.Run:
+    """The run of a size in a layout; ``settings`` are further fields of it.
+
+    The learning rate is constant, so that a peer's loop needs no schedule of its own.
+    """
+    run = rp.Run(model=size.model, optim=rp.AdamW(lr=3e-4), microbatches=size.microbatches)
+    run = replace(run, micro_batch_size=size.micro_batch_size)
+    if layout == "pipeline":
+        run = replace(run, mesh=rp.Mesh(pp=RANKS))
+    elif layout == "replicas":
+        run = replace(run, mesh=rp.Mesh(dp=RANKS), microbatches=1, micro_batch_size=size.batch // RANKS)
+    if size.device != "cpu":
+        settings["device"] = size.device
+    return replace(run, **settings)

@@ -1,0 +1,21 @@
+"""What a process says of its GPU."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from raypar.actors.device import agree, capability
+from tests.gpu.ops import together
+
+
+def test_members_on_one_gpu_go_through_the_host():
+    own = capability(torch.device("cuda:0"))
+    assert own.gpu
+    store = dist.HashStore()
+    assert together(2, lambda rank: agree(store, "x", rank, 2, own)) == ["staged", "staged"]
+
+
+def test_every_gpu_has_an_id_of_its_own():
+    count = torch.cuda.device_count()
+    assert len({capability(torch.device("cuda", index)).gpu for index in range(count)}) == count

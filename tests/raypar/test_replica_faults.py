@@ -1,0 +1,138 @@
+"""Replicas and parameter servers that go wrong: what is said, and how soon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import raypar as rp
+
+SERVED = {"data_parallel": "parameter_server"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"mesh": rp.Mesh(dp=9)},
+            r"mesh: 9 actors need 9 CPUs, the cluster has 8 \(\d free\) on 1 node: use a smaller",
+        ),
+        ({"mesh": rp.Mesh(dp=8)} | SERVED, r"mesh: 9 actors \(1 of them servers\) need 9 CPUs, the cluster has 8"),
+    ],
+)
+def test_a_world_that_the_cluster_has_no_room_for(cluster, changes, says):
+    with pytest.raises(rp.ConfigError, match=says):
+        rp.launch(small(lambda: [nn.Linear(4, 4)], **changes))
+
+
+class Trouble(nn.Module):
+    """A linear layer that sleeps before each forward, and may draw its weights elsewhere."""
+
+    def __init__(self, sleep=0.0, value=None):
+        super().__init__()
+        self.inner, self.sleep = nn.Linear(4, 4), sleep
+        if value is not None:
+            self.inner.weight.data.fill_(value)
+
+    def forward(self, x):
+        time.sleep(self.sleep)
+        return self.inner(x)
+
+
+def batch(step, microbatch, dp):
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + 10 * microbatch + dp))
+    return x, x.sin()
+
+
+def small(fn, **changes):
+    fields = {
+        "mesh": rp.Mesh(dp=2),
+        "data": rp.Batches(batch),
+        "microbatches": 2,
+        "optim": rp.SGD(lr=0.1),
+        "steps": 5,
+        "timeout": 60.0,
+    }
+    return rp.Run(model=rp.Layers(fn, nn.functional.mse_loss), **(fields | changes))
+
+
+@pytest.fixture
+def by_value():
+    """Actors can't import a test module."""
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+def pids(job):
+    from raypar.calls import ray
+
+    def pid(actor):
+        return os.getpid()
+
+    return ray.get([handle.__ray_call__.remote(pid) for handle in job._handles])
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_replica_or_server_is_named_within_seconds(cluster, by_value, victim):
+    names = ["pp=0 dp=0", "pp=0 dp=1", "server 0 of pp=0"]
+    with rp.launch(small(lambda: [Trouble(sleep=0.4)], **SERVED)) as job:
+        actors = pids(job)
+        threading.Timer(0.4, lambda: os.kill(actors[victim], signal.SIGKILL)).start()
+        start = time.monotonic()
+        with pytest.raises(rp.ActorDiedError, match=rf"actor {names[victim]} died during step"):
+            job.train()
+        assert time.monotonic() - start < 8
+
+
+def test_a_stopped_server_is_named(cluster, by_value):
+    with rp.launch(small(lambda: [Trouble()], timeout=2.0, **SERVED)) as job:
+        job.step()
+        (server,) = pids(job)[2:]
+        os.kill(server, signal.SIGSTOP)
+        try:
+            with pytest.raises(rp.JobError, match="server 0 of pp=0"):
+                job.train()
+        finally:
+            job.close()
+
+
+def test_a_server_may_wait_longer_than_an_actor(cluster, by_value):
+    """It waits for the replicas' whole step, of which each action is short enough."""
+    with rp.launch(small(lambda: [Trouble(sleep=0.9)], microbatches=6, timeout=1.0, **SERVED)) as job:
+        assert job.step().step == 0
+
+
+def poisoned(step, microbatch, dp):
+    x, y = batch(step, microbatch, dp)
+    return x, y * float("inf") if (step, microbatch, dp) == (1, 1, 1) else y
+
+
+@pytest.mark.parametrize("mode", ["all_reduce", "parameter_server"])
+def test_a_loss_that_is_not_finite_on_one_replica_changes_nothing_and_the_job_goes_on(cluster, by_value, mode):
+    run = small(lambda: [nn.Linear(4, 4)], data=rp.Batches(poisoned), data_parallel=mode)
+    with rp.launch(run) as job:
+        job.step()
+        before = dict(job.weights())
+        with pytest.raises(rp.NonFiniteError, match=r"step 1: the gradient of layers\.0\.weight is not finite"):
+            job.step()
+        for dp in range(2):
+            assert all(torch.equal(weight, before[name]) for name, weight in job.weights(dp))
+        job.next_step = 2  # past the bad batch
+        job.step()
+        assert not torch.equal(job.param("layers.0.weight"), before["layers.0.weight"])
+
+
+def test_replicas_that_begin_unequal_are_named(cluster, by_value):
+    run = small(lambda: [Trouble(value=float(os.getpid()))])
+    with pytest.raises(rp.JobError, match="the weights of pp=0 dp=1 are not those of pp=0 dp=0"):
+        rp.launch(run)
