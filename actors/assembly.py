@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+from torch import Tensor
+
 from raypar.actors.averaging import TokenMean
 from raypar.actors.batches import BatchSource, batch_source
 from raypar.actors.group import Group
 from raypar.actors.part import Part, buckets_of, build_part
 from raypar.actors.plan import Plan
-from raypar.actors.reducer import Reducer
+from raypar.actors.reducer import Channel, Reducer
 from raypar.actors.served import ServedUpdate
 from raypar.actors.update import Update, Updater
 
@@ -41,12 +44,17 @@ def assemble(plan: Plan, groups: Mapping[str, Group]) -> Assembly:
         return Assembly(part, _updater(plan, part, groups), source, mean, None)
     buckets = buckets_of(plan, part, part.parameters)
     if not plan.world.servers:
-        return Assembly(part, _updater(plan, part, groups), source, mean, Reducer(buckets, [groups["dp"].all_reduce]))
+        reducer = Reducer(buckets, [Channel(groups["dp"].all_reduce, groups["dp"].empty)])
+        return Assembly(part, _updater(plan, part, groups), source, mean, reducer)
     servers = [groups[f"ps{index}"] for index in range(plan.world.servers)]
-    reducer = Reducer(buckets, [partial(group.reduce, root=group.size - 1) for group in servers])
+    reducer = Reducer(buckets, [Channel(partial(group.reduce, root=group.size - 1), _empty) for group in servers])
     return Assembly(part, ServedUpdate(part.parameters, buckets, servers), source, mean, reducer)
 
 
 def _updater(plan: Plan, part: Part, groups: Mapping[str, Group]) -> Updater:
     names = part.model.parameter_names()
     return Updater(part.parameters, names, part.ties, groups.get("pp"), plan.optim, plan.clip, plan.steps)
+
+
+def _empty(count: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(count, dtype=dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 
 import torch
@@ -25,32 +25,46 @@ class Bucket:
     def __init__(self, stage: int, owner: int, parameters: Mapping[str, nn.Parameter]) -> None:
         self.stage, self.owner, self.parameters = stage, owner, dict(parameters)
         members = list(self.parameters.values())
-        *self._starts, self._end = accumulate((p.numel() for p in members), initial=0)
-        self._strides = [torch.empty_like(p, device="meta").stride() for p in members]  # dense, whatever p's own are
+        *starts, self._end = accumulate((p.numel() for p in members), initial=0)
+        strides = [torch.empty_like(p, device="meta").stride() for p in members]  # dense, whatever p's own are
+        self._where = dict(zip(self.parameters, zip(starts, strides, strict=True), strict=True))
         self._like: Tensor = members[0]
 
+    @property
+    def size(self) -> int:
+        """Elements of the flat tensor."""
+        return self._end + len(self.parameters)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._like.dtype
+
     @torch.no_grad()
-    def gathered(self) -> Tensor:
-        """A new flat tensor with the gradients. They become views of it, so that their own memory is given back."""
-        flat = self._like.new_empty(self._end + len(self.parameters))
+    def move_in(self, name: str, flat: Tensor) -> None:
+        """Make a parameter's gradient a view of the flat tensor; what it was is given back."""
+        parameter, place = self.parameters[name], self._place(name, flat)
+        if parameter.grad is not None and parameter.grad.data_ptr() != place.data_ptr():
+            parameter.grad = place.copy_(parameter.grad)
+
+    @torch.no_grad()
+    def fill(self, flat: Tensor) -> None:
+        """Complete the flat tensor: all gradients are in it, and where there is none there are zeros."""
         flat[self._end :] = torch.tensor([float(p.grad is not None) for p in self.parameters.values()])
-        for place, parameter in self._places(flat):
+        for name, parameter in self.parameters.items():
             if parameter.grad is None:
-                place.zero_()
+                parameter.grad = self._place(name, flat).zero_()
             else:
-                place.copy_(parameter.grad)
-            parameter.grad = place
-        return flat
+                self.move_in(name, flat)
 
     def zeros(self) -> Tensor:
         """A flat tensor without any gradient."""
-        return self._like.new_zeros(self._end + len(self.parameters))
+        return self._like.new_zeros(self.size)
 
     def adopt(self, flat: Tensor) -> None:
         """Make the gradients views of a flat tensor that was summed up; None for a parameter that nobody used."""
         used = flat[self._end :].tolist()
-        for (place, parameter), uses in zip(self._places(flat), used, strict=True):
-            parameter.grad = place if uses else None
+        for (name, parameter), uses in zip(self.parameters.items(), used, strict=True):
+            parameter.grad = self._place(name, flat) if uses else None
 
     def room(self) -> Tensor:
         """A flat tensor for the weights."""
@@ -60,20 +74,20 @@ class Bucket:
     def weights(self) -> Tensor:
         """A new flat tensor with the weights."""
         flat = self.room()
-        for place, parameter in self._places(flat):
-            place.copy_(parameter)
+        for name, parameter in self.parameters.items():
+            self._place(name, flat).copy_(parameter)
         return flat
 
     @torch.no_grad()
     def load(self, flat: Tensor) -> None:
         """Take the weights from a flat tensor."""
-        for place, parameter in self._places(flat):
-            parameter.copy_(place)
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self._place(name, flat))
 
-    def _places(self, flat: Tensor) -> Iterator[tuple[Tensor, nn.Parameter]]:
-        """Each parameter's part of a flat tensor, with the strides that a gradient of it has: optimizers rely on it."""
-        for start, stride, parameter in zip(self._starts, self._strides, self.parameters.values(), strict=True):
-            yield flat.as_strided(parameter.shape, stride, start), parameter
+    def _place(self, name: str, flat: Tensor) -> Tensor:
+        """A parameter's part of a flat tensor, with the strides that a gradient of it has: optimizers rely on it."""
+        start, stride = self._where[name]
+        return flat.as_strided(self.parameters[name].shape, stride, start)
 
 
 def pack(stage: int, parameters: Mapping[str, nn.Parameter], owner_of: Mapping[str, int], limit: int) -> list[Bucket]:

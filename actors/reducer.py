@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from raypar.actors.buckets import Bucket
@@ -15,7 +17,16 @@ from raypar.actors.group import Handle, nbytes
 from raypar.actors.plan import Span
 from raypar.schedules.action import Action, Op
 
-Channel = Callable[[Tensor], Handle]  # starts summing a tensor over the replicas: all_reduce, or reduce to a server
+
+class Channel(NamedTuple):
+    """How gradients are summed over the replicas.
+
+    start  all_reduce, or reduce to a server
+    empty  makes a tensor (elements, dtype) for it
+    """
+
+    start: Callable[[Tensor], Handle]
+    empty: Callable[[int, torch.dtype], Tensor]
 
 
 @dataclass
@@ -32,8 +43,10 @@ class _Transfer:
 class Reducer:
     """Starts a bucket as soon as its last gradient is there, in the last backward of its stage (Li et al. 2020).
 
-    Buckets start in one fixed order, because the members of a group must call its ops in the same order, whichever
-    gradients come first. A parameter without a gradient is found out when the backward is over: see ``flush``.
+    From a stage's first backward on its gradients live in the buckets' flat tensors, which stay for the whole run: they
+    add up where they are reduced. Buckets start in one fixed order, because the members of a group must call its ops in
+    the same order, whichever gradients come first. A parameter without a gradient is found out when the backward is
+    over: see ``flush``.
 
     buckets   in the order of the stages' last backwards; those of a stage in the order in which it makes gradients
     channels  by the owner of a bucket
@@ -41,6 +54,7 @@ class Reducer:
 
     def __init__(self, buckets: Sequence[Bucket], channels: Sequence[Channel]) -> None:
         self._buckets, self._channels = buckets, channels
+        self._flats = [channels[bucket.owner].empty(bucket.size, bucket.dtype) for bucket in buckets]
         self.begin()
 
     def begin(self) -> None:
@@ -50,10 +64,12 @@ class Reducer:
         self._spent = 0.0  # seconds of the actor's own, in which it did not compute
 
     @contextmanager
-    def watch(self, stage: int) -> Iterator[None]:
-        """For the time of a stage's last backward: its gradients are complete as they come."""
+    def watch(self, stage: int, *, last: bool) -> Iterator[None]:
+        """For the time of a stage's first backward, in which gradients move in, and of its last, in which they are
+        complete as they come."""
+        arrived = self._complete if last else self._made
         hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, number, name))
+            parameter.register_post_accumulate_grad_hook(partial(arrived, number, name))
             for number, bucket in enumerate(self._buckets)
             if bucket.stage == stage
             for name, parameter in bucket.parameters.items()
@@ -83,7 +99,7 @@ class Reducer:
 
     def total(self, tensor: Tensor) -> None:
         """Sum a small tensor over the replicas; with servers the sum is at the first one of them."""
-        self._channels[0](tensor).wait()
+        self._channels[0].start(tensor).wait()
 
     @property
     def spans(self) -> list[Span]:
@@ -105,19 +121,22 @@ class Reducer:
             reached = max(reached, transfer.end)
         return max(0.0, 1.0 - self._spent / under_way) if under_way else None
 
-    def _arrived(self, number: int, name: str, parameter: Tensor) -> None:
+    def _made(self, number: int, name: str, parameter: Tensor) -> None:
+        self._buckets[number].move_in(name, self._flats[number])
+
+    def _complete(self, number: int, name: str, parameter: Tensor) -> None:
         if number < len(self._transfers):
             raise RuntimeError(
                 f"{name} got a gradient twice in one backward, as reentrant checkpointing of a shared layer does: "
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
+        self._made(number, name, parameter)
         self._missing[number].discard(parameter)
         self._start()
 
     def _start(self) -> None:
         """Start the buckets that are complete and have none before them that is not."""
         while (number := len(self._transfers)) < len(self._buckets) and not self._missing[number]:
-            bucket, start = self._buckets[number], time.perf_counter()
-            flat = bucket.gathered()
-            self._transfers.append(_Transfer(bucket, flat, self._channels[bucket.owner](flat), start))
-            self._spent += time.perf_counter() - start
+            bucket, flat, start = self._buckets[number], self._flats[number], time.perf_counter()
+            bucket.fill(flat)
+            self._transfers.append(_Transfer(bucket, flat, self._channels[bucket.owner].start(flat), start))

@@ -61,7 +61,8 @@ class Worker(Member):
         part = self._parts.part
         self._stages = part.stages
         self._join(plan, groups, part.parameters)
-        self._last = set(last_backwards(plan.programs["train"].rows[self._pp]).values())
+        row = plan.programs["train"].rows[self._pp]
+        self._first, self._last = (set(last_backwards(part).values()) for part in (row[::-1], row))
         self._couriers = {
             name: Courier(groups.get("pp"), schedule.placement, schedule.num_microbatches)
             for name, schedule in plan.programs.items()
@@ -200,9 +201,10 @@ class Worker(Member):
         return microbatch * self._plan.mesh.dp + self._dp
 
     def _watched(self, action: Action) -> AbstractContextManager[None]:
-        """The time of a backward; of a stage's last one, gradients are sent off as they come."""
+        """The time of a backward; the Reducer looks on at a stage's first one and at its last."""
         reducer = self._parts.reducer
-        return reducer.watch(_stage(action)) if reducer is not None and action in self._last else nullcontext()
+        first, last = action in self._first, action in self._last
+        return reducer.watch(_stage(action), last=last) if reducer and (first or last) else nullcontext()
 
     def _take(self, action: Action) -> Values:
         """What the action needs from other actions, in one tuple; a stage keeps its own forward itself."""

@@ -292,7 +292,7 @@ def test_buckets_start_inside_the_last_backward_and_in_no_earlier_one(schedule, 
         assert sum(span.action.op in COMPUTE for span in spans) == sum(a.op in COMPUTE for a in worker._row)
 
 
-def test_hooks_are_there_for_the_last_backward_only():
+def test_hooks_are_there_for_the_first_and_the_last_backward_only():
     team = Team(linears(2), 1, 3, dp=2)
     seen = []
     (stage,) = team.workers[0]._stages.values()
@@ -305,7 +305,7 @@ def test_hooks_are_there_for_the_last_backward_only():
 
     stage.backward = spy
     team.step(0)
-    assert seen == [0, 0, 4]
+    assert seen == [4, 0, 4]
     assert not any(map(bool, (p._post_accumulate_grad_hooks for p in stage.parameters().values())))
 
 
