@@ -11,7 +11,7 @@ from raypar.actors.digest import demand_equal
 from raypar.actors.excerpts import described, trace
 from raypar.actors.group import Group, GroupError
 from raypar.actors.memory import PeakMemory
-from raypar.actors.plan import ActionError, Plan, Progress, Span
+from raypar.actors.plan import ActionError, Plan, Progress, Span, StaleError
 from raypar.schedules.action import Action
 
 
@@ -68,9 +68,15 @@ class Member(ABC):
 
     # --- for the classes ---
 
+    def _demand_current(self, epoch: int | None) -> None:
+        """Refuse what was handed over before the driver knew that a step could not be made."""
+        if epoch is not None and epoch < self._epoch:
+            raise StaleError(f"this call is of epoch {epoch}; {self._label} is in epoch {self._epoch}")
+
     def _join(self, plan: Plan, groups: dict[str, Group], parameters: Mapping[str, nn.Parameter]) -> None:
         """Take a place in a run."""
         self._plan, self._groups, self._parameters = plan, groups, parameters
+        self._epoch = 0  # how many steps could not be made
         self._label = plan.world.label(plan.rank)
 
     def _compare(self, owner: int, weights: Mapping[str, Tensor]) -> None:

@@ -123,3 +123,7 @@ class ActionError(RuntimeError):
 
 class NonFiniteError(ArithmeticError):
     """The gradients of a step are not finite; no actor updated its weights."""
+
+
+class StaleError(RuntimeError):
+    """A step that was handed over behind one that could not be made: nothing of it was done."""

@@ -48,8 +48,9 @@ class Server(Member):
         self._updater = Updater(own, names, ties, groups.get("servers"), plan.optim, plan.clip, plan.steps)
         self._compare(index, own)
 
-    def run(self, program: ProgramName, step: int) -> StepResult:
-        """Serve a whole step; an evaluation needs no server."""
+    def run(self, program: ProgramName, step: int, epoch: int | None = None) -> StepResult:
+        """Serve a whole step; an evaluation needs no server. Raises StaleError if it is of an earlier epoch."""
+        self._demand_current(epoch)
         self.begin(program, step)
         if program == "train":
             self.perform(STEP)
@@ -78,6 +79,7 @@ class Server(Member):
             self._publish()
             self._events.append(Span(action, start, time.perf_counter()))
         except NonFiniteError:
+            self._epoch += 1
             raise
         except Exception as error:
             raise self._failed(str(action), None, error) from None

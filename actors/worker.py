@@ -72,8 +72,9 @@ class Worker(Member):
         for owner in range(max(1, plan.world.servers)):
             self._compare(owner, part.share(owner))
 
-    def run(self, program: ProgramName, step: int) -> StepResult:
-        """Perform the whole row of a program for a step."""
+    def run(self, program: ProgramName, step: int, epoch: int | None = None) -> StepResult:
+        """Perform the whole row of a program for a step; raises StaleError if it is of an earlier epoch."""
+        self._demand_current(epoch)
         self.begin(program, step)
         receives = self._receives()
         self._expect(islice(receives, _AHEAD))
@@ -110,6 +111,7 @@ class Worker(Member):
         try:
             self._perform[action.op](action)
         except NonFiniteError:
+            self._epoch += 1
             raise
         except Exception as error:
             raise self._failed(str(action), self._peer(action), error) from None

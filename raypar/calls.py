@@ -25,7 +25,15 @@ class Calls:
 
     def all(self, method: str, *args: object, what: str) -> list[Any]:
         """Call a method of every actor at once; the answers by rank. Raises what ``gather`` raises."""
-        return self.gather([getattr(handle, method).remote(*args) for handle in self._handles], what)
+        return self.gather(self.submit(method, *args), what)
+
+    def submit(self, method: str, *args: object) -> list[Any]:
+        """Call a method of every actor at once and wait for none: the calls, for ``gather``."""
+        return [getattr(handle, method).remote(*args) for handle in self._handles]
+
+    def drop(self, refs: Sequence[Any]) -> None:
+        """Wait for calls whose answers do not matter, errors included."""
+        ray.wait(list(refs), num_returns=len(refs), timeout=self._timeout)
 
     def gather(self, refs: Sequence[Any], what: str, ranks: Sequence[int] | None = None) -> list[Any]:
         """The answers to calls, one for each of ``ranks`` (None: call i was to rank i), in their order.

@@ -94,7 +94,7 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Rows:
             log(json.dumps(outcome.to_dict()) + "\n")
 
         launched = time.perf_counter() - start
-        reports = job.train(on=write)
+        reports = job.train(on=write, ahead=1)
         if args.trace is not None:
             trace(json.dumps(chrome_trace(*job.timelines())))
         evaluation = job.evaluate()

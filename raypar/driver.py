@@ -15,6 +15,7 @@ from raypar.actors.ledger import Entry
 from raypar.actors.lr import lr_at
 from raypar.actors.plan import NonFiniteError
 from raypar.actors.specs import Batches
+from raypar.ahead import Ahead
 from raypar.calls import Calls
 from raypar.cluster import Actors, demand_shippable, start_actors
 from raypar.config import ConfigError, Run, check_run, world_of
@@ -67,7 +68,7 @@ class Job:
 
     def __init__(self, run: Run, programs: Programs, actors: Actors, name: str) -> None:
         self._actors: Actors | None = actors
-        self._name, self._generation = name, 0
+        self._name, self._generation, self._epoch = name, 0, 0
         self._failure: str | None = None
         self._stepper: Stepper | None = None
         self._calls: Calls
@@ -77,22 +78,26 @@ class Job:
 
     def step(self) -> Report:
         """One compiled training step: every actor performs its row; one call an actor."""
-        self._demand_ready()
-        start = time.perf_counter()
-        results = self._guard(lambda: self._calls.all("run", "train", self.next_step, what=f"step {self.next_step}"))
-        return self._commit(results, time.perf_counter() - start)
+        return next(report for report in self._train(1, 0) if isinstance(report, Report))
 
     def train(
-        self, steps: int | None = None, *, on: Callable[[Report | Evaluation], None] | None = None
+        self,
+        steps: int | None = None,
+        *,
+        on: Callable[[Report | Evaluation], None] | None = None,
+        ahead: int | None = None,
     ) -> list[Report]:
         """Train ``steps`` steps (None: what is left of the run's) with progress; returns their reports.
 
-        ``on`` is called with every report, and with every evaluation that ``run.eval_every`` asks for.
+        ``on`` is called with every report, and with every evaluation that ``run.eval_every`` asks for. ``ahead`` steps
+        are handed to the actors before the report of the one they work on is in: then they never wait for the driver,
+        but what ``on`` looks up in the job may be that many steps further. None is 0 with ``on`` and 1 without.
         """
         count = max(0, self.run.steps - self.next_step) if steps is None else steps
+        most = (1 if on is None else 0) if ahead is None else ahead
         reports: list[Report] = []
         with display(self.run, self.next_step + count) as shown:
-            for outcome in self._train(count):
+            for outcome in self._train(count, most):
                 shown.show(outcome)
                 if on is not None:
                     on(outcome)
@@ -218,13 +223,21 @@ class Job:
         launch = Calls(self._handles, self._world, max(run.timeout, _LAUNCH_SECONDS))
         self._shapes: list[dict[str, tuple[int, ...]]] = self._guard(lambda: launch.gather(refs, "the launch"))
 
-    def _train(self, count: int) -> Iterator[Report | Evaluation]:
+    def _train(self, count: int, most: int) -> Iterator[Report | Evaluation]:
         last = self.next_step + count
-        while self.next_step < last:
-            yield self.step()
-            every = self.run.eval_every
-            if every and self.next_step % every == 0 and self.next_step < self.run.steps:
-                yield self.evaluate()
+        # replicas that servers keep in step do not hear of a step that could not be made, and would take the next one
+        ahead = Ahead(self._calls, 0 if self._world.servers else most, self._epoch)
+        try:
+            while self.next_step < last:
+                self._demand_ready()
+                every = self.run.eval_every
+                ahead.hand_over(self.next_step, min(last, (self.next_step // every + 1) * every) if every else last)
+                yield self._commit(*self._guard(ahead.collect))
+                if every and self.next_step % every == 0 and self.next_step < self.run.steps:
+                    yield self.evaluate()
+        finally:  # nobody wants more reports: the actors go on all the same with what they have
+            while len(ahead) and self._failure is None:
+                self._commit(*self._guard(ahead.collect))
 
     def _commit(self, results: list[Any], seconds: float) -> Report:
         """The step counts once every actor has reported it."""
@@ -267,6 +280,7 @@ class Job:
         try:
             return call()
         except NonFiniteError:
+            self._epoch += 1
             raise  # nobody has changed a weight: the job can go on
         except KeyboardInterrupt:
             # the actors go on with what they were told: the same step once more would be taken twice

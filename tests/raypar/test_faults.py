@@ -244,6 +244,19 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_the_job_goes_on(cluster):
         assert not torch.equal(before["layers.0.weight"], after["layers.0.weight"])
 
 
+def test_steps_handed_over_ahead_are_refused_behind_one_that_could_not_be_made(cluster):
+    with rp.launch(run_of(lambda: [nn.Linear(4, 4), nn.Linear(4, 4)], data=poisoned)) as job:
+        with pytest.raises(rp.NonFiniteError, match="step 1: "):
+            job.train(6, ahead=3)
+        assert job.next_step == 1
+        before = dict(job.weights())
+        with pytest.raises(rp.NonFiniteError, match="step 1: "):
+            job.step()
+        assert all(torch.equal(weight, before[name]) for name, weight in job.weights())
+        job.next_step = 2  # past the bad batch
+        assert [report.step for report in job.train(2, ahead=1)] == [2, 3]
+
+
 # --- a program and the cluster it started ----------------------------------------------------------------------------
 
 PROGRAM = """

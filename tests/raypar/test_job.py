@@ -127,6 +127,30 @@ def test_reports_and_progress(job, caplog):
     assert job.train() == [], "the run is over"
 
 
+def test_steps_handed_over_ahead_are_the_same_steps(job):
+    run = replace(rp.recipe("gpt-tiny"), steps=7, eval_every=3)
+    losses = []
+    for ahead in (0, 1, 4):
+        job.reset(run)
+        seen = []
+        reports = job.train(on=seen.append, ahead=ahead)
+        assert [report.step for report in reports] == list(range(7))
+        losses.append([outcome.loss for outcome in seen])
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_steps_handed_over_ahead_count_even_if_nobody_wants_their_reports(job):
+    job.reset(replace(rp.recipe("gpt-tiny"), steps=9))
+
+    def stop(report):
+        raise KeyError("seen enough")
+
+    with pytest.raises(KeyError):
+        job.train(on=stop, ahead=2)
+    assert job.next_step == 3
+    assert job.step().step == 3
+
+
 def test_evaluation_changes_nothing(job):
     run = replace(rp.recipe("gpt-tiny"), steps=4)
     job.reset(run)
