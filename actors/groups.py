@@ -25,11 +25,11 @@ from ray.util.collective.collective_group.base_collective_group import BaseGroup
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from raypar.actors.gloo import GlooGroup, create_device
 from raypar.actors.group import Group, GroupError, ReduceOp
 from raypar.actors.ledger import Ledger
-from raypar.actors.links import same_place
-from raypar.actors.shm import ShmGroup
+from raypar.actors.transport.gloo import GlooGroup, create_device
+from raypar.actors.transport.links import same_place
+from raypar.actors.transport.shm import ShmGroup
 
 log = logging.getLogger(__name__)
 BACKEND = "RAYPAR_CPU"

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
-from raypar.actors.local_group import local_groups
 from raypar.actors.mesh import Mesh
 from raypar.actors.server import Server
 from raypar.actors.specs import SGD, Batches, Layers
+from raypar.actors.transport.local_group import local_groups
 from raypar.actors.worker import Worker
 from raypar.config import Run, check_run
 from raypar.plans import plans_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raypar.actors.device import Capability, agree, backend_for, capability
+from raypar.actors.transport.device import Capability, agree, backend_for, capability
 from tests.gpu.ops import together
 
 

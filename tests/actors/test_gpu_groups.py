@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raypar.actors import nccl
-from raypar.actors.cupy_nccl import CupyGroup
-from raypar.actors.cupy_nccl import is_available as has_cupy
-from raypar.actors.gpu import ring
 from raypar.actors.group import GroupError
-from raypar.actors.nccl import NcclGroup
+from raypar.actors.transport import nccl
+from raypar.actors.transport.cupy_nccl import CupyGroup
+from raypar.actors.transport.cupy_nccl import is_available as has_cupy
+from raypar.actors.transport.gpu import ring
+from raypar.actors.transport.nccl import NcclGroup
 from tests.gpu import fakes
 from tests.gpu.ops import check_every_op, check_nothing, strided, together
 

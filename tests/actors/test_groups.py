@@ -13,11 +13,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypar.actors.gloo import GlooGroup, create_device
 from raypar.actors.group import GroupError
 from raypar.actors.ledger import Entry, Ledger
-from raypar.actors.local_group import FailingGroup, LocalHub, local_groups
-from raypar.actors.shm import ShmGroup
+from raypar.actors.transport.gloo import GlooGroup, create_device
+from raypar.actors.transport.local_group import FailingGroup, LocalHub, local_groups
+from raypar.actors.transport.shm import ShmGroup
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
 REDUCED = {

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypar.actors.group import GroupError, nbytes, reduce_in_order
-from raypar.actors.links import INLINE, place, same_place
-from raypar.actors.shm import ShmGroup
-from raypar.actors.slabs import SLAB
+from raypar.actors.transport.links import INLINE, place, same_place
+from raypar.actors.transport.shm import ShmGroup
+from raypar.actors.transport.slabs import SLAB
 
 EDGES = [0, 1, INLINE // 4 - 1, INLINE // 4, INLINE // 4 + 1, 30_001, SLAB // 4, SLAB // 4 + 1, 700_001]
 KILLS = Path(__file__).parents[1] / "bench" / "group_kills.py"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from raypar.actors.group import GroupError
-from raypar.actors.local_group import FailingGroup, LocalHub, local_groups
-from raypar.actors.staged import StagedGroup
+from raypar.actors.transport.local_group import FailingGroup, LocalHub, local_groups
+from raypar.actors.transport.staged import StagedGroup
 from tests.gpu.ops import check_every_op, check_nothing, strided, together
 
 CPU = torch.device("cpu")

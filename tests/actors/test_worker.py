@@ -12,8 +12,8 @@ from torch import nn
 from raypar.actors.courier import Courier
 from raypar.actors.group import GroupError, Handle
 from raypar.actors.ledger import Entry
-from raypar.actors.local_group import FailingGroup, LocalGroup, LocalHub, local_groups
 from raypar.actors.plan import SEND_WINDOW, ActionError, NonFiniteError
+from raypar.actors.transport.local_group import FailingGroup, LocalGroup, LocalHub, local_groups
 from raypar.parity import train_plainly
 from raypar.schedules.action import Action
 from tests.actors.team import Team, batch, linears

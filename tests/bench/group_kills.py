@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from raypar.actors.gloo import GlooGroup, create_device
 from raypar.actors.group import Group, GroupError
-from raypar.actors.shm import ShmGroup
+from raypar.actors.transport.gloo import GlooGroup, create_device
+from raypar.actors.transport.shm import ShmGroup
 
 DEADLINE = 1.0  # seconds that a wait may take
 

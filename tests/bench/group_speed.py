@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from raypar.actors import groups
-from raypar.actors.gloo import GlooGroup, create_device
 from raypar.actors.group import Group
+from raypar.actors.transport.gloo import GlooGroup, create_device
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from raypar.actors.gloo import create_device
 from raypar.actors.group import reduce_in_order
-from raypar.actors.local_group import LocalHub
+from raypar.actors.transport.gloo import create_device
+from raypar.actors.transport.local_group import LocalHub
 
 PATIENCE = 30.0
 

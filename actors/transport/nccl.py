@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
-from raypar.actors.gpu import GpuGroup
 from raypar.actors.group import Finish, ReduceOp, row_size, staged
 from raypar.actors.ledger import Ledger
-from raypar.actors.watcher import Transfer
+from raypar.actors.transport.gpu import GpuGroup
+from raypar.actors.transport.watcher import Transfer
 
 _OPS: dict[ReduceOp, Any] = {
     "sum": dist.ReduceOp.SUM,

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from raypar.actors.flow import Flow, Step, always
 from raypar.actors.group import Finish, Group, ReduceOp, nbytes, row_size, staged
 from raypar.actors.ledger import Ledger
-from raypar.actors.links import INLINE, connect
-from raypar.actors.mailbox import Mailbox, Parts
-from raypar.actors.shares import by_shares, reduce_parts
-from raypar.actors.slabs import SLAB
+from raypar.actors.transport.flow import Flow, Step, always
+from raypar.actors.transport.links import INLINE, connect
+from raypar.actors.transport.mailbox import Mailbox, Parts
+from raypar.actors.transport.shares import by_shares, reduce_parts
+from raypar.actors.transport.slabs import SLAB
 
 Fold = Callable[[slice, Parts], object]  # what to do with these elements of the peers' tensors
 Back = Callable[[], object] | None

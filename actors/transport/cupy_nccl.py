@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from raypar.actors.gpu import GpuGroup
 from raypar.actors.group import Finish, ReduceOp, row_size, staged
 from raypar.actors.ledger import Ledger
-from raypar.actors.watcher import Transfer
+from raypar.actors.transport.gpu import GpuGroup
+from raypar.actors.transport.watcher import Transfer
 
 # Names in cupy.cuda.nccl. Only reductions care: everything else moves as bytes.
 _OPS: dict[ReduceOp, str] = {"sum": "NCCL_SUM", "product": "NCCL_PROD", "min": "NCCL_MIN", "max": "NCCL_MAX"}

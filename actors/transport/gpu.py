@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import Store
 
 from raypar.actors.group import Finish, Group, GroupError, Handle, staged
 from raypar.actors.ledger import Ledger
-from raypar.actors.watcher import Issued, Transfer, Watcher, block_until_over, first_line
+from raypar.actors.transport.watcher import Issued, Transfer, Watcher, block_until_over, first_line
 
 Edge = tuple[int, int]  # ranks: source and destination
 

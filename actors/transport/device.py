@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch._C._distributed_c10d import Store
 
-from raypar.actors import cupy_nccl, nccl
+from raypar.actors.transport import cupy_nccl, nccl
 
 Backend = Literal["cpu", "nccl", "cupy", "staged"]
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from raypar.actors.flow import AHEAD, Flow
-from raypar.actors.links import INLINE, Link, Message
-from raypar.actors.slabs import Pool
+from raypar.actors.transport.flow import AHEAD, Flow
+from raypar.actors.transport.links import INLINE, Link, Message
+from raypar.actors.transport.slabs import Pool
 
 _MOST = 16  # pieces that all flows together may have posted and not finished: beyond, newer ones wait
 _LOOKS = 200  # before going to sleep, about 150 us: to be woken takes 30 us or more

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from raypar.actors.flow import Flow, Step, always
 from raypar.actors.group import ReduceOp, nbytes, reduce_in_order
-from raypar.actors.mailbox import Mailbox, Parts
-from raypar.actors.slabs import SLAB
+from raypar.actors.transport.flow import Flow, Step, always
+from raypar.actors.transport.mailbox import Mailbox, Parts
+from raypar.actors.transport.slabs import SLAB
 
 _WINDOW_BLOCK = 4 * SLAB  # bytes; nothing is copied to be given, so what counts is that each block costs four messages
 _PAIRS: dict[ReduceOp, Callable[..., object]] = {

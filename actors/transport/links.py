@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from raypar.actors.slabs import Slab
+from raypar.actors.transport.slabs import Slab
 
 INLINE = 1 << 13  # bytes that a message carries itself: below, two copies through the kernel are cheaper than a slab
 _HEAD = struct.Struct(

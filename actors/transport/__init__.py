@@ -1,0 +1,1 @@
+"""Implementations of the Group noun: how tensors move between members, on CPUs and GPUs."""
