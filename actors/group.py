@@ -44,17 +44,21 @@ class Handle:
     def __init__(self, group: Group, op: str, peer: int | None, finish: Finish) -> None:
         self._group, self._op, self._peer = group, op, peer
         self._finish: Finish | None = finish
+        self._error: GroupError | None = None
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the op is over, at most ``timeout`` seconds (None: the group's own)."""
+        if self._error is not None:
+            raise self._error
         if self._finish is None:
             return
         finish, self._finish = self._finish, None
         seconds = self._group.timeout if timeout is None else timeout
         try:
             finish(seconds)
-        except (RuntimeError, TimeoutError) as error:
-            raise self._group.fault(self._op, self._peer, _plain(error, seconds)) from error
+        except (RuntimeError, OSError) as error:  # a TimeoutError is an OSError
+            self._error = self._group.fault(self._op, self._peer, _plain(error, seconds))
+            raise self._error from error
 
 
 class Group(ABC):
@@ -151,7 +155,7 @@ class Group(ABC):
     # --- memory ---
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """A new tensor (count,) to reduce again and again: where it can be, all_reduce takes it without a copy."""
+        """A new tensor (count,) for all_reduce, without a copy where that is possible; all members use one, or none."""
         return torch.empty(count, dtype=dtype)
 
     # --- faults ---
@@ -206,7 +210,7 @@ class Group(ABC):
             raise GroupError(self.name, op, peer, "the group was closed after an earlier fault")
         try:
             finish = start(*args)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise self.fault(op, peer, _plain(error, self.timeout)) from error
         self.ledger.record(self.axis, op, sent)
         return Handle(self, op, peer, finish)

@@ -182,7 +182,11 @@ def _op(options: Any) -> ReduceOp:
 
 
 def _cpu_group(name: str, rank: int, size: int, store: Store) -> Group:
-    if same_place(store, rank, size):
+    try:
+        together = same_place(store, rank, size)
+    except (OSError, RuntimeError) as error:
+        raise GroupError(name, "connect", None, str(error) or type(error).__name__) from error
+    if together:
         return ShmGroup(name, "default", rank, size, _CONNECT_TIMEOUT, store=store, connect_timeout=_CONNECT_TIMEOUT)
     log.info("group %s: its members are on several nodes, so it goes over TCP", name)
     return GlooGroup(

@@ -26,6 +26,8 @@ class Hosted(Member):
         gc.unfreeze()
         for group in self._groups.values():
             groups.leave(group.name)
+        if self._groups:
+            gc.collect()  # of both runs' shared memory only one is there at a time
         ledger, joined = Ledger(), dict[str, Group]()
         for key, axis, name, members in plan.world.memberships(plan.rank):
             rank = members.index(plan.rank)

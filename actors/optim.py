@@ -20,7 +20,9 @@ def build_optimizer(spec: AdamW | SGD, parameters: Mapping[str, nn.Parameter]) -
         return None
     if isinstance(spec, AdamW):
         return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
-    return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, fused=True)
+    # not fused: on CPUs torch 2.13's fused SGD leaves half-precision weights as they are, and fails for a parameter
+    # that gets its first gradient in a later step
+    return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

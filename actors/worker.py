@@ -134,7 +134,7 @@ class Worker(Member):
             grad_norm=self._grad_norm,
             busy=sum(event.end - event.start for event in events if event.action.op in COMPUTE),
             span=events[-1].end - events[0].start if events else 0.0,
-            overlap=reducer.overlap if reducer is not None and self._train else None,
+            overlap=reducer.overlap if reducer is not None and self._train and not self._plan.world.servers else None,
             in_flight=self._in_flight,
             peak_memory=self._memory.read(),
         )

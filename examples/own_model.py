@@ -1,6 +1,8 @@
 """Your own modules in a pipeline: a list of layers, a loss, and batches as a function of (step, microbatch, dp).
 
 python examples/own_model.py
+
+With ``Mesh(pp=3, dp=2)`` two replicas train, each on batches of its own: ``dp`` says whose batch is asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ def layers() -> list[nn.Module]:
 
 def batch(step: int, microbatch: int, dp: int) -> tuple[Tensor, Tensor]:
     """Pictures (16, 1, 16, 16) with a bright quarter, and which quarter it is. The same arguments, the same batch."""
-    generator = torch.Generator().manual_seed(1000 * step + microbatch)
+    generator = torch.Generator().manual_seed((1000 * step + microbatch) * 1000 + dp)
     quarter = torch.randint(4, (16,), generator=generator)
     pictures = torch.randn(16, 1, 16, 16, generator=generator)
     for picture, q in zip(pictures, quarter.tolist(), strict=True):
@@ -31,13 +33,18 @@ def batch(step: int, microbatch: int, dp: int) -> tuple[Tensor, Tensor]:
     return pictures, quarter
 
 
+def unseen(step: int, microbatch: int, dp: int) -> tuple[Tensor, Tensor]:
+    """Batches of steps that no training reaches."""
+    return batch(1_000_000 + step, microbatch, dp)
+
+
 def main(steps: int = 30) -> tuple[float, float]:
     run = rp.Run(
         model=rp.Layers(layers, loss=nn.functional.cross_entropy),
         mesh=rp.Mesh(pp=3),
         schedule="gpipe",
         microbatches=4,
-        data=rp.Batches(batch, validate=batch),
+        data=rp.Batches(batch, validate=unseen),
         optim=rp.AdamW(lr=3e-3),
         steps=steps,
     )

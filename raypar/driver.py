@@ -71,6 +71,7 @@ class Job:
         self._name, self._generation, self._epoch = name, 0, 0
         self._failure: str | None = None
         self._stepper: Stepper | None = None
+        self._ahead: Ahead | None = None
         self._calls: Calls
         self._load(run, programs)
 
@@ -93,6 +94,8 @@ class Job:
         are handed to the actors before the report of the one they work on is in: then they never wait for the driver,
         but what ``on`` looks up in the job may be that many steps further. None is 0 with ``on`` and 1 without.
         """
+        if ahead is not None and (not isinstance(ahead, int) or ahead < 0):
+            raise ValueError(f"ahead is {ahead!r}: give a number of steps, 0 or more")
         count = max(0, self.run.steps - self.next_step) if steps is None else steps
         most = (1 if on is None else 0) if ahead is None else ahead
         reports: list[Report] = []
@@ -224,12 +227,13 @@ class Job:
         self._shapes: list[dict[str, tuple[int, ...]]] = self._guard(lambda: launch.gather(refs, "the launch"))
 
     def _train(self, count: int, most: int) -> Iterator[Report | Evaluation]:
+        self._demand_ready()
         last = self.next_step + count
         # replicas that servers keep in step do not hear of a step that could not be made, and would take the next one
-        ahead = Ahead(self._calls, 0 if self._world.servers else most, self._epoch)
+        ahead = self._ahead = Ahead(self._calls, 0 if self._world.servers else most, self._epoch)
         try:
             while self.next_step < last:
-                self._demand_ready()
+                self._demand_open()
                 every = self.run.eval_every
                 ahead.hand_over(self.next_step, min(last, (self.next_step // every + 1) * every) if every else last)
                 yield self._commit(*self._guard(ahead.collect))
@@ -273,6 +277,8 @@ class Job:
         self._demand_open()
         if self._stepper is not None and self._stepper.midway:
             raise JobError("a stepper is in the middle of this step: call its finish() first")
+        if self._ahead is not None and len(self._ahead):
+            raise JobError("train has handed over steps ahead: do this when it has returned, or train with ahead=0")
 
     def _guard(self, call: Callable[[], T]) -> T:
         """Run a call on the actors; a fault ends the job, so that nothing is left waiting or running."""

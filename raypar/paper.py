@@ -182,8 +182,10 @@ def _load(args: PaperArgs) -> Schedule:
 
 
 def _format_of(out: Path | None) -> Format:
-    suffixes: dict[str, Format] = {".svg": "svg", ".csv": "csv", ".json": "json"}
-    return "text" if out is None else suffixes.get(out.suffix, "text")
+    suffixes: dict[str, Format] = {".svg": "svg", ".csv": "csv", ".json": "json", ".txt": "text", "": "text"}
+    if out is not None and out.suffix not in suffixes:
+        raise ScheduleError(f"--out {str(out)!r}: end it in .svg, .csv, .json or .txt, or say --format")
+    return "text" if out is None else suffixes[out.suffix]
 
 
 def _grid(schedule: Schedule, color: bool) -> str:

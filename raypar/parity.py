@@ -92,7 +92,8 @@ class Verdict:
         for difference in self.differences:
             kinds.setdefault(difference.allowed, []).append(difference)
         worst = [max(same, key=lambda difference: difference.error) for _, same in sorted(kinds.items())]
-        return f"equal: {checked}; " + ", ".join(f"{one} (allowed {one.allowed:g})" for one in worst)
+        bounds = ", ".join(f"{one.what} {one.error:.3g} (bound {one.allowed:g})" for one in worst)
+        return f"equal within bounds: {checked}; largest differences, of the tensor's norm: {bounds}"
 
 
 @dataclass(frozen=True)

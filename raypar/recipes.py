@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from raypar.actors.mesh import Mesh
 from raypar.actors.specs import GPT, AdamW
@@ -55,10 +57,10 @@ def gpt_124m() -> Run:
 RECIPES: dict[str, Callable[[], Run]] = {"gpt-tiny": gpt_tiny, "gpt-small": gpt_small, "gpt-124m": gpt_124m}
 
 
-def recipe(name: str) -> Run:
-    """A run by name; change it with ``dataclasses.replace``. Raises ConfigError for a name that is not known."""
+def recipe(name: str, **changes: Any) -> Run:
+    """A run by name, with these fields changed. Raises ConfigError for a name that is not known."""
     if name not in RECIPES:
         close = difflib.get_close_matches(name, RECIPES, n=1)
         guess = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError([f"there is no recipe {name!r}: {guess}known are {', '.join(RECIPES)}"])
-    return RECIPES[name]()
+    return replace(RECIPES[name](), **changes)

@@ -25,7 +25,7 @@ class Report:
     bubble        share of the actors' time in which they computed nothing, 0 to 1
     overlap       share of the gradients' reduction that was hidden behind compute: 1 - (seconds that an actor spent on
                   starting it and waiting for it) / (seconds in which it was under way), mean over the actors; None
-                  with one replica
+                  with one replica, and with servers, whose weights are waited for besides
     in_flight     activations in flight: most microbatches held between forward and backward, for each pipeline rank
                   (of its replicas the most)
     peak_memory   bytes: largest resident memory during the step, likewise

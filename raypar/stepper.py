@@ -59,7 +59,7 @@ class Stepper:
     def next(self) -> tuple[Action, ...]:
         """Take the next move; returns its actions. Raises StopIteration when only ``finish`` is left."""
         if self._at == len(self._moves):
-            raise StopIteration("every action is taken: call finish() for the report")
+            raise StopIteration(f"every action is taken; next: {self._cursor()}")
         move = self._moves[self._at]
         self._take([move])
         return tuple(action for _, action in move)
@@ -116,6 +116,8 @@ class Stepper:
         return (*self._world.replicas_of(pp), *(self._world.server_rank(pp, index) for index in servers))
 
     def _cursor(self) -> str:
+        if not self.midway:
+            return "nothing, the step is finished"
         if self._at == len(self._moves):
             return "finish()"
         return " + ".join(dict.fromkeys(str(action) for _, action in self._moves[self._at]))

@@ -40,7 +40,7 @@ def plan_rows(run: Run, schedule: Schedule) -> Rows:
     replicas = f"{run.mesh.dp} replicas x " if run.mesh.dp > 1 else ""
     tokens = "" if run.model.seq is None else f" = {samples * run.model.seq:,} tokens"
     batch = f"{replicas}{run.microbatches} microbatches x {run.micro_batch_size} samples{tokens}"
-    rows = [("steps", f"{run.steps:,} of {batch}")]
+    rows = [("actors", str(world_of(run).size)), ("steps", f"{run.steps:,} of {batch}")]
     if world_of(run).servers:
         rows.append(("parameter servers", f"{run.servers} for each of {run.mesh.pp} pipeline ranks"))
     if isinstance(run.model, GPT):

@@ -8,15 +8,15 @@ from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action
 from raypar.schedules.rules import awaited, provides, travels
 from raypar.schedules.timeline import Event, Timeline
 
-_ACTIONS, _BUCKETS = 0, 1
-_TRACKS = ("actions", "communication")
+_ACTIONS = 0  # the track of what an actor does; those behind it are for buckets, whose times overlap
 
 
 def chrome_trace(*timelines: Timeline) -> dict[str, Any]:
     """Timelines of one clock in the Trace Event Format, ready for ``json.dump``; their seconds become µs.
 
-    A rank is a process, an action a slice on its first track, the reduction of a bucket one on its second; an arrow
-    goes from what makes a value to what needs it on another rank. Of several replicas the ranks come first.
+    A rank is a process, an action a slice on its first track, the reduction of a bucket one on a track behind it, as
+    many as are under way at a time; an arrow goes from what makes a value to what needs it on another rank. Of several
+    replicas the ranks come first.
     """
     zero = min(timeline.start for timeline in timelines)
     traces = [_Trace(timeline, zero, place, len(timelines)) for place, timeline in enumerate(timelines)]
@@ -32,21 +32,23 @@ class _Trace:
     def events(self) -> list[dict[str, Any]]:
         named: set[tuple[int, int]] = set()
         events: list[dict[str, Any]] = []
+        lanes: dict[int, list[float]] = {}  # by rank: until when each track of buckets is taken
         for event in self._timeline.events:
             if (event.rank, _ACTIONS) not in named:
                 events.append(self._metadata(event, "process_name", name=event.actor))
                 events.append(self._metadata(event, "process_sort_index", sort_index=self._pid(event)))
-            track = _track(event)
-            if (event.rank, track) not in named and track != _ACTIONS:
-                events.append(self._metadata(event, "thread_name", name=_TRACKS[track]) | {"tid": track})
+            track = _ACTIONS if event.bucket is None else 1 + _lane(lanes.setdefault(event.rank, []), event)
+            if (event.rank, track) not in named:
+                name = "actions" if track == _ACTIONS else "communication"
+                events.append(self._metadata(event, "thread_name", name=name) | {"tid": track})
             named |= {(event.rank, _ACTIONS), (event.rank, track)}
-            events.append(self._slice(event))
+            events.append(self._slice(event, track))
         return events + self._arrows()
 
     def _pid(self, event: Event) -> int:
         return event.rank * self._count + self._place
 
-    def _slice(self, event: Event) -> dict[str, Any]:
+    def _slice(self, event: Event, track: int) -> dict[str, Any]:
         stage, op, microbatch = event.action
         name, kind = str(event.action), "step"
         if event.bucket is not None:
@@ -60,7 +62,7 @@ class _Trace:
             "name": name,
             "cat": kind,
             "pid": self._pid(event),
-            "tid": _track(event),
+            "tid": track,
             "ts": (event.start - self._zero) * 1e6,
             "dur": (event.end - event.start) * 1e6,
             "args": {"stage": stage, "microbatch": microbatch, "bytes": event.bytes},
@@ -96,5 +98,8 @@ class _Trace:
         return {"ph": "M", "name": kind, "pid": self._pid(event), "args": args}
 
 
-def _track(event: Event) -> int:
-    return _ACTIONS if event.bucket is None else _BUCKETS
+def _lane(taken: list[float], event: Event) -> int:
+    """The first lane that is free when the event starts; slices of one track must not overlap."""
+    lane = next((lane for lane, end in enumerate(taken) if end <= event.start), len(taken))
+    taken[lane : lane + 1] = [event.end]
+    return lane

@@ -21,10 +21,13 @@ class Flow:
     With several steps, the first one posts pieces, which take memory until their readers are done. A single step takes.
 
     peers  those without whom it can't be finished
+    queue  flows of one queue take their pieces one after the other, in the order of their start (None: of no queue)
     """
 
-    def __init__(self, count: int, steps: Sequence[Step], peers: Iterable[int]) -> None:
-        self.peers = frozenset(peers)
+    def __init__(
+        self, count: int, steps: Sequence[Step], peers: Iterable[int], queue: tuple[int, int] | None = None
+    ) -> None:
+        self.peers, self.queue = frozenset(peers), queue
         self.error: Exception | None = None
         self._count, self._steps, self._done = count, steps, [0] * len(steps)
         self._gives = len(steps) > 1

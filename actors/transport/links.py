@@ -104,6 +104,8 @@ class Link:
                 raw, control, _, _ = self._socket.recvmsg(_ROOM, _FD_ROOM)
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                continue  # said once, ahead of what the peer had sent before it closed
             except OSError:
                 raw, control = b"", []
             if not raw:
@@ -114,6 +116,8 @@ class Link:
                 (fd,) = struct.unpack("i", packed[:4])
                 self._slabs[number] = Slab(fd, number)
                 os.close(fd)
+            if number != _NO_SLAB and number not in self._slabs:
+                raise RuntimeError("this process has no descriptor left for shared memory: raise ulimit -n")
             if number == _NO_SLAB:
                 data = torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=_HEAD.size) if count else _NOTHING
                 yield channel, Message(data, total, None)
@@ -181,5 +185,7 @@ def _dial(name: str, rank: int) -> Link:
 def _accept(listener: socket.socket) -> tuple[int, Link]:
     sock, _ = listener.accept()
     sock.settimeout(listener.gettimeout())
-    (peer,) = _HELLO.unpack(sock.recv(_HELLO.size))
-    return peer, Link(sock)
+    hello = sock.recv(_HELLO.size)
+    if not hello:
+        raise ConnectionError("a member closed the connection while it was made")
+    return int(_HELLO.unpack(hello)[0]), Link(sock)

@@ -170,10 +170,14 @@ class Mailbox:
 
     def _round(self) -> bool:
         """Let every flow move on; whether one did. The oldest always may, so that none waits for room forever."""
-        moved, held = False, 0
+        moved, held, waiting = False, 0, set[tuple[int, int]]()
         for flow in self._flows:
+            if flow.queue in waiting:
+                continue
             moved = flow.advance(AHEAD if held < _MOST else 0) or moved
             held += flow.ahead
+            if flow.queue is not None and not flow.over:
+                waiting.add(flow.queue)
         return moved
 
     def _watch(self, seconds: float) -> None:

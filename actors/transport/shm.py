@@ -171,7 +171,7 @@ class ShmGroup(Group):
             self._box.take(tag, totals, flat.dtype, lambda parts: target.copy_(parts[src]))
 
         step = Step(lambda k: self._box.have(tag, (src,)), fill)
-        flow = Flow(-(-flat.numel() // piece), [step], (src,))
+        flow = Flow(-(-flat.numel() // piece), [step], (src,), queue=(src, tag))
         self._box.await_pieces(flow)
         return self._finish(flow, back)
 

@@ -125,6 +125,29 @@ def test_a_send_is_over_before_anybody_receives_it():
     assert torch.equal(tensor, torch.arange(600_000.0))
 
 
+def test_two_receives_of_one_tag_do_not_share_their_pieces():
+    groups, count = shm_groups(2), 2 * SLAB // 4 + 5
+    sent = [groups[0].send(torch.full((count,), value), 1) for value in (1.0, 2.0)]
+    got = [torch.zeros(count) for _ in range(2)]
+    for handle in (*sent, *[groups[1].recv(tensor, 0) for tensor in got]):
+        handle.wait()
+    assert [tensor.unique().tolist() for tensor in got] == [[1.0], [2.0]]
+
+
+def test_what_a_member_sent_before_it_left_arrives():
+    groups, got = shm_groups(2, timeout=2.0), torch.zeros(1000)
+    groups[0].send(torch.full((1000,), 7.0), 1, tag=1).wait()
+    groups[1].send(torch.ones(10), 0, tag=2).wait()  # which nobody reads
+    for link in groups[0]._box._links.values():
+        link._socket.close()
+    groups[1].recv(got, 0, tag=1).wait()
+    assert got.eq(7.0).all()
+    later = groups[1].recv(got, 0, tag=1)
+    for _ in range(2):
+        with pytest.raises(GroupError, match="closed"):
+            later.wait()
+
+
 def test_thousands_of_messages_wait_until_somebody_reads():
     """More than the system keeps for a connection: the sender goes on, and its wait sees to the rest."""
     groups, got = shm_groups(2), torch.zeros(5000)

@@ -91,7 +91,9 @@ def test_reports_evaluation_and_looking_inside(job):
     assert [report.tokens for report in reports] == [2 * 4 * 2 * 32] * 4
     assert all(report.in_flight == simulate(job.schedule).in_flight for report in reports)
     assert all(len(report.peak_memory) == 2 for report in reports)
-    assert all(0 < report.bubble < 1 and 0 <= report.overlap <= 1 for report in reports)
+    assert all(0 < report.bubble < 1 for report in reports)
+    served = job.run.data_parallel == "parameter_server"
+    assert all(report.overlap is None if served else 0 <= report.overlap <= 1 for report in reports)
     norms = torch.stack([torch.linalg.vector_norm(job.grad(name)) for name in job.parameters])
     clipped = min(reports[-1].grad_norm, job.run.clip)
     assert float(torch.linalg.vector_norm(norms)) == pytest.approx(clipped, rel=1e-4)
@@ -119,7 +121,7 @@ def test_a_timeline_shows_one_replica_and_the_trace_all_actors(job):
     slices = [event for event in events if event["ph"] == "X"]
     assert min(event["ts"] for event in slices) == 0
     buckets = [event for event in slices if "bucket" in event["name"]]
-    assert {event["tid"] for event in buckets} == {1}
+    assert min(event["tid"] for event in buckets) == 1
     assert all(event["cat"] == "communication" and event["args"]["bytes"] > 0 for event in buckets)
     assert {event["tid"] for event in slices if "bucket" not in event["name"]} == {0}
     arrows = [event for event in events if event["ph"] == "s"]

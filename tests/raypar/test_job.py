@@ -151,6 +151,30 @@ def test_steps_handed_over_ahead_count_even_if_nobody_wants_their_reports(job):
     assert job.step().step == 3
 
 
+def test_nothing_comes_between_steps_that_were_handed_over(job):
+    job.reset(replace(rp.recipe("gpt-tiny"), steps=6))
+    refused = []
+
+    def meddle(report):
+        if report.step > 0:  # it has nothing behind it
+            return
+        for call in (job.step, job.stepper, job.evaluate, lambda: job.reset(job.run)):
+            try:
+                call()
+            except rp.JobError as error:
+                refused.append(str(error))
+
+    job.train(2, on=meddle, ahead=1)
+    assert len(refused) == 4
+    assert "train with ahead=0" in refused[0]
+
+
+@pytest.mark.parametrize("ahead", [-1, 1.5])
+def test_a_wrong_number_of_steps_ahead(job, ahead):
+    with pytest.raises(ValueError, match="0 or more"):
+        job.train(1, ahead=ahead)
+
+
 def test_evaluation_changes_nothing(job):
     run = replace(rp.recipe("gpt-tiny"), steps=4)
     job.reset(run)
