@@ -140,3 +140,4 @@ class Reducer:
             bucket, flat, start = self._buckets[number], self._flats[number], time.perf_counter()
             bucket.fill(flat)
             self._transfers.append(_Transfer(bucket, flat, self._channels[bucket.owner].start(flat), start))
+            self._spent += time.perf_counter() - start

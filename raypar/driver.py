@@ -72,7 +72,6 @@ class Job:
         self._failure: str | None = None
         self._stepper: Stepper | None = None
         self._ahead: Ahead | None = None
-        self._calls: Calls
         self._load(run, programs)
 
     # --- training ---
@@ -94,10 +93,10 @@ class Job:
         are handed to the actors before the report of the one they work on is in: then they never wait for the driver,
         but what ``on`` looks up in the job may be that many steps further. None is 0 with ``on`` and 1 without.
         """
-        if ahead is not None and (not isinstance(ahead, int) or ahead < 0):
+        most = int(on is None) if ahead is None else ahead
+        if not isinstance(most, int) or most < 0:
             raise ValueError(f"ahead is {ahead!r}: give a number of steps, 0 or more")
         count = max(0, self.run.steps - self.next_step) if steps is None else steps
-        most = (1 if on is None else 0) if ahead is None else ahead
         reports: list[Report] = []
         with display(self.run, self.next_step + count) as shown:
             for outcome in self._train(count, most):

@@ -30,6 +30,7 @@ class _Trace:
         self._timeline, self._zero, self._place, self._count = timeline, zero, place, count
 
     def events(self) -> list[dict[str, Any]]:
+        """Its slices, the names of its tracks, and its arrows."""
         named: set[tuple[int, int]] = set()
         events: list[dict[str, Any]] = []
         lanes: dict[int, list[float]] = {}  # by rank: until when each track of buckets is taken

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from raypar.actors.group import Finish, ReduceOp, row_size, staged
-from raypar.actors.ledger import Ledger
 from raypar.actors.transport.gpu import GpuGroup
 from raypar.actors.transport.watcher import Transfer
 
@@ -35,28 +33,14 @@ _DTYPES = {
 
 
 class CupyGroup(GpuGroup):
-    """A group over ``cupy.cuda.nccl.NcclCommunicator``, cupy 14 or newer; arguments as NcclGroup's.
+    """A group over ``cupy.cuda.nccl.NcclCommunicator``, cupy 14 or newer.
 
     cupy can't limit what a communicator takes of the GPU: with many edges set NCCL_MAX_CTAS, or waiting receives may
     leave no room to compute.
     """
 
-    def __init__(
-        self,
-        name: str,
-        axis: str,
-        rank: int,
-        size: int,
-        timeout: float,
-        *,
-        store: Store,
-        device: torch.device,
-        connect_timeout: float = 60.0,
-        ledger: Ledger | None = None,
-    ) -> None:
-        super().__init__(name, axis, rank, size, timeout, device, ledger)
+    def _prepare(self) -> None:
         self._nccl = _nccl()
-        self._open(store, connect_timeout)
 
     def _connect(self, name: str, rank: int, size: int, *, edge: bool) -> Any:
         key = f"uid/{name}"

@@ -41,7 +41,7 @@ class Flow:
         """Pieces that the first step has done and the last one has not."""
         return self._done[0] - self._done[-1]
 
-    def advance(self, most: int = AHEAD) -> bool:
+    def advance(self, most: int) -> bool:
         """Do what can be done now, but at most one piece of the first step, which may be ``most`` pieces ahead.
 
         So pieces that arrive meanwhile can be taken while they are in cache. Returns whether anything was done; what

@@ -41,8 +41,12 @@ class Communicator(Protocol):
 
 
 class GpuGroup(Group):
-    """A group whose tensors are on one ``device`` of this process; ``_open`` has to follow the constructor.
+    """A group whose tensors are on one device of this process.
 
+    store   where the members meet; its keys must not have been used by an earlier group
+    device  a GPU with its index; no two members may have the same one
+
+    The constructor returns once every member is connected, or raises GroupError within ``connect_timeout`` seconds.
     Sums are in NCCL's order and in the tensors' own precision, unlike those of a CPU group. What an op needs is kept
     alive until the current stream waits for it, or the watcher saw it end; it has to come from that stream.
     """
@@ -54,7 +58,10 @@ class GpuGroup(Group):
         rank: int,
         size: int,
         timeout: float,
+        *,
+        store: Store,
         device: torch.device,
+        connect_timeout: float = 60.0,
         ledger: Ledger | None = None,
     ) -> None:
         super().__init__(name, axis, rank, size, timeout, ledger)
@@ -64,6 +71,11 @@ class GpuGroup(Group):
         self._edges: dict[Edge, Any] = {}
         self._open_ones: list[Communicator] = []  # of both kinds
         self._watcher = Watcher(self.fault)
+        self._prepare()
+        self._open(store, connect_timeout)
+
+    def _prepare(self) -> None:
+        """What a backend needs before it connects."""
 
     def _open(self, store: Store, seconds: float) -> None:
         """Connect to everybody within so many seconds.

@@ -24,9 +24,8 @@ from torch._C._distributed_c10d import Store
 from raypar.actors.transport.slabs import Slab
 
 INLINE = 1 << 13  # bytes that a message carries itself: below, two copies through the kernel are cheaper than a slab
-_HEAD = struct.Struct(
-    "<qqiii4x"
-)  # channel, total, slab (or _NO_SLAB), start, bytes; 32 in all, so that data is aligned
+# channel, total, slab (or _NO_SLAB), start in it, bytes; padded, so that the data behind it is aligned
+_HEAD = struct.Struct("<qqiii4x")
 _NO_SLAB = -1
 _HELLO = struct.Struct("<i")
 _ROOM = INLINE + _HEAD.size
@@ -67,6 +66,7 @@ class Link:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         self.lost = False
+        self._broken = False  # what the peer sent before can still be read
         self._socket = sock
         self._slabs: dict[int, Slab] = {}  # the peer's
         self._known: set[int] = set()  # own slabs that the peer has
@@ -92,9 +92,7 @@ class Link:
 
     def flush(self) -> None:
         """Go on with what could not be sent because the peer did not read."""
-        while self._queue and not self.lost:
-            if not self._try(*self._queue[0]):
-                return
+        while self._queue and not self._broken and self._try(*self._queue[0]):
             self._queue.popleft()
 
     def receive(self) -> Iterator[tuple[int, Message]]:
@@ -133,13 +131,13 @@ class Link:
             return  # the peer was first
 
     def _put(self, raw: bytes, fd: int | None) -> None:
-        if self.lost:
-            raise RuntimeError("the connection was closed")
         if self._queue or not self._try(raw, fd):
             self._queue.append((raw, fd))
+        if self._broken:
+            raise RuntimeError("the connection was closed")
 
     def _try(self, raw: bytes, fd: int | None) -> bool:
-        """Send one message, unless there is no room."""
+        """Send one message, unless there is no room, or nobody who would read it."""
         try:
             if fd is None:
                 self._socket.send(raw)
@@ -147,9 +145,9 @@ class Link:
                 socket.send_fds(self._socket, [raw], [fd])
         except BlockingIOError:
             return False
-        except OSError as error:
-            self.lost = True
-            raise RuntimeError("the connection was closed") from error
+        except (BrokenPipeError, ConnectionResetError):
+            self._broken = True
+            return False
         return True
 
 

@@ -194,7 +194,8 @@ class Mailbox:
             self._watched = False
             self._changed.notify_all()
         for link in full:
-            self._poller.modify(link, select.POLLIN)
+            if not link.lost:  # another thread may have read its end
+                self._poller.modify(link, select.POLLIN)
         for fd, _ in ready:
             if fd in self._peers:
                 self._read(self._peers[fd])

@@ -6,14 +6,12 @@ import os
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from raypar.actors.group import Finish, ReduceOp, row_size, staged
-from raypar.actors.ledger import Ledger
 from raypar.actors.transport.gpu import GpuGroup
 from raypar.actors.transport.watcher import Transfer
 
@@ -36,30 +34,10 @@ _ENVIRONMENT = {
 
 
 class NcclGroup(GpuGroup):
-    """A group over ``torch.distributed.ProcessGroupNCCL``.
+    """A group over ``torch.distributed.ProcessGroupNCCL``."""
 
-    store   where the members meet; its keys must not have been used by an earlier group
-    device  a GPU with its index; no two members may have the same one
-
-    The constructor returns once every member is connected, or raises GroupError within ``connect_timeout`` seconds.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        axis: str,
-        rank: int,
-        size: int,
-        timeout: float,
-        *,
-        store: Store,
-        device: torch.device,
-        connect_timeout: float = 60.0,
-        ledger: Ledger | None = None,
-    ) -> None:
-        super().__init__(name, axis, rank, size, timeout, device, ledger)
+    def _prepare(self) -> None:
         os.environ.update(_ENVIRONMENT)  # torch reads it whenever it makes a process group
-        self._open(store, connect_timeout)
 
     def _connect(self, name: str, rank: int, size: int, *, edge: bool) -> Any:
         nccl: Any = dist.ProcessGroupNCCL

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
 from torch import nn
 
+from raypar.actors.buckets import pack
 from raypar.actors.digest import UnequalReplicasError
 from raypar.actors.models.gpt import GPTModel
 from raypar.actors.plan import NonFiniteError
+from raypar.actors.reducer import Channel, Reducer
 from raypar.actors.specs import GPT, SGD, AdamW, Batches
+from raypar.actors.transport.local_group import local_groups
 from raypar.parity import train_plainly
 from raypar.report import losses_of, mean_loss
 from raypar.schedules.action import COMPUTE, Action, Op
@@ -307,6 +311,23 @@ def test_hooks_are_there_for_the_first_and_the_last_backward_only():
     team.step(0)
     assert seen == [4, 0, 4]
     assert not any(map(bool, (p._post_accumulate_grad_hooks for p in stage.parameters().values())))
+
+
+def test_time_spent_on_starting_a_bucket_is_not_hidden():
+    """Shared memory copies and adds there."""
+    weight = nn.Parameter(torch.ones(4))
+    (bucket,) = pack(0, {"w": weight}, {"w": 0}, limit=100)
+
+    def slow(tensor):
+        time.sleep(0.05)
+        return local_groups("dp", 1)[0].barrier()
+
+    reducer = Reducer([bucket], [Channel(slow, lambda count, dtype: torch.empty(count, dtype=dtype))])
+    with reducer.watch(0, last=True):
+        weight.sum().backward()
+    reducer.flush(0)
+    reducer.finish()
+    assert reducer.overlap < 0.1
 
 
 def test_overlap_is_a_share_and_buckets_are_dropped_with_the_next_step():
