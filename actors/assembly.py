@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raypar.actors.averaging import TokenMean
 from raypar.actors.batches import BatchSource, batch_source
+from raypar.actors.buckets import Bucket
 from raypar.actors.group import Group
 from raypar.actors.part import Part, buckets_of, build_part
+from raypar.actors.place import Place
 from raypar.actors.plan import Plan
 from raypar.actors.reducer import Channel, Reducer
 from raypar.actors.served import ServedUpdate
 from raypar.actors.update import Update, Updater
+from raypar.actors.zero import ShardedUpdate
 
 
 @dataclass(frozen=True)
@@ -34,27 +37,44 @@ class Assembly:
     reducer: Reducer | None
 
 
-def assemble(plan: Plan, groups: Mapping[str, Group]) -> Assembly:
+def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
     """Build this rank's part of the run. Only its own weights are made."""
-    part = build_part(plan)
+    part = build_part(plan, place)
     m, num_dp = plan.programs["train"].num_microbatches, plan.mesh.dp
     source = batch_source(plan.data, plan.model, plan.micro_batch_size, m, num_dp, plan.seed)
     mean = TokenMean(part.model, source, m, num_dp)
     if not plan.world.reduces:
-        return Assembly(part, _updater(plan, part, groups), source, mean, None)
+        return Assembly(part, updater_of(plan, part, part.parameters, groups), source, mean, None)
     buckets = buckets_of(plan, part, part.parameters)
-    if not plan.world.servers:
-        reducer = Reducer(buckets, [Channel(groups["dp"].all_reduce, groups["dp"].empty)])
-        return Assembly(part, _updater(plan, part, groups), source, mean, reducer)
-    servers = [groups[f"ps{index}"] for index in range(plan.world.servers)]
-    reducer = Reducer(buckets, [Channel(partial(group.reduce, root=group.size - 1), _empty) for group in servers])
-    return Assembly(part, ServedUpdate(part.parameters, buckets, servers), source, mean, reducer)
+    channels, update = _shared(plan, part, buckets, groups)
+    return Assembly(part, update, source, mean, Reducer(buckets, channels, place))
 
 
-def _updater(plan: Plan, part: Part, groups: Mapping[str, Group]) -> Updater:
-    names = part.model.parameter_names()
-    return Updater(part.parameters, names, part.ties, groups.get("pp"), plan.optim, plan.clip, plan.steps)
+def updater_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter], groups: Mapping[str, Group]) -> Updater:
+    """The update of these parameters of a part, in step with everybody else's."""
+    names, group = part.model.parameter_names(), groups.get(plan.world.updaters)
+    return Updater(parameters, names, part.ties, group, plan.optim, plan.clip, plan.steps)
 
 
-def _empty(count: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(count, dtype=dtype)
+def _shared(plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, Group]) -> tuple[list[Channel], Update]:
+    """Where gradients are summed, and how a step ends, with replicas or servers."""
+    if plan.world.servers:
+        servers = [groups[f"ps{index}"] for index in range(plan.world.servers)]
+        channels = [_channel_to(group, group.size - 1, partial(_empty, group.device)) for group in servers]
+        return channels, ServedUpdate(part.parameters, buckets, servers)
+    dp = groups["dp"]
+    if not plan.world.sharded:
+        channels = [Channel(dp.all_reduce, dp.host.all_reduce, dp.empty, here=True)]
+        return channels, updater_of(plan, part, part.parameters, groups)
+    channels = [_channel_to(dp, owner, dp.empty) for owner in range(dp.size)]
+    updater = updater_of(plan, part, part.share(dp.rank), groups)
+    return channels, ShardedUpdate(updater, part.parameters, buckets, dp)
+
+
+def _channel_to(group: Group, root: int, empty: Callable[[int, torch.dtype], Tensor]) -> Channel:
+    """The sums are at one member."""
+    return Channel(partial(group.reduce, root=root), partial(group.host.reduce, root=root), empty, root == group.rank)
+
+
+def _empty(device: torch.device, count: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(count, dtype=dtype, device=device)

@@ -20,20 +20,21 @@ class Bucket:
     stage       the number of the stage
     owner       where the gradients go: the index of a channel of the Reducer
     parameters  by logical name, in the order of the flat tensor
+    elements    of all weights
     """
 
     def __init__(self, stage: int, owner: int, parameters: Mapping[str, nn.Parameter]) -> None:
         self.stage, self.owner, self.parameters = stage, owner, dict(parameters)
         members = list(self.parameters.values())
-        *starts, self._end = accumulate((p.numel() for p in members), initial=0)
-        strides = [torch.empty_like(p, device="meta").stride() for p in members]  # dense, whatever p's own are
+        *starts, self.elements = accumulate((p.numel() for p in members), initial=0)
+        strides = [torch.empty_like(p).stride() for p in members]  # dense, whatever p's own are
         self._where = dict(zip(self.parameters, zip(starts, strides, strict=True), strict=True))
         self._like: Tensor = members[0]
 
     @property
     def size(self) -> int:
         """Elements of the flat tensor."""
-        return self._end + len(self.parameters)
+        return self.elements + len(self.parameters)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -49,7 +50,8 @@ class Bucket:
     @torch.no_grad()
     def fill(self, flat: Tensor) -> None:
         """Complete the flat tensor: all gradients are in it, and where there is none there are zeros."""
-        flat[self._end :] = torch.tensor([float(p.grad is not None) for p in self.parameters.values()])
+        made = torch.tensor([float(p.grad is not None) for p in self.parameters.values()])
+        flat[self.elements :].copy_(made, non_blocking=True)  # a GPU is in the middle of a backward
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 parameter.grad = self._place(name, flat).zero_()
@@ -62,13 +64,13 @@ class Bucket:
 
     def adopt(self, flat: Tensor) -> None:
         """Make the gradients views of a flat tensor that was summed up; None for a parameter that nobody used."""
-        used = flat[self._end :].tolist()
+        used = flat[self.elements :].tolist()
         for (name, parameter), uses in zip(self.parameters.items(), used, strict=True):
             parameter.grad = self._place(name, flat) if uses else None
 
     def room(self) -> Tensor:
         """A flat tensor for the weights."""
-        return self._like.new_empty(self._end)
+        return self._like.new_empty(self.elements)
 
     @torch.no_grad()
     def weights(self) -> Tensor:
@@ -77,6 +79,17 @@ class Bucket:
         for name, parameter in self.parameters.items():
             self._place(name, flat).copy_(parameter)
         return flat
+
+    @torch.no_grad()
+    def settle(self, flat: Tensor) -> None:
+        """Let the weights live in a flat tensor (elements,) from now on."""
+        for name, parameter in self.parameters.items():
+            parameter.data = self._place(name, flat).copy_(parameter)
+
+    def disown(self) -> None:
+        """Forget the gradients: their sum is elsewhere."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     @torch.no_grad()
     def load(self, flat: Tensor) -> None:

@@ -29,9 +29,7 @@ Tokens: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
 _FORMAT = 1  # part of every key: raise it when the conversion changes
 _CHUNK = 1 << 20  # bytes that are read and encoded at once
-_SKIPPED = (
-    "below a folder or a glob, hidden files, .bin files and files with NUL bytes in their first 8 KiB are skipped"
-)
+_SKIPPED = "below a folder or a glob, hidden files, .bin files and files with a NUL in their first 8 KiB are skipped"
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"})
 
 
@@ -162,8 +160,9 @@ def _below(root: Path, without: frozenset[str] = frozenset()) -> Iterator[str]:
 
     for folder, folders, names in os.walk(root, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
-        files = (Path(folder, name) for name in names if not name.startswith("."))
-        yield from (file.relative_to(root).as_posix() for file in files if file.is_file())
+        inside = f"{Path(folder).relative_to(root).as_posix()}/".removeprefix("./")
+        seen = (name for name in names if not name.startswith("."))  # strings: there may be thousands, on every actor
+        yield from (inside + name for name in seen if os.path.isfile(f"{folder}/{name}"))  # noqa: PTH113
 
 
 def _is_text(file: _File) -> bool:

@@ -107,8 +107,9 @@ class Courier:
 
     def _post(self, action: Action) -> None:
         route = self._route(action)
-        buffers = [torch.empty(spec.shape, dtype=spec.dtype) for spec in route.specs[route.boundary]]
-        recv, peer, tag = self._link().recv, route.peer, route.tag
+        link, peer, tag = self._link(), route.peer, route.tag
+        recv, device = link.recv, link.device
+        buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in route.specs[route.boundary]]
         handles = [recv(buffer, peer, tag + i) for i, buffer in enumerate(buffers, 1)]
         self._posted[action] = (buffers, handles)
 
@@ -147,11 +148,11 @@ class Courier:
             )
         header = _pack(specs)
         self._learn(route.boundary, specs)
-        return [self._link().send(header, route.peer, route.tag, count_as="send shapes")]
+        return [self._link().host.send(header, route.peer, route.tag, count_as="send shapes")]
 
     def _read_header(self, route: Route) -> tuple[Spec, ...]:
         header = torch.empty(_HEADER, dtype=torch.int64)
-        self._link().recv(header, route.peer, route.tag, count_as="recv shapes").wait()
+        self._link().host.recv(header, route.peer, route.tag, count_as="recv shapes").wait()
         return _unpack(header)
 
     def _link(self) -> Group:

@@ -64,7 +64,7 @@ class Recording:
             raise RuntimeError(f"{func} writes values that are not there yet to a tensor that is")
         then_args, then_kwargs = tree_map(_frozen, (args, kwargs))  # now: the op may change the shape of its arguments
         args, kwargs = tree_map(_on_meta, (args, kwargs))
-        result = func(*args, **kwargs)
+        result = args[0] if _fills(func) else func(*args, **kwargs)
         outputs = tuple(value.detach() for value in tree_iter(result) if _is_meta(value))
         draws = torch.Tag.nondeterministic_seeded in func.tags
         self._add(func, then_args, then_kwargs, outputs, written, draws)
@@ -127,7 +127,15 @@ class Recording:
         return real
 
 
-class _Recorder(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    """Is never compiled: torch would import its compiler to make sure, which takes 3 s and 80 MiB."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _Recorder(_Mode):
     """Sends every op to a recording."""
 
     def __init__(self, recording: Recording) -> None:
@@ -144,6 +152,25 @@ class _NotMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return False if func == _IS_META else func(*args, **(kwargs or {}))
+
+
+class _NoFilling(_Mode):
+    """Draws nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if _fills(func) else func(*args, **(kwargs or {}))
+
+
+def on_meta(build: Callable[[], Iterable[nn.Module]]) -> list[nn.Module]:
+    """What ``build`` makes, on the meta device."""
+    with _META:
+        return unfilled(build)
+
+
+def unfilled(build: Callable[[], Iterable[nn.Module]]) -> list[nn.Module]:
+    """What ``build`` makes, but nothing is drawn for its weights."""
+    with _NoFilling():  # type: ignore[no-untyped-call]
+        return list(build())
 
 
 def record(build: Callable[[], Sequence[nn.Module]], seed: int) -> tuple[list[nn.Module], Recording]:
@@ -182,6 +209,14 @@ def _whole_trunc_normal(recording: Recording) -> Iterator[None]:
             yield
         finally:
             setattr(nn.init, _TRUNC_NORMAL, original)
+
+
+def _fills(func: Any) -> bool:
+    """Whether an op fills its first argument with random values, of which a meta tensor has none.
+
+    For that too torch would import its compiler.
+    """
+    return torch.Tag.nondeterministic_seeded in func.tags and str(func._schema.name).endswith("_")
 
 
 def _is_meta(value: object) -> bool:

@@ -33,7 +33,7 @@ def demand_equal(weights: Mapping[str, Tensor], group: Group, labels: Sequence[s
     """
     words = torch.frombuffer(bytearray(digest(weights)), dtype=torch.int64)
     found = torch.empty(group.size * _WORDS, dtype=torch.int64)
-    group.all_gather(found, words).wait()
+    group.host.all_gather(found, words).wait()
     first, *others = found.view(group.size, _WORDS)
     unequal = [label for label, other in zip(labels[1:], others, strict=True) if not torch.equal(first, other)]
     if unequal:

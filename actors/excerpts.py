@@ -20,3 +20,20 @@ def trace() -> str:
     """Where the exception that is being handled was raised."""
     text = traceback.format_exc()
     return text if len(text) <= 4 * _LONGEST else text[-4 * _LONGEST :]
+
+
+def plain_reason(error: Exception, seconds: float) -> str:
+    """Why a communication failed, in a line; the backends' texts carry file names and stack frames.
+
+    seconds  of its deadline
+    """
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    text = text.rsplit("] ", 1)[-1] if text.startswith("[") else text
+    lowered = text.lower()
+    if "caused pair closure" in lowered:  # Gloo's word for other waits of a group of which one expired
+        return "the group was aborted"
+    if "timed out" in lowered or "timeout" in lowered or isinstance(error, TimeoutError):
+        return f"nothing came within {seconds:g} s"
+    if any(word in lowered for word in ("closed", "reset by peer", "broken pipe", "read error", "write error")):
+        return "the connection was closed at the other end (the peer died or gave up)"
+    return text

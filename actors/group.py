@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from raypar.actors.excerpts import plain_reason
 from raypar.actors.ledger import Ledger
 
 ReduceOp = Literal["sum", "product", "min", "max"]
+Edge = tuple[int, int]  # ranks: source and destination
 Finish = Callable[[float], None]  # blocks until an op is over, at most so many seconds
 
 
@@ -57,7 +59,7 @@ class Handle:
         try:
             finish(seconds)
         except (RuntimeError, OSError) as error:  # a TimeoutError is an OSError
-            self._error = self._group.fault(self._op, self._peer, _plain(error, seconds))
+            self._error = self._group.fault(self._op, self._peer, plain_reason(error, seconds))
             raise self._error from error
 
 
@@ -67,6 +69,8 @@ class Group(ABC):
     name     run, axis, index and generation, for messages
     axis     the mesh axis, under which the ledger counts
     timeout  seconds that a wait may take unless it says otherwise
+    device   where the tensors of its ops are
+    host     the group of the same members for tensors on the host: small ones that the host needs at once
     on_fault called once when an op fails, so that the owner can close its other groups too: ring neighbours of a dead
              member see the death at once, everyone else only by this
     """
@@ -76,6 +80,8 @@ class Group(ABC):
     ) -> None:
         self.name, self.axis, self.rank, self.size, self.timeout = name, axis, rank, size, timeout
         self.ledger = ledger if ledger is not None else Ledger()
+        self.device = torch.device("cpu")
+        self.host: Group = self
         self.on_fault: Callable[[], None] = self.abort
         self._closed = False
 
@@ -152,11 +158,20 @@ class Group(ABC):
         self._other(src, "recv")
         return self._run(count_as, src, nbytes(tensor), self._recv, tensor, src, tag)
 
-    # --- memory ---
+    # --- memory, and what takes its time on GPUs ---
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """A new tensor (count,) for all_reduce, without a copy where that is possible; all members use one, or none."""
-        return torch.empty(count, dtype=dtype)
+        """A new tensor (count,) for collectives, without a copy where possible; all members use one, or none."""
+        return torch.empty(count, dtype=dtype, device=self.device)
+
+    def connect(self, edges: Iterable[Edge]) -> None:  # noqa: B027  (only GPUs need it, and the next one)
+        """Connect over these edges now, where the first op over one would have to; every member names the same.
+
+        Raises GroupError.
+        """
+
+    def synchronize(self, timeout: float | None = None) -> None:  # noqa: B027
+        """Block until every op that was waited for is over: on GPUs it may not be. Raises GroupError if one failed."""
 
     # --- faults ---
 
@@ -211,7 +226,7 @@ class Group(ABC):
         try:
             finish = start(*args)
         except (RuntimeError, OSError) as error:
-            raise self.fault(op, peer, _plain(error, self.timeout)) from error
+            raise self.fault(op, peer, plain_reason(error, self.timeout)) from error
         self.ledger.record(self.axis, op, sent)
         return Handle(self, op, peer, finish)
 
@@ -283,17 +298,3 @@ REDUCTIONS: dict[ReduceOp, Callable[[Tensor, Tensor], object]] = {
     "min": _minimum,
     "max": _maximum,
 }
-
-
-def _plain(error: Exception, seconds: float) -> str:
-    """The reason in a line; the backends' texts carry file names and stack frames."""
-    text = (str(error).splitlines() or [type(error).__name__])[0]
-    text = text.rsplit("] ", 1)[-1] if text.startswith("[") else text
-    lowered = text.lower()
-    if "caused pair closure" in lowered:  # Gloo's word for other waits of a group of which one expired
-        return "the group was aborted"
-    if "timed out" in lowered or "timeout" in lowered or isinstance(error, TimeoutError):
-        return f"nothing came within {seconds:g} s"
-    if any(word in lowered for word in ("closed", "reset by peer", "broken pipe", "read error", "write error")):
-        return "the connection was closed at the other end (the peer died or gave up)"
-    return text

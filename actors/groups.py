@@ -1,21 +1,23 @@
-"""Groups between Ray actors: our backend registered with ``ray.util.collective``, and joining it.
+"""Groups between Ray actors: our backends registered with ``ray.util.collective``, and joining them.
 
 Ray's stock GLOO backend shares one process group between all groups of an actor (its sums are wrong where groups
-overlap) and knows no tags, handles, deadlines or abort. ``register_collective_backend`` is the public way to another:
-``RayparCpu`` is what Ray sees, ``.group`` is the Group that raypar uses: over shared memory if all its members are on
-one node, else over Gloo.
+overlap) and knows no tags, handles, deadlines or abort; what its NCCL backend lacks is said in cupy_nccl.py.
+``register_collective_backend`` is the public way to others: ``RayparCpu`` and ``RayparGpu`` are what Ray sees,
+``.group`` is the Group that raypar uses. Of CPUs it goes over shared memory if all its members are on one node, else
+over Gloo; of GPUs over NCCL, by torch or by cupy, or through the host, as its members agree.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import ray
+import torch
 import torch.distributed as dist
 from ray.experimental import internal_kv
 from ray.util import collective
@@ -27,14 +29,12 @@ from torch._C._distributed_c10d import Store
 
 from raypar.actors.group import Group, GroupError, ReduceOp
 from raypar.actors.ledger import Ledger
-from raypar.actors.transport.gloo import GlooGroup, create_device
-from raypar.actors.transport.links import same_place
-from raypar.actors.transport.shm import ShmGroup
+from raypar.actors.transport.connect import TIMEOUT, cpu_group, gpu_group
+from raypar.actors.transport.device import capability
 
-log = logging.getLogger(__name__)
-BACKEND = "RAYPAR_CPU"
+BACKEND, GPU_BACKEND = "RAYPAR_CPU", "RAYPAR_GPU"
+CPU = torch.device("cpu")
 _NAMESPACE = b"raypar"
-_CONNECT_TIMEOUT = 60.0
 _OPS: dict[types.ReduceOp, ReduceOp] = {
     types.ReduceOp.SUM: "sum",
     types.ReduceOp.PRODUCT: "product",
@@ -43,20 +43,32 @@ _OPS: dict[types.ReduceOp, ReduceOp] = {
 }
 
 
-def join(name: str, axis: str, size: int, rank: int, timeout: float, ledger: Ledger | None = None) -> Group:
+def join(
+    name: str,
+    axis: str,
+    size: int,
+    rank: int,
+    timeout: float,
+    ledger: Ledger | None = None,
+    device: torch.device = CPU,
+) -> Group:
     """Join a group from inside an actor; returns when every member has.
 
     name     unique to run, axis, index and generation: a name is never used twice, also after a failed attempt
     timeout  seconds any wait in the group may take
+    device   where the tensors are; all members name one kind
 
     Raises GroupError if a member does not come within a minute.
     """
     register()
-    # this takes milliseconds; create_collective_group, from the driver, 0.6 s and a detached actor a group
-    collective.init_collective_group(size, rank, types.Backend(BACKEND), name)
+    backend = BACKEND if device.type == "cpu" else GPU_BACKEND
+    with _current(device):
+        # this takes milliseconds; create_collective_group, from the driver, 0.6 s and a detached actor a group
+        collective.init_collective_group(size, rank, types.Backend(backend), name)
     group: Group = collective.get_group_handle(name).group
-    group.axis, group.timeout = axis, timeout
-    group.ledger = Ledger() if ledger is None else ledger
+    ledger = Ledger() if ledger is None else ledger
+    for one in (group, group.host):
+        one.axis, one.timeout, one.ledger = axis, timeout, ledger
     return group
 
 
@@ -74,13 +86,14 @@ def close_together(groups: Mapping[str, Group]) -> None:
             group.abort()
 
     for group in groups.values():
-        group.on_fault = abort_all
+        group.on_fault = group.host.on_fault = abort_all
 
 
 def register() -> None:
-    """Make the backend known to this process (driver or actor)."""
-    if not _global_registry.is_registered(BACKEND):
-        register_collective_backend(BACKEND, RayparCpu)
+    """Make the backends known to this process (driver or actor)."""
+    for backend in (RayparCpu, RayparGpu):
+        if not _global_registry.is_registered(backend.backend()):
+            register_collective_backend(backend.backend(), backend)
 
 
 class KVStore(Store):
@@ -102,7 +115,7 @@ class KVStore(Store):
     def check(self, keys: list[str]) -> bool:
         return all(internal_kv._internal_kv_exists(self._name(key), namespace=_NAMESPACE) for key in keys)
 
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=_CONNECT_TIMEOUT)) -> None:
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=TIMEOUT)) -> None:
         end, pause = time.monotonic() + timeout.total_seconds(), 0.0005
         while not self.check(keys):
             if time.monotonic() > end:
@@ -118,23 +131,22 @@ class KVStore(Store):
         return f"{self._prefix}/{key}".encode()
 
 
-class RayparCpu(BaseGroup):
+class _Translated(BaseGroup):
     """What ``ray.util.collective`` holds: its own calls work too, translated to the Group."""
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         super().__init__(world_size, rank, group_name)
-        store = KVStore(f"{ray.get_runtime_context().get_job_id()}/{group_name}")
-        self.group = _cpu_group(group_name, rank, world_size, store)
-        if rank == 0:
-            store.clear()
+        self._store = KVStore(f"{ray.get_runtime_context().get_job_id()}/{group_name}")
+        self.group = self._connected(group_name, rank, world_size, self._store)
+        self._clear()
 
-    @classmethod
-    def backend(cls) -> str:
-        return BACKEND
+    @abstractmethod
+    def _connected(self, name: str, rank: int, size: int, store: KVStore) -> Group:
+        """The Group, once every member is there."""
 
-    @classmethod
-    def check_backend_availability(cls) -> bool:
-        return bool(dist.is_available() and dist.is_gloo_available())
+    def _clear(self) -> None:
+        if self.rank == 0:
+            self._store.clear()
 
     def destroy_group(self) -> None:
         self.group.abort()
@@ -173,35 +185,54 @@ class RayparCpu(BaseGroup):
 
     def _each(self, tensors: list[Tensor], op: Callable[[Tensor], None]) -> None:
         if len(tensors) != 1:
-            raise GroupError(self.group_name, "call", None, "one tensor a call: a CPU actor has one device")
+            raise GroupError(self.group_name, "call", None, "one tensor a call: an actor has one device")
         op(tensors[0])
+
+
+class RayparCpu(_Translated):
+    """Groups of CPUs."""
+
+    @classmethod
+    def backend(cls) -> str:
+        return BACKEND
+
+    @classmethod
+    def check_backend_availability(cls) -> bool:
+        return bool(dist.is_available() and dist.is_gloo_available())
+
+    def _connected(self, name: str, rank: int, size: int, store: KVStore) -> Group:
+        return cpu_group(name, rank, size, store, _address())
+
+
+class RayparGpu(_Translated):
+    """Groups of GPUs: each member's is the current one of the thread that joins."""
+
+    @classmethod
+    def backend(cls) -> str:
+        return GPU_BACKEND
+
+    @classmethod
+    def check_backend_availability(cls) -> bool:
+        return RayparCpu.check_backend_availability() and torch.cuda.is_available()
+
+    def destroy_group(self) -> None:
+        super().destroy_group()
+        self._clear()  # of edges that were connected later
+
+    def _connected(self, name: str, rank: int, size: int, store: KVStore) -> Group:
+        device = torch.device("cuda", torch.cuda.current_device())
+        return gpu_group(name, rank, size, store, _address(), device, capability(device))
 
 
 def _op(options: Any) -> ReduceOp:
     return "sum" if options is None else _OPS[options.reduceOp]
 
 
-def _cpu_group(name: str, rank: int, size: int, store: Store) -> Group:
-    try:
-        together = same_place(store, rank, size)
-    except (OSError, RuntimeError) as error:
-        raise GroupError(name, "connect", None, str(error) or type(error).__name__) from error
-    if together:
-        return ShmGroup(name, "default", rank, size, _CONNECT_TIMEOUT, store=store, connect_timeout=_CONNECT_TIMEOUT)
-    log.info("group %s: its members are on several nodes, so it goes over TCP", name)
-    return GlooGroup(
-        name,
-        "default",
-        rank,
-        size,
-        _CONNECT_TIMEOUT,
-        store=store,
-        device=_device(),
-        connect_timeout=_CONNECT_TIMEOUT,
-    )
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """A backend's constructor is not told its device: it takes the thread's current one."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
-@functools.cache
-def _device() -> Any:
-    """One Gloo device a process, on the node's own address: every group shares its event loop and listener."""
-    return create_device(ray.util.get_node_ip_address())
+def _address() -> str:
+    """The node's own address, not loopback: members may be on other nodes."""
+    return str(ray.util.get_node_ip_address())

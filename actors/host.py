@@ -20,22 +20,21 @@ class Hosted(Member):
     def __init__(self) -> None:
         super().__init__()
         keep_freed_memory()
+        gc.freeze()  # the collector need not look at all of torch again and again
 
     def start(self, plan: Plan) -> dict[str, tuple[int, ...]]:
         """Leave the groups of an earlier run, join those of this one, build; returns the shapes of the parameters."""
-        gc.unfreeze()
         for group in self._groups.values():
             groups.leave(group.name)
         if self._groups:
             gc.collect()  # of both runs' shared memory only one is there at a time
         ledger, joined = Ledger(), dict[str, Group]()
+        device = self.prepare(plan).device
         for key, axis, name, members in plan.world.memberships(plan.rank):
             rank = members.index(plan.rank)
-            joined[key] = groups.join(f"{plan.name}/{name}", axis, len(members), rank, plan.timeout, ledger)
+            joined[key] = groups.join(f"{plan.name}/{name}", axis, len(members), rank, plan.timeout, ledger, device)
         groups.close_together(joined)
         self.setup(plan, joined)
-        gc.collect()
-        gc.freeze()  # what is there now stays: the collector need not look at all of torch again and again
         return self.shapes()
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from torch import Tensor, nn
 
 from raypar.actors.digest import demand_equal
 from raypar.actors.excerpts import described, trace
 from raypar.actors.group import Group, GroupError
-from raypar.actors.memory import PeakMemory
+from raypar.actors.place import Host, Place, place_of
 from raypar.actors.plan import ActionError, Plan, Progress, Span, StaleError
+from raypar.actors.update import Tie
 from raypar.schedules.action import Action
 
 
@@ -19,7 +21,8 @@ class Member(ABC):
     """One rank of the world. ``setup`` gives it a run."""
 
     def __init__(self) -> None:
-        self._number, self._memory = -1, PeakMemory()
+        self._number = -1
+        self._place: Place = Host()
         self._now: Action | None = None
         self._idle = False
         self._events: list[Span] = []
@@ -29,6 +32,13 @@ class Member(ABC):
     @abstractmethod
     def setup(self, plan: Plan, groups: dict[str, Group]) -> None:
         """Build this rank's part of a run; what an earlier run left is dropped."""
+
+    def prepare(self, plan: Plan) -> Place:
+        """Let the calling thread work where a run computes; the place. Raises RuntimeError if it is not there."""
+        if plan.device != self._place.kind:
+            self._place = place_of(plan.device)
+        self._place.enter()
+        return self._place
 
     # --- looking inside ---
 
@@ -46,16 +56,17 @@ class Member(ABC):
         return self._trained
 
     def parameters(self) -> dict[str, Tensor]:
-        """This actor's weights by logical name."""
-        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+        """This actor's weights by logical name, on the host."""
+        return {name: parameter.detach().cpu() for name, parameter in self._parameters.items()}
 
     def parameter(self, name: str) -> Tensor:
-        """One weight."""
-        return self._parameters[name].detach()
+        """One weight, on the host."""
+        return self._parameters[name].detach().cpu()
 
     def gradient(self, name: str) -> Tensor | None:
-        """One gradient as the optimizer saw it: summed over the step and the replicas, clipped."""
-        return self._parameters[name].grad
+        """One gradient as the optimizer saw it: summed over the step and the replicas, clipped; on the host."""
+        gradient = self._parameters[name].grad
+        return None if gradient is None else gradient.cpu()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The logical parameters that this actor holds."""
@@ -78,6 +89,20 @@ class Member(ABC):
         self._plan, self._groups, self._parameters = plan, groups, parameters
         self._epoch = 0  # how many steps could not be made
         self._label = plan.world.label(plan.rank)
+
+    def _connect(self, ties: Sequence[Tie]) -> None:
+        """Connect the ends of every message of a step, so that nobody has to in the middle of one."""
+        placement = self._plan.programs["train"].placement
+        tied = [(tie.home_rank, tie.copy_rank) for tie in ties]
+        for key, pairs in (("pp", pairwise(placement)), (self._plan.world.updaters, tied)):
+            if key in self._groups:
+                ends = {pair for pair in pairs if pair[0] != pair[1]}
+                self._groups[key].connect(ends | {(there, here) for here, there in ends})
+
+    def _synchronize(self) -> None:
+        """Wait until every message so far is over: on GPUs nobody knows before whether one failed."""
+        for group in self._groups.values():
+            group.synchronize()
 
     def _compare(self, owner: int, weights: Mapping[str, Tensor]) -> None:
         """Compare initial weights that belong to one server (without servers: all) with those that others have made."""

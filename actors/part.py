@@ -12,6 +12,7 @@ from raypar.actors.buckets import Bucket, pack
 from raypar.actors.group import nbytes
 from raypar.actors.models.build import build_model
 from raypar.actors.models.model import Model
+from raypar.actors.place import Place
 from raypar.actors.plan import Plan
 from raypar.actors.split import Split
 from raypar.actors.stage import Stage
@@ -29,8 +30,8 @@ class Part:
 
     stages      by number
     parameters  by logical name; a tied weight whose home is on this rank too stands there only once
-    owner_of    the server of each parameter of the model, among those of its pipeline rank; 0 without servers
-    ties        between different pipeline ranks
+    owner_of    who updates each parameter of the model, among the owners (see World) of its pipeline rank
+    ties        between different pipeline ranks; their ranks are those of the owners in the group of all updaters
     """
 
     model: Model
@@ -40,18 +41,20 @@ class Part:
     ties: list[Tie]
 
     def share(self, owner: int) -> dict[str, nn.Parameter]:
-        """The parameters of one server."""
+        """The parameters of one owner."""
         return {name: p for name, p in self.parameters.items() if self.owner_of[name] == owner}
 
 
-def build_part(plan: Plan) -> Part:
-    """Build the stages of this actor's pipeline rank. Only its own weights are made."""
+def build_part(plan: Plan, place: Place) -> Part:
+    """Build the stages of this actor's pipeline rank. Only its own weights are made: on the host, the same bits for
+    every place, and then moved there."""
     model = build_model(plan.model, plan.seed)
     train = plan.programs["train"]
     parts = model.stages(plan.split, train.num_stages)
     own = train.stages_of(plan.world.pp(plan.rank))
     indices = [index for number in own for index in parts[number]]
     modules = dict(zip(indices, model.materialize(indices, plan.seed), strict=True))
+    place.settle(modules.values())
     ties, same = ties_of(model, homes_of(model, plan.split, train))
     share(model, modules, same)
     stages = {
@@ -59,6 +62,7 @@ def build_part(plan: Plan) -> Part:
             model,
             parts[number],
             [modules[index] for index in parts[number]],
+            place=place,
             is_last=number == train.num_stages - 1,
             recompute=plan.recompute == "full",
             seed=plan.seed,
@@ -74,8 +78,18 @@ def build_part(plan: Plan) -> Part:
     owner_of = {
         name: owner
         for sizes in sizes_of(model, plan.split, train).values()
-        for name, owner in share_out(sizes, max(1, plan.world.servers)).items()
+        for name, owner in share_out(sizes, plan.world.owners).items()
     }
+    world = plan.world
+    ties = [
+        Tie(
+            home=tie.home,
+            home_rank=world.owner_rank(tie.home_rank, owner_of[tie.home]),
+            copy=tie.copy,
+            copy_rank=world.owner_rank(tie.copy_rank, owner_of[tie.copy]),
+        )
+        for tie in ties
+    ]
     return Part(model, stages, parameters, owner_of, ties)
 
 
@@ -122,9 +136,9 @@ def sizes_of(model: Model, split: Split, schedule: Schedule) -> dict[int, dict[s
     return sizes
 
 
-def share_out(sizes: Mapping[str, int], servers: int) -> dict[str, int]:
-    """The server of each parameter: whole tensors, the largest first, each to whoever has the fewest bytes so far."""
-    loads = [0] * servers
+def share_out(sizes: Mapping[str, int], owners: int) -> dict[str, int]:
+    """The owner of each parameter: whole tensors, the largest first, each to whoever has the fewest bytes so far."""
+    loads = [0] * owners
     owner_of = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         owner = loads.index(min(loads))

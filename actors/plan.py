@@ -9,12 +9,14 @@ from typing import Literal, NamedTuple
 from raypar.actors.mesh import Mesh
 from raypar.actors.specs import GPT, SGD, AdamW, Batches, Layers, Text
 from raypar.actors.split import Split
-from raypar.actors.world import DataParallel, World
+from raypar.actors.world import DataParallel, World, Zero
 from raypar.schedules.action import Action
 from raypar.schedules.schedule import Schedule
 
 Recompute = Literal["none", "full"]
 ProgramName = Literal["train", "evaluate"]
+DeviceKind = Literal["cpu", "cuda"]
+DeviceChoice = Literal["auto", DeviceKind]
 
 SEND_WINDOW = 8  # sends to one peer that may be under way before an actor waits; every schedule is checked for it
 
@@ -26,6 +28,7 @@ class Plan:
     name      unique to job and generation; the names of its groups begin with it
     rank      this actor's rank in the world
     programs  the lowered schedules by name; of their rows only this actor's is filled
+    device    what every actor of the run computes on
     timeout   seconds that any wait on another actor may take
     """
 
@@ -42,16 +45,18 @@ class Plan:
     data_parallel: DataParallel
     bucket_mb: float
     servers: int
+    zero: Zero
     clip: float | None
     seed: int
     steps: int
     threads: int
+    device: DeviceKind
     timeout: float
 
     @property
     def world(self) -> World:
         """All ranks of the run."""
-        return World.of(self.mesh, self.data_parallel, self.servers)
+        return World.of(self.mesh, self.data_parallel, self.servers, self.zero)
 
 
 class Span(NamedTuple):
@@ -79,7 +84,8 @@ class StepResult:
     busy, span   seconds of compute, and from the first action to the last
     overlap      share of the gradients' reduction that was hidden behind compute; None without one
     in_flight    most microbatches whose forward was done and whose backward was not, over the actor's stages
-    peak_memory  bytes: the process' high-water mark during the step (0 where the system does not tell)
+    peak_memory  bytes: the process' high-water mark during the step (0 where the system does not tell); on a GPU that
+                 of torch's memory there
     """
 
     losses: tuple[float, ...]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from raypar.actors.buckets import Bucket
 from raypar.actors.group import Handle, nbytes
+from raypar.actors.place import Place
 from raypar.actors.plan import Span
 from raypar.schedules.action import Action, Op
 
@@ -21,17 +21,21 @@ from raypar.schedules.action import Action, Op
 class Channel(NamedTuple):
     """How gradients are summed over the replicas.
 
-    start  all_reduce, or reduce to a server
-    empty  makes a tensor (elements, dtype) for it
+    start  all_reduce, or reduce to a server or replica
+    tell   the same for a small tensor on the host
+    empty  makes a tensor (elements, dtype) for ``start``
+    here   whether this actor gets the sum
     """
 
     start: Callable[[Tensor], Handle]
+    tell: Callable[[Tensor], Handle]
     empty: Callable[[int, torch.dtype], Tensor]
+    here: bool
 
 
 @dataclass
 class _Transfer:
-    """A bucket under way; ``start`` and ``end`` in seconds."""
+    """A bucket under way, from one mark of the place to another."""
 
     bucket: Bucket
     flat: Tensor
@@ -50,10 +54,11 @@ class Reducer:
 
     buckets   in the order of the stages' last backwards; those of a stage in the order in which it makes gradients
     channels  by the owner of a bucket
+    place     where the gradients are made, and whose clock tells when
     """
 
-    def __init__(self, buckets: Sequence[Bucket], channels: Sequence[Channel]) -> None:
-        self._buckets, self._channels = buckets, channels
+    def __init__(self, buckets: Sequence[Bucket], channels: Sequence[Channel], place: Place) -> None:
+        self._buckets, self._channels, self._place = buckets, channels, place
         self._flats = [channels[bucket.owner].empty(bucket.size, bucket.dtype) for bucket in buckets]
         self.begin()
 
@@ -61,7 +66,7 @@ class Reducer:
         """Open a step; what an interrupted one left behind is dropped."""
         self._missing: list[set[Tensor]] = [set(bucket.parameters.values()) for bucket in self._buckets]
         self._transfers: list[_Transfer] = []
-        self._spent = 0.0  # seconds of the actor's own, in which it did not compute
+        self._spent: list[tuple[float, float]] = []  # marks of the actor's own time, in which it did not compute
 
     @contextmanager
     def watch(self, stage: int, *, last: bool) -> Iterator[None]:
@@ -88,22 +93,25 @@ class Reducer:
         self._start()
 
     def finish(self) -> None:
-        """Wait for every bucket; then the gradients are the sums over all replicas."""
+        """Wait for every bucket; then the gradients are sums over the replicas, or None if those are elsewhere."""
         assert len(self._transfers) == len(self._buckets), "a stage was not flushed"
         for transfer in self._transfers:
-            before = time.perf_counter()
+            before = self._place.mark()
             transfer.handle.wait()
-            transfer.end = time.perf_counter()
-            self._spent += transfer.end - before
-            transfer.bucket.adopt(transfer.flat)
+            transfer.end = self._place.mark()
+            self._spent.append((before, transfer.end))
+            if self._channels[transfer.bucket.owner].here:
+                transfer.bucket.adopt(transfer.flat)
+            else:
+                transfer.bucket.disown()
 
     def total(self, tensor: Tensor) -> None:
-        """Sum a small tensor over the replicas; with servers the sum is at the first one of them."""
-        self._channels[0].start(tensor).wait()
+        """Sum a small tensor over the replicas; with several owners the sum is at the first one."""
+        self._channels[0].tell(tensor).wait()
 
     @property
     def spans(self) -> list[Span]:
-        """The buckets of this step, each from the start of its reduction to where it was known to be over."""
+        """The buckets of this step, each from the start of its reduction to where it was known to be over; marked."""
         return [
             Span(Action(one.bucket.stage, Op.REDUCE_GRAD, None), one.start, one.end, nbytes(one.flat), number)
             for number, one in enumerate(self._transfers)
@@ -115,11 +123,13 @@ class Reducer:
 
         None without buckets. Of a time in which several are under way each second counts once.
         """
-        under_way, reached = 0.0, 0.0
+        when, under_way, reached = self._place.seconds, 0.0, 0.0
         for transfer in self._transfers:
-            under_way += max(0.0, transfer.end - max(reached, transfer.start))
-            reached = max(reached, transfer.end)
-        return max(0.0, 1.0 - self._spent / under_way) if under_way else None
+            start, end = when(transfer.start), when(transfer.end)
+            under_way += max(0.0, end - max(reached, start))
+            reached = max(reached, end)
+        spent = sum(when(end) - when(start) for start, end in self._spent)
+        return max(0.0, 1.0 - spent / under_way) if under_way else None
 
     def _made(self, number: int, name: str, parameter: Tensor) -> None:
         self._buckets[number].move_in(name, self._flats[number])
@@ -137,7 +147,7 @@ class Reducer:
     def _start(self) -> None:
         """Start the buckets that are complete and have none before them that is not."""
         while (number := len(self._transfers)) < len(self._buckets) and not self._missing[number]:
-            bucket, flat, start = self._buckets[number], self._flats[number], time.perf_counter()
+            bucket, flat, start = self._buckets[number], self._flats[number], self._place.mark()
             bucket.fill(flat)
             self._transfers.append(_Transfer(bucket, flat, self._channels[bucket.owner].start(flat), start))
-            self._spent += time.perf_counter() - start
+            self._spent.append((start, self._place.mark()))

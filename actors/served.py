@@ -33,6 +33,9 @@ class ServedUpdate:
         flats = [bucket.room() for bucket in self._buckets]
         groups = [self._groups[bucket.owner] for bucket in self._buckets]
         handles = [group.broadcast(flat, group.size - 1) for group, flat in zip(groups, flats, strict=True)]
-        for bucket, flat, handle in zip(self._buckets, flats, handles, strict=True):
+        for handle in handles:
             handle.wait()
+        for group in self._groups:
+            group.synchronize()  # of a server that is gone no weight may be taken
+        for bucket, flat in zip(self._buckets, flats, strict=True):
             bucket.load(flat)

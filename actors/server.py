@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch import Tensor
 
-from raypar.actors.group import Group
+from raypar.actors.assembly import updater_of
+from raypar.actors.group import Group, GroupError
 from raypar.actors.member import Member
 from raypar.actors.part import buckets_of, build_part
 from raypar.actors.plan import NonFiniteError, Plan, ProgramName, Span, StepResult
-from raypar.actors.update import Tie, Updater
 from raypar.schedules.action import STEP, Action
 
 _WHOLE_STEP = 1e6  # seconds: gradients come when the replicas have computed; who is late is told by others
@@ -31,21 +29,15 @@ class Server(Member):
         Raises UnequalReplicasError if a replica has made other weights of the same plan.
         """
         torch.set_num_threads(plan.threads)
-        part, world = build_part(plan), plan.world
+        part, world = build_part(plan, self.prepare(plan)), plan.world
         index, train = world.server_index(plan.rank), plan.programs["train"]
         own = part.share(index)
         self._join(plan, groups, own)
         self._group = groups[f"ps{index}"]
         self._buckets = buckets_of(plan, part, own)
         self._counts_votes = index == 0 and train.placement[-1] == world.pp(plan.rank)  # see Reducer.total
-        places = {
-            name: pp * world.servers + part.owner_of[name]
-            for tie in part.ties
-            for name, pp in ((tie.home, tie.home_rank), (tie.copy, tie.copy_rank))
-        }
-        ties = [Tie(tie.home, places[tie.home], tie.copy, places[tie.copy]) for tie in part.ties]
-        names = part.model.parameter_names()
-        self._updater = Updater(own, names, ties, groups.get("servers"), plan.optim, plan.clip, plan.steps)
+        self._updater = updater_of(plan, part, own, groups)
+        self._connect(part.ties)
         self._compare(index, own)
 
     def run(self, program: ProgramName, step: int, epoch: int | None = None) -> StepResult:
@@ -58,26 +50,29 @@ class Server(Member):
 
     def begin(self, program: ProgramName, step: int) -> None:
         """Open a step."""
+        self._place.enter()
         self._number, self._train = step, program == "train"
         self._grad_norm: float | None = None
         self._events = []
         if self._train:
             self._updater.zero_grad()
-        self._memory.reset()
+        self._place.begin()
 
     def perform(self, action: Action) -> None:
         """Sum the replicas' gradients, update, and send the weights; raises ActionError, or NonFiniteError."""
         assert action == STEP
+        self._place.enter()
         try:
             ballot = self._pushed()
-            start, self._now = time.perf_counter(), action
+            self._synchronize()
+            start, self._now = self._place.mark(), action
             try:
                 self._grad_norm = self._updater.step(self._number, ballot)
             except NonFiniteError:
                 self._publish()  # the weights of before: the replicas wait for some
                 raise
             self._publish()
-            self._events.append(Span(action, start, time.perf_counter()))
+            self._events.append(Span(action, start, self._place.mark()))
         except NonFiniteError:
             self._epoch += 1
             raise
@@ -86,9 +81,15 @@ class Server(Member):
 
     def end(self) -> StepResult:
         """Close a step."""
+        self._place.enter()
+        try:
+            self._synchronize()
+        except GroupError as error:
+            raise self._failed("end of step", None, error) from None
+        self._place.finish()
         self._now = None
         if self._train:
-            self._trained = self._events
+            self._trained = self._place.spans(self._events)
         return StepResult(
             losses=(),
             counts=(),
@@ -97,7 +98,7 @@ class Server(Member):
             span=0.0,
             overlap=None,
             in_flight=0,
-            peak_memory=self._memory.read(),
+            peak_memory=self._place.peak(),
         )
 
     def _pushed(self) -> Tensor | None:
@@ -112,7 +113,7 @@ class Server(Member):
             if not self._counts_votes:
                 return None
             ballot = torch.zeros(3, dtype=torch.float64)
-            self._group.reduce(ballot, root).wait(_WHOLE_STEP)
+            self._group.host.reduce(ballot, root).wait(_WHOLE_STEP)
             return ballot
         finally:
             self._idle = False

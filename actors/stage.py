@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from raypar.actors.models.model import Model, Values, as_values
+from raypar.actors.place import Place
 from raypar.actors.seeds import derive
-
-Edges = tuple[GradientEdge | None, ...]
 
 
 class Stage:
     """Consecutive layers of a model on one actor.
 
     layers     their indices in the model; ``modules`` are the layers themselves, in the same order
+    place      where the modules are, and what they are given
     is_last    the stage ends in the loss
     recompute  keep only a microbatch's inputs and run its forward again before its backward (GPipe, Huang et al. 2019,
                section 2.3)
@@ -33,15 +33,17 @@ class Stage:
         layers: Sequence[int],
         modules: Sequence[nn.Module],
         *,
+        place: Place,
         is_last: bool,
         recompute: bool,
         seed: int,
     ) -> None:
         self.model, self.layers, self.modules = model, tuple(layers), tuple(modules)
         self.is_last, self.recompute, self.seed = is_last, recompute, seed
+        self._place = place
         self._train = True
         self._in_place: bool | None = None  # whether the first layer writes into its input (None: not known): copy it
-        self._saved: dict[int, tuple[Values, Edges, Values]] = {}  # microbatch -> inputs, outputs' edges, target
+        self._saved: dict[int, tuple[Values, _Tail | None, Values]] = {}  # microbatch -> inputs, graph, target
 
     @property
     def in_flight(self) -> int:
@@ -73,11 +75,10 @@ class Stage:
         if self.recompute:
             with torch.no_grad():
                 outputs = self._without_history(step, microbatch, inputs, target)
-            self._saved[microbatch] = (inputs, (), target)
+            self._saved[microbatch] = (inputs, None, target)
             return outputs
         inputs, outputs = self._with_history(step, microbatch, inputs, target)
-        # the outputs' places in the graph, not the outputs: once sent, nobody needs their data
-        self._saved[microbatch] = (inputs, _edges(outputs), ())
+        self._saved[microbatch] = (inputs, _Tail(outputs), ())
         return tuple(value.detach() for value in outputs)
 
     def backward(self, step: int, microbatch: int, gradients: Values) -> Values:
@@ -85,14 +86,13 @@ class Stage:
 
         ``gradients`` has one tensor for every floating output; the last stage gets its loss's weight, a scalar.
         """
-        inputs, edges, target = self._saved.pop(microbatch)
+        inputs, tail, target = self._saved.pop(microbatch)
         if self.recompute:
             inputs, outputs = self._with_history(step, microbatch, inputs, target)
-            edges = _edges(outputs)
+            tail = _Tail(outputs)
             del outputs
-        pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if edge is not None]
-        if pairs:
-            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+        if tail is not None:
+            tail.backward(gradients)
         return tuple(_gradient(value) for value in inputs if value.requires_grad)
 
     def _without_history(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
@@ -120,16 +120,40 @@ class Stage:
 
     def _apply(self, step: int, microbatch: int, values: Values, target: Values) -> Values:
         for index, module in zip(self.layers, self.modules, strict=True):
-            torch.default_generator.manual_seed(derive(self.seed, "layer", step, microbatch, index))
+            self._place.seed(derive(self.seed, "layer", step, microbatch, index))
             values = as_values(module(*values))
         return (self.model.loss(values, target),) if self.is_last else values
 
 
-def _edges(outputs: Values) -> Edges:
-    """Where the backward of each floating output starts; None if no gradient flows through it."""
-    return tuple(
-        get_gradient_edge(value) if value.requires_grad else None for value in outputs if value.is_floating_point()
-    )
+class _Tail:
+    """Where a backward starts. It keeps the graph, not the outputs: once sent, nobody needs their data."""
+
+    def __init__(self, outputs: Values) -> None:
+        self._gradients: list[Tensor] = []
+        floating = [value for value in outputs if value.is_floating_point()]
+        self._root: Tensor = _Root.apply(self._gradients, *floating)  # type: ignore[no-untyped-call]
+
+    def backward(self, gradients: Values) -> None:
+        """Go back from the floating outputs; one gradient for each."""
+        self._gradients += gradients
+        if self._root.requires_grad:
+            self._root.backward()
+
+
+class _Root(torch.autograd.Function):
+    """A scalar behind all outputs of a stage, with the gradients that the stage is given.
+
+    ``torch.autograd.backward`` takes gradients too, but imports sympy to look at their shapes: 2 s and 40 MiB.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.gradients = gradients  # empty until the backward
+        return outputs[0].new_empty(()) if outputs else torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.gradients
 
 
 def _gradient(value: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from raypar.actors.averaging import correction
 from raypar.actors.group import Group
 from raypar.actors.lr import lr_at
-from raypar.actors.optim import build_optimizer, gradient_norm, set_lr
+from raypar.actors.optim import build_optimizer, gradient_norms, set_lr
 from raypar.actors.plan import NonFiniteError
 from raypar.actors.specs import SGD, AdamW
 
@@ -109,11 +109,11 @@ class Updater:
         if ballot is not None:
             tokens, expected, against = ballot.tolist()
             numbers[-2], numbers[-1] = correction(tokens, expected), against
-        for name, parameter in self._parameters.items():
-            if name in self._places:
-                numbers[self._places[name]] = gradient_norm(parameter)
+        made = {name: p.grad for name, p in self._parameters.items() if name in self._places and p.grad is not None}
+        if made:
+            numbers[[self._places[name] for name in made]] = gradient_norms(list(made.values())).cpu()
         if self._group is not None:
-            self._group.all_reduce(numbers).wait()
+            self._group.host.all_reduce(numbers).wait()
         norms, (scale, against) = numbers[:-2], numbers[-2:].tolist()
         return norms, scale, against
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 
 import torch
+from torch import Tensor
 
 from raypar.actors.assembly import Assembly, assemble
 from raypar.actors.courier import Courier
@@ -21,8 +21,6 @@ from raypar.actors.update import ballot_of
 from raypar.schedules.action import COMPUTE, RECVS, Action, Op
 from raypar.schedules.rules import needs
 from raypar.schedules.schedule import Schedule
-
-_AHEAD = 2  # receives that are posted before their turn: their peer need not wait to be asked
 
 
 class Worker(Member):
@@ -57,7 +55,7 @@ class Worker(Member):
         torch.set_grad_enabled(True)
         coordinate = plan.mesh.coordinate(plan.rank)
         self._pp, self._dp = coordinate["pp"], coordinate["dp"]
-        self._parts: Assembly = assemble(plan, groups)
+        self._parts: Assembly = assemble(plan, groups, self.prepare(plan))
         part = self._parts.part
         self._stages = part.stages
         self._join(plan, groups, part.parameters)
@@ -69,7 +67,8 @@ class Worker(Member):
         }
         self._held: dict[Action, Values] = {}  # what an action provided and another one still needs
         self._sources: dict[Action, tuple[Action, ...]] = {}  # whose values an action takes; the same in every step
-        for owner in range(max(1, plan.world.servers)):
+        self._connect(part.ties)
+        for owner in range(plan.world.owners):
             self._compare(owner, part.share(owner))
 
     def run(self, program: ProgramName, step: int, epoch: int | None = None) -> StepResult:
@@ -77,7 +76,7 @@ class Worker(Member):
         self._demand_current(epoch)
         self.begin(program, step)
         receives = self._receives()
-        self._expect(islice(receives, _AHEAD))
+        self._expect(islice(receives, self._place.ahead))
         for action in self._row:
             self.perform(action)
             if action.op in RECVS:
@@ -86,12 +85,14 @@ class Worker(Member):
 
     def begin(self, program: ProgramName, step: int) -> None:
         """Open a step."""
+        self._place.enter()
         torch.set_grad_enabled(True)  # the thread that runs calls is not the one that ran __init__
         self._program, self._number = program, step
         self._schedule: Schedule = self._plan.programs[program]
         self._row = self._schedule.rows[self._pp]
         self._courier = self._couriers[program]
         self._train = not self._schedule.forward_only
+        self._computed: dict[int, Tensor] = {}  # losses that were not read yet
         self._losses: dict[int, float] = {}
         self._counts: dict[int, int] = {}
         self._grad_norm: float | None = None
@@ -102,11 +103,12 @@ class Worker(Member):
                 self._parts.reducer.begin()
         for stage in self._stages.values():
             stage.begin(train=self._train)
-        self._memory.reset()
+        self._place.begin()
 
     def perform(self, action: Action) -> None:
         """Perform one action, as soon as what it needs is there; raises ActionError."""
-        start = time.perf_counter()
+        self._place.enter()
+        start = self._place.mark()
         self._now = action
         try:
             self._perform[action.op](action)
@@ -115,18 +117,22 @@ class Worker(Member):
             raise
         except Exception as error:
             raise self._failed(str(action), self._peer(action), error) from None
-        self._events.append(Span(action, start, time.perf_counter()))
+        self._events.append(Span(action, start, self._place.mark()))
 
     def end(self) -> StepResult:
-        """Close a step: everything sent has arrived."""
+        """Close a step: everything is computed, and everything sent has arrived."""
+        self._place.enter()
         try:
             self._courier.drain()
+            self._synchronize()
         except GroupError as error:
             raise self._failed("end of step", None, error) from None
+        self._read_losses()
+        self._place.finish()
         self._now = None
-        events, reducer = self._events, self._parts.reducer
+        events, reducer = self._place.spans(self._events), self._parts.reducer
         if self._train:
-            self._trained = events + (reducer.spans if reducer is not None else [])
+            self._trained = events + (self._place.spans(reducer.spans) if reducer is not None else [])
         microbatches = sorted(self._losses)
         return StepResult(
             losses=tuple(self._losses[microbatch] for microbatch in microbatches),
@@ -136,7 +142,7 @@ class Worker(Member):
             span=events[-1].end - events[0].start if events else 0.0,
             overlap=reducer.overlap if reducer is not None and self._train and not self._plan.world.servers else None,
             in_flight=self._in_flight,
-            peak_memory=self._memory.read(),
+            peak_memory=self._place.peak(),
         )
 
     # --- the actions ---
@@ -145,14 +151,15 @@ class Worker(Member):
         """Roughly ``held[F] = stage(held[F of the stage before])``; the last stage keeps its loss."""
         stage, microbatch = self._stages[_stage(action)], _microbatch(action)
         source, place = self._parts.source, (self._program, self._number, microbatch, self._dp)
-        inputs = self._take(action) or source.inputs(*place)
+        inputs = self._take(action) or self._place.to(source.inputs(*place))
         target: Values = ()
         if stage.is_last:
             target = source.targets(*place)
             self._counts[microbatch] = stage.model.count(target)
+            target = self._place.to(target)
         outputs = stage.forward(self._number, self._in_all(microbatch), inputs, target)
         if stage.is_last:
-            self._losses[microbatch] = outputs[0].item()
+            self._computed[microbatch] = outputs[0]
         else:
             self._held[action] = outputs
         in_flight = sum([stage.in_flight for stage in self._stages.values()])
@@ -162,7 +169,10 @@ class Worker(Member):
         """Roughly ``held[I] = stage.backward(held[I of the stage behind])``; the loss is weighted by its tokens."""
         number, microbatch = _stage(action), _microbatch(action)
         stage = self._stages[number]
-        gradients = (self._parts.mean.weight(self._counts[microbatch]),) if stage.is_last else self._take(action)
+        if stage.is_last:
+            gradients = self._place.to((self._parts.mean.weight(self._counts[microbatch]),))
+        else:
+            gradients = self._take(action)
         with self._watched(action):
             inputs = stage.backward(self._number, self._in_all(microbatch), gradients)
         if number > 0:
@@ -185,18 +195,26 @@ class Worker(Member):
         """Roughly ``optimizer.step()`` on every actor at once, after clipping by the global norm."""
         parts, ballot = self._parts, None
         if any(stage.is_last for stage in self._stages.values()):
+            self._read_losses()
             sound = all(map(math.isfinite, self._losses.values()))
             ballot = ballot_of(sum(self._counts.values()), parts.mean.expected, sound=sound)
         if parts.reducer is not None:
             parts.reducer.finish()
             if ballot is not None:
                 parts.reducer.total(ballot)
+        self._synchronize()  # nothing of a message that failed may reach the weights
         self._grad_norm = parts.update.step(self._number, ballot)
 
     def _nothing(self, action: Action) -> None:
         """A stage without shards: there is nothing to gather."""
 
     # --- helpers ---
+
+    def _read_losses(self) -> None:
+        """Read the losses that were computed, all at once: on a GPU that waits for them."""
+        if self._computed:
+            self._losses |= zip(self._computed, torch.stack([*self._computed.values()]).tolist(), strict=True)
+            self._computed.clear()
 
     def _in_all(self, microbatch: int) -> int:
         """A microbatch's number in the whole step, over all replicas: the order in which one process would take it."""

@@ -9,12 +9,13 @@ from typing import Literal, NamedTuple
 from raypar.actors.mesh import AXES, Mesh
 
 DataParallel = Literal["all_reduce", "parameter_server"]
+Zero = Literal[0, 1]
 
 
 class Membership(NamedTuple):
     """One rank's place in a group.
 
-    key      the group among this rank's groups: ``pp``, ``dp``, ``ps0``
+    key      the group among this rank's groups: ``pp``, ``dp``, ``mesh`` (of all workers), ``ps0``, ``servers``
     axis     what its bytes are counted under
     name     unique in the run
     members  ranks, in the order of the group
@@ -31,15 +32,17 @@ class World:
     """All ranks of a run: ``mesh.size`` workers, then the servers of pipeline rank 0, of pipeline rank 1, ...
 
     servers  parameter servers of each pipeline rank; 0 without
+    sharded  whether replicas own a part of the weights each
     """
 
     mesh: Mesh
     servers: int = 0
+    sharded: bool = False
 
     @classmethod
-    def of(cls, mesh: Mesh, data_parallel: DataParallel, servers: int) -> World:
+    def of(cls, mesh: Mesh, data_parallel: DataParallel, servers: int, zero: Zero) -> World:
         """The world of a run with these fields."""
-        return cls(mesh, servers if data_parallel == "parameter_server" else 0)
+        return cls(mesh, servers if data_parallel == "parameter_server" else 0, zero > 0 and mesh.dp > 1)
 
     @property
     def size(self) -> int:
@@ -50,6 +53,24 @@ class World:
     def reduces(self) -> bool:
         """Whether gradients have to be summed over replicas, or sent to servers."""
         return self.mesh.dp > 1 or self.servers > 0
+
+    @property
+    def owners(self) -> int:
+        """Among how many actors of a pipeline rank (servers, or replicas) its weights are divided for the update."""
+        return self.servers or (self.mesh.dp if self.sharded else 1)
+
+    @property
+    def updaters(self) -> str:
+        """The key of the group of all that update parts of one model."""
+        if self.servers:
+            return "servers"
+        if not self.sharded:
+            return "pp"
+        return "mesh" if self.mesh.pp > 1 else "dp"
+
+    def owner_rank(self, pp: int, owner: int) -> int:
+        """The rank, in the group of all updaters, of one of a pipeline rank's owners."""
+        return pp * self.owners + owner
 
     @property
     def server_ranks(self) -> range:
@@ -91,6 +112,8 @@ class World:
                 index, members = self.mesh.group_of(axis, rank)
                 if len(members) > 1 and not (axis == "dp" and self.servers):  # with servers nobody else is asked
                     yield Membership(axis, axis, f"{axis}/{index}", members)
+            if self.updaters == "mesh":
+                yield Membership("mesh", "mesh", "mesh/0", tuple(range(self.mesh.size)))
             for index in range(self.servers):
                 yield self._served(pp, index)
         else:

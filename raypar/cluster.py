@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raypar.actors.plan import DeviceChoice, DeviceKind
 from raypar.actors.world import World
 from raypar.config import ConfigError
+from raypar.devices import Share, share_of
 from raypar.errors import JobError
 
 log = logging.getLogger(__name__)
@@ -40,6 +43,7 @@ class Actors:
     group: PlacementGroup
     owns_cluster: bool
     driver: str
+    device: DeviceKind
 
     def reachable(self) -> bool:
         """Whether this process is still connected to the Ray that the actors live in."""
@@ -57,10 +61,12 @@ class Actors:
             ray.shutdown()
 
 
-def start_actors(worker: type, server: type, world: World, job: str, wait_for_nodes: float = 0.0) -> Actors:
+def start_actors(
+    worker: type, server: type, world: World, device: DeviceChoice, job: str, wait_for_nodes: float = 0.0
+) -> Actors:
     """An actor for each rank of the world, of the one class or the other, placed all together or not at all.
 
-    Each has one CPU.
+    Each has one CPU, and of the GPUs what ``share_of`` says.
 
     Uses the Ray that this process is connected to, else the cluster of RAY_ADDRESS, else starts one on this machine.
     A cluster that is too small is given ``wait_for_nodes`` seconds to grow; what asks for the places also asks its
@@ -70,20 +76,20 @@ def start_actors(worker: type, server: type, world: World, job: str, wait_for_no
     try:
         if wait_for_nodes <= 0:
             _demand_room(world)
+        gpus = int(ray.cluster_resources().get("GPU", 0.0))
+        built = torch.backends.cuda.is_built()  # the actors' torch is the same build
+        share = share_of(device, world.size, gpus, built=built, grows=wait_for_nodes > 0)
         if owns and "RAY_ADDRESS" not in os.environ and world.size > _cores():
             log.warning("%d actors share the %d cores of this machine", world.size, _cores())
-        # a tensor group shares a bundle, and a bundle is always on one node: its links are the fastest
-        mesh = world.mesh
-        bundles = [{"CPU": float(mesh.tp)}] * (mesh.size // mesh.tp) + [{"CPU": 1.0}] * len(world.server_ranks)
-        group = placement_group(bundles, strategy="PACK", name=job)
+        group = placement_group(_bundles(world, share), strategy="PACK", name=job)
         try:
             patience = max(wait_for_nodes, _PLACEMENT_SECONDS)
             end = time.monotonic() + patience
             while not group.wait(_LOOK):  # in turns: Ray does not hear Ctrl-C while it waits
                 if time.monotonic() > end:
-                    raise ConfigError([_no_room(world, f"they were not free within {patience:g} s")])
+                    raise ConfigError([_no_room(world, f"they were not free within {patience:g} s", share.gpus)])
             handles = [
-                _actor(server if rank in world.server_ranks else worker, group, rank, world, job)
+                _actor(server if rank in world.server_ranks else worker, group, rank, world, job, share)
                 for rank in range(world.size)
             ]
         except BaseException:
@@ -93,7 +99,7 @@ def start_actors(worker: type, server: type, world: World, job: str, wait_for_no
         if owns:
             ray.shutdown()
         raise
-    return Actors(handles, group, owns, _driver())
+    return Actors(handles, group, owns, _driver(), share.device)
 
 
 def _driver() -> str:
@@ -101,12 +107,29 @@ def _driver() -> str:
     return str(ray.get_runtime_context().get_worker_id())
 
 
-def _actor(cls: type, group: PlacementGroup, rank: int, world: World, job: str) -> Any:
+def _bundles(world: World, share: Share) -> list[dict[str, float]]:
+    """What is placed together. Of parts of a GPU every actor has a bundle of its own: they have to be of one GPU.
+
+    Else a tensor group shares a bundle, and a bundle is always on one node: its links are the fastest.
+    """
+    mesh, together = world.mesh, _bundled(world, share)
+    each = {"CPU": 1.0, "GPU": share.gpus} if share.gpus else {"CPU": 1.0}
+    bundle = {name: amount * together for name, amount in each.items()}
+    return [bundle] * (mesh.size // together) + [each] * len(world.server_ranks)
+
+
+def _bundled(world: World, share: Share) -> int:
+    """Workers in a bundle."""
+    return world.mesh.tp if share.gpus in (0.0, 1.0) else 1
+
+
+def _actor(cls: type, group: PlacementGroup, rank: int, world: World, job: str, share: Share) -> Any:
     # a retried backward would count its gradients twice: recovery is the driver's
     decorate: Any = ray.remote  # its types know nothing of concurrency groups
-    remote = decorate(num_cpus=1, max_restarts=0, max_task_retries=0, concurrency_groups={"ctl": 2})(cls)
-    mesh = world.mesh
-    bundle = rank // mesh.tp if rank < mesh.size else (mesh.size // mesh.tp) + rank - mesh.size
+    kept = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"ctl": 2}}
+    remote = decorate(num_cpus=1, num_gpus=share.gpus, **kept)(cls)
+    size, together = world.mesh.size, _bundled(world, share)
+    bundle = rank // together if rank < size else size // together + rank - size
     place = PlacementGroupSchedulingStrategy(group, bundle)
     return remote.options(name=f"{job} {world.label(rank)}", scheduling_strategy=place).remote()
 
@@ -180,11 +203,16 @@ def _demand_room(world: World) -> None:
         raise ConfigError([_no_room(world, "use a smaller mesh or a larger cluster, or wait for its nodes")])
 
 
-def _no_room(world: World, why: str) -> str:
+def _no_room(world: World, why: str, gpus: float = 0.0) -> str:
+    """``gpus`` are those of an actor."""
     total, free = ray.cluster_resources(), ray.available_resources()
+    wanted = {"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 1.0}
+    need = " and ".join(f"{world.size * amount:g} {name}s" for name, amount in wanted.items())
+    units = {name: f" {name}s" if gpus else "" for name in wanted}
+    have = " and ".join(f"{total.get(name, 0):g}{unit} ({free.get(name, 0):g} free)" for name, unit in units.items())
     nodes = sum(1 for node in ray.nodes() if node["Alive"])
     servers = f" ({len(world.server_ranks)} of them servers)" if world.servers else ""
     return (
-        f"mesh: {world.size} actors{servers} need {world.size} CPUs, the cluster has {total.get('CPU', 0):g} "
-        f"({free.get('CPU', 0):g} free) on {nodes} node{'s' if nodes != 1 else ''}: {why}"
+        f"mesh: {world.size} actors{servers} need {need}, the cluster has {have} "
+        f"on {nodes} node{'s' if nodes != 1 else ''}: {why}"
     )

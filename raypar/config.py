@@ -11,10 +11,10 @@ from annotated_types import Ge, Gt, Le
 
 from raypar.actors.data import data_faults
 from raypar.actors.mesh import Mesh
-from raypar.actors.plan import Recompute
+from raypar.actors.plan import DeviceChoice, DeviceKind, Recompute
 from raypar.actors.specs import GPT, SGD, AdamW, Batches, Count, Layers, Positive, Steps, Text
 from raypar.actors.split import Split, split_faults
-from raypar.actors.world import DataParallel, World
+from raypar.actors.world import DataParallel, World, Zero
 from raypar.fields import field_faults
 from raypar.program import Programs, programs_of
 from raypar.schedules.schedule import Schedule, ScheduleError
@@ -55,6 +55,8 @@ class Run:
     """gradients are reduced in buckets of so many MiB at most, each as soon as it is complete"""
     servers: Count = 1
     """parameter servers of each pipeline rank"""
+    zero: Zero = 0
+    """1 splits the optimizer over the replicas (ZeRO stage 1): less memory, less work, the same numbers"""
     optim: AdamW | SGD = field(default_factory=AdamW)
     """AdamW or SGD, with the learning-rate schedule"""
     clip: Positive | None = 1.0
@@ -73,6 +75,8 @@ class Run:
     """steps of an evaluation: so many times ``microbatches`` microbatches"""
     threads: Annotated[int, Ge(1), Le(1024)] = 1
     """CPU threads of an actor"""
+    device: DeviceChoice = "auto"
+    """what actors compute on: cpu, cuda (GPUs, shared if they are fewer), or auto: GPUs if each actor gets its own"""
     timeout: Annotated[float, Gt(0), Le(1e6)] = 300.0
     """seconds that an actor may wait for another one before the run fails"""
 
@@ -93,7 +97,7 @@ def check_run(run: Run) -> Programs:
     faults += [*_model_faults(run.model, right), *_mesh_faults(run.mesh, right), *_server_faults(run, right)]
     programs: Programs | None = None
     if right("schedule", "mesh.pp", "microbatches", "chunks"):
-        reduces = right("mesh.dp", "data_parallel", "servers") and world_of(run).reduces
+        reduces = right("mesh.dp", "data_parallel", "servers", "zero") and world_of(run).reduces
         try:
             programs = programs_of(run.schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=reduces)
             misfits = _split_faults(run, programs["train"].num_stages, right)
@@ -109,7 +113,18 @@ def check_run(run: Run) -> Programs:
 
 def world_of(run: Run) -> World:
     """All ranks of a run: its workers, and its parameter servers if it has any."""
-    return World.of(run.mesh, run.data_parallel, run.servers)
+    return World.of(run.mesh, run.data_parallel, run.servers, run.zero)
+
+
+def reset_faults(old: Run, new: Run, device: DeviceKind) -> Iterator[str]:
+    """Why the actors of a run, which compute on ``device``, can't begin another one."""
+    if new.mesh != old.mesh:
+        yield f"reset keeps the actors: the mesh must stay {old.mesh}; launch anew for another"
+    elif world_of(new) != world_of(old):
+        kept = f"data_parallel {old.data_parallel!r}, servers {old.servers} and zero {old.zero}"
+        yield f"reset keeps the actors: {kept} must stay; launch anew for others"
+    if new.device not in ("auto", device):
+        yield f"reset keeps the actors: device must stay {device!r}; launch anew for {new.device!r}"
 
 
 def _model_faults(model: GPT | Layers, right: Callable[..., bool]) -> Iterator[str]:
@@ -129,11 +144,13 @@ def _mesh_faults(mesh: Mesh, right: Callable[..., bool]) -> Iterator[str]:
 def _server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
     if right("servers", "data_parallel") and run.servers > 1 and run.data_parallel != "parameter_server":
         yield f"servers is {run.servers}, but data_parallel is {run.data_parallel!r}: only a parameter_server has them"
+    if right("zero", "data_parallel") and run.zero and run.data_parallel == "parameter_server":
+        yield f"zero is {run.zero}, but data_parallel is 'parameter_server': servers hold the optimizer, set zero to 0"
 
 
 def _share_faults(run: Run, schedule: Schedule, right: Callable[..., bool]) -> Iterator[str]:
     """Servers without a parameter; a rank that has none is left its one server."""
-    if not right("servers", "data_parallel", "model", "split") or world_of(run).servers < 2:
+    if not right("servers", "data_parallel", "zero", "model", "split") or world_of(run).servers < 2:
         return
     from raypar.actors.models.build import build_model  # imports torch: only for more than one server
     from raypar.actors.part import sizes_of

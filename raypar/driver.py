@@ -18,7 +18,7 @@ from raypar.actors.specs import Batches
 from raypar.ahead import Ahead
 from raypar.calls import Calls
 from raypar.cluster import Actors, demand_shippable, start_actors
-from raypar.config import ConfigError, Run, check_run, world_of
+from raypar.config import ConfigError, Run, check_run, reset_faults, world_of
 from raypar.errors import JobError
 from raypar.measured import timelines_of
 from raypar.plans import plans_of
@@ -39,7 +39,7 @@ _LAUNCH_SECONDS = 60.0  # for actors to start, build and meet, however short a r
 def launch(run: Run, *, wait_for_nodes: float = 0.0) -> Job:
     """Start a run's actors and build its model on them; use the Job in a ``with``, or close it.
 
-    A cluster that has too few CPUs is given ``wait_for_nodes`` seconds for its autoscaler to bring more.
+    A cluster that has too little is given ``wait_for_nodes`` seconds for its autoscaler to bring more.
 
     Raises ConfigError with everything that is wrong with the run, before any actor starts.
     """
@@ -50,7 +50,7 @@ def launch(run: Run, *, wait_for_nodes: float = 0.0) -> Job:
     world = world_of(run)
     log.info("starting %d actors", world.size)
     name = f"raypar-{uuid.uuid4().hex[:8]}"
-    actors = start_actors(HostedWorker, HostedServer, world, name, wait_for_nodes)
+    actors = start_actors(HostedWorker, HostedServer, world, run.device, name, wait_for_nodes)
     try:
         return Job(run, programs, actors, name)
     except BaseException:
@@ -62,12 +62,14 @@ class Job:
     """A run on its actors. ``launch`` makes one.
 
     run       what it was launched with
+    device    what its actors compute on: cpu or cuda
     schedule  the schedule of a training step, as it is performed
     next_step number of the step that comes next
     """
 
     def __init__(self, run: Run, programs: Programs, actors: Actors, name: str) -> None:
         self._actors: Actors | None = actors
+        self.device = actors.device
         self._name, self._generation, self._epoch = name, 0, 0
         self._failure: str | None = None
         self._stepper: Stepper | None = None
@@ -140,7 +142,7 @@ class Job:
         return {name: shape for shapes in self._shapes for name, shape in shapes.items()}
 
     def param(self, name: str) -> Tensor:
-        """A weight by its logical name, fetched from an actor that holds it."""
+        """A weight by its logical name, fetched from an actor that holds it, on the CPU."""
         weight: Tensor = self._ask(name, "parameter", range(self.run.mesh.size))
         return weight
 
@@ -161,7 +163,7 @@ class Job:
     def grad(self, name: str) -> Tensor | None:
         """A gradient of the latest step as the optimizer saw it (summed, clipped); None before the first step.
 
-        It comes from the actor that holds the optimizer: a worker, or a parameter server.
+        It comes from the actor that updates the weight: a worker, or a parameter server.
         """
         gradient: Tensor | None = self._ask(name, "gradient", self._world.server_ranks or range(self._world.size))
         return gradient
@@ -191,11 +193,8 @@ class Job:
     def reset(self, run: Run) -> None:
         """Begin another run on the same actors: any model, data and schedule that fit a mesh of the same shape."""
         self._demand_ready()
-        if run.mesh != self.run.mesh:
-            raise ConfigError([f"reset keeps the actors: the mesh must stay {self.run.mesh}; launch anew for another"])
-        if world_of(run) != self._world:
-            kept = f"data_parallel {self.run.data_parallel!r} with servers {self.run.servers}"
-            raise ConfigError([f"reset keeps the actors: {kept} must stay; launch anew for others"])
+        if faults := list(reset_faults(self.run, run, self.device)):
+            raise ConfigError(faults)
         self._load(run, check_run(run))
 
     def close(self) -> None:
@@ -220,7 +219,7 @@ class Job:
         self.run, self.schedule, self.next_step = run, programs["train"], 0
         self._world, self._stepper = world_of(run), None
         self._calls = Calls(self._handles, self._world, run.timeout)
-        plans = plans_of(run, programs, f"{self._name}@{self._generation}")
+        plans = plans_of(run, programs, f"{self._name}@{self._generation}", self.device)
         refs = [handle.start.remote(plan) for handle, plan in zip(self._handles, plans, strict=True)]
         launch = Calls(self._handles, self._world, max(run.timeout, _LAUNCH_SECONDS))
         self._shapes: list[dict[str, tuple[int, ...]]] = self._guard(lambda: launch.gather(refs, "the launch"))
@@ -251,10 +250,11 @@ class Job:
 
     def _ask(self, name: str, method: str, ranks: Sequence[int]) -> Any:
         self._demand_open()
-        for rank in ranks:
-            if name in self._shapes[rank]:
-                ref = getattr(self._handles[rank], method).remote(name)
-                return self._guard(partial(self._calls.gather, [ref], f"fetching {name}", [rank]))[0]
+        for rank in (holders := [rank for rank in ranks if name in self._shapes[rank]]):
+            ref = getattr(self._handles[rank], method).remote(name)
+            found = self._guard(partial(self._calls.gather, [ref], f"fetching {name}", [rank]))[0]
+            if found is not None or rank == holders[-1]:
+                return found
         close = difflib.get_close_matches(name, self.parameters, n=3)
         raise KeyError(
             f"no parameter {name!r}: {'did you mean ' + ', '.join(close) if close else 'see job.parameters'}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,15 @@ from raypar.actors.lr import lr_at
 from raypar.actors.models.build import build_model
 from raypar.actors.models.model import as_values
 from raypar.actors.optim import build_optimizer, set_lr
+from raypar.actors.place import Place, place_of
 from raypar.actors.seeds import derive
-from raypar.config import Run, check_run
+from raypar.config import ConfigError, Run, check_run
 from raypar.driver import Job, launch
 from raypar.report import Report, mean_loss
 
 CLOSE = 1e-6  # relative difference where the same numbers are added in another order
 DRIFTED = 1e-3  # the same for weights that AdamW has updated from such gradients
+ON_GPUS = 1e-5, 1e-2  # the two for kernels that add up in an order of the moment
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Verdict:
     - replicas add their microbatches first; losses, norms and the first step's gradients may differ by 1e-6. A weight
       may by 1e-3: AdamW divides a gradient by its own size, so that one which is only rounding noise moves its weight
       by a full step. With two microbatches in all, one a replica, there is one addition, and no difference is allowed
+
+    - on GPUs, where kernels add up in any order: 1e-5, and of a weight 1e-2
 
     The weights of all replicas must always be the same bits.
     """
@@ -115,8 +119,10 @@ def verify(run: Run, job: Job | None = None) -> Verdict:
     """Train ``run.steps`` steps on the layout and in one plain process; compare every loss, gradient norm and weight,
     and the gradients of the first step.
 
-    Give a job with actors of the same number and kind to use them. Raises ConfigError as ``launch`` does.
+    Give a job with actors of the same number and kind to use them. Device "auto" is CPUs, whose bits are everywhere the
+    same; with "cuda" the plain process uses a GPU of its own. Raises ConfigError as ``launch`` does.
     """
+    run = replace(run, device="cpu") if run.device == "auto" else run
     check_run(run)
     plain = train_plainly(run)
     if job is not None:
@@ -128,9 +134,11 @@ def verify(run: Run, job: Job | None = None) -> Verdict:
 
 def train_plainly(run: Run) -> Trained:
     """The run in this process: one model, the microbatches of all replicas one after the other."""
+    place = _place_of(run)
     with _threads(run.threads):
         model = build_model(run.model, run.seed)
         layers = model.materialize(range(len(model.names)), run.seed)
+        place.settle(layers)
         parameters = _named(model.names, layers, {copy: home for home, copy in model.ties})
         optimizer = build_optimizer(run.optim, parameters)
         m, num_dp = run.microbatches, run.mesh.dp
@@ -143,14 +151,14 @@ def train_plainly(run: Run) -> Trained:
                 parameter.grad = None
             for number in range(m * num_dp):
                 microbatch, dp = divmod(number, num_dp)
-                values = source.inputs("train", step, microbatch, dp)
-                target = source.targets("train", step, microbatch, dp)
+                values = place.to(source.inputs("train", step, microbatch, dp))
+                target = place.to(source.targets("train", step, microbatch, dp))
                 for index, layer in enumerate(layers):
                     torch.manual_seed(derive(run.seed, "layer", step, number, index))
                     values = as_values(layer(*values))
                 loss, count = model.loss(values, target), model.count(target)
                 if loss.requires_grad:
-                    loss.backward(mean.weight(count).to(loss.dtype))
+                    loss.backward(mean.weight(count).to(loss))
                 parts.append(loss.item())
                 counts.append(count)
             _scale(parameters, correction(sum(counts), num_dp * mean.expected))
@@ -160,8 +168,8 @@ def train_plainly(run: Run) -> Trained:
                 optimizer.step()
             losses.append(mean_loss(parts, counts))
             norms.append(float(norm))
-            gradients = gradients or {name: p.grad for name, p in parameters.items()}
-        weights = {name: parameter.detach() for name, parameter in parameters.items()}
+            gradients = gradients or {n: None if p.grad is None else p.grad.cpu() for n, p in parameters.items()}
+        weights = {name: parameter.detach().cpu() for name, parameter in parameters.items()}
         return Trained(tuple(losses), tuple(norms), gradients, weights, bool(model.ties))
 
 
@@ -204,9 +212,18 @@ def _compare(job: Job, plain: Trained) -> Verdict:
 
 def _allowed(run: Run, tied: bool) -> tuple[float, float]:
     """The largest relative difference of losses, norms and gradients, and of weights."""
+    if run.device == "cuda":
+        return ON_GPUS
     if run.mesh.dp == 1 or run.microbatches * run.mesh.dp == 2:
         return (CLOSE, CLOSE) if tied else (0.0, 0.0)
     return CLOSE, DRIFTED
+
+
+def _place_of(run: Run) -> Place:
+    try:
+        return place_of("cuda" if run.device == "cuda" else "cpu")
+    except RuntimeError as error:
+        raise ConfigError([f"device is 'cuda', and the plain process has no GPU ({error}): verify on 'cpu'"]) from error
 
 
 def _dense(gradient: Tensor | None) -> Tensor:

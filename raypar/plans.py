@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from raypar.actors.plan import Plan
+from raypar.actors.plan import DeviceKind, Plan
 from raypar.config import Run, rooted, world_of
 from raypar.program import Programs, only_row
 
 
-def plans_of(run: Run, programs: Programs, name: str) -> list[Plan]:
-    """The plan of every rank; ``name`` is unique to job and generation."""
+def plans_of(run: Run, programs: Programs, name: str, device: DeviceKind = "cpu") -> list[Plan]:
+    """The plan of every rank; ``name`` is unique to job and generation, ``device`` what all of them compute on."""
     world = world_of(run)
     rows = [{key: only_row(schedule, pp) for key, schedule in programs.items()} for pp in range(run.mesh.pp)]
     return [
@@ -26,10 +26,12 @@ def plans_of(run: Run, programs: Programs, name: str) -> list[Plan]:
             data_parallel=run.data_parallel,
             bucket_mb=run.bucket_mb,
             servers=run.servers,
+            zero=run.zero,
             clip=run.clip,
             seed=run.seed,
             steps=run.steps,
             threads=run.threads,
+            device=device,
             timeout=run.timeout,
         )
         for rank in range(world.size)

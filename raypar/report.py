@@ -28,7 +28,7 @@ class Report:
                   with one replica, and with servers, whose weights are waited for besides
     in_flight     activations in flight: most microbatches held between forward and backward, for each pipeline rank
                   (of its replicas the most)
-    peak_memory   bytes: largest resident memory during the step, likewise
+    peak_memory   bytes: largest resident memory during the step, on GPUs what torch held there, likewise
     """
 
     step: int

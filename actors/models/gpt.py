@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypar.actors.models.model import Model, Values, on_meta
+from raypar.actors.deferred import on_meta, unfilled
+from raypar.actors.models.model import IGNORED, Model, Values
 from raypar.actors.seeds import derive
 from raypar.actors.specs import GPT
 from raypar.actors.split import gpt_costs
@@ -106,16 +107,13 @@ class GPTModel(Model):
         self.body = range(1, gpt.layers + 1)
         self.costs = gpt_costs(gpt)
         self.ties = (("embed.tokens.weight", "head.out.weight"),) if gpt.tied else ()
-        super().__init__(on_meta(lambda: [self._layer(i) for i in range(len(self.names))]))
+        super().__init__(on_meta(lambda: map(self._layer, range(len(self.names)))))
 
     def materialize(self, layers: Sequence[int], seed: int) -> list[nn.Module]:
         """These layers, each weight drawn by a generator of its own, seeded by its logical name."""
         homes = {copy: home for home, copy in self.ties}
         made = []
-        for index in layers:
-            with torch.device("meta"):
-                module = self._layer(index)
-            module.to_empty(device="cpu")
+        for index, module in zip(layers, unfilled(lambda: map(self._layer, layers)), strict=True):
             for inner, parameter in module.named_parameters():
                 name = f"{self.names[index]}.{inner}"
                 self._init(homes.get(name, name), parameter, seed)
@@ -126,8 +124,9 @@ class GPTModel(Model):
         """Mean cross-entropy of logits (B, S, V) against labels (B, S) int64, in nats a token; labels of -100 are left
         out, and without any other the loss is 0."""
         (logits_BSV,), (labels_BS,) = output, target
-        mean = self.count(target) > 0  # over no tokens the mean is NaN, the sum 0
-        return F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="mean" if mean else "sum")
+        total = F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
+        mean: Tensor = total / (labels_BS != IGNORED).sum().clamp(min=1)  # counted where the labels are: nobody waits
+        return mean
 
     def _layer(self, index: int) -> nn.Module:
         if index == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -83,9 +83,3 @@ def as_values(output: object) -> Values:
 def unwrap(values: Values) -> Tensor | Values:
     """A single tensor by itself, several as a tuple: what a user's loss function is given."""
     return values[0] if len(values) == 1 else values
-
-
-def on_meta(build: Callable[[], Sequence[nn.Module]]) -> list[nn.Module]:
-    """What ``build`` makes, on the meta device."""
-    with torch.device("meta"):
-        return list(build())

@@ -18,19 +18,23 @@ class Step(NamedTuple):
 class Flow:
     """``count`` pieces that go through ``steps``; the last step goes first where it can, as what arrives is in cache.
 
-    With several steps, the first one posts pieces, which take memory until their readers are done. A single step takes.
-
-    peers  those without whom it can't be finished
-    queue  flows of one queue take their pieces one after the other, in the order of their start (None: of no queue)
+    peers   those without whom it can't be finished
+    copies  whether a piece takes memory of its own from the first step to the last one
+    queue   flows of one queue take their pieces one after the other, in the order of their start (None: of no queue)
     """
 
     def __init__(
-        self, count: int, steps: Sequence[Step], peers: Iterable[int], queue: tuple[int, int] | None = None
+        self,
+        count: int,
+        steps: Sequence[Step],
+        peers: Iterable[int],
+        *,
+        copies: bool = False,
+        queue: tuple[int, int] | None = None,
     ) -> None:
         self.peers, self.queue = frozenset(peers), queue
         self.error: Exception | None = None
-        self._count, self._steps, self._done = count, steps, [0] * len(steps)
-        self._gives = len(steps) > 1
+        self._count, self._steps, self._done, self._copies = count, steps, [0] * len(steps), copies
 
     @property
     def over(self) -> bool:
@@ -38,11 +42,11 @@ class Flow:
 
     @property
     def ahead(self) -> int:
-        """Pieces that the first step has done and the last one has not."""
-        return self._done[0] - self._done[-1]
+        """Pieces that take memory now."""
+        return self._done[0] - self._done[-1] if self._copies else 0
 
     def advance(self, most: int) -> bool:
-        """Do what can be done now, but at most one piece of the first step, which may be ``most`` pieces ahead.
+        """Do what can be done now, but at most one piece of the first step; of copies at most ``most`` pieces ahead.
 
         So pieces that arrive meanwhile can be taken while they are in cache. Returns whether anything was done; what
         goes wrong is kept in ``error``.
@@ -59,7 +63,7 @@ class Flow:
         done = self._done
         for number in range(len(done) - 1, -1, -1):
             piece = done[number]
-            limit = done[number - 1] if number else min(self._count, done[-1] + most if self._gives else self._count)
+            limit = done[number - 1] if number else min(self._count, done[-1] + most if self._copies else self._count)
             if piece < limit and self._steps[number].ready(piece):
                 self._steps[number].do(piece)
                 done[number] += 1
@@ -70,3 +74,7 @@ class Flow:
 def always(piece: int) -> bool:
     """A step that waits for nothing."""
     return True
+
+
+def nothing(*_: object) -> None:
+    """A step that only waits."""

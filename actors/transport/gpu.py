@@ -26,11 +26,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from raypar.actors.group import Finish, Group, GroupError, Handle, staged
+from raypar.actors.group import Edge, Finish, Group, GroupError, Handle, staged
 from raypar.actors.ledger import Ledger
 from raypar.actors.transport.watcher import Issued, Transfer, Watcher, block_until_over, first_line
-
-Edge = tuple[int, int]  # ranks: source and destination
 
 
 class Communicator(Protocol):
@@ -45,6 +43,7 @@ class GpuGroup(Group):
 
     store   where the members meet; its keys must not have been used by an earlier group
     device  a GPU with its index; no two members may have the same one
+    host    the group of the same members for tensors on the host; it is aborted with this one
 
     The constructor returns once every member is connected, or raises GroupError within ``connect_timeout`` seconds.
     Sums are in NCCL's order and in the tensors' own precision, unlike those of a CPU group. What an op needs is kept
@@ -61,11 +60,13 @@ class GpuGroup(Group):
         *,
         store: Store,
         device: torch.device,
+        host: Group | None = None,
         connect_timeout: float = 60.0,
         ledger: Ledger | None = None,
     ) -> None:
         super().__init__(name, axis, rank, size, timeout, ledger)
         self.device = device
+        self.host = self if host is None else host
         self._reason = "the group was aborted"
         self._all: Any = None  # the communicator of the collectives
         self._edges: dict[Edge, Any] = {}
@@ -123,6 +124,8 @@ class GpuGroup(Group):
         self._closed = True
         self._watcher.stop()
         communicators, self._open_ones = self._open_ones, []
+        if self.host is not self:
+            self.host.abort()  # first: that is done at once
         for communicator in communicators:
             communicator.abort()
         self._watcher.forget()

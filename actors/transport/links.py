@@ -24,8 +24,7 @@ from torch._C._distributed_c10d import Store
 from raypar.actors.transport.slabs import Slab
 
 INLINE = 1 << 13  # bytes that a message carries itself: below, two copies through the kernel are cheaper than a slab
-# channel, total, slab (or _NO_SLAB), start in it, bytes; padded, so that the data behind it is aligned
-_HEAD = struct.Struct("<qqiii4x")
+_HEAD = struct.Struct("<qqiiii")  # channel, total, slab (or _NO_SLAB), start in it, bytes, whether the lender waits
 _NO_SLAB = -1
 _HELLO = struct.Struct("<i")
 _ROOM = INLINE + _HEAD.size
@@ -34,11 +33,15 @@ _BUFFER = 1 << 22  # asked of the system for what is sent and not yet read; it m
 
 
 class Message(NamedTuple):
-    """A piece (uint8) of ``total`` bytes that a peer gives, perhaps in a slab of it that has to be given back."""
+    """A piece (uint8) of ``total`` bytes that a peer gives, perhaps in a slab of it that has to be given back.
+
+    awaited  whether the peer has to be told when it was
+    """
 
     data: Tensor
     total: int
     slab: Slab | None
+    awaited: bool = False
 
 
 def place() -> str:
@@ -82,13 +85,13 @@ class Link:
 
     def send(self, channel: int, total: int, data: Tensor) -> None:
         """Send at most INLINE bytes (uint8); the tensor may change as soon as this returns."""
-        self._put(_HEAD.pack(channel, total, _NO_SLAB, 0, data.numel()) + data.numpy().tobytes(), None)
+        self._put(_HEAD.pack(channel, total, _NO_SLAB, 0, data.numel(), 0) + data.numpy().tobytes(), None)
 
-    def lend(self, channel: int, total: int, slab: Slab, start: int, count: int, fd: int) -> None:
+    def lend(self, channel: int, total: int, slab: Slab, start: int, count: int, fd: int, awaited: bool) -> None:
         """Let the peer read ``count`` bytes of a slab, whose descriptor it gets if it does not know it yet."""
         new = slab.number not in self._known
         self._known.add(slab.number)
-        self._put(_HEAD.pack(channel, total, slab.number, start, count), fd if new else None)
+        self._put(_HEAD.pack(channel, total, slab.number, start, count, awaited), fd if new else None)
 
     def flush(self) -> None:
         """Go on with what could not be sent because the peer did not read."""
@@ -109,7 +112,7 @@ class Link:
             if not raw:
                 self.lost = True
                 return
-            channel, total, number, start, count = _HEAD.unpack_from(raw)
+            channel, total, number, start, count, awaited = _HEAD.unpack_from(raw)
             for _, _, packed in control:
                 (fd,) = struct.unpack("i", packed[:4])
                 self._slabs[number] = Slab(fd, number)
@@ -121,7 +124,7 @@ class Link:
                 yield channel, Message(data, total, None)
             else:
                 slab = self._slabs[number]
-                yield channel, Message(slab.data[start : start + count], total, slab)
+                yield channel, Message(slab.data[start : start + count], total, slab, bool(awaited))
 
     def shut(self) -> None:
         """Close the connection for both ends; what waits for it wakes up. Safe from any thread."""

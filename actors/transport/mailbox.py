@@ -19,7 +19,9 @@ from raypar.actors.transport.slabs import Pool
 
 _MOST = 16  # pieces that all flows together may have posted and not finished: beyond, newer ones wait
 _LOOKS = 200  # before going to sleep, about 150 us: to be woken takes 30 us or more
+_BELL = -1 << 62  # the channel of a message without contents: something that was lent is given back
 
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 Parts = dict[int, Tensor]  # by peer
 Use = Callable[[Parts], object]
 
@@ -95,10 +97,10 @@ class Mailbox:
 
     # --- for the steps of a flow ---
 
-    def post(self, channel: int, total: int, part: Tensor, peers: Iterable[int], live: bool = False) -> None:
+    def post(self, channel: int, total: int, part: Tensor, peers: Iterable[int]) -> None:
         """Give the peers a piece of what is ``total`` bytes in all.
 
-        It may change as soon as this returns, unless it is ``live``: of a window, and read where it stands.
+        It may change as soon as it is ``given``: at once, unless it is of a window and so large that it is read there.
         """
         if part.stride(0) != 1:  # of a single element, which is contiguous with any stride
             part = part.as_strided(part.shape, (1,))
@@ -109,10 +111,11 @@ class Mailbox:
                 for peer in peers:
                     self._links[peer].send(channel, total, data)
                 return
-            slab, start = self._pool.place(data) if live else self._pool.put(data)
+            window = self._pool.window_of(data)
+            slab, start = (window, data.data_ptr() - window.data.data_ptr()) if window else self._pool.put(data)
             for peer in peers:
                 slab.lend(peer)
-                self._links[peer].lend(channel, total, slab, start, count, self._pool.fd(slab))
+                self._links[peer].lend(channel, total, slab, start, count, self._pool.fd(slab), window is not None)
 
     def have(self, channel: int, peers: Iterable[int]) -> bool:
         """Whether each of the peers has posted a piece that was not taken yet."""
@@ -128,13 +131,20 @@ class Mailbox:
             if piece.total != totals[peer]:
                 raise RuntimeError(f"rank {peer} gives {piece.total} bytes, rank {self._rank} takes {totals[peer]}")
         use({peer: piece.data.view(dtype) for peer, piece in pieces.items()})
-        for piece in pieces.values():
+        for peer, piece in pieces.items():
             if piece.slab is not None:
                 piece.slab.give_back(self._rank)
+                if piece.awaited:
+                    self._links[peer].send(_BELL, 0, _NOTHING)
 
     def sent(self, peers: Iterable[int]) -> bool:
         """Whether everything posted to the peers is on its way."""
         return all(self._links[peer].idle for peer in peers)
+
+    def given(self, tensor: Tensor) -> bool:
+        """Whether nobody will read the tensor any more."""
+        window = self._pool.window_of(tensor)
+        return window is None or window.free
 
     # --- inside; under the lock ---
 
@@ -215,7 +225,8 @@ class Mailbox:
         if link.lost:
             return
         for channel, message in link.receive():
-            self._arrived.setdefault((peer, channel), deque()).append(message)
+            if channel != _BELL:
+                self._arrived.setdefault((peer, channel), deque()).append(message)
         if link.lost:
             self._poller.unregister(link)
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from raypar.actors.group import ReduceOp, nbytes, reduce_in_order
-from raypar.actors.transport.flow import Flow, Step, always
+from raypar.actors.transport.flow import Flow, Step, always, nothing
 from raypar.actors.transport.mailbox import Mailbox, Parts
 from raypar.actors.transport.slabs import SLAB
 
-_WINDOW_BLOCK = 4 * SLAB  # bytes; nothing is copied to be given, so what counts is that each block costs four messages
+_WINDOW_BLOCK = 4 * SLAB  # bytes; nothing is copied to be given, so what counts is that each block costs messages
 _PAIRS: dict[ReduceOp, Callable[..., object]] = {
     "sum": torch.add,
     "product": torch.mul,
@@ -21,14 +21,13 @@ _PAIRS: dict[ReduceOp, Callable[..., object]] = {
 }
 
 
-def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, channels: tuple[int, int, int]) -> Flow:
+def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, channels: tuple[int, int]) -> Flow:
     """The flow that turns ``flat`` (contiguous, one dim) into the reduction; 2(N-1)/N of its bytes cross a member.
 
     What is in a window is read where it stands, so there the op is over only when all have read it.
     """
-    given, reduced, read = channels
-    live = box.is_window(flat)
-    block, token = (_WINDOW_BLOCK if live else SLAB) // flat.element_size(), torch.zeros(1)
+    given, reduced = channels
+    block = (_WINDOW_BLOCK if box.is_window(flat) else SLAB) // flat.element_size()
     others = [peer for peer in range(size) if peer != rank]
 
     def share(k: int, owner: int) -> Tensor:
@@ -39,35 +38,29 @@ def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, ch
     def give(k: int) -> None:
         for peer in others:
             part = share(k, peer)
-            box.post(given, nbytes(part), part, [peer], live)
+            box.post(given, nbytes(part), part, [peer])
 
     def reduce(k: int) -> None:
         own = share(k, rank)
         totals = dict.fromkeys(others, nbytes(own))
         box.take(given, totals, own.dtype, lambda parts: reduce_parts(own, own, parts, rank, op))
-        box.post(reduced, nbytes(own), own, others, live)
+        box.post(reduced, nbytes(own), own, others)
 
     def collect(k: int) -> None:
         totals = {peer: nbytes(share(k, peer)) for peer in others}
         box.take(reduced, totals, flat.dtype, lambda parts: fill(k, parts))
-        if live:
-            box.post(read, nbytes(token), token, others)
 
     def fill(k: int, parts: Parts) -> None:
         for peer, part in parts.items():
             share(k, peer).copy_(part)
 
-    def release(k: int) -> None:
-        if live:
-            box.take(read, dict.fromkeys(others, nbytes(token)), token.dtype, lambda parts: None)
-
     steps = [
         Step(always, give),
         Step(lambda k: box.have(given, others), reduce),
         Step(lambda k: box.have(reduced, others), collect),
-        Step(lambda k: box.sent(others) and (not live or box.have(read, others)), release),
+        Step(lambda k: box.sent(others) and box.given(flat), nothing),
     ]
-    return Flow(-(-flat.numel() // block), steps, others)
+    return Flow(-(-flat.numel() // block), steps, others, copies=not box.is_window(flat))
 
 
 def reduce_parts(out: Tensor, own: Tensor, parts: Parts, rank: int, op: ReduceOp) -> None:

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Store
 
 from raypar.actors.group import Finish, Group, ReduceOp, nbytes, row_size, staged
 from raypar.actors.ledger import Ledger
-from raypar.actors.transport.flow import Flow, Step, always
+from raypar.actors.transport.flow import Flow, Step, always, nothing
 from raypar.actors.transport.links import INLINE, connect
 from raypar.actors.transport.mailbox import Mailbox, Parts
 from raypar.actors.transport.shares import by_shares, reduce_parts
@@ -68,7 +68,7 @@ class ShmGroup(Group):
     def _is_direct(self, tensor: Tensor) -> bool:
         """Whether everybody gives everything to everybody: one round, and for two members not a byte more.
 
-        What is in a window need not be copied to be given, and then shares are less work.
+        What is in a window is not copied to be given, and then shares are less work.
         """
         return nbytes(tensor) <= INLINE or (self.size == 2 and not self._box.is_window(tensor))
 
@@ -76,7 +76,7 @@ class ShmGroup(Group):
         whole, back = staged(tensor)
         flat = whole.view(-1)
         if not self._is_direct(tensor):
-            channels = self._channel(), self._channel(), self._channel()
+            channels = self._channel(), self._channel()
             return self._start(by_shares(self._box, self.rank, self.size, flat, op, channels), back)
 
         def fold(piece: slice, parts: Parts) -> None:
@@ -116,7 +116,7 @@ class ShmGroup(Group):
         whole, back = staged(tensor)
         flat = whole.view(-1)
         if self.rank == root:
-            return self._exchange([(flat, self._others)], {}, flat.dtype, _nothing, None)
+            return self._exchange([(flat, self._others)], {}, flat.dtype, nothing, None)
         return self._exchange([], {root: flat.numel()}, flat.dtype, _fill({root: flat}), back)
 
     def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
@@ -127,13 +127,13 @@ class ShmGroup(Group):
             reduce_parts(flat[piece], flat[piece], parts, self.rank, op)
 
         if self.rank != root:
-            return self._exchange([(flat, [root])], {}, flat.dtype, _nothing, None)
+            return self._exchange([(flat, [root])], {}, flat.dtype, nothing, None)
         return self._exchange([], self._from_all(flat.numel()), flat.dtype, fold, back)
 
     def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
         part = tensor.contiguous().view(-1)
         if out is None or self.rank != root:
-            return self._exchange([(part, [root])], {}, part.dtype, _nothing, None)
+            return self._exchange([(part, [root])], {}, part.dtype, nothing, None)
         whole, back = staged(out)
         rows = whole.view(self.size, part.numel())
         rows[root].copy_(part)
@@ -146,20 +146,22 @@ class ShmGroup(Group):
             return self._exchange([], {root: flat.numel()}, flat.dtype, _fill({root: flat}), back)
         rows = tensor.contiguous().view(self.size, flat.numel())
         flat.copy_(rows[root])
-        return self._exchange([(rows[peer], [peer]) for peer in self._others], {}, flat.dtype, _nothing, back)
+        return self._exchange([(rows[peer], [peer]) for peer in self._others], {}, flat.dtype, nothing, back)
 
     def _barrier(self) -> Finish:
         token = torch.zeros(1)
-        return self._exchange([(token, self._others)], self._from_all(1), token.dtype, _nothing, None)
+        return self._exchange([(token, self._others)], self._from_all(1), token.dtype, nothing, None)
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> Finish:
         flat = tensor.detach().contiguous().view(-1)
         piece = SLAB // flat.element_size()
         for start in range(0, flat.numel(), piece):
             self._box.post(tag, nbytes(flat), flat[start : start + piece], (dst,))
-        if self._box.sent((dst,)):
-            return _nothing
-        return self._start(Flow(1, [Step(lambda k: self._box.sent((dst,)), _nothing)], [dst]), None)
+
+        def sent(k: int) -> bool:
+            return self._box.sent((dst,)) and self._box.given(flat)
+
+        return nothing if sent(0) else self._start(Flow(1, [Step(sent, nothing)], [dst]), None)
 
     def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
         whole, back = staged(tensor)
@@ -190,7 +192,8 @@ class ShmGroup(Group):
         piece = SLAB // dtype.itemsize
         longest = max([flat.numel() for flat, _ in give] + list(take.values()), default=0)
         totals = {peer: count * dtype.itemsize for peer, count in take.items()}
-        receivers = {peer for _, peers in give for peer in peers}
+        involved = {*take, *(peer for _, peers in give for peer in peers)}
+        copies = any(not self._box.is_window(flat) for flat, _ in give)
 
         def sources(k: int) -> dict[int, int]:
             return {peer: total for peer, total in totals.items() if take[peer] > k * piece}
@@ -207,9 +210,9 @@ class ShmGroup(Group):
         steps = [
             Step(always, post),
             Step(lambda k: self._box.have(channel, sources(k)), use),
-            Step(lambda k: self._box.sent(receivers), _nothing),
+            Step(lambda k: self._box.sent(involved) and all(self._box.given(flat) for flat, _ in give), nothing),
         ]
-        return self._start(Flow(-(-longest // piece), steps, [*take, *receivers]), back)
+        return self._start(Flow(-(-longest // piece), steps, involved, copies=copies), back)
 
     def _start(self, flow: Flow, back: Back) -> Finish:
         self._box.start(flow)
@@ -238,7 +241,3 @@ def _fill(targets: Mapping[int, Tensor] | Sequence[Tensor] | Tensor) -> Fold:
             targets[peer][piece].copy_(part)
 
     return fold
-
-
-def _nothing(*_: object) -> None:
-    """An op that takes nothing, or nothing that matters."""

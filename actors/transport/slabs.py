@@ -73,12 +73,6 @@ class Pool:
         """The window that a tensor is in."""
         return self._windows.get(tensor.untyped_storage().data_ptr())
 
-    def place(self, data: Tensor) -> tuple[Slab, int]:
-        """Where a part of a window (uint8) stands in it."""
-        slab = self.window_of(data)
-        assert slab is not None
-        return slab, data.data_ptr() - slab.data.data_ptr()
-
     def put(self, data: Tensor) -> tuple[Slab, int]:
         """Copy at most SLAB bytes (uint8); where they stand. Lend the slab before the next put."""
         count = data.numel()

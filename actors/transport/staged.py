@@ -20,12 +20,12 @@ class StagedGroup(Group):
 
     What an op reads is copied to pinned memory when it is called, which blocks until the GPU has computed it; what it
     writes is copied back on torch's current stream when it is waited for. Numbers, tags and deadlines are the CPU
-    group's. ``inner`` can be used beside it, if all members do it in the same order.
+    group's. ``inner`` can be used beside it, as its ``host``, if all members do it in the same order.
     """
 
     def __init__(self, inner: Group, device: torch.device) -> None:
         super().__init__(inner.name, inner.axis, inner.rank, inner.size, inner.timeout, inner.ledger)
-        self.device, self._inner = device, inner
+        self.device, self.host, self._inner = device, inner, inner
         if device.type == "cuda":
             _warn()
 

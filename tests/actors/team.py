@@ -38,9 +38,8 @@ class Team:
 
     def __init__(self, fn, pp=2, m=4, schedule="1f1b", loss=mse, data=batch, dp=1, groups=None, **changes):
         fields = {"optim": SGD(lr=0.1), "clip": None, "steps": 3, "timeout": 10.0, "data": Batches(data, data)}
-        self.run = Run(
-            model=Layers(fn, loss), mesh=Mesh(pp=pp, dp=dp), schedule=schedule, microbatches=m, **(fields | changes)
-        )
+        fields |= {"model": Layers(fn, loss), "schedule": schedule, "microbatches": m}
+        self.run = Run(mesh=Mesh(pp=pp, dp=dp), **(fields | changes))
         plans = plans_of(self.run, check_run(self.run), "t")
         self.world = plans[0].world
         self.all = [Server() if rank in self.world.server_ranks else Worker() for rank in range(self.world.size)]
@@ -85,7 +84,8 @@ class Team:
         for actor in self.servers or self.workers:
             for name in actor.shapes():
                 gradient = actor.gradient(name)
-                found[name] = gradient if gradient is None else gradient.clone()
+                if found.get(name) is None:
+                    found[name] = gradient if gradient is None else gradient.clone()
         return found
 
     def ledger(self, axis):

@@ -5,13 +5,18 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from raypar.actors import groups as joining
 from raypar.actors.group import GroupError
+from raypar.actors.ledger import Ledger
 from raypar.actors.mesh import Mesh
+from raypar.actors.transport import connect
+from raypar.actors.transport.device import Capability
+from raypar.actors.transport.staged import StagedGroup
 
 MESH = Mesh(pp=2, dp=2, tp=2)
 VICTIM = 5
@@ -58,14 +63,35 @@ class Member:
             error = f"GroupError: {fault}"
         ends[axis] = (time.monotonic(), error)
 
-    def stock(self, name):
+    def gpu(self, name):
+        """A group of two GPUs that are one and none: everything about it but its tensors is as on a GPU."""
+        torch.cuda.is_available, torch.cuda.current_device = (lambda: True), (lambda: 0)
+        torch.cuda.device = lambda device: nullcontext()
+        joining.capability = lambda device: Capability("one", nccl=True, cupy=True)
+        connect.StagedGroup = lambda inner, device: StagedGroup(inner, torch.device("cpu"))
+        out, ledger = self.stock(f"{name}/stock", joining.GPU_BACKEND), Ledger()
+        group = joining.join(name, "dp", 2, self.rank, 20.0, ledger, torch.device("cuda", 0))
+        joining.close_together({"dp": group})
+        group.all_reduce(there := torch.ones(4)).wait()
+        group.host.all_reduce(here := torch.ones(4)).wait()
+        entry = ledger.entries()["dp", "all_reduce"]
+        group.abort()
+        try:
+            group.host.all_reduce(here)
+        except GroupError as fault:
+            said = str(fault)
+        joining.leave(name)
+        kinds = [type(one).__name__ for one in (group, group.host)]
+        return out, kinds, there.tolist(), here.tolist(), (entry.calls, group.host.timeout), said
+
+    def stock(self, name, backend=joining.BACKEND):
         """ray.util.collective's own calls, on our backend."""
         from ray.util import collective as col
         from ray.util.collective.types import Backend
 
         rank, size = self.rank, 2
         joining.register()
-        col.init_collective_group(size, rank, Backend(joining.BACKEND), name)
+        col.init_collective_group(size, rank, Backend(backend), name)
         one, other = torch.full((3,), float(rank + 1)), 1 - rank
         out = {}
 
@@ -103,17 +129,32 @@ def actors(cluster):
         cluster.kill(made[rank])
 
 
+def stocked(rank):
+    """What ray.util.collective's calls must give a rank."""
+    return {
+        "allreduce": [3.0] * 3,
+        "reduce": [3.0 if rank == 1 else 1.0] * 3,
+        "broadcast": [2.0] * 3,
+        "allgather": [[1.0] * 3, [2.0] * 3],
+        "reducescatter": [3.0 if rank == 0 else 30.0] * 3,
+        "recv": [2.0 - rank] * 3,
+    }
+
+
 def test_rays_own_calls_work_on_our_backend(cluster, actors):
     got = cluster.get([actors[rank].stock.remote("stock") for rank in range(2)], timeout=60)
-    for rank in range(2):
-        assert got[rank] == {
-            "allreduce": [3.0] * 3,
-            "reduce": [3.0 if rank == 1 else 1.0] * 3,
-            "broadcast": [2.0] * 3,
-            "allgather": [[1.0] * 3, [2.0] * 3],
-            "reducescatter": [3.0 if rank == 0 else 30.0] * 3,
-            "recv": [2.0 - rank] * 3,
-        }
+    assert got == [stocked(rank) for rank in range(2)]
+
+
+def test_a_gpu_group_has_a_cpu_group_beside_it(cluster, actors):
+    pair = [actors["new"](rank) for rank in range(2)]
+    got = cluster.get([actor.gpu.remote("gpus") for actor in pair], timeout=60)
+    for rank, (out, kinds, there, here, counted, said) in enumerate(got):
+        assert out == stocked(rank)
+        assert kinds == ["StagedGroup", "ShmGroup"]
+        assert (there, here) == ([2.0] * 4, [2.0] * 4)
+        assert counted == (2, 20.0), "both count in one ledger and wait as long"
+        assert said == "group gpus: all_reduce failed: the group was closed after an earlier fault"
 
 
 def test_overlapping_groups_sum_right_a_thousand_times_and_survive_a_death(cluster, actors):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypar.actors.lr import lr_at
-from raypar.actors.optim import build_optimizer, gradient_norm, set_lr
+from raypar.actors.optim import build_optimizer, gradient_norms, set_lr
 from raypar.actors.specs import SGD, AdamW
 
 
@@ -71,8 +71,7 @@ def test_no_parameters_no_optimizer():
     assert build_optimizer(AdamW(), {}) is None
 
 
-def test_the_norm_without_a_gradient_is_zero():
-    parameter = torch.nn.Parameter(torch.ones(3))
-    assert gradient_norm(parameter).item() == 0
-    parameter.grad = torch.tensor([3.0, 4.0, 0.0])
-    assert gradient_norm(parameter).item() == 5
+def test_the_norms_of_gradients_are_in_single_precision():
+    gradients = [torch.tensor([3.0, 4.0, 0.0]), torch.tensor([[6.0], [8.0]], dtype=torch.bfloat16)]
+    assert gradient_norms(gradients).tolist() == [5.0, 10.0]
+    assert gradient_norms(gradients).dtype == torch.float32

@@ -12,6 +12,7 @@ from torch import nn
 from raypar.actors.buckets import pack
 from raypar.actors.digest import UnequalReplicasError
 from raypar.actors.models.gpt import GPTModel
+from raypar.actors.place import Host
 from raypar.actors.plan import NonFiniteError
 from raypar.actors.reducer import Channel, Reducer
 from raypar.actors.specs import GPT, SGD, AdamW, Batches
@@ -21,7 +22,11 @@ from raypar.report import losses_of, mean_loss
 from raypar.schedules.action import COMPUTE, Action, Op
 from tests.actors.team import Team, batch, linears, mse
 
-MODES = ("all_reduce", "parameter_server")
+MODES = {
+    "all_reduce": {},
+    "zero": {"zero": 1},
+    "parameter_server": {"data_parallel": "parameter_server"},
+}
 LAYOUTS = [(2, 1), (3, 1), (4, 1), (2, 2), (2, 3), (3, 2)]
 CLOSE = 1e-6
 
@@ -83,7 +88,7 @@ def agrees(team, bound=CLOSE):
 def test_every_layout_computes_what_one_process_does(dp, pp, schedule, equal, mode):
     m = 2 * pp if schedule == "interleaved" else 4
     changes = {} if equal else UNEQUAL
-    team = Team(linears(6), pp, m, schedule, dp=dp, data_parallel=mode, bucket_mb=1e-4, clip=0.5, **changes)
+    team = Team(linears(6), pp, m, schedule, dp=dp, **MODES[mode], bucket_mb=1e-4, clip=0.5, **changes)
     agrees(team)
 
 
@@ -91,7 +96,7 @@ def test_every_layout_computes_what_one_process_does(dp, pp, schedule, equal, mo
 @pytest.mark.parametrize(("dp", "m"), [(1, 6), (2, 3), (3, 2), (6, 1)])
 def test_every_token_of_a_step_weighs_the_same(dp, m, mode):
     """Against torch alone: the mean over all rows that count, at once."""
-    team = Team(linears(3), 1, m, dp=dp, data_parallel=mode, steps=1, **UNEQUAL)
+    team = Team(linears(3), 1, m, dp=dp, **MODES[mode], steps=1, **UNEQUAL)
     model = nn.Sequential(*linears(3)())
     model.load_state_dict({name.removeprefix("layers."): weight for name, weight in team.weights().items()})
     pairs = [UNEQUAL["data"](0, microbatch, replica) for microbatch in range(m) for replica in range(dp)]
@@ -110,7 +115,7 @@ def test_every_token_of_a_step_weighs_the_same(dp, m, mode):
 @pytest.mark.parametrize("pp", [1, 2, 3])
 @pytest.mark.parametrize("optim", [SGD(lr=0.1), AdamW(lr=0.01)])
 def test_one_microbatch_on_each_of_two_replicas_is_bitwise(pp, optim, mode):
-    agrees(Team(linears(3), pp, 1, dp=2, optim=optim, data_parallel=mode, clip=0.5), bound=0.0)
+    agrees(Team(linears(3), pp, 1, dp=2, optim=optim, **MODES[mode], clip=0.5), bound=0.0)
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
@@ -124,7 +129,7 @@ def test_any_number_of_servers(servers, dp):
 def test_the_size_of_buckets_changes_no_bit(bucket_mb, mode):
     weights = []
     for size in (bucket_mb, 4.0):
-        team = Team(linears(4), dp=2, data_parallel=mode, bucket_mb=size)
+        team = Team(linears(4), dp=2, **MODES[mode], bucket_mb=size)
         team.step(0)
         weights.append(team.weights())
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
@@ -132,7 +137,7 @@ def test_the_size_of_buckets_changes_no_bit(bucket_mb, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_stages_and_ranks_without_parameters(mode):
-    agrees(Team(lambda: [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)], 3, 2, dp=2, data_parallel=mode))
+    agrees(Team(lambda: [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)], 3, 2, dp=2, **MODES[mode]))
 
 
 def shared(pattern):
@@ -158,13 +163,13 @@ def shared(pattern):
 )
 def test_tied_weights(pattern, pp, schedule, mode):
     changes = {"chunks": 2} if schedule == "interleaved" else {}
-    agrees(Team(shared(pattern), pp, 6, schedule, dp=2, data_parallel=mode, servers=1, bucket_mb=1e-4, **changes))
+    agrees(Team(shared(pattern), pp, 6, schedule, dp=2, **MODES[mode], servers=1, bucket_mb=1e-4, **changes))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("mode", MODES)
 def test_recomputing(recompute, mode):
-    agrees(Team(linears(4), dp=2, data_parallel=mode, recompute=recompute))
+    agrees(Team(linears(4), dp=2, **MODES[mode], recompute=recompute))
 
 
 class Sometimes(nn.Module):
@@ -184,7 +189,7 @@ def test_weights_that_some_batches_or_none_use(m, mode):
     """Whether a replica makes a gradient must not decide about the order of messages, nor None become zeros, which
     would decay the weight."""
     decaying = SGD(lr=0.1, momentum=0.0, weight_decay=0.1)
-    team = Team(lambda: [Sometimes(), Sometimes()], 2, m, dp=3, data_parallel=mode, bucket_mb=1e-6, optim=decaying)
+    team = Team(lambda: [Sometimes(), Sometimes()], 2, m, dp=3, **MODES[mode], bucket_mb=1e-6, optim=decaying)
     plain = agrees(team)
     assert plain.gradients["layers.0.never.weight"] is None
 
@@ -279,7 +284,7 @@ def test_only_servers_hold_optimizers_and_each_parameter_is_on_one():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_buckets_start_inside_the_last_backward_and_in_no_earlier_one(schedule, mode):
-    team = Team(linears(4), 2, 4, schedule, dp=2, data_parallel=mode, bucket_mb=1e-6)
+    team = Team(linears(4), 2, 4, schedule, dp=2, **MODES[mode], bucket_mb=1e-6)
     team.step(0)
     for worker in team.workers:
         spans = worker.events()
@@ -322,7 +327,8 @@ def test_time_spent_on_starting_a_bucket_is_not_hidden():
         time.sleep(0.05)
         return local_groups("dp", 1)[0].barrier()
 
-    reducer = Reducer([bucket], [Channel(slow, lambda count, dtype: torch.empty(count, dtype=dtype))])
+    channel = Channel(slow, slow, lambda count, dtype: torch.empty(count, dtype=dtype), here=True)
+    reducer = Reducer([bucket], [channel], Host())
     with reducer.watch(0, last=True):
         weight.sum().backward()
     reducer.flush(0)
@@ -349,7 +355,7 @@ def poisoned(step, microbatch, dp):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_bad_loss_on_one_replica_changes_no_weight_on_any(mode):
-    team, healthy = (Team(linears(), dp=3, data=data, data_parallel=mode) for data in (poisoned, batch))
+    team, healthy = (Team(linears(), dp=3, data=data, **MODES[mode]) for data in (poisoned, batch))
     for one in (team, healthy):
         one.step(0)
     before = team.weights()
@@ -374,7 +380,7 @@ def test_a_vote_without_a_gradient_reaches_every_replica(mode):
         x, y = batch(step, microbatch, dp)
         return x, torch.full_like(y, 7.0 if dp == 1 else 0.0)
 
-    team = Team(linears(), dp=2, data=data, loss=loss, data_parallel=mode)
+    team = Team(linears(), dp=2, data=data, loss=loss, **MODES[mode])
     results = team.each(lambda actor: actor.run("train", 0))
     said = results[len(team.workers) :] if team.servers else results
     assert {str(result) for result in said} == {
@@ -393,7 +399,7 @@ def test_replicas_that_begin_with_other_weights_are_named(mode):
     with pytest.raises(
         UnequalReplicasError, match=r"the weights of .*pp=0 dp=1.* are not those of pp=0 dp=0: the model"
     ):
-        Team(layers, pp=1, dp=3, data_parallel=mode)
+        Team(layers, pp=1, dp=3, **MODES[mode])
 
 
 def test_a_gradient_that_comes_twice_is_refused():

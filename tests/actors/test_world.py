@@ -56,5 +56,18 @@ def test_replicas_and_servers_by_name():
     [("all_reduce", 1, 0, False), ("all_reduce", 2, 0, True), ("parameter_server", 1, 3, True)],
 )
 def test_a_run_without_servers_has_none_whatever_their_number(mode, dp, servers, reduces):
-    world = World.of(Mesh(dp=dp), mode, 3)
+    world = World.of(Mesh(dp=dp), mode, 3, 0)
     assert (world.servers, world.reduces) == (servers, reduces)
+
+
+@pytest.mark.parametrize(
+    ("pp", "dp", "zero", "owners", "updaters"),
+    [(2, 1, 1, 1, "pp"), (2, 2, 0, 1, "pp"), (1, 2, 1, 2, "dp"), (2, 2, 1, 2, "mesh")],
+)
+def test_who_updates_what(pp, dp, zero, owners, updaters):
+    world = World.of(Mesh(pp=pp, dp=dp), "all_reduce", 1, zero)
+    assert (world.owners, world.updaters) == (owners, updaters)
+    keys = {membership.key for membership in world.memberships(0)}
+    assert ("mesh" in keys) == (updaters == "mesh")
+    ranks = [world.owner_rank(stage, owner) for stage in range(pp) for owner in range(owners)]
+    assert ranks == list(range(pp * owners)), "the members of the group in their order"

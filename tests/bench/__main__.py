@@ -37,7 +37,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", choices=("small", "wide", "gpu", "all"), default="all", help="default: all")
+    parser.add_argument("--size", choices=("small", "wide", "gpu", "gpus", "all"), default="all", help="default: all")
     parser.add_argument("--only", metavar="NAME,...", default="", help=f"some of: {', '.join(CONTESTANTS)}")
     parser.add_argument("--rounds", type=int, metavar="N", default=7, help="default: 7")
     parser.add_argument("--steps", type=int, metavar="K", default=2, help="steps a round, default: 2")
@@ -50,8 +50,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     unknown = [name for name in chosen.only if name not in CONTESTANTS]
     if unknown:
         parser.error(f"--only: no contestant {', '.join(unknown)}: there are {', '.join(CONTESTANTS)}")
-    if chosen.size == "gpu" and not torch.cuda.is_available():
-        parser.error("--size gpu: torch finds no GPU on this machine")
+    missing = SIZES[chosen.size].gpus - torch.cuda.device_count() if chosen.size != "all" else 0
+    if missing > 0:
+        parser.error(
+            f"--size {chosen.size}: no GPU here" if not torch.cuda.device_count() else "--size gpus: one GPU here"
+        )
     if chosen.readme:
         try:
             write_block(README.read_text(), "")  # told now, and not after a quarter of an hour
@@ -64,11 +67,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def sizes_of(chosen: argparse.Namespace) -> list[Size]:
-    """What is run; of all sizes a GPU's only where there is one."""
+    """What is run; of all sizes those of GPUs only where there are so many."""
     if chosen.quick:
         return [SIZES["quick"]]
-    names = ("small", "wide", "gpu") if chosen.size == "all" else (chosen.size,)
-    return [SIZES[name] for name in names if SIZES[name].device == "cpu" or torch.cuda.is_available()]
+    names = ("small", "wide", "gpu", "gpus") if chosen.size == "all" else (chosen.size,)
+    return [SIZES[name] for name in names if SIZES[name].gpus <= torch.cuda.device_count()]
 
 
 def measure(chosen: argparse.Namespace, found: Findings) -> None:

@@ -12,6 +12,7 @@ import sys
 
 import torch
 
+from raypar.actors.place import Cuda, Host, Place
 from tests.bench.contestants import CONTESTANTS, Contestant
 from tests.bench.trainer import LocalTrainer, Trainer, serve
 from tests.bench.workload import SIZES, Size, run_of
@@ -32,14 +33,21 @@ def build(contestant: Contestant, size: Size, rank: int) -> Trainer:
     if contestant.loop == "ddp":
         from tests.bench.peers.ddp import ddp
 
-        return ddp(run, size.device)
+        return ddp(run, _place(size, rank))
     if contestant.loop == "pipelining":
         from tests.bench.peers.pipeline import pipeline
 
         return pipeline(run, contestant.settings["schedule"], contestant.chunks)
     from tests.bench.peers.whole import whole_model
 
-    return LocalTrainer(whole_model(run, rank if contestant.layout == "replicas" else 0, size.device))
+    place = _place(size, rank)
+    step = whole_model(run, rank if contestant.layout == "replicas" else 0, place.device)
+    return LocalTrainer(step, place=place)
+
+
+def _place(size: Size, rank: int) -> Place:
+    """A GPU for each process of a heat of GPUs."""
+    return Cuda(rank) if size.gpus else Host()
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ class Contestant:
     limit       the contestant whose speed, less the pipeline's bubble, is as fast as this one could be
     chunks      stages a rank; 0 without a pipeline
     launched    the launch is measured too
+    gpus        the heats of so many GPUs in which it takes part; in one Ray there is room for one of raypar's layouts
     """
 
     name: str
@@ -36,15 +37,16 @@ class Contestant:
     limit: str | None = None
     chunks: int = 0
     launched: bool = False
+    gpus: tuple[int, ...] = ()
 
     @property
     def ours(self) -> bool:
         return self.loop == "raypar"
 
     def fits(self, size: Size) -> bool:
-        """Whether the size has a layer for every stage; a GPU is given to the whole model in one process only."""
-        if size.device == "cuda":
-            return self.layout == "whole" and not self.apart
+        """Whether the size has a layer for every stage, or is one of GPUs in which it takes part."""
+        if size.gpus:
+            return size.gpus in self.gpus
         return RANKS * self.chunks <= size.model.layers
 
     def ideal(self, size: Size) -> float:
@@ -56,10 +58,12 @@ class Contestant:
 _REPLICAS: dict[str, Any] = {"layout": "replicas", "limit": "pair-halves"}
 
 
-def _replicas(name: str, data_parallel: str, *, launched: bool = False) -> Contestant:
+def _replicas(
+    name: str, what: str, *, launched: bool = False, gpus: tuple[int, ...] = (), **settings: Any
+) -> Contestant:
     """raypar's replicas."""
-    settings = {"data_parallel": data_parallel}
-    return Contestant(name, f"raypar dp=2 {data_parallel}", "raypar", settings=settings, launched=launched, **_REPLICAS)
+    common: dict[str, Any] = {"settings": settings, "launched": launched, "gpus": gpus, **_REPLICAS}
+    return Contestant(name, f"raypar dp=2 {what}", "raypar", **common)
 
 
 def _pipelines(schedule: str, torchs: str, *, chunks: int = 1, launched: bool = False) -> tuple[Contestant, Contestant]:
@@ -77,13 +81,14 @@ REFERENCE = "plain"  # whose losses everybody's are held against
 CONTESTANTS = {
     contestant.name: contestant
     for contestant in (
-        Contestant(REFERENCE, "one process", "plain", "whole", launched=True),
-        Contestant("raypar-one", "raypar, one actor", "raypar", "whole", limit=REFERENCE),
-        Contestant("pair-halves", "limit of dp", "plain", "replicas", processes=2, apart=True),
-        Contestant("torch-ddp", "torch DDP", "ddp", processes=2, launched=True, **_REPLICAS),
+        Contestant(REFERENCE, "one process", "plain", "whole", launched=True, gpus=(1, 2)),
+        Contestant("raypar-one", "raypar, one actor", "raypar", "whole", limit=REFERENCE, gpus=(1,)),
+        Contestant("pair-halves", "limit of dp", "plain", "replicas", processes=2, apart=True, gpus=(2,)),
+        Contestant("torch-ddp", "torch DDP", "ddp", processes=2, launched=True, gpus=(2,), **_REPLICAS),
         Contestant("ray-train", "Ray Train, DDP", "ray-train", launched=True, **_REPLICAS),
-        _replicas("raypar-dp", "all_reduce", launched=True),
-        _replicas("raypar-ps", "parameter_server"),
+        _replicas("raypar-dp", "all_reduce", launched=True, gpus=(2,)),
+        _replicas("raypar-zero", "zero=1", zero=1),
+        _replicas("raypar-ps", "parameter_server", data_parallel="parameter_server"),
         Contestant("pair", "limit of pp", "plain", "whole", processes=2, apart=True),
         *_pipelines("gpipe", "GPipe"),
         *_pipelines("1f1b", "1F1B", launched=True),

@@ -35,10 +35,11 @@ class Buffers:
     part: Tensor
 
 
-def buffers(nbytes: int, size: int) -> Buffers:
-    """Written once, so that their pages are there."""
+def buffers(nbytes: int, group: Group) -> Buffers:
+    """Made by the group, as the trainer's are, and written once, so that their pages are there."""
     count = nbytes // 4
-    return Buffers(*(torch.empty(length).fill_(0.0) for length in (count, count, count // size)))
+    lengths = (count, count, count // group.size)
+    return Buffers(*(group.empty(length, torch.float32).fill_(0.0) for length in lengths))
 
 
 def _ping_pong(group: Group, held: Buffers, _: int) -> None:
@@ -83,11 +84,11 @@ class Member:
 
     def measure(self, op: str, nbytes: int, rounds: int) -> dict[str, list[float]]:
         """Seconds of the operation in each group, one figure a round; the groups take turns in going first."""
-        held = buffers(nbytes, self._groups["gloo"].size)
+        held = {name: buffers(nbytes, group) for name, group in self._groups.items()}
         found: dict[str, list[float]] = {name: [] for name in self._groups}
         for number in range(-1, rounds):  # the first round is not counted
             for name in sorted(self._groups, reverse=number % 2 == 0):
-                seconds = self._sample(self._groups[name], op, held)
+                seconds = self._sample(self._groups[name], op, held[name])
                 if number >= 0:
                     found[name].append(seconds)
         return found

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 _IDLE = 0.5  # a load above it disturbs what is measured
 
 
@@ -22,11 +24,16 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
+def _gpus() -> tuple[str, ...]:
+    return tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+
+
 @dataclass(frozen=True)
 class Machine:
     """Where and when a bench begins.
 
     load  processes that wanted a core, on average over the minute before
+    gpus  their names
     """
 
     date: str = field(default_factory=lambda: time.strftime("%Y-%m-%d"))
@@ -36,9 +43,11 @@ class Machine:
     python: str = field(default_factory=platform.python_version)
     torch: str = field(default_factory=lambda: version("torch"))
     ray: str = field(default_factory=lambda: version("ray"))
+    gpus: tuple[str, ...] = field(default_factory=_gpus)
 
     def __str__(self) -> str:
-        where = f"{self.date}, {self.processor}, {self.cores} cores"
+        gpus = f"{len(self.gpus)} GPUs ({self.gpus[0]})" if self.gpus else "no GPU here"
+        where = f"{self.date}, {self.processor}, {self.cores} cores, {gpus}"
         what = f"Python {self.python}, torch {self.torch}, ray {self.ray}"
         busy = f" Load {self.load:.1f} before it began: not to be published." if self.load > _IDLE else ""
         return f"{where}, {what}.{busy}"

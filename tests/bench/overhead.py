@@ -69,4 +69,5 @@ def _empty() -> rp.Run:
         microbatches=8,
         data=rp.Batches(lambda step, microbatch, dp: (nothing, nothing)),
         optim=rp.SGD(lr=1e-4),
+        device="cpu",
     )

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 import raypar as rp
 from raypar.parity import train_plainly
@@ -23,7 +24,7 @@ from tests.bench.tables import Table, write_block
 from tests.bench.trainer import LocalTrainer, serve
 from tests.bench.workload import SIZES, Size, run_of
 
-SMALL, WIDE, GPU = SIZES["small"], SIZES["wide"], SIZES["gpu"]
+SMALL, WIDE, GPU, GPUS = (SIZES[name] for name in ("small", "wide", "gpu", "gpus"))
 
 
 # --- who takes part, and what they train -----------------------------------------------------------------------------
@@ -34,6 +35,29 @@ def test_everybody_takes_part_where_the_model_has_enough_layers():
     left_out = set(CONTESTANTS) - {contestant.name for contestant in entered(WIDE)}
     assert left_out == {"torch-interleaved", "raypar-interleaved"}
     assert [contestant.name for contestant in entered(GPU)] == ["plain", "raypar-one"]
+    assert [contestant.name for contestant in entered(GPUS)] == ["plain", "pair-halves", "torch-ddp", "raypar-dp"]
+
+
+def test_a_size_says_what_everybody_computes_on():
+    assert {run_of(SMALL, "whole").device, run_of(WIDE, "replicas").device} == {"cpu"}, "also where there are GPUs"
+    assert run_of(GPU, "whole").device == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("there", "size", "says"),
+    [(0, "gpu", "no GPU here"), (0, "gpus", "no GPU here"), (1, "gpus", "one GPU here")],
+)
+def test_gpus_that_are_not_here(monkeypatch, capsys, there, size, says):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    with pytest.raises(SystemExit):
+        parse(["--size", size])
+    assert f"--size {size}: {says}" in capsys.readouterr().err
+    assert [size.name for size in sizes_of(parse([]))] == ["small", "wide", "gpu"][: 2 + there]
+
+
+def test_the_machine_says_which_gpus_are_here():
+    assert "2 cores, no GPU here, Python" in str(Machine(cores=2, gpus=()))
+    assert "2 cores, 2 GPUs (H100), Python" in str(Machine(cores=2, gpus=("H100", "H100")))
 
 
 def test_those_named_bring_their_limit_and_the_reference():
@@ -59,7 +83,7 @@ def test_the_plain_peer_trains_as_raypar_verifies(tmp_path):
     (tmp_path / "text").write_text("to be or not to be, that is the question; " * 50)
     size = Size("tiny", rp.GPT(layers=2, hidden=16, heads=2, seq=16), batch=4)
     run = replace(run_of(size, "whole"), data=rp.Text(str(tmp_path / "text"), cache=str(tmp_path)), steps=3)
-    losses = LocalTrainer(whole_model(run, 0, "cpu")).train(0, 3)
+    losses = LocalTrainer(whole_model(run, 0, torch.device("cpu"))).train(0, 3)
     assert losses == pytest.approx(train_plainly(run).losses, rel=1e-6)
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol, TextIO
 
-from raypar.actors.memory import PeakMemory
+from raypar.actors.place import Host, Place
 
 Step = Callable[[int], float | None]  # takes a step by its number; its mean loss, None where it is not known
 
@@ -28,14 +28,15 @@ class Trainer(Protocol):
 class LocalTrainer:
     """A training loop in this process."""
 
-    def __init__(self, step: Step, close: Callable[[], None] = lambda: None) -> None:
-        self._step, self._memory, self._peak = step, PeakMemory(), 0
+    def __init__(self, step: Step, close: Callable[[], None] = lambda: None, place: Place | None = None) -> None:
+        self._step, self._place, self._peak = step, place or Host(), 0
         self.close = close
 
     def train(self, first: int, steps: int) -> list[float]:
-        self._memory.reset()
+        self._place.begin()
         losses = [self._step(number) for number in range(first, first + steps)]
-        self._peak = max(self._peak, self._memory.read())
+        self._place.finish()
+        self._peak = max(self._peak, self._place.peak())
         return [loss for loss in losses if loss is not None]
 
     def peak(self) -> list[int]:

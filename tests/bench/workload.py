@@ -20,14 +20,14 @@ class Size:
     batch             samples a step, over all processes
     micro_batch_size  samples of a microbatch, in a pipeline and in one process; replicas take their half of the batch
                       as one microbatch
-    device            cpu or cuda
+    gpus              that it needs; 0 is a heat of CPUs
     """
 
     name: str
     model: rp.GPT
     batch: int = 16
     micro_batch_size: int = 2
-    device: str = "cpu"
+    gpus: int = 0
 
     @property
     def microbatches(self) -> int:
@@ -43,7 +43,8 @@ SIZES = {
     for size in (
         Size("small", rp.GPT(layers=8, hidden=256, heads=8, seq=256)),
         Size("wide", rp.GPT(layers=2, hidden=1024, heads=16, seq=16)),
-        Size("gpu", rp.GPT(layers=12, hidden=768, heads=12, seq=512), device="cuda"),
+        Size("gpu", rp.GPT(layers=12, hidden=768, heads=12, seq=512), gpus=1),
+        Size("gpus", rp.GPT(layers=12, hidden=768, heads=12, seq=512), gpus=2),
         Size("quick", rp.GPT(layers=4, hidden=64, heads=4, seq=64)),
     )
 }
@@ -68,6 +69,4 @@ def run_of(size: Size, layout: Layout, **settings: Any) -> rp.Run:
         run = replace(run, mesh=rp.Mesh(pp=RANKS))
     elif layout == "replicas":
         run = replace(run, mesh=rp.Mesh(dp=RANKS), microbatches=1, micro_batch_size=size.batch // RANKS)
-    if size.device != "cpu":
-        settings["device"] = size.device
-    return replace(run, **settings)
+    return replace(run, device="cuda" if size.gpus else "cpu", **settings)

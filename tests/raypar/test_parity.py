@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import raypar as rp
 from raypar.parity import relative_error, train_plainly
@@ -14,22 +16,25 @@ from raypar.schedules.catalog import build
 STEPS = 5
 MICROBATCHES = (1, 2, 4, 8)
 
+pytestmark = pytest.mark.usefixtures("plain_once")
+
 
 @pytest.fixture(scope="module")
-def jobs(cluster):
-    """One job a pipeline depth; the tests give its actors one run after the other."""
-    open_jobs = {}
+def job(request, cluster):
+    """A job of ``request.param`` pipeline ranks. pytest takes the tests of one depth together, so it is launched once;
+    the tests give its actors one run after the other."""
+    with rp.launch(tiny(request.param)) as job:
+        yield job
 
-    def job(pp):
-        for other in [depth for depth in open_jobs if depth != pp]:
-            open_jobs.pop(other).close()
-        if pp not in open_jobs:
-            open_jobs[pp] = rp.launch(tiny(pp))
-        return open_jobs[pp]
 
-    yield job
-    for one in open_jobs.values():
-        one.close()
+def depth(*ranks):
+    return at([(rank,) for rank in ranks])
+
+
+def at(cases, *names):
+    """The tests of cases, each of which ends with a depth. The job comes last, and all have its scope: so pytest groups
+    by it."""
+    return pytest.mark.parametrize((*names, "job"), cases, indirect=["job"], scope="module")
 
 
 def tiny(pp, **changes):
@@ -37,7 +42,8 @@ def tiny(pp, **changes):
     assert run.model.dropout > 0
     assert run.clip is not None
     assert isinstance(run.optim, rp.AdamW)
-    return replace(run, mesh=rp.Mesh(pp=pp), steps=STEPS, **changes)
+    text = rp.Text(argparse.__file__)  # opened by every actor for every run: one file and not the whole library
+    return replace(run, **{"mesh": rp.Mesh(pp=pp), "steps": STEPS, "data": text} | changes)
 
 
 def allowed(schedule, pp):
@@ -50,7 +56,7 @@ def allowed(schedule, pp):
 
 
 CASES = [
-    (pp, schedule, m)
+    (schedule, m, pp)
     for pp in (1, 2, 3, 4)
     for schedule in ("naive", "gpipe", "1f1b", "interleaved")
     for m in allowed(schedule, pp)
@@ -59,29 +65,31 @@ CASES = [
 
 def test_the_cases_cover_what_the_schedules_allow():
     assert len(CASES) == 57
-    assert {(pp, m) for pp, schedule, m in CASES if schedule == "1f1b"} == {
+    assert {(pp, m) for schedule, m, pp in CASES if schedule == "1f1b"} == {
         (p, m) for p in (1, 2, 3, 4) for m in MICROBATCHES
     }
 
 
-@pytest.mark.parametrize(("pp", "schedule", "m"), CASES)
-def test_bitwise_equal_to_one_plain_process(jobs, pp, schedule, m):
-    verdict = rp.verify(tiny(pp, schedule=schedule, microbatches=m), jobs(pp))
+@at(CASES, "schedule", "m")
+def test_bitwise_equal_to_one_plain_process(job, schedule, m):
+    verdict = rp.verify(tiny(job.run.mesh.pp, schedule=schedule, microbatches=m), job)
     assert verdict.bitwise, str(verdict)
     assert verdict.steps == STEPS
     assert verdict.weights == 93
     assert len(set(verdict.losses)) == STEPS, "a run whose loss never moves proves nothing"
 
 
+@depth(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_recomputing_changes_no_bit(jobs, schedule):
-    verdict = rp.verify(tiny(2, schedule=schedule, recompute="full"), jobs(2))
+def test_recomputing_changes_no_bit(job, schedule):
+    verdict = rp.verify(tiny(2, schedule=schedule, recompute="full"), job)
     assert verdict.bitwise, str(verdict)
 
 
+@depth(2)
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved"])
-def test_stepped_equals_compiled(jobs, schedule):
-    job, run = jobs(2), tiny(2, schedule=schedule)
+def test_stepped_equals_compiled(job, schedule):
+    run = tiny(2, schedule=schedule)
     job.reset(run)
     compiled = [job.step() for _ in range(3)]
     weights = dict(job.weights())
@@ -96,59 +104,102 @@ def test_stepped_equals_compiled(jobs, schedule):
     assert all(torch.equal(weight, weights[name]) for name, weight in job.weights())
 
 
-@pytest.mark.parametrize("pp", [2, 3])
-def test_tied_embeddings(jobs, pp):
-    run = tiny(pp)
+@depth(2, 3)
+def test_tied_embeddings(job):
+    run = tiny(job.run.mesh.pp)
     run = replace(run, model=replace(run.model, tied=True))
-    verdict = rp.verify(run, jobs(pp))
+    verdict = rp.verify(run, job)
     assert verdict.worst <= 1e-6, str(verdict)
     weights = {}
-    for name, weight in jobs(pp).weights():
+    for name, weight in job.weights():
         assert torch.equal(weights.setdefault(name, weight), weight), f"the two ends of {name} drifted apart"
 
 
+@depth(1)
 @pytest.mark.parametrize(("schedule", "bitwise"), [("1f1b", True), ("interleaved", False)])
-def test_tied_embeddings_on_one_rank_are_one_parameter(jobs, schedule, bitwise):
+def test_tied_embeddings_on_one_rank_are_one_parameter(job, schedule, bitwise):
     """In one stage autograd adds as one process does; in two, the head's gradient is added before the embedding's."""
     run = tiny(1, schedule=schedule)
     run = replace(run, model=replace(run.model, tied=True))
-    verdict = rp.verify(run, jobs(1))
+    verdict = rp.verify(run, job)
     assert verdict.bitwise == bitwise
     assert verdict.worst <= 1e-6, str(verdict)
-    assert "head.out.weight" not in dict(jobs(1).weights())
+    assert "head.out.weight" not in dict(job.weights())
 
 
-def test_the_layout_does_not_change_the_initial_weights(jobs):
-    first = {}
-    for pp, schedule in ((1, "1f1b"), (2, "1f1b"), (2, "interleaved"), (4, "1f1b")):
-        job = jobs(pp)
-        job.reset(tiny(pp, schedule=schedule))
-        weights = dict(job.weights())
-        first = first or weights
-        assert weights.keys() == first.keys()
-        assert all(torch.equal(weight, first[name]) for name, weight in weights.items())
+@depth(1)
+def test_a_stage_of_its_own_moves_nothing(job):
+    job.reset(tiny(1))
+    job.step()
+    assert job.ledger() == {"pp=0": {}}
 
 
+@at([("1f1b", 1), ("1f1b", 2), ("interleaved", 2), ("1f1b", 4)], "schedule")
+def test_the_layout_does_not_change_the_initial_weights(job, schedule):
+    run = tiny(job.run.mesh.pp, schedule=schedule)
+    job.reset(run)
+    found, wanted = dict(job.weights()), train_plainly(replace(run, steps=0)).weights
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(weight, wanted[name]) for name, weight in found.items())
+
+
+@depth(2)
 @pytest.mark.parametrize("split", ["balanced", (1, 7), (5, 3)])
-def test_any_split_of_the_layers(jobs, split):
-    verdict = rp.verify(tiny(2, split=split), jobs(2))
+def test_any_split_of_the_layers(job, split):
+    verdict = rp.verify(tiny(2, split=split), job)
     assert verdict.bitwise, str(verdict)
 
 
-def test_a_changed_weight_is_found(jobs, monkeypatch):
+@depth(2)
+def test_a_changed_weight_is_found(job, monkeypatch):
     """The comparison can fail: a plain process with another seed for dropout is not equal."""
     run = tiny(2)
     plain = train_plainly(replace(run, seed=1))
     monkeypatch.setattr("raypar.parity.train_plainly", lambda _: plain)
-    verdict = rp.verify(run, jobs(2))
+    verdict = rp.verify(run, job)
     assert not verdict.bitwise
     assert verdict.worst > 1e-3
     assert "loss of step 0" in str(verdict)
 
 
-def test_sgd_without_clipping(jobs):
-    verdict = rp.verify(tiny(2, optim=rp.SGD(lr=0.1, weight_decay=0.01), clip=None), jobs(2))
+@depth(2)
+def test_sgd_without_clipping(job):
+    verdict = rp.verify(tiny(2, optim=rp.SGD(lr=0.1, weight_decay=0.01), clip=None), job)
     assert verdict.bitwise, str(verdict)
+
+
+def mlp():
+    return [nn.Linear(6, 16), nn.Sequential(nn.Tanh(), nn.Linear(16, 16)), nn.Linear(16, 3)]
+
+
+def regression(step, microbatch, dp):
+    generator = torch.Generator().manual_seed(step * 100 + microbatch)
+    x = torch.randn(5, 6, generator=generator)
+    return x, x[:, :3].sin()
+
+
+@depth(3)
+def test_the_users_own_modules_and_loss(job):
+    run = rp.Run(
+        model=rp.Layers(mlp, loss=nn.functional.mse_loss),
+        mesh=rp.Mesh(pp=3),
+        schedule="gpipe",
+        microbatches=4,
+        data=rp.Batches(regression, validate=regression),
+        optim=rp.SGD(lr=0.3),
+        steps=STEPS,
+    )
+    verdict = rp.verify(run, job)
+    assert verdict.bitwise, str(verdict)
+    assert job.evaluate().loss < verdict.losses[0]
+    assert set(job.parameters) == {
+        "layers.0.weight",
+        "layers.0.bias",
+        "layers.1.1.weight",
+        "layers.1.1.bias",
+        "layers.2.weight",
+        "layers.2.bias",
+    }
 
 
 def test_relative_error():

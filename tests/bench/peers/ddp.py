@@ -1,4 +1,4 @@
-"""torch.nn.parallel.DistributedDataParallel over Gloo, as torchrun starts it."""
+"""torch.nn.parallel.DistributedDataParallel over Gloo, on GPUs over NCCL, as torchrun starts it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import raypar as rp
+from raypar.actors.place import Place
 from tests.bench.peers.whole import whole_model
 from tests.bench.trainer import LocalTrainer
 
 
-def ddp(run: rp.Run, device: str) -> LocalTrainer:
+def ddp(run: rp.Run, place: Place) -> LocalTrainer:
     """One of the ranks that the environment tells of (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
-    dist.init_process_group("gloo")
+    place.enter()
+    dist.init_process_group("nccl" if place.kind == "cuda" else "gloo")
 
     def wrap(module: nn.Module) -> nn.Module:
         return DistributedDataParallel(module, gradient_as_bucket_view=True)
 
-    return LocalTrainer(whole_model(run, dist.get_rank(), device, wrap), dist.destroy_process_group)
+    return LocalTrainer(whole_model(run, dist.get_rank(), place.device, wrap), dist.destroy_process_group, place)

@@ -35,7 +35,7 @@ def train_function(config: dict[str, Any]) -> None:
     def wrap(module: nn.Module) -> nn.Module:
         return prepare_model(module, parallel_strategy_kwargs={"gradient_as_bucket_view": True})
 
-    trainer = LocalTrainer(whole_model(run_of(size, "replicas"), rank, size.device, wrap))
+    trainer = LocalTrainer(whole_model(run_of(size, "replicas"), rank, torch.device("cpu"), wrap))
     with socket.create_connection(("127.0.0.1", config["port"])) as connection, connection.makefile("rw") as lines:
         serve(trainer, lines, lines)
 

@@ -17,7 +17,9 @@ from tests.bench.trainer import Step
 from tests.bench.workload import batches_of
 
 
-def whole_model(run: rp.Run, dp: int, device: str, wrap: Callable[[nn.Module], nn.Module] | None = None) -> Step:
+def whole_model(
+    run: rp.Run, dp: int, device: torch.device, wrap: Callable[[nn.Module], nn.Module] | None = None
+) -> Step:
     """Training steps of one replica, the ``dp``-th: gradients accumulated over the microbatches, clipped, AdamW.
 
     ``wrap`` makes the model a replica of several, which average their gradients in the last microbatch's backward.
@@ -31,16 +33,16 @@ def whole_model(run: rp.Run, dp: int, device: str, wrap: Callable[[nn.Module], n
 
     def step(number: int) -> float:
         optimizer.zero_grad()
-        total = 0.0
+        losses = []
         for microbatch in range(run.microbatches):
             alone = wrap is not None and microbatch < run.microbatches - 1
             with replica.no_sync() if alone else nullcontext():
                 tokens, labels = batches.train(number, microbatch, dp)
                 loss = model.loss((replica(tokens.to(device)),), (labels.to(device),))
                 (loss / run.microbatches).backward()
-            total += loss.item()
+            losses.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(module.parameters(), run.clip or math.inf)
         optimizer.step()
-        return total / run.microbatches
+        return sum(loss.item() for loss in losses) / run.microbatches  # read at the end: on a GPU that waits
 
     return step

@@ -1,0 +1,180 @@
+"""Where an actor computes: on CPUs, or on a GPU. What differs between them is said here, so that nobody else asks."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from raypar.actors.memory import PeakMemory
+from raypar.actors.models.model import Values
+from raypar.actors.plan import DeviceKind, Span
+
+
+class Place(ABC):
+    """What an actor computes on.
+
+    kind    as a plan spells it
+    device  where its tensors are
+    ahead   receives that are posted before their turn: their peer need not wait to be asked
+    """
+
+    kind: DeviceKind
+    device: torch.device
+    ahead: int
+
+    @abstractmethod
+    def enter(self) -> None:
+        """Let the calling thread compute here; an actor's calls come on any thread."""
+
+    @abstractmethod
+    def to(self, values: Values) -> Values:
+        """Values that were made on the host, here."""
+
+    @abstractmethod
+    def settle(self, modules: Iterable[nn.Module]) -> None:
+        """Move modules that were made on the host here, in place."""
+
+    @abstractmethod
+    def seed(self, seed: int) -> None:
+        """Seed what layers draw from."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Open a step: its marks and its peak of memory."""
+
+    @abstractmethod
+    def mark(self) -> float:
+        """This moment, for ``seconds``: on a GPU that at which it has done what it was given so far."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until everything is computed; from now on ``seconds`` and ``spans`` know every mark of the step."""
+
+    @abstractmethod
+    def seconds(self, mark: float) -> float:
+        """When a mark was: seconds of this machine's clock."""
+
+    @abstractmethod
+    def spans(self, marked: list[Span]) -> list[Span]:
+        """Spans between marks as spans of time."""
+
+    @abstractmethod
+    def peak(self) -> int:
+        """The most bytes that were held since ``begin``."""
+
+
+class Host(Place):
+    """This machine's CPUs. What is done is done when the call returns, so a mark is the time itself."""
+
+    kind: DeviceKind = "cpu"
+    device = torch.device("cpu")
+    ahead = 2
+    mark = staticmethod(time.perf_counter)  # without a call in between: it is asked twice an action
+
+    def __init__(self) -> None:
+        self._memory = PeakMemory()
+
+    def enter(self) -> None:
+        """Every thread computes here."""
+
+    def to(self, values: Values) -> Values:
+        return values
+
+    def settle(self, modules: Iterable[nn.Module]) -> None:
+        """They are here."""
+
+    def seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    def begin(self) -> None:
+        self._memory.reset()
+
+    def finish(self) -> None:
+        """It is computed."""
+
+    def seconds(self, mark: float) -> float:
+        return mark
+
+    def spans(self, marked: list[Span]) -> list[Span]:
+        return marked
+
+    def peak(self) -> int:
+        return self._memory.read()
+
+
+class Cuda(Place):
+    """A GPU. The host hands it work and goes on, so marks are events in its stream, timed when a step is over.
+
+    index  among the GPUs that this process sees; Ray shows an actor its own only
+    """
+
+    kind: DeviceKind = "cuda"
+    ahead = 1  # a posted receive holds multiprocessors until it is over
+
+    def __init__(self, index: int = 0) -> None:
+        self.device = torch.device("cuda", index)
+        self._generator = self._demand_gpu(index)
+        self._marks: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+
+    def enter(self) -> None:
+        torch.cuda.set_device(self.device)
+
+    def to(self, values: Values) -> Values:
+        return tuple([value if value.device == self.device else self._moved(value) for value in values])
+
+    def settle(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            module.to(self.device)
+
+    def seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)  # layers may draw on the host, too
+        self._generator.manual_seed(seed)
+
+    def begin(self) -> None:
+        self._marks, self._times = [], []
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def mark(self) -> float:
+        self._marks.append(self._event())
+        return float(len(self._marks) - 1)
+
+    def finish(self) -> None:
+        now = self._event()
+        now.synchronize()
+        end = time.perf_counter()
+        self._times = [end - mark.elapsed_time(now) / 1e3 for mark in self._marks]
+
+    def seconds(self, mark: float) -> float:
+        return self._times[int(mark)]
+
+    def spans(self, marked: list[Span]) -> list[Span]:
+        return [span._replace(start=self.seconds(span.start), end=self.seconds(span.end)) for span in marked]
+
+    def peak(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self.device))
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _moved(self, value: torch.Tensor) -> torch.Tensor:
+        """From pinned memory a copy waits for nothing that the GPU still has to do."""
+        return (value.pin_memory() if value.device.type == "cpu" else value).to(self.device, non_blocking=True)
+
+    def _demand_gpu(self, index: int) -> torch.Generator:
+        """The generator of the GPU; raises RuntimeError if there is none."""
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"torch {torch.__version__} finds no GPU in this process: see its CUDA build and driver")
+        torch.cuda.init()
+        return torch.cuda.default_generators[index]
+
+
+def place_of(kind: DeviceKind) -> Place:
+    """The place of this process for a kind of device; raises RuntimeError if it has none."""
+    return Cuda() if kind == "cuda" else Host()

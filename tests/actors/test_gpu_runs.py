@@ -1,0 +1,177 @@
+"""Runs on GPUs, without one: on a device of torch's that is pretended, and over NCCL played by threads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from raypar.actors.group import GroupError
+from raypar.actors.plan import ActionError
+from raypar.actors.specs import AdamW
+from raypar.actors.transport import nccl
+from raypar.actors.transport.local_group import LocalGroup, LocalHub, local_groups
+from raypar.actors.transport.nccl import NcclGroup
+from tests.actors.team import Team, linears
+from tests.gpu import fakes
+from tests.gpu.ops import together
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+CLOSE = 2e-6  # relative; attention has another kernel for the pretended device
+
+
+# --- on a device of its own ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pretended():
+    """What tests/gpu/pretend.py found; a process of its own, for it registers a device."""
+    done = subprocess.run([sys.executable, "-m", "tests.gpu.pretend"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_no_tensor_of_the_host_meets_one_of_the_device_and_every_bit_is_the_cpus(pretended):
+    assert len(pretended["differences"]) == 11
+    for layout, (worst, misplaced) in pretended["differences"].items():
+        assert worst <= (CLOSE if "gpt" in layout else 0.0), layout
+        assert not misplaced, layout
+
+
+def test_recomputing_draws_the_same_dropout(pretended):
+    assert pretended["recomputed"]
+
+
+def test_the_host_waits_for_nothing_before_the_end_of_a_step(pretended):
+    """Of one rank: it reads its losses, and then the norms."""
+    reads = pretended["reads"]
+    assert reads.pop("STEP") == 2
+    assert len(reads) == 8
+    assert set(reads.values()) == {0}
+
+
+def test_what_is_measured(pretended):
+    assert pretended["times"] == {"within": True, "buckets": 8, "busy": True, "overlap": True, "peak": 12345}
+
+
+# --- over NCCL -------------------------------------------------------------------------------------------------------
+
+
+class NcclTeam(Team):
+    """A Team whose groups are torch's NCCL groups, and CPU groups beside them."""
+
+    def _groups(self):
+        for rank in range(self.world.size):
+            for _, axis, name, members in self.world.memberships(rank):
+                if members[0] == rank:
+                    yield name, self._nccl(axis, len(members))
+
+    def _nccl(self, axis, size):
+        hosts, store = local_groups(axis, size, 10.0), dist.HashStore()
+
+        def member(rank):
+            return NcclGroup("g", axis, rank, size, 10.0, store=store, device=CPU, host=hosts[rank])
+
+        return together(size, member)
+
+    def close(self):
+        for members in self.groups.values():
+            for group in members:
+                group.abort()
+
+
+@pytest.fixture
+def over_nccl(monkeypatch):
+    """Makes NcclTeams, and closes them."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", fakes.FakeProcessGroup, raising=False)
+    for name in nccl._ENVIRONMENT:
+        monkeypatch.setenv(name, "as it was")
+    teams = []
+
+    def make(*args, **changes):
+        teams.append(NcclTeam(*args, **changes))
+        return teams[-1]
+
+    yield make
+    for team in teams:
+        team.close()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp": 3},
+        {"pp": 2, "schedule": "interleaved"},
+        {"pp": 2, "dp": 2, "clip": 0.5},
+        {"pp": 2, "dp": 2, "zero": 1, "optim": AdamW(lr=0.01)},
+        {"pp": 1, "dp": 2, "data_parallel": "parameter_server"},
+    ],
+)
+def test_edges_without_tags_bring_everything_where_it_belongs(over_nccl, layout):
+    ours, theirs = over_nccl(linears(6), **layout), Team(linears(6), **layout)
+    for team in (ours, theirs):
+        for number in range(2):
+            team.step(number)
+    other = theirs.weights()
+    assert all(torch.equal(weight, other[name]) for name, weight in ours.weights().items())
+
+
+def test_the_edges_of_a_run_are_connected_before_its_first_step(over_nccl):
+    team = over_nccl(linears(6), 3)
+    before = [set(group._edges) for group in team.groups["pp/0"]]
+    assert before == [{(0, 1), (1, 0)}, {(0, 1), (1, 0), (1, 2), (2, 1)}, {(1, 2), (2, 1)}], "and no more than those"
+    team.step(0)
+    assert [set(group._edges) for group in team.groups["pp/0"]] == before
+
+
+def test_what_the_host_needs_at_once_goes_through_the_host(over_nccl):
+    team = over_nccl(linears(4), 2, dp=2)
+    team.step(0)
+    norms = team.groups["pp/0"][0].host.ledger.entries()["pp", "all_reduce"]
+    assert norms.calls == 1
+    assert ("pp", "all_reduce") not in team.groups["pp/0"][0].ledger.entries()
+    assert ("pp", "send shapes") in team.groups["pp/0"][0].host.ledger.entries()
+
+
+class Doubtful(LocalGroup):
+    """As on a GPU: waits succeed, and only ``synchronize`` knows that an op has failed."""
+
+    fails = False
+
+    def synchronize(self, timeout=None):
+        if self.fails:
+            raise self.fault("all_reduce", None, "the peer is gone")
+
+
+@pytest.mark.parametrize("mode", [{}, {"zero": 1}, {"data_parallel": "parameter_server"}])
+def test_what_a_failed_transfer_left_reaches_no_weight(mode):
+    class DoubtfulTeam(Team):
+        def _groups(self):
+            for name, members in super()._groups():
+                hub = LocalHub()
+                yield name, [Doubtful(hub, one.axis, one.rank, one.size, 5.0) for one in members]
+
+    team = DoubtfulTeam(linears(4), 1, dp=2, **mode)
+    team.step(0)
+    before = team.weights()
+    for members in team.groups.values():
+        for group in members:
+            group.fails = True
+    errors = team.each(lambda actor: actor.run("train", 1))
+    assert all(isinstance(error, ActionError) and error.secondary for error in errors)
+    assert "the peer is gone" in {error.reason for error in errors}
+    assert all(torch.equal(weight, before[name]) for name, weight in team.weights().items())
+
+
+def test_a_gpu_group_takes_its_cpu_group_with_it(over_nccl):
+    team = over_nccl(linears(4), 2)
+    group = team.groups["pp/0"][0]
+    group.abort()
+    with pytest.raises(GroupError, match="closed after an earlier fault"):
+        group.host.barrier()

@@ -1,0 +1,64 @@
+"""ZeRO stage 1: each replica updates its own part of the weights; what is computed is in test_replicas."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from raypar.actors.specs import AdamW
+from tests.actors.team import Team, linears
+from tests.actors.test_replicas import agrees
+
+ELEMENT = 4  # bytes of fp32
+
+
+def owned(worker):
+    """The names of the weights that a worker's optimizer updates."""
+    ours = {id(parameter): name for name, parameter in worker._parameters.items()}
+    optimizer = worker._parts.update._updater._optimizer
+    groups = optimizer.param_groups if optimizer else []
+    return {ours[id(parameter)] for group in groups for parameter in group["params"]}
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 2), (1, 3), (2, 3)])
+def test_each_weight_has_one_owner_and_its_gradient_and_state_are_there_alone(pp, dp):
+    team = Team(linears(6), pp, 2, dp=dp, zero=1, optim=AdamW(lr=0.01))
+    team.step(0)
+    for stage in range(pp):
+        replicas = [team.all[rank] for rank in team.world.replicas_of(stage)]
+        shares = [owned(worker) for worker in replicas]
+        assert set.union(*shares) == set(replicas[0].shapes())
+        assert sum(map(len, shares)) == len(replicas[0].shapes()), "a weight has two owners"
+        assert all(shares), "a replica has nothing to do"
+        for worker, share in zip(replicas, shares, strict=True):
+            assert {name for name in worker.shapes() if worker.gradient(name) is not None} == share
+            states = worker._parts.update._updater._optimizer.state
+            assert len(states) == len(share)
+
+
+@pytest.mark.parametrize("dp", [2, 3])
+def test_it_moves_what_an_all_reduce_does(dp):
+    """All replicas together: every gradient (and its bucket's places) dp - 1 times, and every weight as often."""
+    team = Team(linears(4), 1, 4, dp=dp, zero=1, bucket_mb=1e-4)
+    weights, tensors = 4 * (16 + 4), 4 * 2
+    before = team.ledger("dp")
+    team.step(0)
+    moved = {"reduce": 0, "broadcast": 0}
+    for old, new in zip(before, team.ledger("dp"), strict=True):
+        assert new.get("all_reduce", (0, 0))[1] - old.get("all_reduce", (0, 0))[1] < 2 * 4 * (tensors + 2), "only norms"
+        for op in moved:
+            moved[op] += new[op][1] - old.get(op, (0, 0))[1]
+    ballot = 3 * 8
+    assert moved["reduce"] == (dp - 1) * ((weights + tensors) * ELEMENT + ballot)
+    assert moved["broadcast"] == (dp - 1) * weights * ELEMENT
+
+
+def test_more_replicas_than_weights():
+    agrees(Team(lambda: [nn.Linear(4, 4, bias=False)], 1, 2, dp=3, zero=1))
+
+
+def test_without_replicas_it_changes_nothing():
+    team = Team(linears(2), 2, 2, zero=1)
+    assert not team.world.sharded
+    agrees(team, bound=0.0)
+    assert not team.ledger("mesh")[0]

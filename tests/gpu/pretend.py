@@ -1,0 +1,234 @@
+"""A GPU that is none: a device of torch's whose tensors are CPU tensors behind a wall.
+
+    python -m tests.gpu.pretend
+
+Whatever mixes them with tensors of the host raises, as CUDA does, and whatever brings a number to the host is counted:
+a GPU's host would wait for it. The numbers are the CPU's own, so that runs can be compared bit by bit. A device is
+registered for the life of a process, so this is a program; tests/actors/test_gpu_runs.py looks at what it says.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import types
+from dataclasses import replace
+
+import torch
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_iter, tree_map
+
+import raypar as rp
+from raypar.actors.place import Cuda
+from raypar.actors.transport.staged import StagedGroup
+from tests.actors.team import Team, linears
+
+CPU = torch.device("cpu")
+COPIES = ("aten::_to_copy", "aten::copy_")
+
+
+class Pretended(torch.Tensor):
+    """A tensor on the device; ``raw`` holds its numbers."""
+
+    @staticmethod
+    def __new__(cls, raw):
+        place = {"strides": raw.stride(), "storage_offset": raw.storage_offset(), "dtype": raw.dtype}
+        return torch.Tensor._make_wrapper_subclass(cls, raw.shape, device=DEVICE, **place)
+
+    def __init__(self, raw):
+        self.raw = raw
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return call(func, args, kwargs or {})
+
+    @property
+    def data(self):
+        return super().data
+
+    @data.setter
+    def data(self, value):
+        self.raw = value.raw
+
+    def data_ptr(self):
+        return self.raw.data_ptr()
+
+    def tolist(self):
+        READS.append("tolist")
+        return self.raw.tolist()
+
+
+def call(func, args, kwargs):
+    """An op of which something is, or will be, on the device."""
+    given = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
+    ours = {id(value.raw): value for value in given if isinstance(value, Pretended)}
+    if func._schema.name not in COPIES and ours and any(not isinstance(v, Pretended) and v.dim() for v in given):
+        raise RuntimeError(f"{func}: tensors on two devices")
+    to_host = kwargs.get("device", DEVICE) == CPU or (
+        func._schema.name == COPIES[1] and not isinstance(args[0], Pretended)
+    )
+    if ours and (to_host or func._schema.name == "aten::_local_scalar_dense"):
+        READS.append(str(func))
+    kwargs = {key: CPU if key == "device" else value for key, value in kwargs.items() if key != "pin_memory"}
+    out = func(*tree_map(bare, args), **tree_map(bare, kwargs))
+    if to_host:
+        return out
+
+    def wrapped(value):
+        return ours[id(value)] if id(value) in ours else Pretended(value)
+
+    out = tree_map(lambda value: wrapped(value) if isinstance(value, torch.Tensor) else value, out)
+    return return_and_correct_aliasing(func, args, kwargs, out) if ours else out
+
+
+def bare(value):
+    return value.raw if isinstance(value, Pretended) else value
+
+
+backend_registration._setup_privateuseone_for_python_backend("pretended")
+DEVICE, READS = torch.device("pretended", 0), []
+LIBRARY = torch.library.Library("_", "IMPL")
+LIBRARY.fallback(lambda op, *args, **kwargs: call(op, args, kwargs), "PrivateUse1")
+
+
+class Event:
+    """A moment of a stream that is always at its end."""
+
+    def __init__(self, enable_timing=False):
+        assert enable_timing
+
+    def record(self, stream):
+        self.at = time.perf_counter()
+
+    def synchronize(self):
+        READS.append("synchronize")
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.at - self.at)
+
+
+torch.cuda.Event = Event
+torch.cuda.set_device = lambda device: None
+torch.cuda.current_stream = lambda device: None
+torch.cuda.reset_peak_memory_stats = lambda device: None
+torch.cuda.max_memory_allocated = lambda device: 12345
+
+
+class Place(Cuda):
+    """As on a GPU, and it notes what was read in which action."""
+
+    def __init__(self):
+        self.device, self.log = DEVICE, []
+        self._generator = types.SimpleNamespace(manual_seed=torch.default_generator.manual_seed)
+
+    def _moved(self, value):
+        return value.to(self.device, non_blocking=True)
+
+    def mark(self):
+        self.log.append(len(READS))
+        return super().mark()
+
+
+class PretendedTeam(Team):
+    """A Team on the device; its groups go through the host."""
+
+    def _told(self, plans, actor):
+        actor._place = Place()
+        plan, groups = super()._told(plans, actor)
+        return replace(plan, device="cuda"), {key: StagedGroup(group, DEVICE) for key, group in groups.items()}
+
+
+def gpt(**changes):
+    """A small GPT: its attention has another kernel for the device, which adds up in another order."""
+    fields = {"layers": 4, "hidden": 16, "heads": 2, "seq": 8, "vocab": 32}
+
+    def fn(step, microbatch, dp):
+        generator = torch.Generator().manual_seed(1000 * step + 10 * microbatch + dp)
+        ids = torch.randint(0, 32, (2, 9), generator=generator)
+        return ids[:, :-1], ids[:, 1:]
+
+    return {"model": rp.GPT(**(fields | changes)), "data": fn}
+
+
+LAYOUTS = {
+    "pp=1": {"pp": 1},
+    "pp=2": {"pp": 2, "optim": rp.AdamW(lr=0.01)},
+    "pp=2 interleaved": {"pp": 2, "schedule": "interleaved"},
+    "pp=2 recomputed": {"pp": 2, "schedule": "gpipe", "recompute": "full"},
+    "dp=2": {"pp": 1, "dp": 2, "bucket_mb": 1e-4},
+    "pp=2 dp=2": {"pp": 2, "dp": 2, "clip": 0.5, "optim": rp.AdamW(lr=0.01)},
+    "pp=2 dp=2 zero": {"pp": 2, "dp": 2, "clip": 0.5, "optim": rp.AdamW(lr=0.01), "zero": 1},
+    "servers": {"pp": 2, "dp": 2, "data_parallel": "parameter_server"},
+    "gpt": {"pp": 2, **gpt()},
+    "gpt tied": {"pp": 2, "dp": 2, **gpt(tied=True)},
+    "gpt tied, servers": {"pp": 2, "dp": 2, "data_parallel": "parameter_server", **gpt(tied=True)},
+}
+
+
+def outcome(kind, layout):
+    """What a team does in two steps and an evaluation, and the team."""
+    team = kind(linears(), **layout)
+    return [*team.step(0), *team.step(1), *team.step(0, "evaluate")], team
+
+
+def compare(layout):
+    """The largest relative difference between a layout on the device and the same on CPUs; what is in a wrong place."""
+    (theirs, there), (ours, here) = outcome(Team, layout), outcome(PretendedTeam, layout)
+    worst, wrong = 0.0, []
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.counts, one.in_flight) == (other.counts, other.in_flight)
+        numbers = [(*result.losses, result.grad_norm or 0.0) for result in (one, other)]
+        worst = max(worst, error(*map(torch.tensor, numbers)))
+    for mine, other in ((here.weights(), there.weights()), (here.gradients(), there.gradients())):
+        assert set(mine) == set(other)
+        worst = max(worst, *(error(value, other[name]) for name, value in mine.items()))
+        wrong += [f"{name} is not on the host" for name, value in mine.items() if isinstance(value, Pretended)]
+    for actor in here.all:
+        wrong += [f"{name} is not on the device" for name, p in actor._parameters.items() if p.device != DEVICE]
+    return worst, wrong
+
+
+def error(one, other):
+    """Norm of the difference over the norm."""
+    return 0.0 if torch.equal(one, other) else ((one - other).norm() / other.norm()).item()
+
+
+def recomputed():
+    """Whether a forward that is run again draws the same dropout."""
+    layout = {"pp": 1, **gpt(dropout=0.5)}
+    (_, kept), (_, again) = (outcome(PretendedTeam, layout | {"recompute": how}) for how in ("none", "full"))
+    return all(torch.equal(value, kept.weights()[name]) for name, value in again.weights().items())
+
+
+def reads(layout):
+    """What the host read, by the action in which it did, of a second step of one rank."""
+    _, team = outcome(PretendedTeam, layout)
+    (worker,) = team.workers
+    worker._place.log.clear()
+    READS.clear()
+    team.step(2)
+    marks = worker._place.log
+    return {str(span.action): marks[2 * i + 1] - marks[2 * i] for i, span in enumerate(worker.events())}
+
+
+def times():
+    """Spans and memory as they are reported."""
+    _, team = outcome(PretendedTeam, LAYOUTS["dp=2"])
+    before = time.perf_counter()
+    results = team.step(2)
+    spans = [span for worker in team.workers for span in worker.events()]
+    return {
+        "within": all(before <= span.start <= span.end <= time.perf_counter() for span in spans),
+        "buckets": sum(span.bucket is not None for span in spans),
+        "busy": all(0 < result.busy <= result.span for result in results),
+        "overlap": all(0 <= result.overlap <= 1 for result in results),
+        "peak": results[0].peak_memory,
+    }
+
+
+if __name__ == "__main__":
+    found = {"differences": {name: compare(layout) for name, layout in LAYOUTS.items()}}
+    found |= {"recomputed": recomputed(), "reads": reads({"pp": 1, **gpt()}), "times": times()}
+    json.dump(found, sys.stdout)

@@ -1,0 +1,95 @@
+"""Whole runs on GPUs: those of this machine, shared where they are fewer than actors."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import raypar as rp
+from raypar.parity import relative_error, train_plainly
+
+MESHES = [rp.Mesh(), rp.Mesh(pp=2), rp.Mesh(dp=2), rp.Mesh(pp=2, dp=2)]
+CPU_CLOSE = 1e-4  # relative: a CPU's kernels add up in another order than a GPU's, and SGD makes no more of it
+
+
+def tiny(mesh, **changes):
+    return rp.recipe("gpt-tiny", mesh=mesh, device="cuda", steps=3, **changes)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_layout_computes_what_one_process_does_on_its_gpu(cluster, mesh):
+    """With dropout, which both draw alike; within 1e-5, weights 1e-2: see Verdict."""
+    verdict = rp.verify(tiny(mesh))
+    assert verdict.ok, str(verdict)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"recompute": "full"}, {"data_parallel": "parameter_server"}, {"zero": 1}, {"schedule": "interleaved"}]
+)
+def test_other_ways_to_train(cluster, changes):
+    verdict = rp.verify(tiny(rp.Mesh(pp=2, dp=2), **changes))
+    assert verdict.ok, str(verdict)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_gpu_computes_what_a_cpu_does(cluster, mesh):
+    model = rp.GPT(layers=8, hidden=32, heads=4, seq=32)
+    run = tiny(mesh, model=model, optim=rp.SGD(lr=0.1))
+    plain = train_plainly(rp.recipe("gpt-tiny", mesh=mesh, model=model, optim=run.optim, steps=3, device="cpu"))
+    with rp.launch(run) as job:
+        losses = [report.loss for report in job.train()]
+        weights = dict(job.weights())
+    assert losses == pytest.approx(plain.losses, rel=CPU_CLOSE)
+    assert max(relative_error(weights[name], weight) for name, weight in plain.weights.items()) < CPU_CLOSE
+
+
+def test_what_is_reported_and_what_comes_back(cluster):
+    with rp.launch(tiny(rp.Mesh(pp=2, dp=2))) as job:
+        report = [job.step() for _ in range(3)][-1]
+        assert job.device == "cuda"
+        assert 0 <= report.bubble < 1
+        assert report.overlap is not None
+        assert all(peak > 0 for peak in report.peak_memory)
+        timeline = job.timeline()
+        assert all(event.end >= event.start for event in timeline.events)
+        name = "blocks.3.mlp.up.weight"
+        assert {job.param(name).device.type, job.grad(name).device.type} == {"cpu"}
+        assert job.evaluate(1).tokens > 0
+
+
+def test_a_stepped_step_is_a_compiled_one(cluster):
+    with rp.launch(tiny(rp.Mesh(pp=2))) as job:
+        compiled = job.step().loss
+        job.reset(job.run)
+        assert job.stepper().finish().loss == pytest.approx(compiled, rel=1e-6)
+
+
+@pytest.mark.parametrize("mesh", [rp.Mesh(pp=2), rp.Mesh(dp=2)], ids=str)
+def test_an_actor_that_dies_ends_the_job_soon(cluster, mesh):
+    with rp.launch(tiny(mesh, timeout=30.0)) as job:
+        job.step()
+        cluster.kill(job._handles[1])
+        start = time.monotonic()
+        with pytest.raises(rp.JobError, match="died"):
+            job.step()
+        assert time.monotonic() - start < 30
+
+
+def test_an_actor_that_hangs_ends_the_job_at_its_deadline(cluster):
+    class Sleeper(nn.Linear):
+        def forward(self, x):
+            time.sleep(60 * self.training)
+            return super().forward(x)
+
+    def batch(step, microbatch, dp):
+        return torch.ones(2, 4), torch.ones(2, 4)
+
+    layers = rp.Layers(lambda: [nn.Linear(4, 4), Sleeper(4, 4)], loss=nn.functional.mse_loss)
+    run = rp.Run(model=layers, mesh=rp.Mesh(pp=2), data=rp.Batches(batch), device="cuda", timeout=3.0)
+    start = time.monotonic()
+    with rp.launch(run) as job, pytest.raises(rp.JobError):
+        job.step()
+    assert time.monotonic() - start < 60

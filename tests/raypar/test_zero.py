@@ -1,0 +1,60 @@
+"""ZeRO on real actors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import raypar as rp
+
+
+def tiny(**changes):
+    fields = {"mesh": rp.Mesh(pp=2, dp=2), "steps": 3, "bucket_mb": 0.05, "zero": 1}
+    return replace(rp.recipe("gpt-tiny"), **(fields | changes))
+
+
+@pytest.fixture(scope="module")
+def job(cluster):
+    with rp.launch(tiny()) as job:
+        yield job
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_one_microbatch_a_replica_is_bitwise(job, schedule):
+    verdict = rp.verify(tiny(schedule=schedule, microbatches=1), job)
+    assert verdict.bitwise, str(verdict)
+    assert verdict.weights == 93
+
+
+def test_tied_weights_whose_ends_have_owners_in_different_replicas(job):
+    run = tiny(schedule="interleaved", microbatches=2)
+    verdict = rp.verify(replace(run, model=replace(run.model, tied=True)), job)
+    assert verdict.ok, str(verdict)
+
+
+def test_a_gradient_comes_from_the_owner_of_its_weight(job):
+    job.reset(tiny())
+    clipped = min(job.run.clip, job.step().grad_norm)
+    norms = {name: job.grad(name).norm() for name in job.parameters}
+    total = sum(float(norm) ** 2 for norm in norms.values()) ** 0.5
+    assert total == pytest.approx(clipped, rel=1e-5), "a gradient is missing, or is there twice"
+
+
+def test_a_job_can_not_change_it(job):
+    with pytest.raises(rp.ConfigError, match=r"zero 1 must stay"):
+        job.reset(tiny(zero=0))
+
+
+def test_servers_hold_the_optimizer_already():
+    with pytest.raises(rp.ConfigError) as caught:
+        rp.launch(tiny(data_parallel="parameter_server"))
+    assert caught.value.faults == [
+        "zero is 1, but data_parallel is 'parameter_server': servers hold the optimizer, set zero to 0"
+    ]
+
+
+@pytest.mark.parametrize("zero", [2, -1, "1"])
+def test_there_are_stages_0_and_1(zero):
+    with pytest.raises(rp.ConfigError, match="zero"):
+        rp.launch(tiny(zero=zero))
