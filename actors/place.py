@@ -19,12 +19,10 @@ class Place(ABC):
 
     kind    as a plan spells it
     device  where its tensors are
-    ahead   receives that are posted before their turn: their peer need not wait to be asked
     """
 
     kind: DeviceKind
     device: torch.device
-    ahead: int
 
     @abstractmethod
     def enter(self) -> None:
@@ -41,6 +39,13 @@ class Place(ABC):
     @abstractmethod
     def seed(self, seed: int) -> None:
         """Seed what layers draw from."""
+
+    @abstractmethod
+    def ahead(self, *, rehearsed: bool) -> int:
+        """How many receives are posted before their turn, so that their peer need not wait to be asked.
+
+        rehearsed  whether the same actions were performed before
+        """
 
     @abstractmethod
     def begin(self) -> None:
@@ -72,7 +77,6 @@ class Host(Place):
 
     kind: DeviceKind = "cpu"
     device = torch.device("cpu")
-    ahead = 2
     mark = staticmethod(time.perf_counter)  # without a call in between: it is asked twice an action
 
     def __init__(self) -> None:
@@ -89,6 +93,9 @@ class Host(Place):
 
     def seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
+
+    def ahead(self, *, rehearsed: bool) -> int:
+        return 2
 
     def begin(self) -> None:
         self._memory.reset()
@@ -113,7 +120,6 @@ class Cuda(Place):
     """
 
     kind: DeviceKind = "cuda"
-    ahead = 1  # a posted receive holds multiprocessors until it is over
 
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
@@ -134,6 +140,11 @@ class Cuda(Place):
     def seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)  # layers may draw on the host, too
         self._generator.manual_seed(seed)
+
+    def ahead(self, *, rehearsed: bool) -> int:
+        """One holds multiprocessors until it is over. None before every kernel was used once: to load one, CUDA waits
+        for what runs, a receive among it, and two ranks could wait for each other."""
+        return int(rehearsed)
 
     def begin(self) -> None:
         self._marks, self._times = [], []

@@ -65,6 +65,7 @@ class Worker(Member):
             name: Courier(groups.get("pp"), schedule.placement, schedule.num_microbatches)
             for name, schedule in plan.programs.items()
         }
+        self._rehearsed: set[ProgramName] = set()  # programs that were run once
         self._held: dict[Action, Values] = {}  # what an action provided and another one still needs
         self._sources: dict[Action, tuple[Action, ...]] = {}  # whose values an action takes; the same in every step
         self._connect(part.ties)
@@ -76,11 +77,13 @@ class Worker(Member):
         self._demand_current(epoch)
         self.begin(program, step)
         receives = self._receives()
-        self._expect(islice(receives, self._place.ahead))
+        ahead = self._place.ahead(rehearsed=program in self._rehearsed)
+        self._expect(islice(receives, ahead))
         for action in self._row:
             self.perform(action)
-            if action.op in RECVS:
+            if ahead and action.op in RECVS:
                 self._expect(islice(receives, 1))
+        self._rehearsed.add(program)
         return self.end()
 
     def begin(self, program: ProgramName, step: int) -> None:

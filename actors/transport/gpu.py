@@ -98,7 +98,10 @@ class GpuGroup(Group):
 
         Raises GroupError.
         """
-        for edge in sorted(edges):  # in one order everywhere, so nobody waits in a circle
+        ordered = sorted(edges)  # in one order everywhere, so nobody waits in a circle
+        if ordered and self.host is not self:
+            self.host.barrier().wait()  # NCCL can't be interrupted while it waits for somebody who does not come
+        for edge in ordered:
             if self.rank in edge:
                 peer = edge[0] if edge[1] == self.rank else edge[1]
                 try:

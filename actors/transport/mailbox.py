@@ -97,10 +97,11 @@ class Mailbox:
 
     # --- for the steps of a flow ---
 
-    def post(self, channel: int, total: int, part: Tensor, peers: Iterable[int]) -> None:
+    def post(self, channel: int, total: int, part: Tensor, peers: Iterable[int], *, ring: bool = True) -> None:
         """Give the peers a piece of what is ``total`` bytes in all.
 
         It may change as soon as it is ``given``: at once, unless it is of a window and so large that it is read there.
+        Then who has read it rings; not needed (``ring``) if what he posts next says so too.
         """
         if part.stride(0) != 1:  # of a single element, which is contiguous with any stride
             part = part.as_strided(part.shape, (1,))
@@ -113,9 +114,10 @@ class Mailbox:
                 return
             window = self._pool.window_of(data)
             slab, start = (window, data.data_ptr() - window.data.data_ptr()) if window else self._pool.put(data)
+            awaited = ring and window is not None
             for peer in peers:
                 slab.lend(peer)
-                self._links[peer].lend(channel, total, slab, start, count, self._pool.fd(slab), window is not None)
+                self._links[peer].lend(channel, total, slab, start, count, self._pool.fd(slab), awaited)
 
     def have(self, channel: int, peers: Iterable[int]) -> bool:
         """Whether each of the peers has posted a piece that was not taken yet."""

@@ -38,7 +38,7 @@ def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, ch
     def give(k: int) -> None:
         for peer in others:
             part = share(k, peer)
-            box.post(given, nbytes(part), part, [peer])
+            box.post(given, nbytes(part), part, [peer], ring=False)
 
     def reduce(k: int) -> None:
         own = share(k, rank)

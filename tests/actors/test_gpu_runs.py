@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from raypar.actors.courier import Courier
 from raypar.actors.group import GroupError
+from raypar.actors.place import Cuda, Host
 from raypar.actors.plan import ActionError
 from raypar.actors.specs import AdamW
 from raypar.actors.transport import nccl
@@ -140,17 +142,26 @@ def test_what_the_host_needs_at_once_goes_through_the_host(over_nccl):
 
 
 class Doubtful(LocalGroup):
-    """As on a GPU: waits succeed, and only ``synchronize`` knows that an op has failed."""
+    """As on a GPU: waits succeed, and only ``synchronize`` knows that an op has failed: each of the kind ``lost``."""
 
-    fails = False
+    lost, issued = None, frozenset()
+
+    def _run(self, op, *rest):
+        self.issued |= {op}
+        return super()._run(op, *rest)
 
     def synchronize(self, timeout=None):
-        if self.fails:
-            raise self.fault("all_reduce", None, "the peer is gone")
+        if self.lost in self.issued:
+            raise self.fault(self.lost, None, "the peer is gone")
 
 
-@pytest.mark.parametrize("mode", [{}, {"zero": 1}, {"data_parallel": "parameter_server"}])
-def test_what_a_failed_transfer_left_reaches_no_weight(mode):
+SERVERS = {"data_parallel": "parameter_server"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "lost"), [({}, "all_reduce"), ({"zero": 1}, "reduce"), (SERVERS, "reduce"), (SERVERS, "broadcast")]
+)
+def test_what_a_failed_transfer_left_reaches_no_weight(mode, lost):
     class DoubtfulTeam(Team):
         def _groups(self):
             for name, members in super()._groups():
@@ -159,14 +170,17 @@ def test_what_a_failed_transfer_left_reaches_no_weight(mode):
 
     team = DoubtfulTeam(linears(4), 1, dp=2, **mode)
     team.step(0)
-    before = team.weights()
+    kept = team.workers if lost == "broadcast" else team.all  # what servers send they have taken already
+    before = [weight.clone() for actor in kept for weight in actor.parameters().values()]
     for members in team.groups.values():
-        for group in members:
-            group.fails = True
+        doubting = members[-1:] if (mode, lost) == (SERVERS, "reduce") else members  # of those the server is the last
+        for group in doubting:
+            group.lost, group.issued = lost, frozenset()
     errors = team.each(lambda actor: actor.run("train", 1))
     assert all(isinstance(error, ActionError) and error.secondary for error in errors)
     assert "the peer is gone" in {error.reason for error in errors}
-    assert all(torch.equal(weight, before[name]) for name, weight in team.weights().items())
+    after = [weight for actor in kept for weight in actor.parameters().values()]
+    assert all(map(torch.equal, before, after))
 
 
 def test_a_gpu_group_takes_its_cpu_group_with_it(over_nccl):
@@ -175,3 +189,23 @@ def test_a_gpu_group_takes_its_cpu_group_with_it(over_nccl):
     group.abort()
     with pytest.raises(GroupError, match="closed after an earlier fault"):
         group.host.barrier()
+
+
+class Careful(Host):
+    """A host that posts receives as a GPU does."""
+
+    ahead = Cuda.ahead
+
+
+def test_receives_are_posted_ahead_from_the_second_step_on(monkeypatch):
+    """In the first one a GPU loads its kernels."""
+    expected = []
+    monkeypatch.setattr(Courier, "expect", lambda self, action: expected.append(action))
+    team = Team(linears(4), 2)
+    for worker in team.workers:
+        worker._place = Careful()
+    team.step(0)
+    team.step(0, "evaluate")
+    assert expected == [], "of each program"
+    team.step(1)
+    assert len(expected) == 8

@@ -22,11 +22,12 @@ def by_value(request):
 def job_of(cluster):
     """A function from a run to its job: on the actors of the test before if they fit and can go on, else a new one."""
     import raypar as rp
+    from raypar.config import world_of
 
     held = []
 
     def job(run):
-        if held and held[0]._failure is None and held[0].run.mesh == run.mesh:
+        if held and held[0]._failure is None and world_of(held[0].run) == world_of(run):
             held[0].reset(run)
         else:
             close()

@@ -20,17 +20,15 @@ from torch import nn
 
 import raypar as rp
 
-MODULE = sys.modules[__name__]
+pytestmark = pytest.mark.usefixtures("by_value", "ctrl_c")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def by_value():
-    """Actors can't import a test module."""
-    from ray import cloudpickle
-
-    cloudpickle.register_pickle_by_value(MODULE)
+@pytest.fixture(scope="module")
+def ctrl_c():
+    """SIGINT interrupts, here and in programs started from here, also where a shell in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    cloudpickle.unregister_pickle_by_value(MODULE)
+    signal.signal(signal.SIGINT, before)
 
 
 class Trouble(nn.Module):
@@ -102,28 +100,28 @@ def later(seconds, act):
         timer.cancel()
 
 
-# --- a user's exception ----------------------------------------------------------------------------------------------
+# --- launches that fail, wait, or are slow ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_an_exception_in_a_layer_names_actor_action_and_message(cluster, schedule):
-    with rp.launch(run_of(lambda: [nn.Linear(4, 4), Trouble(fails_at=7)], schedule=schedule)) as job:
-        actors = pids(job)
-        job.step()
-        start = time.monotonic()
-        with pytest.raises(rp.JobError) as caught:
-            job.step()
-        assert time.monotonic() - start < 5
-        text = str(caught.value)
-        assert text.startswith(
-            "actor pp=1: action 1F2 failed: ZeroDivisionError: the user's own message (during step 1)"
-        )
-        assert 'raise ZeroDivisionError("the user' in text, "where it happened"
-        with pytest.raises(
-            rp.JobError, match=r"this job is over \(actor pp=1: action 1F2 failed.*launch the run again"
-        ):
-            job.step()
-        assert all(map(gone, actors))
+@pytest.mark.parametrize("how", ["interrupted", "in vain"])
+def test_a_launch_that_waits_for_room_leaves_no_claim_behind(cluster, monkeypatch, how):
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+    start, taken = time.monotonic(), placement_group([{"CPU": 7.0}])
+    assert taken.wait(30)
+    try:
+        if how == "interrupted":
+            with later(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
+                rp.launch(run_of(lambda: [nn.Linear(4, 4)] * 2))
+        else:
+            monkeypatch.setattr("raypar.cluster._PLACEMENT_SECONDS", 1.0)
+            with pytest.raises(rp.ConfigError, match=r"2 actors need 2 CPUs, the cluster has 8 \(1 free\).*within 1 s"):
+                rp.launch(run_of(lambda: [nn.Linear(4, 4)] * 2))
+        assert time.monotonic() - start < 10, "Ctrl-C was not heard"
+        claims = [claim for claim in placement_group_table().values() if claim["name"].startswith("raypar-")]
+        assert {claim["state"] for claim in claims} <= {"REMOVED"}
+    finally:
+        remove_placement_group(taken)
 
 
 def broken():
@@ -149,32 +147,67 @@ def test_a_short_timeout_does_not_hold_for_the_launch(cluster):
 
     def slowly():
         if os.getpid() != home:
-            time.sleep(3.5)
+            time.sleep(2.5)  # an actor's start takes a second or more besides
         return [nn.Linear(4, 4), nn.Linear(4, 4)]
 
     with rp.launch(run_of(slowly, timeout=0.5)) as job:
         assert job.step().step == 0
 
 
-@pytest.mark.parametrize("how", ["interrupted", "in vain"])
-def test_a_launch_that_waits_for_room_leaves_no_claim_behind(cluster, monkeypatch, how):
-    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+# --- numbers that are not finite -------------------------------------------------------------------------------------
 
-    start, taken = time.monotonic(), placement_group([{"CPU": 7.0}])
-    assert taken.wait(30)
-    try:
-        if how == "interrupted":
-            with later(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
-                rp.launch(run_of(lambda: [nn.Linear(4, 4)] * 2))
-        else:
-            monkeypatch.setattr("raypar.cluster._PLACEMENT_SECONDS", 1.0)
-            with pytest.raises(rp.ConfigError, match=r"2 actors need 2 CPUs, the cluster has 8 \(1 free\).*within 1 s"):
-                rp.launch(run_of(lambda: [nn.Linear(4, 4)] * 2))
-        assert time.monotonic() - start < 10, "Ctrl-C was not heard"
-        claims = [claim for claim in placement_group_table().values() if claim["name"].startswith("raypar-")]
-        assert {claim["state"] for claim in claims} <= {"REMOVED"}
-    finally:
-        remove_placement_group(taken)
+
+@pytest.fixture
+def poisoned_job(job_of):
+    return job_of(run_of(lambda: [nn.Linear(4, 4), nn.Linear(4, 4)], data=poisoned))
+
+
+def test_a_loss_that_is_not_finite_changes_nothing_and_the_job_goes_on(poisoned_job):
+    job = poisoned_job
+    job.step()
+    before = dict(job.weights())
+    with pytest.raises(rp.NonFiniteError, match=r"step 1: the gradient of layers.0.weight is not finite \(4 of 4"):
+        job.step()
+    assert job.next_step == 1
+    after = dict(job.weights())
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+    job.next_step = 2  # past the bad batch
+    assert job.step().step == 2
+    after = dict(job.weights())
+    assert not torch.equal(before["layers.0.weight"], after["layers.0.weight"])
+
+
+def test_steps_handed_over_ahead_are_refused_behind_one_that_could_not_be_made(poisoned_job):
+    job = poisoned_job
+    with pytest.raises(rp.NonFiniteError, match="step 1: "):
+        job.train(6, ahead=3)
+    assert job.next_step == 1
+    before = dict(job.weights())
+    with pytest.raises(rp.NonFiniteError, match="step 1: "):
+        job.step()
+    assert all(torch.equal(weight, before[name]) for name, weight in job.weights())
+    job.next_step = 2  # past the bad batch
+    assert [report.step for report in job.train(2, ahead=1)] == [2, 3]
+
+
+# --- a user's exception ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_an_exception_in_a_layer_names_actor_action_and_message(job_of, schedule):
+    job = job_of(run_of(lambda: [nn.Linear(4, 4), Trouble(fails_at=7)], schedule=schedule))
+    actors = pids(job)
+    job.step()
+    start = time.monotonic()
+    with pytest.raises(rp.JobError) as caught:
+        job.step()
+    assert time.monotonic() - start < 5
+    text = str(caught.value)
+    assert text.startswith("actor pp=1: action 1F2 failed: ZeroDivisionError: the user's own message (during step 1)")
+    assert 'raise ZeroDivisionError("the user' in text, "where it happened"
+    with pytest.raises(rp.JobError, match=r"this job is over \(actor pp=1: action 1F2 failed.*launch the run again"):
+        job.step()
+    assert all(map(gone, actors))
 
 
 # --- a dead actor, a stopped actor -----------------------------------------------------------------------------------
@@ -197,8 +230,9 @@ def test_a_killed_actor_is_named_within_seconds_and_nothing_is_left(cluster, cap
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_actor_is_noticed_by_the_timeout_and_gone_after_close(cluster, capsys, victim):
-    timeout = 3.0
-    with rp.launch(run_of(lambda: [Trouble(sleep=0.2), Trouble(sleep=0.2)], timeout=timeout)) as job:
+    timeout = 1.5
+    run = run_of(lambda: [Trouble(sleep=0.2), Trouble(sleep=0.2)], microbatches=8, timeout=timeout)
+    with rp.launch(run) as job:
         actors = pids(job)
         try:
             with later(0.5, lambda: os.kill(actors[victim], signal.SIGSTOP)) as stopped:
@@ -216,45 +250,14 @@ def test_a_stopped_actor_is_noticed_by_the_timeout_and_gone_after_close(cluster,
                     os.kill(pid, signal.SIGKILL)
 
 
-def test_an_interrupted_step_is_not_taken_twice(cluster):
-    with rp.launch(run_of(lambda: [Trouble(sleep=0.2), Trouble(sleep=0.2)])) as job:
-        actors = pids(job)
-        with later(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
-            job.step()
-        with pytest.raises(rp.JobError, match=r"this job is over \(it was interrupted while its actors worked"):
-            job.step()
-        assert all(map(gone, actors))
-
-
-# --- numbers that are not finite -------------------------------------------------------------------------------------
-
-
-def test_a_loss_that_is_not_finite_changes_nothing_and_the_job_goes_on(cluster):
-    with rp.launch(run_of(lambda: [nn.Linear(4, 4), nn.Linear(4, 4)], data=poisoned)) as job:
+def test_an_interrupted_step_is_not_taken_twice(job_of):
+    job = job_of(run_of(lambda: [Trouble(sleep=0.2), Trouble(sleep=0.2)]))
+    actors = pids(job)
+    with later(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
         job.step()
-        before = dict(job.weights())
-        with pytest.raises(rp.NonFiniteError, match=r"step 1: the gradient of layers.0.weight is not finite \(4 of 4"):
-            job.step()
-        assert job.next_step == 1
-        after = dict(job.weights())
-        assert all(torch.equal(weight, after[name]) for name, weight in before.items())
-        job.next_step = 2  # past the bad batch
-        assert job.step().step == 2
-        after = dict(job.weights())
-        assert not torch.equal(before["layers.0.weight"], after["layers.0.weight"])
-
-
-def test_steps_handed_over_ahead_are_refused_behind_one_that_could_not_be_made(cluster):
-    with rp.launch(run_of(lambda: [nn.Linear(4, 4), nn.Linear(4, 4)], data=poisoned)) as job:
-        with pytest.raises(rp.NonFiniteError, match="step 1: "):
-            job.train(6, ahead=3)
-        assert job.next_step == 1
-        before = dict(job.weights())
-        with pytest.raises(rp.NonFiniteError, match="step 1: "):
-            job.step()
-        assert all(torch.equal(weight, before[name]) for name, weight in job.weights())
-        job.next_step = 2  # past the bad batch
-        assert [report.step for report in job.train(2, ahead=1)] == [2, 3]
+    with pytest.raises(rp.JobError, match=r"this job is over \(it was interrupted while its actors worked"):
+        job.step()
+    assert all(map(gone, actors))
 
 
 # --- a program and the cluster it started ----------------------------------------------------------------------------
@@ -326,9 +329,14 @@ def environment():
     return kept | {"RAY_AUTH_MODE": "disabled"}
 
 
+def said(script):
+    """What a program said, and its return code."""
+    return subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment(), timeout=90)
+
+
 def performed(script):
     """What a program said, its return code, and what of its Ray session is left within ten seconds."""
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment(), timeout=90)
+    done = said(script)
     end = time.monotonic() + 10
     told = json.loads(done.stdout.splitlines()[0])
     while (left := of_session(told["session"])) and time.monotonic() < end:
@@ -336,12 +344,26 @@ def performed(script):
     return done, told, left
 
 
+FULL = """
+import ray, raypar as rp
+ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR", object_store_memory=100 * 2**20)
+try:
+    rp.launch(rp.Run(model=rp.GPT(layers=4, hidden=8, heads=2, seq=8), mesh=rp.Mesh(pp=4)))
+except rp.ConfigError as error:
+    print(error)
+print(ray.available_resources().get("CPU"), len(ray.util.list_named_actors(all_namespaces=True)), ray.is_initialized())
+ray.shutdown()
+"""
+
+
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """The programs, two at a time: they mostly wait."""
+    """All programs at once: they mostly wait."""
     folder = tmp_path_factory.mktemp("programs")
-    with ThreadPoolExecutor(2) as pool:
-        futures = {}
+    full = folder / "full.py"
+    full.write_text(FULL)
+    with ThreadPoolExecutor() as pool:
+        futures = {"full": pool.submit(said, full)}
         for number, (end, (sleep, body, _, _)) in enumerate(ENDS.items()):
             script = folder / f"program{number}.py"
             script.write_text(PROGRAM.format(sleep=sleep, body=body))
@@ -361,18 +383,8 @@ def test_a_program_that_ends_leaves_no_process_and_no_shared_memory(programs, en
     assert not [path for path in Path("/dev/shm").iterdir() if any(mark in path.name for mark in marks)]
 
 
-def test_more_actors_than_the_cluster_has_room_for_is_said_before_any_starts():
-    code = """
-import ray, raypar as rp
-ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR", object_store_memory=100 * 2**20)
-try:
-    rp.launch(rp.Run(model=rp.GPT(layers=4, hidden=8, heads=2, seq=8), mesh=rp.Mesh(pp=4)))
-except rp.ConfigError as error:
-    print(error)
-print(ray.available_resources().get("CPU"), len(ray.util.list_named_actors(all_namespaces=True)), ray.is_initialized())
-ray.shutdown()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60)
+def test_more_actors_than_the_cluster_has_room_for_is_said_before_any_starts(programs):
+    done = programs["full"].result()
     assert done.returncode == 0, done.stderr
     text, state = done.stdout.splitlines()
     assert re.match(r"- mesh: 4 actors need 4 CPUs, the cluster has 2 \(2 free\) on 1 node: use a smaller mesh", text)

@@ -20,21 +20,23 @@ pytestmark = pytest.mark.usefixtures("plain_once")
 
 
 @pytest.fixture(scope="module")
-def job(request, cluster):
-    """A job of ``request.param`` pipeline ranks. pytest takes the tests of one depth together, so it is launched once;
-    the tests give its actors one run after the other."""
-    with rp.launch(tiny(request.param)) as job:
-        yield job
+def jobs(cluster):
+    """One job a pipeline depth; the tests give its actors one run after the other.
 
+    The cluster has room for depths 1, 2, 3 or 1, 2, 4: tests of depth 3 stand before those of depth 4.
+    """
+    held = {}
 
-def depth(*ranks):
-    return at([(rank,) for rank in ranks])
+    def job(pp):
+        if pp not in held:
+            while sum(held) + pp > cluster.cluster_resources()["CPU"]:
+                held.pop(max(held)).close()
+            held[pp] = rp.launch(tiny(pp))
+        return held[pp]
 
-
-def at(cases, *names):
-    """The tests of cases, each of which ends with a depth. The job comes last, and all have its scope: so pytest groups
-    by it."""
-    return pytest.mark.parametrize((*names, "job"), cases, indirect=["job"], scope="module")
+    yield job
+    for one in held.values():
+        one.close()
 
 
 def tiny(pp, **changes):
@@ -56,7 +58,7 @@ def allowed(schedule, pp):
 
 
 CASES = [
-    (schedule, m, pp)
+    (pp, schedule, m)
     for pp in (1, 2, 3, 4)
     for schedule in ("naive", "gpipe", "1f1b", "interleaved")
     for m in allowed(schedule, pp)
@@ -65,31 +67,74 @@ CASES = [
 
 def test_the_cases_cover_what_the_schedules_allow():
     assert len(CASES) == 57
-    assert {(pp, m) for schedule, m, pp in CASES if schedule == "1f1b"} == {
+    assert {(pp, m) for pp, schedule, m in CASES if schedule == "1f1b"} == {
         (p, m) for p in (1, 2, 3, 4) for m in MICROBATCHES
     }
 
 
-@at(CASES, "schedule", "m")
-def test_bitwise_equal_to_one_plain_process(job, schedule, m):
-    verdict = rp.verify(tiny(job.run.mesh.pp, schedule=schedule, microbatches=m), job)
+@pytest.mark.parametrize("pp", [2, 3])
+def test_tied_embeddings(jobs, pp):
+    run = tiny(pp)
+    run = replace(run, model=replace(run.model, tied=True))
+    verdict = rp.verify(run, jobs(pp))
+    assert verdict.worst <= 1e-6, str(verdict)
+    weights = {}
+    for name, weight in jobs(pp).weights():
+        assert torch.equal(weights.setdefault(name, weight), weight), f"the two ends of {name} drifted apart"
+
+
+def mlp():
+    return [nn.Linear(6, 16), nn.Sequential(nn.Tanh(), nn.Linear(16, 16)), nn.Linear(16, 3)]
+
+
+def regression(step, microbatch, dp):
+    generator = torch.Generator().manual_seed(step * 100 + microbatch)
+    x = torch.randn(5, 6, generator=generator)
+    return x, x[:, :3].sin()
+
+
+def test_the_users_own_modules_and_loss(jobs):
+    run = rp.Run(
+        model=rp.Layers(mlp, loss=nn.functional.mse_loss),
+        mesh=rp.Mesh(pp=3),
+        schedule="gpipe",
+        microbatches=4,
+        data=rp.Batches(regression, validate=regression),
+        optim=rp.SGD(lr=0.3),
+        steps=STEPS,
+    )
+    job = jobs(3)
+    verdict = rp.verify(run, job)
+    assert verdict.bitwise, str(verdict)
+    assert job.evaluate().loss < verdict.losses[0]
+    assert set(job.parameters) == {
+        "layers.0.weight",
+        "layers.0.bias",
+        "layers.1.1.weight",
+        "layers.1.1.bias",
+        "layers.2.weight",
+        "layers.2.bias",
+    }
+
+
+@pytest.mark.parametrize(("pp", "schedule", "m"), CASES)
+def test_bitwise_equal_to_one_plain_process(jobs, pp, schedule, m):
+    verdict = rp.verify(tiny(pp, schedule=schedule, microbatches=m), jobs(pp))
     assert verdict.bitwise, str(verdict)
     assert verdict.steps == STEPS
     assert verdict.weights == 93
     assert len(set(verdict.losses)) == STEPS, "a run whose loss never moves proves nothing"
 
 
-@depth(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_recomputing_changes_no_bit(job, schedule):
-    verdict = rp.verify(tiny(2, schedule=schedule, recompute="full"), job)
+def test_recomputing_changes_no_bit(jobs, schedule):
+    verdict = rp.verify(tiny(2, schedule=schedule, recompute="full"), jobs(2))
     assert verdict.bitwise, str(verdict)
 
 
-@depth(2)
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved"])
-def test_stepped_equals_compiled(job, schedule):
-    run = tiny(2, schedule=schedule)
+def test_stepped_equals_compiled(jobs, schedule):
+    job, run = jobs(2), tiny(2, schedule=schedule)
     job.reset(run)
     compiled = [job.step() for _ in range(3)]
     weights = dict(job.weights())
@@ -104,22 +149,10 @@ def test_stepped_equals_compiled(job, schedule):
     assert all(torch.equal(weight, weights[name]) for name, weight in job.weights())
 
 
-@depth(2, 3)
-def test_tied_embeddings(job):
-    run = tiny(job.run.mesh.pp)
-    run = replace(run, model=replace(run.model, tied=True))
-    verdict = rp.verify(run, job)
-    assert verdict.worst <= 1e-6, str(verdict)
-    weights = {}
-    for name, weight in job.weights():
-        assert torch.equal(weights.setdefault(name, weight), weight), f"the two ends of {name} drifted apart"
-
-
-@depth(1)
 @pytest.mark.parametrize(("schedule", "bitwise"), [("1f1b", True), ("interleaved", False)])
-def test_tied_embeddings_on_one_rank_are_one_parameter(job, schedule, bitwise):
+def test_tied_embeddings_on_one_rank_are_one_parameter(jobs, schedule, bitwise):
     """In one stage autograd adds as one process does; in two, the head's gradient is added before the embedding's."""
-    run = tiny(1, schedule=schedule)
+    job, run = jobs(1), tiny(1, schedule=schedule)
     run = replace(run, model=replace(run.model, tied=True))
     verdict = rp.verify(run, job)
     assert verdict.bitwise == bitwise
@@ -127,33 +160,31 @@ def test_tied_embeddings_on_one_rank_are_one_parameter(job, schedule, bitwise):
     assert "head.out.weight" not in dict(job.weights())
 
 
-@depth(1)
-def test_a_stage_of_its_own_moves_nothing(job):
+def test_a_stage_of_its_own_moves_nothing(jobs):
+    job = jobs(1)
     job.reset(tiny(1))
     job.step()
     assert job.ledger() == {"pp=0": {}}
 
 
-@at([("1f1b", 1), ("1f1b", 2), ("interleaved", 2), ("1f1b", 4)], "schedule")
-def test_the_layout_does_not_change_the_initial_weights(job, schedule):
-    run = tiny(job.run.mesh.pp, schedule=schedule)
-    job.reset(run)
-    found, wanted = dict(job.weights()), train_plainly(replace(run, steps=0)).weights
+@pytest.mark.parametrize(("pp", "schedule"), [(1, "1f1b"), (2, "1f1b"), (2, "interleaved"), (4, "1f1b")])
+def test_the_layout_does_not_change_the_initial_weights(jobs, pp, schedule):
+    run = tiny(pp, schedule=schedule)
+    jobs(pp).reset(run)
+    found, wanted = dict(jobs(pp).weights()), train_plainly(replace(run, steps=0)).weights
     assert found.keys() == wanted.keys()
     assert all(torch.equal(weight, wanted[name]) for name, weight in found.items())
 
 
-@depth(2)
 @pytest.mark.parametrize("split", ["balanced", (1, 7), (5, 3)])
-def test_any_split_of_the_layers(job, split):
-    verdict = rp.verify(tiny(2, split=split), job)
+def test_any_split_of_the_layers(jobs, split):
+    verdict = rp.verify(tiny(2, split=split), jobs(2))
     assert verdict.bitwise, str(verdict)
 
 
-@depth(2)
-def test_a_changed_weight_is_found(job, monkeypatch):
+def test_a_changed_weight_is_found(jobs, monkeypatch):
     """The comparison can fail: a plain process with another seed for dropout is not equal."""
-    run = tiny(2)
+    job, run = jobs(2), tiny(2)
     plain = train_plainly(replace(run, seed=1))
     monkeypatch.setattr("raypar.parity.train_plainly", lambda _: plain)
     verdict = rp.verify(run, job)
@@ -162,44 +193,9 @@ def test_a_changed_weight_is_found(job, monkeypatch):
     assert "loss of step 0" in str(verdict)
 
 
-@depth(2)
-def test_sgd_without_clipping(job):
-    verdict = rp.verify(tiny(2, optim=rp.SGD(lr=0.1, weight_decay=0.01), clip=None), job)
+def test_sgd_without_clipping(jobs):
+    verdict = rp.verify(tiny(2, optim=rp.SGD(lr=0.1, weight_decay=0.01), clip=None), jobs(2))
     assert verdict.bitwise, str(verdict)
-
-
-def mlp():
-    return [nn.Linear(6, 16), nn.Sequential(nn.Tanh(), nn.Linear(16, 16)), nn.Linear(16, 3)]
-
-
-def regression(step, microbatch, dp):
-    generator = torch.Generator().manual_seed(step * 100 + microbatch)
-    x = torch.randn(5, 6, generator=generator)
-    return x, x[:, :3].sin()
-
-
-@depth(3)
-def test_the_users_own_modules_and_loss(job):
-    run = rp.Run(
-        model=rp.Layers(mlp, loss=nn.functional.mse_loss),
-        mesh=rp.Mesh(pp=3),
-        schedule="gpipe",
-        microbatches=4,
-        data=rp.Batches(regression, validate=regression),
-        optim=rp.SGD(lr=0.3),
-        steps=STEPS,
-    )
-    verdict = rp.verify(run, job)
-    assert verdict.bitwise, str(verdict)
-    assert job.evaluate().loss < verdict.losses[0]
-    assert set(job.parameters) == {
-        "layers.0.weight",
-        "layers.0.bias",
-        "layers.1.1.weight",
-        "layers.1.1.bias",
-        "layers.2.weight",
-        "layers.2.bias",
-    }
 
 
 def test_relative_error():

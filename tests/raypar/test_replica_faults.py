@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 
@@ -15,6 +14,8 @@ from torch import nn
 import raypar as rp
 
 SERVED = {"data_parallel": "parameter_server"}
+
+pytestmark = pytest.mark.usefixtures("by_value")
 
 
 @pytest.mark.parametrize(
@@ -63,16 +64,6 @@ def small(fn, **changes):
     return rp.Run(model=rp.Layers(fn, nn.functional.mse_loss), **(fields | changes))
 
 
-@pytest.fixture
-def by_value():
-    """Actors can't import a test module."""
-    from ray import cloudpickle
-
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    yield
-    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-
-
 def pids(job):
     from raypar.calls import ray
 
@@ -82,34 +73,10 @@ def pids(job):
     return ray.get([handle.__ray_call__.remote(pid) for handle in job._handles])
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_replica_or_server_is_named_within_seconds(cluster, by_value, victim):
-    names = ["pp=0 dp=0", "pp=0 dp=1", "server 0 of pp=0"]
-    with rp.launch(small(lambda: [Trouble(sleep=0.4)], **SERVED)) as job:
-        actors = pids(job)
-        threading.Timer(0.4, lambda: os.kill(actors[victim], signal.SIGKILL)).start()
-        start = time.monotonic()
-        with pytest.raises(rp.ActorDiedError, match=rf"actor {names[victim]} died during step"):
-            job.train()
-        assert time.monotonic() - start < 8
-
-
-def test_a_stopped_server_is_named(cluster, by_value):
-    with rp.launch(small(lambda: [Trouble()], timeout=2.0, **SERVED)) as job:
-        job.step()
-        (server,) = pids(job)[2:]
-        os.kill(server, signal.SIGSTOP)
-        try:
-            with pytest.raises(rp.JobError, match="server 0 of pp=0"):
-                job.train()
-        finally:
-            job.close()
-
-
-def test_a_server_may_wait_longer_than_an_actor(cluster, by_value):
+def test_a_server_may_wait_longer_than_an_actor(job_of):
     """It waits for the replicas' whole step, of which each action is short enough."""
-    with rp.launch(small(lambda: [Trouble(sleep=0.9)], microbatches=6, timeout=1.0, **SERVED)) as job:
-        assert job.step().step == 0
+    job = job_of(small(lambda: [Trouble(sleep=0.5)], microbatches=7, timeout=1.0, **SERVED))
+    assert job.step().step == 0
 
 
 def poisoned(step, microbatch, dp):
@@ -117,22 +84,45 @@ def poisoned(step, microbatch, dp):
     return x, y * float("inf") if (step, microbatch, dp) == (1, 1, 1) else y
 
 
-@pytest.mark.parametrize("mode", ["all_reduce", "parameter_server"])
-def test_a_loss_that_is_not_finite_on_one_replica_changes_nothing_and_the_job_goes_on(cluster, by_value, mode):
-    run = small(lambda: [nn.Linear(4, 4)], data=rp.Batches(poisoned), data_parallel=mode)
-    with rp.launch(run) as job:
+@pytest.mark.parametrize("mode", ["parameter_server", "all_reduce"])
+def test_a_loss_that_is_not_finite_on_one_replica_changes_nothing_and_the_job_goes_on(job_of, mode):
+    job = job_of(small(lambda: [nn.Linear(4, 4)], data=rp.Batches(poisoned), data_parallel=mode))
+    job.step()
+    before = dict(job.weights())
+    with pytest.raises(rp.NonFiniteError, match=r"step 1: the gradient of layers\.0\.weight is not finite"):
         job.step()
-        before = dict(job.weights())
-        with pytest.raises(rp.NonFiniteError, match=r"step 1: the gradient of layers\.0\.weight is not finite"):
-            job.step()
-        for dp in range(2):
-            assert all(torch.equal(weight, before[name]) for name, weight in job.weights(dp))
-        job.next_step = 2  # past the bad batch
-        job.step()
-        assert not torch.equal(job.param("layers.0.weight"), before["layers.0.weight"])
+    for dp in range(2):
+        assert all(torch.equal(weight, before[name]) for name, weight in job.weights(dp))
+    job.next_step = 2  # past the bad batch
+    job.step()
+    assert not torch.equal(job.param("layers.0.weight"), before["layers.0.weight"])
 
 
-def test_replicas_that_begin_unequal_are_named(cluster, by_value):
-    run = small(lambda: [Trouble(value=float(os.getpid()))])
+def test_replicas_that_begin_unequal_are_named(job_of):
+    job = job_of(small(lambda: [nn.Linear(4, 4)]))
     with pytest.raises(rp.JobError, match="the weights of pp=0 dp=1 are not those of pp=0 dp=0"):
-        rp.launch(run)
+        job.reset(small(lambda: [Trouble(value=float(os.getpid()))]))
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_replica_or_server_is_named_within_seconds(job_of, victim):
+    names = ["pp=0 dp=0", "pp=0 dp=1", "server 0 of pp=0"]
+    job = job_of(small(lambda: [Trouble(sleep=0.4)], **SERVED))
+    actors = pids(job)
+    threading.Timer(0.4, lambda: os.kill(actors[victim], signal.SIGKILL)).start()
+    start = time.monotonic()
+    with pytest.raises(rp.ActorDiedError, match=rf"actor {names[victim]} died during step"):
+        job.train()
+    assert time.monotonic() - start < 8
+
+
+def test_a_stopped_server_is_named(job_of):
+    job = job_of(small(lambda: [Trouble()], timeout=1.0, **SERVED))
+    job.step()
+    (server,) = pids(job)[2:]
+    os.kill(server, signal.SIGSTOP)
+    try:
+        with pytest.raises(rp.JobError, match="server 0 of pp=0"):
+            job.train()
+    finally:
+        job.close()

@@ -1,0 +1,118 @@
+"""Files that are there whole or not at all, and reading that follows no link and opens no device."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from uuid import uuid4
+
+_PIECE = 1 << 20  # bytes that are hashed and then written while they are still in the cache
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_FIXES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
+    errno.EACCES: "give a folder that may be written",
+    errno.EPERM: "give a folder that may be written",
+    errno.EROFS: "give a folder that may be written",
+    errno.ENAMETOOLONG: "give a shorter path",
+    errno.ENOTDIR: "give a path that is a folder",
+    errno.EEXIST: "give a path that is a folder",
+    errno.ENOENT: "every node must see this folder under this path",
+}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that can't be written or read: all that is wrong, a sentence each. Older checkpoints are untouched."""
+
+    def __init__(self, faults: list[str]) -> None:
+        self.faults = faults
+        super().__init__("\n".join(f"- {fault}" for fault in faults))
+
+    def __reduce__(self) -> tuple[type[CheckpointError], tuple[list[str]]]:
+        return type(self), (self.faults,)
+
+
+@contextmanager
+def told(doing: str) -> Iterator[None]:
+    """What the disk refuses, as a CheckpointError that says what for, why, and what helps."""
+    try:
+        yield
+    except OSError as error:
+        fix = _FIXES.get(error.errno or 0)
+        raise CheckpointError([f"{doing} ({error.strerror or error})" + (f": {fix}" if fix else "")]) from error
+
+
+def write_whole(path: Path, parts: Iterable[memoryview]) -> tuple[int, str]:
+    """Write a file beside its place, sync and rename it; returns its bytes and their sha256, hashed on their way.
+
+    The folder has yet to be synced. Nothing is left if it fails. Raises OSError.
+    """
+    aside = path.with_name(f".{uuid4().hex}")
+    digest, size = hashlib.sha256(), 0
+    out = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            for part in parts:
+                size += len(part)
+                for start in range(0, len(part), _PIECE):
+                    piece = part[start : start + _PIECE]
+                    digest.update(piece)
+                    while piece:
+                        piece = piece[os.write(out, piece) :]
+            os.fsync(out)
+        finally:
+            os.close(out)
+        os.rename(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(aside)
+        raise
+    return size, digest.hexdigest()
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder outlive a power cut. Raises OSError."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Swap what two paths name, at once (Linux's renameat2). Raises OSError where the file system can't."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def plain_size(path: Path) -> int:
+    """Bytes of a plain file. Raises OSError, also for a link, a folder, a pipe or a device."""
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no plain file")
+    return found.st_size
+
+
+def read_plain(path: Path, limit: int) -> bytes:
+    """All of a plain file of at most ``limit`` bytes. Raises OSError."""
+    if plain_size(path) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit} bytes")
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        return file.read(limit)
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a plain file, in hex. Raises OSError."""
+    plain_size(path)
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

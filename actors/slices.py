@@ -1,0 +1,97 @@
+"""Logical tensors and the slices that they are stored in: which layout wrote them no longer matters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+from annotated_types import Ge, Le
+
+Size = Annotated[int, Ge(0), Le(1 << 48)]
+Shape = tuple[Size, ...]
+
+_MAX_DIMS = 64  # torch's own bound
+_MAX_SLICES = 4096  # of one tensor; each is compared with each
+_MAX_ELEMENTS = 1 << 60
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Which part of a logical tensor a tensor is.
+
+    tensor  the logical name
+    dtype   as safetensors spells it: "F32", "BF16", ...
+    whole   the logical tensor's shape
+    offset  where the part begins, in each dim
+    shape   the part's own shape
+    """
+
+    tensor: str
+    dtype: str
+    whole: Shape
+    offset: Shape
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A slice as it is found on disk: the tensor ``key`` of a shard, its offset in the logical tensor, its shape."""
+
+    file: str
+    key: str
+    offset: Shape
+    shape: Shape
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Where the logical tensor holds this slice."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
+
+    def __str__(self) -> str:
+        return f"{self.key!r} of {self.file!r}"
+
+
+@dataclass(frozen=True)
+class Logical:
+    """A tensor by its own shape, and the slices that make it up: each element is in exactly one."""
+
+    dtype: str
+    shape: Shape
+    slices: tuple[Stored, ...]
+
+    def faults(self) -> Iterator[str]:
+        """Slices that are not of this tensor, overlap or leave a hole. A hole beneath an overlap may go untold."""
+        if len(self.shape) > _MAX_DIMS or math.prod(max(size, 1) for size in self.shape) > _MAX_ELEMENTS:
+            yield f"its shape {list(self.shape)} is more than a tensor can have"
+        elif not 1 <= len(self.slices) <= _MAX_SLICES:
+            yield f"it has {len(self.slices)} slices, not 1 to {_MAX_SLICES}"
+        else:
+            inside = []
+            for stored in self.slices:
+                if self._holds(stored):
+                    inside.append(stored)
+                else:
+                    place = f"offset {list(stored.offset)} and shape {list(stored.shape)}"
+                    yield f"{stored} has {place}, which leaves the tensor's shape {list(self.shape)}"
+            yield from _overlaps(inside, len(self.shape))
+            missing = math.prod(self.shape) - sum(math.prod(stored.shape) for stored in inside)
+            if missing > 0:
+                yield f"{missing} of its {math.prod(self.shape)} elements are in no slice"
+
+    def _holds(self, stored: Stored) -> bool:
+        if not len(stored.offset) == len(stored.shape) == len(self.shape):
+            return False
+        return all(o + s <= size for o, s, size in zip(stored.offset, stored.shape, self.shape, strict=True))
+
+
+def _overlaps(slices: Sequence[Stored], dims: int) -> Iterator[str]:
+    """For each slice the first one before it that has an element of it too."""
+    starts = np.array([stored.offset for stored in slices], np.int64).reshape(len(slices), dims)
+    ends = starts + np.array([stored.shape for stored in slices], np.int64).reshape(len(slices), dims)
+    for index in range(1, len(slices)):
+        common = np.minimum(ends[:index], ends[index]) > np.maximum(starts[:index], starts[index])
+        if (both := np.flatnonzero(common.all(axis=1))).size:
+            yield f"{slices[both[0]]} and {slices[index]} overlap"
