@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -219,12 +218,13 @@ def test_a_run_is_what_recipe_file_and_flags_say(monkeypatch, data, tmp_path, sa
     path.write_text('recipe = "gpt-tiny"\nsteps = 7\nseed = 3\n[model]\nlayers = 12\n[optim]\nkind = "sgd"\n')
     said("train", "--steps", 5, "--split", 3, 9, "--dry-run", "--clip", "None", path)
     said("train", path, "--optim.momentum", 0.5, "--model.tied", "--dry-run")
-    said("train", "gpt-tiny", "--optim.kind=sgd", "--mesh.pp", 4, "--dry-run")
+    said("train", "gpt-tiny", "--optim.kind=sgd", "--mesh.pp", 4, "--bucket-mb", 0.1, "--dry-run")
     first, second, third = seen
     assert (first.steps, first.seed, first.split, first.clip) == (5, 3, (3, 9), None)
     assert (first.model.layers, first.model.hidden, first.optim.kind) == (12, 32, "sgd")
     assert (second.steps, second.optim.momentum, second.model.tied) == (7, 0.5, True)
     assert (third.optim.lr, third.optim.warmup, third.optim.decay, third.mesh.pp) == (0.01, 2, "cosine", 4)
+    assert (second.bucket_mb, third.bucket_mb) == (4.0, 0.1)
     assert type(first).__name__ == "Run"
 
 
@@ -351,19 +351,6 @@ def test_a_run_of_replicas_and_servers_is_traced(said, cluster, data, tmp_path):
     named = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert named == {"pp=0 dp=0", "pp=0 dp=1", "server 0 of pp=0"}
     assert [json.loads(line)["overlap"] for line in log.read_text().splitlines()[:2]] == [None, None]
-    code, out, err = said(
-        "train", "gpt-tiny", *data, "--steps", 2, "--mesh.pp", 1, "--mesh.dp", 2, "--bucket-mb", 0.1, "--trace", path
-    )
-    assert code == 0, err
-    assert "% behind compute (median)" in out
-    lanes = {}
-    for event in json.loads(path.read_text())["traceEvents"]:
-        if event["ph"] == "X":
-            lanes.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-    assert len(lanes) > 2
-    for spans in lanes.values():
-        spans.sort()
-        assert all(end <= start + 1e-3 for (_, end), (start, _) in pairwise(spans)), "slices of a track overlap"
 
 
 def test_a_failed_run_leaves_the_old_trace(said, monkeypatch, data, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import raypar as rp
 from raypar.schedules import chrome_trace
 from raypar.schedules.action import Action
 from raypar.schedules.simulate import simulate
+from raypar.summary import closing_rows
 
 MESH = rp.Mesh(pp=2, dp=2)
 
@@ -98,6 +100,9 @@ def test_reports_evaluation_and_looking_inside(job):
     assert all(0 < report.bubble < 1 for report in reports)
     served = job.run.data_parallel == "parameter_server"
     assert all(report.overlap is None if served else 0 <= report.overlap <= 1 for report in reports)
+    closing = dict(closing_rows(job.run, job.schedule, reports, after, 1.0, 2.0, {}))
+    assert ("reduction hidden" in closing) != served, "with servers the weights are waited for too"
+    assert served or closing["reduction hidden"].endswith("% behind compute (median)")
     norms = torch.stack([torch.linalg.vector_norm(job.grad(name)) for name in job.parameters])
     clipped = min(reports[-1].grad_norm, job.run.clip)
     assert float(torch.linalg.vector_norm(norms)) == pytest.approx(clipped, rel=1e-4)
@@ -124,6 +129,13 @@ def test_a_timeline_shows_one_replica_and_the_trace_all_actors(job):
     assert len({event["pid"] for event in events}) == len(named)
     slices = [event for event in events if event["ph"] == "X"]
     assert min(event["ts"] for event in slices) == 0
+    lanes = {}
+    for event in slices:
+        lanes.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    assert len(lanes) > len(named), "buckets have lanes of their own"
+    for spans in lanes.values():
+        spans.sort()
+        assert all(end <= start + 1e-3 for (_, end), (start, _) in pairwise(spans)), "slices of a track overlap"
     buckets = [event for event in slices if "bucket" in event["name"]]
     assert min(event["tid"] for event in buckets) == 1
     assert all(event["cat"] == "communication" and event["args"]["bytes"] > 0 for event in buckets)

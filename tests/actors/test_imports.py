@@ -1,0 +1,25 @@
+"""What an actor does not import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import sys
+from tests.actors.team import Team, linears
+from raypar.actors.models.build import build_model
+from raypar.actors.specs import GPT, AdamW
+build_model(GPT(layers=1, hidden=8, heads=2, seq=4, vocab=5, tied=True), 0).materialize(range(3), 0)
+for changes in ({"optim": AdamW()}, {"clip": 0.5, "recompute": "full"}, {"dp": 2, "zero": 1}):
+    Team(linears(2), **changes).step(0)
+print(sorted({"torch._dynamo", "torch._inductor", "sympy"} & set(sys.modules)))
+"""
+
+
+def test_building_and_training_import_neither_torchs_compiler_nor_sympy():
+    """They take 3 s and 90 MiB in every actor; a release of torch may bring another way to them."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=root, timeout=100)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
