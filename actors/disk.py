@@ -29,7 +29,7 @@ _FIXES = {
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that can't be written or read: all that is wrong, a sentence each. Older checkpoints are untouched."""
+    """A checkpoint that can't be written or read: all that is wrong, a sentence each. Older ones are untouched."""
 
     def __init__(self, faults: list[str]) -> None:
         self.faults = faults
@@ -47,6 +47,8 @@ def told(doing: str) -> Iterator[None]:
     except OSError as error:
         fix = _FIXES.get(error.errno or 0)
         raise CheckpointError([f"{doing} ({error.strerror or error})" + (f": {fix}" if fix else "")]) from error
+    except ValueError as error:  # a NUL in a path
+        raise CheckpointError([f"{doing} ({error}): give another path"]) from error
 
 
 def write_whole(path: Path, parts: Iterable[memoryview]) -> tuple[int, str]:
@@ -69,10 +71,10 @@ def write_whole(path: Path, parts: Iterable[memoryview]) -> tuple[int, str]:
             os.fsync(out)
         finally:
             os.close(out)
-        os.rename(aside, path)
+        aside.rename(path)
     except BaseException:
         with suppress(OSError):
-            os.unlink(aside)
+            aside.unlink()
         raise
     return size, digest.hexdigest()
 
@@ -87,12 +89,12 @@ def sync_folder(path: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Swap what two paths name, at once (Linux's renameat2). Raises OSError where the file system can't."""
+    """Swap what two paths name, at once (Linux's renameat2). Raises OSError, where the file system can't too."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    if rename is None or rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        code = errno.ENOSYS if rename is None else ctypes.get_errno()
+        cant = code in (errno.ENOSYS, errno.EINVAL)
+        raise OSError(code, "it exists, and can't be replaced here: remove it first" if cant else os.strerror(code))
 
 
 def plain_size(path: Path) -> int:
@@ -107,12 +109,12 @@ def read_plain(path: Path, limit: int) -> bytes:
     """All of a plain file of at most ``limit`` bytes. Raises OSError."""
     if plain_size(path) > limit:
         raise OSError(errno.EFBIG, f"it has more than {limit} bytes")
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+    with path.open("rb") as file:
         return file.read(limit)
 
 
 def sha256_of(path: Path) -> str:
     """The sha256 of a plain file, in hex. Raises OSError."""
     plain_size(path)
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

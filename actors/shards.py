@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,31 +14,13 @@ from annotated_types import Ge
 from safetensors import SafetensorError, safe_open
 
 from raypar.actors.disk import CheckpointError, plain_size, told, write_whole
-from raypar.actors.slices import Logical, Slice
+from raypar.actors.slices import DTYPES, Logical, Slice
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _MAX_HEADER = 100_000_000  # bytes: safetensors reads no longer one
-_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 
 
 @dataclass(frozen=True)
@@ -54,7 +37,9 @@ def is_plain(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def slice_of(name: str, tensor: Tensor, whole: Iterable[int] | None = None, offset: Iterable[int] | None = None) -> Slice:
+def slice_of(
+    name: str, tensor: Tensor, whole: Iterable[int] | None = None, offset: Iterable[int] | None = None
+) -> Slice:
     """What a tensor is of the logical tensor ``name``: all of it, unless that tensor's shape and an offset are given.
 
     Raises CheckpointError for a dtype that shards can't hold.
@@ -99,7 +84,7 @@ def read_header(folder: Path, file: str) -> dict[str, tuple[str, tuple[int, ...]
 
 
 def assemble(folder: Path, logical: Logical) -> Tensor:
-    """A logical tensor, whole, on the host, in memory of its own. Raises CheckpointError if its slices don't make it."""
+    """A logical tensor, whole, on the host, in memory of its own. Raises CheckpointError if slices are amiss."""
     import torch
 
     faults = list(logical.faults())
@@ -119,12 +104,43 @@ def assemble(folder: Path, logical: Logical) -> Tensor:
     return whole
 
 
-class _opened:  # noqa: N801  (a context manager, used as a function)
-    """A shard's safetensors handle; what it refuses is told as a CheckpointError."""
+@contextmanager
+def _opened(folder: Path, file: str, framework: str) -> Iterator[Any]:
+    """safetensors' own handle, which checks the header against the file; what it refuses is a CheckpointError."""
+    if not is_plain(file):
+        raise CheckpointError([f"{file!r} is no name for a shard: use letters, digits, '.', '_' and '-'"])
+    refused = f"{file!r} can't be read as safetensors"
+    try:
+        with told(refused):
+            plain_size(folder / file)
+            with safe_open(str(folder / file), framework=framework) as shard:
+                yield shard
+    except SafetensorError as error:
+        raise CheckpointError([f"{refused} ({error})"]) from error
 
-    def __init__(self, folder: Path, file: str, framework: str) -> None:
-        self._path, self._what = folder / file, f"{file!r} can't be read as safetensors"
-        if not is_plain(file):
-            raise CheckpointError([f"{file!r} is no name for a shard"])
-        with told(self._what):
-            plain_size(self._path)
+
+def _bytes_of(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """The file's bytes: the header's length, the header, then each tensor's, of which one at a time is copied."""
+    import torch
+
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _spelled(name, tensor), "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER:
+        raise CheckpointError([f"{len(tensors)} tensors are too many for one shard: write several"])
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors.values():
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        yield plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _spelled(name: str, tensor: Tensor) -> str:
+    """A tensor's dtype in safetensors' words."""
+    kind = str(tensor.dtype).removeprefix("torch.")
+    if kind not in DTYPES or str(tensor.layout) != "torch.strided" or tensor.is_meta:
+        form = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
+        raise CheckpointError([f"{name!r} is a {form} tensor of {kind}, which safetensors can't hold"])
+    return DTYPES[kind]

@@ -13,6 +13,24 @@ from annotated_types import Ge, Le
 Size = Annotated[int, Ge(0), Le(1 << 48)]
 Shape = tuple[Size, ...]
 
+DTYPES = {  # torch's names, and safetensors'
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 _MAX_DIMS = 64  # torch's own bound
 _MAX_SLICES = 4096  # of one tensor; each is compared with each
 _MAX_ELEMENTS = 1 << 60
@@ -63,7 +81,9 @@ class Logical:
     slices: tuple[Stored, ...]
 
     def faults(self) -> Iterator[str]:
-        """Slices that are not of this tensor, overlap or leave a hole. A hole beneath an overlap may go untold."""
+        """Slices that are not of this tensor, overlap or leave a hole; a hole beneath an overlap may go untold."""
+        if self.dtype not in DTYPES.values():
+            yield f"its dtype {self.dtype[:20]!r} is none of {', '.join(DTYPES.values())}"
         if len(self.shape) > _MAX_DIMS or math.prod(max(size, 1) for size in self.shape) > _MAX_ELEMENTS:
             yield f"its shape {list(self.shape)} is more than a tensor can have"
         elif not 1 <= len(self.slices) <= _MAX_SLICES:

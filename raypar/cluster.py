@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +75,7 @@ def start_actors(
     autoscaler for nodes. Raises ConfigError if there is no room, JobError if Ray does not start.
     """
     owns = _connect()
+    _take_back_sigterm()
     try:
         if wait_for_nodes <= 0:
             _demand_room(world)
@@ -173,6 +176,12 @@ def _connect() -> bool:
     finally:
         os.umask(old)
     return True
+
+
+def _take_back_sigterm() -> None:
+    """Leave SIGTERM to Python's handler. Ray's own below it aborts the process after 3 s, in the middle of its end."""
+    if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)):
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _demand_answer(address: str) -> None:

@@ -305,6 +305,13 @@ ENDS = {
         None,
         "KeyboardInterrupt",
     ),
+    "terminated, and slow to end": (
+        "0.5",
+        "close = job.close; job.close = lambda: (time.sleep(3.5), close()); "
+        "threading.Timer(0.7, lambda: os.kill(os.getpid(), signal.SIGTERM)).start(); job.train()",
+        1,  # as Ray's Python handler has it; its other one would abort after 3 s
+        "",
+    ),
     "raises": ("0.0", "job.step(); raise LookupError('mine')", 1, "LookupError: mine"),
 }
 

@@ -1,0 +1,11 @@
+"""Checkpoints on disk: a folder of shards and a manifest for each, whole or not there at all."""
+
+from __future__ import annotations
+
+from raypar.actors.disk import CheckpointError
+from raypar.checkpoint.check import verified, verify
+from raypar.checkpoint.find import Listed, find_newest, ls
+from raypar.checkpoint.manifest import Manifest, manifest_of
+from raypar.checkpoint.save import Save
+
+__all__ = ["CheckpointError", "Listed", "Manifest", "Save", "find_newest", "ls", "manifest_of", "verified", "verify"]

@@ -1,0 +1,102 @@
+"""Whether a checkpoint is sound. Nothing in it is believed, nothing runs, and no more is read than its files have."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from raypar.actors.disk import CheckpointError, plain_size, read_plain, sha256_of, told
+from raypar.actors.shards import ShardFile, read_header
+from raypar.actors.slices import Logical
+from raypar.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest, decode
+from raypar.checkpoint.names import step_of
+from raypar.fields import brief
+
+Expected = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def verify(path: Path) -> list[str]:
+    """All that is wrong with a checkpoint, a sentence each; [] if it is sound. Reads every byte of it."""
+    manifest, faults = look(path)
+    return faults if manifest is None else [*faults, *file_faults(path, manifest, digests=True)]
+
+
+def verified(path: Path) -> Manifest:
+    """The manifest of a sound checkpoint. Raises CheckpointError with all faults."""
+    manifest, faults = look(path)
+    if manifest is not None:
+        faults += file_faults(path, manifest, digests=True)
+    if manifest is None or faults:
+        raise CheckpointError(faults)
+    return manifest
+
+
+def look(path: Path) -> tuple[Manifest | None, list[str]]:
+    """A checkpoint's manifest, if it can be told, and what is wrong with it; the shards are not looked at."""
+    try:
+        if path.is_symlink() or not path.is_dir():
+            return None, [f"{str(path)!r} is no folder"]
+        with told(f"{MANIFEST} can't be read"):
+            raw = read_plain(path / MANIFEST, MAX_BYTES)
+    except CheckpointError as error:
+        return None, error.faults
+    manifest, faults = decode(raw)
+    if manifest is not None and step_of(path.name) != manifest.step:
+        faults.append(f"the folder is named {path.name!r}, but it holds step {manifest.step}")
+    return manifest, faults
+
+
+def file_faults(path: Path, manifest: Manifest, *, digests: bool) -> Iterator[str]:
+    """What the files say against the manifest; without digests they are not read, but for their headers."""
+    listed = {file.name for file in manifest.files}
+    try:
+        with told(f"{str(path)!r} can't be listed"):
+            there = set(os.listdir(path)) - {MANIFEST}  # noqa: PTH208  (names, not paths)
+    except CheckpointError as error:
+        yield from error.faults
+        return
+    yield from (f"{brief(name)} is in the folder, but not in the manifest" for name in sorted(there - listed))
+    expected = _expected(manifest.tensors)
+    for file in manifest.files:
+        if file.name not in there:  # nor is a name that leads elsewhere: only what the folder lists is touched
+            yield f"{file.name!r} is missing"
+        else:
+            yield from _shard_faults(path, file, expected.get(file.name, {}), digests)
+
+
+def _expected(tensors: dict[str, Logical]) -> dict[str, Expected]:
+    """dtype and shape of each stored tensor, by file and key."""
+    found: defaultdict[str, Expected] = defaultdict(dict)
+    for logical in tensors.values():
+        for stored in logical.slices:
+            found[stored.file][stored.key] = (logical.dtype, stored.shape)
+    return found
+
+
+def _shard_faults(path: Path, file: ShardFile, expected: Expected, digests: bool) -> Iterator[str]:
+    try:
+        with told(f"{file.name!r} can't be read"):
+            if (size := plain_size(path / file.name)) != file.size:
+                yield f"{file.name!r} has {size} bytes, not {file.size}"
+                return
+            if digests and sha256_of(path / file.name) != file.sha256:
+                yield f"{file.name!r} was changed: its sha256 is another one"
+                return
+        header = read_header(path, file.name)
+    except CheckpointError as error:
+        yield from error.faults
+        return
+    for key in sorted(header.keys() | expected.keys()):
+        there, wanted = header.get(key), expected.get(key)
+        if there is None:
+            yield f"{file.name!r} has no tensor {brief(key)}"
+        elif wanted is None:
+            yield f"{file.name!r} has a tensor {brief(key)}, but the manifest takes it for no slice"
+        elif there != wanted:
+            yield f"{brief(key)} of {file.name!r} is {_words(*there)}, but {_words(*wanted)} in the manifest"
+
+
+def _words(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {list(shape)}"
