@@ -15,10 +15,11 @@ from torch import Tensor
 
 from raypar.actors.transport.flow import AHEAD, Flow
 from raypar.actors.transport.links import INLINE, Link, Message
-from raypar.actors.transport.slabs import Pool
+from raypar.actors.transport.slabs import SLAB, Pool
 
 _MOST = 16  # pieces that all flows together may have posted and not finished: beyond, newer ones wait
 _LOOKS = 200  # before going to sleep, about 150 us: to be woken takes 30 us or more
+_WINDOW_BLOCK = 4 * SLAB  # bytes; nothing is copied to be given, so what counts is that each block costs messages
 _BELL = -1 << 62  # the channel of a message without contents: something that was lent is given back
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -94,6 +95,10 @@ class Mailbox:
 
     def is_window(self, tensor: Tensor) -> bool:
         return self._pool.window_of(tensor) is not None
+
+    def block(self, tensor: Tensor) -> int:
+        """Bytes of a piece of a tensor that all members have in a window, or none of them."""
+        return _WINDOW_BLOCK if self.is_window(tensor) else SLAB
 
     # --- for the steps of a flow ---
 

@@ -10,9 +10,7 @@ from torch import Tensor
 from raypar.actors.group import ReduceOp, nbytes, reduce_in_order
 from raypar.actors.transport.flow import Flow, Step, always, nothing
 from raypar.actors.transport.mailbox import Mailbox, Parts
-from raypar.actors.transport.slabs import SLAB
 
-_WINDOW_BLOCK = 4 * SLAB  # bytes; nothing is copied to be given, so what counts is that each block costs messages
 _PAIRS: dict[ReduceOp, Callable[..., object]] = {
     "sum": torch.add,
     "product": torch.mul,
@@ -27,7 +25,7 @@ def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, ch
     What is in a window is read where it stands, so there the op is over only when all have read it.
     """
     given, reduced = channels
-    block = (_WINDOW_BLOCK if box.is_window(flat) else SLAB) // flat.element_size()
+    block = box.block(flat) // flat.element_size()
     others = [peer for peer in range(size) if peer != rank]
 
     def share(k: int, owner: int) -> Tensor:

@@ -116,8 +116,8 @@ class ShmGroup(Group):
         whole, back = staged(tensor)
         flat = whole.view(-1)
         if self.rank == root:
-            return self._exchange([(flat, self._others)], {}, flat.dtype, nothing, None)
-        return self._exchange([], {root: flat.numel()}, flat.dtype, _fill({root: flat}), back)
+            return self._exchange([(flat, self._others)], {}, flat.dtype, nothing, None, self._box.block(flat))
+        return self._exchange([], {root: flat.numel()}, flat.dtype, _fill({root: flat}), back, self._box.block(flat))
 
     def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
         whole, back = staged(tensor)
@@ -127,8 +127,8 @@ class ShmGroup(Group):
             reduce_parts(flat[piece], flat[piece], parts, self.rank, op)
 
         if self.rank != root:
-            return self._exchange([(flat, [root])], {}, flat.dtype, nothing, None)
-        return self._exchange([], self._from_all(flat.numel()), flat.dtype, fold, back)
+            return self._exchange([(flat, [root])], {}, flat.dtype, nothing, None, self._box.block(flat))
+        return self._exchange([], self._from_all(flat.numel()), flat.dtype, fold, back, self._box.block(flat))
 
     def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
         part = tensor.contiguous().view(-1)
@@ -186,10 +186,11 @@ class ShmGroup(Group):
         dtype: torch.dtype,
         fold: Fold,
         back: Back,
+        block: int = SLAB,
     ) -> Finish:
-        """Give flat tensors to these peers, and fold in so many elements of those, piece by piece."""
+        """Give flat tensors to these peers, and fold in so many elements of those, in pieces of so many bytes."""
         channel = self._channel()
-        piece = SLAB // dtype.itemsize
+        piece = block // dtype.itemsize
         longest = max([flat.numel() for flat, _ in give] + list(take.values()), default=0)
         totals = {peer: count * dtype.itemsize for peer, count in take.items()}
         involved = {*take, *(peer for _, peers in give for peer in peers)}
@@ -201,7 +202,8 @@ class ShmGroup(Group):
         def post(k: int) -> None:
             for flat, peers in give:
                 if flat.numel() > k * piece:
-                    self._box.post(channel, nbytes(flat), flat[k * piece : (k + 1) * piece], peers)
+                    part, last = flat[k * piece : (k + 1) * piece], flat.numel() <= (k + 1) * piece
+                    self._box.post(channel, nbytes(flat), part, peers, ring=last)
 
         def use(k: int) -> None:
             where = slice(k * piece, (k + 1) * piece)

@@ -147,7 +147,8 @@ def test_a_manifest_that_was_made_up_is_told(change, says, path, other):
 def test_no_file_is_read_but_those_in_the_folder(path, other, monkeypatch):
     read = []
     for name in ("plain_size", "sha256_of"):
-        monkeypatch.setattr(check, name, lambda file, real=getattr(check, name): read.append(file) or real(file))
+        real = getattr(check, name)
+        monkeypatch.setattr(check, name, lambda file, real=real: read.append(file) or real(file))
     for name in (
         "../step-00000002/pp0.safetensors",
         str(other / "pp0.safetensors"),
