@@ -12,7 +12,7 @@ class RayparTrainer:
         self._job, self._peak = rp.launch(run), list[int]()
 
     def train(self, first: int, steps: int) -> list[float]:
-        reports = [self._job.step() for _ in range(steps)]
+        reports = self._job.train(steps)
         assert reports[0].step == first, "the job is at another step than the bench"
         marks = [report.peak_memory for report in reports]
         self._peak = [max(of_process) for of_process in zip(*marks, self._peak or marks[0], strict=True)]
