@@ -40,7 +40,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--size", choices=("small", "wide", "gpu", "gpus", "all"), default="all", help="default: all")
     parser.add_argument("--only", metavar="NAME,...", default="", help=f"some of: {', '.join(CONTESTANTS)}")
     parser.add_argument("--rounds", type=int, metavar="N", default=7, help="default: 7")
-    parser.add_argument("--steps", type=int, metavar="K", default=2, help="steps a round, default: 2")
+    parser.add_argument("--steps", type=int, metavar="K", help="steps a round, default: the size's")
     parser.add_argument("--launches", type=int, metavar="N", default=3, help="launches of each, default: 3")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=ROOT / "runs/bench", help="default: runs/bench")
     parser.add_argument("--readme", action="store_true", help="replace the block of the README too")
@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         except ValueError as error:
             parser.error(f"--readme: {error}")
     for name in ("rounds", "steps"):
-        if getattr(chosen, name) < 1:
+        if (number := getattr(chosen, name)) is not None and number < 1:
             parser.error(f"--{name} must be at least 1")
     return chosen
 
@@ -77,12 +77,13 @@ def sizes_of(chosen: argparse.Namespace) -> list[Size]:
 def measure(chosen: argparse.Namespace, found: Findings) -> None:
     """Launches first, each alone; then, in one Ray, the rounds of every size, the overhead and the groups."""
     sizes, quick = sizes_of(chosen), chosen.quick
-    rounds, steps, launches = (2, 1, 0) if quick else (chosen.rounds, chosen.steps, chosen.launches)
+    rounds, launches = (2, 0) if quick else (chosen.rounds, chosen.launches)
     open_corpus(rp.Text())  # converted once, before anybody's launch is measured
     launched = [contestant for contestant in entered(sizes[0], chosen.only) if contestant.launched]
     seconds = time_launches(launched, sizes[0], launches, chosen.out)
     with local_ray():
         for size in sizes:
+            steps = 1 if quick else chosen.steps or size.steps
             tracks = run_rounds(size, entered(size, chosen.only), rounds, steps, chosen.out)
             found.heats.append(Heat(size, rounds, steps, tracks))
             if size == sizes[0]:

@@ -20,6 +20,7 @@ class Size:
     batch             samples a step, over all processes
     micro_batch_size  samples of a microbatch, in a pipeline and in one process; replicas take their half of the batch
                       as one microbatch
+    steps             of a round: some seconds, so that how a round begins and ends does not count
     gpus              that it needs; 0 is a heat of CPUs
     """
 
@@ -27,6 +28,7 @@ class Size:
     model: rp.GPT
     batch: int = 16
     micro_batch_size: int = 2
+    steps: int = 2
     gpus: int = 0
 
     @property
@@ -42,7 +44,7 @@ SIZES = {
     size.name: size
     for size in (
         Size("small", rp.GPT(layers=8, hidden=256, heads=8, seq=256)),
-        Size("wide", rp.GPT(layers=2, hidden=1024, heads=16, seq=16)),
+        Size("wide", rp.GPT(layers=2, hidden=1024, heads=16, seq=16), steps=10),
         Size("gpu", rp.GPT(layers=12, hidden=768, heads=12, seq=512), gpus=1),
         Size("gpus", rp.GPT(layers=12, hidden=768, heads=12, seq=512), gpus=2),
         Size("quick", rp.GPT(layers=4, hidden=64, heads=4, seq=64)),
