@@ -102,11 +102,13 @@ class Mailbox:
 
     # --- for the steps of a flow ---
 
-    def post(self, channel: int, total: int, part: Tensor, peers: Iterable[int], *, ring: bool = True) -> None:
+    def post(
+        self, channel: int, total: int, part: Tensor, peers: Iterable[int], *, lend: bool = True, ring: bool = True
+    ) -> None:
         """Give the peers a piece of what is ``total`` bytes in all.
 
-        It may change as soon as it is ``given``: at once, unless it is of a window and so large that it is read there.
-        Then who has read it rings; not needed (``ring``) if what he posts next says so too.
+        It may change as soon as it is ``given``: at once, unless it is of a window, so large that it is read there, and
+        may be lent. Then who has read it rings; not needed (``ring``) if what he posts next says so too.
         """
         if part.stride(0) != 1:  # of a single element, which is contiguous with any stride
             part = part.as_strided(part.shape, (1,))
@@ -117,7 +119,7 @@ class Mailbox:
                 for peer in peers:
                     self._links[peer].send(channel, total, data)
                 return
-            window = self._pool.window_of(data)
+            window = self._pool.window_of(data) if lend else None
             slab, start = (window, data.data_ptr() - window.data.data_ptr()) if window else self._pool.put(data)
             awaited = ring and window is not None
             for peer in peers:

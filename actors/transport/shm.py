@@ -68,9 +68,10 @@ class ShmGroup(Group):
     def _is_direct(self, tensor: Tensor) -> bool:
         """Whether everybody gives everything to everybody: one round, and for two members not a byte more.
 
-        What is in a window is not copied to be given, and then shares are less work.
+        A large window is not copied to be given, and then shares are less work.
         """
-        return nbytes(tensor) <= INLINE or (self.size == 2 and not self._box.is_window(tensor))
+        pair = self.size == 2 and (nbytes(tensor) <= SLAB or not self._box.is_window(tensor))
+        return nbytes(tensor) <= INLINE or pair
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
         whole, back = staged(tensor)
@@ -82,7 +83,8 @@ class ShmGroup(Group):
         def fold(piece: slice, parts: Parts) -> None:
             reduce_parts(flat[piece], flat[piece], parts, self.rank, op)
 
-        return self._exchange([(flat, self._others)], self._from_all(flat.numel()), flat.dtype, fold, back)
+        give = [(flat, self._others)]
+        return self._exchange(give, self._from_all(flat.numel()), flat.dtype, fold, back, lend=False)
 
     def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
         whole, back = staged(out)
@@ -187,14 +189,18 @@ class ShmGroup(Group):
         fold: Fold,
         back: Back,
         block: int = SLAB,
+        lend: bool = True,
     ) -> Finish:
-        """Give flat tensors to these peers, and fold in so many elements of those, in pieces of so many bytes."""
+        """Give flat tensors to these peers, and fold in so many elements of those, in pieces of so many bytes.
+
+        lend  whether windows may be read where they stand; not if they are folded into
+        """
         channel = self._channel()
         piece = block // dtype.itemsize
         longest = max([flat.numel() for flat, _ in give] + list(take.values()), default=0)
         totals = {peer: count * dtype.itemsize for peer, count in take.items()}
         involved = {*take, *(peer for _, peers in give for peer in peers)}
-        copies = any(not self._box.is_window(flat) for flat, _ in give)
+        copies = not (lend and all(self._box.is_window(flat) for flat, _ in give))
 
         def sources(k: int) -> dict[int, int]:
             return {peer: total for peer, total in totals.items() if take[peer] > k * piece}
@@ -202,8 +208,10 @@ class ShmGroup(Group):
         def post(k: int) -> None:
             for flat, peers in give:
                 if flat.numel() > k * piece:
-                    part, last = flat[k * piece : (k + 1) * piece], flat.numel() <= (k + 1) * piece
-                    self._box.post(channel, nbytes(flat), part, peers, ring=last)
+                    last = nbytes(flat[(k + 1) * piece :]) <= INLINE  # of those that are lent
+                    self._box.post(
+                        channel, nbytes(flat), flat[k * piece : (k + 1) * piece], peers, lend=lend, ring=last
+                    )
 
         def use(k: int) -> None:
             where = slice(k * piece, (k + 1) * piece)

@@ -105,6 +105,72 @@ def test_a_window_is_reduced_where_it_stands_and_free_to_change_after_that(size,
     together(size, work)
 
 
+def _moved(group, op, window, held):
+    """Move a window; returns what arrived."""
+    if op == "all_reduce":
+        group.all_reduce(window).wait()
+        return window.clone()
+    if op in ("broadcast", "reduce"):
+        getattr(group, op)(window, 1).wait()
+        return window.clone() if op == "broadcast" or group.rank == 1 else None
+    if op == "all_gather":
+        group.all_gather(held, window).wait()
+        return held.clone()
+    handle = group.send(window, (group.rank + 1) % group.size)
+    group.recv(held, (group.rank - 1) % group.size).wait()
+    handle.wait()
+    return held.clone()
+
+
+@settings(max_examples=20)
+@given(
+    size=st.integers(2, 3),
+    op=st.sampled_from(["all_reduce", "broadcast", "reduce", "all_gather", "send"]),
+    blocks=st.integers(0, 1),
+    rest=st.sampled_from([-1, 0, INLINE // 4, INLINE // 4 + 1, SLAB // 4]),
+    late=st.integers(0, 2),
+)
+def test_a_window_is_free_to_change_when_an_op_is_over_and_not_before(size, op, blocks, rest, late):
+    """With a last piece that is not lent, and a member that comes late: who waits for it must be woken."""
+    count = max(0, blocks * SLAB + rest)  # a block of a window is four slabs, an element four bytes
+    groups = shm_groups(size, timeout=5.0)
+    ins = [torch.arange(count, dtype=torch.float32).remainder_(97.0).add_(rank) for rank in range(size)]
+    total = sum(ins)
+
+    def work(rank):
+        window, held = (
+            groups[rank].empty(count, torch.float32),
+            torch.empty(count * (size if op == "all_gather" else 1)),
+        )
+        if rank == late:
+            time.sleep(0.002)
+        for _ in range(2):
+            window.copy_(ins[rank])
+            got = _moved(groups[rank], op, window, held)
+            window.fill_(-1.0)
+            source = {"broadcast": ins[1], "all_gather": torch.cat(ins), "send": ins[rank - 1]}.get(op, total)
+            assert got is None or torch.equal(got, source)
+
+    together(size, work)
+
+
+@pytest.mark.parametrize("op", ["broadcast", "reduce"])
+@pytest.mark.parametrize("rest", [0, 1, INLINE // 4, INLINE // 4 + 1])
+def test_who_lends_is_woken_when_the_last_reader_is_done(op, rest):
+    """The last piece may be so small that it is not lent: then the one before it has to ring."""
+    groups = shm_groups(2, timeout=10.0)
+
+    def work(rank):
+        window = groups[rank].empty(SLAB + rest, torch.float32).fill_(1.0)
+        if rank == 0:
+            time.sleep(0.05)  # the reader: who lends is asleep by then
+        start = time.monotonic()
+        getattr(groups[rank], op)(window, 1 if op == "broadcast" else 0).wait()
+        return time.monotonic() - start
+
+    assert max(together(2, work)) < 5.0
+
+
 def test_the_ledger_counts_what_crosses():
     for size, count in ((2, 100), (2, 1 << 20), (3, 100), (4, 1 << 20)):
         groups = shm_groups(size)
