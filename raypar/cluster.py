@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raypar.actors.plan import DeviceChoice, DeviceKind
 from raypar.actors.world import World
 from raypar.config import ConfigError
-from raypar.devices import Share, share_of
+from raypar.devices import Share, demand_build, share_of
 from raypar.errors import JobError
 
 log = logging.getLogger(__name__)
@@ -74,13 +74,14 @@ def start_actors(
     A cluster that is too small is given ``wait_for_nodes`` seconds to grow; what asks for the places also asks its
     autoscaler for nodes. Raises ConfigError if there is no room, JobError if Ray does not start.
     """
+    built = torch.backends.cuda.is_built()  # the actors' torch is the same build
+    demand_build(device, built=built)
     owns = _connect()
     _take_back_sigterm()
     try:
         if wait_for_nodes <= 0:
             _demand_room(world)
         gpus = int(ray.cluster_resources().get("GPU", 0.0))
-        built = torch.backends.cuda.is_built()  # the actors' torch is the same build
         share = share_of(device, world.size, gpus, built=built, grows=wait_for_nodes > 0)
         if owns and "RAY_ADDRESS" not in os.environ and world.size > _cores():
             log.warning("%d actors share the %d cores of this machine", world.size, _cores())

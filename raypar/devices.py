@@ -34,8 +34,7 @@ def share_of(choice: DeviceChoice, actors: int, gpus: int, *, built: bool, grows
 
     Raises ConfigError where GPUs are demanded and there can't be any.
     """
-    if choice == "cuda" and not built:
-        raise ConfigError(["device is 'cuda', but torch is built without CUDA here: install a build with it"])
+    demand_build(choice, built=built)
     if choice == "cuda" and not gpus and not grows:
         raise ConfigError(
             ["device is 'cuda', but the cluster has no GPU: use device 'cpu', add a node with GPUs, or wait for nodes"]
@@ -57,6 +56,12 @@ def share_of(choice: DeviceChoice, actors: int, gpus: int, *, built: bool, grows
         sharing,
     )
     return Share("cuda", _UNITS // sharing / _UNITS)
+
+
+def demand_build(choice: DeviceChoice, *, built: bool) -> None:
+    """Raise ConfigError if a GPU is demanded of a torch without them; asked before Ray is started, too."""
+    if choice == "cuda" and not built:
+        raise ConfigError(["device is 'cuda', but torch is built without CUDA here: install a build with it"])
 
 
 def _why(built: bool) -> str:

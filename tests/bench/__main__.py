@@ -21,7 +21,7 @@ from raypar.actors.data import open_corpus
 from tests.bench.contestants import CONTESTANTS, entered
 from tests.bench.group_speed import NBYTES, measure_groups
 from tests.bench.launches import time_launches
-from tests.bench.local_ray import local_ray, quiet
+from tests.bench.local_ray import local_ray, quiet, terminable
 from tests.bench.overhead import measure_overhead
 from tests.bench.report import Findings, Heat
 from tests.bench.rounds import run_rounds
@@ -44,7 +44,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--launches", type=int, metavar="N", default=3, help="launches of each, default: 3")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=ROOT / "runs/bench", help="default: runs/bench")
     parser.add_argument("--readme", action="store_true", help="replace the block of the README too")
-    parser.add_argument("--quick", action="store_true", help="a minute: does it run? Its figures mean nothing")
+    parser.add_argument("--quick", action="store_true", help="some minutes: does it run? Its figures mean nothing")
     chosen = parser.parse_args(arguments)
     chosen.only = [name for name in chosen.only.split(",") if name]
     unknown = [name for name in chosen.only if name not in CONTESTANTS]
@@ -105,6 +105,7 @@ def main() -> int:
     """Measure, keep the tables and show them; 1 if a contestant failed."""
     chosen = parse(sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    terminable()
     quiet()
     torch.set_num_threads(1)
     chosen.out.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,12 +37,18 @@ def local_ray() -> Iterator[None]:
         logging_level=logging.ERROR,
         object_store_memory=256 * 2**20,
     )
+    terminable()
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     try:
         yield
     finally:
         del os.environ["RAY_ADDRESS"]
         ray.shutdown()
+
+
+def terminable() -> None:
+    """Let SIGTERM unwind this process; ray.init, which sets handlers of its own, has to be followed by it."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def quiet() -> None:
