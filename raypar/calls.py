@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,27 @@ class Calls:
     def submit(self, method: str, *args: object) -> list[Any]:
         """Call a method of every actor at once and wait for none: the calls, for ``gather``."""
         return [getattr(handle, method).remote(*args) for handle in self._handles]
+
+    def beside(self, method: str, *args: object) -> list[Any]:
+        """Call a method of every actor that works beside its steps and wait for none: the calls, for ``outcomes``."""
+        return [getattr(handle, method).options(concurrency_group="disk").remote(*args) for handle in self._handles]
+
+    def outcomes(self, refs: Sequence[Any], given_up: threading.Event) -> list[Any]:
+        """The answers to calls, one to each rank, however long they take; in place of one that failed, its exception.
+
+        Who sets ``given_up`` has them end soon: then the answers that are not in are StalledErrors.
+        """
+        pending = list(refs)
+        while pending and ray.is_initialized() and not given_up.is_set():
+            _, pending = ray.wait(pending, num_returns=len(pending), timeout=_LOOK)
+        late = StalledError("it had not answered when the job ended")
+        if not ray.is_initialized():  # any question would start another one
+            return [late] * len(refs)
+        return [late if ref in pending else _cause(error) if (error := _error(ref)) else ray.get(ref) for ref in refs]
+
+    def one(self, rank: int, method: str, *args: object, what: str) -> Any:
+        """Call a method of one actor; its answer. Raises what ``gather`` raises."""
+        return self.gather([getattr(self._handles[rank], method).remote(*args)], what, [rank])[0]
 
     def drop(self, refs: Sequence[Any]) -> None:
         """Wait for calls whose answers do not matter, errors included."""
