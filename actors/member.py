@@ -48,6 +48,10 @@ class Member(ABC):
 
     # --- checkpoints ---
 
+    def make_room(self) -> None:
+        """Get memory for what ``stage`` copies ready, beside the next steps."""
+        self._copies.make_room(self._saved())
+
     def stage(self) -> None:
         """Copy what this actor puts into a checkpoint, for ``write``; training may go on then."""
         self._place.enter()

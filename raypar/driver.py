@@ -234,8 +234,7 @@ class Job:
                 stop = (self.next_step // every + 1) * every if every else last
                 ahead.hand_over(self.next_step, min(last, stop, self._saver.next_due(self.next_step, last)))
                 yield self._commit(*self._guard(ahead.collect))
-                if self._saver.due(self.next_step):
-                    self._saver.save_beside(self.next_step)
+                self._saver.after(self.next_step)
                 if every and self.next_step % every == 0 and self.next_step < self.run.steps:
                     yield self.evaluate()
         finally:  # nobody wants more reports: the actors go on all the same with what they have

@@ -30,6 +30,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "raypar-save")
         self._under_way: Future[Path] | None = None
         self._given_up = threading.Event()
+        self._prepared = False
 
     def due(self, step: int) -> bool:
         """Whether the run asks for a checkpoint after so many steps."""
@@ -49,9 +50,18 @@ class Saver:
             raise ValueError(f"keep_last is {keep_last}: keep 1 at least, or None for all")
         return self._begin(folder, step, keep_last).result()
 
-    def save_beside(self, step: int) -> None:
-        """Save what is due while training goes on; a failure is a warning. The last one of a run is waited for."""
-        assert self._run.save_to is not None
+    def after(self, step: int) -> None:
+        """Save what is due after ``step`` steps while training goes on; a failure is a warning.
+
+        The last one of a run is waited for.
+        """
+        if self._run.save_to is None:
+            return
+        if not self._prepared:  # before the first step an optimizer has kept nothing yet
+            self._calls.submit("make_room")
+            self._prepared = True
+        if not self.due(step):
+            return
         try:
             self._begin(Path(self._run.save_to), step, self._run.keep_last).add_done_callback(_warn)
         except CheckpointError as error:

@@ -133,6 +133,21 @@ def test_a_copy_is_of_the_moment_it_was_taken(tmp_path):
     assert torch.equal(read_shard(tmp_path, "a.safetensors")["w"], torch.zeros(3))
 
 
+def test_room_is_made_ahead_kept_and_made_anew_for_more(tmp_path):
+    copies, odd = Copies(), [("a", torch.ones(3, dtype=torch.bool)), ("b", torch.tensor(2.0)), ("c", torch.ones(0))]
+    copies.make_room(odd)
+    places = []
+    for tensors in (odd, odd, [*odd, ("d", torch.randn(5, 4, dtype=torch.float64).T)]):
+        copies.take(tensors)
+        places.append(copies._room.result().data_ptr())
+        file, _ = copies.write(tmp_path, f"{len(places)}")
+        found = read_shard(tmp_path, file.name)
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors)
+        assert len(found) == len(tensors)
+    assert places[0] == places[1]
+    assert copies._room.result().nbytes == 3 * 64 - 64 + 192
+
+
 def test_a_copy_that_fails_is_told_by_who_writes_it(tmp_path):
     def refuse():
         yield "w", torch.zeros(3)

@@ -25,9 +25,12 @@ class Actors:
     def __init__(self):
         self.value, self.staged, self.wrong, self.go = 0.0, [], {}, threading.Event()
         self.go.set()
+        self.asked = []
 
     def submit(self, method):
-        assert method == "stage"
+        self.asked.append(method)
+        if method == "make_room":
+            return
         self.staged = [Copies(), Copies()]
         for rank, copies in enumerate(self.staged):
             copies.take([(f"w{rank}", torch.full((2,), self.value))])
@@ -71,7 +74,7 @@ def test_when_one_is_due(actors, tmp_path):
 def test_training_does_not_wait_for_it_but_the_next_save_does(actors, tmp_path):
     saver = saver_of(actors, tmp_path, save_every=1)
     actors.go.clear()
-    saver.save_beside(1)
+    saver.after(1)
     assert steps_in(tmp_path) == []
     actors.value = 5.0
     threading.Timer(0.05, actors.go.set).start()
@@ -82,8 +85,9 @@ def test_training_does_not_wait_for_it_but_the_next_save_does(actors, tmp_path):
 
 def test_the_last_one_of_a_run_is_waited_for_and_older_ones_go(actors, tmp_path):
     saver = saver_of(actors, tmp_path, save_every=3, keep_last=2)
-    for step in (3, 6, 9, 10):
-        saver.save_beside(step)
+    for step in range(1, 11):
+        saver.after(step)
+    assert actors.asked == ["make_room"] + 4 * ["stage"]
     assert steps_in(tmp_path) == [10, 9]
     manifest = verified(tmp_path / "step-00000010")
     assert sorted(manifest.tensors) == ["w0", "w1"]
@@ -91,9 +95,9 @@ def test_the_last_one_of_a_run_is_waited_for_and_older_ones_go(actors, tmp_path)
 
 
 def test_closing_finishes_it(actors, tmp_path):
-    saver = saver_of(actors, tmp_path)
+    saver = saver_of(actors, tmp_path, save_every=4)
     actors.go.clear()
-    saver.save_beside(4)
+    saver.after(4)
     threading.Timer(0.05, actors.go.set).start()
     saver.close()
     assert steps_in(tmp_path) == [4]
@@ -101,9 +105,9 @@ def test_closing_finishes_it(actors, tmp_path):
 
 def test_a_run_that_failed_gives_it_up_and_leaves_nothing(actors, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("raypar.saving._GRACE", 0.02)
-    saver = saver_of(actors, tmp_path)
+    saver = saver_of(actors, tmp_path, save_every=4)
     actors.go.clear()
-    saver.save_beside(4)
+    saver.after(4)
     saver.close(hurried=True)
     assert "- actor pp=1: it had not answered" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
@@ -113,7 +117,7 @@ def test_a_failure_warns_with_all_that_is_wrong_and_the_next_one_is_saved(actors
     saver = saver_of(actors, tmp_path, save_every=1)
     actors.wrong = {0: CheckpointError(["no space", "no luck"]), 1: RuntimeError("it died")}
     with caplog.at_level(logging.WARNING):
-        saver.save_beside(1)
+        saver.after(1)
         saver.close()
     assert [record.getMessage() for record in caplog.records] == [
         "no checkpoint was saved, the training goes on:\n"
@@ -128,5 +132,5 @@ def test_a_failure_warns_with_all_that_is_wrong_and_the_next_one_is_saved(actors
 
 def test_a_folder_that_is_taken_warns_too(actors, tmp_path, caplog):
     (tmp_path / "file").touch()
-    saver_of(actors, tmp_path / "file").save_beside(4)
+    saver_of(actors, tmp_path / "file").after(10)
     assert "give a path that is a folder" in caplog.text
