@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
+from raypar.actors.copies import Copies, Read, Written, logical_name, reader
 from raypar.actors.digest import demand_equal
 from raypar.actors.excerpts import described, trace
 from raypar.actors.group import Group, GroupError
+from raypar.actors.part import Part
 from raypar.actors.place import Host, Place, place_of
 from raypar.actors.plan import ActionError, Plan, Progress, Span, StaleError
-from raypar.actors.update import Tie
+from raypar.actors.slices import Logical
+from raypar.actors.update import Tie, Update
 from raypar.schedules.action import Action
 
 
@@ -28,6 +33,7 @@ class Member(ABC):
         self._events: list[Span] = []
         self._trained = self._events  # those of the latest training step that was finished
         self._groups: dict[str, Group] = {}
+        self._copies = Copies()
 
     @abstractmethod
     def setup(self, plan: Plan, groups: dict[str, Group]) -> None:
@@ -39,6 +45,47 @@ class Member(ABC):
             self._place = place_of(plan.device)
         self._place.enter()
         return self._place
+
+    # --- checkpoints ---
+
+    def make_room(self) -> None:
+        """Get memory for what ``stage`` copies ready, beside the next steps."""
+        self._copies.make_room(self._saved())
+
+    def stage(self) -> None:
+        """Copy what this actor puts into a checkpoint, for ``write``; training may go on then."""
+        self._place.enter()
+        self._copies.take(self._saved())
+
+    def write(self, folder: str) -> Written | None:
+        """Write the copy as a shard, in another thread than the steps; None if this actor has nothing to write.
+
+        Raises CheckpointError.
+        """
+        return self._copies.write(Path(folder), f"{self._label.replace('=', '').replace(' ', '-')}.safetensors")
+
+    def load(self, folder: str, tensors: Mapping[str, Logical]) -> None:
+        """Go on with a checkpoint's weights and optimizer state. Raises CheckpointError if it can't be read."""
+        self._place.enter()
+        self._idle = True
+        try:
+            with torch.no_grad():
+                self._load(reader(Path(folder), tensors, self._homes))
+        finally:
+            self._idle = False
+
+    def _saved(self) -> Iterator[tuple[str, Tensor]]:
+        """What this actor puts into a checkpoint: the weights that it updates, tied ones as their home only."""
+        for weight, kept, tensor in self._update.state():
+            if weight not in self._homes:
+                yield logical_name(weight, kept), tensor
+
+    def _load(self, read: Read) -> None:
+        for name, parameter in self._parameters.items():
+            weight = read(name, "")
+            assert weight is not None, "the driver has looked at names and shapes"
+            parameter.copy_(weight)
+        self._update.load(read)
 
     # --- looking inside ---
 
@@ -84,9 +131,12 @@ class Member(ABC):
         if epoch is not None and epoch < self._epoch:
             raise StaleError(f"this call is of epoch {epoch}; {self._label} is in epoch {self._epoch}")
 
-    def _join(self, plan: Plan, groups: dict[str, Group], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Take a place in a run."""
-        self._plan, self._groups, self._parameters = plan, groups, parameters
+    def _join(
+        self, plan: Plan, groups: dict[str, Group], part: Part, parameters: Mapping[str, nn.Parameter], update: Update
+    ) -> None:
+        """Take a place in a run, with those parameters of a part that are here and how a step of them ends."""
+        self._plan, self._groups, self._parameters, self._update = plan, groups, parameters, update
+        self._homes = {copy: home for home, copy in part.model.ties}
         self._epoch = 0  # how many steps could not be made
         self._label = plan.world.label(plan.rank)
 

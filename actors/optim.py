@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from inspect import unwrap
 
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.copies import Read
 from raypar.actors.specs import SGD, AdamW
+
+KEPT = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}  # for each parameter with a gradient
 
 
 class _AdamW(torch.optim.AdamW):
@@ -41,6 +44,25 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Use ``lr`` from the next update on."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def kept_by(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Everything that it keeps for its parameters: the parameter's name, what it is, and the tensor itself."""
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                yield name, key, value
+
+
+def keep(optimizer: torch.optim.Optimizer, kind: str, parameters: Mapping[str, nn.Parameter], read: Read) -> None:
+    """Go on with what was kept, as far as there is any."""
+    for name, parameter in parameters.items():
+        found = {key: read(name, key) for key in KEPT[kind]}
+        state = {key: value.to(parameter.device) for key, value in found.items() if value is not None}
+        if state:
+            optimizer.state[parameter] = state
 
 
 def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:

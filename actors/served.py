@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from raypar.actors.buckets import Bucket
+from raypar.actors.copies import Read
 from raypar.actors.group import Group
 
 
@@ -39,3 +40,10 @@ class ServedUpdate:
             group.synchronize()  # of a server that is gone no weight may be taken
         for bucket, flat in zip(self._buckets, flats, strict=True):
             bucket.load(flat)
+
+    def state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Nothing: the servers say it."""
+        return iter(())
+
+    def load(self, read: Read) -> None:
+        """Nothing: the servers keep it."""

@@ -32,11 +32,10 @@ class Server(Member):
         part, world = build_part(plan, self.prepare(plan)), plan.world
         index, train = world.server_index(plan.rank), plan.programs["train"]
         own = part.share(index)
-        self._join(plan, groups, own)
         self._group = groups[f"ps{index}"]
         self._buckets = buckets_of(plan, part, own)
         self._counts_votes = index == 0 and train.placement[-1] == world.pp(plan.rank)  # see Reducer.total
-        self._updater = updater_of(plan, part, own, groups)
+        self._join(plan, groups, part, own, updater_of(plan, part, own, groups))
         self._connect(part.ties)
         self._compare(index, own)
 
@@ -55,7 +54,7 @@ class Server(Member):
         self._grad_norm: float | None = None
         self._events = []
         if self._train:
-            self._updater.zero_grad()
+            self._update.zero_grad()
         self._place.begin()
 
     def perform(self, action: Action) -> None:
@@ -67,7 +66,7 @@ class Server(Member):
             self._synchronize()
             start, self._now = self._place.mark(), action
             try:
-                self._grad_norm = self._updater.step(self._number, ballot)
+                self._grad_norm = self._update.step(self._number, ballot)
             except NonFiniteError:
                 self._publish()  # the weights of before: the replicas wait for some
                 raise

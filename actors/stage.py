@@ -59,6 +59,15 @@ class Stage:
             if parameter.requires_grad
         }
 
+    def buffers(self) -> dict[str, Tensor]:
+        """What layers keep beside their parameters and torch would save, by logical name: a BatchNorm's statistics."""
+        return {
+            f"{self.model.names[index]}.{inner}": buffer
+            for index, module in zip(self.layers, self.modules, strict=True)
+            for inner, buffer in module.named_buffers()
+            if inner in module.state_dict()
+        }
+
     def begin(self, *, train: bool) -> None:
         """Open a step, of training or of evaluation; what an interrupted one left behind is dropped."""
         self._saved.clear()

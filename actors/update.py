@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.averaging import correction
+from raypar.actors.copies import Read
 from raypar.actors.group import Group
 from raypar.actors.lr import lr_at
-from raypar.actors.optim import build_optimizer, gradient_norms, set_lr
+from raypar.actors.optim import build_optimizer, gradient_norms, keep, kept_by, set_lr
 from raypar.actors.plan import NonFiniteError
 from raypar.actors.specs import SGD, AdamW
 
@@ -25,6 +26,10 @@ class Update(Protocol):
     def zero_grad(self) -> None: ...
 
     def step(self, step: int, ballot: Tensor | None) -> float | None: ...
+
+    def state(self) -> Iterator[tuple[str, str, Tensor]]: ...
+
+    def load(self, read: Read) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,17 @@ class Updater:
             set_lr(self._optimizer, lr_at(self._spec, step, self._steps))
             self._optimizer.step()
         return float(total)
+
+    def state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """The parameters that are updated here, and what the optimizer keeps for them: name, what, and the tensor."""
+        yield from ((name, "", parameter) for name, parameter in self._parameters.items())
+        if self._optimizer is not None:
+            yield from kept_by(self._optimizer, self._parameters)
+
+    def load(self, read: Read) -> None:
+        """Go on with what an optimizer has kept; the parameters are loaded by who holds them."""
+        if self._optimizer is not None:
+            keep(self._optimizer, self._spec.kind, self._parameters, read)
 
     def _all_norms(self, ballot: Tensor | None) -> tuple[Tensor, float, float]:
         """The gradient norm of every logical parameter, in order; what the gradients lack of the mean over tokens, as

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from raypar.actors.assembly import Assembly, assemble
+from raypar.actors.copies import Read, buffer_name
 from raypar.actors.courier import Courier
 from raypar.actors.group import Group, GroupError
 from raypar.actors.member import Member
@@ -58,7 +59,7 @@ class Worker(Member):
         self._parts: Assembly = assemble(plan, groups, self.prepare(plan))
         part = self._parts.part
         self._stages = part.stages
-        self._join(plan, groups, part.parameters)
+        self._join(plan, groups, part, part.parameters, self._parts.update)
         row = plan.programs["train"].rows[self._pp]
         self._first, self._last = (set(last_backwards(part).values()) for part in (row[::-1], row))
         self._couriers = {
@@ -210,6 +211,23 @@ class Worker(Member):
 
     def _nothing(self, action: Action) -> None:
         """A stage without shards: there is nothing to gather."""
+
+    # --- checkpoints ---
+
+    def _saved(self) -> Iterator[tuple[str, Tensor]]:
+        if self._dp == 0 or self._plan.world.sharded:  # others would say the same once more
+            yield from super()._saved()
+        for stage in self._stages.values():
+            yield from ((buffer_name(self._dp, name), buffer) for name, buffer in stage.buffers().items())
+
+    def _load(self, read: Read) -> None:
+        super()._load(read)
+        for stage in self._stages.values():
+            for name, buffer in stage.buffers().items():
+                for dp in (self._dp, 0):  # there may have been fewer replicas
+                    if (saved := read(buffer_name(dp, name), "")) is not None:
+                        buffer.copy_(saved)
+                        break
 
     # --- helpers ---
 

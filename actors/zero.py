@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from raypar.actors.buckets import Bucket
+from raypar.actors.copies import Read
 from raypar.actors.group import Group
 from raypar.actors.update import Updater
 
@@ -43,3 +44,11 @@ class ShardedUpdate:
         for handle in [self._replicas.broadcast(weights, bucket.owner) for bucket, weights in pairs]:
             handle.wait()
         return norm
+
+    def state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """As Updater.state, of what this replica owns."""
+        return self._updater.state()
+
+    def load(self, read: Read) -> None:
+        """As Updater.load, of what this replica owns."""
+        self._updater.load(read)

@@ -9,26 +9,30 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from raypar.actors.disk import CheckpointError
     from raypar.actors.mesh import Mesh
     from raypar.actors.plan import NonFiniteError
     from raypar.actors.specs import GPT, SGD, AdamW, Batches, Layers, Text
     from raypar.config import ConfigError, Run
-    from raypar.driver import Job, launch
+    from raypar.driver import Job
     from raypar.errors import ActorDiedError, JobError, StalledError
     from raypar.parity import Verdict, verify
     from raypar.recipes import recipe
     from raypar.report import Evaluation, Report
+    from raypar.start import launch
     from raypar.stepper import Stepper
 
 _HOMES = {
+    "raypar.actors.disk": ("CheckpointError",),
     "raypar.actors.mesh": ("Mesh",),
     "raypar.actors.plan": ("NonFiniteError",),
     "raypar.actors.specs": ("GPT", "SGD", "AdamW", "Batches", "Layers", "Text"),
     "raypar.config": ("ConfigError", "Run"),
-    "raypar.driver": ("Job", "launch"),
+    "raypar.driver": ("Job",),
     "raypar.errors": ("ActorDiedError", "JobError", "StalledError"),
     "raypar.recipes": ("recipe",),
     "raypar.report": ("Evaluation", "Report"),
+    "raypar.start": ("launch",),
     "raypar.stepper": ("Stepper",),
     "raypar.parity": ("Verdict", "verify"),
 }
@@ -40,6 +44,7 @@ __all__ = [
     "ActorDiedError",
     "AdamW",
     "Batches",
+    "CheckpointError",
     "ConfigError",
     "Evaluation",
     "Job",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,32 @@ class Calls:
     def submit(self, method: str, *args: object) -> list[Any]:
         """Call a method of every actor at once and wait for none: the calls, for ``gather``."""
         return [getattr(handle, method).remote(*args) for handle in self._handles]
+
+    def beside(self, method: str, *args: object) -> list[Any]:
+        """Call a method of every actor that works beside its steps and wait for none: the calls, for ``outcomes``."""
+        return [getattr(handle, method).options(concurrency_group="disk").remote(*args) for handle in self._handles]
+
+    def outcomes(self, refs: Sequence[Any], given_up: threading.Event) -> list[Any]:
+        """The answers to calls, one to each rank; in place of one that failed, its exception.
+
+        They may take as long as they want while their actors are alive. When one has been silent for the run's timeout,
+        or ``given_up`` is set, the answers that are not in are StalledErrors.
+        """
+        pending, heard, silent = list(refs), dict.fromkeys(refs, time.monotonic()), False
+        while pending and ray.is_initialized() and not given_up.is_set() and not silent:
+            _, pending = ray.wait(pending, num_returns=len(pending), timeout=_LOOK)
+            ranks = [rank for rank, ref in enumerate(refs) if ref in pending]
+            answered = self._ping(ranks)
+            heard |= {refs[rank]: time.monotonic() for rank in ranks if rank in answered}
+            silent = any(time.monotonic() - heard[ref] > self._timeout for ref in pending)
+        late = StalledError("it did not answer" if silent else "it had not answered when the job ended")
+        if not ray.is_initialized():  # any question would start another one
+            return [late] * len(refs)
+        return [late if ref in pending else _cause(error) if (error := _error(ref)) else ray.get(ref) for ref in refs]
+
+    def one(self, rank: int, method: str, *args: object, what: str) -> Any:
+        """Call a method of one actor; its answer. Raises what ``gather`` raises."""
+        return self.gather([getattr(self._handles[rank], method).remote(*args)], what, [rank])[0]
 
     def drop(self, refs: Sequence[Any]) -> None:
         """Wait for calls whose answers do not matter, errors included."""
@@ -69,6 +96,12 @@ class Calls:
         """Tell every actor to break off what it waits for; one that does not answer is not waited for."""
         refs = [handle.abort.options(concurrency_group="ctl").remote() for handle in self._handles]
         ray.wait(refs, num_returns=len(refs), timeout=_LOOK)
+
+    def _ping(self, ranks: Sequence[int]) -> set[int]:
+        """Which of these actors answer, whatever their steps do; one that has died does too."""
+        refs = {rank: self._handles[rank].progress.options(concurrency_group="ctl").remote() for rank in ranks}
+        answered, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_LOOK) if refs else ([], [])
+        return {rank for rank, ref in refs.items() if ref in answered}
 
     def _look(self, watch: _Watch, ranks: set[int], what: str) -> None:
         """Raise StalledError if one of the actors has been in the same action for too long, or does not answer."""

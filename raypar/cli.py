@@ -1,4 +1,4 @@
-"""The command line: ``raypar train``, ``verify``, ``draw``, ``check``, ``simulate``."""
+"""The command line: ``raypar train``, ``verify``, ``draw``, ``check``, ``simulate``, ``ckpt``."""
 
 from __future__ import annotations
 
@@ -31,6 +31,10 @@ on paper, in no time:
   raypar check SCHEDULE|FILE.csv [flags]        prove that a schedule can run
   raypar simulate SCHEDULE|FILE.csv [flags]     how long a schedule takes, and who waits
 
+checkpoints, which raypar train --save-to FOLDER writes:
+  raypar ckpt ls FOLDER                         list them
+  raypar ckpt verify PATH                       read every byte of one, or of all in a folder
+
   raypar COMMAND --help                         the flags of a command
   raypar --version
 
@@ -38,12 +42,14 @@ examples:
   raypar train gpt-tiny --mesh.pp 4 --schedule interleaved --log run.jsonl
   raypar train gpt-tiny --mesh.dp 2 --data-parallel parameter_server --trace step.json
   raypar train --model.layers 12 --data.path 'books/*.txt' --optim.kind sgd --dry-run
+  raypar train gpt-small --save-to ckpts --save-every 20 --keep-last 3
+  raypar train --resume ckpts
   raypar verify --schedule gpipe
   raypar draw 1f1b --ranks 4 --microbatches 8 --out 1f1b.svg
 
 exit codes:
   0    done
-  1    verify found a difference
+  1    verify found a difference; ckpt found a checkpoint that is not sound
   2    a mistake in flags, file or schedule; each is listed with its fix, and no actor was started
   4    the run failed: an actor died, stalled, or raised an error
   6    the gradients became infinite or NaN
@@ -53,6 +59,7 @@ exit codes:
 
 _PAPER = ("draw", "check", "simulate")
 _RUNS = ("train", "verify")
+_DISK = "ckpt"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,11 +89,13 @@ def _command(words: list[str]) -> int:
     if command in _RUNS:
         with _messages(), _terminable():
             return _with_actors(command, rest)
+    if command == _DISK:
+        return _on_disk(rest)
     if command in ("-h", "--help", "help"):
         return _say(HELP, end="")
     if command == "--version":
         return _say(f"raypar {version('raypar')}")
-    close = difflib.get_close_matches(command, (*_PAPER, *_RUNS), n=1)
+    close = difflib.get_close_matches(command, (*_PAPER, *_RUNS, _DISK), n=1)
     guess = f"did you mean {close[0]!r}?" if close else "see raypar --help"
     return _fail(f"there is no command {command!r}: {guess}", MISTAKE)
 
@@ -101,6 +110,18 @@ def _on_paper(command: str, words: list[str]) -> int:
         return _say(paper.prove(words) if command == "check" else paper.measure(words))
     except ScheduleError as error:
         return _fail(str(error), MISTAKE)
+
+
+def _on_disk(words: list[str]) -> int:
+    from raypar import ckpt
+    from raypar.config import ConfigError
+
+    try:
+        outcome = ckpt.run(words)
+    except ConfigError as error:
+        return _fail(str(error), MISTAKE)
+    _say(outcome.text)
+    return OK if outcome.sound else DIFFERENT
 
 
 def _with_actors(command: str, words: list[str]) -> int:

@@ -130,7 +130,7 @@ def _bundled(world: World, share: Share) -> int:
 def _actor(cls: type, group: PlacementGroup, rank: int, world: World, job: str, share: Share) -> Any:
     # a retried backward would count its gradients twice: recovery is the driver's
     decorate: Any = ray.remote  # its types know nothing of concurrency groups
-    kept = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"ctl": 2}}
+    kept = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"ctl": 2, "disk": 1}}
     remote = decorate(num_cpus=1, num_gpus=share.gpus, **kept)(cls)
     size, together = world.mesh.size, _bundled(world, share)
     bundle = rank // together if rank < size else size // together + rank - size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -23,6 +23,7 @@ from raypar.toml import optimizer, read_table, run_of
 
 if TYPE_CHECKING:
     from raypar.parity import Verdict
+    from raypar.resume import Found
 
 A = TypeVar("A", bound="RunArgs")
 
@@ -54,6 +55,8 @@ class TrainArgs(RunArgs):
     """a file for the trace of the last step, for ui.perfetto.dev; overwritten if it exists"""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """check everything and draw the schedule, but start no actor"""
+    resume: Path | None = None
+    """go on from this checkpoint, or the newest sound one in this folder; without RECIPE|FILE.toml with its run, too"""
     wait_for_nodes: float = 0.0
     """seconds that a cluster with too few CPUs is given for its autoscaler to bring more"""
 
@@ -71,36 +74,40 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Rows:
 
     Raises ConfigError before any actor starts, JobError or NonFiniteError after that.
     """
-    args = _parse(TrainArgs, words, "train", "Train a model on actors.", "gpt-small")
+    start = next((_found(path) for path in _values_of("--resume", words) if path), None)
+    known = {} if start is None else {str(start.path): run_of(start.manifest.run)}
+    args = _parse(TrainArgs, words, "train", "Train a model on actors.", next(iter(known), "gpt-small"), known=known)
     run, faults = args.run(), [*file_faults("--log", args.log), *file_faults("--trace", args.trace)]
     try:
         schedule = check_run(run)["train"]
     except ConfigError as error:
         raise ConfigError([*error.faults, *faults]) from None
+    if start is not None and start.manifest.step >= run.steps:
+        faults.append(f"{start.path.name} is the end of a run of {run.steps} steps: give more --steps to go on")
     if faults:
         raise ConfigError(faults)
     if args.dry_run:
         return Plan(text(schedule, color=terminal), plan_rows(run, schedule))
-    from raypar.driver import launch  # torch and Ray: not for mistakes, and not for a dry run
+    from raypar.start import launch  # torch and Ray: not for mistakes, and not for a dry run
 
-    start = time.perf_counter()
+    began = time.perf_counter()
     with (
         growing_file("--log", args.log) as log,
         whole_file("--trace", args.trace) as trace,
-        launch(run, wait_for_nodes=args.wait_for_nodes) as job,
+        launch(run, wait_for_nodes=args.wait_for_nodes, resume=start) as job,
     ):
 
         def write(outcome: Report | Evaluation) -> None:
             log(json.dumps(outcome.to_dict()) + "\n")
 
-        launched = time.perf_counter() - start
+        launched = time.perf_counter() - began
         reports = job.train(on=write, ahead=1)
         if args.trace is not None:
             trace(json.dumps(chrome_trace(*job.timelines())))
         evaluation = job.evaluate()
         write(evaluation)
-        wall = time.perf_counter() - start
-        files = {"log": args.log, "trace": args.trace}
+        wall = time.perf_counter() - began
+        files = {"log": args.log, "trace": args.trace, "checkpoints": Path(run.save_to) if run.save_to else None}
         return closing_rows(run, schedule, reports, evaluation, launched, wall, files)
 
 
@@ -108,6 +115,7 @@ def verify(words: Sequence[str]) -> Verdict:
     """``raypar verify``: whether the layout computes what one plain process does. Raises what ``train`` raises."""
     what = "Train a few steps on actors and in one plain process, and compare all losses, gradients and weights."
     run = _parse(RunArgs, words, "verify", what, "gpt-tiny", {"steps": _VERIFIED_STEPS}).run()
+    run = replace(run, save_to=None, save_every=0)
     check_run(run)
     logging.getLogger("raypar").info("%d steps in this process, then on %d actors", run.steps, world_of(run).size)
     from raypar import parity
@@ -115,17 +123,29 @@ def verify(words: Sequence[str]) -> Verdict:
     return parity.verify(run)
 
 
+def _found(path: str) -> Found:
+    from raypar.resume import find  # numpy: not without need
+
+    return find(Path(path))
+
+
 def _parse(
-    kind: type[A], words: Sequence[str], command: str, what: str, fallback: str, table: dict[str, int] | None = None
+    kind: type[A],
+    words: Sequence[str],
+    command: str,
+    what: str,
+    fallback: str,
+    table: dict[str, int] | None = None,
+    known: Mapping[str, Run] | None = None,
 ) -> A:
-    """The flags over the run they start from: a recipe, changed by ``table``, or a file.
+    """The flags over the run they start from: a recipe, changed by ``table``, a file, or one that is ``known`` by name.
 
     The defaults of the flags are that run's, so it has to be known first. It is the first word; if it turns out to
     stand somewhere else, the words are read again.
     """
 
     def parse(base: str) -> A:
-        default = _base(base, table or {})
+        default = known[base] if known and base in known else _base(base, table or {})
         for optimizer_kind in _values_of("--optim.kind", words):
             default = replace(default, optim=optimizer(optimizer_kind, default.optim))
         parts = {field.name: getattr(default, field.name) for field in fields(Run)}

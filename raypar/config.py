@@ -73,6 +73,12 @@ class Run:
     """evaluate every so many steps, and at the end; 0: only at the end"""
     eval_steps: Count = 4
     """steps of an evaluation: so many times ``microbatches`` microbatches"""
+    save_to: str | None = None
+    """a folder for checkpoints: one at the end of the run ..."""
+    save_every: Steps = 0
+    """... and every so many steps; 0: only at the end"""
+    keep_last: Count | None = None
+    """so many checkpoints stay, the newest ones; None keeps all"""
     threads: Annotated[int, Ge(1), Le(1024)] = 1
     """CPU threads of an actor"""
     device: DeviceChoice = "auto"
@@ -106,6 +112,8 @@ def check_run(run: Run) -> Programs:
             faults += [str(error), *_split_faults(run, run.mesh.pp * (run.chunks or 1), right)]
     if right("data", "model.seq", "model.vocab"):
         faults += _data_faults(run)
+    if right("save_to", "save_every") and run.save_every and run.save_to is None:
+        faults.append(f"save_every is {run.save_every}, but save_to names no folder for checkpoints: give one")
     if faults or programs is None:
         raise ConfigError(faults)
     return programs

@@ -1,13 +1,12 @@
-"""The driver: starts a run's actors, steps them, asks them, ends them."""
+"""The driver: loads a run on its actors, steps them, asks them, ends them."""
 
 from __future__ import annotations
 
 import difflib
-import logging
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +16,7 @@ from raypar.actors.plan import NonFiniteError
 from raypar.actors.specs import Batches
 from raypar.ahead import Ahead
 from raypar.calls import Calls
-from raypar.cluster import Actors, demand_shippable, start_actors
+from raypar.cluster import Actors
 from raypar.config import ConfigError, Run, check_run, reset_faults, world_of
 from raypar.errors import JobError
 from raypar.measured import timelines_of
@@ -25,6 +24,8 @@ from raypar.plans import plans_of
 from raypar.program import Programs
 from raypar.progress import display
 from raypar.report import Evaluation, Report, losses_of, mean_loss, report_of
+from raypar.resume import Found, demand_room
+from raypar.saving import Saver
 from raypar.schedules.timeline import Timeline
 from raypar.stepper import Stepper
 
@@ -32,30 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 _LAUNCH_SECONDS = 60.0  # for actors to start, build and meet, however short a run's own timeout is
-
-
-def launch(run: Run, *, wait_for_nodes: float = 0.0) -> Job:
-    """Start a run's actors and build its model on them; use the Job in a ``with``, or close it.
-
-    A cluster that has too little is given ``wait_for_nodes`` seconds for its autoscaler to bring more.
-
-    Raises ConfigError with everything that is wrong with the run, before any actor starts.
-    """
-    programs = check_run(run)
-    from raypar.actors.host import HostedServer, HostedWorker
-
-    demand_shippable(run.model, run.data)
-    world = world_of(run)
-    log.info("starting %d actors", world.size)
-    name = f"raypar-{uuid.uuid4().hex[:8]}"
-    actors = start_actors(HostedWorker, HostedServer, world, run.device, name, wait_for_nodes)
-    try:
-        return Job(run, programs, actors, name)
-    except BaseException:
-        actors.end()
-        raise
 
 
 class Job:
@@ -67,14 +45,14 @@ class Job:
     next_step number of the step that comes next
     """
 
-    def __init__(self, run: Run, programs: Programs, actors: Actors, name: str) -> None:
+    def __init__(self, run: Run, programs: Programs, actors: Actors, name: str, found: Found | None = None) -> None:
         self._actors: Actors | None = actors
         self.device = actors.device
         self._name, self._generation, self._epoch = name, 0, 0
         self._failure: str | None = None
         self._stepper: Stepper | None = None
         self._ahead: Ahead | None = None
-        self._load(run, programs)
+        self._load(run, programs, found)
 
     # --- training ---
 
@@ -126,6 +104,15 @@ class Job:
             counts += found[1]
         return Evaluation(self.next_step, mean_loss(losses, counts), sum(counts), time.perf_counter() - start)
 
+    def save(self, folder: str | Path, keep_last: int | None = None) -> Path:
+        """Save a checkpoint into a folder; returns its path when it is whole and on disk.
+
+        Of those of earlier steps, only the ``keep_last - 1`` newest stay; None keeps all. ``run.save_to`` saves beside
+        the training. Raises CheckpointError if the folder can't be written; the job can go on then.
+        """
+        self._demand_ready()
+        return self._saver.save(Path(folder), self.next_step, keep_last)
+
     def stepper(self) -> Stepper:
         """The next training step, action by action."""
         self._demand_ready()
@@ -156,8 +143,8 @@ class Job:
 
         homes = {copy: home for home, copy in build_model(self.run.model, self.run.seed).ties}
         for rank in self._world.replica(dp):
-            ref = self._handles[rank].parameters.remote()
-            for name, weight in self._guard(partial(self._calls.gather, [ref], "fetching weights", [rank]))[0].items():
+            call = partial(self._calls.one, rank, "parameters", what="fetching weights")
+            for name, weight in self._guard(call).items():
                 yield homes.get(name, name), weight
 
     def grad(self, name: str) -> Tensor | None:
@@ -195,14 +182,20 @@ class Job:
         self._demand_ready()
         if faults := list(reset_faults(self.run, run, self.device)):
             raise ConfigError(faults)
-        self._load(run, check_run(run))
+        programs = check_run(run)
+        demand_room(run, 0)
+        self._saver.close()
+        self._load(run, programs)
 
     def close(self) -> None:
-        """End the actors, and Ray if the launch started it; more than once does no harm."""
+        """Finish the save under way; end the actors, and Ray if the launch started it. More than once does no harm."""
         if self._actors is not None:
-            actors, self._actors = self._actors, None
-            self._failure = self._failure or "the job was closed"
-            actors.end()
+            (actors, self._actors), failure = (self._actors, None), self._failure
+            self._failure = failure or "the job was closed"
+            try:
+                self._saver.close(hurried=failure is not None)
+            finally:
+                actors.end()
 
     def __enter__(self) -> Job:
         return self
@@ -214,15 +207,20 @@ class Job:
 
     # --- inside ---
 
-    def _load(self, run: Run, programs: Programs) -> None:
+    def _load(self, run: Run, programs: Programs, found: Found | None = None) -> None:
         self._generation += 1
         self.run, self.schedule, self.next_step = run, programs["train"], 0
         self._world, self._stepper = world_of(run), None
         self._calls = Calls(self._handles, self._world, run.timeout)
+        self._saver = Saver(run, self._calls, self._world)
         plans = plans_of(run, programs, f"{self._name}@{self._generation}", self.device)
         refs = [handle.start.remote(plan) for handle, plan in zip(self._handles, plans, strict=True)]
         launch = Calls(self._handles, self._world, max(run.timeout, _LAUNCH_SECONDS))
         self._shapes: list[dict[str, tuple[int, ...]]] = self._guard(lambda: launch.gather(refs, "the launch"))
+        if found is not None:
+            state = str(found.path), found.manifest.tensors
+            self._guard(lambda: launch.all("load", *state, what=f"loading {found.path.name}"))
+            self.next_step = found.manifest.step
 
     def _train(self, count: int, most: int) -> Iterator[Report | Evaluation]:
         self._demand_ready()
@@ -233,8 +231,10 @@ class Job:
             while self.next_step < last:
                 self._demand_open()
                 every = self.run.eval_every
-                ahead.hand_over(self.next_step, min(last, (self.next_step // every + 1) * every) if every else last)
+                stop = (self.next_step // every + 1) * every if every else last
+                ahead.hand_over(self.next_step, min(last, stop, self._saver.next_due(self.next_step, last)))
                 yield self._commit(*self._guard(ahead.collect))
+                self._saver.after(self.next_step)
                 if every and self.next_step % every == 0 and self.next_step < self.run.steps:
                     yield self.evaluate()
         finally:  # nobody wants more reports: the actors go on all the same with what they have
@@ -251,8 +251,7 @@ class Job:
     def _ask(self, name: str, method: str, ranks: Sequence[int]) -> Any:
         self._demand_open()
         for rank in (holders := [rank for rank in ranks if name in self._shapes[rank]]):
-            ref = getattr(self._handles[rank], method).remote(name)
-            found = self._guard(partial(self._calls.gather, [ref], f"fetching {name}", [rank]))[0]
+            found = self._guard(partial(self._calls.one, rank, method, name, what=f"fetching {name}"))
             if found is not None or rank == holders[-1]:
                 return found
         close = difflib.get_close_matches(name, self.parameters, n=3)

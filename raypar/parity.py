@@ -21,8 +21,9 @@ from raypar.actors.optim import build_optimizer, set_lr
 from raypar.actors.place import Place, place_of
 from raypar.actors.seeds import derive
 from raypar.config import ConfigError, Run, check_run
-from raypar.driver import Job, launch
+from raypar.driver import Job
 from raypar.report import Report, mean_loss
+from raypar.start import launch
 
 CLOSE = 1e-6  # relative difference where the same numbers are added in another order
 DRIFTED = 1e-3  # the same for weights that AdamW has updated from such gradients

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from raypar.actors.specs import SGD, AdamW
-from raypar.config import ConfigError, Run
+from raypar.config import ConfigError, Run, rooted
 from raypar.fields import brief, field_faults
 from raypar.recipes import recipe
 from raypar.schedules.schedule import Schedule
+from raypar.schedules.table import to_csv
 
 T = TypeVar("T")
 
@@ -40,6 +41,16 @@ def load_run(path: Path, base: Run | None = None) -> Run:
     that is wrong, the file is read: ``check_run`` tells them, with what it alone finds.
     """
     return run_of(read_table(path), base)
+
+
+def plain_of(run: Run) -> dict[str, Any]:
+    """The run as plain data, of which ``run_of`` makes it again, from any working directory.
+
+    It refuses what stands there for functions, and for a Schedule that is no name.
+    """
+    folder = run.save_to if run.save_to is None else str(Path(run.save_to).expanduser().absolute())
+    table: dict[str, Any] = _written(replace(run, data=rooted(run.data), save_to=folder))
+    return table
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -113,6 +124,19 @@ def _plain(value: Any, hint: Any) -> Any:
     if isinstance(value, list):
         return tuple(value)
     return None if value == "none" and type(None) in get_args(hint) else value
+
+
+def _written(value: Any) -> Any:
+    """``_plain`` backwards; functions by their names, a Schedule as its table."""
+    if isinstance(value, Schedule):
+        return {"csv": to_csv(value)}
+    if is_dataclass(value):
+        return {field.name: _written(getattr(value, field.name)) for field in fields(value)}
+    if callable(value):
+        return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else type(value).__name__
+    if value is None:
+        return "none"
+    return [*value] if isinstance(value, tuple) else value
 
 
 def _guess(key: str, names: Iterable[str]) -> str:

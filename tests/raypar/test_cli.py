@@ -203,7 +203,7 @@ def test_a_reader_who_goes_away_is_no_error(words):
 
 
 def test_a_dry_run_draws_and_starts_nothing(said, data, monkeypatch):
-    monkeypatch.setitem(sys.modules, "raypar.driver", None)
+    monkeypatch.setitem(sys.modules, "raypar.start", None)
     code, out, err = said("train", "gpt-tiny", *data, "--schedule", "interleaved", "--dry-run")
     assert code == 0, err
     assert out.startswith("rank 0  0F0 0F1 2F0")
@@ -354,8 +354,8 @@ def test_a_run_of_replicas_and_servers_is_traced(said, cluster, data, tmp_path):
 
 
 def test_a_failed_run_leaves_the_old_trace(said, monkeypatch, data, tmp_path):
-    driver = importlib.import_module("raypar.driver")
-    monkeypatch.setattr(driver, "launch", raising(JobError("enough")))
+    start = importlib.import_module("raypar.start")
+    monkeypatch.setattr(start, "launch", raising(JobError("enough")))
     path = tmp_path / "step.json"
     path.write_text("of another run")
     assert said("train", "gpt-tiny", *data, "--trace", path)[0] == 4

@@ -1,5 +1,6 @@
 """What can be wrong with a run: everything is found before an actor starts, all at once, and each fault has its fix."""
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from raypar.config import ConfigError, Run, check_run
 from raypar.recipes import RECIPES, recipe
 from raypar.schedules import ScheduleError, build
 from raypar.schedules.action import Op
-from raypar.toml import load_run, run_of
+from raypar.toml import load_run, plain_of, run_of
 
 
 @pytest.fixture(scope="module")
@@ -421,3 +422,38 @@ def test_replicas_and_servers_need_no_more_than_the_run_has(tiny):
         assert len(reduced) == programs["train"].num_stages
         assert not any(action.op is Op.REDUCE_GRAD for row in programs["evaluate"].rows for action in row)
     assert not any(action.op is Op.REDUCE_GRAD for row in check_run(tiny)["train"].rows for action in row)
+
+
+# --- as plain data ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "gpt-small", "gpt-124m"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"clip": None, "chunks": 2, "split": (3, 5), "optim": SGD(lr=0.5), "mesh": Mesh(pp=2, dp=3)},
+        {"keep_last": 3, "zero": 1, "device": "cpu", "data": Text(__file__, val_path="stdlib")},
+    ],
+)
+def test_plain_data_is_read_back_as_the_same_run(name, changes):
+    run = replace(recipe(name), **changes)
+    plain = plain_of(run)
+    assert plain == json.loads(json.dumps(plain, allow_nan=False))
+    assert run_of(plain) == run
+    assert run_of(plain, replace(run, seed=5, optim=AdamW(lr=9.0))) == run, "nothing is left to what it starts from"
+
+
+def test_plain_data_has_paths_that_hold_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plain = plain_of(Run(data=Text("a.txt"), save_to="b"))
+    assert (plain["data"]["path"], plain["save_to"]) == (str(tmp_path / "a.txt"), str(tmp_path / "b"))
+
+
+def test_plain_data_of_functions_is_refused_and_not_taken_for_something_else():
+    plain = plain_of(Run(model=Layers(print, print), data=Batches(print), schedule=build("gpipe", 1, 1)))
+    assert plain["model"]["fn"] == "builtins.print"
+    with pytest.raises(ConfigError) as caught:
+        run_of(json.loads(json.dumps(plain)))
+    for path in ("model.fn", "model.loss", "data.fn"):
+        assert any(fault.startswith(path) for fault in caught.value.faults)

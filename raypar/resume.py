@@ -1,0 +1,138 @@
+"""Resuming: which checkpoint is meant, whether a run can go on from it, and whether it may save others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raypar.actors.disk import CheckpointError, told
+from raypar.actors.slices import DTYPES, Logical
+from raypar.checkpoint.check import verified, verify
+from raypar.checkpoint.find import find_newest
+from raypar.checkpoint.manifest import MANIFEST, Manifest
+from raypar.checkpoint.names import checkpoints, step_of
+from raypar.checkpoint.save import Save
+from raypar.config import ConfigError, Run
+from raypar.fields import brief
+from raypar.toml import plain_of
+
+log = logging.getLogger(__name__)
+
+Table = dict[str, Any]
+_TOLD = (
+    "data",
+    "microbatches",
+    "micro_batch_size",
+    "mesh.dp",
+    "optim",
+    "clip",
+    "steps",
+)  # may change
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint, every byte of which was verified."""
+
+    path: Path
+    manifest: Manifest
+
+
+def find(path: Path) -> Found:
+    """The checkpoint at a path; of a folder of them the newest sound one. Raises ConfigError if there is none."""
+    path = path.expanduser().absolute()
+    try:
+        if step_of(path.name) is not None or (path / MANIFEST).exists():
+            return Found(path, verified(path))
+        newest = find_newest(path)
+    except CheckpointError as error:
+        raise ConfigError([f"resume {str(path)!r}: {fault}" for fault in error.faults]) from error
+    if newest is None:
+        raise ConfigError([f"resume {str(path)!r}: there is no sound checkpoint in it: give another folder, or none"])
+    return Found(newest, verified(newest))
+
+
+def demand_resumable(run: Run, found: Found) -> None:
+    """Raise ConfigError with all that keeps a run from going on from a checkpoint; log what else is not as it was."""
+    was, now = _flat(found.manifest.run), _flat(plain_of(run))
+    changed = [name for name in now if name in was and was[name] != now[name]]
+    mine = "model.fn" in now and "model.fn" in was  # of the user's own modules only the weights can be compared
+    faults = [
+        f"{name} is {brief(now[name])}, but {brief(was[name])} in the checkpoint"
+        for name in changed
+        if name in ("seed", "optim.kind") or (name.startswith("model.") and not mine)
+    ]
+    if ("model.fn" in now) != ("model.fn" in was):
+        faults.append("model is GPT in one and the user's own Layers in the other: give the run that was saved")
+    if not any(fault.startswith("model") for fault in faults):
+        faults += _tensor_faults(run, found.manifest.tensors)
+    if faults:
+        raise ConfigError([f"resume {str(found.path)!r}: {fault}" for fault in faults])
+    for name in changed:
+        if name.startswith(_TOLD):
+            log.warning("resumed with another %s: %s, it was %s", name, brief(now[name]), brief(was[name]))
+
+
+def demand_room(run: Run, step: int) -> None:
+    """Raise ConfigError if checkpoints of a run that begins at ``step`` can't be saved, or would not be the newest."""
+    if run.save_to is None:
+        return
+    folder = Path(run.save_to).expanduser().absolute()
+    try:
+        Save(folder, step).abort()
+        with told(f"{str(folder)!r} can't be read"):
+            later = [path for other, path in checkpoints(folder) if other > step and not verify(path)]
+    except CheckpointError as error:
+        raise ConfigError([f"save_to: {fault}" for fault in error.faults]) from error
+    if later:
+        fix = "resume from it, or give another folder"
+        raise ConfigError([f"save_to {str(folder)!r} has {later[0].name!r}, and this run begins at step {step}: {fix}"])
+
+
+def _tensor_faults(run: Run, stored: Mapping[str, Logical]) -> Iterator[str]:
+    """What the model's tensors are against what is stored."""
+    from raypar.actors.models.build import build_model
+    from raypar.actors.optim import KEPT
+
+    model = build_model(run.model, run.seed)
+    layers = list(zip(model.names, model.skeleton, strict=True))
+    every = {f"{layer}.{inner}": p for layer, module in layers for inner, p in module.named_parameters()}
+    weights = {name: every[name] for name in model.parameter_names()}
+    wanted = {name: (DTYPES[str(p.dtype).removeprefix("torch.")], tuple(p.shape)) for name, p in weights.items()}
+    beside = {name: logical for name, logical in stored.items() if name.startswith(("optim.", "buffers."))}
+    there = {name: (logical.dtype, logical.shape) for name, logical in stored.items() if name not in beside}
+    for name in sorted(wanted.keys() | there.keys()):
+        if name not in there or name not in wanted:
+            yield f"weight {brief(name)} is {'not in it' if name in wanted else 'in it, but not in the model'}"
+        elif there[name] != wanted[name]:
+            (one, here), (other, was) = wanted[name], there[name]
+            yield f"weight {brief(name)} is {one} {list(here)}, but {other} {list(was)} in the checkpoint"
+    shapes = {
+        f"buffers.dp0.{layer}.{inner}": tuple(buffer.shape)
+        for layer, module in layers
+        for inner, buffer in module.named_buffers()
+        if inner in module.state_dict()
+    }
+    yield from (f"{brief(name)} is not in it" for name in shapes if name not in beside)
+    for name, logical in beside.items():
+        head, _, rest = name.partition(".")
+        weight, _, kept = rest.rpartition(".")
+        if head == "buffers":
+            fits = shapes.get(f"buffers.dp0.{rest.partition('.')[2]}") == logical.shape
+        else:
+            fits = kept in KEPT[run.optim.kind] and weight in weights
+            fits = fits and logical.shape == (() if kept == "step" else wanted[weight][1])
+            fits = fits and all(f"optim.{weight}.{other}" in beside for other in KEPT[run.optim.kind])
+        if not fits:
+            yield f"{brief(name)}, {logical.dtype} {list(logical.shape)}, belongs to another model or optimizer"
+
+
+def _flat(table: Mapping[str, Any], below: str = "") -> Table:
+    """Values by dotted path."""
+    found: Table = {}
+    for key, value in table.items():
+        found |= _flat(value, f"{below}{key}.") if isinstance(value, dict) else {f"{below}{key}": value}
+    return found

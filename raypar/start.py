@@ -1,0 +1,42 @@
+"""Starting a job: everything that can be wrong is said first, then its actors are placed."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from pathlib import Path
+
+from raypar.cluster import demand_shippable, start_actors
+from raypar.config import Run, check_run, world_of
+from raypar.driver import Job
+from raypar.resume import Found, demand_resumable, demand_room, find
+
+log = logging.getLogger(__name__)
+
+
+def launch(run: Run, *, wait_for_nodes: float = 0.0, resume: str | Path | Found | None = None) -> Job:
+    """Start a run's actors and build its model on them; use the Job in a ``with``, or close it.
+
+    A cluster that has too little is given ``wait_for_nodes`` seconds for its autoscaler to bring more. ``resume`` is a
+    checkpoint, or a folder of them, of which the newest sound one counts: the job goes on from there, bitwise. Another
+    mesh or schedule will do; another model, kind of optimizer or seed will not.
+
+    Raises ConfigError with everything that is wrong with the run, before any actor starts.
+    """
+    programs = check_run(run)
+    found = find(Path(resume)) if isinstance(resume, str | Path) else resume
+    if found is not None:
+        demand_resumable(run, found)
+    demand_room(run, 0 if found is None else found.manifest.step)
+    from raypar.actors.host import HostedServer, HostedWorker
+
+    demand_shippable(run.model, run.data)
+    world = world_of(run)
+    log.info("starting %d actors", world.size)
+    name = f"raypar-{uuid.uuid4().hex[:8]}"
+    actors = start_actors(HostedWorker, HostedServer, world, run.device, name, wait_for_nodes)
+    try:
+        return Job(run, programs, actors, name, found)
+    except BaseException:
+        actors.end()
+        raise
