@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -66,6 +67,7 @@ def _shared(plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, 
     if not plan.world.sharded:
         channels = [Channel(dp.all_reduce, dp.host.all_reduce, dp.empty, here=True)]
         return channels, updater_of(plan, part, part.parameters, groups)
+    _demand_own_memory(part)  # their weights are moved
     channels = [_channel_to(dp, owner, dp.empty) for owner in range(dp.size)]
     updater = updater_of(plan, part, part.share(dp.rank), groups)
     return channels, ShardedUpdate(updater, part.parameters, buckets, dp)
@@ -74,6 +76,19 @@ def _shared(plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, 
 def _channel_to(group: Group, root: int, empty: Callable[[int, torch.dtype], Tensor]) -> Channel:
     """The sums are at one member."""
     return Channel(partial(group.reduce, root=root), partial(group.host.reduce, root=root), empty, root == group.rank)
+
+
+def _demand_own_memory(part: Part) -> None:
+    """Raise ValueError if a weight stands in the same memory as another tensor of the layers."""
+    modules = [module for stage in part.stages.values() for module in stage.modules]
+    tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
+    there = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor.numel())
+    for name, parameter in part.parameters.items():
+        if there[parameter.untyped_storage().data_ptr()] > 1:
+            raise ValueError(
+                f"zero=1 moves weights, and {name} shares its memory with another tensor of its layers: "
+                "clone it there, or set zero to 0"
+            )
 
 
 def _empty(device: torch.device, count: int, dtype: torch.dtype) -> Tensor:

@@ -228,7 +228,7 @@ class Group(ABC):
         except (RuntimeError, OSError) as error:
             raise self.fault(op, peer, plain_reason(error, self.timeout)) from error
         self.ledger.record(self.axis, op, sent)
-        return Handle(self, op, peer, finish)
+        return Handle(self, op, None if peer == self.rank else peer, finish)  # who is the root waits for everybody
 
     def _splits(self, tensor: Tensor, splits: Sequence[int], name: str) -> list[int]:
         rows = tensor.shape[0] if tensor.dim() else -1

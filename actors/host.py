@@ -26,8 +26,6 @@ class Hosted(Member):
         """Leave the groups of an earlier run, join those of this one, build; returns the shapes of the parameters."""
         for group in self._groups.values():
             groups.leave(group.name)
-        if self._groups:
-            gc.collect()  # of both runs' shared memory only one is there at a time
         ledger, joined = Ledger(), dict[str, Group]()
         device = self.prepare(plan).device
         for key, axis, name, members in plan.world.memberships(plan.rank):
@@ -35,6 +33,7 @@ class Hosted(Member):
             joined[key] = groups.join(f"{plan.name}/{name}", axis, len(members), rank, plan.timeout, ledger, device)
         groups.close_together(joined)
         self.setup(plan, joined)
+        gc.collect()  # an earlier run's shared memory
         return self.shapes()
 
 

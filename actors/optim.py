@@ -34,10 +34,22 @@ def build_optimizer(spec: AdamW | SGD, parameters: Mapping[str, nn.Parameter]) -
     if not groups:
         return None
     if isinstance(spec, AdamW):
-        return _AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
+        # the fused one takes every weight for dense, and updates other memory where one isn't
+        return _AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=all(map(_dense, parameters.values())))
     # not fused: on CPUs torch 2.13's fused SGD leaves half-precision weights as they are, and fails for a parameter
     # that gets its first gradient in a later step
     return _SGD(groups, lr=spec.lr, momentum=spec.momentum)
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Whether its elements fill its memory, in whatever order of dims."""
+    dims = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
+    filled = 1
+    for stride, size in dims:
+        if stride != filled:
+            return tensor.numel() == 0
+        filled *= size
+    return True
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

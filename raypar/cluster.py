@@ -174,6 +174,9 @@ def _connect() -> bool:
             f"Ray does not start on this machine ({_reason(error)}): "
             "see that /tmp (or RAY_TMPDIR) has room, and that no broken Ray is left running (ray stop)"
         ) from error
+    except BaseException:  # Ctrl-C: parts of it run already
+        ray.shutdown()
+        raise
     finally:
         os.umask(old)
     return True

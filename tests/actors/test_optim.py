@@ -22,3 +22,12 @@ def test_every_weight_moves(spec, dtype):
         optimizer.step()
         assert (weight != before).all()
     assert (late != 1).all()
+
+
+def test_adamw_updates_every_element_of_a_weight_with_gaps_and_nothing_else():
+    memory = torch.ones(8, 8)
+    weight = nn.Parameter(memory[::2, ::2])
+    weight.grad = torch.ones_like(weight)
+    build_optimizer(AdamW(lr=0.1, weight_decay=0.0), {"w": weight}).step()
+    assert torch.allclose(weight.detach(), torch.full((4, 4), 0.9), atol=1e-3)
+    assert (memory == 1.0).sum() == 64 - 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from raypar.actors.specs import AdamW
@@ -62,3 +63,34 @@ def test_without_replicas_it_changes_nothing():
     assert not team.world.sharded
     agrees(team, bound=0.0)
     assert not team.ledger("mesh")[0]
+
+
+class Aliased(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("alias", self.inner.weight.detach())
+
+    def forward(self, x):
+        return self.inner(x) + x @ self.alias
+
+
+def test_a_weight_whose_memory_is_shared_is_refused():
+    """It is moved: its alias would keep the initial values."""
+    agrees(Team(lambda: [Aliased()], 1, 2, dp=2))
+    with pytest.raises(ValueError, match=r"layers\.0\.inner\.weight shares its memory with another tensor"):
+        Team(lambda: [Aliased()], 1, 2, dp=2, zero=1)
+
+
+class Strided(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8)[::2, ::2])
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_weight_with_gaps_in_its_memory(zero):
+    agrees(Team(lambda: [Strided()], 1, 2, dp=2, zero=zero, optim=AdamW(lr=0.01)), bound=1e-5)
