@@ -82,9 +82,9 @@ def _demand_own_memory(part: Part) -> None:
     """Raise ValueError if a weight stands in the same memory as another tensor of the layers."""
     modules = [module for stage in part.stages.values() for module in stage.modules]
     tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
-    there = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor.numel())
+    there = Counter(tensor.untyped_storage()._cdata for tensor in tensors.values())
     for name, parameter in part.parameters.items():
-        if there[parameter.untyped_storage().data_ptr()] > 1:
+        if there[parameter.untyped_storage()._cdata] > 1:
             raise ValueError(
                 f"zero=1 moves weights, and {name} shares its memory with another tensor of its layers: "
                 "clone it there, or set zero to 0"
