@@ -50,7 +50,9 @@ def tab_completion(namespace: Namespace) -> None:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None:
-        shell.set_hook("complete_command", lambda _, event: matches(namespace, event.line), re_key=_CALL.pattern)
+        shell.set_hook(
+            "complete_command", lambda _, event: matches(namespace, event.line) or [], re_key=f".*{_CALL.pattern}"
+        )
         return
     with suppress(ImportError):  # a Python without readline
         import readline
