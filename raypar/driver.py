@@ -206,9 +206,9 @@ class Job(Inside):
 
     def _keep_times(self) -> None:
         """Leave the latest step's times in the run's folder, if the actors can still be asked."""
-        midway = self._stepper is not None and self._stepper.midway
-        if self._record.wants_times and self._failure is None and not midway:
+        if self._record.wants_times:
             with suppress(JobError):
+                self._demand_ready()
                 self._record.measured(self.timelines(), self.ledger())
 
     def _let_go(self, *, hurried: bool = False) -> None:
