@@ -31,7 +31,7 @@ on paper, in no time:
   raypar check SCHEDULE|FILE.csv [flags]        prove that a schedule can run
   raypar simulate SCHEDULE|FILE.csv [flags]     how long a schedule takes, and who waits
 
-checkpoints, which raypar train --save-to FOLDER writes:
+checkpoints, which raypar train --folder FOLDER writes:
   raypar ckpt ls FOLDER                         list them
   raypar ckpt verify PATH                       read every byte of one, or of all in a folder
 
@@ -39,11 +39,11 @@ checkpoints, which raypar train --save-to FOLDER writes:
   raypar --version
 
 examples:
-  raypar train gpt-tiny --mesh.pp 4 --schedule interleaved --log run.jsonl
+  raypar train gpt-tiny --mesh.pp 4 --schedule interleaved --folder runs/first
   raypar train gpt-tiny --mesh.dp 2 --data-parallel parameter_server --trace step.json
   raypar train --model.layers 12 --data.path 'books/*.txt' --optim.kind sgd --dry-run
-  raypar train gpt-small --save-to ckpts --save-every 20 --keep-last 3
-  raypar train --resume ckpts
+  raypar train gpt-small --folder runs/second --save-every 20 --keep-last 3 --track tensorboard
+  raypar train --resume runs/second
   raypar verify --schedule gpipe
   raypar draw 1f1b --ranks 4 --microbatches 8 --out 1f1b.svg
 

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from raypar.actors.disk import CheckpointError, told
+from raypar.actors.disk import CheckpointError
 from raypar.actors.slices import DTYPES, Logical
 from raypar.checkpoint.check import verified, verify
-from raypar.checkpoint.find import find_newest
-from raypar.checkpoint.manifest import MANIFEST, Manifest
-from raypar.checkpoint.names import checkpoints, step_of
+from raypar.checkpoint.find import Found, listed, newest
+from raypar.checkpoint.manifest import MANIFEST
+from raypar.checkpoint.names import step_of
 from raypar.checkpoint.save import Save
 from raypar.config import ConfigError, Run
 from raypar.fields import brief
+from raypar.folder.names import CHECKPOINTS, absolute, checkpoints_in
 from raypar.toml import plain_of
+from raypar.track.sink import flat
 
 log = logging.getLogger(__name__)
 
-Table = dict[str, Any]
 _TOLD = (
     "data",
     "microbatches",
@@ -33,31 +32,26 @@ _TOLD = (
 )  # may change
 
 
-@dataclass(frozen=True)
-class Found:
-    """A checkpoint, every byte of which was verified."""
-
-    path: Path
-    manifest: Manifest
-
-
 def find(path: Path) -> Found:
-    """The checkpoint at a path; of a folder of them the newest sound one. Raises ConfigError if there is none."""
-    path = path.expanduser().absolute()
+    """The checkpoint at a path; of a folder of them, or of a run, the newest sound one.
+
+    Raises ConfigError if there is none.
+    """
+    path = checkpoints_in(path.expanduser().absolute())
     try:
         if step_of(path.name) is not None or (path / MANIFEST).exists():
             return Found(path, verified(path))
-        newest = find_newest(path)
+        found = newest(path)
     except CheckpointError as error:
         raise ConfigError([f"resume {str(path)!r}: {fault}" for fault in error.faults]) from error
-    if newest is None:
+    if found is None:
         raise ConfigError([f"resume {str(path)!r}: there is no sound checkpoint in it: give another folder, or none"])
-    return Found(newest, verified(newest))
+    return found
 
 
 def demand_resumable(run: Run, found: Found) -> None:
     """Raise ConfigError with all that keeps a run from going on from a checkpoint; log what else is not as it was."""
-    was, now = _flat(found.manifest.run), _flat(plain_of(run))
+    was, now = flat(found.manifest.run), flat(plain_of(run))
     changed = [name for name in now if name in was and was[name] != now[name]]
     mine = "model.fn" in now and "model.fn" in was  # of the user's own modules only the weights can be compared
     faults = [
@@ -78,22 +72,22 @@ def demand_resumable(run: Run, found: Found) -> None:
 
 def demand_room(run: Run, step: int) -> None:
     """Raise ConfigError if checkpoints of a run that begins at ``step`` can't be saved, or would not be the newest."""
-    if run.save_to is None:
+    if run.folder is None:
         return
-    folder = Path(run.save_to).expanduser().absolute()
+    folder = absolute(run.folder) / CHECKPOINTS
     try:
         Save(folder, step).abort()
-        with told(f"{str(folder)!r} can't be read"):
-            later = [path for other, path in checkpoints(folder) if other > step and not verify(path)]
+        later = next((path for other, path in listed(folder) if other > step and not verify(path)), None)
     except CheckpointError as error:
-        raise ConfigError([f"save_to: {fault}" for fault in error.faults]) from error
-    if later:
+        raise ConfigError([f"folder: {fault}" for fault in error.faults]) from error
+    if later is not None:
         fix = "resume from it, or give another folder"
-        raise ConfigError([f"save_to {str(folder)!r} has {later[0].name!r}, and this run begins at step {step}: {fix}"])
+        raise ConfigError([f"folder {str(folder)!r} has {later.name!r}, and this run begins at step {step}: {fix}"])
 
 
 def _tensor_faults(run: Run, stored: Mapping[str, Logical]) -> Iterator[str]:
     """What the model's tensors are against what is stored."""
+    from raypar.actors.copies import buffer_name, logical_name
     from raypar.actors.models.build import build_model
     from raypar.actors.optim import KEPT
 
@@ -111,7 +105,7 @@ def _tensor_faults(run: Run, stored: Mapping[str, Logical]) -> Iterator[str]:
             (one, here), (other, was) = wanted[name], there[name]
             yield f"weight {brief(name)} is {one} {list(here)}, but {other} {list(was)} in the checkpoint"
     shapes = {
-        f"buffers.dp0.{layer}.{inner}": tuple(buffer.shape)
+        buffer_name(0, f"{layer}.{inner}"): tuple(buffer.shape)
         for layer, module in layers
         for inner, buffer in module.named_buffers()
         if inner in module.state_dict()
@@ -121,18 +115,10 @@ def _tensor_faults(run: Run, stored: Mapping[str, Logical]) -> Iterator[str]:
         head, _, rest = name.partition(".")
         weight, _, kept = rest.rpartition(".")
         if head == "buffers":
-            fits = shapes.get(f"buffers.dp0.{rest.partition('.')[2]}") == logical.shape
+            fits = shapes.get(buffer_name(0, rest.partition(".")[2])) == logical.shape
         else:
             fits = kept in KEPT[run.optim.kind] and weight in weights
             fits = fits and logical.shape == (() if kept == "step" else wanted[weight][1])
-            fits = fits and all(f"optim.{weight}.{other}" in beside for other in KEPT[run.optim.kind])
+            fits = fits and all(logical_name(weight, other) in beside for other in KEPT[run.optim.kind])
         if not fits:
             yield f"{brief(name)}, {logical.dtype} {list(logical.shape)}, belongs to another model or optimizer"
-
-
-def _flat(table: Mapping[str, Any], below: str = "") -> Table:
-    """Values by dotted path."""
-    found: Table = {}
-    for key, value in table.items():
-        found |= _flat(value, f"{below}{key}.") if isinstance(value, dict) else {f"{below}{key}": value}
-    return found

@@ -13,7 +13,6 @@ import pytest
 
 from raypar import commands, paper
 from raypar.actors.plan import NonFiniteError
-from raypar.cli import main
 from raypar.errors import JobError
 from raypar.parity import Difference, Verdict
 from raypar.schedules import build, lower, to_csv
@@ -27,18 +26,6 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     (folder / "a.txt").write_text("to be or not to be, that is the question\n" * 200)
     return ["--data.path", str(folder / "a.txt"), "--data.cache", str(folder / "cache")]
-
-
-@pytest.fixture
-def said(capsys):
-    """Run a command line; returns exit code, standard output, standard error."""
-
-    def run(*words):
-        capsys.readouterr()
-        code = main([str(word) for word in words])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def process(*words):
@@ -213,7 +200,9 @@ def test_a_dry_run_draws_and_starts_nothing(said, data, monkeypatch):
 
 def test_a_run_is_what_recipe_file_and_flags_say(monkeypatch, data, tmp_path, said):
     seen = []
-    monkeypatch.setattr(commands, "check_run", lambda run: seen.append(run) or {"train": lower(build("1f1b", 2, 4))})
+    monkeypatch.setattr(
+        commands, "check_run", lambda run, resumed: seen.append(run) or {"train": lower(build("1f1b", 2, 4))}
+    )
     path = tmp_path / "run.toml"
     path.write_text('recipe = "gpt-tiny"\nsteps = 7\nseed = 3\n[model]\nlayers = 12\n[optim]\nkind = "sgd"\n')
     said("train", "--steps", 5, "--split", 3, 9, "--dry-run", "--clip", "None", path)
