@@ -125,6 +125,18 @@ def verify(words: Sequence[str]) -> Verdict:
     return parity.verify(run)
 
 
+def step(words: Sequence[str]) -> None:
+    """``raypar step``: a REPL on the run's first step. Raises what ``train`` raises."""
+    what = "Step through a schedule by hand, on actors, in a Python REPL."
+    run = _parse(RunArgs, words, "step", what, "gpt-tiny").run()
+    check_run(run)
+    from raypar.start import launch
+    from raypar.stepping.repl import interact
+
+    with launch(run) as job:
+        interact(job)
+
+
 def _found(path: str) -> Found:
     from raypar.resume import find  # numpy: not without need
 

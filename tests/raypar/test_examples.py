@@ -28,3 +28,18 @@ def test_own_model(cluster):
     first, last = example.main(steps=30)
     assert last < 0.7 * first
     assert all(bool((a == b).all()) for a, b in zip(example.batch(3, 1, 0), example.batch(3, 1, 0), strict=True))
+
+
+def test_first_steps_cell_by_cell(cluster, capsys, monkeypatch):
+    path = EXAMPLES / "first_steps.py"
+    cells, space, shown = path.read_text().split("\n# %% ")[1:], {"__name__": "first_steps"}, {}
+    for cell in cells:
+        exec(compile("# " + cell, str(path), "exec"), space)
+        shown[cell.partition("\n")[0]] = capsys.readouterr().out
+    out = "".join(shown.values())
+    assert "0B0 waits for 1SEND_B0 + 0RECV_B0" in out
+    assert "values for other actions" in out
+    assert "bitwise equal to the recording" in out
+    assert "resumed from step-00000002: the same losses" in out
+    assert len(cells) == 10
+    assert space["by_hand"].step == 1
