@@ -15,6 +15,7 @@ from raypar.schedules.check import check
 from raypar.schedules.draw import text
 from raypar.schedules.faults import CheckError, Fault
 from raypar.schedules.lower import lower
+from raypar.schedules.measure import costs_of
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulate import Costs, simulate
 from raypar.schedules.svg import svg
@@ -37,6 +38,7 @@ __all__ = [
     "build",
     "check",
     "chrome_trace",
+    "costs_of",
     "from_csv",
     "lower",
     "names",
