@@ -16,6 +16,7 @@ from raypar.schedules.draw import text
 from raypar.schedules.faults import CheckError, Fault
 from raypar.schedules.lower import lower
 from raypar.schedules.measure import costs_of
+from raypar.schedules.overlay import Overlay
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulate import Costs, simulate
 from raypar.schedules.svg import svg
@@ -32,6 +33,7 @@ __all__ = [
     "Event",
     "Fault",
     "Op",
+    "Overlay",
     "Schedule",
     "ScheduleError",
     "Timeline",

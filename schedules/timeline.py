@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from raypar.schedules.action import COMPUTE, Action
@@ -53,6 +54,15 @@ class Timeline:
         from raypar.schedules.svg import svg
 
         return svg(self)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the picture (.svg), the whole grid (.txt) or a trace for Perfetto (.json); returns the path.
+
+        Raises ScheduleError for another ending, OSError if the file can't be written.
+        """
+        from raypar.schedules.save import drawings, save
+
+        return save(path, drawings(self))
 
     @property
     def name(self) -> str:

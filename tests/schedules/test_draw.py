@@ -109,8 +109,7 @@ def test_the_svg_has_a_lane_a_rank_and_a_box_an_action():
     assert root.tag == f"{SVG}svg"
     boxes = root.findall(f"{SVG}g")
     assert len(boxes) == schedule.num_actions
-    lanes = root.findall(f"{SVG}rect")
-    assert len(lanes) == 2
+    assert len(root.findall(f"{SVG}rect[@class='raypar-lane']")) == 2
     assert "bubble 11.1%" in root.find(f"{SVG}title").text
     by_tip = {box.find(f"{SVG}title").text.split()[0]: box for box in boxes}
     assert by_tip["2F1"].find(f"{SVG}text").text == "1"
