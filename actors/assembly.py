@@ -62,7 +62,7 @@ def _shared(plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, 
     if plan.world.servers:
         servers = [groups[f"ps{index}"] for index in range(plan.world.servers)]
         channels = [_channel_to(group, group.size - 1, partial(_empty, group.device)) for group in servers]
-        return channels, ServedUpdate(part.parameters, buckets, servers)
+        return channels, ServedUpdate(buckets, servers)
     dp = groups["dp"]
     if not plan.world.sharded:
         channels = [Channel(dp.all_reduce, dp.host.all_reduce, dp.empty, here=True)]
@@ -70,7 +70,7 @@ def _shared(plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, 
     _demand_own_memory(part)  # their weights are moved
     channels = [_channel_to(dp, owner, dp.empty) for owner in range(dp.size)]
     updater = updater_of(plan, part, part.share(dp.rank), groups)
-    return channels, ShardedUpdate(updater, part.parameters, buckets, dp)
+    return channels, ShardedUpdate(updater, buckets, dp)
 
 
 def _channel_to(group: Group, root: int, empty: Callable[[int, torch.dtype], Tensor]) -> Channel:

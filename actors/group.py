@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from raypar.actors.excerpts import plain_reason
 from raypar.actors.ledger import Ledger
+from raypar.actors.reductions import ReduceOp
 
-ReduceOp = Literal["sum", "product", "min", "max"]
 Edge = tuple[int, int]  # ranks: source and destination
 Finish = Callable[[float], None]  # blocks until an op is over, at most so many seconds
 
@@ -273,28 +272,3 @@ def staged(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
         return tensor, None
     flat = tensor.contiguous()
     return flat, lambda: tensor.copy_(flat)
-
-
-def reduce_in_order(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
-    """``out`` becomes the reduction of ``parts``, first to last; half-precision sums and products run in fp32."""
-    half = out.dtype in (torch.bfloat16, torch.float16)
-    total = parts[0].float() if half else parts[0].clone()
-    for part in parts[1:]:
-        REDUCTIONS[op](total, part)
-    out.copy_(total.view_as(out))
-
-
-def _minimum(total: Tensor, part: Tensor) -> None:
-    torch.minimum(total, part.to(total.dtype), out=total)
-
-
-def _maximum(total: Tensor, part: Tensor) -> None:
-    torch.maximum(total, part.to(total.dtype), out=total)
-
-
-REDUCTIONS: dict[ReduceOp, Callable[[Tensor, Tensor], object]] = {
-    "sum": Tensor.add_,
-    "product": Tensor.mul_,
-    "min": _minimum,
-    "max": _maximum,
-}

@@ -27,8 +27,9 @@ from ray.util.collective.collective_group.base_collective_group import BaseGroup
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from raypar.actors.group import Group, GroupError, ReduceOp
+from raypar.actors.group import Group, GroupError
 from raypar.actors.ledger import Ledger
+from raypar.actors.reductions import ReduceOp
 from raypar.actors.transport.connect import TIMEOUT, cpu_group, gpu_group
 from raypar.actors.transport.device import capability
 

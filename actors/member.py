@@ -126,6 +126,11 @@ class Member(ABC):
 
     # --- for the classes ---
 
+    def _zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
     def _demand_current(self, epoch: int | None) -> None:
         """Refuse what was handed over before the driver knew that a step could not be made."""
         if epoch is not None and epoch < self._epoch:

@@ -69,7 +69,8 @@ def kept_by(
 
 
 def keep(optimizer: torch.optim.Optimizer, kind: str, parameters: Mapping[str, nn.Parameter], read: Read) -> None:
-    """Go on with what was kept, as far as there is any."""
+    """Go on with what was kept, as far as there is any, and with nothing else."""
+    optimizer.state.clear()
     for name, parameter in parameters.items():
         found = {key: read(name, key) for key in KEPT[kind]}
         state = {key: value.to(parameter.device) for key, value in found.items() if value is not None}

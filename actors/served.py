@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from raypar.actors.buckets import Bucket
 from raypar.actors.copies import Read
@@ -14,20 +14,12 @@ from raypar.actors.group import Group
 class ServedUpdate:
     """Takes the new weights from the servers; the worker has no optimizer.
 
-    parameters  this worker's, by logical name
-    buckets     of all of them, each owned by one server
-    groups      by owner: the replicas of this pipeline rank and that server, the last member
+    buckets  of all its parameters, each owned by one server
+    groups   by owner: the replicas of this pipeline rank and that server, the last member
     """
 
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], groups: Sequence[Group]
-    ) -> None:
-        self._parameters, self._buckets, self._groups = parameters, buckets, groups
-
-    def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
+    def __init__(self, buckets: Sequence[Bucket], groups: Sequence[Group]) -> None:
+        self._buckets, self._groups = buckets, groups
 
     def step(self, step: int, ballot: Tensor | None) -> None:
         """Load the weights that the servers send; those of before, if a server votes no and raises NonFiniteError."""

@@ -54,7 +54,7 @@ class Server(Member):
         self._grad_norm: float | None = None
         self._events = []
         if self._train:
-            self._update.zero_grad()
+            self._zero_grad()
         self._place.begin()
 
     def perform(self, action: Action) -> None:

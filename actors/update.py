@@ -23,8 +23,6 @@ _TIE_TAG = 1 << 30  # above every tag of a schedule's messages
 class Update(Protocol):
     """How a step ends, once the gradients are summed over the replicas."""
 
-    def zero_grad(self) -> None: ...
-
     def step(self, step: int, ballot: Tensor | None) -> float | None: ...
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]: ...
@@ -67,11 +65,6 @@ class Updater:
         self._spec, self._clip, self._steps = optim, clip, steps
         self._places = {name: place for place, name in enumerate(names)}
         self._optimizer = build_optimizer(optim, parameters)
-
-    def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
 
     def step(self, step: int, ballot: Tensor | None) -> float:
         """Update the parameters; returns the global gradient norm before clipping.

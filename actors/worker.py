@@ -102,7 +102,7 @@ class Worker(Member):
         self._grad_norm: float | None = None
         self._in_flight, self._events = 0, []
         if self._train:
-            self._parts.update.zero_grad()
+            self._zero_grad()
             if self._parts.reducer is not None:
                 self._parts.reducer.begin()
         for stage in self._stages.values():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from raypar.actors.buckets import Bucket
 from raypar.actors.copies import Read
@@ -18,24 +18,16 @@ class ShardedUpdate:
     The owner of a bucket alone has the sum of its gradients; it updates the weights and sends them to the others. That
     moves what an all_reduce does, and each replica does a part of the update and keeps that part of its state.
 
-    updater     of what this replica owns, in step with those of all replicas and pipeline ranks
-    parameters  all of this worker's, by logical name
-    buckets     of all of them; their owners are replicas
-    replicas    of this pipeline rank
+    updater   of what this replica owns, in step with those of all replicas and pipeline ranks
+    buckets   of all of this worker's parameters; their owners are replicas
+    replicas  of this pipeline rank
     """
 
-    def __init__(
-        self, updater: Updater, parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], replicas: Group
-    ) -> None:
-        self._updater, self._parameters, self._buckets, self._replicas = updater, parameters, buckets, replicas
+    def __init__(self, updater: Updater, buckets: Sequence[Bucket], replicas: Group) -> None:
+        self._updater, self._buckets, self._replicas = updater, buckets, replicas
         self._weights = [replicas.empty(bucket.elements, bucket.dtype) for bucket in buckets]
         for bucket, weights in zip(buckets, self._weights, strict=True):
             bucket.settle(weights)
-
-    def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
 
     def step(self, step: int, ballot: Tensor | None) -> float:
         """As Updater.step; the sum of the ballots is at the first replica."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from raypar.actors.ledger import Entry
 from raypar.actors.lr import lr_at
 from raypar.actors.plan import NonFiniteError
 from raypar.actors.specs import Batches
@@ -19,24 +17,20 @@ from raypar.calls import Calls
 from raypar.cluster import Actors
 from raypar.config import ConfigError, Run, check_run, reset_faults, world_of
 from raypar.errors import JobError
-from raypar.measured import timelines_of
+from raypar.inside import Inside
 from raypar.plans import plans_of
 from raypar.program import Programs
 from raypar.progress import display
 from raypar.report import Evaluation, Report, losses_of, mean_loss, report_of
 from raypar.resume import Found, demand_room
 from raypar.saving import Saver
-from raypar.schedules.timeline import Timeline
 from raypar.stepper import Stepper
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 T = TypeVar("T")
 _LAUNCH_SECONDS = 60.0  # for actors to start, build and meet, however short a run's own timeout is
 
 
-class Job:
+class Job(Inside):
     """A run on its actors. ``launch`` makes one.
 
     run       what it was launched with
@@ -121,60 +115,6 @@ class Job:
         )
         return self._stepper
 
-    # --- looking inside ---
-
-    @property
-    def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every logical parameter."""
-        return {name: shape for shapes in self._shapes for name, shape in shapes.items()}
-
-    def param(self, name: str) -> Tensor:
-        """A weight by its logical name, fetched from an actor that holds it, on the CPU."""
-        weight: Tensor = self._ask(name, "parameter", range(self.run.mesh.size))
-        return weight
-
-    def weights(self, dp: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Every weight of a replica with its logical name, one actor's after the other; both ends of a tie, if they are
-        apart.
-
-        A copy goes by the name of its home.
-        """
-        from raypar.actors.models.build import build_model
-
-        homes = {copy: home for home, copy in build_model(self.run.model, self.run.seed).ties}
-        for rank in self._world.replica(dp):
-            call = partial(self._calls.one, rank, "parameters", what="fetching weights")
-            for name, weight in self._guard(call).items():
-                yield homes.get(name, name), weight
-
-    def grad(self, name: str) -> Tensor | None:
-        """A gradient of the latest step as the optimizer saw it (summed, clipped); None before the first step.
-
-        It comes from the actor that updates the weight: a worker, or a parameter server.
-        """
-        gradient: Tensor | None = self._ask(name, "gradient", self._world.server_ranks or range(self._world.size))
-        return gradient
-
-    def ledger(self) -> dict[str, dict[tuple[str, str], Entry]]:
-        """What every actor's groups moved since the launch: calls and bytes by (axis, op)."""
-        tables = self._guard(lambda: self._calls.all("ledger", what="reading the ledger"))
-        return {
-            self._world.label(rank): {key: Entry(*counts) for key, counts in table.items()}
-            for rank, table in enumerate(tables)
-        }
-
-    def timeline(self, dp: int = 0) -> Timeline:
-        """The latest training step of one replica as measured, in seconds from the first action of any."""
-        if not 0 <= dp < self.run.mesh.dp:
-            raise ValueError(f"there is no replica dp={dp}: the mesh has {self.run.mesh.dp}, counted from 0")
-        return self.timelines()[dp]
-
-    def timelines(self) -> list[Timeline]:
-        """The latest training step on one clock: a timeline for each replica, then one for the servers 0, the
-        servers 1, ... of the pipeline ranks."""
-        rows = self._guard(lambda: self._calls.all("events", what="reading the timeline"))
-        return timelines_of(self.schedule, self._world, rows)
-
     # --- its life ---
 
     def reset(self, run: Run) -> None:
@@ -247,17 +187,6 @@ class Job:
         report = report_of(self.next_step, lr, seconds, results, self._world)
         self.next_step += 1
         return report
-
-    def _ask(self, name: str, method: str, ranks: Sequence[int]) -> Any:
-        self._demand_open()
-        for rank in (holders := [rank for rank in ranks if name in self._shapes[rank]]):
-            found = self._guard(partial(self._calls.one, rank, method, name, what=f"fetching {name}"))
-            if found is not None or rank == holders[-1]:
-                return found
-        close = difflib.get_close_matches(name, self.parameters, n=3)
-        raise KeyError(
-            f"no parameter {name!r}: {'did you mean ' + ', '.join(close) if close else 'see job.parameters'}"
-        )
 
     @property
     def _handles(self) -> list[Any]:

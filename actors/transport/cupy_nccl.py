@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.actors.group import Finish, ReduceOp, row_size, staged
+from raypar.actors.group import Finish, row_size, staged
+from raypar.actors.reductions import ReduceOp
 from raypar.actors.transport.gpu import GpuGroup
 from raypar.actors.transport.watcher import Transfer
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
-from raypar.actors.group import Finish, Group, ReduceOp, nbytes, reduce_in_order, row_size, staged
+from raypar.actors.group import Finish, Group, nbytes, row_size, staged
 from raypar.actors.ledger import Ledger
+from raypar.actors.reductions import ReduceOp, reduce_in_order
 
 _OPS: dict[ReduceOp, Any] = {
     "sum": dist.ReduceOp.SUM,

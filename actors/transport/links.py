@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import Store
 from raypar.actors.transport.slabs import Slab
 
 INLINE = 1 << 13  # bytes that a message carries itself: below, two copies through the kernel are cheaper than a slab
+NOTHING = torch.empty(0, dtype=torch.uint8)  # what a bell carries
 _HEAD = struct.Struct("<qqiiii")  # channel, total, slab (or _NO_SLAB), start in it, bytes, whether the lender waits
 _NO_SLAB = -1
 _HELLO = struct.Struct("<i")
@@ -120,7 +121,7 @@ class Link:
             if number != _NO_SLAB and number not in self._slabs:
                 raise RuntimeError("this process has no descriptor left for shared memory: raise ulimit -n")
             if number == _NO_SLAB:
-                data = torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=_HEAD.size) if count else _NOTHING
+                data = torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=_HEAD.size) if count else NOTHING
                 yield channel, Message(data, total, None)
             else:
                 slab = self._slabs[number]
@@ -152,9 +153,6 @@ class Link:
             self._broken = True
             return False
         return True
-
-
-_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def connect(store: Store, rank: int, size: int, seconds: float) -> dict[int, Link]:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from raypar.actors.group import Finish, Group, Handle, ReduceOp, reduce_in_order
+from raypar.actors.group import Finish, Group, Handle
+from raypar.actors.reductions import ReduceOp, reduce_in_order
 
 
 class LocalHub:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from raypar.actors.transport.flow import AHEAD, Flow
-from raypar.actors.transport.links import INLINE, Link, Message
+from raypar.actors.transport.links import INLINE, NOTHING, Link, Message
 from raypar.actors.transport.slabs import SLAB, Pool
 
 _MOST = 16  # pieces that all flows together may have posted and not finished: beyond, newer ones wait
@@ -22,7 +22,6 @@ _LOOKS = 200  # before going to sleep, about 150 us: to be woken takes 30 us or 
 _WINDOW_BLOCK = 4 * SLAB  # bytes; nothing is copied to be given, so what counts is that each block costs messages
 _BELL = -1 << 62  # the channel of a message without contents: something that was lent is given back
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
 Parts = dict[int, Tensor]  # by peer
 Use = Callable[[Parts], object]
 
@@ -144,7 +143,7 @@ class Mailbox:
             if piece.slab is not None:
                 piece.slab.give_back(self._rank)
                 if piece.awaited:
-                    self._links[peer].send(_BELL, 0, _NOTHING)
+                    self._links[peer].send(_BELL, 0, NOTHING)
 
     def sent(self, peers: Iterable[int]) -> bool:
         """Whether everything posted to the peers is on its way."""

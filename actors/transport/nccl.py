@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from raypar.actors.group import Finish, ReduceOp, row_size, staged
+from raypar.actors.group import Finish, row_size, staged
+from raypar.actors.reductions import ReduceOp
 from raypar.actors.transport.gpu import GpuGroup
 from raypar.actors.transport.watcher import Transfer
 

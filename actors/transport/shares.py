@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from raypar.actors.group import ReduceOp, nbytes, reduce_in_order
+from raypar.actors.group import nbytes
+from raypar.actors.reductions import ReduceOp, reduce_in_order
 from raypar.actors.transport.flow import Flow, Step, always, nothing
 from raypar.actors.transport.mailbox import Mailbox, Parts
 

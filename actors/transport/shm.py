@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from raypar.actors.group import Finish, Group, ReduceOp, nbytes, row_size, staged
+from raypar.actors.group import Finish, Group, nbytes, row_size, staged
 from raypar.actors.ledger import Ledger
+from raypar.actors.reductions import ReduceOp
 from raypar.actors.transport.flow import Flow, Step, always, nothing
 from raypar.actors.transport.links import INLINE, connect
 from raypar.actors.transport.mailbox import Mailbox, Parts

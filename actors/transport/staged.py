@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from raypar.actors.group import Finish, Group, Handle, ReduceOp
+from raypar.actors.group import Finish, Group, Handle
+from raypar.actors.reductions import ReduceOp
 from raypar.actors.transport.gpu import demand_device
 
 log = logging.getLogger(__name__)

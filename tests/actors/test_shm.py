@@ -15,7 +15,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypar.actors.group import GroupError, nbytes, reduce_in_order
+from raypar.actors.group import GroupError, nbytes
+from raypar.actors.reductions import reduce_in_order
 from raypar.actors.transport.links import INLINE, place, same_place
 from raypar.actors.transport.shm import ShmGroup
 from raypar.actors.transport.slabs import SLAB

@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from raypar.actors.group import reduce_in_order
+from raypar.actors.reductions import reduce_in_order
 from raypar.actors.transport.gloo import create_device
 from raypar.actors.transport.local_group import LocalHub
 

@@ -1,0 +1,36 @@
+"""What a reduction does with the tensors of a group's members, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+ReduceOp = Literal["sum", "product", "min", "max"]
+
+
+def reduce_in_order(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
+    """``out`` becomes the reduction of ``parts``, first to last; half-precision sums and products run in fp32."""
+    half = out.dtype in (torch.bfloat16, torch.float16)
+    total = parts[0].float() if half else parts[0].clone()
+    for part in parts[1:]:
+        REDUCTIONS[op](total, part)
+    out.copy_(total.view_as(out))
+
+
+def _minimum(total: Tensor, part: Tensor) -> None:
+    torch.minimum(total, part.to(total.dtype), out=total)
+
+
+def _maximum(total: Tensor, part: Tensor) -> None:
+    torch.maximum(total, part.to(total.dtype), out=total)
+
+
+REDUCTIONS: dict[ReduceOp, Callable[[Tensor, Tensor], object]] = {
+    "sum": Tensor.add_,
+    "product": Tensor.mul_,
+    "min": _minimum,
+    "max": _maximum,
+}

@@ -1,0 +1,103 @@
+"""Looking inside a job: its weights, gradients, messages and times, asked of the actors that have them."""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from raypar.actors.ledger import Entry
+from raypar.actors.world import World
+from raypar.calls import Calls
+from raypar.config import Run
+from raypar.measured import timelines_of
+from raypar.schedules.schedule import Schedule
+from raypar.schedules.timeline import Timeline
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Inside(ABC):
+    """What can be asked of a job's actors. Nothing here changes anything."""
+
+    run: Run
+    schedule: Schedule
+    _world: World
+    _calls: Calls
+    _shapes: Sequence[dict[str, tuple[int, ...]]]  # of the logical parameters, by rank
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every logical parameter."""
+        return {name: shape for shapes in self._shapes for name, shape in shapes.items()}
+
+    def param(self, name: str) -> Tensor:
+        """A weight by its logical name, fetched from an actor that holds it, on the CPU."""
+        weight: Tensor = self._ask(name, "parameter", range(self.run.mesh.size))
+        return weight
+
+    def weights(self, dp: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """Every weight of a replica with its logical name, one actor's after the other; both ends of a tie, if they are
+        apart.
+
+        A copy goes by the name of its home.
+        """
+        from raypar.actors.models.build import build_model
+
+        homes = {copy: home for home, copy in build_model(self.run.model, self.run.seed).ties}
+        for rank in self._world.replica(dp):
+            call = partial(self._calls.one, rank, "parameters", what="fetching weights")
+            for name, weight in self._guard(call).items():
+                yield homes.get(name, name), weight
+
+    def grad(self, name: str) -> Tensor | None:
+        """A gradient of the latest step as the optimizer saw it (summed, clipped); None before the first step.
+
+        It comes from the actor that updates the weight: a worker, or a parameter server.
+        """
+        gradient: Tensor | None = self._ask(name, "gradient", self._world.server_ranks or range(self._world.size))
+        return gradient
+
+    def ledger(self) -> dict[str, dict[tuple[str, str], Entry]]:
+        """What every actor's groups moved since the launch: calls and bytes by (axis, op)."""
+        tables = self._guard(lambda: self._calls.all("ledger", what="reading the ledger"))
+        return {
+            self._world.label(rank): {key: Entry(*counts) for key, counts in table.items()}
+            for rank, table in enumerate(tables)
+        }
+
+    def timeline(self, dp: int = 0) -> Timeline:
+        """The latest training step of one replica as measured, in seconds from the first action of any."""
+        if not 0 <= dp < self.run.mesh.dp:
+            raise ValueError(f"there is no replica dp={dp}: the mesh has {self.run.mesh.dp}, counted from 0")
+        return self.timelines()[dp]
+
+    def timelines(self) -> list[Timeline]:
+        """The latest training step on one clock: a timeline for each replica, then one for the servers 0, the
+        servers 1, ... of the pipeline ranks."""
+        rows = self._guard(lambda: self._calls.all("events", what="reading the timeline"))
+        return timelines_of(self.schedule, self._world, rows)
+
+    def _ask(self, name: str, method: str, ranks: Sequence[int]) -> Any:
+        self._demand_open()
+        for rank in (holders := [rank for rank in ranks if name in self._shapes[rank]]):
+            found = self._guard(partial(self._calls.one, rank, method, name, what=f"fetching {name}"))
+            if found is not None or rank == holders[-1]:
+                return found
+        close = difflib.get_close_matches(name, self.parameters, n=3)
+        raise KeyError(
+            f"no parameter {name!r}: {'did you mean ' + ', '.join(close) if close else 'see job.parameters'}"
+        )
+
+    @abstractmethod
+    def _guard(self, call: Callable[[], T]) -> T:
+        """Run a call on the actors; what follows from a fault is the driver's business."""
+
+    @abstractmethod
+    def _demand_open(self) -> None:
+        """Raise JobError if the job is over."""
