@@ -24,6 +24,8 @@ from typing import IO, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from raypar.actors.faults import FaultsError
+
 log = logging.getLogger(__name__)
 Tokens: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -33,12 +35,8 @@ _SKIPPED = "below a folder or a glob, hidden files, .bin files and files with a 
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"})
 
 
-class TextError(ValueError):
-    """What is wrong with the user's text: ``faults``, a sentence each, with its fix."""
-
-    def __init__(self, faults: list[str]) -> None:
-        super().__init__("\n".join(faults))
-        self.faults = faults
+class TextError(FaultsError, ValueError):
+    """What is wrong with the user's text."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
+from raypar.actors.faults import FaultsError
+
 _PIECE = 1 << 20  # bytes that are hashed and then written while they are still in the cache
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _FIXES = {
@@ -28,15 +30,8 @@ _FIXES = {
 }
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(FaultsError, RuntimeError):
     """A checkpoint that can't be written or read: all that is wrong, a sentence each. Older ones are untouched."""
-
-    def __init__(self, faults: list[str]) -> None:
-        self.faults = faults
-        super().__init__("\n".join(f"- {fault}" for fault in faults))
-
-    def __reduce__(self) -> tuple[type[CheckpointError], tuple[list[str]]]:
-        return type(self), (self.faults,)
 
 
 @contextmanager

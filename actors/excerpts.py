@@ -16,6 +16,11 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {text if len(text) <= _LONGEST else text[:_LONGEST] + ' ...'}"
 
 
+def first_line(error: Exception) -> str:
+    """An error's first line, its kind if it has no text."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def trace() -> str:
     """Where the exception that is being handled was raised."""
     text = traceback.format_exc()
@@ -27,7 +32,7 @@ def plain_reason(error: Exception, seconds: float) -> str:
 
     seconds  of its deadline
     """
-    text = (str(error).splitlines() or [type(error).__name__])[0]
+    text = first_line(error)
     text = text.rsplit("] ", 1)[-1] if text.startswith("[") else text
     lowered = text.lower()
     if "caused pair closure" in lowered:  # Gloo's word for other waits of a group of which one expired

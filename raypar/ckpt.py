@@ -8,10 +8,10 @@ from typing import Annotated, NamedTuple
 
 import tyro
 
-from raypar.actors.disk import CheckpointError, told
+from raypar.actors.disk import CheckpointError
 from raypar.checkpoint import find
 from raypar.checkpoint.check import verify as faults_of
-from raypar.checkpoint.names import checkpoints, step_of
+from raypar.checkpoint.names import step_of
 from raypar.config import ConfigError
 
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
@@ -48,8 +48,7 @@ def ls(folder: Folder) -> Outcome:
 def verify(path: Checkpoint) -> Outcome:
     """Read every byte of a checkpoint, or of all in a folder, and tell all that is wrong."""
     if step_of(path.absolute().name) is None:
-        with told(f"{str(path)!r} can't be read"):
-            paths = [found for _, found in checkpoints(path)]
+        paths = [found for _, found in find.listed(path)]
         if not paths:
             raise ConfigError([f"there is no checkpoint in {str(path)!r}: give another path"])
     else:

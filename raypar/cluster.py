@@ -16,6 +16,7 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raypar.actors.excerpts import first_line
 from raypar.actors.plan import DeviceChoice, DeviceKind
 from raypar.actors.world import World
 from raypar.config import ConfigError
@@ -154,7 +155,7 @@ def _connect() -> bool:
             _demand_answer(address)
             ray.init(address=address, namespace="raypar", log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, RuntimeError, ValueError) as error:
-            reason = f"no cluster answers there ({_reason(error)})"
+            reason = f"no cluster answers there ({first_line(error)})"
             raise ConfigError([f"RAY_ADDRESS is {address!r}, but {reason}"]) from error
         return True
     old = os.umask(0o077)  # Ray writes its token with the process' umask
@@ -171,7 +172,7 @@ def _connect() -> bool:
     except Exception as error:  # Ray raises all kinds, Exception itself among them
         ray.shutdown()
         raise JobError(
-            f"Ray does not start on this machine ({_reason(error)}): "
+            f"Ray does not start on this machine ({first_line(error)}): "
             "see that /tmp (or RAY_TMPDIR) has room, and that no broken Ray is left running (ray stop)"
         ) from error
     except BaseException:  # Ctrl-C: parts of it run already
@@ -200,15 +201,10 @@ def demand_shippable(*parts: object) -> None:
     try:
         ray.cloudpickle.dumps(parts)
     except Exception as error:
-        reason = f"{type(error).__name__}: {_reason(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise ConfigError(
             [f"model or data can't be sent to actors ({reason}): make such things inside the function"]
         ) from None
-
-
-def _reason(error: Exception) -> str:
-    """An error's first line; its kind if it has no text."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _demand_room(world: World) -> None:

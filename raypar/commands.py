@@ -22,8 +22,8 @@ from raypar.summary import Rows, closing_rows, plan_rows
 from raypar.toml import optimizer, read_table, run_of
 
 if TYPE_CHECKING:
+    from raypar.checkpoint.find import Found
     from raypar.parity import Verdict
-    from raypar.resume import Found
 
 A = TypeVar("A", bound="RunArgs")
 
@@ -145,6 +145,7 @@ def _parse(
     """
 
     def parse(base: str) -> A:
+        """The words over the run of this name; tyro ends the process if it can't read them."""
         default = known[base] if known and base in known else _base(base, table or {})
         for optimizer_kind in _values_of("--optim.kind", words):
             default = replace(default, optim=optimizer(optimizer_kind, default.optim))

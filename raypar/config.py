@@ -10,6 +10,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le
 
 from raypar.actors.data import data_faults
+from raypar.actors.faults import FaultsError
 from raypar.actors.mesh import Mesh
 from raypar.actors.plan import DeviceChoice, DeviceKind, Recompute
 from raypar.actors.specs import GPT, SGD, AdamW, Batches, Count, Layers, Positive, Steps, Text
@@ -20,15 +21,8 @@ from raypar.program import Programs, programs_of
 from raypar.schedules.schedule import Schedule, ScheduleError
 
 
-class ConfigError(ValueError):
+class ConfigError(FaultsError, ValueError):
     """A user's mistakes, all of them, each with its fix; raised before any actor starts."""
-
-    def __init__(self, faults: list[str]) -> None:
-        self.faults = faults
-        super().__init__("\n".join(f"- {fault}" for fault in faults))
-
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
-        return type(self), (self.faults,)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from raypar.actors.plan import NonFiniteError
 from raypar.actors.specs import Batches
 from raypar.ahead import Ahead
 from raypar.calls import Calls
+from raypar.checkpoint.find import Found
 from raypar.cluster import Actors
 from raypar.config import ConfigError, Run, check_run, reset_faults, world_of
 from raypar.errors import JobError
@@ -22,7 +23,7 @@ from raypar.plans import plans_of
 from raypar.program import Programs
 from raypar.progress import display
 from raypar.report import Evaluation, Report, losses_of, mean_loss, report_of
-from raypar.resume import Found, demand_room
+from raypar.resume import demand_room
 from raypar.saving import Saver
 from raypar.stepper import Stepper
 

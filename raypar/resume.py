@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raypar.actors.disk import CheckpointError, told
+from raypar.actors.disk import CheckpointError
 from raypar.actors.slices import DTYPES, Logical
 from raypar.checkpoint.check import verified, verify
-from raypar.checkpoint.find import find_newest
-from raypar.checkpoint.manifest import MANIFEST, Manifest
-from raypar.checkpoint.names import checkpoints, step_of
+from raypar.checkpoint.find import Found, listed, newest
+from raypar.checkpoint.manifest import MANIFEST
+from raypar.checkpoint.names import step_of
 from raypar.checkpoint.save import Save
 from raypar.config import ConfigError, Run
 from raypar.fields import brief
@@ -33,26 +32,18 @@ _TOLD = (
 )  # may change
 
 
-@dataclass(frozen=True)
-class Found:
-    """A checkpoint, every byte of which was verified."""
-
-    path: Path
-    manifest: Manifest
-
-
 def find(path: Path) -> Found:
     """The checkpoint at a path; of a folder of them the newest sound one. Raises ConfigError if there is none."""
     path = path.expanduser().absolute()
     try:
         if step_of(path.name) is not None or (path / MANIFEST).exists():
             return Found(path, verified(path))
-        newest = find_newest(path)
+        found = newest(path)
     except CheckpointError as error:
         raise ConfigError([f"resume {str(path)!r}: {fault}" for fault in error.faults]) from error
-    if newest is None:
+    if found is None:
         raise ConfigError([f"resume {str(path)!r}: there is no sound checkpoint in it: give another folder, or none"])
-    return Found(newest, verified(newest))
+    return found
 
 
 def demand_resumable(run: Run, found: Found) -> None:
@@ -83,17 +74,17 @@ def demand_room(run: Run, step: int) -> None:
     folder = Path(run.save_to).expanduser().absolute()
     try:
         Save(folder, step).abort()
-        with told(f"{str(folder)!r} can't be read"):
-            later = [path for other, path in checkpoints(folder) if other > step and not verify(path)]
+        later = next((path for other, path in listed(folder) if other > step and not verify(path)), None)
     except CheckpointError as error:
         raise ConfigError([f"save_to: {fault}" for fault in error.faults]) from error
-    if later:
+    if later is not None:
         fix = "resume from it, or give another folder"
-        raise ConfigError([f"save_to {str(folder)!r} has {later[0].name!r}, and this run begins at step {step}: {fix}"])
+        raise ConfigError([f"save_to {str(folder)!r} has {later.name!r}, and this run begins at step {step}: {fix}"])
 
 
 def _tensor_faults(run: Run, stored: Mapping[str, Logical]) -> Iterator[str]:
     """What the model's tensors are against what is stored."""
+    from raypar.actors.copies import buffer_name, logical_name
     from raypar.actors.models.build import build_model
     from raypar.actors.optim import KEPT
 
@@ -111,7 +102,7 @@ def _tensor_faults(run: Run, stored: Mapping[str, Logical]) -> Iterator[str]:
             (one, here), (other, was) = wanted[name], there[name]
             yield f"weight {brief(name)} is {one} {list(here)}, but {other} {list(was)} in the checkpoint"
     shapes = {
-        f"buffers.dp0.{layer}.{inner}": tuple(buffer.shape)
+        buffer_name(0, f"{layer}.{inner}"): tuple(buffer.shape)
         for layer, module in layers
         for inner, buffer in module.named_buffers()
         if inner in module.state_dict()
@@ -121,11 +112,11 @@ def _tensor_faults(run: Run, stored: Mapping[str, Logical]) -> Iterator[str]:
         head, _, rest = name.partition(".")
         weight, _, kept = rest.rpartition(".")
         if head == "buffers":
-            fits = shapes.get(f"buffers.dp0.{rest.partition('.')[2]}") == logical.shape
+            fits = shapes.get(buffer_name(0, rest.partition(".")[2])) == logical.shape
         else:
             fits = kept in KEPT[run.optim.kind] and weight in weights
             fits = fits and logical.shape == (() if kept == "step" else wanted[weight][1])
-            fits = fits and all(f"optim.{weight}.{other}" in beside for other in KEPT[run.optim.kind])
+            fits = fits and all(logical_name(weight, other) in beside for other in KEPT[run.optim.kind])
         if not fits:
             yield f"{brief(name)}, {logical.dtype} {list(logical.shape)}, belongs to another model or optimizer"
 

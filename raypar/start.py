@@ -6,10 +6,11 @@ import logging
 import uuid
 from pathlib import Path
 
+from raypar.checkpoint.find import Found
 from raypar.cluster import demand_shippable, start_actors
 from raypar.config import Run, check_run, world_of
 from raypar.driver import Job
-from raypar.resume import Found, demand_resumable, demand_room, find
+from raypar.resume import demand_resumable, demand_room, find
 
 log = logging.getLogger(__name__)
 

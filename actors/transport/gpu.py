@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from raypar.actors.excerpts import first_line
 from raypar.actors.group import Edge, Finish, Group, GroupError, Handle, staged
 from raypar.actors.ledger import Ledger
-from raypar.actors.transport.watcher import Issued, Transfer, Watcher, block_until_over, first_line
+from raypar.actors.transport.watcher import Issued, Transfer, Watcher, block_until_over
 
 
 class Communicator(Protocol):

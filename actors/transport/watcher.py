@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from raypar.actors.excerpts import first_line
+
 _LOOK = 0.02  # seconds between two looks at the ops under way: how late a fault is noticed
 _SHORTEST, _LONGEST = 20e-6, 1e-3  # seconds between two looks while the host is blocked
 
@@ -144,11 +146,6 @@ def block_until_over(transfer: Transfer, deadline: float, seconds: float, demand
             pause = min(2 * pause, _LONGEST)
     finally:
         demand_open()  # what was aborted ends too, or fails for no reason of its own
-
-
-def first_line(error: Exception) -> str:
-    """An error's first line, its kind if it has no text; NCCL's go on for several."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _late(seconds: float) -> str:

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from raypar.actors.disk import CheckpointError
 from raypar.checkpoint.check import verified, verify
-from raypar.checkpoint.find import Listed, find_newest, ls
+from raypar.checkpoint.find import Listed, ls, newest
 from raypar.checkpoint.manifest import Manifest, manifest_of
 from raypar.checkpoint.save import Save
 
-__all__ = ["CheckpointError", "Listed", "Manifest", "Save", "find_newest", "ls", "manifest_of", "verified", "verify"]
+__all__ = [
+    "CheckpointError",
+    "Found",
+    "Listed",
+    "Manifest",
+    "Save",
+    "ls",
+    "manifest_of",
+    "newest",
+    "verified",
+    "verify",
+]

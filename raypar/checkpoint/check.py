@@ -19,8 +19,11 @@ Expected = dict[str, tuple[str, tuple[int, ...]]]
 
 def verify(path: Path) -> list[str]:
     """All that is wrong with a checkpoint, a sentence each; [] if it is sound. Reads every byte of it."""
-    manifest, faults = look(path)
-    return faults if manifest is None else [*faults, *file_faults(path, manifest, digests=True)]
+    try:
+        verified(path)
+    except CheckpointError as error:
+        return error.faults
+    return []
 
 
 def verified(path: Path) -> Manifest:

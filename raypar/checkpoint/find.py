@@ -6,11 +6,20 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from raypar.actors.disk import told
-from raypar.checkpoint.check import look, verify
+from raypar.actors.disk import CheckpointError, told
+from raypar.checkpoint.check import look, verified
+from raypar.checkpoint.manifest import Manifest
 from raypar.checkpoint.names import checkpoints
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint, every byte of which was verified."""
+
+    path: Path
+    manifest: Manifest
 
 
 @dataclass(frozen=True)
@@ -29,29 +38,30 @@ class Listed:
     faults: list[str]
 
 
-def find_newest(folder: Path) -> Path | None:
+def newest(folder: Path) -> Found | None:
     """The newest sound checkpoint in a folder, every byte of which was read; None if there is none.
 
     Each newer one that is not sound is logged, with all its faults. Raises CheckpointError if the folder can't be read.
     """
-    for _, path in _found(folder):
-        faults = verify(path)
-        if not faults:
-            return path
-        log.warning("%s is skipped:\n%s", path, "\n".join(f"- {fault}" for fault in faults))
+    for _, path in listed(folder):
+        try:
+            return Found(path, verified(path))
+        except CheckpointError as error:
+            log.warning("%s is skipped:\n%s", path, error)
     return None
 
 
 def ls(folder: Path) -> list[Listed]:
     """The checkpoints in a folder, the newest first. Raises CheckpointError if it can't be read."""
     lines = []
-    for step, path in _found(folder):
+    for step, path in listed(folder):
         manifest, faults = look(path)
         size = sum(file.size for file in manifest.files) if manifest else 0
         lines.append(Listed(path, step, size, len(manifest.tensors) if manifest else 0, faults))
     return lines
 
 
-def _found(folder: Path) -> list[tuple[int, Path]]:
+def listed(folder: Path) -> list[tuple[int, Path]]:
+    """Step and path of every checkpoint in a folder, sound or not, the newest first. Raises CheckpointError."""
     with told(f"{str(folder)!r} can't be read"):
         return checkpoints(folder)

@@ -289,7 +289,7 @@ def test_all_faults_at_once(text, tmp_path):
     assert sorted(starts) == ["cache", "path", "tokenizer", "val_path"]
     with pytest.raises(ValueError, match=r"/no/train(.|\n)*/no/val") as error:
         open_corpus(everything)
-    assert "\ncache:" in str(error.value) and "\ntokenizer:" in str(error.value)
+    assert "\n- cache:" in str(error.value) and "\n- tokenizer:" in str(error.value)
 
     (tmp_path / "short").write_text("zz")
     readable = Text(path=text.path, val_path=str(tmp_path / "short"), cache=text.cache)

@@ -8,6 +8,20 @@ from functools import cache
 import pytest
 
 
+@pytest.fixture
+def said(capsys):
+    """Run a command line; returns exit code, standard output, standard error."""
+
+    def run(*words):
+        from raypar.cli import main
+
+        capsys.readouterr()
+        code = main([str(word) for word in words])
+        return code, *capsys.readouterr()
+
+    return run
+
+
 @pytest.fixture(scope="module")
 def by_value(request):
     """Actors can't import a test module."""

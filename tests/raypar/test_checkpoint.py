@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypar.actors.shards import ShardFile, slice_of, write_shard
-from raypar.checkpoint import CheckpointError, Save, find_newest, ls, manifest_of, verified, verify
+from raypar.checkpoint import CheckpointError, Save, ls, manifest_of, newest, verified, verify
 from raypar.checkpoint.manifest import decode, encode
 from raypar.checkpoint.names import aside_of, is_aside, name_of, step_of
 from tests.raypar.checkpoints import flip, holds, save_at, visible
@@ -30,7 +30,7 @@ def test_what_is_saved_is_found_and_sound(tmp_path):
     assert visible(path) == ["manifest.json", "pp0.safetensors", "pp1.safetensors"]
     assert verify(path) == []
     assert holds(path, 120)
-    assert find_newest(folder) == path
+    assert newest(folder).path == path
 
 
 def test_a_manifest_says_what_another_layout_needs(tmp_path):
@@ -121,7 +121,7 @@ def test_the_newest_sound_one_is_found_and_what_was_skipped_is_told(tmp_path, ca
     flip(tmp_path / "step-00000100" / "pp1.safetensors", random.Random(0))
     (tmp_path / "step-00000200").mkdir()
     with caplog.at_level(logging.WARNING):
-        assert find_newest(tmp_path) == tmp_path / "step-00000090"
+        assert newest(tmp_path).path == tmp_path / "step-00000090"
     assert [record.args[0].name for record in caplog.records] == ["step-00000200", "step-00000100"]
     assert "'pp1.safetensors' was changed" in caplog.text
 
@@ -133,8 +133,8 @@ def test_only_folders_that_are_named_as_checkpoints_count(tmp_path):
     for name in ("step-12.tmp", "step-000000012", "xstep-00000012", ".step-00000012.abc", "step-٠٠٠٠٠٠١٢"):
         (tmp_path / name).mkdir()
     assert [line.step for line in ls(tmp_path)] == [1]
-    assert find_newest(tmp_path) == real
-    assert find_newest(real) is None
+    assert newest(tmp_path).path == real
+    assert newest(real) is None
 
 
 def test_ls_tells_sizes_and_what_can_not_be_read(tmp_path):
@@ -149,7 +149,7 @@ def test_ls_tells_sizes_and_what_can_not_be_read(tmp_path):
 
 
 def test_a_folder_that_is_not_there_is_told(tmp_path):
-    for look in (ls, find_newest):
+    for look in (ls, newest):
         with pytest.raises(CheckpointError, match="No such file"):
             look(tmp_path / "gone")
     assert len(verify(tmp_path / "gone")) == len(verify(tmp_path / "a\0b")) == 1

@@ -9,7 +9,7 @@ from itertools import cycle
 
 import pytest
 
-from raypar.checkpoint import CheckpointError, find_newest, verify
+from raypar.checkpoint import CheckpointError, newest, verify
 from raypar.checkpoint.names import checkpoints
 from tests.raypar.checkpoints import KilledError, holds, save_at, visible, watched_disk
 
@@ -44,10 +44,10 @@ def test_a_kill_at_any_call_leaves_the_newest_sound_one(step, begun, monkeypatch
         folder = begun(str(at))
         with watched_disk(monkeypatch, at) as calls, pytest.raises(KilledError):
             save_at(folder, step, keep_last=1)
-        newest = find_newest(folder)
-        found.append(int(newest.name[5:]))
+        path = newest(folder).path
+        found.append(int(path.name[5:]))
         assert found[-1] in (1, step), f"killed at {calls[at]}"
-        assert holds(newest, found[-1])
+        assert holds(path, found[-1])
         assert not any(verify(path) for _, path in checkpoints(folder)), f"killed at {calls[at]}: half of one is seen"
         save_at(folder, 3, keep_last=1)
         assert visible(folder) == ["step-00000003"], f"killed at {calls[at]}: left behind"
@@ -66,9 +66,9 @@ def test_a_disk_that_refuses_any_one_call_raises_only_checkpoint_errors(step, be
             except CheckpointError as error:
                 refused += 1
                 assert os.strerror(code) in str(error), f"refused at {calls[at]}"
-        newest = find_newest(folder)
-        assert newest.name in ("step-00000001", f"step-0000000{step}")
-        assert holds(newest, int(newest.name[5:]))
+        path = newest(folder).path
+        assert path.name in ("step-00000001", f"step-0000000{step}")
+        assert holds(path, int(path.name[5:]))
         save_at(folder, 3, keep_last=1)
         assert visible(folder) == ["step-00000003"], f"refused at {calls[at]}: left behind"
     assert refused > 20

@@ -8,20 +8,7 @@ import random
 
 import pytest
 
-from raypar.cli import main
 from tests.raypar.checkpoints import flip, save_at
-
-
-@pytest.fixture
-def said(capsys):
-    """Run a command line; returns exit code, standard output, standard error."""
-
-    def run(*words):
-        capsys.readouterr()
-        code = main([str(word) for word in words])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def test_ls_is_the_newest_first_and_marks_what_is_not_sound(said, tmp_path):

@@ -13,7 +13,6 @@ import pytest
 
 from raypar import commands, paper
 from raypar.actors.plan import NonFiniteError
-from raypar.cli import main
 from raypar.errors import JobError
 from raypar.parity import Difference, Verdict
 from raypar.schedules import build, lower, to_csv
@@ -27,18 +26,6 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     (folder / "a.txt").write_text("to be or not to be, that is the question\n" * 200)
     return ["--data.path", str(folder / "a.txt"), "--data.cache", str(folder / "cache")]
-
-
-@pytest.fixture
-def said(capsys):
-    """Run a command line; returns exit code, standard output, standard error."""
-
-    def run(*words):
-        capsys.readouterr()
-        code = main([str(word) for word in words])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def process(*words):

@@ -1,0 +1,1 @@
+"""Run folders: all that a run leaves behind, written while it trains and read again without believing it."""

@@ -1,0 +1,227 @@
+"""Reading a run folder. Nothing in it is believed: a link, a device, what is too long or of another kind is a fault."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from annotated_types import Ge
+from pydantic import AllowInfNan, TypeAdapter, ValidationError
+
+from raypar.actors.disk import CheckpointError, read_plain
+from raypar.actors.plan import SEND_WINDOW
+from raypar.checkpoint.find import Listed, ls
+from raypar.config import ConfigError
+from raypar.fields import brief
+from raypar.folder.names import CHECKPOINTS, LEDGER, METRICS, RUN, SCHEDULE, TIMELINE, holds_run
+from raypar.report import Report
+from raypar.schedules.action import Action
+from raypar.schedules.check import check
+from raypar.schedules.lower import lower
+from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.table import from_csv
+from raypar.schedules.timeline import Event, Timeline
+
+T = TypeVar("T")
+Number = Annotated[int, Ge(0)]
+Seconds = Annotated[float, AllowInfNan(False)]
+Latest = tuple[int | None, list[Timeline]]
+Ledger = dict[str, dict[str, tuple[Number, Number]]]
+
+_MOST = {RUN: 1 << 20, METRICS: 1 << 30, SCHEDULE: 128 << 20, TIMELINE: 1 << 30, LEDGER: 64 << 20}  # bytes
+_LONGEST = 1 << 20  # bytes of a line of metrics
+_MOST_DOTS = 100  # in a line of TOML
+_MOST_TOLD = 10  # faults of one file
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a run has left behind.
+
+    config       the resolved run as plain tables; functions are texts
+    metrics      a dict a step (``Report.to_dict``) and an evaluation (``Evaluation.to_dict``: it has ``val_loss``)
+    schedule     of a training step, lowered; None if it was not written
+    step, timelines  the latest step that was measured, as ``job.timelines()`` returns it; None and [] if none was
+    ledger       what each actor moved: (calls, bytes) by "axis op"
+    checkpoints  the newest first; their shards were not read
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    schedule: Schedule | None
+    step: int | None
+    timelines: list[Timeline]
+    ledger: Ledger
+    checkpoints: list[Listed]
+
+
+@dataclass(frozen=True)
+class _Validation:
+    step: Number
+    val_loss: float
+    perplexity: float
+    tokens: Number
+
+
+@dataclass(frozen=True)
+class _Row:
+    actions: list[tuple[Number, str, str, Seconds, Seconds, Number, Number | None]]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    step: Number
+    timelines: list[_Row]
+
+
+class _DamagedError(Exception):
+    """What is wrong with one file, a sentence each."""
+
+    def __init__(self, *faults: str) -> None:
+        self.faults = faults
+
+
+def read(folder: Path) -> Past:
+    """All that a run folder holds. Raises ConfigError with all faults.
+
+    Files that a run has not come to write are no fault, nor is a last line of metrics that is not whole: a run may
+    have been killed.
+    """
+    folder, faults = folder.expanduser().absolute(), list[str]()
+
+    def part(name: str, parse: Callable[[bytes], T], missing: T) -> T:
+        try:
+            return parse(read_plain(folder / name, _MOST[name]))
+        except FileNotFoundError:
+            return missing
+        except _DamagedError as error:
+            faults.extend(f"{name} {fault}" for fault in error.faults)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            faults.append(f"{name} can't be read ({why})")
+        return missing
+
+    if "\0" in str(folder) or not holds_run(folder):
+        raise ConfigError(
+            [f"{str(folder)!r} is no run folder: it has no {RUN}; give one that raypar train has written"]
+        )
+    config: dict[str, Any] = part(RUN, _config, {})
+    schedule: Schedule | None = part(SCHEDULE, lambda raw: _schedule(raw, config), None)
+    latest: Latest = None, []
+    latest = part(TIMELINE, lambda raw: _measured(raw, schedule), latest)
+    metrics: list[dict[str, Any]] = part(METRICS, _metrics, [])
+    ledger: Ledger = part(LEDGER, _ledger, {})
+    checkpoints: list[Listed] = []
+    try:
+        if (folder / CHECKPOINTS).is_symlink():
+            faults.append(f"{CHECKPOINTS} is a link: put the folder itself there")
+        elif (folder / CHECKPOINTS).exists():
+            checkpoints = ls(folder / CHECKPOINTS)
+    except CheckpointError as error:
+        faults += error.faults
+    if faults:
+        raise ConfigError([f"run folder {str(folder)!r}: {fault}" for fault in faults])
+    return Past(folder, config, metrics, schedule, *latest, ledger, checkpoints)
+
+
+def _config(raw: bytes) -> dict[str, Any]:
+    if any(line.count(b".") > _MOST_DOTS for line in raw.split(b"\n")):  # tomllib takes memory by the square of them
+        raise _DamagedError(f"has more than {_MOST_DOTS} dots in a line")
+    try:
+        config = tomllib.loads(raw.decode())
+    except (ValueError, RecursionError) as error:
+        raise _DamagedError(f"is not TOML ({error})") from error
+    tables = [isinstance(config.get(name), dict) for name in ("model", "mesh", "data", "optim")]
+    if not all(tables) or not isinstance(config.get("steps"), int):
+        raise _DamagedError("is not that of a raypar run")
+    return config
+
+
+def _schedule(raw: bytes, config: dict[str, Any]) -> Schedule:
+    named = config.get("schedule")
+    try:
+        schedule = lower(from_csv(raw.decode(), Path(named).stem if isinstance(named, str) else "schedule"))
+        if schedule.num_stages * schedule.num_microbatches > schedule.num_actions:
+            raise _DamagedError("is no schedule of a training step: it leaves microbatches out")
+        check(schedule, send_capacity=SEND_WINDOW)
+    except (ScheduleError, UnicodeDecodeError) as error:
+        raise _DamagedError(f"is no schedule that can run ({error})") from error
+    return schedule
+
+
+def _metrics(raw: bytes) -> list[dict[str, Any]]:
+    lines, faults = list[dict[str, Any]](), list[str]()
+    for number, line in enumerate(raw.split(b"\n")[:-1], start=1):  # behind the last newline a line may be torn
+        try:
+            if len(line) > _LONGEST:
+                raise _DamagedError(f"is longer than {_LONGEST} bytes")
+            plain = _json(line, dict[str, Any])
+            lines.append(plain)
+            _json(line, _Validation if "val_loss" in plain else Report)
+        except _DamagedError as error:
+            faults += [f"line {number} {fault}" for fault in error.faults]
+            if len(faults) >= _MOST_TOLD:
+                break
+    if faults:
+        raise _DamagedError(*faults)
+    return lines
+
+
+def _measured(raw: bytes, schedule: Schedule | None) -> Latest:
+    measured = _json(raw, _Measured)
+    if schedule is None:
+        return None, []
+    faults, timelines = list[str](), list[Timeline]()
+    for row in measured.timelines:
+        events = list[Event]()
+        for rank, actor, spelled, start, end, size, bucket in row.actions:
+            try:
+                action = Action.parse(spelled)
+            except ValueError as error:
+                faults.append(f"has {error}")
+                continue
+            events.append(Event(rank, actor, action, start, end, size, bucket))
+        faults += (
+            f"has {event.action} on rank {event.rank}: {why}" for event in events for why in _odd(event, schedule)
+        )
+        timelines.append(Timeline(schedule, tuple(events)))
+    if faults:
+        raise _DamagedError(*faults[:_MOST_TOLD])
+    return measured.step, timelines
+
+
+def _odd(event: Event, schedule: Schedule) -> Iterator[str]:
+    """Why a schedule can't have left such an event behind."""
+    stage, _, microbatch = event.action
+    if event.rank >= schedule.num_ranks or (stage or 0) >= schedule.num_stages:
+        yield f"the schedule has {schedule.num_ranks} ranks and {schedule.num_stages} stages"
+    if (microbatch or 0) >= schedule.num_microbatches:
+        yield f"the schedule has {schedule.num_microbatches} microbatches"
+    if event.end < event.start:
+        yield "it ends before it starts"
+
+
+def _ledger(raw: bytes) -> Ledger:
+    return _json(raw, Ledger)
+
+
+def _json(raw: bytes, kind: Callable[..., T]) -> T:
+    """What a JSON text says, if it is of this kind. NaN and infinite are numbers here: a loss may be."""
+    try:
+        found: T = _reader(kind).validate_json(raw, strict=True)
+    except ValidationError as error:
+        told = [(".".join(map(str, one["loc"])), one) for one in error.errors(include_url=False)[:_MOST_TOLD]]
+        raise _DamagedError(
+            *(f"has {at or 'a text'}: {brief(one['input'])}: {one['msg']}" for at, one in told)
+        ) from error
+    return found
+
+
+@cache
+def _reader(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
