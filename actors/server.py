@@ -88,7 +88,7 @@ class Server(Member):
         self._place.finish()
         self._now = None
         if self._train:
-            self._trained = self._place.spans(self._events)
+            self._trained.appendleft(self._place.spans(self._events))
         return StepResult(
             losses=(),
             counts=(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from html import escape
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from raypar.saving import Saver
 from raypar.stepper import Stepper
 
 T = TypeVar("T")
+_MOST_SHOWN = 200  # actions of a schedule that a job shows in a REPL
 _LAUNCH_SECONDS = 60.0  # for actors to start, build and meet, however short a run's own timeout is
 
 
@@ -116,6 +118,14 @@ class Job(Inside):
         )
         return self._stepper
 
+    def __repr__(self) -> str:
+        grid = repr(self.schedule) if self.schedule.num_actions <= _MOST_SHOWN else self.schedule.title
+        return f"{self._told()}\n{grid}"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the same, with a picture."""
+        return f"<pre>{escape(self._told())}</pre>{self.schedule._repr_svg_() or ''}"
+
     # --- its life ---
 
     def reset(self, run: Run) -> None:
@@ -152,6 +162,7 @@ class Job(Inside):
         self._generation += 1
         self.run, self.schedule, self.next_step = run, programs["train"], 0
         self._world, self._stepper = world_of(run), None
+        self._last: Report | None = None
         self._calls = Calls(self._handles, self._world, run.timeout)
         self._saver = Saver(run, self._calls, self._world)
         plans = plans_of(run, programs, f"{self._name}@{self._generation}", self.device)
@@ -182,11 +193,21 @@ class Job(Inside):
             while len(ahead) and self._failure is None:
                 self._commit(*self._guard(ahead.collect))
 
+    def _told(self) -> str:
+        """The job in three lines."""
+        over = f", over: {self._failure}" if self._failure is not None else ""
+        last = f", loss {self._last.loss:.4f} in step {self._last.step}" if self._last is not None else ""
+        return (
+            f"<Job on {self._world.size} actors, {self.device}{over}>\n{self.run.model} on {self.run.mesh}\n"
+            f"next step {self.next_step} of {self.run.steps}{last}"
+        )
+
     def _commit(self, results: list[Any], seconds: float) -> Report:
         """The step counts once every actor has reported it."""
         lr = lr_at(self.run.optim, self.next_step, self.run.steps)
         report = report_of(self.next_step, lr, seconds, results, self._world)
         self.next_step += 1
+        self._last = report
         return report
 
     @property

@@ -24,7 +24,7 @@ def test_the_grid_has_two_lines_a_rank_and_both_titles():
     assert repr(overlay()).splitlines() == [
         "rank 0 measured   F0 F1          B0 -- --    B1 -- --",
         "rank 0 predicted  F0 F1       B0 --    B1 --",
-        "rank 1 measured      F0 B0 -- F1 B1 -- --",
+        "rank 1 measured      F0 B0 -- -- F1 B1 -- --",
         "rank 1 predicted     F0 B0 -- F1 B1 --",
         "measured 1f1b: makespan 600 ms, bubble 33.3%, in flight 2 1",
         "predicted 1f1b: makespan 450 ms, bubble 33.3%, in flight 2 1",
