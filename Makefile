@@ -15,8 +15,8 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
 	@echo 'Variables: ARGS="..." for raypar train (make train), pytest (make test) or the bench, PYTHON=python3.12 for a new .venv'
 
-train: $(venv)/.installed ## train the small GPT on this machine
-	@$(venv)/bin/raypar train gpt-small $(ARGS)
+train: $(venv)/.installed ## train the small GPT on this machine; it leaves a folder below runs/
+	@$(venv)/bin/raypar train gpt-small --folder runs/$$(date +%Y-%m-%d-%H%M%S) $(ARGS)
 
 test: lint types ## lint, types, then the tests
 	@$(python) -m pytest $(ARGS)

@@ -13,6 +13,7 @@ from raypar.checkpoint import find
 from raypar.checkpoint.check import verify as faults_of
 from raypar.checkpoint.names import step_of
 from raypar.config import ConfigError
+from raypar.folder.names import checkpoints_in
 
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
 Checkpoint = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
@@ -36,8 +37,8 @@ def run(words: Sequence[str]) -> Outcome:
 
 
 def ls(folder: Folder) -> Outcome:
-    """List the checkpoints in a folder, the newest first; their shards are not read."""
-    listed = find.ls(folder)
+    """List the checkpoints in a folder, or of a run, the newest first; their shards are not read."""
+    listed = find.ls(checkpoints_in(folder))
     lines = [
         f"{line.path.name}  {line.size / 2**20:,.1f} MiB  {line.tensors:,} tensors{_marked(line.faults)}"
         for line in listed
@@ -46,9 +47,9 @@ def ls(folder: Folder) -> Outcome:
 
 
 def verify(path: Checkpoint) -> Outcome:
-    """Read every byte of a checkpoint, or of all in a folder, and tell all that is wrong."""
+    """Read every byte of a checkpoint, or of all in a folder or of a run, and tell all that is wrong."""
     if step_of(path.absolute().name) is None:
-        paths = [found for _, found in find.listed(path)]
+        paths = [found for _, found in find.listed(checkpoints_in(path))]
         if not paths:
             raise ConfigError([f"there is no checkpoint in {str(path)!r}: give another path"])
     else:

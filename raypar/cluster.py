@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.util.metrics import Gauge
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -137,6 +138,11 @@ def _actor(cls: type, group: PlacementGroup, rank: int, world: World, job: str, 
     bundle = rank // together if rank < size else size // together + rank - size
     place = PlacementGroupSchedulingStrategy(group, bundle)
     return remote.options(name=f"{job} {world.label(rank)}", scheduling_strategy=place).remote()
+
+
+def gauge(name: str, what: str, tags: tuple[str, ...]) -> Gauge:
+    """A figure for the cluster's dashboard."""
+    return Gauge(name, what, tags)
 
 
 def _cores() -> int:

@@ -15,6 +15,7 @@ import tyro
 from raypar.actors.specs import GPT, SGD, AdamW, Text
 from raypar.config import ConfigError, Run, check_run, world_of
 from raypar.files import file_faults, growing_file, whole_file
+from raypar.folder.names import home_of
 from raypar.report import Evaluation, Report
 from raypar.schedules.draw import text
 from raypar.schedules.trace import chrome_trace
@@ -56,7 +57,8 @@ class TrainArgs(RunArgs):
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """check everything and draw the schedule, but start no actor"""
     resume: Path | None = None
-    """go on from this checkpoint, or the newest sound one in this folder; without RECIPE|FILE.toml with its run, too"""
+    """go on from this checkpoint, or the newest sound one in this folder (a run's will do); without RECIPE|FILE.toml
+    with its run, too, in its folder"""
     wait_for_nodes: float = 0.0
     """seconds that a cluster with too few CPUs is given for its autoscaler to bring more"""
 
@@ -75,11 +77,11 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Rows:
     Raises ConfigError before any actor starts, JobError or NonFiniteError after that.
     """
     start = next((_found(path) for path in _values_of("--resume", words) if path), None)
-    known = {} if start is None else {str(start.path): run_of(start.manifest.run)}
+    known = {} if start is None else {str(start.path): _its_run(start)}
     args = _parse(TrainArgs, words, "train", "Train a model on actors.", next(iter(known), "gpt-small"), known=known)
     run, faults = args.run(), [*file_faults("--log", args.log), *file_faults("--trace", args.trace)]
     try:
-        schedule = check_run(run)["train"]
+        schedule = check_run(run, None if start is None else start.path)["train"]
     except ConfigError as error:
         raise ConfigError([*error.faults, *faults]) from None
     if start is not None and start.manifest.step >= run.steps:
@@ -107,7 +109,7 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Rows:
         evaluation = job.evaluate()
         write(evaluation)
         wall = time.perf_counter() - began
-        files = {"log": args.log, "trace": args.trace, "checkpoints": Path(run.save_to) if run.save_to else None}
+        files = {"log": args.log, "trace": args.trace, "folder": Path(run.folder) if run.folder else None}
         return closing_rows(run, schedule, reports, evaluation, launched, wall, files)
 
 
@@ -115,7 +117,7 @@ def verify(words: Sequence[str]) -> Verdict:
     """``raypar verify``: whether the layout computes what one plain process does. Raises what ``train`` raises."""
     what = "Train a few steps on actors and in one plain process, and compare all losses, gradients and weights."
     run = _parse(RunArgs, words, "verify", what, "gpt-tiny", {"steps": _VERIFIED_STEPS}).run()
-    run = replace(run, save_to=None, save_every=0)
+    run = replace(run, folder=None, save_every=0, track=())
     check_run(run)
     logging.getLogger("raypar").info("%d steps in this process, then on %d actors", run.steps, world_of(run).size)
     from raypar import parity
@@ -127,6 +129,12 @@ def _found(path: str) -> Found:
     from raypar.resume import find  # numpy: not without need
 
     return find(Path(path))
+
+
+def _its_run(found: Found) -> Run:
+    """The run that a checkpoint is of, in the folder that it lies in: that may have been moved."""
+    run, home = run_of(found.manifest.run), home_of(found.path)
+    return run if home is None else replace(run, folder=str(home))
 
 
 def _parse(

@@ -17,8 +17,10 @@ from raypar.actors.specs import GPT, SGD, AdamW, Batches, Count, Layers, Positiv
 from raypar.actors.split import Split, split_faults
 from raypar.actors.world import DataParallel, World, Zero
 from raypar.fields import field_faults
+from raypar.folder.faults import folder_faults
 from raypar.program import Programs, programs_of
 from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.track.sinks import Tracker, track_faults
 
 
 class ConfigError(FaultsError, ValueError):
@@ -67,12 +69,14 @@ class Run:
     """evaluate every so many steps, and at the end; 0: only at the end"""
     eval_steps: Count = 4
     """steps of an evaluation: so many times ``microbatches`` microbatches"""
-    save_to: str | None = None
-    """a folder for checkpoints: one at the end of the run ..."""
+    folder: str | None = None
+    """a folder for all that the run leaves behind: configuration, metrics, schedule, timeline, log, checkpoints"""
     save_every: Steps = 0
-    """... and every so many steps; 0: only at the end"""
+    """save a checkpoint there every so many steps, and at the end; 0: only at the end"""
     keep_last: Count | None = None
     """so many checkpoints stay, the newest ones; None keeps all"""
+    track: tuple[Tracker, ...] = ()
+    """who is told of every step: tensorboard (files in the folder), wandb, mlflow, ray (the cluster's dashboard)"""
     threads: Annotated[int, Ge(1), Le(1024)] = 1
     """CPU threads of an actor"""
     device: DeviceChoice = "auto"
@@ -81,9 +85,10 @@ class Run:
     """seconds that an actor may wait for another one before the run fails"""
 
 
-def check_run(run: Run) -> Programs:
+def check_run(run: Run, resumed: Path | None = None) -> Programs:
     """The run's schedules, lowered and checked; raises ConfigError with all that is wrong with the run.
 
+    ``resumed`` is the checkpoint that it goes on from: only such a run may use a folder that holds one.
     A field of a wrong type or out of its range is a fault by itself; what it is compared with is then left out.
     """
     wrong = list(field_faults(run))
@@ -106,8 +111,12 @@ def check_run(run: Run) -> Programs:
             faults += [str(error), *_split_faults(run, run.mesh.pp * (run.chunks or 1), right)]
     if right("data", "model.seq", "model.vocab"):
         faults += _data_faults(run)
-    if right("save_to", "save_every") and run.save_every and run.save_to is None:
-        faults.append(f"save_every is {run.save_every}, but save_to names no folder for checkpoints: give one")
+    if right("folder") and run.folder is not None:
+        faults += folder_faults(run.folder, resumed)
+    if right("folder", "track"):
+        faults += track_faults(run.track, run.folder)
+    if right("folder", "save_every") and run.save_every and run.folder is None:
+        faults.append(f"save_every is {run.save_every}, but there is no folder for checkpoints: give one")
     if faults or programs is None:
         raise ConfigError(faults)
     return programs

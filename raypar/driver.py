@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -23,6 +24,7 @@ from raypar.inside import Inside
 from raypar.plans import plans_of
 from raypar.program import Programs
 from raypar.progress import display
+from raypar.record import Record
 from raypar.report import Evaluation, Report, losses_of, mean_loss, report_of
 from raypar.resume import demand_room
 from raypar.saving import Saver
@@ -42,8 +44,11 @@ class Job(Inside):
     next_step number of the step that comes next
     """
 
-    def __init__(self, run: Run, programs: Programs, actors: Actors, name: str, found: Found | None = None) -> None:
+    def __init__(
+        self, run: Run, programs: Programs, actors: Actors, name: str, record: Record, found: Found | None = None
+    ) -> None:
         self._actors: Actors | None = actors
+        self._record = record
         self.device = actors.device
         self._name, self._generation, self._epoch = name, 0, 0
         self._failure: str | None = None
@@ -99,13 +104,16 @@ class Job(Inside):
             found = losses_of(self._guard(call))
             losses += found[0]
             counts += found[1]
-        return Evaluation(self.next_step, mean_loss(losses, counts), sum(counts), time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        evaluation = Evaluation(self.next_step, mean_loss(losses, counts), sum(counts), seconds)
+        self._record.write(evaluation)
+        return evaluation
 
     def save(self, folder: str | Path, keep_last: int | None = None) -> Path:
         """Save a checkpoint into a folder; returns its path when it is whole and on disk.
 
-        Of those of earlier steps, only the ``keep_last - 1`` newest stay; None keeps all. ``run.save_to`` saves beside
-        the training. Raises CheckpointError if the folder can't be written; the job can go on then.
+        Of those of earlier steps, only the ``keep_last - 1`` newest stay; None keeps all. In ``run.folder`` are those
+        that are saved beside the training. Raises CheckpointError if the folder can't be written; the job can go on.
         """
         self._demand_ready()
         return self._saver.save(Path(folder), self.next_step, keep_last)
@@ -135,16 +143,19 @@ class Job(Inside):
             raise ConfigError(faults)
         programs = check_run(run)
         demand_room(run, 0)
-        self._saver.close()
+        record = Record(run)
+        self._let_go()
+        self._record = record
         self._load(run, programs)
 
     def close(self) -> None:
         """Finish the save under way; end the actors, and Ray if the launch started it. More than once does no harm."""
+        self._keep_times()
         if self._actors is not None:
             (actors, self._actors), failure = (self._actors, None), self._failure
             self._failure = failure or "the job was closed"
             try:
-                self._saver.close(hurried=failure is not None)
+                self._let_go(hurried=failure is not None)
             finally:
                 actors.end()
 
@@ -173,6 +184,7 @@ class Job(Inside):
             state = str(found.path), found.manifest.tensors
             self._guard(lambda: launch.all("load", *state, what=f"loading {found.path.name}"))
             self.next_step = found.manifest.step
+        self._record.begin(run, self.schedule, self.next_step, self._name)
 
     def _train(self, count: int, most: int) -> Iterator[Report | Evaluation]:
         self._demand_ready()
@@ -187,6 +199,8 @@ class Job(Inside):
                 ahead.hand_over(self.next_step, min(last, stop, self._saver.next_due(self.next_step, last)))
                 yield self._commit(*self._guard(ahead.collect))
                 self._saver.after(self.next_step)
+                if self._saver.due(self.next_step):
+                    self._keep_times()
                 if every and self.next_step % every == 0 and self.next_step < self.run.steps:
                     yield self.evaluate()
         finally:  # nobody wants more reports: the actors go on all the same with what they have
@@ -208,7 +222,22 @@ class Job(Inside):
         report = report_of(self.next_step, lr, seconds, results, self._world)
         self.next_step += 1
         self._last = report
+        self._record.write(report)
         return report
+
+    def _keep_times(self) -> None:
+        """Leave the latest step's times in the run's folder, if the actors can still be asked."""
+        midway = self._stepper is not None and self._stepper.midway
+        if self._record.wants_times and self._failure is None and not midway:
+            with suppress(JobError):
+                self._record.measured(self.timelines(), self.ledger())
+
+    def _let_go(self, *, hurried: bool = False) -> None:
+        """End what a run has begun beside its actors."""
+        try:
+            self._saver.close(hurried=hurried)
+        finally:
+            self._record.close()
 
     @property
     def _handles(self) -> list[Any]:

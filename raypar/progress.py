@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from raypar.config import Run
+from raypar.folder.log import heard
 from raypar.report import Evaluation, Report
 
 log = logging.getLogger("raypar")
@@ -45,7 +46,7 @@ def display(run: Run, steps: int) -> Iterator[Display]:
 @contextmanager
 def _heard() -> Iterator[None]:
     """Let a script that has not set up logging see the lines all the same."""
-    if log.hasHandlers():
+    if heard():
         yield
         return
     handler, level = logging.StreamHandler(), log.level

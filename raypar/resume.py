@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from raypar.actors.disk import CheckpointError
 from raypar.actors.slices import DTYPES, Logical
@@ -16,11 +15,12 @@ from raypar.checkpoint.names import step_of
 from raypar.checkpoint.save import Save
 from raypar.config import ConfigError, Run
 from raypar.fields import brief
+from raypar.folder.names import CHECKPOINTS, absolute, checkpoints_in
 from raypar.toml import plain_of
+from raypar.track.sink import flat
 
 log = logging.getLogger(__name__)
 
-Table = dict[str, Any]
 _TOLD = (
     "data",
     "microbatches",
@@ -33,8 +33,11 @@ _TOLD = (
 
 
 def find(path: Path) -> Found:
-    """The checkpoint at a path; of a folder of them the newest sound one. Raises ConfigError if there is none."""
-    path = path.expanduser().absolute()
+    """The checkpoint at a path; of a folder of them, or of a run, the newest sound one.
+
+    Raises ConfigError if there is none.
+    """
+    path = checkpoints_in(path.expanduser().absolute())
     try:
         if step_of(path.name) is not None or (path / MANIFEST).exists():
             return Found(path, verified(path))
@@ -48,7 +51,7 @@ def find(path: Path) -> Found:
 
 def demand_resumable(run: Run, found: Found) -> None:
     """Raise ConfigError with all that keeps a run from going on from a checkpoint; log what else is not as it was."""
-    was, now = _flat(found.manifest.run), _flat(plain_of(run))
+    was, now = flat(found.manifest.run), flat(plain_of(run))
     changed = [name for name in now if name in was and was[name] != now[name]]
     mine = "model.fn" in now and "model.fn" in was  # of the user's own modules only the weights can be compared
     faults = [
@@ -69,17 +72,17 @@ def demand_resumable(run: Run, found: Found) -> None:
 
 def demand_room(run: Run, step: int) -> None:
     """Raise ConfigError if checkpoints of a run that begins at ``step`` can't be saved, or would not be the newest."""
-    if run.save_to is None:
+    if run.folder is None:
         return
-    folder = Path(run.save_to).expanduser().absolute()
+    folder = absolute(run.folder) / CHECKPOINTS
     try:
         Save(folder, step).abort()
         later = next((path for other, path in listed(folder) if other > step and not verify(path)), None)
     except CheckpointError as error:
-        raise ConfigError([f"save_to: {fault}" for fault in error.faults]) from error
+        raise ConfigError([f"folder: {fault}" for fault in error.faults]) from error
     if later is not None:
         fix = "resume from it, or give another folder"
-        raise ConfigError([f"save_to {str(folder)!r} has {later.name!r}, and this run begins at step {step}: {fix}"])
+        raise ConfigError([f"folder {str(folder)!r} has {later.name!r}, and this run begins at step {step}: {fix}"])
 
 
 def _tensor_faults(run: Run, stored: Mapping[str, Logical]) -> Iterator[str]:
@@ -119,11 +122,3 @@ def _tensor_faults(run: Run, stored: Mapping[str, Logical]) -> Iterator[str]:
             fits = fits and all(logical_name(weight, other) in beside for other in KEPT[run.optim.kind])
         if not fits:
             yield f"{brief(name)}, {logical.dtype} {list(logical.shape)}, belongs to another model or optimizer"
-
-
-def _flat(table: Mapping[str, Any], below: str = "") -> Table:
-    """Values by dotted path."""
-    found: Table = {}
-    for key, value in table.items():
-        found |= _flat(value, f"{below}{key}.") if isinstance(value, dict) else {f"{below}{key}": value}
-    return found

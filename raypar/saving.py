@@ -16,6 +16,7 @@ from raypar.calls import Calls
 from raypar.checkpoint.manifest import manifest_of
 from raypar.checkpoint.save import Save
 from raypar.config import Run
+from raypar.folder.names import CHECKPOINTS, absolute
 from raypar.toml import plain_of
 
 log = logging.getLogger(__name__)
@@ -35,12 +36,12 @@ class Saver:
     def due(self, step: int) -> bool:
         """Whether the run asks for a checkpoint after so many steps."""
         every = self._run.save_every
-        return self._run.save_to is not None and (step == self._run.steps or (every > 0 and step % every == 0))
+        return self._run.folder is not None and (step == self._run.steps or (every > 0 and step % every == 0))
 
     def next_due(self, step: int, last: int) -> int:
         """The next step count at which a checkpoint is due, ``last`` if none is due before."""
         every, ends = self._run.save_every, [last]
-        if self._run.save_to is not None:
+        if self._run.folder is not None:
             ends += [self._run.steps, *([(step // every + 1) * every] if every else [])]
         return min(end for end in ends if end > step)
 
@@ -55,7 +56,7 @@ class Saver:
 
         The last one of a run is waited for.
         """
-        if self._run.save_to is None:
+        if self._run.folder is None:
             return
         if not self._prepared:  # before the first step an optimizer has kept nothing yet
             self._calls.submit("make_room")
@@ -63,7 +64,7 @@ class Saver:
         if not self.due(step):
             return
         try:
-            self._begin(Path(self._run.save_to), step, self._run.keep_last).add_done_callback(_warn)
+            self._begin(absolute(self._run.folder) / CHECKPOINTS, step, self._run.keep_last).add_done_callback(_warn)
         except CheckpointError as error:
             _tell(error)
         if step == self._run.steps:

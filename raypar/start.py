@@ -10,6 +10,7 @@ from raypar.checkpoint.find import Found
 from raypar.cluster import demand_shippable, start_actors
 from raypar.config import Run, check_run, world_of
 from raypar.driver import Job
+from raypar.record import Record
 from raypar.resume import demand_resumable, demand_room, find
 
 log = logging.getLogger(__name__)
@@ -19,13 +20,13 @@ def launch(run: Run, *, wait_for_nodes: float = 0.0, resume: str | Path | Found 
     """Start a run's actors and build its model on them; use the Job in a ``with``, or close it.
 
     A cluster that has too little is given ``wait_for_nodes`` seconds for its autoscaler to bring more. ``resume`` is a
-    checkpoint, or a folder of them, of which the newest sound one counts: the job goes on from there, bitwise. Another
-    mesh or schedule will do; another model, kind of optimizer or seed will not.
+    checkpoint, or a folder of them or of a run, of which the newest sound one counts: the job goes on from there,
+    bitwise. Another mesh or schedule will do; another model, kind of optimizer or seed will not.
 
     Raises ConfigError with everything that is wrong with the run, before any actor starts.
     """
-    programs = check_run(run)
     found = find(Path(resume)) if isinstance(resume, str | Path) else resume
+    programs = check_run(run, None if found is None else found.path)
     if found is not None:
         demand_resumable(run, found)
     demand_room(run, 0 if found is None else found.manifest.step)
@@ -33,11 +34,15 @@ def launch(run: Run, *, wait_for_nodes: float = 0.0, resume: str | Path | Found 
 
     demand_shippable(run.model, run.data)
     world = world_of(run)
-    log.info("starting %d actors", world.size)
-    name = f"raypar-{uuid.uuid4().hex[:8]}"
-    actors = start_actors(HostedWorker, HostedServer, world, run.device, name, wait_for_nodes)
+    name, record = f"raypar-{uuid.uuid4().hex[:8]}", Record(run)
     try:
-        return Job(run, programs, actors, name, found)
+        log.info("starting %d actors", world.size)
+        actors = start_actors(HostedWorker, HostedServer, world, run.device, name, wait_for_nodes)
+        try:
+            return Job(run, programs, actors, name, record, found)
+        except BaseException:
+            actors.end()
+            raise
     except BaseException:
-        actors.end()
+        record.close()
         raise

@@ -15,6 +15,7 @@ kind = "sgd"
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -24,6 +25,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from raypar.actors.specs import SGD, AdamW
 from raypar.config import ConfigError, Run, rooted
 from raypar.fields import brief, field_faults
+from raypar.folder.names import absolute
 from raypar.recipes import recipe
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.table import to_csv
@@ -48,9 +50,18 @@ def plain_of(run: Run) -> dict[str, Any]:
 
     It refuses what stands there for functions, and for a Schedule that is no name.
     """
-    folder = run.save_to if run.save_to is None else str(Path(run.save_to).expanduser().absolute())
-    table: dict[str, Any] = _written(replace(run, data=rooted(run.data), save_to=folder))
+    folder = run.folder if run.folder is None else str(absolute(run.folder))
+    table: dict[str, Any] = _written(replace(run, data=rooted(run.data), folder=folder))
     return table
+
+
+def toml_of(plain: Mapping[str, Any]) -> str:
+    """Plain data with tables of one level as TOML."""
+    tables = {key: value for key, value in plain.items() if isinstance(value, dict)}
+    lines = [f"{key} = {_spelled(value)}" for key, value in plain.items() if key not in tables]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f"{key} = {_spelled(value)}" for key, value in table.items())]
+    return "\n".join([*lines, ""])
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -137,6 +148,11 @@ def _written(value: Any) -> Any:
     if value is None:
         return "none"
     return [*value] if isinstance(value, tuple) else value
+
+
+def _spelled(value: Any) -> str:
+    """A value as TOML spells it: as JSON, but for the one character that JSON leaves as it is and TOML does not."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _guess(key: str, names: Iterable[str]) -> str:

@@ -17,3 +17,19 @@ TENSORBOARD = "tensorboard"  # event files, if the run is tracked there
 def holds_run(folder: Path) -> bool:
     """Whether a run has begun in a folder."""
     return (folder / RUN).is_symlink() or (folder / RUN).exists()
+
+
+def home_of(checkpoint: Path) -> Path | None:
+    """The run folder that a checkpoint lies in, if it does."""
+    above = checkpoint.parent
+    return above.parent if above.name == CHECKPOINTS and holds_run(above.parent) else None
+
+
+def checkpoints_in(folder: Path) -> Path:
+    """Where the checkpoints of a folder are: of a run folder below it, else in it."""
+    return folder / CHECKPOINTS if holds_run(folder) else folder
+
+
+def absolute(folder: str | Path) -> Path:
+    """The path that a user means. Raises RuntimeError for a home that nobody has."""
+    return Path(folder).expanduser().absolute()

@@ -1,13 +1,13 @@
-"""Checkpoints on the command line: ``raypar ckpt``, ``raypar train --save-to`` and ``--resume``."""
+"""Checkpoints on the command line: ``raypar ckpt``, ``raypar train --folder`` and ``--resume``."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 
 import pytest
 
+from raypar.folder.read import read
 from tests.raypar.checkpoints import flip, save_at
 
 
@@ -44,7 +44,7 @@ def test_verify_reads_one_or_all(said, tmp_path):
         (("ckpt", "rm", "x"), "ckpt"),
         (("train", "--resume", "nowhere"), "can't be read"),
         (("train", "--resume"), "--resume"),
-        (("train", "gpt-tiny", "--save-every", "2"), "save_every is 2, but save_to names no folder"),
+        (("train", "gpt-tiny", "--save-every", "2"), "save_every is 2, but there is no folder for checkpoints"),
     ],
 )
 def test_a_mistake_is_told(said, words, says, tmp_path, monkeypatch):
@@ -55,27 +55,40 @@ def test_a_mistake_is_told(said, words, says, tmp_path, monkeypatch):
     assert "Traceback" not in err
 
 
-def test_train_saves_and_goes_on(said, cluster, tmp_path, monkeypatch):
+def test_train_leaves_a_folder_and_goes_on_in_it(said, cluster, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    logs = [tmp_path / "whole.jsonl", tmp_path / "rest.jsonl"]
     words = ("gpt-tiny", "--data.path", argparse.__file__, "--steps", 4)
-    code, out, err = said("train", *words, "--save-to", "ckpts", "--save-every", 2, "--keep-last", 2, "--log", logs[0])
+    code, out, err = said("train", *words, "--folder", "a/run", "--save-every", 2, "--keep-last", 2)
     assert code == 0, err
-    assert dict(line.split(": ", 1) for line in out.splitlines())["checkpoints"].strip() == "ckpts"
-    assert said("ckpt", "verify", "ckpts")[0] == 0
-    code, out, err = said("train", "--resume", "ckpts")
+    assert dict(line.split(": ", 1) for line in out.splitlines())["folder"].strip() == "a/run"
+    whole = read(tmp_path / "a" / "run")
+    assert [line["step"] for line in whole.metrics] == [0, 1, 2, 3, 4]
+    assert (whole.step, whole.config["steps"], [line.step for line in whole.checkpoints]) == (3, 4, [4, 2])
+    assert {event.actor for event in whole.timelines[0].events} == set(whole.ledger) == {"pp=0", "pp=1"}
+    assert whole.ledger["pp=0"]["pp send"][0] == 6 * 4
+    assert "INFO starting 2 actors\n" in (tmp_path / "a" / "run" / "log.txt").read_text()
+    assert said("ckpt", "verify", "a/run")[0] == 0
+    code, out, err = said("train", "--resume", "a/run")
     assert code == 2
     assert "step-00000004 is the end of a run of 4 steps: give more --steps to go on" in err
-    assert said("train", *words, "--save-to", "ckpts")[0] == 2, "it would save below them"
-    flip(tmp_path / "ckpts" / "step-00000004" / "pp0.safetensors", random.Random(0))
-    code, out, err = said("train", "--resume", "ckpts", "--log", logs[1])
+    for again in ((*words, "--folder", "a/run"), ("a/run/run.toml",)):
+        assert "holds a run already (run.toml): resume it with --resume" in said("train", *again, "--dry-run")[2]
+    assert said("train", "a/run/run.toml", "--folder", "other", "--dry-run")[0] == 0
+    assert not (tmp_path / "other").exists()
+    (tmp_path / "a" / "run").rename(tmp_path / "moved")
+    flip(tmp_path / "moved" / "checkpoints" / "step-00000004" / "pp0.safetensors", random.Random(0))
+    code, out, err = said("train", "--resume", "moved")
     assert code == 0, err
     assert "step-00000004 is skipped:" in err
-    whole, rest = ([json.loads(line) for line in log.read_text().splitlines()] for log in logs)
-    keys = ("step", "loss", "grad_norm", "lr")
-    assert [[line.get(key) for key in keys] for line in rest] == [[line.get(key) for key in keys] for line in whole[2:]]
-    assert said("ckpt", "verify", "ckpts") == (
+    rest = read(tmp_path / "moved")
+    keys = ("step", "loss", "val_loss", "grad_norm", "lr")
+    assert [[line.get(key) for key in keys] for line in rest.metrics] == [
+        [line.get(key) for key in keys] for line in whole.metrics
+    ]
+    assert rest.config["folder"] == str(tmp_path / "moved")
+    assert not (tmp_path / "a" / "run").exists()
+    assert said("ckpt", "verify", "moved") == (
         0,
-        "".join(f"ckpts/step-0000000{step}: ok\n" for step in (4, 2)),
+        "".join(f"moved/checkpoints/step-0000000{step}: ok\n" for step in (4, 2)),
         "",
     ), "the damaged one was replaced"

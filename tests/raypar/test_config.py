@@ -446,8 +446,8 @@ def test_plain_data_is_read_back_as_the_same_run(name, changes):
 
 def test_plain_data_has_paths_that_hold_in_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    plain = plain_of(Run(data=Text("a.txt"), save_to="b"))
-    assert (plain["data"]["path"], plain["save_to"]) == (str(tmp_path / "a.txt"), str(tmp_path / "b"))
+    plain = plain_of(Run(data=Text("a.txt"), folder="b"))
+    assert (plain["data"]["path"], plain["folder"]) == (str(tmp_path / "a.txt"), str(tmp_path / "b"))
 
 
 def test_plain_data_of_functions_is_refused_and_not_taken_for_something_else():

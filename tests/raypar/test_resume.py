@@ -45,11 +45,11 @@ def steps_in(folder):
 
 @pytest.fixture(scope="module")
 def trained(cluster, tmp_path_factory):
-    """A run that saved beside its training: its folder, its second half and its weights at the end."""
-    folder = tmp_path_factory.mktemp("run") / "ckpts"
-    with rp.launch(tiny(save_to=str(folder), save_every=1, keep_last=4)) as job:
+    """A run that saved beside its training: its checkpoints, its second half and its weights at the end."""
+    folder = tmp_path_factory.mktemp("run") / "a-run"
+    with rp.launch(tiny(folder=str(folder), save_every=1, keep_last=4)) as job:
         job.train(STEPS // 2)
-        yield folder, outcome(job), job
+        yield folder / "checkpoints", outcome(job), job
 
 
 def test_the_newest_stay_and_are_there_when_train_returns(trained):
@@ -112,7 +112,7 @@ def test_replicas_go_on_bitwise(cluster, tmp_path, changes):
 def test_a_disk_that_fails_warns_and_training_goes_on(trained, monkeypatch, tmp_path, caplog):
     *_, job = trained
     real = job._saver
-    monkeypatch.setattr(real, "_run", replace(job.run, save_to=str(tmp_path / "a"), steps=100))
+    monkeypatch.setattr(real, "_run", replace(job.run, folder=str(tmp_path), steps=100))
     beside = job._calls.beside
     monkeypatch.setattr(job._calls, "beside", lambda method, folder: beside(method, f"{folder}/gone"))
     with caplog.at_level(logging.WARNING):
@@ -121,9 +121,9 @@ def test_a_disk_that_fails_warns_and_training_goes_on(trained, monkeypatch, tmp_
     assert [report.step for report in reports] == [6, 7]
     assert "no checkpoint was saved, the training goes on:\n- actor pp=0: " in caplog.text
     assert "every node must see this folder under this path" in caplog.text
-    assert not steps_in(tmp_path / "a")
+    assert not steps_in(tmp_path / "checkpoints")
     monkeypatch.undo()
-    assert job.save(tmp_path / "a").name == "step-00000008", "the next one can be saved"
+    assert job.save(tmp_path / "checkpoints").name == "step-00000008", "the next one can be saved"
 
 
 # --- before any actor starts -----------------------------------------------------------------------------------------
@@ -192,14 +192,21 @@ def test_there_has_to_be_one(tmp_path):
 
 
 def test_a_run_does_not_save_below_checkpoints_of_another_one(trained):
-    folder = trained[0]
-    assert faults_of(tiny(save_to=str(folder))) == [
-        f"save_to {str(folder)!r} has 'step-00000006', and this run begins at step 0: resume from it, "
+    run = trained[0].parent
+    assert faults_of(tiny(folder=str(run), steps=0)) == [
+        "steps is 0: it must be at least 1",
+        f"folder {str(run)!r} holds a run already (run.toml): resume it with --resume {run}, or give another folder",
+    ]
+    assert faults_of(tiny(folder=str(run)), resume=trained[0] / "step-00000003") == [
+        f"folder {str(trained[0])!r} has 'step-00000006', and this run begins at step 3: resume from it, "
         "or give another folder"
     ]
 
 
 def test_a_folder_that_can_not_be_written_is_told_at_once(tmp_path):
     (tmp_path / "file").touch()
-    assert "save_to: no checkpoint can be written to" in faults_of(tiny(save_to=str(tmp_path / "file")))[0]
-    assert faults_of(tiny(save_every=3)) == ["save_every is 3, but save_to names no folder for checkpoints: give one"]
+    assert "is no folder: give another path" in faults_of(tiny(folder=str(tmp_path / "file")))[0]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").touch()
+    assert "folder: no checkpoint can be written to" in faults_of(tiny(folder=str(tmp_path / "run")))[0]
+    assert faults_of(tiny(save_every=3)) == ["save_every is 3, but there is no folder for checkpoints: give one"]

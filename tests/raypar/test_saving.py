@@ -52,11 +52,11 @@ def actors():
 
 
 def saver_of(actors, folder, **changes):
-    return Saver(Run(steps=10, save_to=str(folder), **changes), actors, World(Mesh(pp=2)))
+    return Saver(Run(steps=10, folder=str(folder), **changes), actors, World(Mesh(pp=2)))
 
 
 def steps_in(folder):
-    return [step for step, _ in checkpoints(folder)]
+    return [step for step, _ in checkpoints(folder / "checkpoints")]
 
 
 def test_when_one_is_due(actors, tmp_path):
@@ -75,10 +75,10 @@ def test_training_does_not_wait_for_it_but_the_next_save_does(actors, tmp_path):
     saver = saver_of(actors, tmp_path, save_every=1)
     actors.go.clear()
     saver.after(1)
-    assert steps_in(tmp_path) == []
+    assert not (tmp_path / "checkpoints" / "step-00000001").exists()
     actors.value = 5.0
     threading.Timer(0.05, actors.go.set).start()
-    assert saver.save(tmp_path, 2, None).name == "step-00000002"
+    assert saver.save(tmp_path / "checkpoints", 2, None).name == "step-00000002"
     assert steps_in(tmp_path) == [2, 1]
     saver.close()
 
@@ -89,7 +89,7 @@ def test_the_last_one_of_a_run_is_waited_for_and_older_ones_go(actors, tmp_path)
         saver.after(step)
     assert actors.asked == ["make_room"] + 4 * ["stage"]
     assert steps_in(tmp_path) == [10, 9]
-    manifest = verified(tmp_path / "step-00000010")
+    manifest = verified(tmp_path / "checkpoints" / "step-00000010")
     assert sorted(manifest.tensors) == ["w0", "w1"]
     assert manifest.run["save_every"] == 3
 
@@ -110,7 +110,7 @@ def test_a_run_that_failed_gives_it_up_and_leaves_nothing(actors, tmp_path, monk
     saver.after(4)
     saver.close(hurried=True)
     assert "- actor pp=1: it had not answered" in caplog.text
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".lock"]
 
 
 def test_a_failure_warns_with_all_that_is_wrong_and_the_next_one_is_saved(actors, tmp_path, caplog):
@@ -125,9 +125,9 @@ def test_a_failure_warns_with_all_that_is_wrong_and_the_next_one_is_saved(actors
     ]
     actors.wrong = {}
     saver = saver_of(actors, tmp_path)
-    assert saver.save(tmp_path, 2, 1) == tmp_path / "step-00000002"
+    assert saver.save(tmp_path / "checkpoints", 2, 1) == tmp_path / "checkpoints" / "step-00000002"
     with pytest.raises(ValueError, match="keep_last is 0"):
-        saver.save(tmp_path, 2, 0)
+        saver.save(tmp_path / "checkpoints", 2, 0)
 
 
 def test_a_folder_that_is_taken_warns_too(actors, tmp_path, caplog):

@@ -1,0 +1,42 @@
+"""Why a run can't leave its things in a folder, as far as that is known before it starts."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from itertools import dropwhile
+from pathlib import Path
+
+from raypar.folder.names import LEDGER, METRICS, RUN, SCHEDULE, TIMELINE, absolute, home_of
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+def folder_faults(folder: str, resumed: Path | None) -> Iterator[str]:
+    """All that speaks against a folder for a run that goes on from the checkpoint ``resumed``, or from none."""
+    try:
+        yield from (f"folder {folder!r} {fault}" for fault in _faults(absolute(folder), resumed))
+    except (OSError, RuntimeError, ValueError) as error:
+        yield f"folder {folder!r} can't be used ({getattr(error, 'strerror', None) or error}): give another path"
+
+
+def _faults(path: Path, resumed: Path | None) -> Iterator[str]:
+    line = (*reversed(path.parents), path)
+    links = [step for step in line if step.is_symlink()]
+    if links:  # what is made behind one is not where it seems to be
+        yield f"goes through the link {str(links[0])!r}: give {str(path.resolve())!r}"
+        return
+    new = list(dropwhile(os.path.lexists, line))
+    for name in dict.fromkeys([*(step.name for step in new), path.name]):
+        if not _NAME.fullmatch(name):
+            yield f"has {name!r} in it: use letters, digits, '.', '_' and '-' only, and no leading dot"
+    above = new[0].parent if new else path
+    if not above.is_dir():
+        yield f"can't be made: {str(above)!r} is no folder: give another path"
+    elif not os.access(above, os.W_OK | os.X_OK):
+        yield f"can't be written: there is no permission for {str(above)!r}: give another path"
+    if not new and (resumed is None or home_of(resumed) != path):
+        taken = [name for name in (RUN, METRICS, SCHEDULE, TIMELINE, LEDGER) if os.path.lexists(path / name)]
+        if taken:
+            yield f"holds a run already ({taken[0]}): resume it with --resume {path}, or give another folder"

@@ -1,0 +1,1 @@
+"""Trackers: where the figures of a run are sent while it trains."""
