@@ -1,4 +1,4 @@
-"""The command line: ``raypar train``, ``verify``, ``draw``, ``check``, ``simulate``, ``ckpt``, ``report``, ``trace``."""
+"""The command line: ``raypar train``, ``verify``, ``draw``, ``check``, ``simulate``, ``ckpt``, ``report``, ..."""
 
 from __future__ import annotations
 

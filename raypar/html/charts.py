@@ -11,7 +11,8 @@ from raypar.html.markup import Markup, element, joined
 from raypar.schedules.axis import ticks
 
 Point = tuple[float, float]
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 230, 56, 12, 10, 40
+NARROW, BROAD = 560, 760  # of a chart in half of a page, and in all of it
+HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 230, 56, 14, 10, 46
 _FINEST = 300  # stretches of a line, each drawn by its lowest and its highest point
 _COLUMNS = 100  # places that tell their figures
 
@@ -28,7 +29,9 @@ class Line:
     color: str = "one"
 
 
-def line_chart(lines: Sequence[Line], spelled: Callable[[float], str], *, zero: bool = False) -> Markup:
+def line_chart(
+    lines: Sequence[Line], spelled: Callable[[float], str], *, zero: bool = False, broad: bool = False
+) -> Markup:
     """Lines over steps, with a legend if there are several; ``spelled`` writes values, ``zero`` is on the axis."""
     values = [y for line in lines for _, y in line.points if math.isfinite(y)]
     if not values:
@@ -36,14 +39,14 @@ def line_chart(lines: Sequence[Line], spelled: Callable[[float], str], *, zero: 
     steps = [x for line in lines for x, _ in line.points]
     low, high = min(values + [0.0] * zero), max(values)
     room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    frame = _Frame(min(steps), max(steps), low - (0.0 if zero else room), high + room)
+    frame = _Frame(min(steps), max(steps), low - (0.0 if zero else room), high + room, BROAD if broad else NARROW)
     drawn = element(
         "svg",
         *_axes(frame, spelled),
         *(part for line in lines for part in _line(line, frame)),
         *_columns(lines, frame, spelled),
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        class_="chart",
+        viewBox=f"0 0 {frame.width} {HEIGHT}",
+        class_="chart broad" if broad else "chart",
         role="img",
         aria_label=", ".join(line.name for line in lines),
     )
@@ -71,16 +74,17 @@ def bars(rows: Sequence[tuple[str, float]], spelled: Callable[[float], str]) -> 
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where the values of the two axes are drawn."""
+    """Where the values of the two axes are drawn, in a chart of a width."""
 
     first: float
     last: float
     low: float
     high: float
+    width: int
 
     def x(self, step: float) -> float:
         span = self.last - self.first
-        return LEFT + (WIDTH - LEFT - RIGHT) * ((step - self.first) / span if span else 0.5)
+        return LEFT + (self.width - LEFT - RIGHT) * ((step - self.first) / span if span else 0.5)
 
     def y(self, value: float) -> float:
         return TOP + (HEIGHT - TOP - BOTTOM) * (self.high - value) / (self.high - self.low)
@@ -89,12 +93,12 @@ class _Frame:
 def _axes(frame: _Frame, spelled: Callable[[float], str]) -> Iterator[Markup]:
     for value in ticks(frame.low, frame.high, 6):
         y = f"{frame.y(value):.1f}"
-        yield element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid")
+        yield element("line", x1=LEFT, x2=frame.width - RIGHT, y1=y, y2=y, class_="grid")
         yield element("text", spelled(value), x=LEFT - 6, y=f"{frame.y(value) + 4:.1f}", text_anchor="end")
     steps = [step for step in ticks(frame.first, frame.last, 8) if step == int(step)] or [frame.first]
     for step in steps:
-        yield element("text", f"{step:,.0f}", x=f"{frame.x(step):.1f}", y=HEIGHT - BOTTOM + 16, text_anchor="middle")
-    yield element("text", "step", x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, text_anchor="middle")
+        yield element("text", f"{step:,.0f}", x=f"{frame.x(step):.1f}", y=HEIGHT - BOTTOM + 19, text_anchor="middle")
+    yield element("text", "step", x=(LEFT + frame.width - RIGHT) / 2, y=HEIGHT - 4, text_anchor="middle")
 
 
 def _line(line: Line, frame: _Frame) -> Iterator[Markup]:
@@ -138,7 +142,7 @@ def _columns(lines: Sequence[Line], frame: _Frame, spelled: Callable[[float], st
     few = {step for values in found if len(values) <= _COLUMNS for step in values}
     shown = sorted(few | {steps[place * len(steps) // _COLUMNS] for place in range(_COLUMNS)})
     middles = [frame.x(before) / 2 + frame.x(after) / 2 for before, after in pairwise(shown)]
-    starts, ends = [float(LEFT), *middles], [*middles, float(WIDTH - RIGHT)]
+    starts, ends = [float(LEFT), *middles], [*middles, float(frame.width - RIGHT)]
     for step, start, end in zip(shown, starts, ends, strict=True):
         told = ", ".join(
             f"{line.name} {spelled(values[step])}" for line, values in zip(lines, found, strict=True) if step in values

@@ -54,7 +54,7 @@ def headline(past: Past, history: History) -> list[tuple[str, str]]:
             ("tokens/s, median", f"{history.median('tokens_per_s'):,.0f}"),
             ("bubble, median", share(history.median("bubble"))),
             ("peak memory of a rank", size(max(history.peaks(), default=0))),
-            ("in steps", duration(sum(line["step_ms"] for line in history.steps) / 1e3)),
+            ("time in steps", duration(sum(line["step_ms"] for line in history.steps) / 1e3)),
         ]
     return rows
 

@@ -23,7 +23,9 @@ def losses(history: History) -> Markup:
     lines = [Line("train", history.points("loss"))]
     if history.evaluations:
         lines.append(Line("validation", history.validation(), "two"))
-    return _section("Loss", line_chart(lines, significant) if history.steps else _note("No step was taken yet."))
+    return _section(
+        "Loss", line_chart(lines, significant, broad=True) if history.steps else _note("No step was taken yet.")
+    )
 
 
 def speed(history: History) -> Markup:
@@ -70,10 +72,10 @@ def messages(past: Past) -> Markup:
 def checkpoints(past: Past) -> Markup:
     """The checkpoints that the folder has."""
     rows = [
-        [one.path.name, f"{one.step:,}", f"{one.tensors:,}", size(one.size), "; ".join(one.faults)]
+        [one.path.name, f"{one.step:,}", f"{one.tensors:,}", size(one.size), "; ".join(one.faults) or "sound"]
         for one in past.checkpoints
     ]
-    heads = ["checkpoint", "step", "tensors", "bytes", "faults"]
+    heads = ["checkpoint", "step", "tensors", "bytes", "manifest"]
     table = _table(heads, rows, [_VALUE, _NUMBER, _NUMBER, _NUMBER, ""])
     return _section("Checkpoints", table if rows else _note("None."))
 

@@ -26,6 +26,8 @@ section { background: var(--paper); border: 1px solid var(--line); border-radius
 .wide { overflow-x: auto; }
 .wide > svg { display: block; min-width: 44rem; }
 .chart { display: block; width: 100%; height: auto; font: 12px system-ui, sans-serif; }
+.chart.broad { font-size: 10px; }
+@media (max-width: 40rem) { .chart { font-size: 17px; } .chart.broad { font-size: 21px; } }
 .chart text { fill: var(--soft); }
 .chart .grid { stroke: var(--line); }
 .chart .line { fill: none; stroke-width: 2; stroke-linejoin: round; }
@@ -43,6 +45,7 @@ section { background: var(--paper); border: 1px solid var(--line); border-radius
 table { border-collapse: collapse; width: 100%; font-size: .92rem; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 600; } th.number { text-align: right; } tr:last-child td { border-bottom: 0; }
+.number + td, .number + th { padding-left: 1.2rem; }
 td.value { overflow-wrap: anywhere; font-family: ui-monospace, monospace; font-size: .88rem; }
 mark { background: var(--mark); color: inherit; border-radius: 3px; padding: 0 .25rem; }
 pre { margin: 0; overflow-x: auto; }
