@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from raypar.actors.copies import Copies, Read, Written, logical_name, reader
 from raypar.actors.digest import demand_equal
 from raypar.actors.excerpts import described, trace
-from raypar.actors.group import Group, GroupError
+from raypar.actors.group import Group, GroupError, nbytes
+from raypar.actors.looks import Held
+from raypar.actors.notes import Notes
 from raypar.actors.part import Part
 from raypar.actors.place import Host, Place, place_of
-from raypar.actors.plan import KEPT, ActionError, Plan, Progress, Span, StaleError
+from raypar.actors.plan import KEPT, ActionError, Plan, ProgramName, Progress, Span, StaleError
 from raypar.actors.slices import Logical
 from raypar.actors.update import Tie, Update
 from raypar.schedules.action import Action
@@ -35,6 +37,7 @@ class Member(ABC):
         self._trained: deque[list[Span]] = deque(maxlen=KEPT)  # of training steps that were finished, the latest first
         self._groups: dict[str, Group] = {}
         self._copies = Copies()
+        self._notes: Notes | None = None  # of a step that is taken by hand
 
     @abstractmethod
     def setup(self, plan: Plan, groups: dict[str, Group]) -> None:
@@ -46,6 +49,50 @@ class Member(ABC):
             self._place = place_of(plan.device)
         self._place.enter()
         return self._place
+
+    # --- a step by hand ---
+
+    @abstractmethod
+    def begin(self, program: ProgramName, step: int) -> None:
+        """Open a step."""
+
+    def open(self, step: int) -> None:
+        """Open a training step that is taken by hand: what it makes can be looked at, and it can be taken again."""
+        self.begin("train", step)
+        self._notes = Notes()
+
+    def rewind(self) -> None:
+        """Put everything back as it was when the step was opened, and open it anew."""
+        assert self._notes is not None
+        self._place.enter()
+        with torch.no_grad():
+            self._restore(self._notes)
+        self.open(self._number)
+
+    def held(self) -> Held:
+        """What this actor holds now."""
+        parameters = list(self._parameters.values())
+        return Held(
+            self._label,
+            weights=sum(map(nbytes, parameters)),
+            gradients=sum(nbytes(p.grad) for p in parameters if p.grad is not None),
+            optimizer=sum(nbytes(tensor) for _, kept, tensor in self._update.state() if kept),
+            values={},
+            in_flight={},
+            memory=self._place.peak(),
+        )
+
+    def _remember(self) -> None:
+        """Called before a STEP: of one that is taken by hand, remember what it is about to change."""
+        if self._notes is not None:
+            self._notes.remember(self._parameters.items())
+            state = self._update.state()
+            self._notes.remember((logical_name(weight, kept), tensor) for weight, kept, tensor in state if kept)
+            self._notes.updated = True
+
+    def _restore(self, notes: Notes) -> None:
+        if notes.updated:
+            self._load(notes.read)
 
     # --- checkpoints ---
 

@@ -105,6 +105,11 @@ class Reducer:
             else:
                 transfer.bucket.disown()
 
+    def settle(self) -> None:
+        """Wait for what is under way, whatever becomes of it: every replica has started the same."""
+        for transfer in self._transfers:
+            transfer.handle.wait()
+
     def total(self, tensor: Tensor) -> None:
         """Sum a small tensor over the replicas; with several owners the sum is at the first one."""
         self._channels[0].tell(tensor).wait()

@@ -52,7 +52,7 @@ class Server(Member):
         self._place.enter()
         self._number, self._train = step, program == "train"
         self._grad_norm: float | None = None
-        self._events = []
+        self._events, self._notes = [], None
         if self._train:
             self._zero_grad()
         self._place.begin()
@@ -65,6 +65,7 @@ class Server(Member):
             ballot = self._pushed()
             self._synchronize()
             start, self._now = self._place.mark(), action
+            self._remember()
             try:
                 self._grad_norm = self._update.step(self._number, ballot)
             except NonFiniteError:
@@ -87,6 +88,7 @@ class Server(Member):
             raise self._failed("end of step", None, error) from None
         self._place.finish()
         self._now = None
+        self._notes = None
         if self._train:
             self._trained.appendleft(self._place.spans(self._events))
         return StepResult(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from raypar.actors.models.model import Model, Values, as_values
 from raypar.actors.place import Place
 from raypar.actors.seeds import derive
+from raypar.actors.tape import Tape
 
 
 class Stage:
@@ -44,11 +45,17 @@ class Stage:
         self._train = True
         self._in_place: bool | None = None  # whether the first layer writes into its input (None: not known): copy it
         self._saved: dict[int, tuple[Values, _Tail | None, Values]] = {}  # microbatch -> inputs, graph, target
+        self.tape: Tape | None = None  # records the step that is open
 
     @property
-    def in_flight(self) -> int:
-        """Microbatches whose forward is done and whose backward is not."""
-        return len(self._saved)
+    def in_flight(self) -> tuple[int, ...]:
+        """The microbatches whose forward is done and whose backward is not."""
+        return tuple(self._saved)
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """What torch would save of the layers, by logical name."""
+        for index, module in zip(self.layers, self.modules, strict=True):
+            yield from ((f"{self.model.names[index]}.{name}", value) for name, value in module.state_dict().items())
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by logical name."""
@@ -71,6 +78,7 @@ class Stage:
     def begin(self, *, train: bool) -> None:
         """Open a step, of training or of evaluation; what an interrupted one left behind is dropped."""
         self._saved.clear()
+        self.tape = None
         self._train = train
         for module in self.modules:
             module.train(train)
@@ -78,6 +86,20 @@ class Stage:
     def forward(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
         """The outputs for ``inputs`` (the last stage: its loss, a scalar), without history; for training keep what the
         backward needs."""
+        if self.tape is not None:
+            return self.tape.forward(self._forward, step, microbatch, inputs, target)
+        return self._forward(step, microbatch, inputs, target)
+
+    def backward(self, step: int, microbatch: int, gradients: Values) -> Values:
+        """Add this microbatch's gradients to the parameters'; return those of the floating inputs, in their order.
+
+        ``gradients`` has one tensor for every floating output; the last stage gets its loss's weight, a scalar.
+        """
+        if self.tape is not None:
+            return self.tape.backward(self._backward, step, microbatch, gradients)
+        return self._backward(step, microbatch, gradients)
+
+    def _forward(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
         if not self._train:
             with torch.no_grad():
                 return self._apply(step, microbatch, inputs, target)
@@ -90,11 +112,7 @@ class Stage:
         self._saved[microbatch] = (inputs, _Tail(outputs), ())
         return tuple(value.detach() for value in outputs)
 
-    def backward(self, step: int, microbatch: int, gradients: Values) -> Values:
-        """Add this microbatch's gradients to the parameters'; return those of the floating inputs, in their order.
-
-        ``gradients`` has one tensor for every floating output; the last stage gets its loss's weight, a scalar.
-        """
+    def _backward(self, step: int, microbatch: int, gradients: Values) -> Values:
         inputs, tail, target = self._saved.pop(microbatch)
         if self.recompute:
             inputs, outputs = self._with_history(step, microbatch, inputs, target)

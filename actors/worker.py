@@ -10,21 +10,20 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from raypar.actors.assembly import Assembly, assemble
-from raypar.actors.copies import Read, buffer_name
+from raypar.actors.assembly import assemble
 from raypar.actors.courier import Courier
 from raypar.actors.group import Group, GroupError
-from raypar.actors.member import Member
 from raypar.actors.models.model import Values
 from raypar.actors.part import last_backwards
 from raypar.actors.plan import NonFiniteError, Plan, ProgramName, Span, StepResult
+from raypar.actors.resident import Resident
 from raypar.actors.update import ballot_of
 from raypar.schedules.action import COMPUTE, RECVS, Action, Op
-from raypar.schedules.rules import needs
+from raypar.schedules.rules import needs, provides
 from raypar.schedules.schedule import Schedule
 
 
-class Worker(Member):
+class Worker(Resident):
     """One rank of the mesh. ``setup`` gives it a run, ``run`` performs a whole step of it.
 
     A step may also be taken action by action (``begin``, ``perform`` for each, ``end``); the numbers are the same.
@@ -56,7 +55,7 @@ class Worker(Member):
         torch.set_grad_enabled(True)
         coordinate = plan.mesh.coordinate(plan.rank)
         self._pp, self._dp = coordinate["pp"], coordinate["dp"]
-        self._parts: Assembly = assemble(plan, groups, self.prepare(plan))
+        self._parts = assemble(plan, groups, self.prepare(plan))
         part = self._parts.part
         self._stages = part.stages
         self._join(plan, groups, part, part.parameters, self._parts.update)
@@ -67,7 +66,6 @@ class Worker(Member):
             for name, schedule in plan.programs.items()
         }
         self._rehearsed: set[ProgramName] = set()  # programs that were run once
-        self._held: dict[Action, Values] = {}  # what an action provided and another one still needs
         self._sources: dict[Action, tuple[Action, ...]] = {}  # whose values an action takes; the same in every step
         self._connect(part.ties)
         for owner in range(plan.world.owners):
@@ -100,7 +98,8 @@ class Worker(Member):
         self._losses: dict[int, float] = {}
         self._counts: dict[int, int] = {}
         self._grad_norm: float | None = None
-        self._in_flight, self._events = 0, []
+        self._in_flight, self._events, self._notes = 0, [], None
+        self._held.clear()
         if self._train:
             self._zero_grad()
             if self._parts.reducer is not None:
@@ -122,6 +121,8 @@ class Worker(Member):
         except Exception as error:
             raise self._failed(str(action), self._peer(action), error) from None
         self._events.append(Span(action, start, self._place.mark()))
+        if self._notes is not None and (made := self._made(action)):
+            self._notes.made[action] = made
 
     def end(self) -> StepResult:
         """Close a step: everything is computed, and everything sent has arrived."""
@@ -134,6 +135,7 @@ class Worker(Member):
         self._read_losses()
         self._place.finish()
         self._now = None
+        self._notes = None
         events, reducer = self._place.spans(self._events), self._parts.reducer
         if self._train:
             self._trained.appendleft(events + (self._place.spans(reducer.spans) if reducer is not None else []))
@@ -166,7 +168,7 @@ class Worker(Member):
             self._computed[microbatch] = outputs[0]
         else:
             self._held[action] = outputs
-        in_flight = sum([stage.in_flight for stage in self._stages.values()])
+        in_flight = sum([len(stage.in_flight) for stage in self._stages.values()])
         self._in_flight = max(self._in_flight, in_flight)
 
     def _backward(self, action: Action) -> None:
@@ -207,29 +209,19 @@ class Worker(Member):
             if ballot is not None:
                 parts.reducer.total(ballot)
         self._synchronize()  # nothing of a message that failed may reach the weights
+        self._remember()
         self._grad_norm = parts.update.step(self._number, ballot)
 
     def _nothing(self, action: Action) -> None:
         """A stage without shards: there is nothing to gather."""
 
-    # --- checkpoints ---
-
-    def _saved(self) -> Iterator[tuple[str, Tensor]]:
-        if self._dp == 0 or self._plan.world.sharded:  # others would say the same once more
-            yield from super()._saved()
-        for stage in self._stages.values():
-            yield from ((buffer_name(self._dp, name), buffer) for name, buffer in stage.buffers().items())
-
-    def _load(self, read: Read) -> None:
-        super()._load(read)
-        for stage in self._stages.values():
-            for name, buffer in stage.buffers().items():
-                for dp in (self._dp, 0):  # there may have been fewer replicas
-                    if (saved := read(buffer_name(dp, name), "")) is not None:
-                        buffer.copy_(saved)
-                        break
-
     # --- helpers ---
+
+    def _made(self, action: Action) -> Values:
+        """What an action that was just performed has left for others, or its loss."""
+        if action.op is Op.F and action.microbatch in self._computed and self._stages[_stage(action)].is_last:
+            return (self._computed[action.microbatch],)
+        return next((self._held[value] for value in provides(action) if value in self._held), ())
 
     def _read_losses(self) -> None:
         """Read the losses that were computed, all at once: on a GPU that waits for them."""
@@ -242,10 +234,14 @@ class Worker(Member):
         return microbatch * self._plan.mesh.dp + self._dp
 
     def _watched(self, action: Action) -> AbstractContextManager[None]:
-        """The time of a backward; the Reducer looks on at a stage's first one and at its last."""
-        reducer = self._parts.reducer
-        first, last = action in self._first, action in self._last
-        return reducer.watch(_stage(action), last=last) if reducer and (first or last) else nullcontext()
+        """The time of a backward; the Reducer looks on at a stage's first one and at its last.
+
+        By hand they come in any order, and nothing is reduced before REDUCE_GRAD.
+        """
+        reducer, first, last = self._parts.reducer, action in self._first, action in self._last
+        if reducer is None or self._notes is not None or not (first or last):
+            return nullcontext()
+        return reducer.watch(_stage(action), last=last)
 
     def _take(self, action: Action) -> Values:
         """What the action needs from other actions, in one tuple; a stage keeps its own forward itself."""

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from raypar.recipes import recipe
     from raypar.report import Evaluation, Report
     from raypar.start import launch
-    from raypar.stepper import Stepper
+    from raypar.stepping.replay import Replayed, replay
+    from raypar.stepping.stepper import Stepper
 
 _HOMES = {
     "raypar.actors.disk": ("CheckpointError",),
@@ -33,7 +34,8 @@ _HOMES = {
     "raypar.recipes": ("recipe",),
     "raypar.report": ("Evaluation", "Report"),
     "raypar.start": ("launch",),
-    "raypar.stepper": ("Stepper",),
+    "raypar.stepping.replay": ("Replayed", "replay"),
+    "raypar.stepping.stepper": ("Stepper",),
     "raypar.parity": ("Verdict", "verify"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -52,6 +54,7 @@ __all__ = [
     "Layers",
     "Mesh",
     "NonFiniteError",
+    "Replayed",
     "Report",
     "Run",
     "StalledError",
@@ -60,6 +63,7 @@ __all__ = [
     "Verdict",
     "launch",
     "recipe",
+    "replay",
     "verify",
 ]
 

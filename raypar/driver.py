@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import closing, nullcontext, suppress
 from functools import partial
-from html import escape
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -21,17 +20,19 @@ from raypar.cluster import Actors
 from raypar.config import ConfigError, Run, check_run, reset_faults, world_of
 from raypar.errors import JobError
 from raypar.inside import Inside
+from raypar.patience import CtrlC, patience
 from raypar.plans import plans_of
-from raypar.program import Programs
+from raypar.program import Programs, programs_of
 from raypar.progress import display
 from raypar.record import Record
 from raypar.report import Evaluation, Report, losses_of, mean_loss, report_of
 from raypar.resume import demand_room
 from raypar.saving import Saver
-from raypar.stepper import Stepper
+from raypar.schedules.schedule import Schedule
+from raypar.stepping.recorder import Recorder
+from raypar.stepping.stepper import Stepper
 
 T = TypeVar("T")
-_MOST_SHOWN = 200  # actions of a schedule that a job shows in a REPL
 _LAUNCH_SECONDS = 60.0  # for actors to start, build and meet, however short a run's own timeout is
 
 
@@ -60,7 +61,10 @@ class Job(Inside):
 
     def step(self) -> Report:
         """One compiled training step: every actor performs its row; one call an actor."""
-        return next(report for report in self._train(1, 0) if isinstance(report, Report))
+        with closing(self._train(1, 0)) as outcomes:
+            report = next(outcomes)
+            assert isinstance(report, Report)
+            return report
 
     def train(
         self,
@@ -122,17 +126,17 @@ class Job(Inside):
         """The next training step, action by action."""
         self._demand_ready()
         self._stepper = Stepper(
-            self.schedule, self.next_step, self._world, self._handles, self._calls, self._guard, self._commit
+            self.schedule,
+            self.next_step,
+            self._world,
+            self._handles,
+            self._calls,
+            guard=self._guard,
+            commit=self._commit,
+            lowered=self._lowered,
+            recorder=Recorder(self.run, self.device, self._world, self._calls),
         )
         return self._stepper
-
-    def __repr__(self) -> str:
-        grid = repr(self.schedule) if self.schedule.num_actions <= _MOST_SHOWN else self.schedule.title
-        return f"{self._told()}\n{grid}"
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows: the same, with a picture."""
-        return f"<pre>{escape(self._told())}</pre>{self.schedule._repr_svg_() or ''}"
 
     # --- its life ---
 
@@ -179,14 +183,16 @@ class Job(Inside):
         plans = plans_of(run, programs, f"{self._name}@{self._generation}", self.device)
         refs = [handle.start.remote(plan) for handle, plan in zip(self._handles, plans, strict=True)]
         launch = Calls(self._handles, self._world, max(run.timeout, _LAUNCH_SECONDS))
-        self._shapes: list[dict[str, tuple[int, ...]]] = self._guard(lambda: launch.gather(refs, "the launch"))
+        self._shapes: list[dict[str, tuple[int, ...]]] = self._guard(
+            lambda: launch.gather(refs, "the launch"), patient=False
+        )
         if found is not None:
             state = str(found.path), found.manifest.tensors
-            self._guard(lambda: launch.all("load", *state, what=f"loading {found.path.name}"))
+            self._guard(lambda: launch.all("load", *state, what=f"loading {found.path.name}"), patient=False)
             self.next_step = found.manifest.step
         self._record.begin(run, self.schedule, self.next_step, self._name)
 
-    def _train(self, count: int, most: int) -> Iterator[Report | Evaluation]:
+    def _train(self, count: int, most: int) -> Generator[Report | Evaluation]:
         self._demand_ready()
         last = self.next_step + count
         # replicas that servers keep in step do not hear of a step that could not be made, and would take the next one
@@ -197,7 +203,12 @@ class Job(Inside):
                 every = self.run.eval_every
                 stop = (self.next_step // every + 1) * every if every else last
                 ahead.hand_over(self.next_step, min(last, stop, self._saver.next_due(self.next_step, last)))
-                yield self._commit(*self._guard(ahead.collect))
+                with patience(f"step {self.next_step}") as ctrl_c:
+                    report = self._commit(*self._guard(ahead.collect))
+                try:
+                    yield report
+                finally:
+                    ctrl_c.heed()
                 self._saver.after(self.next_step)
                 if self._saver.due(self.next_step):
                     self._keep_times()
@@ -207,14 +218,10 @@ class Job(Inside):
             while len(ahead) and self._failure is None:
                 self._commit(*self._guard(ahead.collect))
 
-    def _told(self) -> str:
-        """The job in three lines."""
-        over = f", over: {self._failure}" if self._failure is not None else ""
-        last = f", loss {self._last.loss:.4f} in step {self._last.step}" if self._last is not None else ""
-        return (
-            f"<Job on {self._world.size} actors, {self.device}{over}>\n{self.run.model} on {self.run.mesh}\n"
-            f"next step {self.next_step} of {self.run.steps}{last}"
-        )
+    def _lowered(self, schedule: str | Schedule) -> Schedule:
+        """A schedule for a training step of this run. Raises ScheduleError."""
+        run, reduces = self.run, self._world.reduces
+        return programs_of(schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=reduces)["train"]
 
     def _commit(self, results: list[Any], seconds: float) -> Report:
         """The step counts once every actor has reported it."""
@@ -227,9 +234,9 @@ class Job(Inside):
 
     def _keep_times(self) -> None:
         """Leave the latest step's times in the run's folder, if the actors can still be asked."""
-        midway = self._stepper is not None and self._stepper.midway
-        if self._record.wants_times and self._failure is None and not midway:
+        if self._record.wants_times:
             with suppress(JobError):
+                self._demand_ready()
                 self._record.measured(self.timelines(), self.ledger())
 
     def _let_go(self, *, hurried: bool = False) -> None:
@@ -254,15 +261,19 @@ class Job(Inside):
     def _demand_ready(self) -> None:
         self._demand_open()
         if self._stepper is not None and self._stepper.midway:
-            raise JobError("a stepper is in the middle of this step: call its finish() first")
+            raise JobError("a stepper is in the middle of this step: call its finish() or abort() first")
         if self._ahead is not None and len(self._ahead):
             raise JobError("train has handed over steps ahead: do this when it has returned, or train with ahead=0")
 
-    def _guard(self, call: Callable[[], T]) -> T:
-        """Run a call on the actors; a fault ends the job, so that nothing is left waiting or running."""
+    def _guard(self, call: Callable[[], T], *, patient: bool = True) -> T:
+        """Run a call on the actors; a fault ends the job, so that nothing is left waiting or running.
+
+        With a patient call Ctrl-C waits for it, and only a second one ends the job.
+        """
         self._demand_open()
         try:
-            return call()
+            with patience("what they were told") if patient else nullcontext(CtrlC()) as ctrl_c:
+                answer = call()
         except NonFiniteError:
             self._epoch += 1
             raise  # nobody has changed a weight: the job can go on
@@ -276,3 +287,5 @@ class Job(Inside):
             self._calls.abort()
             self.close()
             raise
+        ctrl_c.heed()
+        return answer

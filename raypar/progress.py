@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import median
 from typing import Protocol
 
 from rich.console import Console
@@ -34,7 +36,7 @@ def display(run: Run, steps: int) -> Iterator[Display]:
         return
     columns = (
         TextColumn("[bold]{task.description}"),
-        BarColumn(),
+        BarColumn(16),
         MofNCompleteColumn(),
         TextColumn("{task.fields[figures]}"),
         TimeRemainingColumn(),
@@ -76,22 +78,37 @@ class _Lines:
 
     def __init__(self, steps: int) -> None:
         self._steps, self._every, self._last = steps, max(1, steps // 50), 0.0
+        self._recent = deque[float](maxlen=50)  # milliseconds a step
 
     def show(self, outcome: Report | Evaluation) -> None:
         if isinstance(outcome, Evaluation):
             log.info("%s", _validation(outcome))
-        elif outcome.step % self._every == 0 or outcome.step + 1 == self._steps:
+            return
+        self._recent.append(outcome.step_ms)
+        if outcome.step % self._every == 0 or outcome.step + 1 == self._steps:
             now = time.monotonic()
             if self._steps <= 50 or now - self._last >= 1.0 or outcome.step + 1 == self._steps:
                 self._last = now
-                log.info("step %*d/%d  %s", len(str(self._steps)), outcome.step + 1, self._steps, _figures(outcome))
+                left = median(self._recent) * (self._steps - outcome.step - 1) / 1e3
+                place = f"step {outcome.step + 1:{len(str(self._steps))}}/{self._steps}"
+                log.info("%s  %s  %s left", place, _figures(outcome), _clock(left))
 
 
 def _figures(report: Report) -> str:
+    """A step in a line; memory is that of the rank that has most."""
     return (
-        f"loss {report.loss:.4f}  grad {report.grad_norm:.3f}  {report.tokens_per_s:,.0f} tokens/s  "
-        f"{report.step_ms:.0f} ms  bubble {report.bubble:.0%}"
+        f"loss {_short(report.loss, 4)}  grad {_short(report.grad_norm, 3)}  {report.tokens_per_s:,.0f} tokens/s  "
+        f"bubble {report.bubble:.0%}  {max(report.peak_memory, default=0) / 2**30:.2f} GiB"
     )
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def _short(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}" if abs(value) < 1e4 else f"{value:.3g}"
 
 
 def _validation(evaluation: Evaluation) -> str:

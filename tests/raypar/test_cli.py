@@ -200,7 +200,9 @@ def test_a_dry_run_draws_and_starts_nothing(said, data, monkeypatch):
 
 def test_a_run_is_what_recipe_file_and_flags_say(monkeypatch, data, tmp_path, said):
     seen = []
-    monkeypatch.setattr(commands, "check_run", lambda run: seen.append(run) or {"train": lower(build("1f1b", 2, 4))})
+    monkeypatch.setattr(
+        commands, "check_run", lambda run, resumed: seen.append(run) or {"train": lower(build("1f1b", 2, 4))}
+    )
     path = tmp_path / "run.toml"
     path.write_text('recipe = "gpt-tiny"\nsteps = 7\nseed = 3\n[model]\nlayers = 12\n[optim]\nkind = "sgd"\n')
     said("train", "--steps", 5, "--split", 3, 9, "--dry-run", "--clip", "None", path)

@@ -250,11 +250,39 @@ def test_a_stopped_actor_is_noticed_by_the_timeout_and_gone_after_close(cluster,
                     os.kill(pid, signal.SIGKILL)
 
 
-def test_an_interrupted_step_is_not_taken_twice(job_of):
-    job = job_of(run_of(lambda: [Trouble(sleep=0.2), Trouble(sleep=0.2)]))
-    actors = pids(job)
-    with later(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_waits_for_the_step_and_leaves_a_usable_job(job_of, caplog):
+    slow = run_of(lambda: [Trouble(sleep=0.05), Trouble(sleep=0.05)], steps=8)
+    job, seen = job_of(slow), []
+    with later(0.6, press), pytest.raises(KeyboardInterrupt):
+        job.train(on=seen.append, ahead=1)
+    assert 0 < job.next_step < 8
+    assert "Ctrl-C: waiting for the actors to finish step" in caplog.text
+    assert [report.step for report in seen] == list(range(len(seen)))
+    with later(0.1, press), pytest.raises(KeyboardInterrupt):
         job.step()
+    assert job.next_step > len(seen), "the step that was under way counts"
+    stepper = job.stepper()
+    with later(0.1, press), pytest.raises(KeyboardInterrupt):
+        stepper.run()
+    assert not stepper.ready(), "the moves that were under way count"
+    stepper.finish()
+    job.train()
+    interrupted = dict(job.weights())
+    job.reset(slow)
+    job.train()
+    assert all(torch.equal(weight, interrupted[name]) for name, weight in job.weights())
+
+
+def test_a_second_ctrl_c_ends_the_job(job_of):
+    job = job_of(run_of(lambda: [Trouble(sleep=0.5), Trouble(sleep=0.5)]))
+    actors, start = pids(job), time.monotonic()
+    with later(0.3, press), later(0.6, press), pytest.raises(KeyboardInterrupt):
+        job.step()
+    assert time.monotonic() - start < 2, "a step takes longer"
     with pytest.raises(rp.JobError, match=r"this job is over \(it was interrupted while its actors worked"):
         job.step()
     assert all(map(gone, actors))

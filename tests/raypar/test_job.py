@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 import re
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
@@ -15,8 +17,8 @@ from torch import nn
 import raypar as rp
 from raypar.schedules.action import Action
 from raypar.schedules.measure import costs_of
+from raypar.schedules.moves import moves
 from raypar.schedules.simulate import simulate
-from raypar.stepper import moves
 
 B, S, H = 2, 32, 32  # of gpt-tiny
 
@@ -229,7 +231,7 @@ def test_the_stepper_moves_draws_and_finishes(job):
 def test_the_moves_of_a_stepper_are_an_order_of_the_schedule(job):
     for name in ("naive", "gpipe", "1f1b", "interleaved"):
         job.reset(tiny(schedule=name))
-        taken = [(rank, action) for move in moves(job.schedule) for rank, action in move]
+        taken = [(rank, action) for move in moves(job.schedule) for rank, action in move.actions]
         for rank, row in enumerate(job.schedule.rows):
             mine = [action for at, action in taken if at == rank]
             assert sorted(map(str, mine)) == sorted(map(str, row))
@@ -347,3 +349,31 @@ def test_what_the_driver_can_know_does_not_cost_the_job(cluster):
     closes_over = replace(run, model=rp.Layers(lambda: [nn.Linear(6, 3)] if lock else [], nn.functional.mse_loss))
     with pytest.raises(rp.ConfigError, match="can't be sent to actors"):
         rp.launch(closes_over)
+
+
+def test_a_step_by_hand_has_the_bits_of_a_compiled_one_whatever_is_done_on_its_way(job, tmp_path):
+    run = tiny(schedule="gpipe", microbatches=4)
+    job.reset(run)
+    compiled = [job.step().loss for _ in range(2)]
+    weights = dict(job.weights())
+    job.reset(run)
+    stepper = job.stepper()
+    stepper.run_to("1B0")
+    assert stepper.peek("0F1").tensor.shape == stepper.peek("1RECV_F1").tensor.shape
+    assert [held.actor for held in stepper.state()] == ["pp=0", "pp=1"]
+    stepper.swap("1f1b")
+    stepper.run(2)
+    assert stepper.finish().loss == compiled[0]
+    stepper = job.stepper()
+    for stage in range(2):
+        stepper.record(tmp_path / f"stage{stage}.rec", stage)
+    stepper.run()
+    stepper.rewind()
+    assert stepper.finish().loss == compiled[1]
+    assert all(torch.equal(weight, weights[name]) for name, weight in job.weights())
+    played = (
+        "import sys, raypar; found = [raypar.replay(path) for path in sys.argv[1:]]; print(found)\n"
+        "assert all(one.ok for one in found) and 'ray' not in sys.modules"
+    )
+    paths = [str(tmp_path / f"stage{stage}.rec") for stage in range(2)]
+    subprocess.run([sys.executable, "-c", played, *paths], check=True, timeout=60)

@@ -14,6 +14,7 @@ import torch
 import raypar as rp
 from raypar.checkpoint import verified
 from raypar.checkpoint.names import checkpoints
+from raypar.folder.read import read
 from raypar.resume import _tensor_faults, demand_resumable, find
 from tests.raypar.checkpoints import flip
 
@@ -105,8 +106,12 @@ def test_replicas_go_on_bitwise(cluster, tmp_path, changes):
         job.train(2)
         job.save(tmp_path)
         wanted = outcome(job, 2)
-    with rp.launch(run, resume=tmp_path) as job:
+    with rp.launch(replace(run, folder=str(tmp_path / "run")), resume=tmp_path) as job:
         same(outcome(job, 2), wanted)
+    past = read(tmp_path / "run")
+    assert [line["loss"] for line in past.metrics] == [loss for _, loss, *_ in wanted[0]]
+    servers = run.servers if run.data_parallel == "parameter_server" else 0
+    assert (past.step, len(past.timelines), past.checkpoints) == (3, 2 + servers, []), "written when the job was closed"
 
 
 def test_a_disk_that_fails_warns_and_training_goes_on(trained, monkeypatch, tmp_path, caplog):

@@ -1,0 +1,169 @@
+"""Playing a recorded stage: the same forwards and backwards in this process, without Ray and without the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from raypar.actors.models.build import build_model
+from raypar.actors.models.model import Values
+from raypar.actors.place import place_of
+from raypar.actors.specs import GPT, Layers
+from raypar.actors.stage import Stage
+from raypar.config import ConfigError
+from raypar.fields import brief
+from raypar.stepping.recording import Recorded, read_recording
+from raypar.toml import run_of
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, repr=False)
+class Replayed:
+    """A stage's step, played again.
+
+    recorded     what it was
+    stage        the stage with its gradients, as they were before they were summed over replicas
+    differences  what did not come out bit by bit: an output (``F3/outputs/0``), a gradient that goes back
+                 (``B3/outputs/0``), or one of a weight (``gradients/blocks.0.mlp.up.weight``)
+    """
+
+    recorded: Recorded
+    stage: Stage
+    differences: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every output and gradient has the bits of the recording."""
+        return not self.differences
+
+    def __repr__(self) -> str:
+        what = f"stage {self.recorded.stage} of {self.recorded.actor} in step {self.recorded.step}"
+        actions = f"{len(self.recorded.actions)} actions"
+        if self.ok:
+            return f"{what}: {actions}, bitwise equal to the recording"
+        return "\n".join([f"{what}: {actions}, NOT equal to the recording:", *(f"  {one}" for one in self.differences)])
+
+
+def replay(
+    path: str | Path, model: Layers | None = None, *, on: Callable[[str, Stage], object] | None = None
+) -> Replayed:
+    """Play what ``Stepper.record`` has written: the stage alone, in this process, with the same inputs and seeds.
+
+    A debugger stops in the model's code as in any other. ``model`` is that of the run if it was of your own modules;
+    ``on(action, stage)`` is called before each action, ``F3`` or ``B3``: for a breakpoint, say.
+
+    Raises ConfigError if the file is no recording, or not of this model.
+    """
+    recorded, tensors = read_recording(Path(path))
+    with _as_it_was(recorded):
+        stage = _build(recorded, tensors, _model_of(recorded, model))
+        place = place_of(recorded.device)
+        differences: list[str] = []
+        for action in recorded.actions:
+            if on is not None:
+                on(action, stage)
+            kind, microbatch = action[0], int(action[1:])
+            inputs = place.to(_values(tensors, f"{action}/inputs"))
+            if kind == "F":
+                target = place.to(_values(tensors, f"{action}/target"))
+                outputs = stage.forward(recorded.step, microbatch, inputs, target)
+            else:
+                outputs = stage.backward(recorded.step, microbatch, inputs)
+            found = {f"{action}/outputs/{number}": value for number, value in enumerate(outputs)}
+            differences += _unequal(found, tensors, f"{action}/outputs/")
+        gradients = {name: p.grad for name, p in stage.parameters().items() if p.grad is not None}
+        found = {f"gradients/{name}": gradient for name, gradient in gradients.items()}
+        shared = {
+            name: value for name, value in found.items() if name in tensors
+        }  # of a tied weight it has a part only
+        differences += _unequal(shared, tensors, "gradients/")
+    return Replayed(recorded, stage, tuple(differences))
+
+
+def _model_of(recorded: Recorded, model: Layers | None) -> GPT | Layers:
+    if "fn" not in recorded.model:
+        return run_of({"model": recorded.model}).model
+    if model is None:
+        raise ConfigError(
+            [f"the recording is of your own modules, {brief(recorded.model['fn'])}: give model=Layers(...)"]
+        )
+    return model
+
+
+def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Layers) -> Stage:
+    """The stage with its recorded state. Raises ConfigError if the model has other layers or weights."""
+    model = build_model(spec, recorded.seed)
+    if not recorded.layers or not all(0 <= layer < len(model.names) for layer in recorded.layers):
+        raise ConfigError([f"the recording is of the layers {list(recorded.layers)}: the model has {len(model.names)}"])
+    modules = model.materialize(recorded.layers, recorded.seed)
+    place = place_of(recorded.device)
+    place.enter()
+    place.settle(modules)
+    stage = Stage(
+        model,
+        recorded.layers,
+        modules,
+        place=place,
+        is_last=recorded.is_last,
+        recompute=recorded.recompute == "full",
+        seed=recorded.seed,
+    )
+    state = dict(stage.state())
+    faults = [
+        f"{brief(name)} is {_spelled(tensors.get(f'state/{name}'))} in the recording, {_spelled(value)} in the model"
+        for name, value in state.items()
+        if _spelled(tensors.get(f"state/{name}")) != _spelled(value)
+    ]
+    if faults:
+        raise ConfigError(faults)
+    with torch.no_grad():
+        for name, value in state.items():
+            value.copy_(tensors[f"state/{name}"])
+    stage.begin(train=True)
+    return stage
+
+
+@contextmanager
+def _as_it_was(recorded: Recorded) -> Iterator[None]:
+    """The threads and the random numbers of the recording, for this time only."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, min(recorded.threads, 1024)))
+    try:
+        with torch.random.fork_rng(), torch.enable_grad():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _values(tensors: Tensors, folder: str) -> Values:
+    """Copies of the values of one end of an action."""
+    values: list[Tensor] = []
+    while (found := tensors.get(f"{folder}/{len(values)}")) is not None:
+        values.append(found.clone())
+    return tuple(values)
+
+
+def _unequal(found: Tensors, tensors: Tensors, folder: str) -> list[str]:
+    """What of a folder of the recording was not found, or has other bits."""
+    wanted = [name for name in tensors if name.startswith(folder)]
+    return [name for name in dict.fromkeys([*wanted, *found]) if not _same_bits(found.get(name), tensors.get(name))]
+
+
+def _same_bits(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None or _spelled(one) != _spelled(other):
+        return False
+    return torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _spelled(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,279 @@
+"""A training step by hand: the schedule's actions one after the other, each an actor call of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raypar.actors.plan import NonFiniteError, StepResult
+from raypar.actors.world import World
+from raypar.calls import Calls
+from raypar.errors import JobError
+from raypar.patience import patience
+from raypar.report import Report
+from raypar.schedules.action import SENDS, Action, Op
+from raypar.schedules.draw import text
+from raypar.schedules.moves import Board, Move, MoveError, Why
+from raypar.schedules.rules import rank_of
+from raypar.schedules.schedule import Schedule
+from raypar.schedules.svg import svg
+from raypar.stepping.recorder import Recorder
+from raypar.stepping.views import Ready, State, Taken
+
+if TYPE_CHECKING:
+    from raypar.actors.looks import Seen
+
+_MAKERS = (Op.F, Op.B, Op.I, Op.RECV_F, Op.RECV_B)
+
+
+class Stepper:
+    """One training step, move by move. A move is a compute action, a SEND with its RECV, or the STEP of all actors;
+    every replica takes it.
+
+    The schedule's order is only a proposal: whatever is ``ready`` may be taken. The gradients are those of a compiled
+    step within rounding, and bit by bit where each stage's backwards come in the order of their microbatches. Weights
+    change in the STEP and not before; ``rewind`` undoes even that.
+
+    schedule  of this step: the job's, or what it was swapped for
+    step      its number
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        step: int,
+        world: World,
+        handles: Sequence[Any],
+        calls: Calls,
+        *,
+        guard: Callable[[Callable[[], Any]], Any],
+        commit: Callable[[list[StepResult], float], Report],
+        lowered: Callable[[str | Schedule], Schedule],
+        recorder: Recorder,
+    ) -> None:
+        self.step = step
+        self._proposed, self._board = schedule, Board(schedule)
+        self._world, self._handles, self._calls = world, handles, calls
+        self._guard, self._commit, self._lowered, self._recorder = guard, commit, lowered, recorder
+        self._predicate: Callable[[Seen], object] | None = None
+        self._report: Report | None = None
+        self._over: Exception | None = None
+        self._note = ""
+        self._start = time.perf_counter()
+        self._guard(lambda: self._calls.all("open", step, what=f"step {step}"))
+
+    # --- where it stands ---
+
+    @property
+    def schedule(self) -> Schedule:
+        return self._board.schedule
+
+    @property
+    def midway(self) -> bool:
+        """Whether the step has begun and is neither finished nor given up."""
+        return self._report is None and self._over is None
+
+    @property
+    def done(self) -> tuple[Action, ...]:
+        """The actions taken so far, in their order."""
+        return self._board.done
+
+    def ready(self) -> Ready:
+        """Every action that may be taken next, with ``do``; the first one is what ``next`` takes."""
+        return Ready.of(self._board.ready() if self.midway else ())
+
+    def why(self, action: str | Action) -> Why:
+        """What an action waits for, back to what can be done now. Raises MoveError if the step has no such action."""
+        return self._board.why(action)
+
+    def peek(self, action: str | Action, dp: int = 0) -> Seen:
+        """What an action that is done has made, in a replica: outputs, the loss, or the gradients that go back.
+
+        Raises MoveError if it is not done or makes no tensors.
+        """
+        self._demand_midway()
+        wanted = self._maker(action)
+        if wanted not in self.done:
+            raise MoveError(f"{wanted} is not done: there is nothing to see yet\n{self.why(wanted)!r}")
+        if wanted.op not in _MAKERS or (wanted.stage == 0 and wanted.op is Op.B):
+            what = "hands no gradient on" if wanted.op is Op.B else "makes no tensors of its own"
+            raise MoveError(f"{wanted} {what}: look at job.grad(name) for the gradient of a weight")
+        if not 0 <= dp < self._world.mesh.dp:
+            raise MoveError(f"there is no replica dp={dp}: the mesh has {self._world.mesh.dp}, counted from 0")
+        return self._seen(wanted, dp, tensors=True)
+
+    def state(self) -> State:
+        """What every actor holds."""
+        self._demand_midway()
+        return State(self._guard(lambda: self._calls.all("held", what="looking at the actors")))
+
+    def __repr__(self) -> str:
+        moves = len(self._board.taken), len(self._board.taken) + len(self._board.left)
+        grid = text(self.schedule, done=frozenset(self.done))
+        return f"{self._note}step {self.step}, {moves[0]} of {moves[1]} moves done, next: {self._cursor()}\n{grid}"
+
+    def _repr_svg_(self) -> str:
+        """The picture that a notebook shows."""
+        return svg(self.schedule)
+
+    # --- moves ---
+
+    def next(self) -> Taken:
+        """Take the next move of the schedule; raises StopIteration when only ``finish`` is left."""
+        if self._over is None and not self._board.left:
+            raise StopIteration(f"every action is taken; next: {self._cursor()}")
+        return self.run(1)
+
+    def run(self, moves: int | None = None) -> Taken:
+        """Take the next so many moves of the schedule (None: all that are left); stops where ``break_on`` says."""
+        if moves is not None and moves < 0:
+            raise ValueError(f"run {moves} moves: give 0 or more, or None for all")
+        return self._take(self._board.left[:moves])
+
+    def run_to(self, action: str | Action) -> Taken:
+        """Take every move of the schedule up to and with this action; stops where ``break_on`` says.
+
+        Raises MoveError if the schedule has no such action, or if it is taken already.
+        """
+        self._demand_midway()
+        left = self._board.left
+        return self._take(left[: left.index(self._board.find(action)) + 1])
+
+    def do(self, action: str | Action) -> Taken:
+        """Take one move that is ready, in whatever order. Raises MoveError, for one that waits with ``why``."""
+        self._demand_midway()
+        return self._take([self._board.demand_ready(action)])
+
+    def break_on(self, predicate: Callable[[Seen], object] | None) -> None:
+        """Stop behind the first move that made something for which the predicate holds; None: nowhere.
+
+        ``break_on(lambda seen: not seen.finite)``, or ``seen.norm > 100``, or ``seen.memory > 2**30``.
+        """
+        self._predicate = predicate
+
+    def swap(self, schedule: str | Schedule) -> Taken:
+        """Do what is left of the step in the order of another schedule: a name, a CSV file, or edited rows.
+
+        It is checked first, together with what is done. Raises ScheduleError, and then nothing has changed.
+        """
+        self._demand_midway()
+        self._board.swap(self._lowered(schedule))
+        return Taken.of((), repr(self))
+
+    def record(self, path: str | Path, stage: int, dp: int = 0) -> None:
+        """Record all that a stage of a replica is given and makes in this step, for ``raypar.replay``.
+
+        ``finish`` writes the file.
+
+        Raises MoveError if the stage has done something already, ConfigError if the file can't be written.
+        """
+        self._demand_midway()
+        begun = [action for action in self.done if action.stage == stage]
+        if begun:
+            raise MoveError(f"stage {stage} has done {begun[0]} already: rewind() first")
+        self._recorder.begin(Path(path), stage, dp, self.schedule)
+        self._guard(self._recorder.start)
+
+    # --- its end ---
+
+    def finish(self) -> Report:
+        """Take what is left, whatever ``break_on`` says; close the step, and return its report."""
+        if self._report is None:
+            with patience(f"step {self.step}") as ctrl_c:
+                self._perform(self._board.left)
+                results = self._guard(lambda: self._calls.all("end", what=f"step {self.step}"))
+                self._report = self._commit(results, time.perf_counter() - self._start)
+                self._guard(lambda: self._recorder.save(self.step))
+            ctrl_c.heed()
+        return self._report
+
+    def rewind(self) -> Taken:
+        """Go back to the start of the step, with its first schedule, bit by bit: weights, optimizer and buffers."""
+        self._demand_midway()
+        self._guard(lambda: self._calls.all("rewind", what=f"rewinding step {self.step}"))
+        self._board, self._note = Board(self._proposed), ""
+        self._guard(self._recorder.start)
+        return Taken.of((), repr(self))
+
+    def abort(self) -> None:
+        """Give the step up: everything is as it was before, and the job can go on."""
+        self._demand_midway()
+        self._guard(lambda: self._calls.all("rewind", what=f"giving step {self.step} up"))
+        self._over = JobError(f"step {self.step} was given up: job.stepper() begins it anew")
+
+    # --- inside ---
+
+    def _take(self, chosen: Sequence[Move]) -> Taken:
+        """Take moves, one by one if something is looked for in each."""
+        self._demand_midway()
+        before, size = len(self._board.taken), len(chosen) if self._predicate is None else 1
+        self._note = ""
+        with patience(f"the moves of step {self.step}") as ctrl_c:
+            for at in range(0, len(chosen), max(1, size)):
+                self._perform(chosen[at : at + size])
+                if ctrl_c.pressed or (self._predicate is not None and self._stops(chosen[at])):
+                    break
+        ctrl_c.heed()
+        return Taken.of(self._board.taken[before:], repr(self))
+
+    def _perform(self, chosen: Sequence[Move]) -> None:
+        """Issue the moves without waiting in between; every actor performs its calls in the order they were made."""
+        if self._over is not None:
+            raise self._over
+        calls = [(rank, action) for move in chosen for pp, action in move.actions for rank in self._ranks(pp, action)]
+
+        def perform() -> None:
+            refs = [self._handles[rank].perform.remote(action) for rank, action in calls]
+            self._calls.gather(refs, f"step {self.step}", [rank for rank, _ in calls])
+
+        if calls:
+            try:
+                self._guard(perform)
+            except NonFiniteError as error:
+                self._over = error  # nobody took the STEP: this step is over
+                raise
+            for move in chosen:
+                self._board.take(move)
+
+    def _stops(self, move: Move) -> bool:
+        """Whether the predicate holds for what a move has made."""
+        assert self._predicate is not None
+        for action in move.names:
+            if action.op in _MAKERS and not (action.stage == 0 and action.op is Op.B):
+                for dp in range(self._world.mesh.dp):
+                    if self._predicate(seen := self._seen(action, dp, tensors=False)):
+                        self._note = f"stopped behind {seen!r}\n"
+                        return True
+        return False
+
+    def _seen(self, action: Action, dp: int, *, tensors: bool) -> Seen:
+        rank = self._world.replica(dp)[rank_of(action, self.schedule)]
+        seen: Seen = self._guard(lambda: self._calls.one(rank, "peek", action, tensors, what=f"peeking at {action}"))
+        return seen
+
+    def _maker(self, action: str | Action) -> Action:
+        """The action that has made what is to be seen: of a SEND what it sends."""
+        wanted = self.why(action).asked
+        if wanted.op in SENDS:
+            return Action(wanted.stage, Op.F if wanted.op is Op.SEND_F else Op.B, wanted.microbatch)
+        return wanted
+
+    def _ranks(self, pp: int, action: Action) -> tuple[int, ...]:
+        """Who takes an action of a pipeline rank: all its replicas, and for STEP its servers too."""
+        servers = range(self._world.servers if action.op is Op.STEP else 0)
+        return (*self._world.replicas_of(pp), *(self._world.server_rank(pp, index) for index in servers))
+
+    def _demand_midway(self) -> None:
+        if self._over is not None:
+            raise self._over
+        if self._report is not None:
+            raise JobError(f"step {self.step} is finished: job.stepper() begins the next one")
+
+    def _cursor(self) -> str:
+        if self._over is not None:
+            return "nothing, the step is given up"
+        if self._report is not None:
+            return "nothing, the step is finished"
+        return str(self._board.left[0]) if self._board.left else "finish()"

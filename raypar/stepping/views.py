@@ -1,0 +1,68 @@
+"""What a stepper answers with: values that a REPL shows as pictures and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from raypar.schedules.action import Action
+from raypar.schedules.grid import lines
+from raypar.schedules.moves import Move
+
+if TYPE_CHECKING:
+    from raypar.actors.looks import Held
+
+_HEAD = ("weights", "gradients", "optimizer", "peak", "in flight", "values for other actions")
+
+
+class Taken(tuple[Action, ...]):
+    """The actions of the moves just taken. In a REPL it draws where the step stands."""
+
+    _picture: str
+
+    @classmethod
+    def of(cls, moves: Sequence[Move], picture: str) -> Taken:
+        """What was taken, and the picture after that."""
+        taken = cls(name for move in moves for name in move.names)
+        taken._picture = picture
+        return taken
+
+    def __repr__(self) -> str:
+        return self._picture
+
+
+class Ready(tuple[Action, ...]):
+    """The actions that may be taken next; of a SEND and its RECV the SEND. In a REPL a line for each pipeline rank."""
+
+    _ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, moves: Sequence[Move]) -> Ready:
+        """The heads of moves."""
+        ready = cls(move.head for move in moves)
+        ready._ranks = tuple(move.actions[0][0] for move in moves)
+        return ready
+
+    def __repr__(self) -> str:
+        if not self:
+            return "nothing: take finish()"
+        ranks = sorted(set(self._ranks))
+        rows = [[str(action) for action, at in zip(self, self._ranks, strict=True) if at == rank] for rank in ranks]
+        return "\n".join(lines([f"rank {rank}" for rank in ranks], rows))
+
+
+class State(tuple["Held", ...]):
+    """What every actor holds. In a REPL a table; sizes in MiB."""
+
+    def __repr__(self) -> str:
+        rows = [_HEAD, *map(_cells, self)]
+        widths = [max(len(row[at]) for row in rows) for at in range(len(_HEAD))]
+        padded = [[f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)] for row in rows]
+        return "\n".join(lines(["", *(held.actor for held in self)], padded))
+
+
+def _cells(held: Held) -> tuple[str, ...]:
+    sizes = (f"{size / 2**20:,.1f}" for size in (held.weights, held.gradients, held.optimizer, held.memory))
+    flying = (f"{stage}F{microbatch}" for stage, all_of_it in held.in_flight.items() for microbatch in all_of_it)
+    values = (f"{action} ({size / 2**20:,.2f})" for action, size in held.values.items())
+    return (*sizes, " ".join(flying) or "-", ", ".join(values) or "-")
