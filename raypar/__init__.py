@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from raypar.recipes import recipe
     from raypar.report import Evaluation, Report
     from raypar.start import launch
+    from raypar.stepping.repl import tab_completion
     from raypar.stepping.replay import Replayed, replay
     from raypar.stepping.stepper import Stepper
 
@@ -34,6 +35,7 @@ _HOMES = {
     "raypar.recipes": ("recipe",),
     "raypar.report": ("Evaluation", "Report"),
     "raypar.start": ("launch",),
+    "raypar.stepping.repl": ("tab_completion",),
     "raypar.stepping.replay": ("Replayed", "replay"),
     "raypar.stepping.stepper": ("Stepper",),
     "raypar.parity": ("Verdict", "verify"),
@@ -64,6 +66,7 @@ __all__ = [
     "launch",
     "recipe",
     "replay",
+    "tab_completion",
     "verify",
 ]
 

@@ -13,7 +13,7 @@ from raypar.calls import Calls
 from raypar.errors import JobError
 from raypar.patience import patience
 from raypar.report import Report
-from raypar.schedules.action import SENDS, Action, Op
+from raypar.schedules.action import RECVS, SENDS, Action, Op
 from raypar.schedules.draw import text
 from raypar.schedules.moves import Board, Move, MoveError, Why
 from raypar.schedules.rules import rank_of
@@ -24,8 +24,6 @@ from raypar.stepping.views import Ready, State, Taken
 
 if TYPE_CHECKING:
     from raypar.actors.looks import Seen
-
-_MAKERS = (Op.F, Op.B, Op.I, Op.RECV_F, Op.RECV_B)
 
 
 class Stepper:
@@ -80,6 +78,11 @@ class Stepper:
         """The actions taken so far, in their order."""
         return self._board.done
 
+    @property
+    def left(self) -> tuple[Action, ...]:
+        """The actions that are left, in the schedule's order."""
+        return tuple(name for move in self._board.left for name in move.names)
+
     def ready(self) -> Ready:
         """Every action that may be taken next, with ``do``; the first one is what ``next`` takes."""
         return Ready.of(self._board.ready() if self.midway else ())
@@ -97,7 +100,7 @@ class Stepper:
         wanted = self._maker(action)
         if wanted not in self.done:
             raise MoveError(f"{wanted} is not done: there is nothing to see yet\n{self.why(wanted)!r}")
-        if wanted.op not in _MAKERS or (wanted.stage == 0 and wanted.op is Op.B):
+        if not makes_tensors(wanted):
             what = "hands no gradient on" if wanted.op is Op.B else "makes no tensors of its own"
             raise MoveError(f"{wanted} {what}: look at job.grad(name) for the gradient of a weight")
         if not 0 <= dp < self._world.mesh.dp:
@@ -241,7 +244,7 @@ class Stepper:
         """Whether the predicate holds for what a move has made."""
         assert self._predicate is not None
         for action in move.names:
-            if action.op in _MAKERS and not (action.stage == 0 and action.op is Op.B):
+            if makes_tensors(action):
                 for dp in range(self._world.mesh.dp):
                     if self._predicate(seen := self._seen(action, dp, tensors=False)):
                         self._note = f"stopped behind {seen!r}\n"
@@ -277,3 +280,10 @@ class Stepper:
         if self._report is not None:
             return "nothing, the step is finished"
         return str(self._board.left[0]) if self._board.left else "finish()"
+
+
+def makes_tensors(action: Action) -> bool:
+    """Whether there is something to see of an action: the first stage hands no gradient on."""
+    if action.op in (Op.B, Op.I):
+        return action.stage != 0
+    return action.op is Op.F or action.op in RECVS

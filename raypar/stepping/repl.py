@@ -1,0 +1,108 @@
+"""A REPL on a job and its stepper, with tab completion that offers the actions that make sense."""
+
+from __future__ import annotations
+
+import code
+import re
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from raypar.config import ConfigError
+from raypar.errors import JobError
+from raypar.schedules.catalog import names
+from raypar.schedules.moves import MoveError
+from raypar.schedules.schedule import ScheduleError
+from raypar.stepping.stepper import Stepper, makes_tensors
+
+if TYPE_CHECKING:
+    from raypar.driver import Job
+
+_CALL = re.compile(r"""(\w+)\.(do|run_to|why|peek|swap)\(\s*["']([\w.-]*)$""")
+_TOLD = (ConfigError, ScheduleError, MoveError, JobError, StopIteration)  # what is wrong is in their text
+
+HELP = """\
+job is the run on its actors, s the stepper of its next step:
+  s.next()  s.run(5)  s.run_to("1B0")   the schedule's own order       s.swap("1f1b")   another order for what is left
+  s.ready()  s.do("0F1")                any order that is possible     s.rewind()       back to the start of the step
+  s.why("0B0")                          what an action waits for       s.finish()       the rest; its report
+  s.peek("0F0")  s.state()              what was made, what is held    s.abort()        as if it had never begun
+after finish(): s = job.stepper() for the next step; Tab completes, also inside of do("; Ctrl-D leaves"""
+
+Namespace = dict[str, Any]
+
+
+def interact(job: Job) -> None:
+    """A console on standard input, with ``job``, its stepper ``s`` and ``rp``, until the input ends."""
+    import raypar
+
+    namespace: Namespace = {"job": job, "s": job.stepper(), "rp": raypar, "__name__": "__console__"}
+    tab_completion(namespace)
+    _Console(namespace).interact(banner=f"{HELP}\n\n{namespace['s']!r}", exitmsg="")
+
+
+def tab_completion(namespace: Namespace) -> None:
+    """Complete names of a namespace, and actions inside of ``s.do("`` and its like, in this process' REPL.
+
+    ``raypar.tab_completion(globals())`` in your own one; in IPython it adds to what there is.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is not None:
+        shell.set_hook(
+            "complete_command", lambda _, event: matches(namespace, event.line) or [], re_key=f".*{_CALL.pattern}"
+        )
+        return
+    with suppress(ImportError):  # a Python without readline
+        import readline
+        import rlcompleter
+
+        names_of = rlcompleter.Completer(namespace).complete
+        readline.set_completer(_completer(namespace, readline.get_line_buffer, names_of))
+        readline.parse_and_bind("tab: complete")
+
+
+def matches(namespace: Namespace, line: str) -> list[str] | None:
+    """What may stand at the end of a line that is inside of the call of a stepper's method; None if it is not."""
+    found = _CALL.search(line)
+    stepper = namespace.get(found[1]) if found else None
+    if found is None or not isinstance(stepper, Stepper):
+        return None
+    offered: Iterable[object]
+    if found[2] == "do":
+        offered = stepper.ready()
+    elif found[2] == "run_to":
+        offered = stepper.left
+    elif found[2] == "why":
+        offered = (*stepper.left, *stepper.done)
+    elif found[2] == "peek":
+        offered = [action for action in stepper.done if makes_tensors(action)]
+    else:
+        offered = names()
+    return [str(one) for one in offered if str(one).startswith(found[3])]
+
+
+def _completer(
+    namespace: Namespace, line: Callable[[], str], names_of: Callable[[str, int], str | None]
+) -> Callable[[str, int], str | None]:
+    """readline asks for the first, second, ... completion of a word until there is none."""
+
+    def complete(word: str, number: int) -> str | None:
+        inside = matches(namespace, line())
+        if inside is None:
+            return names_of(word, number)
+        return f'{inside[number]}")' if number < len(inside) else None
+
+    return complete
+
+
+class _Console(code.InteractiveConsole):
+    """Tells a user's mistake by its text; anything else with its traceback."""
+
+    def showtraceback(self) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, _TOLD):
+            self.write(f"{type(error).__name__}: {error}\n")
+        else:
+            super().showtraceback()
