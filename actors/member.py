@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ from raypar.actors.looks import Held
 from raypar.actors.notes import Notes
 from raypar.actors.part import Part
 from raypar.actors.place import Host, Place, place_of
-from raypar.actors.plan import ActionError, Plan, ProgramName, Progress, Span, StaleError
+from raypar.actors.plan import KEPT, ActionError, Plan, ProgramName, Progress, Span, StaleError
 from raypar.actors.slices import Logical
 from raypar.actors.update import Tie, Update
 from raypar.schedules.action import Action
@@ -33,7 +34,7 @@ class Member(ABC):
         self._now: Action | None = None
         self._idle = False
         self._events: list[Span] = []
-        self._trained = self._events  # those of the latest training step that was finished
+        self._trained: deque[list[Span]] = deque(maxlen=KEPT)  # of training steps that were finished, the latest first
         self._groups: dict[str, Group] = {}
         self._copies = Copies()
         self._notes: Notes | None = None  # of a step that is taken by hand
@@ -145,9 +146,10 @@ class Member(ABC):
         for group in self._groups.values():
             group.abort()
 
-    def events(self) -> list[Span]:
-        """What was done in the latest training step that was finished."""
-        return self._trained
+    def events(self, ago: int = 0) -> list[Span]:
+        """What was done in the latest training step that was finished, or so many steps before it; empty if that is not
+        known (any more)."""
+        return self._trained[ago] if ago < len(self._trained) else []
 
     def parameters(self) -> dict[str, Tensor]:
         """This actor's weights by logical name, on the host."""
@@ -190,6 +192,7 @@ class Member(ABC):
         self._plan, self._groups, self._parameters, self._update = plan, groups, parameters, update
         self._homes = {copy: home for home, copy in part.model.ties}
         self._epoch = 0  # how many steps could not be made
+        self._trained.clear()
         self._label = plan.world.label(plan.rank)
 
     def _connect(self, ties: Sequence[Tie]) -> None:

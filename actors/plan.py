@@ -19,6 +19,7 @@ DeviceKind = Literal["cpu", "cuda"]
 DeviceChoice = Literal["auto", DeviceKind]
 
 SEND_WINDOW = 8  # sends to one peer that may be under way before an actor waits; every schedule is checked for it
+KEPT = 4  # training steps whose events an actor remembers
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class Server(Member):
         self._now = None
         self._notes = None
         if self._train:
-            self._trained = self._place.spans(self._events)
+            self._trained.appendleft(self._place.spans(self._events))
         return StepResult(
             losses=(),
             counts=(),

@@ -138,7 +138,7 @@ class Worker(Resident):
         self._notes = None
         events, reducer = self._place.spans(self._events), self._parts.reducer
         if self._train:
-            self._trained = events + (self._place.spans(reducer.spans) if reducer is not None else [])
+            self._trained.appendleft(events + (self._place.spans(reducer.spans) if reducer is not None else []))
         microbatches = sorted(self._losses)
         return StepResult(
             losses=tuple(self._losses[microbatch] for microbatch in microbatches),

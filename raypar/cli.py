@@ -1,4 +1,4 @@
-"""The command line: ``raypar train``, ``step``, ``verify``, ``draw``, ``check``, ``simulate``, ``ckpt``."""
+"""The command line: ``raypar train``, ``step``, ``verify``, ``draw``, ``check``, ``simulate``, ``report`` and more."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ checkpoints, which raypar train --folder FOLDER writes:
   raypar ckpt ls FOLDER                         list them
   raypar ckpt verify PATH                       read every byte of one, or of all in a folder
 
+run folders, which raypar train --folder RUN writes:
+  raypar report RUN [-o report.html]            one HTML file: losses, speed, times, memory, messages
+  raypar trace RUN [-o trace.json]              the latest measured step, for ui.perfetto.dev
+
   raypar COMMAND --help                         the flags of a command
   raypar --version
 
@@ -46,6 +50,7 @@ examples:
   raypar train gpt-small --folder runs/second --save-every 20 --keep-last 3 --track tensorboard
   raypar train --resume runs/second
   raypar step gpt-tiny --schedule gpipe --microbatches 4
+  raypar report runs/second
   raypar verify --schedule gpipe
   raypar draw 1f1b --ranks 4 --microbatches 8 --out 1f1b.svg
 
@@ -61,7 +66,7 @@ exit codes:
 
 _PAPER = ("draw", "check", "simulate")
 _RUNS = ("train", "step", "verify")
-_DISK = "ckpt"
+_DISK = ("ckpt", "report", "trace")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,13 +96,13 @@ def _command(words: list[str]) -> int:
     if command in _RUNS:
         with _messages(), _terminable():
             return _with_actors(command, rest)
-    if command == _DISK:
-        return _on_disk(rest)
+    if command in _DISK:
+        return _on_disk(command, rest)
     if command in ("-h", "--help", "help"):
         return _say(HELP, end="")
     if command == "--version":
         return _say(f"raypar {version('raypar')}")
-    close = difflib.get_close_matches(command, (*_PAPER, *_RUNS, _DISK), n=1)
+    close = difflib.get_close_matches(command, (*_PAPER, *_RUNS, *_DISK), n=1)
     guess = f"did you mean {close[0]!r}?" if close else "see raypar --help"
     return _fail(f"there is no command {command!r}: {guess}", MISTAKE)
 
@@ -114,11 +119,13 @@ def _on_paper(command: str, words: list[str]) -> int:
         return _fail(str(error), MISTAKE)
 
 
-def _on_disk(words: list[str]) -> int:
-    from raypar import ckpt
+def _on_disk(command: str, words: list[str]) -> int:
+    from raypar import ckpt, past
     from raypar.config import ConfigError
 
     try:
+        if command != "ckpt":
+            return _say(past.run(command, words))
         outcome = ckpt.run(words)
     except ConfigError as error:
         return _fail(str(error), MISTAKE)

@@ -177,6 +177,7 @@ class Job(Inside):
         self._generation += 1
         self.run, self.schedule, self.next_step = run, programs["train"], 0
         self._world, self._stepper = world_of(run), None
+        self._last: Report | None = None
         self._calls = Calls(self._handles, self._world, run.timeout)
         self._saver = Saver(run, self._calls, self._world)
         plans = plans_of(run, programs, f"{self._name}@{self._generation}", self.device)
@@ -227,6 +228,7 @@ class Job(Inside):
         lr = lr_at(self.run.optim, self.next_step, self.run.steps)
         report = report_of(self.next_step, lr, seconds, results, self._world)
         self.next_step += 1
+        self._last = report
         self._record.write(report)
         return report
 

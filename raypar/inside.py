@@ -6,20 +6,27 @@ import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raypar.actors.ledger import Entry
+from raypar.actors.plan import KEPT, DeviceKind
 from raypar.actors.world import World
 from raypar.calls import Calls
 from raypar.config import Run
 from raypar.measured import timelines_of
+from raypar.report import Report
+from raypar.schedules.measure import costs_of
+from raypar.schedules.overlay import Overlay
 from raypar.schedules.schedule import Schedule
+from raypar.schedules.simulate import simulate
 from raypar.schedules.timeline import Timeline
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+_MOST_SHOWN = 200  # actions of a schedule that a job shows in a REPL
 
 
 class Inside(ABC):
@@ -27,9 +34,21 @@ class Inside(ABC):
 
     run: Run
     schedule: Schedule
+    device: DeviceKind
+    next_step: int
     _world: World
     _calls: Calls
+    _last: Report | None
+    _failure: str | None
     _shapes: Sequence[dict[str, tuple[int, ...]]]  # of the logical parameters, by rank
+
+    def __repr__(self) -> str:
+        grid = repr(self.schedule) if self.schedule.num_actions <= _MOST_SHOWN else self.schedule.title
+        return f"{self._told()}\n{grid}"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the same, with a picture."""
+        return f"<pre>{escape(self._told())}</pre>{self.schedule._repr_svg_() or ''}"
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
@@ -73,15 +92,39 @@ class Inside(ABC):
 
     def timeline(self, dp: int = 0) -> Timeline:
         """The latest training step of one replica as measured, in seconds from the first action of any."""
+        return self._replica(dp, 0)
+
+    def timelines(self, ago: int = 0) -> list[Timeline]:
+        """The latest training step on one clock: a timeline for each replica, then one for the servers 0, the
+        servers 1, ... of the pipeline ranks.
+
+        ``ago`` asks for a step so many before the latest: actors remember a few. Of others nothing is measured.
+        """
+        rows = self._guard(lambda: self._calls.all("events", ago, what="reading the timeline"))
+        return timelines_of(self.schedule, self._world, rows)
+
+    def overlay(self, dp: int = 0) -> Overlay:
+        """The latest training step of one replica over what the steps before it predict: simulated with their costs.
+
+        After the first step there are none, and it is its own prediction.
+        """
+        measured = self._replica(dp, 0)
+        before = [earlier for ago in range(1, KEPT) if (earlier := self._replica(dp, ago)).events]
+        return Overlay(measured, simulate(self.schedule, costs_of(*(before or [measured]))))
+
+    def _told(self) -> str:
+        """The job in three lines."""
+        over = f", over: {self._failure}" if self._failure is not None else ""
+        last = f", loss {self._last.loss:.4f} in step {self._last.step}" if self._last is not None else ""
+        return (
+            f"<Job on {self._world.size} actors, {self.device}{over}>\n{self.run.model} on {self.run.mesh}\n"
+            f"next step {self.next_step} of {self.run.steps}{last}"
+        )
+
+    def _replica(self, dp: int, ago: int) -> Timeline:
         if not 0 <= dp < self.run.mesh.dp:
             raise ValueError(f"there is no replica dp={dp}: the mesh has {self.run.mesh.dp}, counted from 0")
-        return self.timelines()[dp]
-
-    def timelines(self) -> list[Timeline]:
-        """The latest training step on one clock: a timeline for each replica, then one for the servers 0, the
-        servers 1, ... of the pipeline ranks."""
-        rows = self._guard(lambda: self._calls.all("events", what="reading the timeline"))
-        return timelines_of(self.schedule, self._world, rows)
+        return self.timelines(ago)[dp]
 
     def _ask(self, name: str, method: str, ranks: Sequence[int]) -> Any:
         self._demand_open()

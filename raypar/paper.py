@@ -20,15 +20,14 @@ from raypar.schedules.draw import WIDTH, summary, text
 from raypar.schedules.faults import CheckError
 from raypar.schedules.grid import lines, padded, widest
 from raypar.schedules.lower import Order, lower
+from raypar.schedules.save import drawings, save
 from raypar.schedules.schedule import Schedule, ScheduleError
-from raypar.schedules.simulate import UNIT, Costs, simulate
-from raypar.schedules.svg import svg
-from raypar.schedules.table import to_csv
-from raypar.schedules.trace import chrome_trace
+from raypar.schedules.simulate import Costs, simulate
 
 A = TypeVar("A", bound="PaperArgs")
 Format = Literal["text", "svg", "csv", "json"]
 
+_SUFFIXES: dict[Format, str] = {"text": ".txt", "svg": ".svg", "csv": ".csv", "json": ".json"}
 _RANKS, _MICROBATCHES = 4, 8
 
 
@@ -84,20 +83,14 @@ def draw(words: Sequence[str], terminal: bool) -> str:
     schedule = _load(args)
     if args.lowered:
         schedule = lower(schedule)
-    kind: Format = args.format or _format_of(args.out)
-    if kind == "text":
-        color = terminal and args.out is None
-        drawn = _rows(schedule) if args.lowered else _grid(schedule, color)
-    elif kind == "svg":
-        drawn = svg(schedule)
-    elif kind == "csv":
-        drawn = to_csv(schedule).rstrip("\n")
-    else:
-        drawn = json.dumps(chrome_trace(simulate(schedule, UNIT)))
+    color = terminal and args.out is None
+    kinds = drawings(schedule)
+    kinds[".txt"] = lambda: _rows(schedule) if args.lowered else _grid(schedule, color)
+    suffix = _SUFFIXES[args.format] if args.format else (args.out.suffix if args.out else "") or ".txt"
     if args.out is None:
-        return drawn
+        return kinds[suffix]().rstrip("\n")
     try:
-        args.out.write_text(drawn + "\n", encoding="utf-8")
+        save(args.out, kinds, suffix)
     except OSError as error:
         reason = f"--out {str(args.out)!r} can't be written ({error.strerror}): give another path"
         raise ScheduleError(reason) from error
@@ -179,13 +172,6 @@ def _load(args: PaperArgs) -> Schedule:
     if faults:
         raise ScheduleError("\n".join(faults))
     return schedule
-
-
-def _format_of(out: Path | None) -> Format:
-    suffixes: dict[str, Format] = {".svg": "svg", ".csv": "csv", ".json": "json", ".txt": "text", "": "text"}
-    if out is not None and out.suffix not in suffixes:
-        raise ScheduleError(f"--out {str(out)!r}: end it in .svg, .csv, .json or .txt, or say --format")
-    return "text" if out is None else suffixes[out.suffix]
 
 
 def _grid(schedule: Schedule, color: bool) -> str:

@@ -15,6 +15,8 @@ from raypar.schedules.check import check
 from raypar.schedules.draw import text
 from raypar.schedules.faults import CheckError, Fault
 from raypar.schedules.lower import lower
+from raypar.schedules.measure import costs_of
+from raypar.schedules.overlay import Overlay
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulate import Costs, simulate
 from raypar.schedules.svg import svg
@@ -31,12 +33,14 @@ __all__ = [
     "Event",
     "Fault",
     "Op",
+    "Overlay",
     "Schedule",
     "ScheduleError",
     "Timeline",
     "build",
     "check",
     "chrome_trace",
+    "costs_of",
     "from_csv",
     "lower",
     "names",

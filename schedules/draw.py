@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from raypar.schedules.action import COMPUTE, Action, Op
 from raypar.schedules.grid import lines, padded, widest
@@ -38,21 +38,38 @@ def text(
     done   actions that have happened, of a step under way: the others are drawn in lower case, ``f0``, without paint
     """
     timeline = simulate(drawn, UNIT) if isinstance(drawn, Schedule) else drawn
-    schedule = timeline.schedule
+    return "\n".join([*grid({"": timeline}, color=color, width=width, done=done), summary(timeline)])
+
+
+def grid(
+    timelines: Mapping[str, Timeline],
+    *,
+    color: bool = False,
+    width: int | None = WIDTH,
+    done: Collection[Action] | None = None,
+) -> list[str]:
+    """The lines of ``text`` for timelines of one schedule, by their names: a rank has a line for each, and a slot is
+    that of the first one, so that they share one axis."""
+    first = next(iter(timelines.values()))
+    schedule, length = first.schedule, slot_length(first)
     several = schedule.num_stages > schedule.num_ranks
     shown = range(min(schedule.num_ranks, MOST_LANES))
-    labels = [f"rank {rank}" for rank in shown]
-    spans = list(_spans(timeline))
-    columns = max((last for _, _, last, _ in spans), default=0)
+    labels = [f"rank {rank} {name}".rstrip() for rank in shown for name in timelines]
+    spans = [
+        (rank * len(timelines) + place, start, end, action)
+        for place, timeline in enumerate(timelines.values())
+        for rank, start, end, action in _spans(timeline, length)
+    ]
+    columns = max((end for _, _, end, _ in spans), default=0)
     cell = max(len(_GOES_ON), widest(_label(action, several) for _, _, _, action in spans))
     room = columns if width is None else max(1, (width - widest(labels) - 2) // (cell + 1))
-    lanes: list[dict[int, Action]] = [{} for _ in schedule.rows]
-    for rank, first, last, action in spans:
-        for column in range(first, min(last, room)):
-            lanes[rank].setdefault(column, action)
+    lanes: list[dict[int, Action]] = [{} for _ in range(schedule.num_ranks * len(timelines))]
+    for line, start, end, action in spans:
+        for column in range(start, min(end, room)):
+            lanes[line].setdefault(column, action)
     paint = _painted if color else _cells
     rows = []
-    for lane in lanes[: len(shown)]:
+    for lane in lanes[: len(labels)]:
         actions = [lane.get(column) for column in range(max(lane, default=-1) + 1)]
         rows.append(paint(actions, several, cell, done))
     picture = lines(labels, rows)
@@ -60,14 +77,19 @@ def text(
         picture.append(
             f"(ranks 0 to {shown[-1]} of {schedule.num_ranks}, slots 0 to {min(room, columns) - 1} of {columns})"
         )
-    return "\n".join([*picture, summary(timeline)])
+    return picture
 
 
-def summary(timeline: Timeline) -> str:
-    """One line: makespan, bubble, activations in flight."""
+def plain(time: float) -> str:
+    """A time of a timeline, in whatever unit it has."""
+    return f"{time:.6g}"
+
+
+def summary(timeline: Timeline, spelled: Callable[[float], str] = plain) -> str:
+    """One line: makespan, bubble, activations in flight; times are spelled so."""
     held = timeline.in_flight
     flying = " ".join(map(str, held)) if len(held) <= 16 else f"at most {max(held)}"
-    return f"{timeline.name}: makespan {timeline.makespan:.6g}, bubble {timeline.bubble:.1%}, in flight {flying}"
+    return f"{timeline.name}: makespan {spelled(timeline.makespan)}, bubble {timeline.bubble:.1%}, in flight {flying}"
 
 
 def slot_length(timeline: Timeline) -> float:
@@ -79,9 +101,9 @@ def slot_length(timeline: Timeline) -> float:
     return min((sorted(lengths)[len(lengths) // 2] for lengths in durations.values()), default=1.0)
 
 
-def _spans(timeline: Timeline) -> Iterator[tuple[int, int, int, Action]]:
-    """For each compute action its rank, its first slot, the slot behind its last one, and itself."""
-    length, zero = slot_length(timeline), timeline.start
+def _spans(timeline: Timeline, length: float) -> Iterator[tuple[int, int, int, Action]]:
+    """For each compute action its rank, its first slot of such a length, the slot behind its last one, and itself."""
+    zero = timeline.start
     for event in timeline.events:
         if event.action.op in COMPUTE:
             first = round((event.start - zero) / length)

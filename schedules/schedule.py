@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
 
@@ -96,6 +97,16 @@ class Schedule:
         from raypar.schedules.svg import svg  # drawing a schedule takes all other files of this folder
 
         return svg(self) if self.num_actions <= MOST_DRAWN else None
+
+    def save(self, path: str | Path) -> Path:
+        """Write the picture (.svg), the whole grid (.txt), torch's table (.csv) or a trace for Perfetto (.json);
+        returns the path.
+
+        Raises ScheduleError for another ending, OSError if the file can't be written.
+        """
+        from raypar.schedules.save import drawings, save
+
+        return save(path, drawings(self))
 
     @property
     def title(self) -> str:

@@ -49,9 +49,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, send_capacity: i
     """Run a schedule on paper: every rank performs its row in order, each action as soon as it can.
 
     Works before lowering, where a value reaches another rank ``costs.link`` after its compute, and after it. Then a
-    SEND takes no time of its rank, its value arrives ``costs.link`` later, and a RECV lasts as long as the rank has
-    to wait for a value that is under way. ``send_capacity`` is the one of ``check``: SENDs wait for room, and with
-    0 for their RECV, and then both last ``costs.link``.
+    SEND takes no time of its rank, unless ``of_stage`` says so, its value arrives ``costs.link`` later, and a RECV
+    lasts as long as the rank has to wait for a value that is under way. ``send_capacity`` is the one of ``check``:
+    SENDs wait for room, and with 0 for their RECV, and then both last ``costs.link``.
 
     Raises ScheduleError if the ranks wait for one another for ever.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.schedules.action import Action
+from raypar.schedules.measure import costs_of
 from raypar.schedules.moves import moves
 from raypar.schedules.simulate import simulate
 
@@ -294,6 +296,39 @@ def test_the_timeline_of_training_outlives_an_evaluation(job):
     job.evaluate()
     assert job.timeline().events == before
     assert "B3" in repr(job.timeline())
+
+
+def test_a_reset_forgets_what_was_measured(job):
+    job.reset(tiny())
+    job.step()
+    job.reset(tiny())
+    assert job.timeline().events == ()
+
+
+def test_an_overlay_predicts_a_step_with_the_costs_of_those_before_it(job):
+    job.reset(tiny())
+    for _ in range(3):
+        job.step()
+    steps = [job.timelines(ago)[0] for ago in range(4)]
+    assert [bool(step.events) for step in steps] == [True, True, True, False]
+    assert len({step.events for step in steps}) == 4
+    overlay = job.overlay()
+    assert overlay.measured == job.timeline() == steps[0]
+    assert overlay.predicted == simulate(job.schedule, costs_of(*steps[1:3]))
+    job.reset(tiny())
+    job.step()
+    assert job.overlay().predicted == simulate(job.schedule, costs_of(job.timeline()))
+    with pytest.raises(ValueError, match="no replica dp=1"):
+        job.overlay(1)
+
+
+def test_a_job_shows_what_it_is_and_where_it_is(job):
+    job.reset(tiny())
+    assert re.search(r"<Job on 2 actors, cpu>\nGPT\(.*pp=2.*\nnext step 0 of \d+\nrank 0  F0 ", repr(job))
+    loss = job.step().loss
+    assert f"\nnext step 1 of {job.run.steps}, loss {loss:.4f} in step 0\n" in repr(job)
+    assert job._repr_html_().startswith("<pre>&lt;Job on 2")
+    assert "</pre><svg" in job._repr_html_()
 
 
 def test_what_the_driver_can_know_does_not_cost_the_job(cluster):

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -109,8 +110,7 @@ def test_the_svg_has_a_lane_a_rank_and_a_box_an_action():
     assert root.tag == f"{SVG}svg"
     boxes = root.findall(f"{SVG}g")
     assert len(boxes) == schedule.num_actions
-    lanes = root.findall(f"{SVG}rect")
-    assert len(lanes) == 2
+    assert len(root.findall(f"{SVG}rect[@class='raypar-lane']")) == 2
     assert "bubble 11.1%" in root.find(f"{SVG}title").text
     by_tip = {box.find(f"{SVG}title").text.split()[0]: box for box in boxes}
     assert by_tip["2F1"].find(f"{SVG}text").text == "1"
@@ -200,3 +200,8 @@ def test_importing_the_schedules_imports_neither_torch_nor_ray():
 def test_the_drawn_ops_are_the_compute_ops():
     halves = Schedule.of("halves", [[Action(0, Op.F, 0), Action(0, Op.I, 0), Action(0, Op.W, 0)]])
     assert text(halves, color=True).count("\x1b[0m") == len(COMPUTE) - 1
+
+
+def test_the_picture_in_the_readme_is_what_is_drawn():
+    drawn = Path(__file__).parents[2] / "docs/1f1b.svg"
+    assert drawn.read_text() == svg(build("1f1b", 4, 8)) + "\n"

@@ -1,0 +1,1 @@
+"""a run's report as one HTML file: no script, nothing from a network"""
