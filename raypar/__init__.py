@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from raypar.parity import Verdict, verify
     from raypar.recipes import recipe
     from raypar.report import Evaluation, Report
+    from raypar.schedules.catalog import register as register_schedule
     from raypar.start import launch
     from raypar.stepper import Stepper
 
@@ -32,11 +33,12 @@ _HOMES = {
     "raypar.errors": ("ActorDiedError", "JobError", "StalledError"),
     "raypar.recipes": ("recipe",),
     "raypar.report": ("Evaluation", "Report"),
+    "raypar.schedules.catalog": ("register as register_schedule",),
     "raypar.start": ("launch",),
     "raypar.stepper": ("Stepper",),
     "raypar.parity": ("Verdict", "verify"),
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_HOME_OF = {words.split()[-1]: (module, words.split()[0]) for module, names in _HOMES.items() for words in names}
 
 __all__ = [
     "GPT",
@@ -60,6 +62,7 @@ __all__ = [
     "Verdict",
     "launch",
     "recipe",
+    "register_schedule",
     "verify",
 ]
 
@@ -67,7 +70,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'raypar' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
+    module, there = _HOME_OF[name]
+    return getattr(importlib.import_module(module), there)
 
 
 def __dir__() -> list[str]:

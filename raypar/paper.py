@@ -34,8 +34,8 @@ _RANKS, _MICROBATCHES = 4, 8
 
 @dataclass(frozen=True)
 class PaperArgs:
-    schedule: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCHEDULE|FILE.csv")]
-    """a name, or a CSV file as torch.distributed.pipelining and raypar draw write it"""
+    schedule: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCHEDULE|FILE.csv|FILE.py:FUNCTION")]
+    """a name, a CSV file as torch.distributed.pipelining and raypar draw write it, or a function that generates rows"""
     ranks: int | None = None
     """pipeline ranks; None: 4, or what the file has"""
     microbatches: int | None = None

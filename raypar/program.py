@@ -51,7 +51,10 @@ def programs_of(
 
 
 def load_schedule(schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
-    """A schedule by name, from a CSV file, or as it is. Raises ScheduleError, for a file that can't be read too."""
+    """A schedule by name, by the code that generates it (``my.py:zigzag``), from a CSV file, or as it is.
+
+    Raises ScheduleError, for a file that can't be read and for code that fails, too.
+    """
     if isinstance(schedule, Schedule):
         return schedule
     path = Path(schedule)

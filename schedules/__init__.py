@@ -10,9 +10,10 @@ print(text(schedule))
 from __future__ import annotations
 
 from raypar.schedules.action import Action, Op
-from raypar.schedules.catalog import CATALOG, Entry, build, names
+from raypar.schedules.catalog import CATALOG, build, names, register
 from raypar.schedules.check import check
 from raypar.schedules.draw import text
+from raypar.schedules.entry import Entry
 from raypar.schedules.faults import CheckError, Fault
 from raypar.schedules.lower import lower
 from raypar.schedules.schedule import Schedule, ScheduleError
@@ -40,6 +41,7 @@ __all__ = [
     "from_csv",
     "lower",
     "names",
+    "register",
     "simulate",
     "svg",
     "text",
