@@ -16,8 +16,8 @@ from raypar.schedules.schedule import Schedule
 
 Generate = Callable[[int, int, int], Schedule]
 
-MOST_TRIES = 200
-MOST_SECONDS = 0.5  # from the first fault to the last try
+MOST_TRIES = 120  # of sizes, and as many of rows
+MOST_SECONDS = 0.35  # for either
 MOST_MICROBATCHES = 12  # what takes more of them to fail is looked for in the rows
 
 _NAMED = re.compile(r"[A-Z](\d+)\b|\bmicrobatch ([\d, ]+)")
@@ -38,8 +38,8 @@ def demand_sound(
     try:
         check(schedule, send_capacity=send_capacity, max_in_flight=max_in_flight)
     except CheckError as error:
-        search = _Search(error.faults, send_capacity, max_in_flight)
-        found = (generate and search.sizes(schedule, generate)) or search.rows(schedule)
+        bounds = error.faults, send_capacity, max_in_flight
+        found = (generate and _Search(*bounds).sizes(schedule, generate)) or _Search(*bounds).rows(schedule)
         if not found:
             raise
         raise CheckError(f"{error}\n{found}", error.faults) from None
