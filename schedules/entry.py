@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from operator import index
 from typing import Any
 
-from raypar.schedules.action import Action, Op
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.sizes import Sizes
-
-MOST_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +64,7 @@ class Entry:
         call = f"{name_of(self.generate)}({', '.join(map(str, told))})"
         try:
             made = self.generate(*told)
-            schedule = made if isinstance(made, Schedule) else Schedule.of(name, _rows(made))
+            schedule = made if isinstance(made, Schedule) else Schedule.of(name, made)
         except Exception as error:
             file = getattr(getattr(self.generate, "__code__", None), "co_filename", None)
             raise ScheduleError(f"schedule {name!r}: {call} {failure(error, file)}") from error
@@ -117,43 +113,3 @@ def failure(error: BaseException, file: str | None) -> str:
     what = error.msg if isinstance(error, SyntaxError) else str(error)
     kind = "" if isinstance(error, ScheduleError) else f"{type(error).__name__}: "
     return f"fails{place}: {kind}{what}".rstrip(": ")
-
-
-def _rows(made: Any) -> list[list[Action]]:
-    """Plain rows as rows of Actions; raises ScheduleError with all that can't be read."""
-    if isinstance(made, str | bytes) or not isinstance(made, Iterable):
-        raise ScheduleError(f"it returns {_brief(made)}, which is no schedule: return a Schedule, or one row a rank")
-    rows: list[list[Action]] = []
-    faults: list[str] = []
-    for rank, row in enumerate(made):
-        if isinstance(row, bytes) or not isinstance(row, Iterable):
-            faults.append(f"row {rank} is {_brief(row)}: it must be a sequence of actions")
-            continue
-        rows.append([])
-        for place, cell in enumerate(row.split() if isinstance(row, str) else row):
-            try:
-                rows[-1].append(_action(cell))
-            except ValueError as error:
-                faults.append(f"row {rank}, action {place}: {error}")
-    if faults:
-        more = f"; and {len(faults) - MOST_LISTED} more" if len(faults) > MOST_LISTED else ""
-        raise ScheduleError("; ".join(faults[:MOST_LISTED]) + more)
-    return rows
-
-
-def _action(cell: Any) -> Action:
-    """An Action as its parts should be: a plain triple may name its op by a text, and its numbers by those of numpy."""
-    if isinstance(cell, str):
-        return Action.parse(cell)
-    try:
-        stage, op, microbatch = cell
-        numbers = [number if number is None else index(number) for number in (stage, microbatch)]
-        action = Action(numbers[0], Op(op), numbers[1])
-    except (TypeError, ValueError):
-        raise ValueError(f"{_brief(cell)} is not an action: write Action(1, Op.F, 0), or '1F0'") from None
-    return Action.parse(str(action))
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -126,13 +126,13 @@ def test_a_cell_that_is_run_again_replaces_its_function_and_another_function_doe
 @pytest.mark.parametrize(
     ("returned", "says"),
     [
-        (None, "it returns None, which is no schedule"),
-        ("0F0", "it returns '0F0', which is no schedule"),
+        (None, "None is no schedule: give one row of actions a rank"),
+        ("0F0", "'0F0' is no schedule"),
         ([3], "row 0 is 3: it must be a sequence of actions"),
         ([["0F0", "0X0"], ["B"]], "row 0, action 1: '0X0' is not an action.*; row 1, action 0: 'B'"),
         ([[(0, "F")]], r"\(0, 'F'\) is not an action: write Action"),
-        ([[Action(0, Op.F, -1)]], "'0F-1' is not an action"),
-        ([[Action(0.5, Op.F, 1)]], "is not an action"),
+        ([[(0, Op.F, -1)]], "'0F-1' is not an action"),
+        ([[Action(0.5, "F", 1)]], "is not an action"),
         ([["0F0"], ["0F1"]], "stage 0 is on rank 0 and on rank 1"),
         (["0F0 0F1"], r"mine.* returns 1 ranks, not 2, 2 microbatches, not 3, 1 stages, not 2: return one row a rank"),
     ],
