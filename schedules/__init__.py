@@ -17,6 +17,7 @@ from raypar.schedules.entry import Entry
 from raypar.schedules.faults import CheckError, Fault
 from raypar.schedules.lower import lower
 from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.shrink import demand_sound
 from raypar.schedules.simulate import Costs, simulate
 from raypar.schedules.svg import svg
 from raypar.schedules.table import from_csv, to_csv
@@ -38,6 +39,7 @@ __all__ = [
     "build",
     "check",
     "chrome_trace",
+    "demand_sound",
     "from_csv",
     "lower",
     "names",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -113,7 +114,8 @@ def _is_again(generate: Callable[..., Any], other: Callable[..., Any]) -> bool:
 
     def homes(function: Callable[..., Any]) -> set[tuple[str, str]]:
         file = getattr(getattr(function, "__code__", None), "co_filename", "")
-        return {(home, name_of(function)) for home in (file, getattr(function, "__module__", "")) if home}
+        places = (file and str(Path(file).resolve()), getattr(function, "__module__", ""))
+        return {(place, name_of(function)) for place in places if place}
 
     return bool(homes(generate) & homes(other))
 

@@ -8,7 +8,7 @@ import raypar as rp
 from raypar import commands
 from raypar.cli import main
 from raypar.config import check_run
-from raypar.schedules import build, catalog, lower
+from raypar.schedules import build, lower
 from raypar.toml import plain_of, run_of
 
 CODE = """\
@@ -25,10 +25,9 @@ def word(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def registered():
+def registered(catalog_as_before):
     rp.register_schedule("wave")(lambda p, m: build("gpipe", p, m).rows)
-    yield "wave"
-    del catalog._TABLE["wave"]
+    return "wave"
 
 
 def test_a_run_takes_them(word, registered):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import raypar as rp
-from raypar.schedules import CATALOG, Schedule, ScheduleError, build, catalog, check, lower, names, register
+from raypar.schedules import CATALOG, Schedule, ScheduleError, build, check, lower, names, register
 from raypar.schedules.action import Action, Op
 from raypar.schedules.catalog import entry_of
 from raypar.schedules.sizes import Sizes
@@ -19,13 +19,7 @@ def wave(num_ranks, num_microbatches):
 """
 
 
-@pytest.fixture(autouse=True)
-def table():
-    """What a test registers is gone after it."""
-    before = dict(CATALOG)
-    yield
-    catalog._TABLE.clear()
-    catalog._TABLE.update(before)
+pytestmark = pytest.mark.usefixtures("catalog_as_before")
 
 
 @pytest.fixture
