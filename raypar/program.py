@@ -46,8 +46,8 @@ def programs_of(
             f"schedule {train.name!r} splits backwards into I and W, which actors do not compute yet: write B for both"
         )
     forwards = ([action for action in row if action.op is Op.F] for row in train.rows)
-    evaluate = Loaded(Schedule.of(f"{train.name} forwards", forwards))
-    return {"train": loaded.lowered(reduce_grad=reduce_grad), "evaluate": evaluate.lowered()}
+    lowered = loaded.lowered(reduce_grad=reduce_grad)
+    return {"train": lowered, "evaluate": Loaded(Schedule.of(f"{train.name} forwards", forwards)).lowered()}
 
 
 @dataclass(frozen=True)

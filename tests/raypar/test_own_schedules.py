@@ -8,7 +8,7 @@ import raypar as rp
 from raypar import commands
 from raypar.cli import main
 from raypar.config import check_run
-from raypar.schedules import build, lower
+from raypar.schedules import Schedule, build, lower
 from raypar.toml import plain_of, run_of
 
 CODE = """\
@@ -49,6 +49,12 @@ def test_a_mistake_in_it_is_one_of_the_mistakes_of_the_run(word, tmp_path):
         check_run(rp.Run(schedule=word, mesh=rp.Mesh(pp=2, tp=2)))
     assert len(raised.value.faults) == 2
     assert "my.py, line 2): NameError: name 'FB' is not defined" in str(raised.value)
+
+
+def test_what_is_wrong_with_it_is_told_of_the_training_step():
+    rows = ["0B0 0B1", "1F0 1B0 1F1 1B1"]
+    with pytest.raises(rp.ConfigError, match="schedule 'mine' breaks"):
+        check_run(rp.Run(schedule=Schedule.of("mine", rows), mesh=rp.Mesh(pp=2), microbatches=2))
 
 
 @pytest.mark.parametrize("command", ["draw", "check", "simulate", "train"])
