@@ -149,7 +149,7 @@ class Member(ABC):
     def events(self, ago: int = 0) -> list[Span]:
         """What was done in the latest training step that was finished, or so many steps before it; empty if that is not
         known (any more)."""
-        return self._trained[ago] if ago < len(self._trained) else []
+        return self._trained[ago] if 0 <= ago < len(self._trained) else []
 
     def parameters(self) -> dict[str, Tensor]:
         """This actor's weights by logical name, on the host."""

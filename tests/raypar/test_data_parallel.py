@@ -119,6 +119,7 @@ def test_a_timeline_shows_one_replica_and_the_trace_all_actors(job):
         assert {event.actor for event in timeline.events} == {f"pp={pp} dp={dp}" for pp in range(2)}
         assert timeline.in_flight == simulate(job.schedule).in_flight
         assert "B3" in repr(timeline)
+        assert job.overlay(dp).measured == timeline
         assert "bucket 0" in rp.schedules.svg(timeline)
     with pytest.raises(ValueError, match=r"no replica dp=2: the mesh has 2"):
         job.timeline(2)
