@@ -25,6 +25,7 @@ def text(
     color: bool = False,
     width: int | None = WIDTH,
     done: Collection[Action] | None = None,
+    cursor: Action | None = None,
 ) -> str:
     """Draw the compute of a schedule, or of a timeline, as a grid of characters.
 
@@ -36,9 +37,10 @@ def text(
     color  paint the cells by op, with ANSI escapes for a terminal
     width  cut the lines to so many characters, and say so; None cuts nothing
     done   actions that have happened, of a step under way: the others are drawn in lower case, ``f0``, without paint
+    cursor the one that comes next: ``>f0``
     """
     timeline = simulate(drawn, UNIT) if isinstance(drawn, Schedule) else drawn
-    return "\n".join([*grid({"": timeline}, color=color, width=width, done=done), summary(timeline)])
+    return "\n".join([*grid({"": timeline}, color=color, width=width, done=done, cursor=cursor), summary(timeline)])
 
 
 def grid(
@@ -47,6 +49,7 @@ def grid(
     color: bool = False,
     width: int | None = WIDTH,
     done: Collection[Action] | None = None,
+    cursor: Action | None = None,
 ) -> list[str]:
     """The lines of ``text`` for timelines of one schedule, by their names: a rank has a line for each, and a slot is
     that of the first one, so that they share one axis."""
@@ -61,7 +64,7 @@ def grid(
         for rank, start, end, action in _spans(timeline, length)
     ]
     columns = max((end for _, _, end, _ in spans), default=0)
-    cell = max(len(_GOES_ON), widest(_label(action, several) for _, _, _, action in spans))
+    cell = max(len(_GOES_ON), widest(_label(action, several) for _, _, _, action in spans)) + (cursor is not None)
     room = columns if width is None else max(1, (width - widest(labels) - 2) // (cell + 1))
     lanes: list[dict[int, Action]] = [{} for _ in range(schedule.num_ranks * len(timelines))]
     for line, start, end, action in spans:
@@ -71,7 +74,7 @@ def grid(
     rows = []
     for lane in lanes[: len(labels)]:
         actions = [lane.get(column) for column in range(max(lane, default=-1) + 1)]
-        rows.append(paint(actions, several, cell, done))
+        rows.append(paint(actions, several, cell, done, cursor))
     picture = lines(labels, rows)
     if room < columns or len(shown) < schedule.num_ranks:
         picture.append(
@@ -110,16 +113,21 @@ def _spans(timeline: Timeline, length: float) -> Iterator[tuple[int, int, int, A
             yield event.rank, first, max(first + 1, round((event.end - zero) / length)), event.action
 
 
-def _cells(actions: list[Action | None], several: bool, width: int, done: Collection[Action] | None) -> list[str]:
+def _cells(
+    actions: list[Action | None], several: bool, width: int, done: Collection[Action] | None, cursor: Action | None
+) -> list[str]:
     texts = []
     for action, before in zip(actions, [None, *actions], strict=False):
         label = "" if action is None else _GOES_ON if action == before else _label(action, several)
-        texts.append(label if done is None or action in done else label.lower())
+        mark = "" if cursor is None else ">" if action == cursor != before else " "
+        texts.append(mark + (label if done is None or action in done else label.lower()))
     return padded([texts], width)[0]
 
 
-def _painted(actions: list[Action | None], several: bool, width: int, done: Collection[Action] | None) -> list[str]:
-    cells = _cells(actions, several, width, done)
+def _painted(
+    actions: list[Action | None], several: bool, width: int, done: Collection[Action] | None, cursor: Action | None
+) -> list[str]:
+    cells = _cells(actions, several, width, done, cursor)
     return [
         cell if action is None or (done is not None and action not in done) else f"{_ANSI[action.op]}{cell}{_PLAIN}"
         for cell, action in zip(cells, actions, strict=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import colorsys
 import html
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from heapq import nsmallest
 
-from raypar.schedules.action import COMPUTE, Op
+from raypar.schedules.action import COMPUTE, Action, Op
 from raypar.schedules.axis import ticks
 from raypar.schedules.draw import plain, slot_length, summary
 from raypar.schedules.schedule import MOST_DRAWN, Schedule
@@ -30,34 +30,48 @@ _DARK = (
 )
 
 
-def svg(drawn: Schedule | Timeline) -> str:
+def svg(drawn: Schedule | Timeline, *, done: Collection[Action] | None = None, cursor: Action | None = None) -> str:
     """Draw a schedule, or a timeline, as standalone SVG on its own background, light or dark as the reader's page is.
 
     A schedule is drawn with every action one slot long, a timeline to its own scale, with an axis. Boxes are coloured
     by op, and lighter for later chunks of a rank; the number is the microbatch, and pointing at a box tells the rest.
     Waiting for a value, reducing gradients (a thin line for each bucket) and STEP are grey. Beyond ``MOST_DRAWN``
     events the picture is cut, and says so.
+
+    done   actions that have happened, of a step under way: the others are pale
+    cursor the one that comes next: it has a frame
     """
     if isinstance(drawn, Schedule):
         timeline = simulate(drawn, UNIT)
-        return picture({"": timeline}, [summary(timeline)], None)
-    return picture({"": drawn}, [summary(drawn)], plain)
+        return picture({"": timeline}, [summary(timeline)], None, done=done, cursor=cursor)
+    return picture({"": drawn}, [summary(drawn)], plain, done=done, cursor=cursor)
 
 
 def picture(
-    timelines: Mapping[str, Timeline], headings: Sequence[str], spelled: Callable[[float], str] | None = None
+    timelines: Mapping[str, Timeline],
+    headings: Sequence[str],
+    spelled: Callable[[float], str] | None = None,
+    *,
+    done: Collection[Action] | None = None,
+    cursor: Action | None = None,
 ) -> str:
     """Timelines of one schedule in one picture, by their names: a rank has a lane for each, on one axis.
 
     The first is drawn in full colour, the others are pale. ``spelled`` writes the times; None draws no axis.
     """
-    return "\n".join(_Picture(timelines, headings, spelled).lines())
+    return "\n".join(_Picture(timelines, headings, spelled, done, cursor).lines())
 
 
 class _Picture:
     def __init__(
-        self, timelines: Mapping[str, Timeline], headings: Sequence[str], spelled: Callable[[float], str] | None
+        self,
+        timelines: Mapping[str, Timeline],
+        headings: Sequence[str],
+        spelled: Callable[[float], str] | None,
+        done: Collection[Action] | None,
+        cursor: Action | None,
     ) -> None:
+        self._done, self._cursor = done, cursor
         self._timelines, self._names = list(timelines.values()), list(timelines)
         self._schedule, self._spelled = self._timelines[0].schedule, spelled
         span, slot = max(timeline.makespan for timeline in self._timelines), slot_length(self._timelines[0])
@@ -137,13 +151,15 @@ class _Picture:
         length = event.end - event.start
         width = length * self._scale - FINEST
         computes, height = event.action.op in COMPUTE, LANE if event.bucket is None else _THIN
-        label, ink = str(event.action.microbatch) if computes else "", _INK if place else 'fill="#fff"'
+        pale = place > 0 or (self._done is not None and event.action not in self._done)
+        label, ink = str(event.action.microbatch) if computes else "", _INK if pale else 'fill="#fff"'
         number = f'<text {ink} x="{x + width / 2:.1f}" y="{y + 17}" text-anchor="middle">{label}</text>'
-        opacity = (1.0 if computes else _FAINT) * (_PALE if place else 1.0)
+        opacity = (1.0 if computes else _FAINT) * (_PALE if pale else 1.0)
         faint = "" if opacity == 1.0 else f' fill-opacity="{opacity:.2g}"'
+        frame = f' stroke="{_GREY}" stroke-width="3"' if event.action == self._cursor else ""
         return (
             f'<g><title>{self._tip(start, place, event)}</title><rect x="{x:.1f}" y="{y + LANE - height}" '
-            f'width="{width:.1f}" height="{height}" rx="3" fill="{self._fill(event)}"{faint}/>'
+            f'width="{width:.1f}" height="{height}" rx="3" fill="{self._fill(event)}"{faint}{frame}/>'
             f"{number if 0 < 7 * len(label) <= width else ''}</g>"
         )
 

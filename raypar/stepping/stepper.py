@@ -13,7 +13,7 @@ from raypar.calls import Calls
 from raypar.errors import JobError
 from raypar.patience import patience
 from raypar.report import Report
-from raypar.schedules.action import RECVS, SENDS, Action, Op
+from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
 from raypar.schedules.draw import text
 from raypar.schedules.moves import Board, Move, MoveError, Why
 from raypar.schedules.rules import rank_of
@@ -114,12 +114,12 @@ class Stepper:
 
     def __repr__(self) -> str:
         moves = len(self._board.taken), len(self._board.taken) + len(self._board.left)
-        grid = text(self.schedule, done=frozenset(self.done))
+        grid = text(self.schedule, done=frozenset(self.done), cursor=self._next_compute())
         return f"{self._note}step {self.step}, {moves[0]} of {moves[1]} moves done, next: {self._cursor()}\n{grid}"
 
     def _repr_svg_(self) -> str:
         """The picture that a notebook shows."""
-        return svg(self.schedule)
+        return svg(self.schedule, done=frozenset(self.done), cursor=self._next_compute())
 
     # --- moves ---
 
@@ -273,6 +273,10 @@ class Stepper:
             raise self._over
         if self._report is not None:
             raise JobError(f"step {self.step} is finished: job.stepper() begins the next one")
+
+    def _next_compute(self) -> Action | None:
+        """What of the pictures, which show no communication, comes next."""
+        return next((action for action in self.left if action.op in COMPUTE), None)
 
     def _cursor(self) -> str:
         if self._over is not None:

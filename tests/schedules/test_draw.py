@@ -205,3 +205,16 @@ def test_the_drawn_ops_are_the_compute_ops():
 def test_the_picture_in_the_readme_is_what_is_drawn():
     drawn = Path(__file__).parents[2] / "docs/1f1b.svg"
     assert drawn.read_text() == svg(build("1f1b", 4, 8)) + "\n"
+
+
+def test_a_step_under_way_has_a_cursor_and_what_is_to_come_is_pale():
+    schedule = build("gpipe", 2, 2)
+    done, cursor = {Action.parse("0F0"), Action.parse("0F1")}, Action.parse("1F0")
+    assert text(schedule, done=done, cursor=cursor).splitlines()[:2] == [
+        "rank 0   F0  F1          b0  b1",
+        "rank 1      >f0  f1  b0  b1",
+    ]
+    drawn = svg(schedule, done=done, cursor=cursor)
+    assert drawn.count('fill-opacity="0.4"') == 6
+    assert drawn.count("stroke-width") == 1
+    assert svg(schedule).count('fill-opacity="0.4"') == 0
