@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from raypar.parity import Verdict, verify
     from raypar.recipes import recipe
     from raypar.report import Evaluation, Report
+    from raypar.schedules.catalog import register as register_schedule
     from raypar.start import launch
     from raypar.stepping.repl import tab_completion
     from raypar.stepping.replay import Replayed, replay
@@ -34,13 +35,14 @@ _HOMES = {
     "raypar.errors": ("ActorDiedError", "JobError", "StalledError"),
     "raypar.recipes": ("recipe",),
     "raypar.report": ("Evaluation", "Report"),
+    "raypar.schedules.catalog": ("register as register_schedule",),
     "raypar.start": ("launch",),
     "raypar.stepping.repl": ("tab_completion",),
     "raypar.stepping.replay": ("Replayed", "replay"),
     "raypar.stepping.stepper": ("Stepper",),
     "raypar.parity": ("Verdict", "verify"),
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_HOME_OF = {words.split()[-1]: (module, words.split()[0]) for module, names in _HOMES.items() for words in names}
 
 __all__ = [
     "GPT",
@@ -65,6 +67,7 @@ __all__ = [
     "Verdict",
     "launch",
     "recipe",
+    "register_schedule",
     "replay",
     "tab_completion",
     "verify",
@@ -74,7 +77,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'raypar' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
+    module, there = _HOME_OF[name]
+    return getattr(importlib.import_module(module), there)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The command line: ``raypar train``, ``verify``, ``draw``, ``check``, ``simulate``, ``ckpt``, ``report``, ..."""
+"""The command line: ``raypar train``, ``step``, ``verify``, ``draw``, ``check``, ``simulate``, ``report`` and more."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ Train PyTorch models in parallel with Ray actors.
 
 with actors:
   raypar train [RECIPE|FILE.toml] [flags]       train; recipes: gpt-tiny, gpt-small (default), gpt-124m
+  raypar step [RECIPE|FILE.toml] [flags]        a Python REPL in which you take a step action by action (gpt-tiny)
   raypar verify [RECIPE|FILE.toml] [flags]      compare a few steps with one plain process, bit by bit
 
 on paper, in no time:
   raypar draw SCHEDULE|FILE.csv [flags]         draw a schedule: text, SVG, CSV, Chrome trace
   raypar check SCHEDULE|FILE.csv [flags]        prove that a schedule can run
   raypar simulate SCHEDULE|FILE.csv [flags]     how long a schedule takes, and who waits
+  SCHEDULE may be code of yours: my.py:function or package.module:function
 
 checkpoints, which raypar train --folder FOLDER writes:
   raypar ckpt ls FOLDER                         list them
@@ -48,6 +50,7 @@ examples:
   raypar train --model.layers 12 --data.path 'books/*.txt' --optim.kind sgd --dry-run
   raypar train gpt-small --folder runs/second --save-every 20 --keep-last 3 --track tensorboard
   raypar train --resume runs/second
+  raypar step gpt-tiny --schedule gpipe --microbatches 4
   raypar report runs/second
   raypar verify --schedule gpipe
   raypar draw 1f1b --ranks 4 --microbatches 8 --out 1f1b.svg
@@ -63,7 +66,7 @@ exit codes:
 """
 
 _PAPER = ("draw", "check", "simulate")
-_RUNS = ("train", "verify")
+_RUNS = ("train", "step", "verify")
 _DISK = ("ckpt", "report", "trace")
 
 
@@ -142,6 +145,9 @@ def _with_actors(command: str, words: list[str]) -> int:
             verdict = commands.verify(words)
             _say(str(verdict))
             return OK if verdict.ok else DIFFERENT
+        if command == "step":
+            commands.step(words)
+            return OK
         outcome = commands.train(words, terminal=sys.stdout.isatty())
         if isinstance(outcome, commands.Plan):
             return _say(f"{outcome.picture}\n\n{_table(outcome.rows)}\n\nok: this run can start; no actor was started")

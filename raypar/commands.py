@@ -18,6 +18,7 @@ from raypar.files import file_faults, growing_file, whole_file
 from raypar.folder.names import home_of
 from raypar.report import Evaluation, Report
 from raypar.schedules.draw import text
+from raypar.schedules.named_code import names_code
 from raypar.schedules.trace import chrome_trace
 from raypar.summary import Rows, closing_rows, plan_rows
 from raypar.toml import optimizer, read_table, run_of
@@ -37,7 +38,7 @@ class RunArgs(Run):
 
     model: GPT = field(default_factory=GPT)
     schedule: str = "1f1b"
-    """naive, gpipe, 1f1b, interleaved, or a CSV file; see raypar draw --help"""
+    """naive, gpipe, 1f1b, interleaved, a CSV file, or code of yours as my.py:function; see raypar draw --help"""
     data: Text = field(default_factory=Text)
     optim: AdamW | SGD = field(default_factory=AdamW)
     base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE|FILE.toml")] = ""
@@ -79,6 +80,9 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Rows:
     start = next((_found(path) for path in _values_of("--resume", words) if path), None)
     known = {} if start is None else {str(start.path): _its_run(start)}
     args = _parse(TrainArgs, words, "train", "Train a model on actors.", next(iter(known), "gpt-small"), known=known)
+    if args.base in known and names_code(args.schedule) and not [*_values_of("--schedule", words)]:
+        fix = f"if you trust it, say --schedule {args.schedule}"
+        raise ConfigError([f"schedule {args.schedule!r} is code, and the checkpoint alone can't make it run: {fix}"])
     run, faults = args.run(), [*file_faults("--log", args.log), *file_faults("--trace", args.trace)]
     try:
         schedule = check_run(run, None if start is None else start.path)["train"]
@@ -123,6 +127,18 @@ def verify(words: Sequence[str]) -> Verdict:
     from raypar import parity
 
     return parity.verify(run)
+
+
+def step(words: Sequence[str]) -> None:
+    """``raypar step``: a REPL on the run's first step. Raises what ``train`` raises."""
+    what = "Step through a schedule by hand, on actors, in a Python REPL."
+    run = _parse(RunArgs, words, "step", what, "gpt-tiny").run()
+    check_run(run)
+    from raypar.start import launch
+    from raypar.stepping.repl import interact
+
+    with launch(run) as job:
+        interact(job)
 
 
 def _found(path: str) -> Found:

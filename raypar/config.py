@@ -36,7 +36,7 @@ class Run:
     mesh: Mesh = field(default_factory=Mesh)
     """how the work is split; ``Mesh(pp=2)`` is two pipeline ranks"""
     schedule: str | Schedule = "1f1b"
-    """a name (naive, gpipe, 1f1b, interleaved), a CSV file, or a Schedule"""
+    """a name (naive, gpipe, 1f1b, interleaved, registered ones), a CSV file, code as my.py:function, or a Schedule"""
     chunks: Count | None = None
     """stages a rank holds; None is the schedule's own default (2 for interleaved, else 1)"""
     microbatches: Count = 4

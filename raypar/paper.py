@@ -13,9 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from raypar.actors.plan import SEND_WINDOW
-from raypar.program import load_schedule
+from raypar.program import Loaded, load
 from raypar.schedules.catalog import CATALOG
-from raypar.schedules.check import check
 from raypar.schedules.draw import WIDTH, summary, text
 from raypar.schedules.faults import CheckError
 from raypar.schedules.grid import lines, padded, widest
@@ -33,8 +32,8 @@ _RANKS, _MICROBATCHES = 4, 8
 
 @dataclass(frozen=True)
 class PaperArgs:
-    schedule: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCHEDULE|FILE.csv")]
-    """a name, or a CSV file as torch.distributed.pipelining and raypar draw write it"""
+    schedule: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCHEDULE|FILE.csv|FILE.py:FUNCTION")]
+    """a name, a CSV file as torch.distributed.pipelining and raypar draw write it, or a function that generates rows"""
     ranks: int | None = None
     """pipeline ranks; None: 4, or what the file has"""
     microbatches: int | None = None
@@ -80,7 +79,7 @@ class SimulateArgs(PaperArgs):
 def draw(words: Sequence[str], terminal: bool) -> str:
     """``raypar draw``: the drawing, or where it went; coloured and cut to its width for a terminal."""
     args = _parse(DrawArgs, words, "draw", "Draw a schedule.")
-    schedule = _load(args)
+    schedule = _load(args).schedule
     if args.lowered:
         schedule = lower(schedule)
     color = terminal and args.out is None
@@ -102,11 +101,10 @@ def prove(words: Sequence[str]) -> str:
     what = "Prove that a schedule can run: nothing missing, nothing twice, everything in order, no deadlock."
     args = _parse(CheckArgs, words, "check", what)
     loaded = _load(args)
-    schedule = lower(loaded, args.order)
     try:
-        check(schedule, send_capacity=0 if args.blocking else SEND_WINDOW)
+        schedule = loaded.lowered(args.order, send_capacity=0 if args.blocking else SEND_WINDOW)
     except CheckError as error:
-        sweepable = args.blocking and args.order != "one_sweep" and not loaded.lowered
+        sweepable = args.blocking and args.order != "one_sweep" and not loaded.schedule.lowered
         if sweepable and all(fault.rule == "deadlock" for fault in error.faults):
             raise ScheduleError(f"{error}\nwith sends that block, take --order one_sweep") from error
         raise
@@ -126,8 +124,7 @@ def measure(words: Sequence[str]) -> str:
     wrong = [f"--{name} is {cost}: it must be 0 or more" for name, cost in given.items() if not 0 <= cost < math.inf]
     if wrong:
         raise ScheduleError("\n".join(wrong))
-    schedule = lower(_load(args))
-    check(schedule, send_capacity=SEND_WINDOW)
+    schedule = _load(args).lowered()
     timeline = simulate(schedule, Costs(**given), send_capacity=SEND_WINDOW)
     if args.format == "text":
         return f"{_sizes(schedule)}\n{summary(timeline)}"
@@ -156,11 +153,12 @@ def _parse(kind: type[A], words: Sequence[str], command: str, what: str) -> A:
     )
 
 
-def _load(args: PaperArgs) -> Schedule:
+def _load(args: PaperArgs) -> Loaded:
     """The schedule; raises ScheduleError, also if a file is not of the sizes that were asked for."""
     ranks = _RANKS if args.ranks is None else args.ranks
     microbatches = _MICROBATCHES if args.microbatches is None else args.microbatches
-    schedule = load_schedule(args.schedule, ranks, microbatches, args.chunks)
+    loaded = load(args.schedule, ranks, microbatches, args.chunks)
+    schedule = loaded.schedule
     faults = [
         f"schedule {schedule.name!r} has {has} {name}, not {wanted}: leave --{name} out for a file"
         for name, has, wanted in (
@@ -171,7 +169,7 @@ def _load(args: PaperArgs) -> Schedule:
     ]
     if faults:
         raise ScheduleError("\n".join(faults))
-    return schedule
+    return loaded
 
 
 def _grid(schedule: Schedule, color: bool) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from raypar.actors.plan import SEND_WINDOW, ProgramName
 from raypar.schedules.action import Op
-from raypar.schedules.catalog import build
-from raypar.schedules.check import check
-from raypar.schedules.lower import lower
+from raypar.schedules.catalog import entry_of
+from raypar.schedules.lower import Order, lower
 from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.shrink import Generate, demand_sound
 from raypar.schedules.table import from_csv
 
 Programs = Mapping[ProgramName, Schedule]
@@ -29,7 +30,8 @@ def programs_of(
 
     Raises ScheduleError if there is no such schedule, if it does not fit the sizes, or if it breaks a rule.
     """
-    train = lower(load_schedule(schedule, ranks, microbatches, chunks), reduce_grad=reduce_grad)
+    loaded = load(schedule, ranks, microbatches, chunks)
+    train = loaded.schedule
     if train.forward_only:
         raise ScheduleError(f"schedule {train.name!r} has no backward: it can evaluate but not train; use 1f1b, say")
     if train.num_ranks != ranks:
@@ -44,24 +46,54 @@ def programs_of(
             f"schedule {train.name!r} splits backwards into I and W, which actors do not compute yet: write B for both"
         )
     forwards = ([action for action in row if action.op is Op.F] for row in train.rows)
-    evaluate = lower(Schedule.of(f"{train.name} forwards", forwards))
-    for program in (train, evaluate):
-        check(program, send_capacity=SEND_WINDOW)
-    return {"train": train, "evaluate": evaluate}
+    lowered = loaded.lowered(reduce_grad=reduce_grad)
+    return {"train": lowered, "evaluate": Loaded(Schedule.of(f"{train.name} forwards", forwards)).lowered()}
 
 
-def load_schedule(schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
-    """A schedule by name, from a CSV file, or as it is. Raises ScheduleError, for a file that can't be read too."""
+@dataclass(frozen=True)
+class Loaded:
+    """A schedule, and what makes it for other sizes; None where there are only its rows."""
+
+    schedule: Schedule
+    generate: Generate | None = None
+
+    def lowered(
+        self, order: Order = "just_in_time", *, reduce_grad: bool = False, send_capacity: int = SEND_WINDOW
+    ) -> Schedule:
+        """The schedule lowered and proved safe; raises ScheduleError with what does not hold, the smallest case of it
+        too.
+        """
+        generate = self.generate
+
+        def full(schedule: Schedule) -> Schedule:
+            return lower(schedule, order, reduce_grad=reduce_grad)
+
+        try:
+            lowered = full(self.schedule)
+        except ScheduleError:
+            demand_sound(self.schedule, generate)  # it says more: what is missing, and where
+            raise
+        smaller = None if generate is None else lambda *sizes: full(generate(*sizes))
+        demand_sound(lowered, smaller, send_capacity=send_capacity)
+        return lowered
+
+
+def load(schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | None) -> Loaded:
+    """A schedule by name, by the code that generates it (``my.py:zigzag``), from a CSV file, or as it is.
+
+    Raises ScheduleError, for a file that can't be read and for code that fails, too.
+    """
     if isinstance(schedule, Schedule):
-        return schedule
+        return Loaded(schedule)
     path = Path(schedule)
     if path.suffix != ".csv":
         if ranks * microbatches * (chunks or 1) > MOST_CELLS:
             sizes = f"{ranks} ranks x {microbatches} microbatches x {chunks or 1} chunks"
             raise ScheduleError(f"schedule {schedule!r}: {sizes} are more than {MOST_CELLS}: use smaller numbers")
-        return build(schedule, ranks, microbatches, chunks)
+        generate = partial(entry_of(schedule).build, schedule)
+        return Loaded(generate(ranks, microbatches, chunks), generate)
     try:
-        return from_csv(path.read_text(encoding="utf-8"), path.stem)
+        return Loaded(from_csv(path.read_text(encoding="utf-8"), path.stem))
     except OSError as error:
         raise ScheduleError(f"schedule file {schedule!r} can't be read ({error.strerror}): correct the path") from error
     except (UnicodeDecodeError, csv.Error) as error:

@@ -10,14 +10,16 @@ print(text(schedule))
 from __future__ import annotations
 
 from raypar.schedules.action import Action, Op
-from raypar.schedules.catalog import CATALOG, Entry, build, names
+from raypar.schedules.catalog import CATALOG, build, names, register
 from raypar.schedules.check import check
 from raypar.schedules.draw import text
+from raypar.schedules.entry import Entry
 from raypar.schedules.faults import CheckError, Fault
 from raypar.schedules.lower import lower
 from raypar.schedules.measure import costs_of
 from raypar.schedules.overlay import Overlay
 from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.shrink import demand_sound
 from raypar.schedules.simulate import Costs, simulate
 from raypar.schedules.svg import svg
 from raypar.schedules.table import from_csv, to_csv
@@ -41,9 +43,11 @@ __all__ = [
     "check",
     "chrome_trace",
     "costs_of",
+    "demand_sound",
     "from_csv",
     "lower",
     "names",
+    "register",
     "simulate",
     "svg",
     "text",

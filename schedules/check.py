@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterator
 
 from raypar.schedules.action import RECVS, SENDS, Action
 from raypar.schedules.faults import CheckError, Fault
@@ -21,7 +22,8 @@ def check(schedule: Schedule, *, send_capacity: int | None = None, max_in_flight
     pairing     lowered: each value that crosses ranks has one SEND and one RECV, and there are no others
     edge order  lowered: a rank receives from another in the order in which that one sends (NCCL has no tags)
     reduce      REDUCE_GRAD for every stage once or for none, behind the last weight gradient of the stage
-    step        lowered: STEP once a row, behind all weight gradients of the row; none in an evaluation
+    step        lowered: STEP once a row, behind all weight gradients of the row and their REDUCE_GRAD; none in an
+                evaluation
     in flight   no rank holds more than ``max_in_flight`` activations, if that is given
     deadlock    the ranks never wait for one another in a circle
 
@@ -32,7 +34,9 @@ def check(schedule: Schedule, *, send_capacity: int | None = None, max_in_flight
     """
     if send_capacity is not None and send_capacity < 0:
         raise ValueError(f"send_capacity={send_capacity}: take 0 or more values, or None for no limit")
-    faults: list[Fault] = []
+    if not schedule.rows:
+        raise CheckError(f"schedule {schedule.name!r} has no rows: a pipeline has at least one rank")
+    faults = list(_misplaced(schedule))
     reduced: set[int] = set()
     for rank in range(schedule.num_ranks):
         row = RowCheck(schedule, rank, max_in_flight).run()
@@ -45,6 +49,14 @@ def check(schedule: Schedule, *, send_capacity: int | None = None, max_in_flight
     if faults:
         raise CheckError.of(schedule, faults)
     _check_across(schedule, send_capacity)
+
+
+def _misplaced(schedule: Schedule) -> Iterator[Fault]:
+    last = schedule.num_ranks - 1
+    for stage, home in enumerate(schedule.placement):
+        if not 0 <= home <= last:
+            sentence = f"stage {stage} is placed on rank {home}, and the schedule has ranks 0 to {last} only"
+            yield Fault(min(max(home, 0), last), None, "placement", sentence)
 
 
 def _check_across(schedule: Schedule, send_capacity: int | None) -> None:

@@ -33,17 +33,24 @@ class CheckError(ScheduleError):
         self.faults = list(faults)
 
     @classmethod
-    def of(cls, schedule: Schedule, faults: Sequence[Fault], marks: Collection[tuple[int, int]] = ()) -> CheckError:
+    def of(cls, schedule: Schedule, faults: Sequence[Fault], circle: Collection[tuple[int, int]] = ()) -> CheckError:
         """The error for the faults, with the schedule around the first one and its cell marked.
 
-        ``marks`` are further cells to mark, ``(rank, index)``.
+        ``circle`` are the cells ``(rank, index)`` that wait for one another, if the last fault is a deadlock: they are
+        marked, and if it is the only fault no other ranks are shown.
         """
         first = faults[0]
-        cells = {*marks, *((fault.rank, fault.index) for fault in faults[:MOST_SHOWN] if fault.index is not None)}
+        cells = {*circle, *((fault.rank, fault.index) for fault in faults[:MOST_SHOWN] if fault.index is not None)}
         centre = (first.rank, first.index if first.index is not None else len(schedule.rows[first.rank]))
+        among = {rank for rank, _ in circle} if len(faults) == 1 else None
         count = "a rule" if len(faults) == 1 else f"{len(faults)} rules"
-        text = [f"schedule {schedule.name!r} breaks {count}:", excerpt(schedule, centre, cells)]
+        text = [f"schedule {schedule.name!r} breaks {count}:", excerpt(schedule, centre, cells, among)]
         text += map(str, faults[:MOST_SHOWN])
         if len(faults) > MOST_SHOWN:
             text.append(f"... and {len(faults) - MOST_SHOWN} more")
         return cls("\n".join(text), faults)
+
+    @property
+    def picture(self) -> str:
+        """The text without its first line: the schedule around the first fault, and the faults."""
+        return str(self).partition("\n")[2]

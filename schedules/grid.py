@@ -6,6 +6,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 from raypar.schedules.schedule import Schedule
 
+RANKS, PLACES = 8, 8  # of a schedule that is too large to show
+FITTING = 140  # characters of a line that is not too long
+
 
 def padded(rows: Iterable[Sequence[str]], width: int) -> list[list[str]]:
     """The cells, filled up with blanks to one width."""
@@ -23,18 +26,29 @@ def lines(labels: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def excerpt(
-    schedule: Schedule, centre: tuple[int, int], marks: Collection[tuple[int, int]], ranks: int = 8, places: int = 8
+    schedule: Schedule,
+    centre: tuple[int, int],
+    marks: Collection[tuple[int, int]],
+    among: Collection[int] | None = None,
+    ranks: int = RANKS,
+    places: int = PLACES,
 ) -> str:
     """The rows around a place ``(rank, index)`` as they are written, without bubbles.
 
-    The marked actions stand between ``>`` and ``<``. A schedule that is larger than the window of so many ranks and
-    places is cut, and the last line says so.
+    The marked actions stand between ``>`` and ``<``. ``among`` are the ranks that matter, None for all. A schedule
+    that is larger than the window of so many ranks and places is cut, and the last line says so; rows that fit into
+    a line are not.
     """
     longest = max(map(len, schedule.rows))
-    first_rank, last_rank = _window(centre[0], ranks, schedule.num_ranks)
+    cell = widest(f" >{action}<" for row in schedule.rows for action in row[:FITTING])
+    if longest * cell <= FITTING:
+        places = longest
+    chosen = sorted(among) if among else list(range(schedule.num_ranks))
+    first_rank, last_rank = _window(chosen.index(centre[0]), ranks, len(chosen))
+    chosen = chosen[first_rank:last_rank]
     first, last = _window(centre[1], places, longest)
     labels, rows = [], []
-    for rank in range(first_rank, last_rank):
+    for rank in chosen:
         row = schedule.rows[rank]
         shown = range(first, min(last, len(row)))
         labels.append(f"rank {rank}:{' ..' if first else ''}")
@@ -42,9 +56,15 @@ def excerpt(
         if last < len(row):
             rows[-1].append(" ..")
     text = lines(labels, padded(rows, widest(cell for row in rows for cell in row)))
-    if last_rank - first_rank < schedule.num_ranks or last - first < longest:
-        text.append(f"(ranks {first_rank} to {last_rank - 1} of {schedule.num_ranks}, actions {first} to {last - 1})")
+    if len(chosen) < schedule.num_ranks or last - first < longest:
+        text.append(f"({_spelled(chosen)} of {schedule.num_ranks}, actions {first} to {last - 1})")
     return "\n".join(text)
+
+
+def _spelled(ranks: Sequence[int]) -> str:
+    if ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def _window(centre: int, size: int, whole: int) -> tuple[int, int]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from raypar.schedules.action import RECVS, SENDS, STEP, Action, Op
-from raypar.schedules.check import check
 from raypar.schedules.rules import needs, partner, provides, rank_of
 from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.shrink import demand_sound
 from raypar.schedules.simulate import simulate
 
 _MOST_SHOWN = 8
@@ -161,7 +161,7 @@ class Board:
             rows.append((*done, *(action for action in row if not self._there.issuperset(provides(action)))))
         name = schedule.name if not self.taken else f"{old.name.rpartition(' then ')[2]} then {schedule.name}"
         mixed = replace(schedule, name=name, rows=tuple(rows))
-        check(mixed)
+        demand_sound(mixed)
         self.schedule = mixed
         self._set_out(mixed)
 

@@ -103,6 +103,10 @@ class RowCheck:
             if stage in self.reduced:
                 self._fault(index, "reduce", f"{action} is done a second time")
             self.reduced.add(stage)
+            if self._num_steps:
+                self._fault(
+                    index, "step", f"{action} stands behind the STEP, which needs what it reduces: put it before"
+                )
             late = self._schedule.num_microbatches - self._weights[stage]
             if late > 0:
                 self._fault(index, "reduce", f"{action} stands before {late} weight gradients (B or W) of its stage")

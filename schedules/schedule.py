@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
+from raypar.schedules.written import read_rows
+
+Written = Iterable[Sequence[Action | str | tuple[int | None, str, int | None]]]
 
 MOST_DRAWN = 20_000  # actions of a schedule that still draws itself
 
@@ -37,13 +40,17 @@ class Schedule:
     forward_only: bool
 
     @classmethod
-    def of(cls, name: str, rows: Iterable[Sequence[Action]], *, lowered: bool | None = None) -> Schedule:
-        """Read placement, microbatches and kind off the rows.
+    def of(cls, name: str, rows: Written, *, lowered: bool | None = None) -> Schedule:
+        """Read placement, microbatches and kind off the rows, one a rank, of Actions or of texts like "1F0".
 
         ``lowered`` is read off the presence of a SEND or RECV; say it where a schedule has no boundary to cross.
-        Raises ScheduleError if the rows name no compute, a stage on two ranks, or leave a stage number out.
+        Raises ScheduleError if the rows can't be read, name no compute, a stage on two ranks, or leave a stage number
+        out.
         """
-        frozen = tuple(tuple(row) for row in rows)
+        try:
+            frozen = read_rows(rows)
+        except ValueError as error:
+            raise ScheduleError(f"schedule {name!r}: {error}") from error
         home: dict[int, int] = {}
         last_microbatch, communicates, forward_only = -1, False, True
         faults: dict[str, None] = {}

@@ -22,6 +22,17 @@ QUIET = {
 }
 
 
+@pytest.fixture
+def catalog_as_before():
+    """What a test registers is gone after it."""
+    from raypar.schedules import catalog
+
+    before = dict(catalog.CATALOG)
+    yield
+    catalog._TABLE.clear()
+    catalog._TABLE.update(before)
+
+
 @pytest.fixture(scope="session")
 def cluster():
     """A local Ray cluster with 8 CPU slots."""

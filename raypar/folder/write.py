@@ -84,7 +84,7 @@ class Folder:
 
         def write() -> None:
             _write(self._path / TIMELINE, json.dumps({"step": step, "timelines": rows}))
-            _write(self._path / LEDGER, json.dumps(moved, indent=1))
+            _write(self._path / LEDGER, json.dumps(moved))
 
         self._try(write)
 

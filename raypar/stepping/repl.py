@@ -5,6 +5,7 @@ from __future__ import annotations
 import code
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,8 @@ def interact(job: Job) -> None:
 
     namespace: Namespace = {"job": job, "s": job.stepper(), "rp": raypar, "__name__": "__console__"}
     tab_completion(namespace)
-    _Console(namespace).interact(banner=f"{HELP}\n\n{namespace['s']!r}", exitmsg="")
+    with suppress(SystemExit):  # exit() leaves the console
+        _Console(namespace).interact(banner=f"{HELP}\n\n{namespace['s']!r}", exitmsg="")
 
 
 def tab_completion(namespace: Namespace) -> None:
@@ -101,8 +103,9 @@ class _Console(code.InteractiveConsole):
     """Tells a user's mistake by its text; anything else with its traceback."""
 
     def showtraceback(self) -> None:
-        error = sys.exc_info()[1]
+        kind, error, trace = sys.exc_info()
         if isinstance(error, _TOLD):
             self.write(f"{type(error).__name__}: {error}\n")
         else:
-            super().showtraceback()
+            inner = trace.tb_next if trace is not None else None  # without the console's own frame
+            self.write("".join(traceback.format_exception(kind, error, inner)))

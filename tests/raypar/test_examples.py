@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
+
+import raypar as rp
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -28,3 +31,41 @@ def test_own_model(cluster):
     first, last = example.main(steps=30)
     assert last < 0.7 * first
     assert all(bool((a == b).all()) for a, b in zip(example.batch(3, 1, 0), example.batch(3, 1, 0), strict=True))
+
+
+def run_cells(name):
+    """Run the cells of an example one after the other, as a notebook does, and return what they define."""
+    head, *cells = (EXAMPLES / f"{name}.py").read_text().split("\n# %% ")
+    defined = {"__name__": "a_notebook"}
+    for cell in (head, *(f"# {cell}" for cell in cells)):
+        exec(compile(cell, name, "exec"), defined)
+    return defined
+
+
+def test_write_your_own_schedule_on_paper(catalog_as_before, capsys):
+    run_cells("write_your_own_schedule")
+    said = capsys.readouterr().out
+    assert "It also fails with 2 ranks and 2 microbatches, the smallest:\nrank 0:   0F0  >0B0<" in said
+    assert "rank 0  F0 F1 F2 F3 F4 F5 F6 B0 F7 B1    B2" in said
+    assert "1f1b   lasts 41.0" in said
+    assert "eager  lasts 36.0" in said
+    assert "edited: makespan 10" in said
+
+
+def test_write_your_own_schedule_on_actors(job_of, catalog_as_before):
+    edited = run_cells("write_your_own_schedule")["edited"]
+    seen = []
+    for schedule in ("1f1b", "eager", edited):
+        job = job_of(replace(rp.recipe("gpt-tiny"), schedule=schedule, steps=2))
+        seen.append([(report.loss, report.grad_norm) for report in job.train()])
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_first_steps(cluster, capsys):
+    defined = run_cells("first_steps")
+    said = capsys.readouterr().out
+    assert "0B0 waits for 1SEND_B0 + 0RECV_B0" in said
+    assert "values for other actions" in said
+    assert "bitwise equal to the recording" in said
+    assert "resumed from step-00000002: the same losses" in said
+    assert defined["by_hand"].step == 1

@@ -234,6 +234,8 @@ def test_step_closes_the_weight_gradients_of_its_row():
     check(read([row, f"{other} STEP"]))
     with pytest.raises(CheckError, match="1SEND_B0 stands behind the STEP"):  # rank 0 would wait for it in vain
         check(read([row, "1RECV_F0 1F0 1B0 STEP 1SEND_B0"]))
+    with pytest.raises(CheckError, match="step: rank 0, action 3: 0REDUCE_GRAD stands behind the STEP, which needs"):
+        check(read(["0F0 0B0 STEP 0REDUCE_GRAD"]))
     with pytest.raises(CheckError, match="STEP in an evaluation"):
         check(read(["0F0 STEP"]))
 
@@ -266,6 +268,23 @@ def test_a_huge_microbatch_number_costs_neither_time_nor_memory():
         check(read(["0F0 0B0 0F4000000000 0B4000000000 0REDUCE_GRAD"]))
     with pytest.raises(ScheduleError, match="stage 1 has no action on any rank"):
         read(["0F0 0B0 4000000000F0"])
+
+
+@pytest.mark.parametrize("placement", [(0, 2), (0, 1, 2), (0, -1), ()])
+def test_a_stage_on_a_rank_that_is_not_there_is_refused(placement):
+    for schedule in (build("1f1b", 2, 2), lower(build("1f1b", 2, 2), reduce_grad=True)):
+        with pytest.raises(CheckError) as raised:
+            check(replace(schedule, placement=placement))
+        assert "placement" in {fault.rule for fault in raised.value.faults}
+    with pytest.raises(CheckError, match="has no rows"):
+        check(replace(build("1f1b", 2, 2), rows=()))
+
+
+def test_rows_may_be_written_as_texts():
+    rows = [["0F0", (0, "B", 0)], "1F0 1B0"]
+    assert Schedule.of("mine", rows) == replace(build("gpipe", 2, 1), name="mine")
+    with pytest.raises(ScheduleError, match="schedule 'mine': row 1, action 1: '1X0' is not an action"):
+        Schedule.of("mine", ["0F0 0B0", "1F0 1X0"])
 
 
 def test_a_schedule_is_refused_when_its_rows_make_none():

@@ -1,0 +1,218 @@
+"""A second opinion on rows of actions: ranks that perform them, one event after the other, with messages between them.
+
+Nothing of ``raypar.schedules`` is used but the data types, so what is wrong there can't be wrong here in the same way.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+from raypar.schedules.action import Action, Op
+from raypar.schedules.schedule import Schedule
+
+
+class UnsoundError(Exception):
+    """What a rank can't do, or what is not as it should be in the end."""
+
+
+def unsound(schedule: Schedule, send_capacity: int | None = None) -> str | None:
+    """Why a schedule does not compute its step, or does not come to its end; None if it does both.
+
+    ``send_capacity`` messages may be under way from one rank to another before the next SEND blocks: None for no limit,
+    0 for a SEND that blocks until the other rank receives.
+    """
+    world = _World(schedule, send_capacity)
+    try:
+        world.run()
+        world.close()
+    except UnsoundError as error:
+        return str(error)
+    return None
+
+
+class _World:
+    """The ranks: where each is in its row, what it has computed and received, and the messages on their way."""
+
+    def __init__(self, schedule: Schedule, capacity: int | None) -> None:
+        self.schedule, self.capacity = schedule, capacity
+        self.at = [0] * len(schedule.rows)
+        self.computed: list[set[tuple[str, int, int]]] = [set() for _ in schedule.rows]  # ("F" | "I" | "W", stage, mb)
+        self.received: list[set[tuple[str, int, int]]] = [set() for _ in schedule.rows]
+        self.posted: set[tuple[str, int, int]] = set()
+        self.wires: defaultdict[tuple[int, int], deque[tuple[str, int, int]]] = defaultdict(deque)
+        self.reduced: set[int] = set()
+        self.stepped = [False] * len(schedule.rows)
+
+    def run(self) -> None:
+        """Whoever can go on does, until nobody can."""
+        moved = True
+        while moved:
+            moved = False
+            for rank in range(len(self.at)):
+                while self.action(rank) is not None and self.perform(rank):
+                    moved = True
+        stuck = [f"rank {rank} at {self.action(rank)}" for rank in range(len(self.at)) if self.action(rank) is not None]
+        if stuck:
+            raise UnsoundError(f"stuck: {', '.join(stuck)}")
+
+    def close(self) -> None:
+        """What has to be true when all rows are done."""
+        schedule = self.schedule
+        everything = set().union(*self.computed)
+        for stage in range(len(schedule.placement)):
+            for mb in range(schedule.num_microbatches):
+                for what in "F" if schedule.forward_only else "FIW":
+                    if (what, stage, mb) not in everything:
+                        raise UnsoundError(f"nobody did {what} of stage {stage}, microbatch {mb}")
+        if any(self.wires.values()):
+            raise UnsoundError("messages that nobody received")
+        if self.reduced and self.reduced != set(range(len(schedule.placement))):
+            raise UnsoundError("some stages reduced their gradients, others did not")
+        if schedule.lowered and not schedule.forward_only and not all(self.stepped):
+            raise UnsoundError("a rank took no STEP")
+
+    def action(self, rank: int) -> Action | None:
+        row = self.schedule.rows[rank]
+        return row[self.at[rank]] if self.at[rank] < len(row) else None
+
+    def perform(self, rank: int) -> bool:
+        """Whether the rank could perform its next action. It did, then."""
+        action = self.action(rank)
+        assert action is not None
+        if action.op is Op.STEP:
+            return self.step(rank)
+        if action.stage is None or not self.is_home(rank, action.stage):
+            raise UnsoundError(f"rank {rank} does not hold the stage of {action}")
+        if action.op in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD):
+            return self.whole_stage(rank, action.op, action.stage)
+        if action.microbatch not in range(self.schedule.num_microbatches):
+            raise UnsoundError(f"{action}: there is no such microbatch")
+        if action.op in (Op.SEND_F, Op.SEND_B):
+            return self.send(rank, action)
+        if action.op in (Op.RECV_F, Op.RECV_B):
+            return self.receive(rank, action)
+        return self.compute(rank, action)
+
+    def compute(self, rank: int, action: Action) -> bool:
+        stage, op, mb = action
+        if op is Op.F:
+            if stage > 0 and not self.has(rank, ("F", stage - 1, mb)):
+                return False
+            return self.keep(rank, ("F", stage, mb))
+        if self.schedule.forward_only:
+            raise UnsoundError(f"{action} in an evaluation")
+        if op is Op.W:
+            if ("I", stage, mb) not in self.computed[rank]:
+                raise UnsoundError(f"{action} before its I")
+            return self.keep(rank, ("W", stage, mb))
+        if ("F", stage, mb) not in self.computed[rank]:
+            raise UnsoundError(f"{action} before its F")
+        if stage + 1 < len(self.schedule.placement) and not self.has(rank, ("I", stage + 1, mb)):
+            return False
+        return self.keep(rank, *[(what, stage, mb) for what in ("IW" if op is Op.B else "I")])
+
+    def keep(self, rank: int, *made: tuple[str, int, int]) -> bool:
+        for one in made:
+            if one in self.computed[rank]:
+                raise UnsoundError(f"{one} is computed twice")
+            self.computed[rank].add(one)
+        self.at[rank] += 1
+        return True
+
+    def has(self, rank: int, value: tuple[str, int, int]) -> bool:
+        """Whether the value is there. Where nobody can bring it any more, nobody will wait for it either."""
+        home = self.schedule.placement[value[1]]
+        if home == rank:
+            there = value in self.computed[rank]
+        elif self.schedule.lowered:
+            there = value in self.received[rank]
+        else:
+            return home < len(self.computed) and value in self.computed[home]  # it may still come
+        if not there:
+            raise UnsoundError(f"rank {rank} at {self.action(rank)} has no {value}")
+        return True
+
+    def send(self, rank: int, action: Action) -> bool:
+        """SEND, unless it is to meet its RECV: then that one performs both."""
+        value, wire = self.message(rank, action)
+        if self.capacity == 0 or (self.capacity is not None and len(self.wires[wire]) >= self.capacity):
+            return False
+        self.post(rank, value, wire)
+        return True
+
+    def post(self, rank: int, value: tuple[str, int, int], wire: tuple[int, int]) -> None:
+        if value in self.posted:
+            raise UnsoundError(f"{value} is sent twice")
+        if value not in self.computed[rank]:
+            raise UnsoundError(f"rank {rank} sends {value}, which it does not have")
+        self.posted.add(value)
+        self.wires[wire].append(value)
+        self.at[rank] += 1
+
+    def receive(self, rank: int, action: Action) -> bool:
+        stage, op, mb = action
+        source = stage - 1 if op is Op.RECV_F else stage + 1
+        value = ("F" if op is Op.RECV_F else "I", source, mb)
+        wire = (self.peer(rank, source, action), rank)
+        if self.capacity == 0:
+            other = self.action(wire[0])
+            if other is None or other.op not in (Op.SEND_F, Op.SEND_B):
+                return False
+            if not self.is_home(wire[0], other.stage) or self.message(wire[0], other)[1] != wire:
+                return False
+            self.post(wire[0], *self.message(wire[0], other))
+        if not self.wires[wire]:
+            return False
+        got = self.wires[wire].popleft()
+        if got != value:
+            raise UnsoundError(f"rank {rank} at {action} receives {got}")
+        self.received[rank].add(value)
+        self.at[rank] += 1
+        return True
+
+    def message(self, rank: int, send: Action) -> tuple[tuple[str, int, int], tuple[int, int]]:
+        stage, op, mb = send
+        target = stage + 1 if op is Op.SEND_F else stage - 1
+        return ("F" if op is Op.SEND_F else "I", stage, mb), (rank, self.peer(rank, target, send))
+
+    def peer(self, rank: int, stage: int, action: Action) -> int:
+        """The rank at the other end of a wire."""
+        if not self.schedule.lowered or stage not in range(len(self.schedule.placement)):
+            raise UnsoundError(f"{action} has no other end")
+        other = self.schedule.placement[stage]
+        if other == rank or other >= len(self.at):
+            raise UnsoundError(f"{action} has no other end")
+        return other
+
+    def whole_stage(self, rank: int, op: Op, stage: int) -> bool:
+        if op is Op.REDUCE_GRAD:
+            if stage in self.reduced:
+                raise UnsoundError(f"stage {stage} reduces its gradients twice")
+            if self.lacks_gradients(rank, stage):
+                raise UnsoundError(f"stage {stage} reduces gradients that are not all there")
+            if self.stepped[rank]:
+                raise UnsoundError(f"stage {stage} reduces gradients that the optimizer has used already")
+            self.reduced.add(stage)
+        self.at[rank] += 1
+        return True
+
+    def step(self, rank: int) -> bool:
+        """The update, in which all ranks vote: nobody goes on before all are there."""
+        if self.schedule.forward_only or self.stepped[rank]:
+            raise UnsoundError(f"rank {rank} takes a STEP too many")
+        if any(self.lacks_gradients(rank, s) for s in range(len(self.schedule.placement)) if self.is_home(rank, s)):
+            raise UnsoundError(f"rank {rank} takes the STEP before all of its gradients are there")
+        voters = [other for other, row in enumerate(self.schedule.rows) if any(action.op is Op.STEP for action in row)]
+        for other in voters:
+            action = self.action(other)
+            if not self.stepped[other] and (action is None or action.op is not Op.STEP):
+                return False
+        self.stepped[rank] = True
+        self.at[rank] += 1
+        return True
+
+    def lacks_gradients(self, rank: int, stage: int) -> bool:
+        return any(("W", stage, mb) not in self.computed[rank] for mb in range(self.schedule.num_microbatches))
+
+    def is_home(self, rank: int, stage: int | None) -> bool:
+        return stage in range(len(self.schedule.placement)) and self.schedule.placement[stage] == rank
