@@ -94,18 +94,21 @@ def _completer(
         inside = matches(namespace, line())
         if inside is None:
             return names_of(word, number)
-        return f'{inside[number]}")' if number < len(inside) else None
+        return inside[number] if number < len(inside) else None  # readline closes the quotes
 
     return complete
 
 
 class _Console(code.InteractiveConsole):
-    """Tells a user's mistake by its text; anything else with its traceback."""
+    """Tells a user's mistake by its text; anything else with its traceback, without the console's own frames."""
+
+    def showsyntaxerror(self, filename: str | None = None, **_: object) -> None:
+        self.write("".join(traceback.format_exception_only(sys.exc_info()[1])))
 
     def showtraceback(self) -> None:
         kind, error, trace = sys.exc_info()
         if isinstance(error, _TOLD):
             self.write(f"{type(error).__name__}: {error}\n")
         else:
-            inner = trace.tb_next if trace is not None else None  # without the console's own frame
+            inner = trace.tb_next if trace is not None else None
             self.write("".join(traceback.format_exception(kind, error, inner)))

@@ -58,7 +58,7 @@ class State(tuple["Held", ...]):
         rows = [_HEAD, *map(_cells, self)]
         widths = [max(len(row[at]) for row in rows) for at in range(len(_HEAD))]
         padded = [[f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)] for row in rows]
-        return "\n".join(lines(["", *(held.actor for held in self)], padded))
+        return "\n".join(lines(["MiB", *(held.actor for held in self)], padded))
 
 
 def _cells(held: Held) -> tuple[str, ...]:
