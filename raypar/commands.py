@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import tyro
 
 from raypar.actors.specs import GPT, SGD, AdamW, Text
-from raypar.config import ConfigError, Run, check_run, world_of
+from raypar.config import ConfigError, Run, check_run, unrecorded, world_of
 from raypar.files import file_faults, growing_file, whole_file
 from raypar.folder.names import home_of
 from raypar.report import Evaluation, Report
@@ -120,8 +120,7 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Rows:
 def verify(words: Sequence[str]) -> Verdict:
     """``raypar verify``: whether the layout computes what one plain process does. Raises what ``train`` raises."""
     what = "Train a few steps on actors and in one plain process, and compare all losses, gradients and weights."
-    run = _parse(RunArgs, words, "verify", what, "gpt-tiny", {"steps": _VERIFIED_STEPS}).run()
-    run = replace(run, folder=None, save_every=0, track=())
+    run = unrecorded(_parse(RunArgs, words, "verify", what, "gpt-tiny", {"steps": _VERIFIED_STEPS}).run())
     check_run(run)
     logging.getLogger("raypar").info("%d steps in this process, then on %d actors", run.steps, world_of(run).size)
     from raypar import parity

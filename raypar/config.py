@@ -127,6 +127,11 @@ def world_of(run: Run) -> World:
     return World.of(run.mesh, run.data_parallel, run.servers, run.zero)
 
 
+def unrecorded(run: Run) -> Run:
+    """The run, but it leaves nothing behind."""
+    return replace(run, folder=None, save_every=0, track=())
+
+
 def reset_faults(old: Run, new: Run, device: DeviceKind) -> Iterator[str]:
     """Why the actors of a run, which compute on ``device``, can't begin another one."""
     if new.mesh != old.mesh:

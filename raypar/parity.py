@@ -20,7 +20,7 @@ from raypar.actors.models.model import as_values
 from raypar.actors.optim import build_optimizer, set_lr
 from raypar.actors.place import Place, place_of
 from raypar.actors.seeds import derive
-from raypar.config import ConfigError, Run, check_run
+from raypar.config import ConfigError, Run, check_run, unrecorded
 from raypar.driver import Job
 from raypar.report import Report, mean_loss
 from raypar.start import launch
@@ -123,6 +123,7 @@ def verify(run: Run, job: Job | None = None) -> Verdict:
     Give a job with actors of the same number and kind to use them. Device "auto" is CPUs, whose bits are everywhere the
     same; with "cuda" the plain process uses a GPU of its own. Raises ConfigError as ``launch`` does.
     """
+    run = unrecorded(run)
     run = replace(run, device="cpu") if run.device == "auto" else run
     check_run(run)
     plain = train_plainly(run)

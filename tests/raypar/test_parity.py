@@ -73,11 +73,12 @@ def test_the_cases_cover_what_the_schedules_allow():
 
 
 @pytest.mark.parametrize("pp", [2, 3])
-def test_tied_embeddings(jobs, pp):
+def test_tied_embeddings(jobs, pp, tmp_path):
     run = tiny(pp)
-    run = replace(run, model=replace(run.model, tied=True))
+    run = replace(run, model=replace(run.model, tied=True), folder=str(tmp_path / "left"))
     verdict = rp.verify(run, jobs(pp))
     assert verdict.worst <= 1e-6, str(verdict)
+    assert not (tmp_path / "left").exists(), "a comparison leaves nothing behind"
     weights = {}
     for name, weight in jobs(pp).weights():
         assert torch.equal(weights.setdefault(name, weight), weight), f"the two ends of {name} drifted apart"
