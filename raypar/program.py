@@ -17,6 +17,7 @@ from raypar.schedules.table import from_csv
 
 Programs = Mapping[ProgramName, Schedule]
 
+MOST_BYTES = 128 << 20  # of a CSV file
 MOST_CELLS = 5_000_000  # microbatches x stages; to lower and to check one takes about 700 bytes and 70 us
 
 
@@ -60,12 +61,25 @@ def load_schedule(schedule: str | Schedule, ranks: int, microbatches: int, chunk
             sizes = f"{ranks} ranks x {microbatches} microbatches x {chunks or 1} chunks"
             raise ScheduleError(f"schedule {schedule!r}: {sizes} are more than {MOST_CELLS}: use smaller numbers")
         return build(schedule, ranks, microbatches, chunks)
+    from raypar.actors.disk import read_named  # to draw a schedule by its name takes no file
+
     try:
-        return from_csv(path.read_text(encoding="utf-8"), path.stem)
+        return from_csv(read_named(path, MOST_BYTES).decode(), path.stem)
     except OSError as error:
         raise ScheduleError(f"schedule file {schedule!r} can't be read ({error.strerror}): correct the path") from error
-    except (UnicodeDecodeError, csv.Error) as error:
+    except ScheduleError:
+        raise
+    except (ValueError, csv.Error) as error:  # no UTF-8, a NUL in the path
         raise ScheduleError(f"schedule file {schedule!r} is not a CSV text ({error}): write one with to_csv") from error
+
+
+def schedule_faults(schedule: str | Schedule) -> list[str]:
+    """What is wrong with what a run calls its schedule, whatever the sizes of the run."""
+    try:
+        load_schedule(schedule, 1, 1, None)
+    except ScheduleError as error:
+        return [str(error)]
+    return []
 
 
 def only_row(schedule: Schedule, rank: int) -> Schedule:

@@ -197,7 +197,7 @@ def test_a_folder_that_can_be_used(tmp_path, monkeypatch):
         ("dangling/run", "goes through the link "),
         ("loop", "can't be used"),
         ("a\0b", "has 'a\\x00b' in it"),
-        ("~nobody-of-this-name/run", "can't be used"),
+        ("~nobody-of-this-name/run", "has '~nobody-of-this-name' in it"),
         ("x" * 300, "can't be used (File name too long)"),
     ],
 )
