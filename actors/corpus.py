@@ -24,12 +24,14 @@ from typing import IO, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from raypar.actors.disk import expanded, read_named
 from raypar.actors.faults import FaultsError
 
 log = logging.getLogger(__name__)
 Tokens: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
 _FORMAT = 1  # part of every key: raise it when the conversion changes
+_MOST_TOKENIZER = 1 << 30  # bytes of its file
 _CHUNK = 1 << 20  # bytes that are read and encoded at once
 _SKIPPED = "below a folder or a glob, hidden files, .bin files and files with a NUL in their first 8 KiB are skipped"
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"})
@@ -76,7 +78,7 @@ def open_tokens(setting: str, path: str, tokenizer: str | None, cache: str | Non
     Raises TextError with all faults of path, tokenizer and cache folder.
     """
     faults: list[str] = []
-    folder = _expand(cache or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/raypar").absolute() / "tokens"
+    folder = expanded(cache or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/raypar").absolute() / "tokens"
     is_bin = path.endswith(".bin")  # token ids already: mapped in place, only its facts are kept in the cache
     files = _sources(setting, path, folder, faults)
     tokenizer_sha = _tokenizer_sha(tokenizer, faults)
@@ -100,16 +102,11 @@ def open_tokens(setting: str, path: str, tokenizer: str | None, cache: str | Non
     return np.memmap(data, np.dtype(facts.dtype), mode="r"), facts
 
 
-def _expand(path: str) -> Path:
-    # pathlib's expanduser raises for a user that does not exist; here that is only a file that does not exist
-    return Path(os.path.expanduser(path))  # noqa: PTH111
-
-
 def _sources(setting: str, path: str, cache: Path, faults: list[str]) -> list[_File]:
     """The files that ``path`` names, sorted by name, without those of the cache; what is wrong goes to ``faults``."""
     files: list[_File] = []
     try:
-        target = _expand(path)
+        target = expanded(path)
         root, names = _find(path, target)
         base, cache = root.resolve(), cache.resolve()
         for name in sorted(names):
@@ -171,7 +168,7 @@ def _is_text(file: _File) -> bool:
 def _tokenizer_sha(tokenizer: str | None, faults: list[str]) -> str | None:
     """sha256 of the tokenizer file, "" for bytes, None where the file cannot be read."""
     try:
-        return "" if tokenizer is None else hashlib.sha256(_expand(tokenizer).read_bytes()).hexdigest()
+        return "" if tokenizer is None else hashlib.sha256(read_named(expanded(tokenizer), _MOST_TOKENIZER)).hexdigest()
     except (OSError, ValueError) as error:
         faults.append(f"tokenizer: {tokenizer!r} cannot be read ({error}): correct the path, or leave it out for bytes")
         return None
@@ -183,7 +180,7 @@ def _encoder(tokenizer: str | None, faults: list[str]) -> _Encoder | None:
     try:
         from tokenizers import Tokenizer  # optional: needed for the first conversion only
 
-        model = Tokenizer.from_file(str(_expand(tokenizer)))
+        model = Tokenizer.from_file(str(expanded(tokenizer)))
     except ImportError:
         faults.append("tokenizer: it needs the tokenizers package: pip install tokenizers")
         return None

@@ -92,6 +92,11 @@ def exchange(one: Path, other: Path) -> None:
         raise OSError(code, "it exists, and can't be replaced here: remove it first" if cant else os.strerror(code))
 
 
+def expanded(path: str | Path) -> Path:
+    """A path with its home; one that nobody has is left as it is written, where pathlib's ``expanduser`` raises."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111
+
+
 def plain_size(path: Path) -> int:
     """Bytes of a plain file. Raises OSError, also for a link, a folder, a pipe or a device."""
     found = path.lstat()
@@ -106,6 +111,11 @@ def read_plain(path: Path, limit: int) -> bytes:
         raise OSError(errno.EFBIG, f"it has more than {limit} bytes")
     with path.open("rb") as file:
         return file.read(limit)
+
+
+def read_named(path: Path, limit: int) -> bytes:
+    """``read_plain`` of a file that the user has named, who may well name a link. Raises OSError, or ValueError."""
+    return read_plain(Path(os.path.realpath(path, strict=True)), limit)
 
 
 def sha256_of(path: Path) -> str:

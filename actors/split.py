@@ -10,11 +10,15 @@ from raypar.actors.specs import GPT
 
 Split = Literal["even", "balanced"] | tuple[int, ...]
 
+MOST_BALANCED = 2_000_000  # layers x stages that are balanced; it takes about half a microsecond for each
+
 
 def split_faults(split: Split, num_layers: int, num_stages: int) -> list[str]:
     """Everything that is wrong with putting so many layers on so many stages."""
     if num_stages > num_layers:
         return [f"{num_stages} stages for {num_layers} layers: use fewer ranks or chunks, or more layers"]
+    if split == "balanced" and num_layers * num_stages > MOST_BALANCED:
+        return [f"split is 'balanced' for {num_layers} layers on {num_stages} stages: use 'even' for so many"]
     if isinstance(split, str):
         return (
             [] if split in ("even", "balanced") else [f"split is {split!r}: use 'even', 'balanced' or a list of counts"]
@@ -56,20 +60,24 @@ def gpt_costs(gpt: GPT) -> tuple[float, ...]:
 
 
 def _balanced(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Counts whose dearest stage is as cheap as possible (the contiguous partition problem, by dynamic programming)."""
-    total = [0.0, *accumulate(costs)]
-    n = len(costs)
-    best = [[float("inf")] * (n + 1) for _ in range(num_stages + 1)]
-    cut = [[0] * (n + 1) for _ in range(num_stages + 1)]
-    best[0][0] = 0.0
-    for stage in range(1, num_stages + 1):
+    """Counts whose dearest stage is as cheap as possible (the contiguous partition problem, by dynamic programming).
+
+    The later a stage starts, the cheaper it is and the dearer those before it: the best start is where the two cross,
+    and it moves only forward as the stage's end does.
+    """
+    total, n = [0.0, *accumulate(costs)], len(costs)
+    best, cuts = total, list[list[int]]()
+    for stage in range(2, num_stages + 1):
+        found, cut, cross = [float("inf")] * (n + 1), [0] * (n + 1), stage - 1
         for end in range(stage, n + 1):
-            for start in range(stage - 1, end):
-                worst = max(best[stage - 1][start], total[end] - total[start])
-                if worst < best[stage][end]:
-                    best[stage][end], cut[stage][end] = worst, start
+            while cross < end - 1 and total[end] - total[cross] > best[cross]:
+                cross += 1
+            starts = (max(cross - 1, stage - 1), cross)
+            found[end], cut[end] = min((max(best[start], total[end] - total[start]), start) for start in starts)
+        best = found
+        cuts.append(cut)
     counts, end = [], n
-    for stage in range(num_stages, 0, -1):
-        counts.append(end - cut[stage][end])
-        end = cut[stage][end]
-    return counts[::-1]
+    for cut in reversed(cuts):
+        counts.append(end - cut[end])
+        end = cut[end]
+    return [end, *reversed(counts)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le
 
 from raypar.actors.data import data_faults
+from raypar.actors.disk import expanded
 from raypar.actors.faults import FaultsError
 from raypar.actors.mesh import Mesh
 from raypar.actors.plan import DeviceChoice, DeviceKind, Recompute
@@ -18,7 +20,7 @@ from raypar.actors.split import Split, split_faults
 from raypar.actors.world import DataParallel, World, Zero
 from raypar.fields import field_faults
 from raypar.folder.faults import folder_faults
-from raypar.program import Programs, programs_of
+from raypar.program import Programs, programs_of, schedule_faults
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.track.sinks import Tracker, track_faults
 
@@ -109,8 +111,10 @@ def check_run(run: Run, resumed: Path | None = None) -> Programs:
             faults += misfits or _share_faults(run, programs["train"], right)
         except ScheduleError as error:
             faults += [str(error), *_split_faults(run, run.mesh.pp * (run.chunks or 1), right)]
-    if right("data", "model.seq", "model.vocab"):
-        faults += _data_faults(run)
+    elif right("schedule"):
+        faults += schedule_faults(run.schedule)
+    if right("data"):
+        faults += _data_faults(run, right)
     if right("folder") and run.folder is not None:
         faults += folder_faults(run.folder, resumed)
     if right("folder", "track"):
@@ -192,14 +196,17 @@ def _split_faults(run: Run, num_stages: int, right: Callable[..., bool]) -> list
     return split_faults(run.split, len(model.body), num_stages)
 
 
-def _data_faults(run: Run) -> list[str]:
+def _data_faults(run: Run, right: Callable[..., bool]) -> list[str]:
+    """What is wrong with the text, for a model that takes everything where its own sizes are wrong."""
     if isinstance(run.data, Batches):
         return []
-    if run.model.seq is None:
+    seq = run.model.seq if right("model.seq") else 1
+    if seq is None:
         return [
             "data is text, but the model has no sequence length: give Layers(seq=..., vocab=...), or data=Batches(fn)"
         ]
-    return [f"data.{fault}" for fault in data_faults(run.data, run.model.seq, run.model.vocab)]
+    vocab = run.model.vocab if right("model.vocab") else sys.maxsize
+    return [f"data.{fault}" for fault in data_faults(run.data, seq, vocab)]
 
 
 def rooted(data: Text | Batches) -> Text | Batches:
@@ -208,7 +215,7 @@ def rooted(data: Text | Batches) -> Text | Batches:
         return data
 
     def root(path: str | None) -> str | None:
-        return path if path is None else str(Path(path).expanduser().absolute())
+        return path if path is None else str(expanded(path).absolute())
 
     return replace(
         data,

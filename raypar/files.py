@@ -9,16 +9,22 @@ from uuid import uuid4
 
 from raypar.config import ConfigError
 from raypar.errors import JobError
+from raypar.schedules.save import is_stream
 
 Write = Callable[[str], object]
 
 
 def file_faults(flag: str, path: Path | None) -> Iterator[str]:
     """Why a file that a flag names can't be written, as far as that is known beforehand."""
-    if path is not None and path.is_dir():
-        yield f"{flag} {str(path)!r} is a folder: give a file"
-    elif path is not None and not path.parent.is_dir():
-        yield f"{flag} {str(path)!r}: there is no folder {str(path.parent)!r}: make it, or give another path"
+    if path is None:
+        return
+    try:
+        if path.is_dir():
+            yield f"{flag} {str(path)!r} is a folder: give a file"
+        elif not path.parent.is_dir():
+            yield f"{flag} {str(path)!r}: there is no folder {str(path.parent)!r}: make it, or give another path"
+    except OSError as error:
+        yield f"{flag} {str(path)!r} can't be written ({error.strerror}): give another path"
 
 
 @contextmanager
@@ -40,16 +46,18 @@ def growing_file(flag: str, path: Path | None) -> Iterator[Write]:
 
 @contextmanager
 def whole_file(flag: str, path: Path | None) -> Iterator[Write]:
-    """A function that writes all of a file: beside its place, so that it is there whole or not at all.
+    """A function that writes all of a file: beside its place, so that it is there whole or not at all; a device or a
+    pipe is written as it is.
 
     Raises ConfigError if the file can't be made, before anything else is done, and JobError if it can't be filled.
     """
     if path is None:
         yield lambda text: None
         return
-    aside = path.with_name(f".{path.name}.{uuid4().hex}")
+    stream = is_stream(path)
+    aside = path if stream else path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        file = aside.open("x", encoding="utf-8")
+        file = aside.open("w" if stream else "x", encoding="utf-8")
     except OSError as error:
         raise ConfigError([f"{flag} {str(path)!r} can't be written ({error.strerror}): give another path"]) from error
 
@@ -57,7 +65,8 @@ def whole_file(flag: str, path: Path | None) -> Iterator[Write]:
         try:
             with file:
                 file.write(text)
-            aside.replace(path)
+            if not stream:
+                aside.replace(path)
         except OSError as error:
             raise JobError(f"{flag} {str(path)!r} can't be written ({error.strerror})") from error
 
@@ -65,4 +74,5 @@ def whole_file(flag: str, path: Path | None) -> Iterator[Write]:
         yield write
     finally:
         file.close()
-        aside.unlink(missing_ok=True)
+        if not stream:
+            aside.unlink(missing_ok=True)

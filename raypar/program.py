@@ -18,6 +18,7 @@ from raypar.schedules.table import from_csv
 
 Programs = Mapping[ProgramName, Schedule]
 
+MOST_BYTES = 128 << 20  # of a CSV file
 MOST_CELLS = 5_000_000  # microbatches x stages; to lower and to check one takes about 700 bytes and 70 us
 
 
@@ -92,12 +93,28 @@ def load(schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | 
             raise ScheduleError(f"schedule {schedule!r}: {sizes} are more than {MOST_CELLS}: use smaller numbers")
         generate = partial(entry_of(schedule).build, schedule)
         return Loaded(generate(ranks, microbatches, chunks), generate)
+    from raypar.actors.disk import read_named  # to draw a schedule by its name takes no file
+
     try:
-        return Loaded(from_csv(path.read_text(encoding="utf-8"), path.stem))
+        return Loaded(from_csv(read_named(path, MOST_BYTES).decode(), path.stem))
     except OSError as error:
         raise ScheduleError(f"schedule file {schedule!r} can't be read ({error.strerror}): correct the path") from error
-    except (UnicodeDecodeError, csv.Error) as error:
+    except ScheduleError:
+        raise
+    except (ValueError, csv.Error) as error:  # no UTF-8, a NUL in the path
         raise ScheduleError(f"schedule file {schedule!r} is not a CSV text ({error}): write one with to_csv") from error
+
+
+def schedule_faults(schedule: str | Schedule) -> list[str]:
+    """What is wrong with what a run calls its schedule, whatever the sizes of the run."""
+    try:
+        if isinstance(schedule, str) and Path(schedule).suffix != ".csv":
+            entry_of(schedule)
+        else:
+            load(schedule, 1, 1, None)
+    except ScheduleError as error:
+        return [str(error)]
+    return []
 
 
 def only_row(schedule: Schedule, rank: int) -> Schedule:

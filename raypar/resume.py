@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -37,9 +38,9 @@ def find(path: Path) -> Found:
 
     Raises ConfigError if there is none.
     """
-    path = checkpoints_in(path.expanduser().absolute())
+    path = checkpoints_in(absolute(path))
     try:
-        if step_of(path.name) is not None or (path / MANIFEST).exists():
+        if step_of(path.name) is not None or os.path.lexists(path / MANIFEST):
             return Found(path, verified(path))
         found = newest(path)
     except CheckpointError as error:

@@ -85,7 +85,7 @@ class Saver:
 
     def _begin(self, folder: Path, step: int, keep_last: int | None) -> Future[Path]:
         self._wait()
-        save = Save(folder.expanduser().absolute(), step)
+        save = Save(absolute(folder), step)
         try:
             self._calls.submit("stage")
             refs = self._calls.beside("write", str(save.path))

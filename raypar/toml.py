@@ -22,6 +22,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from raypar.actors.disk import read_named
 from raypar.actors.specs import SGD, AdamW
 from raypar.config import ConfigError, Run, rooted
 from raypar.fields import brief, field_faults
@@ -32,6 +33,8 @@ from raypar.schedules.table import to_csv
 
 T = TypeVar("T")
 
+_MOST_BYTES = 1 << 20
+_MOST_DOTS = 100  # in a line
 _OPTIMIZERS: dict[str, type[AdamW | SGD]] = {"adamw": AdamW, "sgd": SGD}
 
 
@@ -67,13 +70,21 @@ def toml_of(plain: Mapping[str, Any]) -> str:
 def read_table(path: Path) -> dict[str, Any]:
     """A TOML file as it is; raises ConfigError, with the line if it is not TOML."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parsed(read_named(path, _MOST_BYTES))
     except OSError as error:
         raise ConfigError([f"{str(path)!r} can't be read ({error.strerror}): correct the path"]) from error
-    except RecursionError as error:
-        raise ConfigError([f"{str(path)!r} is nested too deeply: a run has tables of one level"]) from error
-    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, a number with too many digits
+    except ValueError as error:
         raise ConfigError([f"{str(path)!r} is not TOML ({error}): correct that place"]) from error
+
+
+def parsed(raw: bytes) -> dict[str, Any]:
+    """What TOML says. Raises ValueError, also for what would take far more time or memory than it has bytes."""
+    if any(line.count(b".") > _MOST_DOTS for line in raw.split(b"\n")):  # tomllib takes memory by the square of them
+        raise ValueError(f"more than {_MOST_DOTS} dots in a line")
+    try:
+        return tomllib.loads(raw.decode())
+    except RecursionError as error:
+        raise ValueError("nested too deeply: a run has tables of one level") from error
 
 
 def run_of(table: Mapping[str, Any], base: Run | None = None) -> Run:

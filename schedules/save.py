@@ -46,6 +46,9 @@ def save(path: str | Path, kinds: Mapping[str, Callable[[], str]], suffix: str |
 
 def write_text(path: Path, text: str) -> None:
     """Write a file beside its place, sync and rename it. Nothing is left if that fails; raises OSError."""
+    if is_stream(path):
+        path.write_text(text, encoding="utf-8")
+        return
     aside = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         with aside.open("x", encoding="utf-8") as file:
@@ -57,3 +60,8 @@ def write_text(path: Path, text: str) -> None:
         with suppress(OSError):
             aside.unlink()
         raise
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a device or a pipe is there: it takes what is written, and nothing must be put in its place."""
+    return path.exists() and not path.is_file() and not path.is_dir()

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from itertools import dropwhile
 from pathlib import Path
 
+from raypar.fields import brief
 from raypar.folder.names import LEDGER, METRICS, RUN, SCHEDULE, TIMELINE, absolute, home_of
 
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
 def folder_faults(folder: str, resumed: Path | None) -> Iterator[str]:
@@ -23,20 +24,22 @@ def folder_faults(folder: str, resumed: Path | None) -> Iterator[str]:
 
 def _faults(path: Path, resumed: Path | None) -> Iterator[str]:
     line = (*reversed(path.parents), path)
-    links = [step for step in line if step.is_symlink()]
-    if links:  # what is made behind one is not where it seems to be
-        yield f"goes through the link {str(links[0])!r}: give {str(path.resolve())!r}"
-        return
     new = list(dropwhile(os.path.lexists, line))
     for name in dict.fromkeys([*(step.name for step in new), path.name]):
         if not _NAME.fullmatch(name):
-            yield f"has {name!r} in it: use letters, digits, '.', '_' and '-' only, and no leading dot"
+            yield f"has {brief(name)} in it: use up to 100 letters, digits, '.', '_' and '-', and no leading dot"
     above = new[0].parent if new else path
     if not above.is_dir():
         yield f"can't be made: {str(above)!r} is no folder: give another path"
     elif not os.access(above, os.W_OK | os.X_OK):
         yield f"can't be written: there is no permission for {str(above)!r}: give another path"
-    if not new and (resumed is None or home_of(resumed) != path):
+    if not new and not _is_home(path, resumed):
         taken = [name for name in (RUN, METRICS, SCHEDULE, TIMELINE, LEDGER) if os.path.lexists(path / name)]
         if taken:
             yield f"holds a run already ({taken[0]}): resume it with --resume {path}, or give another folder"
+
+
+def _is_home(path: Path, resumed: Path | None) -> bool:
+    """Whether the checkpoint to go on from lies in this run folder."""
+    home = None if resumed is None else home_of(resumed)
+    return home is not None and home.resolve() == path.resolve()

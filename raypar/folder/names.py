@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+from raypar.actors.disk import expanded
 
 RUN = "run.toml"  # the resolved run
 METRICS = "metrics.jsonl"  # a line a step and an evaluation: their ``to_dict``
@@ -16,7 +19,7 @@ TENSORBOARD = "tensorboard"  # event files, if the run is tracked there
 
 def holds_run(folder: Path) -> bool:
     """Whether a run has begun in a folder."""
-    return (folder / RUN).is_symlink() or (folder / RUN).exists()
+    return os.path.lexists(folder / RUN)
 
 
 def home_of(checkpoint: Path) -> Path | None:
@@ -31,5 +34,5 @@ def checkpoints_in(folder: Path) -> Path:
 
 
 def absolute(folder: str | Path) -> Path:
-    """The path that a user means. Raises RuntimeError for a home that nobody has."""
-    return Path(folder).expanduser().absolute()
+    """The path that a user means."""
+    return expanded(folder).absolute()

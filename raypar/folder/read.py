@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +16,8 @@ from raypar.actors.plan import SEND_WINDOW
 from raypar.checkpoint.find import Listed, ls
 from raypar.config import ConfigError
 from raypar.fields import brief
-from raypar.folder.names import CHECKPOINTS, LEDGER, METRICS, RUN, SCHEDULE, TIMELINE, holds_run
+from raypar.folder.names import CHECKPOINTS, LEDGER, METRICS, RUN, SCHEDULE, TIMELINE, absolute, holds_run
+from raypar.program import MOST_BYTES
 from raypar.report import Report
 from raypar.schedules.action import Action
 from raypar.schedules.check import check
@@ -25,6 +25,7 @@ from raypar.schedules.lower import lower
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.table import from_csv
 from raypar.schedules.timeline import Event, Timeline
+from raypar.toml import parsed
 
 T = TypeVar("T")
 Number = Annotated[int, Ge(0)]
@@ -32,9 +33,8 @@ Seconds = Annotated[float, AllowInfNan(False)]
 Latest = tuple[int | None, list[Timeline]]
 Ledger = dict[str, dict[str, tuple[Number, Number]]]
 
-_MOST = {RUN: 1 << 20, METRICS: 1 << 30, SCHEDULE: 128 << 20, TIMELINE: 1 << 30, LEDGER: 64 << 20}  # bytes
+_MOST = {RUN: 1 << 20, METRICS: 1 << 30, SCHEDULE: MOST_BYTES, TIMELINE: 1 << 30, LEDGER: 64 << 20}  # bytes
 _LONGEST = 1 << 20  # bytes of a line of metrics
-_MOST_DOTS = 100  # in a line of TOML
 _MOST_TOLD = 10  # faults of one file
 
 
@@ -92,7 +92,7 @@ def read(folder: Path) -> Past:
     Files that a run has not come to write are no fault, nor is a last line of metrics that is not whole: a run may
     have been killed.
     """
-    folder, faults = folder.expanduser().absolute(), list[str]()
+    folder, faults = absolute(folder), list[str]()
 
     def part(name: str, parse: Callable[[bytes], T], missing: T) -> T:
         try:
@@ -130,11 +130,9 @@ def read(folder: Path) -> Past:
 
 
 def _config(raw: bytes) -> dict[str, Any]:
-    if any(line.count(b".") > _MOST_DOTS for line in raw.split(b"\n")):  # tomllib takes memory by the square of them
-        raise _DamagedError(f"has more than {_MOST_DOTS} dots in a line")
     try:
-        config = tomllib.loads(raw.decode())
-    except (ValueError, RecursionError) as error:
+        config = parsed(raw)
+    except ValueError as error:
         raise _DamagedError(f"is not TOML ({error})") from error
     tables = [isinstance(config.get(name), dict) for name in ("model", "mesh", "data", "optim")]
     if not all(tables) or not isinstance(config.get("steps"), int):

@@ -9,6 +9,7 @@ from raypar.actors.shards import is_plain
 from raypar.actors.world import World
 from raypar.calls import Calls
 from raypar.config import ConfigError, Run
+from raypar.folder.names import absolute
 from raypar.schedules.schedule import Schedule
 from raypar.stepping.recording import Recorded, write_recording
 from raypar.toml import plain_of
@@ -24,11 +25,13 @@ class Recorder:
 
     def begin(self, path: Path, stage: int, dp: int, schedule: Schedule) -> None:
         """Want a recording of a stage of a replica. Raises ConfigError if there is none, or no place for the file."""
-        path, faults = path.expanduser().absolute(), []
+        path, faults = absolute(path), []
         if not is_plain(path.name):
             faults.append(f"{path.name!r} is no name for a recording: use letters, digits, '.', '_' and '-'")
         if path.is_dir():
             faults.append(f"{str(path)!r} is a folder: give a file")
+        elif path.exists() and not path.is_file():
+            faults.append(f"{str(path)!r} is a device or a pipe: give a file")
         elif not path.parent.is_dir():
             faults.append(f"there is no folder {str(path.parent)!r}: make it, or give another path")
         if not 0 <= stage < schedule.num_stages:

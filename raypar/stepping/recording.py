@@ -17,6 +17,7 @@ from raypar.actors.plan import DeviceKind, Recompute
 from raypar.actors.shards import read_shard, write_shard
 from raypar.config import ConfigError
 from raypar.fields import brief
+from raypar.folder.names import absolute
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +60,7 @@ def write_recording(path: Path, about: Recorded, tensors: Mapping[str, Tensor]) 
 
 def read_recording(path: Path) -> tuple[Recorded, dict[str, Tensor]]:
     """What a recording is of, and its tensors, which are mapped. Raises ConfigError for any other file."""
-    path = path.expanduser().absolute()
+    path = absolute(path)
     try:
         tensors = read_shard(path.parent, path.name)
         about = _reader().validate_json(bytes(tensors.pop(_ABOUT).numpy().tobytes()), strict=True)

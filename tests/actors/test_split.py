@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import combinations, pairwise
 
 import pytest
@@ -33,6 +34,13 @@ def test_balanced_is_as_good_as_the_best_of_all_splits(costs, data):
     assert found == best
 
 
+def test_many_layers_are_balanced_at_once():
+    start = time.perf_counter()
+    counts = [len(part) for part in split_layers("balanced", [1.0] * 4000, 16)]
+    assert (min(counts), max(counts)) == (250, 250)
+    assert time.perf_counter() - start < 2, "by trying every start of every stage it takes 20 s"
+
+
 @given(st.integers(1, 40), st.data())
 def test_even_counts_differ_by_one_at_most(layers, data):
     stages = data.draw(st.integers(1, layers))
@@ -53,6 +61,8 @@ def test_counts_of_the_user_are_taken_as_they_are():
         ((1, 2), 4, 2, ["split adds up to 3 layers, the model has 4"]),
         ((0, 5, 1), 4, 2, ["names 3 stages", "adds up to 6", "leaves a stage without layers"]),
         ((), 4, 2, ["names 0 stages", "adds up to 0"]),
+        ("balanced", 100_000, 8, []),
+        ("balanced", 100_000, 100, ["split is 'balanced' for 100000 layers on 100 stages: use 'even' for so many"]),
     ],
 )
 def test_every_fault_of_a_split_is_found(split, layers, stages, says):

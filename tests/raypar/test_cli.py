@@ -14,6 +14,7 @@ import pytest
 from raypar import commands, paper
 from raypar.actors.plan import NonFiniteError
 from raypar.errors import JobError
+from raypar.files import whole_file
 from raypar.parity import Difference, Verdict
 from raypar.schedules import build, lower, to_csv
 
@@ -100,6 +101,19 @@ def test_draw_writes_text_csv_svg_and_traces(said, tmp_path):
         assert said("draw", "1f1b", "--out", tmp_path / name)[0] == 0
         assert (tmp_path / name).read_text().startswith(start)
     assert said("draw", tmp_path / "a.csv")[1].splitlines()[:4] == said("draw", "1f1b")[1].splitlines()[:4]
+
+
+def test_a_device_or_a_pipe_is_written_and_not_replaced(said, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb") as reader:
+        assert said("draw", "1f1b", "--format", "csv", "--out", pipe)[0] == 0
+        assert reader.read() == to_csv(build("1f1b", 4, 8)).encode()
+        with whole_file("--trace", pipe) as write:
+            write("a trace")
+        assert reader.read() == b"a trace"
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
 
 
 def test_check_says_what_it_proved(said, tmp_path):

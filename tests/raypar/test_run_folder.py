@@ -82,7 +82,7 @@ def test_a_folder_of_something_else_is_told(past, tmp_path):
     [
         ("run.toml", "a = [", "run.toml is not TOML"),
         ("run.toml", "a = " + "[" * 100_000, "run.toml is not TOML"),
-        ("run.toml", "a" + ".b" * 100_000 + " = 1", "run.toml has more than 100 dots in a line"),
+        ("run.toml", "a" + ".b" * 100_000 + " = 1", "run.toml is not TOML (more than 100 dots in a line)"),
         ("metrics.jsonl", "[1]\n", "line 1 has a text: [1]: Input should be an object"),
         ("metrics.jsonl", '{"step": 0}\n', "line 1 has loss: {'step': 0}: Field required"),
         ("metrics.jsonl", '{"step": -1, "val_loss": 1, "perplexity": 1.0, "tokens": "9"}\n', "has step: -1"),
