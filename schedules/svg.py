@@ -63,8 +63,8 @@ class _Picture:
         span, slot = max(timeline.makespan for timeline in self._timelines), slot_length(self._timelines[0])
         self._scale = min(SLOT / slot, max(LEAST / slot, (PAGE - MARGIN - GAP) / span)) if span else 1.0
         visible = [
-            (event.start - timeline.start, place, event)
-            for place, timeline in enumerate(self._timelines)
+            (event.start - zero, place, event)
+            for place, (timeline, zero) in enumerate((timeline, timeline.start) for timeline in self._timelines)
             for event in timeline.events
             if (event.end - event.start) * self._scale > FINEST
         ]

@@ -28,7 +28,7 @@ def test_verify_reads_one_or_all(said, tmp_path):
     paths = [save_at(tmp_path, step) for step in (1, 2)]
     assert said("ckpt", "verify", paths[0]) == (0, f"{paths[0]}: ok\n", "")
     flip(paths[0] / "pp0.safetensors", random.Random(0))
-    wrong = f"{paths[0]}: 1 faults\n- 'pp0.safetensors' was changed: its sha256 is another one\n"
+    wrong = f"{paths[0]}: NOT SOUND\n- 'pp0.safetensors' was changed: its sha256 is another one\n"
     assert said("ckpt", "verify", paths[0]) == (1, wrong, "")
     assert said("ckpt", "verify", tmp_path) == (1, f"{paths[1]}: ok\n{wrong}", "")
     assert said("ckpt", "verify", paths[1]) == (0, f"{paths[1]}: ok\n", "")
