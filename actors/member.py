@@ -34,7 +34,7 @@ class Member(ABC):
         self._now: Action | None = None
         self._idle = False
         self._events: list[Span] = []
-        self._trained: deque[list[Span]] = deque(maxlen=KEPT)  # of training steps that were finished, the latest first
+        self._trained: deque[list[Span]] = deque(maxlen=KEPT)  # of compiled training steps, the latest first
         self._groups: dict[str, Group] = {}
         self._copies = Copies()
         self._notes: Notes | None = None  # of a step that is taken by hand
@@ -147,7 +147,7 @@ class Member(ABC):
             group.abort()
 
     def events(self, ago: int = 0) -> list[Span]:
-        """What was done in the latest training step that was finished, or so many steps before it; empty if that is not
+        """What was done in the latest compiled training step, or in one so many before it; empty if that is not
         known (any more)."""
         return self._trained[ago] if 0 <= ago < len(self._trained) else []
 
@@ -174,6 +174,12 @@ class Member(ABC):
         return {key: (entry.calls, entry.bytes) for table in tables for key, entry in table.items()}
 
     # --- for the classes ---
+
+    def _keep(self, events: list[Span]) -> None:
+        """Close a training step: what was done is worth keeping unless somebody paused between the actions."""
+        if self._notes is None:
+            self._trained.appendleft(events)
+        self._notes = None
 
     def _zero_grad(self) -> None:
         """Forget the gradients of the step before."""

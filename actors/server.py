@@ -88,9 +88,8 @@ class Server(Member):
             raise self._failed("end of step", None, error) from None
         self._place.finish()
         self._now = None
-        self._notes = None
         if self._train:
-            self._trained.appendleft(self._place.spans(self._events))
+            self._keep(self._place.spans(self._events))
         return StepResult(
             losses=(),
             counts=(),

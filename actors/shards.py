@@ -115,7 +115,7 @@ def _opened(folder: Path, file: str, framework: str) -> Iterator[Any]:
             plain_size(folder / file)
             with safe_open(str(folder / file), framework=framework) as shard:
                 yield shard
-    except SafetensorError as error:
+    except (SafetensorError, MemoryError) as error:
         raise CheckpointError([f"{refused} ({error})"]) from error
 
 

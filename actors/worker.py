@@ -135,10 +135,9 @@ class Worker(Resident):
         self._read_losses()
         self._place.finish()
         self._now = None
-        self._notes = None
         events, reducer = self._place.spans(self._events), self._parts.reducer
         if self._train:
-            self._trained.appendleft(events + (self._place.spans(reducer.spans) if reducer is not None else []))
+            self._keep(events + (self._place.spans(reducer.spans) if reducer is not None else []))
         microbatches = sorted(self._losses)
         return StepResult(
             losses=tuple(self._losses[microbatch] for microbatch in microbatches),

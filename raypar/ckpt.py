@@ -60,7 +60,7 @@ def verify(path: Checkpoint) -> Outcome:
 
 def _told(verdicts: dict[Path, list[str]]) -> Iterator[str]:
     for path, faults in verdicts.items():
-        yield f"{path}: {'ok' if not faults else f'{len(faults)} faults'}"
+        yield f"{path}: {'NOT SOUND' if faults else 'ok'}"
         yield from (f"- {fault}" for fault in faults)
 
 

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import tyro
 
+from raypar.actors.disk import CheckpointError
 from raypar.actors.specs import GPT, SGD, AdamW, Text
 from raypar.config import ConfigError, Run, check_run, unrecorded, world_of
+from raypar.errors import JobError
 from raypar.files import file_faults, growing_file, whole_file
-from raypar.folder.names import home_of
+from raypar.folder.names import absolute, checkpoints_in, home_of
 from raypar.report import Evaluation, Report
 from raypar.schedules.draw import text
 from raypar.schedules.named_code import names_code
@@ -25,6 +27,7 @@ from raypar.toml import optimizer, read_table, run_of
 
 if TYPE_CHECKING:
     from raypar.checkpoint.find import Found
+    from raypar.driver import Job
     from raypar.parity import Verdict
 
 A = TypeVar("A", bound="RunArgs")
@@ -91,7 +94,7 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Rows:
     if start is not None and start.manifest.step >= run.steps:
         faults.append(f"{start.path.name} is the end of a run of {run.steps} steps: give more --steps to go on")
     if faults:
-        raise ConfigError(faults)
+        raise ConfigError([*faults, *_misfits(run, start)])
     if args.dry_run:
         return Plan(text(schedule, color=terminal), plan_rows(run, schedule))
     from raypar.start import launch  # torch and Ray: not for mistakes, and not for a dry run
@@ -107,7 +110,11 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Rows:
             log(json.dumps(outcome.to_dict()) + "\n")
 
         launched = time.perf_counter() - began
-        reports = job.train(on=write, ahead=1)
+        try:
+            reports = job.train(on=write, ahead=1)
+        except KeyboardInterrupt:
+            _keep(job)
+            raise
         if args.trace is not None:
             trace(json.dumps(chrome_trace(*job.timelines())))
         evaluation = job.evaluate()
@@ -115,6 +122,32 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Rows:
         wall = time.perf_counter() - began
         files = {"log": args.log, "trace": args.trace, "folder": Path(run.folder) if run.folder else None}
         return closing_rows(run, schedule, reports, evaluation, launched, wall, files)
+
+
+def _keep(job: Job) -> None:
+    """Save what an interrupted run has come to, if it has a folder and its actors can still be asked."""
+    run, log = job.run, logging.getLogger("raypar")
+    if run.folder is None or not job.next_step:
+        return
+    try:
+        saved = job.save(checkpoints_in(absolute(run.folder)), run.keep_last)
+    except (CheckpointError, JobError) as error:
+        log.warning("interrupted, and nothing was saved: %s", error)
+    else:
+        log.info("saved as %s; raypar train --resume %s goes on from there", saved.name, run.folder)
+
+
+def _misfits(run: Run, start: Found | None) -> list[str]:
+    """What else keeps a run from going on from a checkpoint."""
+    if start is None:
+        return []
+    from raypar.resume import demand_resumable
+
+    try:
+        demand_resumable(run, start)
+    except ConfigError as error:
+        return error.faults
+    return []
 
 
 def verify(words: Sequence[str]) -> Verdict:

@@ -101,7 +101,9 @@ def check_run(run: Run, resumed: Path | None = None) -> Programs:
         return not any(one.startswith(other) or other.startswith(one) for one, other in pairs)
 
     faults = [fault.text for fault in wrong]
-    faults += [*_model_faults(run.model, right), *_mesh_faults(run.mesh, right), *_server_faults(run, right)]
+    if right("model.hidden", "model.heads"):
+        faults += model_faults(run.model)
+    faults += [*_mesh_faults(run.mesh, right), *_server_faults(run, right)]
     programs: Programs | None = None
     if right("schedule", "mesh.pp", "microbatches", "chunks"):
         reduces = right("mesh.dp", "data_parallel", "servers", "zero") and world_of(run).reduces
@@ -126,6 +128,13 @@ def check_run(run: Run, resumed: Path | None = None) -> Programs:
     return programs
 
 
+def model_faults(model: GPT | Layers) -> Iterator[str]:
+    """What is wrong between the fields of a model, each of which is right."""
+    if isinstance(model, GPT) and model.hidden % model.heads:
+        near = next(heads for heads in range(min(model.heads, model.hidden), 0, -1) if model.hidden % heads == 0)
+        yield f"model.hidden {model.hidden} is not a multiple of model.heads {model.heads}: use {near} heads, say"
+
+
 def world_of(run: Run) -> World:
     """All ranks of a run: its workers, and its parameter servers if it has any."""
     return World.of(run.mesh, run.data_parallel, run.servers, run.zero)
@@ -145,12 +154,6 @@ def reset_faults(old: Run, new: Run, device: DeviceKind) -> Iterator[str]:
         yield f"reset keeps the actors: {kept} must stay; launch anew for others"
     if new.device not in ("auto", device):
         yield f"reset keeps the actors: device must stay {device!r}; launch anew for {new.device!r}"
-
-
-def _model_faults(model: GPT | Layers, right: Callable[..., bool]) -> Iterator[str]:
-    if isinstance(model, GPT) and right("model.hidden", "model.heads") and model.hidden % model.heads:
-        near = next(heads for heads in range(min(model.heads, model.hidden), 0, -1) if model.hidden % heads == 0)
-        yield f"model.hidden {model.hidden} is not a multiple of model.heads {model.heads}: use {near} heads, say"
 
 
 def _mesh_faults(mesh: Mesh, right: Callable[..., bool]) -> Iterator[str]:

@@ -260,6 +260,8 @@ class Job(Inside):
 
     def _demand_ready(self) -> None:
         self._demand_open()
+        if self._stepper is not None and self._stepper.midway and not self._stepper.done:
+            self._stepper.abort()  # it has not done anything that somebody may want to go on with
         if self._stepper is not None and self._stepper.midway:
             raise JobError("a stepper is in the middle of this step: call its finish() or abort() first")
         if self._ahead is not None and len(self._ahead):

@@ -91,11 +91,11 @@ class Inside(ABC):
         }
 
     def timeline(self, dp: int = 0) -> Timeline:
-        """The latest training step of one replica as measured, in seconds from the first action of any."""
+        """The latest compiled training step of one replica as measured, in seconds from the first action of any."""
         return self._replica(dp, 0)
 
     def timelines(self, ago: int = 0) -> list[Timeline]:
-        """The latest training step on one clock: a timeline for each replica, then one for the servers 0, the
+        """The latest compiled training step on one clock: a timeline for each replica, then one for the servers 0, the
         servers 1, ... of the pipeline ranks.
 
         ``ago`` asks for a step so many before the latest: actors remember a few. Of others nothing is measured.
@@ -104,7 +104,8 @@ class Inside(ABC):
         return timelines_of(self.schedule, self._world, rows)
 
     def overlay(self, dp: int = 0) -> Overlay:
-        """The latest training step of one replica over what the steps before it predict: simulated with their costs.
+        """The latest compiled training step of one replica over what those before it predict: simulated with their
+        costs.
 
         After the first step there are none, and it is its own prediction.
         """

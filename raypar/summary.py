@@ -48,7 +48,7 @@ def plan_rows(run: Run, schedule: Schedule) -> Rows:
         rows.append(("layers of each stage", _each(map(len, layers))))
     return [
         *rows,
-        ("bubble", f"{timeline.bubble:.1%} predicted"),
+        ("bubble", f"{timeline.bubble:.1%} predicted from FLOPs"),
         ("activations in flight", f"{_each(timeline.in_flight)} predicted"),
     ]
 
@@ -80,7 +80,7 @@ def closing_rows(
         ("validation loss", f"{evaluation.loss:.4f}"),
         ("perplexity", f"{evaluation.perplexity:.2f}"),
         ("tokens/s", f"{speed:,.0f} (median)"),
-        ("bubble", f"{bubble:.1%} measured, {timeline.bubble:.1%} predicted"),
+        ("bubble", f"{bubble:.1%} measured, {timeline.bubble:.1%} predicted from FLOPs"),
         *([("reduction hidden", f"{statistics.median(hidden):.0%} behind compute (median)")] if hidden else []),
         ("activations in flight", f"{_each(held)} measured, {_each(timeline.in_flight)} predicted"),
         ("peak memory", ", ".join(named)),

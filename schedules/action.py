@@ -48,7 +48,8 @@ SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECVS = frozenset({Op.RECV_F, Op.RECV_B})
 WHOLE_STAGE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 
-_SPELLING = re.compile(r"(\d*)([A-Z_]+?)(\d*)")
+_SPELLING = re.compile(r"([0-9]{0,18})([A-Z_]+?)([0-9]{0,18})")
+_MOST_QUOTED = 40  # letters
 
 
 class Action(NamedTuple):
@@ -73,6 +74,7 @@ class Action(NamedTuple):
     def parse(cls, text: str) -> Action:
         """Read one action; ValueError names what is wrong with the text."""
         match = _SPELLING.fullmatch(text.strip())
+        text = text if len(text) <= _MOST_QUOTED else f"{text[:_MOST_QUOTED]}..."
         if match is None or match[2] not in Op.__members__:
             raise ValueError(f"{text!r} is not an action: expected something like 1F0, 0SEND_F3, 2REDUCE_GRAD or STEP")
         op = Op[match[2]]

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from raypar.schedules.grid import excerpt
 from raypar.schedules.schedule import Schedule, ScheduleError
 
 MOST_SHOWN = 10
+
+
+def first_of(faults: Iterable[str], most: int = MOST_SHOWN) -> list[str]:
+    """The first faults, and how many more there are; [] if there are none."""
+    every = iter(faults)
+    first = list(islice(every, most))
+    more = sum(1 for _ in every)
+    return [*first, f"... and {more} more"] if more else first
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +54,7 @@ class CheckError(ScheduleError):
         among = {rank for rank, _ in circle} if len(faults) == 1 else None
         count = "a rule" if len(faults) == 1 else f"{len(faults)} rules"
         text = [f"schedule {schedule.name!r} breaks {count}:", excerpt(schedule, centre, cells, among)]
-        text += map(str, faults[:MOST_SHOWN])
-        if len(faults) > MOST_SHOWN:
-            text.append(f"... and {len(faults) - MOST_SHOWN} more")
+        text += first_of(map(str, faults))
         return cls("\n".join(text), faults)
 
     @property

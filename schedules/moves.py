@@ -228,3 +228,17 @@ def _ready(move: Move) -> str:
 def _listed(ready: tuple[Move, ...]) -> str:
     more = f" and {len(ready) - _MOST_SHOWN} more" if len(ready) > _MOST_SHOWN else ""
     return ", ".join(str(move.head) for move in ready[:_MOST_SHOWN]) + more if ready else "nothing, take finish()"
+
+
+def maker_of(action: Action) -> Action:
+    """The action that has made what is to be seen of one: of a SEND what it sends."""
+    if action.op in SENDS:
+        return Action(action.stage, Op.F if action.op is Op.SEND_F else Op.B, action.microbatch)
+    return action
+
+
+def makes_tensors(action: Action) -> bool:
+    """Whether there is something to see of an action: the first stage hands no gradient on."""
+    if action.op in (Op.B, Op.I):
+        return action.stage != 0
+    return action.op is Op.F or action.op in RECVS

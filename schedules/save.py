@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -49,6 +50,10 @@ def write_text(path: Path, text: str) -> None:
     if is_stream(path):
         path.write_text(text, encoding="utf-8")
         return
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            errno.ENOENT, "there is no such folder: make it, or give another path", str(path.parent)
+        )
     aside = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         with aside.open("x", encoding="utf-8") as file:

@@ -135,7 +135,7 @@ class _Picture:
             )
 
     def _lanes(self) -> Iterator[str]:
-        wide = self._width - MARGIN - GAP
+        wide = self._scale * self._span
         for rank in range(self._schedule.num_ranks):
             for place, name in enumerate(self._names):
                 y, label = self._y(rank, place), name if place else f"rank {rank}"

@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterator
 
 from raypar.schedules.action import STEP, Action
+from raypar.schedules.faults import first_of
 from raypar.schedules.lower import lower
 from raypar.schedules.schedule import Schedule, ScheduleError
 
@@ -27,10 +28,17 @@ def from_csv(text: str, name: str) -> Schedule:
     ``(1F1;1B0)OVERLAP_F_B`` is read as its parts in their order. A training file with communication gets the STEP
     that closes each row.
 
-    Raises ScheduleError with line and column of all cells that cannot be read, or if the rows make no schedule.
+    Raises ScheduleError with line and column of the first cells that cannot be read, or if the rows make no schedule.
     """
-    faults: list[str] = []
     rows: list[list[Action]] = []
+    if faults := first_of(_read(text, rows)):
+        raise ScheduleError(f"schedule {name!r} cannot be read:\n" + "\n".join(faults))
+    schedule = Schedule.of(name, rows)
+    return lower(schedule) if schedule.lowered else schedule
+
+
+def _read(text: str, rows: list[list[Action]]) -> Iterator[str]:
+    """Add the rows of a text to ``rows``; yields what is wrong with its cells."""
     for line, cells in enumerate(csv.reader(io.StringIO(text.removeprefix("\ufeff"))), start=1):
         row: list[Action] = []
         for column, cell in enumerate(cells, start=1):
@@ -38,13 +46,9 @@ def from_csv(text: str, name: str) -> Schedule:
                 try:
                     row.append(Action.parse(part))
                 except ValueError as error:
-                    faults.append(f"line {line}, column {column}: {error}")
+                    yield f"line {line}, column {column}: {error}"
         if row or any(cells):
             rows.append(row)  # a blank line is no rank
-    if faults:
-        raise ScheduleError(f"schedule {name!r} cannot be read:\n" + "\n".join(faults))
-    schedule = Schedule.of(name, rows)
-    return lower(schedule) if schedule.lowered else schedule
 
 
 def _parts(cell: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 from pydantic import AllowInfNan, TypeAdapter, ValidationError
 
 from raypar.actors.disk import CheckpointError, read_plain
@@ -28,13 +28,14 @@ from raypar.schedules.timeline import Event, Timeline
 from raypar.toml import parsed
 
 T = TypeVar("T")
-Number = Annotated[int, Ge(0)]
-Seconds = Annotated[float, AllowInfNan(False)]
+Number = Annotated[int, Ge(0), Le(2**63 - 1)]
+Figure = Annotated[float, AllowInfNan(False), Ge(-1e15), Le(1e15)]
 Latest = tuple[int | None, list[Timeline]]
 Ledger = dict[str, dict[str, tuple[Number, Number]]]
 
 _MOST = {RUN: 1 << 20, METRICS: 1 << 30, SCHEDULE: MOST_BYTES, TIMELINE: 1 << 30, LEDGER: 64 << 20}  # bytes
 _LONGEST = 1 << 20  # bytes of a line of metrics
+_MOST_ACTIONS = 8  # on a stage for a microbatch: F, I and W, and what comes and goes
 _MOST_TOLD = 10  # faults of one file
 
 
@@ -61,6 +62,21 @@ class Past:
 
 
 @dataclass(frozen=True)
+class _Step(Report):
+    """A report that can be drawn: only what a training that fails does is infinite."""
+
+    step: Number
+    lr: Figure
+    tokens: Number
+    tokens_per_s: Figure
+    step_ms: Figure
+    bubble: Figure
+    overlap: Figure | None
+    in_flight: tuple[Number, ...]
+    peak_memory: tuple[Number, ...]
+
+
+@dataclass(frozen=True)
 class _Validation:
     step: Number
     val_loss: float
@@ -70,7 +86,7 @@ class _Validation:
 
 @dataclass(frozen=True)
 class _Row:
-    actions: list[tuple[Number, str, str, Seconds, Seconds, Number, Number | None]]
+    actions: list[tuple[Number, str, str, Figure, Figure, Number, Number | None]]
 
 
 @dataclass(frozen=True)
@@ -143,9 +159,13 @@ def _config(raw: bytes) -> dict[str, Any]:
 def _schedule(raw: bytes, config: dict[str, Any]) -> Schedule:
     named = config.get("schedule")
     try:
-        schedule = lower(from_csv(raw.decode(), Path(named).stem if isinstance(named, str) else "schedule"))
-        if schedule.num_stages * schedule.num_microbatches > schedule.num_actions:
+        schedule = from_csv(raw.decode(), Path(named).stem if isinstance(named, str) else "schedule")
+        cells = schedule.num_stages * schedule.num_microbatches
+        if cells > schedule.num_actions:
             raise _DamagedError("is no schedule of a training step: it leaves microbatches out")
+        if _MOST_ACTIONS * (cells + schedule.num_ranks) < schedule.num_actions:
+            raise _DamagedError("is no schedule of a training step: it has actions more than once")
+        schedule = lower(schedule)
         check(schedule, send_capacity=SEND_WINDOW)
     except (ScheduleError, UnicodeDecodeError) as error:
         raise _DamagedError(f"is no schedule that can run ({error})") from error
@@ -160,7 +180,7 @@ def _metrics(raw: bytes) -> list[dict[str, Any]]:
                 raise _DamagedError(f"is longer than {_LONGEST} bytes")
             plain = _json(line, dict[str, Any])
             lines.append(plain)
-            _json(line, _Validation if "val_loss" in plain else Report)
+            _json(line, _Validation if "val_loss" in plain else _Step)
         except _DamagedError as error:
             faults += [f"line {number} {fault}" for fault in error.faults]
             if len(faults) >= _MOST_TOLD:

@@ -52,6 +52,7 @@ class Folder:
 
         def write() -> None:
             config = plain_of(run)
+            del config["folder"]  # another run of it wants another one
             if not isinstance(run.schedule, str):
                 config["schedule"] = str(path / SCHEDULE)
             for name in (TIMELINE, LEDGER):  # of steps that are taken once more, and maybe of another schedule

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from raypar.folder.read import Past
@@ -39,7 +40,8 @@ class History:
 
     def peaks(self) -> list[int]:
         """The most bytes that each pipeline rank has held."""
-        return [max(sizes) for sizes in zip(*(line["peak_memory"] for line in self.steps), strict=True)]
+        of_steps = (line["peak_memory"] for line in self.steps)  # it may have been resumed with other ranks
+        return [max(sizes) for sizes in zip_longest(*of_steps, fillvalue=0)]
 
 
 def headline(past: Past, history: History) -> list[tuple[str, str]]:

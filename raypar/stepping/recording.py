@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from annotated_types import Ge, Le
 from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from raypar.actors.disk import CheckpointError
 from raypar.actors.plan import DeviceKind, Recompute
 from raypar.actors.shards import read_shard, write_shard
+from raypar.checkpoint.manifest import Step
 from raypar.config import ConfigError
 from raypar.fields import brief
 from raypar.folder.names import absolute
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 _FORMAT = "raypar recording 1"
 _ABOUT = "about"  # the tensor that holds what is not a tensor, as JSON
+_MOST_BYTES = 4 << 20  # of it
 _ACTION = re.compile(r"[FB][0-9]{1,9}")
 
 
@@ -37,15 +40,15 @@ class Recorded:
     """
 
     actor: str
-    stage: int
-    step: int
+    stage: Annotated[int, Ge(0)]
+    step: Step
     layers: tuple[int, ...]
     is_last: bool
     actions: tuple[str, ...]
     model: dict[str, JsonValue]
     seed: int
     recompute: Recompute
-    threads: int
+    threads: Annotated[int, Ge(1), Le(1024)]
     device: DeviceKind
     format: str = _FORMAT
 
@@ -63,6 +66,8 @@ def read_recording(path: Path) -> tuple[Recorded, dict[str, Tensor]]:
     path = absolute(path)
     try:
         tensors = read_shard(path.parent, path.name)
+        if tensors[_ABOUT].nbytes > _MOST_BYTES:
+            raise TypeError
         about = _reader().validate_json(bytes(tensors.pop(_ABOUT).numpy().tobytes()), strict=True)
     except CheckpointError as error:
         raise ConfigError([f"{str(path)!r}: {fault}" for fault in error.faults]) from error
@@ -76,9 +81,26 @@ def read_recording(path: Path) -> tuple[Recorded, dict[str, Tensor]]:
                 for one in error.errors(include_url=False)
             ]
         ) from error
-    if about.format != _FORMAT or not all(_ACTION.fullmatch(action) for action in about.actions):
-        raise ConfigError([f"{str(path)!r} is no recording of this raypar's: it is {brief(about.format)}"])
+    if faults := [f"{str(path)!r} is no recording of this raypar's: {fault}" for fault in _odd(about, tensors)]:
+        raise ConfigError(faults)
     return about, tensors
+
+
+def _odd(about: Recorded, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Why no stage can have left such a recording behind."""
+    if about.format != _FORMAT:
+        yield f"it is {brief(about.format)}"
+    if list(about.layers) != sorted(set(about.layers)):
+        yield f"its layers are {brief(list(about.layers))}"
+    done = set[str]()
+    for action in about.actions:
+        known = _ACTION.fullmatch(action) and action not in done
+        if not known or (action[0] == "B" and f"F{action[1:]}" not in done):
+            yield f"its actions are {brief(list(about.actions))}"
+            return
+        if action[0] == "F" and f"{action}/inputs/0" not in tensors:
+            yield f"it has no inputs of {action}"
+        done.add(action)
 
 
 @cache

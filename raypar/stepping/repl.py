@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from raypar.config import ConfigError
 from raypar.errors import JobError
+from raypar.inside import Inside
 from raypar.schedules.catalog import names
-from raypar.schedules.moves import MoveError
+from raypar.schedules.moves import MoveError, makes_tensors
 from raypar.schedules.schedule import ScheduleError
-from raypar.stepping.stepper import Stepper, makes_tensors
+from raypar.stepping.stepper import Stepper
 
 if TYPE_CHECKING:
     from raypar.driver import Job
 
-_CALL = re.compile(r"""(\w+)\.(do|run_to|why|peek|swap)\(\s*["']([\w.-]*)$""")
+_CALL = re.compile(r"""(\w+)\.(do|run_to|why|peek|swap|param|grad)\(\s*["']([\w.-]*)$""")
 _TOLD = (ConfigError, ScheduleError, MoveError, JobError, StopIteration)  # what is wrong is in their text
 
 HELP = """\
@@ -66,23 +67,31 @@ def tab_completion(namespace: Namespace) -> None:
 
 
 def matches(namespace: Namespace, line: str) -> list[str] | None:
-    """What may stand at the end of a line that is inside of the call of a stepper's method; None if it is not."""
+    """What may stand at the end of a line that is inside of the call of a stepper's or job's method; None if it is
+    not."""
     found = _CALL.search(line)
-    stepper = namespace.get(found[1]) if found else None
-    if found is None or not isinstance(stepper, Stepper):
+    owner = namespace.get(found[1]) if found else None
+    offered = None if found is None else _offered(owner, found[2])
+    if found is None or offered is None:
         return None
-    offered: Iterable[object]
-    if found[2] == "do":
-        offered = stepper.ready()
-    elif found[2] == "run_to":
-        offered = stepper.left
-    elif found[2] == "why":
-        offered = (*stepper.left, *stepper.done)
-    elif found[2] == "peek":
-        offered = [action for action in stepper.done if makes_tensors(action)]
-    else:
-        offered = names()
     return [str(one) for one in offered if str(one).startswith(found[3])]
+
+
+def _offered(owner: object, method: str) -> Iterable[object] | None:
+    """What makes sense in quotes in a call of a method."""
+    if isinstance(owner, Inside):
+        return owner.parameters if method in ("param", "grad") else None
+    if not isinstance(owner, Stepper):
+        return None
+    if method == "do":
+        return owner.ready()
+    if method == "run_to":
+        return owner.left
+    if method == "why":
+        return (*owner.left, *owner.done)
+    if method == "peek":
+        return [action for action in owner.done if makes_tensors(action)]
+    return names() if method == "swap" else None
 
 
 def _completer(
@@ -107,7 +116,9 @@ class _Console(code.InteractiveConsole):
 
     def showtraceback(self) -> None:
         kind, error, trace = sys.exc_info()
-        if isinstance(error, _TOLD):
+        if isinstance(error, KeyboardInterrupt):
+            self.write("KeyboardInterrupt\n")
+        elif isinstance(error, _TOLD):
             self.write(f"{type(error).__name__}: {error}\n")
         else:
             inner = trace.tb_next if trace is not None else None

@@ -15,8 +15,9 @@ from raypar.actors.models.model import Values
 from raypar.actors.place import place_of
 from raypar.actors.specs import GPT, Layers
 from raypar.actors.stage import Stage
-from raypar.config import ConfigError
-from raypar.fields import brief
+from raypar.config import ConfigError, model_faults
+from raypar.fields import brief, field_faults
+from raypar.schedules.faults import first_of
 from raypar.stepping.recording import Recorded, read_recording
 from raypar.toml import run_of
 
@@ -88,7 +89,10 @@ def replay(
 
 def _model_of(recorded: Recorded, model: Layers | None) -> GPT | Layers:
     if "fn" not in recorded.model:
-        return run_of({"model": recorded.model}).model
+        spec = run_of({"model": recorded.model}).model
+        if faults := [fault.text for fault in field_faults(spec, "model.")] or list(model_faults(spec)):
+            raise ConfigError(faults)
+        return spec
     if model is None:
         raise ConfigError(
             [f"the recording is of your own modules, {brief(recorded.model['fn'])}: give model=Layers(...)"]
@@ -100,9 +104,26 @@ def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Layers) -> Stage:
     """The stage with its recorded state. Raises ConfigError if the model has other layers or weights."""
     model = build_model(spec, recorded.seed)
     if not recorded.layers or not all(0 <= layer < len(model.names) for layer in recorded.layers):
-        raise ConfigError([f"the recording is of the layers {list(recorded.layers)}: the model has {len(model.names)}"])
+        layers = brief(list(recorded.layers))
+        raise ConfigError([f"the recording is of the layers {layers}: the model has {len(model.names)}"])
+    shapes = {
+        f"state/{model.names[layer]}.{inner}": tensor
+        for layer in recorded.layers
+        for inner, tensor in model.skeleton[layer].state_dict().items()
+    }
+    faults = first_of(
+        f"{brief(name.removeprefix('state/'))} is {_spelled(tensors.get(name))} in the recording, "
+        f"{_spelled(tensor)} in the model"
+        for name, tensor in shapes.items()
+        if _spelled(tensors.get(name)) != _spelled(tensor)
+    )
+    if faults:
+        raise ConfigError(faults)
     modules = model.materialize(recorded.layers, recorded.seed)
-    place = place_of(recorded.device)
+    try:
+        place = place_of(recorded.device)
+    except RuntimeError as error:
+        raise ConfigError([f"the recording is of a GPU ({error}): play it on a machine that has one"]) from error
     place.enter()
     place.settle(modules)
     stage = Stage(
@@ -114,16 +135,8 @@ def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Layers) -> Stage:
         recompute=recorded.recompute == "full",
         seed=recorded.seed,
     )
-    state = dict(stage.state())
-    faults = [
-        f"{brief(name)} is {_spelled(tensors.get(f'state/{name}'))} in the recording, {_spelled(value)} in the model"
-        for name, value in state.items()
-        if _spelled(tensors.get(f"state/{name}")) != _spelled(value)
-    ]
-    if faults:
-        raise ConfigError(faults)
     with torch.no_grad():
-        for name, value in state.items():
+        for name, value in stage.state():
             value.copy_(tensors[f"state/{name}"])
     stage.begin(train=True)
     return stage

@@ -13,11 +13,11 @@ from raypar.calls import Calls
 from raypar.errors import JobError
 from raypar.patience import patience
 from raypar.report import Report
-from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
+from raypar.schedules.action import COMPUTE, Action, Op
 from raypar.schedules.draw import text
-from raypar.schedules.moves import Board, Move, MoveError, Why
+from raypar.schedules.moves import Board, Move, MoveError, Why, maker_of, makes_tensors
 from raypar.schedules.rules import rank_of
-from raypar.schedules.schedule import Schedule
+from raypar.schedules.schedule import Schedule, Written
 from raypar.schedules.svg import svg
 from raypar.stepping.recorder import Recorder
 from raypar.stepping.views import Ready, State, Taken
@@ -59,7 +59,7 @@ class Stepper:
         self._report: Report | None = None
         self._over: Exception | None = None
         self._note = ""
-        self._start = time.perf_counter()
+        self._seconds = 0.0  # of the moves, not of the pauses between them
         self._guard(lambda: self._calls.all("open", step, what=f"step {step}"))
 
     # --- where it stands ---
@@ -97,7 +97,7 @@ class Stepper:
         Raises MoveError if it is not done or makes no tensors.
         """
         self._demand_midway()
-        wanted = self._maker(action)
+        wanted = maker_of(self.why(action).asked)
         if wanted not in self.done:
             raise MoveError(f"{wanted} is not done: there is nothing to see yet\n{self.why(wanted)!r}")
         if not makes_tensors(wanted):
@@ -154,15 +154,20 @@ class Stepper:
 
         ``break_on(lambda seen: not seen.finite)``, or ``seen.norm > 100``, or ``seen.memory > 2**30``.
         """
+        if predicate is not None and not callable(predicate):
+            raise ValueError(f"break_on({predicate!r}): give a function of what was seen, or None")
         self._predicate = predicate
 
-    def swap(self, schedule: str | Schedule) -> Taken:
-        """Do what is left of the step in the order of another schedule: a name, a CSV file, or edited rows.
+    def swap(self, schedule: str | Schedule | Written) -> Taken:
+        """Do what is left of the step in the order of another schedule: a name, a CSV file, rows.
+
+        Rows are one a rank, of Actions or of texts: ``[["0F0", "0B0"], ["1F0", "1B0"]]``.
 
         It is checked first, together with what is done. Raises ScheduleError, and then nothing has changed.
         """
         self._demand_midway()
-        self._board.swap(self._lowered(schedule))
+        wanted = schedule if isinstance(schedule, str | Schedule) else Schedule.of("edited", schedule)
+        self._board.swap(self._lowered(wanted))
         return Taken.of((), repr(self))
 
     def record(self, path: str | Path, stage: int, dp: int = 0) -> None:
@@ -186,27 +191,33 @@ class Stepper:
         if self._report is None:
             with patience(f"step {self.step}") as ctrl_c:
                 self._perform(self._board.left)
-                results = self._guard(lambda: self._calls.all("end", what=f"step {self.step}"))
-                self._report = self._commit(results, time.perf_counter() - self._start)
+                results = self._timed(lambda: self._calls.all("end", what=f"step {self.step}"))
+                self._report = self._commit(results, self._seconds)
                 self._guard(lambda: self._recorder.save(self.step))
             ctrl_c.heed()
         return self._report
 
     def rewind(self) -> Taken:
         """Go back to the start of the step, with its first schedule, bit by bit: weights, optimizer and buffers."""
-        self._demand_midway()
-        self._guard(lambda: self._calls.all("rewind", what=f"rewinding step {self.step}"))
-        self._board, self._note = Board(self._proposed), ""
-        self._guard(self._recorder.start)
+        with patience(f"rewinding step {self.step}") as ctrl_c:
+            self._undo()
+            self._board, self._note = Board(self._proposed), ""
+            self._guard(self._recorder.start)
+        ctrl_c.heed()
         return Taken.of((), repr(self))
 
     def abort(self) -> None:
         """Give the step up: everything is as it was before, and the job can go on."""
-        self._demand_midway()
-        self._guard(lambda: self._calls.all("rewind", what=f"giving step {self.step} up"))
-        self._over = JobError(f"step {self.step} was given up: job.stepper() begins it anew")
+        with patience(f"giving step {self.step} up") as ctrl_c:
+            self._undo()
+            self._over = JobError(f"step {self.step} was given up: job.stepper() begins it anew")
+        ctrl_c.heed()
 
     # --- inside ---
+
+    def _undo(self) -> None:
+        self._demand_midway()
+        self._guard(lambda: self._calls.all("rewind", what=f"rewinding step {self.step}"))
 
     def _take(self, chosen: Sequence[Move]) -> Taken:
         """Take moves, one by one if something is looked for in each."""
@@ -233,12 +244,19 @@ class Stepper:
 
         if calls:
             try:
-                self._guard(perform)
+                self._timed(perform)
             except NonFiniteError as error:
                 self._over = error  # nobody took the STEP: this step is over
                 raise
             for move in chosen:
                 self._board.take(move)
+
+    def _timed(self, call: Callable[[], Any]) -> Any:
+        """A guarded call, whose time counts as the step's."""
+        start = time.perf_counter()
+        answer = self._guard(call)
+        self._seconds += time.perf_counter() - start
+        return answer
 
     def _stops(self, move: Move) -> bool:
         """Whether the predicate holds for what a move has made."""
@@ -255,13 +273,6 @@ class Stepper:
         rank = self._world.replica(dp)[rank_of(action, self.schedule)]
         seen: Seen = self._guard(lambda: self._calls.one(rank, "peek", action, tensors, what=f"peeking at {action}"))
         return seen
-
-    def _maker(self, action: str | Action) -> Action:
-        """The action that has made what is to be seen: of a SEND what it sends."""
-        wanted = self.why(action).asked
-        if wanted.op in SENDS:
-            return Action(wanted.stage, Op.F if wanted.op is Op.SEND_F else Op.B, wanted.microbatch)
-        return wanted
 
     def _ranks(self, pp: int, action: Action) -> tuple[int, ...]:
         """Who takes an action of a pipeline rank: all its replicas, and for STEP its servers too."""
@@ -284,10 +295,3 @@ class Stepper:
         if self._report is not None:
             return "nothing, the step is finished"
         return str(self._board.left[0]) if self._board.left else "finish()"
-
-
-def makes_tensors(action: Action) -> bool:
-    """Whether there is something to see of an action: the first stage hands no gradient on."""
-    if action.op in (Op.B, Op.I):
-        return action.stage != 0
-    return action.op is Op.F or action.op in RECVS

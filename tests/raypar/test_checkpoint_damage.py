@@ -8,6 +8,7 @@ import pickle
 import random
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,28 @@ FORGED = {
 def test_a_manifest_that_was_made_up_is_told(change, says, path, other):
     forge(path, change)
     assert any(re.search(says, fault) for fault in verify(path)), verify(path)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        {"dtype": "X", "shape": [4], "slices": []},
+        {"dtype": 5, "shape": "x", "slices": 7},
+        {
+            "dtype": "F32",
+            "shape": [1],
+            "slices": [{"file": "pp0.safetensors", "key": "k", "offset": [0], "shape": [1]}],
+        },
+    ],
+)
+def test_of_very_many_faults_the_first_are_told_and_at_once(tensor, path):
+    forge(path, lambda plain: plain["tensors"].update({f"t{number}": tensor for number in range(10_000)}))
+    start = time.process_time()
+    faults = verify(path)
+    assert len(faults) < 30
+    assert re.fullmatch(r"\.\.\. and [0-9]+ more", faults[-1]) or len(faults) < 10
+    assert sum(map(len, faults)) < 10_000
+    assert time.process_time() - start < 3
 
 
 def test_no_file_is_read_but_those_in_the_folder(path, other, monkeypatch):

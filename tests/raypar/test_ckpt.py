@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from raypar.driver import Job
 from raypar.folder.read import read
 from tests.raypar.checkpoints import flip, save_at
 
@@ -28,7 +29,7 @@ def test_verify_reads_one_or_all(said, tmp_path):
     paths = [save_at(tmp_path, step) for step in (1, 2)]
     assert said("ckpt", "verify", paths[0]) == (0, f"{paths[0]}: ok\n", "")
     flip(paths[0] / "pp0.safetensors", random.Random(0))
-    wrong = f"{paths[0]}: 1 faults\n- 'pp0.safetensors' was changed: its sha256 is another one\n"
+    wrong = f"{paths[0]}: NOT SOUND\n- 'pp0.safetensors' was changed: its sha256 is another one\n"
     assert said("ckpt", "verify", paths[0]) == (1, wrong, "")
     assert said("ckpt", "verify", tmp_path) == (1, f"{paths[1]}: ok\n{wrong}", "")
     assert said("ckpt", "verify", paths[1]) == (0, f"{paths[1]}: ok\n", "")
@@ -71,8 +72,11 @@ def test_train_leaves_a_folder_and_goes_on_in_it(said, cluster, tmp_path, monkey
     code, out, err = said("train", "--resume", "a/run")
     assert code == 2
     assert "step-00000004 is the end of a run of 4 steps: give more --steps to go on" in err
-    for again in ((*words, "--folder", "a/run"), ("a/run/run.toml",)):
-        assert "holds a run already (run.toml): resume it with --resume" in said("train", *again, "--dry-run")[2]
+    err = said("train", "--resume", "a/run", "--model.hidden", 64)[2]
+    assert "2 mistakes" in err and "model.hidden is 64, but 32 in the checkpoint" in err
+    err = said("train", *words, "--folder", "a/run", "--dry-run")[2]
+    assert "holds a run already (run.toml): resume it with --resume" in err
+    assert said("train", "a/run/run.toml", "--dry-run")[0] == 0
     assert said("train", "a/run/run.toml", "--folder", "other", "--dry-run")[0] == 0
     assert not (tmp_path / "other").exists()
     (tmp_path / "a" / "run").rename(tmp_path / "moved")
@@ -85,7 +89,25 @@ def test_train_leaves_a_folder_and_goes_on_in_it(said, cluster, tmp_path, monkey
     assert [[line.get(key) for key in keys] for line in rest.metrics] == [
         [line.get(key) for key in keys] for line in whole.metrics
     ]
-    assert rest.config["folder"] == str(tmp_path / "moved")
+    assert "folder" not in rest.config
+
+
+def test_ctrl_c_saves_what_a_run_with_a_folder_has_come_to(said, cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train = Job.train
+
+    def interrupted(job, **how):
+        train(job, steps=3, **how)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Job, "train", interrupted)
+    code, _, err = said("train", "gpt-tiny", "--data.path", argparse.__file__, "--steps", 5, "--folder", "run")
+    assert code == 130
+    assert "saved as step-00000003; raypar train --resume run goes on from there" in err
+    monkeypatch.setattr(Job, "train", train)
+    code, out, err = said("train", "--resume", "run")
+    assert code == 0, err
+    assert [line["step"] for line in read(tmp_path / "run").metrics] == [0, 1, 2, 3, 4, 5]
     assert not (tmp_path / "a" / "run").exists()
     assert said("ckpt", "verify", "moved") == (
         0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -147,6 +148,20 @@ def test_a_step_that_was_taken_twice_counts_once():
 def test_a_model_of_the_users_own_layers_has_a_title():
     config = plain_of(Run()) | {"model": {"fn": "mine.layers", "loss": "mine.loss"}}
     assert "a model of the user's own layers on one actor" in Reader(page(nothing(config=config))).texts
+
+
+def test_a_run_that_was_resumed_with_other_ranks_has_a_page():
+    other = report(1, peak_memory=(9 << 20, 1, 2, 4 << 20), in_flight=(1, 1, 1, 1))
+    assert {"pp=0", "9.0 MiB", "2.0 MiB", "pp=3", "4.0 MiB"} <= set(
+        Reader(page(past(metrics=[report(0), other]))).texts
+    )
+
+
+def test_a_step_of_very_many_events_is_drawn_at_once():
+    timeline = simulate(SCHEDULE, Costs(f=0.05, b=0.1))
+    start = time.process_time()
+    page(past(timelines=[replace(timeline, events=timeline.events * 1000)]))
+    assert time.process_time() - start < 5, "looking for the first event once an event took minutes"
 
 
 def test_the_report_of_a_long_run_stays_small():

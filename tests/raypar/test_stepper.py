@@ -5,7 +5,10 @@ Threads share one random generator, so no dropout here: test_stepping.py has it,
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import time
 
 import pytest
 import torch
@@ -331,3 +334,55 @@ def test_what_can_not_be_recorded_or_played_is_said(hands, tmp_path):
     for name in ("torn", "foreign", "absent", "."):
         with pytest.raises(rp.ConfigError):
             rp.replay(tmp_path / name)
+
+
+def test_rows_can_be_swapped_in_as_they_are_written(hands):
+    stepper = hands("gpipe").stepper()
+    stepper.run(3)
+    rows = [[f"{rank}{op}{mb}" for op in "FB" for mb in range(3)] for rank in range(2)]
+    stepper.swap(rows)
+    assert "gpipe then edited" in repr(stepper)
+    with pytest.raises(ScheduleError, match="not an action"):
+        stepper.swap([["0F0", "hello"], ["1F0"]])
+    stepper.finish()
+
+
+def test_pauses_between_moves_are_not_the_steps(hands):
+    stepper = hands("gpipe").stepper()
+    stepper.next()
+    time.sleep(0.3)
+    assert stepper.finish().step_ms < 300
+
+
+@pytest.mark.parametrize("undo", ["rewind", "abort"])
+def test_ctrl_c_while_a_step_is_taken_back(hands, undo):
+    hands = hands("gpipe")
+    stepper = hands.stepper()
+    stepper.run(8)
+    told = stepper._calls.all
+
+    def interrupted(method, *args, what):
+        answers = told(method, *args, what=what)
+        os.kill(os.getpid(), signal.SIGINT)
+        return answers
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    stepper._calls.all = interrupted
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            getattr(stepper, undo)()
+    finally:
+        stepper._calls.all = told
+        signal.signal(signal.SIGINT, before)
+    assert stepper.midway == (undo == "rewind")
+    if undo == "rewind":
+        assert stepper.done == ()
+        stepper.finish()
+        assert same(state(hands.team), compiled("gpipe")[2])
+
+
+def test_what_is_no_predicate_is_refused_at_once(hands):
+    stepper = hands("gpipe").stepper()
+    with pytest.raises(ValueError, match="give a function"):
+        stepper.break_on("seen.norm")
+    stepper.finish()
