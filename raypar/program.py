@@ -55,6 +55,8 @@ def load_schedule(schedule: str | Schedule, ranks: int, microbatches: int, chunk
     """A schedule by name, from a CSV file, or as it is. Raises ScheduleError, for a file that can't be read too."""
     if isinstance(schedule, Schedule):
         return schedule
+    if not isinstance(schedule, str):
+        raise ScheduleError(f"{schedule!r} is no schedule: give a name, the path of a CSV file, or a Schedule")
     path = Path(schedule)
     if path.suffix != ".csv":
         if ranks * microbatches * (chunks or 1) > MOST_CELLS:
