@@ -107,10 +107,10 @@ def plain_size(path: Path) -> int:
 
 def read_plain(path: Path, limit: int) -> bytes:
     """All of a plain file of at most ``limit`` bytes. Raises OSError."""
-    if plain_size(path) > limit:
+    if (size := plain_size(path)) > limit:
         raise OSError(errno.EFBIG, f"it has more than {limit} bytes")
     with path.open("rb") as file:
-        return file.read(limit)
+        return file.read(size)  # takes so much memory beforehand
 
 
 def read_named(path: Path, limit: int) -> bytes:

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 from annotated_types import Ge, Lt
-from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic import FailFast, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from raypar.actors.disk import CheckpointError
@@ -45,7 +45,7 @@ class Manifest:
     seed: int
     run: dict[str, JsonValue]
     tensors: dict[str, Logical]
-    files: tuple[ShardFile, ...]
+    files: Annotated[tuple[ShardFile, ...], FailFast()]
     raypar: str
     format: str = _FORMAT
     version: int = _VERSION

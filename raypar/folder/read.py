@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Le
-from pydantic import AllowInfNan, TypeAdapter, ValidationError
+from pydantic import AllowInfNan, FailFast, TypeAdapter, ValidationError
 
 from raypar.actors.disk import CheckpointError, read_plain
 from raypar.actors.plan import SEND_WINDOW
@@ -30,6 +30,7 @@ from raypar.toml import parsed
 T = TypeVar("T")
 Number = Annotated[int, Ge(0), Le(2**63 - 1)]
 Figure = Annotated[float, AllowInfNan(False), Ge(-1e15), Le(1e15)]
+Numbers = Annotated[tuple[Number, ...], FailFast()]  # an error takes a hundred times the memory of a digit
 Latest = tuple[int | None, list[Timeline]]
 Ledger = dict[str, dict[str, tuple[Number, Number]]]
 
@@ -72,8 +73,8 @@ class _Step(Report):
     step_ms: Figure
     bubble: Figure
     overlap: Figure | None
-    in_flight: tuple[Number, ...]
-    peak_memory: tuple[Number, ...]
+    in_flight: Numbers
+    peak_memory: Numbers
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,13 @@ class _Validation:
 
 @dataclass(frozen=True)
 class _Row:
-    actions: list[tuple[Number, str, str, Figure, Figure, Number, Number | None]]
+    actions: Annotated[list[tuple[Number, str, str, Figure, Figure, Number, Number | None]], FailFast()]
 
 
 @dataclass(frozen=True)
 class _Measured:
     step: Number
-    timelines: list[_Row]
+    timelines: Annotated[list[_Row], FailFast()]
 
 
 class _DamagedError(Exception):

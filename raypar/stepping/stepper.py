@@ -131,8 +131,8 @@ class Stepper:
 
     def run(self, moves: int | None = None) -> Taken:
         """Take the next so many moves of the schedule (None: all that are left); stops where ``break_on`` says."""
-        if moves is not None and moves < 0:
-            raise ValueError(f"run {moves} moves: give 0 or more, or None for all")
+        if moves is not None and (not isinstance(moves, int) or moves < 0):
+            raise MoveError(f"run {moves!r} moves: give a number of 0 or more, or None for all")
         return self._take(self._board.left[:moves])
 
     def run_to(self, action: str | Action) -> Taken:
@@ -155,7 +155,7 @@ class Stepper:
         ``break_on(lambda seen: not seen.finite)``, or ``seen.norm > 100``, or ``seen.memory > 2**30``.
         """
         if predicate is not None and not callable(predicate):
-            raise ValueError(f"break_on({predicate!r}): give a function of what was seen, or None")
+            raise MoveError(f"break_on {predicate!r}: give a function of what was seen, or None")
         self._predicate = predicate
 
     def swap(self, schedule: str | Schedule | Written) -> Taken:

@@ -76,7 +76,7 @@ def test_train_leaves_a_folder_and_goes_on_in_it(said, cluster, tmp_path, monkey
     assert "2 mistakes" in err and "model.hidden is 64, but 32 in the checkpoint" in err
     err = said("train", *words, "--folder", "a/run", "--dry-run")[2]
     assert "holds a run already (run.toml): resume it with --resume" in err
-    assert said("train", "a/run/run.toml", "--dry-run")[0] == 0
+    assert "save_every is 2, but" in said("train", "a/run/run.toml", "--dry-run")[2], "another run wants its own folder"
     assert said("train", "a/run/run.toml", "--folder", "other", "--dry-run")[0] == 0
     assert not (tmp_path / "other").exists()
     (tmp_path / "a" / "run").rename(tmp_path / "moved")
@@ -105,7 +105,7 @@ def test_ctrl_c_saves_what_a_run_with_a_folder_has_come_to(said, cluster, tmp_pa
     assert code == 130
     assert "saved as step-00000003; raypar train --resume run goes on from there" in err
     monkeypatch.setattr(Job, "train", train)
-    code, out, err = said("train", "--resume", "run")
+    code, _, err = said("train", "--resume", "run")
     assert code == 0, err
     assert [line["step"] for line in read(tmp_path / "run").metrics] == [0, 1, 2, 3, 4, 5]
     assert not (tmp_path / "a" / "run").exists()

@@ -174,6 +174,33 @@ def test_a_disk_that_is_full_from_the_beginning_is_a_warning_too(tmp_path, monke
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["log.txt"]
 
 
+FULL = """
+import logging, resource, sys
+from raypar.config import Run
+from raypar.folder.write import Folder
+from raypar.schedules import build, lower, simulate
+schedule = lower(build("1f1b", 2, 4))
+folder = Folder(sys.argv[1])
+folder.begin(Run(), schedule, 0)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+for step in range(100):
+    folder.write({"step": step, "val_loss": 1.5, "perplexity": 2.5, "tokens": 64})
+    logging.getLogger("raypar").info("x" * 100)
+folder.measured(1, [simulate(schedule)] * 9, {})
+folder.close()
+"""
+
+
+def test_files_that_may_not_grow_end_with_a_whole_line(tmp_path):
+    """The system's own limit, on everything at once."""
+    run = subprocess.run([sys.executable, "-c", FULL, tmp_path / "run"], capture_output=True, text=True)
+    told = f"{tmp_path / 'run'} can't be written (File too large), the training goes on\n"
+    assert (run.returncode, run.stderr) == (0, told)
+    assert [line["step"] for line in read(tmp_path / "run").metrics] == list(range(31))
+    assert set((tmp_path / "run" / "log.txt").read_text().splitlines()[:-1]) <= {"x"}, "info is not logged here"
+    assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")], "nothing half is left"
+
+
 # --- before a run starts ---------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -142,3 +144,28 @@ def test_a_link_to_checkpoints_is_not_followed(past, tmp_path):
     (past / "checkpoints").rename(tmp_path / "elsewhere")
     (past / "checkpoints").symlink_to(tmp_path / "elsewhere")
     assert faults_of(past) == [f"run folder {str(past)!r}: checkpoints is a link: put the folder itself there"]
+
+
+FRUGAL = """
+import resource, sys
+from pathlib import Path
+from raypar.config import ConfigError
+from raypar.folder.read import read
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (300 << 20),) * 2)
+try:
+    read(Path(sys.argv[1]))
+except ConfigError as error:
+    print(len(error.faults), len(str(error)) < 10_000)
+"""
+
+
+def test_damage_takes_no_more_memory_than_a_small_multiple_of_the_files(past):
+    """A MiB or two of each kind of garbage, 300 MiB to read it in."""
+    (past / "run.toml").write_text("a = [" + "[], " * 250_000 + "]")
+    (past / "metrics.jsonl").write_text("[" * 1_000_000 + "\n" + "[]\n" * 300_000)
+    (past / "schedule.csv").write_text("<html>,\n" * 200_000)
+    (past / "timeline.json").write_text('{"step": 1, "timelines": [' + "[]," * 500_000 + "[]]}")
+    (past / "ledger.json").write_text('{"a": {' + ",".join(f'"{n}": 1' for n in range(100_000)) + "}}")
+    run = subprocess.run([sys.executable, "-c", FRUGAL, past], capture_output=True, text=True, timeout=60)
+    assert run.stdout.split()[1:] == ["True"], run.stderr
