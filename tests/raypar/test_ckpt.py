@@ -90,6 +90,12 @@ def test_train_leaves_a_folder_and_goes_on_in_it(said, cluster, tmp_path, monkey
         [line.get(key) for key in keys] for line in whole.metrics
     ]
     assert "folder" not in rest.config
+    assert not (tmp_path / "a" / "run").exists()
+    assert said("ckpt", "verify", "moved") == (
+        0,
+        "".join(f"moved/checkpoints/step-0000000{step}: ok\n" for step in (4, 2)),
+        "",
+    ), "the damaged one was replaced"
 
 
 def test_ctrl_c_saves_what_a_run_with_a_folder_has_come_to(said, cluster, tmp_path, monkeypatch):
@@ -108,9 +114,3 @@ def test_ctrl_c_saves_what_a_run_with_a_folder_has_come_to(said, cluster, tmp_pa
     code, _, err = said("train", "--resume", "run")
     assert code == 0, err
     assert [line["step"] for line in read(tmp_path / "run").metrics] == [0, 1, 2, 3, 4, 5]
-    assert not (tmp_path / "a" / "run").exists()
-    assert said("ckpt", "verify", "moved") == (
-        0,
-        "".join(f"moved/checkpoints/step-0000000{step}: ok\n" for step in (4, 2)),
-        "",
-    ), "the damaged one was replaced"
