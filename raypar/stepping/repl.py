@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from raypar.driver import Job
 
 _CALL = re.compile(r"""(\w+)\.(do|run_to|why|peek|swap)\(\s*["']([\w.-]*)$""")
-_TOLD = (ConfigError, ScheduleError, MoveError, JobError, StopIteration)  # what is wrong is in their text
+_TOLD = (ConfigError, ScheduleError, MoveError, JobError, StopIteration, KeyboardInterrupt)  # their text says it all
 
 HELP = """\
 job is the run on its actors, s the stepper of its next step:
@@ -105,7 +105,7 @@ class _Console(code.InteractiveConsole):
     def showtraceback(self) -> None:
         kind, error, trace = sys.exc_info()
         if isinstance(error, _TOLD):
-            self.write(f"{type(error).__name__}: {error}\n")
+            self.write(f"{type(error).__name__}: {error}".removesuffix(": ") + "\n")
         else:
             inner = trace.tb_next if trace is not None else None  # without the console's own frame
             self.write("".join(traceback.format_exception(kind, error, inner)))
