@@ -209,6 +209,9 @@ def _say(text: str, end: str = "\n") -> int:
         print(text, end=end, flush=True)
     except BrokenPipeError:
         return _hush()
+    except OSError as error:
+        _hush()
+        return _fail(f"standard output can't be written ({error.strerror})", FAILED)
     return OK
 
 

@@ -48,7 +48,7 @@ def save(path: str | Path, kinds: Mapping[str, Callable[[], str]], suffix: str |
 def write_text(path: Path, text: str) -> None:
     """Write a file beside its place, sync and rename it. Nothing is left if that fails; raises OSError."""
     if is_stream(path):
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="replace")
         return
     if not path.parent.is_dir():
         raise FileNotFoundError(
@@ -56,7 +56,7 @@ def write_text(path: Path, text: str) -> None:
         )
     aside = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        with aside.open("x", encoding="utf-8") as file:
+        with aside.open("x", encoding="utf-8", errors="replace") as file:  # a name in it may be no text
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

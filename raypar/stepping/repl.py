@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from raypar.driver import Job
 
 _CALL = re.compile(r"""(\w+)\.(do|run_to|why|peek|swap|param|grad)\(\s*["']([\w.-]*)$""")
-_TOLD = (ConfigError, ScheduleError, MoveError, JobError, StopIteration)  # what is wrong is in their text
+_TOLD = (ConfigError, ScheduleError, MoveError, JobError, StopIteration, KeyboardInterrupt)  # their text says it all
 
 HELP = """\
 job is the run on its actors, s the stepper of its next step:
@@ -116,10 +116,8 @@ class _Console(code.InteractiveConsole):
 
     def showtraceback(self) -> None:
         kind, error, trace = sys.exc_info()
-        if isinstance(error, KeyboardInterrupt):
-            self.write("KeyboardInterrupt\n")
-        elif isinstance(error, _TOLD):
-            self.write(f"{type(error).__name__}: {error}\n")
+        if isinstance(error, _TOLD):
+            self.write(f"{type(error).__name__}: {error}".removesuffix(": ") + "\n")
         else:
             inner = trace.tb_next if trace is not None else None
             self.write("".join(traceback.format_exception(kind, error, inner)))

@@ -200,6 +200,21 @@ def test_a_reader_who_goes_away_is_no_error(words):
     assert (run.returncode, err) == (0, b"")
 
 
+def test_a_full_disk_under_standard_output_is_told():
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        run = subprocess.run(
+            [sys.executable, "-m", "raypar.cli", "draw", "1f1b"],
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (run.returncode, run.stderr) == (
+        4,
+        "raypar: standard output can't be written (No space left on device)\n",
+    )
+
+
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 

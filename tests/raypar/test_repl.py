@@ -52,7 +52,8 @@ def test_a_mistake_is_told_by_its_text_and_the_session_goes_on(stepper, monkeypa
         def stepper(self):
             return stepper
 
-    lines = ['s.do("0B0")', "1 / 0", "s.next(", "", ")", "s.do(' ", "", 's.peek("0F0").norm > 0', "exit()", "2 / 0"]
+    slips = ['s.do("0B0")', "raise KeyboardInterrupt", "1 / 0", "s.next(", "", ")", "s.do(' ", ""]
+    lines = [*slips, 's.peek("0F0").norm > 0', "exit()", "2 / 0"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
     monkeypatch.setattr(repl, "tab_completion", lambda namespace: None)
     repl.interact(FakeJob())
@@ -60,6 +61,7 @@ def test_a_mistake_is_told_by_its_text_and_the_session_goes_on(stepper, monkeypa
     assert 'MoveError: 0B0 waits for 0F0, which is ready: do("0F0")' in err
     assert "Traceback" in err and "ZeroDivisionError" in err
     assert err.count("Traceback") == 1
+    assert "\nKeyboardInterrupt\n" in err
     assert "SyntaxError" in err
     assert "code.py" not in err and "codeop.py" not in err
     assert "1 of 13 moves done, next: 0SEND_F0 + 1RECV_F0" in out

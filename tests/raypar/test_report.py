@@ -245,6 +245,12 @@ def test_report_and_trace_write_into_the_run_s_folder_or_where_they_are_told(fol
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
+def test_a_folder_whose_name_is_no_text_has_a_report(folder):
+    odd = folder.rename(folder.with_name("run\udcff"))
+    assert main(["report", str(odd)]) == 0
+    assert "raypar run in" in (odd / "report.html").read_text()
+
+
 @pytest.mark.parametrize("command", ["report", "trace"])
 def test_a_folder_of_no_run_is_a_mistake(command, tmp_path, capsys):
     assert main([command, str(tmp_path)]) == 2
