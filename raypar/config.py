@@ -14,12 +14,26 @@ from raypar.actors.data import data_faults
 from raypar.actors.disk import expanded
 from raypar.actors.faults import FaultsError
 from raypar.actors.mesh import Mesh
-from raypar.actors.plan import DeviceChoice, DeviceKind, Recompute
-from raypar.actors.specs import GPT, SGD, AdamW, Batches, Count, Layers, Positive, Steps, Text
+from raypar.actors.plan import DeviceChoice, DeviceKind
+from raypar.actors.recompute import Recompute, recompute_faults
+from raypar.actors.specs import (
+    GPT,
+    SGD,
+    AdamW,
+    Batches,
+    Count,
+    Layers,
+    Llama,
+    Positive,
+    Steps,
+    Text,
+    Transformer,
+)
 from raypar.actors.split import Split, split_faults
 from raypar.actors.world import DataParallel, World, Zero
 from raypar.fields import field_faults
 from raypar.folder.faults import folder_faults
+from raypar.model_faults import length_faults, model_faults
 from raypar.program import Programs, programs_of, schedule_faults
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.track.sinks import Tracker, track_faults
@@ -33,8 +47,8 @@ class ConfigError(FaultsError, ValueError):
 class Run:
     """A training run: what is trained, on which actors, in which order, for how long."""
 
-    model: GPT | Layers = field(default_factory=GPT)
-    """what is trained: a GPT, or the user's own Layers"""
+    model: GPT | Llama | Layers = field(default_factory=GPT)
+    """what is trained: a GPT, a Llama, or the user's own Layers"""
     mesh: Mesh = field(default_factory=Mesh)
     """how the work is split; ``Mesh(pp=2)`` is two pipeline ranks"""
     schedule: str | Schedule = "1f1b"
@@ -60,7 +74,8 @@ class Run:
     clip: Positive | None = 1.0
     """largest global gradient norm; None does not clip"""
     recompute: Recompute = "none"
-    """full keeps only the inputs of a stage and runs its forward again before its backward"""
+    """full keeps only the inputs of a stage and runs its forward again before its backward; selective runs attention's
+    core again; or a word for each layer, where full keeps that layer's inputs"""
     split: Split = "even"
     """layers to stages: even, balanced by cost, or a count for each stage"""
     seed: int = 0
@@ -101,18 +116,16 @@ def check_run(run: Run, resumed: Path | None = None) -> Programs:
         return not any(one.startswith(other) or other.startswith(one) for one, other in pairs)
 
     faults = [fault.text for fault in wrong]
-    if right("model.hidden", "model.heads"):
-        faults += model_faults(run.model)
-    faults += [*_mesh_faults(run.mesh, right), *_server_faults(run, right)]
+    faults += [*model_faults(run.model, right), *_mesh_faults(run.mesh, right), *_server_faults(run, right)]
     programs: Programs | None = None
     if right("schedule", "mesh.pp", "microbatches", "chunks"):
         reduces = right("mesh.dp", "data_parallel", "servers", "zero") and world_of(run).reduces
         try:
             programs = programs_of(run.schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=reduces)
-            misfits = _split_faults(run, programs["train"].num_stages, right)
+            misfits = _layer_faults(run, programs["train"].num_stages, right)
             faults += misfits or _share_faults(run, programs["train"], right)
         except ScheduleError as error:
-            faults += [str(error), *_split_faults(run, run.mesh.pp * (run.chunks or 1), right)]
+            faults += [str(error), *_layer_faults(run, run.mesh.pp * (run.chunks or 1), right)]
     elif right("schedule"):
         faults += schedule_faults(run.schedule)
     if right("data"):
@@ -126,13 +139,6 @@ def check_run(run: Run, resumed: Path | None = None) -> Programs:
     if faults or programs is None:
         raise ConfigError(faults)
     return programs
-
-
-def model_faults(model: GPT | Layers) -> Iterator[str]:
-    """What is wrong between the fields of a model, each of which is right."""
-    if isinstance(model, GPT) and model.hidden % model.heads:
-        near = next(heads for heads in range(min(model.heads, model.hidden), 0, -1) if model.hidden % heads == 0)
-        yield f"model.hidden {model.hidden} is not a multiple of model.heads {model.heads}: use {near} heads, say"
 
 
 def world_of(run: Run) -> World:
@@ -185,24 +191,30 @@ def _share_faults(run: Run, schedule: Schedule, right: Callable[..., bool]) -> I
         yield f"servers is {run.servers}, but pp={pp} has {fewest} parameters, and each is on one server: {fix}"
 
 
-def _split_faults(run: Run, num_stages: int, right: Callable[..., bool]) -> list[str]:
-    if isinstance(run.model, GPT):
-        return split_faults(run.split, run.model.layers, num_stages) if right("split", "model.layers") else []
-    if not right("split", "model"):
+def _layer_faults(run: Run, num_stages: int, right: Callable[..., bool]) -> list[str]:
+    """What is wrong with the split and with recompute, which both speak of the model's layers."""
+    transformer = isinstance(run.model, Transformer)
+    if not right("model.layers" if transformer else "model"):
         return []
-    from raypar.actors.models.build import build_model  # imports torch: only for models that only torch can count
+    if isinstance(run.model, Transformer):
+        count = run.model.layers
+    else:
+        from raypar.actors.models.build import build_model  # imports torch: only for what only torch can count
 
-    try:
-        model = build_model(run.model, run.seed)
-    except Exception as error:
-        return [f"model.fn failed: {type(error).__name__}: {error}"]
-    return split_faults(run.split, len(model.body), num_stages)
+        try:
+            count = len(build_model(run.model, run.seed).body)
+        except Exception as error:
+            return [f"model.fn failed: {type(error).__name__}: {error}"]
+    faults = split_faults(run.split, count, num_stages) if right("split") else []
+    if right("recompute"):
+        faults += recompute_faults(run.recompute, count, has_core=transformer)
+    return faults
 
 
 def _data_faults(run: Run, right: Callable[..., bool]) -> list[str]:
     """What is wrong with the text, for a model that takes everything where its own sizes are wrong."""
     if isinstance(run.data, Batches):
-        return []
+        return [*length_faults(run.model, run.data)] if right("model.seq") else []
     seq = run.model.seq if right("model.seq") else 1
     if seq is None:
         return [

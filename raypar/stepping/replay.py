@@ -13,10 +13,11 @@ from torch import Tensor
 from raypar.actors.models.build import build_model
 from raypar.actors.models.model import Values
 from raypar.actors.place import place_of
-from raypar.actors.specs import GPT, Layers
+from raypar.actors.specs import GPT, Layers, Llama
 from raypar.actors.stage import Stage
-from raypar.config import ConfigError, model_faults
+from raypar.config import ConfigError
 from raypar.fields import brief, field_faults
+from raypar.model_faults import model_faults
 from raypar.schedules.faults import first_of
 from raypar.stepping.recording import Recorded, read_recording
 from raypar.toml import run_of
@@ -87,10 +88,12 @@ def replay(
     return Replayed(recorded, stage, tuple(differences))
 
 
-def _model_of(recorded: Recorded, model: Layers | None) -> GPT | Layers:
+def _model_of(recorded: Recorded, model: Layers | None) -> GPT | Llama | Layers:
     if "fn" not in recorded.model:
         spec = run_of({"model": recorded.model}).model
-        if faults := [fault.text for fault in field_faults(spec, "model.")] or list(model_faults(spec)):
+        if faults := [fault.text for fault in field_faults(spec, "model.")] or list(
+            model_faults(spec, lambda *_: True)
+        ):
             raise ConfigError(faults)
         return spec
     if model is None:
@@ -100,7 +103,7 @@ def _model_of(recorded: Recorded, model: Layers | None) -> GPT | Layers:
     return model
 
 
-def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Layers) -> Stage:
+def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Llama | Layers) -> Stage:
     """The stage with its recorded state. Raises ConfigError if the model has other layers or weights."""
     model = build_model(spec, recorded.seed)
     if not recorded.layers or not all(0 <= layer < len(model.names) for layer in recorded.layers):
@@ -132,7 +135,7 @@ def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Layers) -> Stage:
         modules,
         place=place,
         is_last=recorded.is_last,
-        recompute=recorded.recompute == "full",
+        recompute=recorded.recompute,
         seed=recorded.seed,
     )
     with torch.no_grad():

@@ -20,6 +20,7 @@ from raypar.html.charts import Line, bars, line_chart
 from raypar.html.figures import History, duration, share, significant, size
 from raypar.html.markup import Markup, element, joined
 from raypar.html.page import page
+from raypar.recipes import recipe
 from raypar.report import Evaluation, Report
 from raypar.schedules import Costs, build, lower, simulate, to_csv
 from raypar.toml import plain_of, toml_of
@@ -162,6 +163,12 @@ def test_a_step_of_very_many_events_is_drawn_at_once():
     start = time.process_time()
     page(past(timelines=[replace(timeline, events=timeline.events * 1000)]))
     assert time.process_time() - start < 5, "looking for the first event once an event took minutes"
+
+
+def test_a_model_is_called_by_its_kind():
+    for name, title in (("gpt-tiny", "GPT of 8 layers, 32 hidden"), ("llama-tiny", "Llama of 8 layers, 32 hidden")):
+        texts = Reader(page(nothing(config=plain_of(recipe(name))))).texts
+        assert any(one.startswith(f"{title} on pp=2") for one in texts)
 
 
 def test_the_report_of_a_long_run_stays_small():

@@ -1,0 +1,120 @@
+"""Causal self-attention, with as many heads of keys and values as of queries or fewer.
+
+Shapes: B microbatch, S sequence, D hidden, N heads, K heads of keys and values, d width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+
+from raypar.actors.models.model import Values
+from raypar.actors.models.positions import Alibi, Rope
+from raypar.actors.rerun import drawn_again, rerun
+from raypar.actors.specs import AttentionKind, Transformer
+
+
+class Core(nn.Module):
+    """Softmax(q k^T / sqrt(d)) v over what is not later: (B, N, S, d) and twice (B, K, S, d) -> (B, N, S, d)."""
+
+    def __init__(self, kind: AttentionKind, dropout: float, alibi: Alibi | None) -> None:
+        super().__init__()
+        self._kind, self._dropout, self._alibi = kind, dropout, alibi
+        self.again = False
+
+    def forward(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
+        """What each query sees."""
+        bias = None if self._alibi is None else self._alibi.bias(q_BNSd.shape[2], q_BNSd)
+        dropout = self._dropout if self.training else 0.0
+        attend = partial(_materialised if self._kind == "materialised" else _fused, bias=bias, dropout=dropout)
+        if self.again and torch.is_grad_enabled() and self._keeps_scores(q_BNSd, k_BKSd, v_BKSd, bias, dropout):
+            return _again(attend, q_BNSd, k_BKSd, v_BKSd, draws=dropout > 0)
+        return attend(q_BNSd, k_BKSd, v_BKSd)
+
+    def _keeps_scores(
+        self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, dropout: float
+    ) -> bool:
+        """Whether a backward would need (B, N, S, S) tensors: torch's kernels, but for the plain one, do without."""
+        if self._kind == "materialised":
+            return True
+        chosen = torch._fused_sdp_choice(q_BNSd, k_BKSd, v_BKSd, **_settings(q_BNSd, k_BKSd, bias, dropout))
+        return chosen == SDPBackend.MATH.value
+
+
+class Attention(nn.Module):
+    """Projections around a core: (B, S, D) -> (B, S, D).
+
+    The projections in have no bias. That of the keys would shift a softmax, which changes nothing: its gradient is
+    rounding noise, and Adam would turn that into steps of full size.
+    """
+
+    def __init__(self, spec: Transformer, between: Rope | Alibi | None, *, bias: bool) -> None:
+        super().__init__()
+        self._width = spec.hidden // spec.heads
+        self._rope = between if isinstance(between, Rope) else None
+        kv = self._width * spec.num_kv_heads
+        self.q = nn.Linear(spec.hidden, spec.hidden, bias=False)
+        self.k, self.v = nn.Linear(spec.hidden, kv, bias=False), nn.Linear(spec.hidden, kv, bias=False)
+        self.core = Core(spec.attention, spec.dropout, between if isinstance(between, Alibi) else None)
+        self.out = nn.Linear(spec.hidden, spec.hidden, bias=bias)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        q_BNSd, k_BKSd, v_BKSd = (
+            linear(x_BSD).unflatten(-1, (-1, self._width)).transpose(1, 2) for linear in (self.q, self.k, self.v)
+        )
+        if self._rope is not None:
+            q_BNSd, k_BKSd = self._rope.turn(q_BNSd), self._rope.turn(k_BKSd)
+        out: Tensor = self.out(self.core(q_BNSd, k_BKSd, v_BKSd).transpose(1, 2).flatten(2))
+        return out
+
+
+def _again(attend: Callable[..., Tensor], *inputs: Tensor, draws: bool) -> Tensor:
+    """``attend(*inputs)``, of which only the inputs are kept."""
+    redraw = drawn_again(inputs[0].device) if draws else None
+
+    def again(*leaves: Tensor) -> Values:
+        if redraw is not None:
+            redraw()
+        return (attend(*leaves),)
+
+    (y_BNSd,) = rerun(lambda *values: (attend(*values),), again, inputs)
+    return y_BNSd
+
+
+def _settings(q_BNSd: Tensor, k_BKSd: Tensor, bias: Tensor | None, dropout: float) -> dict[str, Any]:
+    return {
+        "attn_mask": None if bias is None else bias[None],
+        "dropout_p": dropout,
+        "is_causal": bias is None,
+        "enable_gqa": q_BNSd.shape[1] != k_BKSd.shape[1],
+    }
+
+
+def _fused(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
+    """The core by the kernel that torch chooses."""
+    return F.scaled_dot_product_attention(q_BNSd, k_BKSd, v_BKSd, **_settings(q_BNSd, k_BKSd, bias, dropout))
+
+
+def _materialised(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
+    """The core, op by op. Of its (B, N, S, S) tensors it keeps the softmax, and with dropout the mask and the product.
+
+    The queries that share a key stand below each other, so that no key is copied.
+    """
+    B, N, S, d = q_BNSd.shape
+    K = k_BKSd.shape[1]
+    q_BKRd = (q_BNSd / math.sqrt(d)).reshape(B, K, N // K * S, d)
+    scores_BNSS = (q_BKRd @ k_BKSd.transpose(-2, -1)).view(B, N, S, S)
+    if bias is None:
+        later_SS = torch.ones(S, S, dtype=torch.bool, device=q_BNSd.device).triu(1)
+        scores_BNSS.masked_fill_(later_SS, -math.inf)
+    else:
+        scores_BNSS.add_(bias)
+    weights_BNSS = F.dropout(scores_BNSS.softmax(dim=-1), dropout)
+    return (weights_BNSS.view(B, K, N // K * S, S) @ v_BKSd).view(B, N, S, d)
