@@ -1,0 +1,74 @@
+"""Linear layers and embeddings divided over a group, by their weights (Shoeybi et al. 2019)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raypar.actors.cut import Cut
+from raypar.actors.group import Group
+from raypar.actors.layers.ops import Move
+
+
+class ColumnParallelLinear(nn.Linear):
+    """Some of the outputs of a linear layer: (..., in) replicated -> (..., own outputs).
+
+    cut    what of the weight (out, in) is here; of the bias the same outputs
+    enter  what the input goes through first: ``copy_to`` the group, say
+    """
+
+    def __init__(self, whole: nn.Linear, cut: Cut, enter: Move) -> None:
+        outputs, inputs = cut.shape
+        super().__init__(inputs, outputs, whole.bias is not None, dtype=whole.weight.dtype)
+        self.enter = enter
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.enter(x))
+
+
+class RowParallelLinear(nn.Linear):
+    """The outputs that some of the inputs of a linear layer make, summed: (..., own inputs) -> (..., out).
+
+    cut    what of the weight (out, in) is here; the bias is replicated, and added once: behind the sum
+    leave  what sums: ``reduce_from`` the group, say
+    """
+
+    def __init__(self, whole: nn.Linear, cut: Cut, leave: Move) -> None:
+        outputs, inputs = cut.shape
+        super().__init__(inputs, outputs, whole.bias is not None, dtype=whole.weight.dtype)
+        self.leave = leave
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.leave(F.linear(x, self.weight))
+        return out if self.bias is None else out + self.bias
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """The embeddings of some of the ids, summed with those of the others: ids (...) int64 -> (..., D).
+
+    cut    which rows of the table (V, D) are here
+    leave  what sums: ``reduce_from`` the group, say
+    """
+
+    def __init__(self, whole: nn.Embedding, cut: Cut, leave: Move) -> None:
+        ids, width = cut.shape
+        super().__init__(ids, width, dtype=whole.weight.dtype)
+        ((self.first, self.last),) = cut.spans
+        self.leave = leave
+
+    def forward(self, ids: Tensor) -> Tensor:
+        foreign = (ids < self.first) | (ids >= self.last)
+        own = F.embedding((ids - self.first).masked_fill(foreign, 0), self.weight)
+        return self.leave(own.masked_fill(foreign.unsqueeze(-1), 0.0))
+
+
+def cut_of(shape: tuple[int, ...], dim: int, group: Group, parts: int = 1) -> Cut:
+    """A member's share of a tensor along a dim; of each of so many equal parts of that dim by itself.
+
+    Shares are as even as they can be: of what the group's size does not divide the first members have one more.
+    """
+    length = shape[dim] // parts
+    base, extra = divmod(length, group.size)
+    start = group.rank * base + min(group.rank, extra)
+    stop = start + base + (group.rank < extra)
+    return Cut(shape, dim, tuple((part * length + start, part * length + stop) for part in range(parts)))
