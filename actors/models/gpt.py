@@ -44,13 +44,14 @@ class Attention(nn.Module):
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
         self.heads, self.dropout = gpt.heads, gpt.dropout
-        self.qkv = nn.Linear(gpt.hidden, 3 * gpt.hidden, bias=False)
+        self.q, self.k, self.v = (nn.Linear(gpt.hidden, gpt.hidden, bias=False) for _ in range(3))
         self.out = nn.Linear(gpt.hidden, gpt.hidden)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         B, S, D = x_BSD.shape
-        qkv = self.qkv(x_BSD).view(B, S, 3, self.heads, D // self.heads)
-        q_BNSd, k_BNSd, v_BNSd = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        q_BNSd, k_BNSd, v_BNSd = (
+            linear(x_BSD).view(B, S, self.heads, -1).transpose(1, 2) for linear in (self.q, self.k, self.v)
+        )
         dropout = self.dropout if self.training else 0.0
         y_BNSd = F.scaled_dot_product_attention(q_BNSd, k_BNSd, v_BNSd, dropout_p=dropout, is_causal=True)
         out: Tensor = self.out(y_BNSd.transpose(1, 2).reshape(B, S, D))

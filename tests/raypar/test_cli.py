@@ -363,7 +363,7 @@ def test_verify_compares_with_one_process(said, cluster, data):
     code, out, err = said("verify", *data, "--steps", 2)
     assert (code, out) == (
         0,
-        "bitwise equal: 2 losses and gradient norms, 93 gradients of step 0 and 93 weights after 2 steps\n",
+        "bitwise equal: 2 losses and gradient norms, 109 gradients of step 0 and 109 weights after 2 steps\n",
     ), err
 
 

@@ -110,8 +110,8 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         ({"data_parallel": "zero"}, "data_parallel is 'zero': it must be 'all_reduce' or 'parameter_server'"),
         ({"servers": 2}, "servers is 2, but data_parallel is 'all_reduce': only a parameter_server has them"),
         (
-            {"servers": 47, "data_parallel": "parameter_server"},
-            "servers is 47, but pp=0 has 46 parameters, and each is on one server: use 46 at most",
+            {"servers": 55, "data_parallel": "parameter_server"},
+            "servers is 55, but pp=0 has 54 parameters, and each is on one server: use 54 at most",
         ),
         ({"data": Text(path="/no/such/file")}, "data.path: '/no/such/file' cannot be read"),
         ({"data": Text(val_fraction=1.0)}, "data.val_fraction: 1.0 is not between 0 and 1"),
@@ -416,7 +416,7 @@ def test_split_backwards_are_refused_politely(tiny, tmp_path):
 
 
 def test_replicas_and_servers_need_no_more_than_the_run_has(tiny):
-    for changes in ({"mesh": Mesh(dp=3)}, {"data_parallel": "parameter_server", "servers": 46}):
+    for changes in ({"mesh": Mesh(dp=3)}, {"data_parallel": "parameter_server", "servers": 54}):
         programs = check_run(replace(tiny, **changes))
         reduced = [action for row in programs["train"].rows for action in row if action.op is Op.REDUCE_GRAD]
         assert len(reduced) == programs["train"].num_stages

@@ -24,7 +24,7 @@ def job(cluster):
 def test_one_microbatch_a_replica_is_bitwise(job, schedule):
     verdict = rp.verify(tiny(schedule=schedule, microbatches=1), job)
     assert verdict.bitwise, str(verdict)
-    assert verdict.weights == 93
+    assert verdict.weights == 109
 
 
 def test_tied_weights_whose_ends_have_owners_in_different_replicas(job):
