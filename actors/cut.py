@@ -2,65 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor  # a driver reads cuts without torch
 
 
 @dataclass(frozen=True)
 class Cut:
-    """All of a logical tensor, or spans of it along one dim, one after the other.
+    """All of a logical tensor, or its span along one dim.
 
     whole  the logical tensor's shape
-    spans  first and one behind the last index of each; none means all of it
+    span   first and one behind the last index along ``dim``; None means all of it
     """
 
     whole: tuple[int, ...]
     dim: int = 0
-    spans: tuple[tuple[int, int], ...] = ()
+    span: tuple[int, int] | None = None
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        """Where what is held begins in the logical tensor."""
+        start = self.span[0] if self.span else 0
+        return tuple(start if dim == self.dim else 0 for dim in range(len(self.whole)))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of what is held."""
-        if not self.spans:
+        if self.span is None:
             return self.whole
-        return (*self.whole[: self.dim], sum(self._sizes), *self.whole[self.dim + 1 :])
+        return (*self.whole[: self.dim], self.span[1] - self.span[0], *self.whole[self.dim + 1 :])
 
     def take(self, whole: Tensor) -> Tensor:
-        """What is held of the logical tensor, in memory of its own if that is not all of it."""
-        if not self.spans:
-            return whole
-        held = whole.new_empty(self.shape)
-        for offset, piece in self.pieces(held):
-            piece.copy_(whole.narrow(self.dim, offset[self.dim], piece.shape[self.dim]))
-        return held
-
-    def put(self, whole: Tensor, held: Tensor) -> None:
-        """Write what is held, if that is not all of it, into the logical tensor."""
-        for offset, piece in self.pieces(held):
-            whole.narrow(self.dim, offset[self.dim], piece.shape[self.dim]).copy_(piece)
-
-    def pieces(self, held: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """What is held as blocks of the logical tensor, each with its offset there."""
-        if not self.spans:
-            yield (0,) * len(self.whole), held
-            return
-        for (start, _), piece in zip(self.spans, held.split(self._sizes, self.dim), strict=True):
-            yield tuple(start if dim == self.dim else 0 for dim in range(len(self.whole))), piece
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [stop - start for start, stop in self.spans]
+        """What is held of the logical tensor: a view of it."""
+        return whole if self.span is None else whole.narrow(self.dim, self.span[0], self.span[1] - self.span[0])
 
 
 def joined(cuts: Sequence[Cut], held: Sequence[Tensor]) -> Tensor:
-    """The logical tensor that several actors hold; the first one's where each holds all of it."""
-    if not cuts[0].spans:
+    """The logical tensor that several actors hold: parts of it each, or all of it each."""
+    if cuts[0].span is None:
         return held[0]
     whole = held[0].new_empty(cuts[0].whole)
     for cut, part in zip(cuts, held, strict=True):
-        cut.put(whole, part)
+        cut.take(whole).copy_(part)
     return whole

@@ -20,6 +20,7 @@ from raypar.fields import field_faults
 from raypar.folder.faults import folder_faults
 from raypar.program import Programs, programs_of
 from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.tensor_faults import tensor_faults
 from raypar.track.sinks import Tracker, track_faults
 
 
@@ -100,6 +101,8 @@ def check_run(run: Run, resumed: Path | None = None) -> Programs:
 
     faults = [fault.text for fault in wrong]
     faults += [*_model_faults(run.model, right), *_mesh_faults(run.mesh, right), *_server_faults(run, right)]
+    if right("model", "mesh.tp", "data_parallel"):
+        faults += tensor_faults(run.model, run.mesh.tp, run.data_parallel)
     programs: Programs | None = None
     if right("schedule", "mesh.pp", "microbatches", "chunks"):
         reduces = right("mesh.dp", "data_parallel", "servers", "zero") and world_of(run).reduces
@@ -152,7 +155,7 @@ def _model_faults(model: GPT | Layers, right: Callable[..., bool]) -> Iterator[s
 def _mesh_faults(mesh: Mesh, right: Callable[..., bool]) -> Iterator[str]:
     if right("mesh") and (inner := mesh.dp * mesh.cp * mesh.tp) % mesh.ep:
         yield f"mesh.ep is {mesh.ep}: it must divide dp x cp x tp = {inner}"
-    for axis, what in (("cp", "context"), ("tp", "tensor"), ("ep", "expert")):
+    for axis, what in (("cp", "context"), ("ep", "expert")):
         if right(f"mesh.{axis}") and getattr(mesh, axis) > 1:
             yield f"mesh.{axis} is {getattr(mesh, axis)}: {what} parallelism does not compute yet: set it to 1"
 

@@ -11,19 +11,14 @@ from raypar.actors.layers.ops import Move
 
 
 class ColumnParallelLinear(nn.Linear):
-    """Some of the outputs of a linear layer: (..., in) replicated -> (..., own outputs).
+    """Some of the outputs of a linear layer: (..., in) -> (..., own outputs); the input comes by way of ``copy_to``.
 
-    cut    what of the weight (out, in) is here; of the bias the same outputs
-    enter  what the input goes through first: ``copy_to`` the group, say
+    cut  what of the weight (out, in) is here; of the bias the same outputs
     """
 
-    def __init__(self, whole: nn.Linear, cut: Cut, enter: Move) -> None:
+    def __init__(self, whole: nn.Linear, cut: Cut) -> None:
         outputs, inputs = cut.shape
         super().__init__(inputs, outputs, whole.bias is not None, dtype=whole.weight.dtype)
-        self.enter = enter
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.enter(x))
 
 
 class RowParallelLinear(nn.Linear):
@@ -53,22 +48,18 @@ class VocabParallelEmbedding(nn.Embedding):
     def __init__(self, whole: nn.Embedding, cut: Cut, leave: Move) -> None:
         ids, width = cut.shape
         super().__init__(ids, width, dtype=whole.weight.dtype)
-        ((self.first, self.last),) = cut.spans
+        assert cut.span is not None
+        self.start, self.stop = cut.span
         self.leave = leave
 
     def forward(self, ids: Tensor) -> Tensor:
-        foreign = (ids < self.first) | (ids >= self.last)
-        own = F.embedding((ids - self.first).masked_fill(foreign, 0), self.weight)
+        foreign = (ids < self.start) | (ids >= self.stop)
+        own = F.embedding((ids - self.start).masked_fill(foreign, 0), self.weight)
         return self.leave(own.masked_fill(foreign.unsqueeze(-1), 0.0))
 
 
-def cut_of(shape: tuple[int, ...], dim: int, group: Group, parts: int = 1) -> Cut:
-    """A member's share of a tensor along a dim; of each of so many equal parts of that dim by itself.
-
-    Shares are as even as they can be: of what the group's size does not divide the first members have one more.
-    """
-    length = shape[dim] // parts
-    base, extra = divmod(length, group.size)
+def cut_of(whole: tuple[int, ...], dim: int, group: Group) -> Cut:
+    """A member's share of a tensor along a dim; if shares can't be equal, the first ones are larger by one."""
+    base, extra = divmod(whole[dim], group.size)
     start = group.rank * base + min(group.rank, extra)
-    stop = start + base + (group.rank < extra)
-    return Cut(shape, dim, tuple((part * length + start, part * length + stop) for part in range(parts)))
+    return Cut(whole, dim, (start, start + base + (group.rank < extra)))

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypar.actors.cut import Cut
 from raypar.actors.deferred import on_meta, unfilled
-from raypar.actors.models.model import IGNORED, Model, Values
+from raypar.actors.models.model import IGNORED, Divide, Model, Values, undivided
 from raypar.actors.seeds import derive
 from raypar.actors.specs import GPT
 from raypar.actors.split import gpt_costs
@@ -34,6 +36,18 @@ class Embedding(nn.Module):
         return out
 
 
+class AttentionCore(nn.Module):
+    """softmax(Q K^T / sqrt(d)) V over the past: three (B, N, S, d) -> (B, N, S, d)."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q_BNSd: Tensor, k_BNSd: Tensor, v_BNSd: Tensor) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(q_BNSd, k_BNSd, v_BNSd, dropout_p=dropout, is_causal=True)
+
+
 class Attention(nn.Module):
     """Causal self-attention: (B, S, D) -> (B, S, D).
 
@@ -43,18 +57,17 @@ class Attention(nn.Module):
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
-        self.heads, self.dropout = gpt.heads, gpt.dropout
+        self.head_size = gpt.hidden // gpt.heads
         self.q, self.k, self.v = (nn.Linear(gpt.hidden, gpt.hidden, bias=False) for _ in range(3))
+        self.core = AttentionCore(gpt.dropout)
         self.out = nn.Linear(gpt.hidden, gpt.hidden)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        B, S, D = x_BSD.shape
         q_BNSd, k_BNSd, v_BNSd = (
-            linear(x_BSD).view(B, S, self.heads, -1).transpose(1, 2) for linear in (self.q, self.k, self.v)
+            linear(x_BSD).unflatten(2, (-1, self.head_size)).transpose(1, 2) for linear in (self.q, self.k, self.v)
         )
-        dropout = self.dropout if self.training else 0.0
-        y_BNSd = F.scaled_dot_product_attention(q_BNSd, k_BNSd, v_BNSd, dropout_p=dropout, is_causal=True)
-        out: Tensor = self.out(y_BNSd.transpose(1, 2).reshape(B, S, D))
+        y_BNSd = self.core(q_BNSd, k_BNSd, v_BNSd)
+        out: Tensor = self.out(y_BNSd.transpose(1, 2).flatten(2))
         return out
 
 
@@ -102,6 +115,19 @@ class Head(nn.Module):
 class GPTModel(Model):
     """The layers ``embed``, ``blocks.0`` ... and ``head``, initialised as GPT-2 (Radford et al. 2019, section 2.3)."""
 
+    tensor_plan = (
+        ("embed.tokens", "vocab"),
+        ("blocks.*.attn", "enter"),
+        ("blocks.*.attn.[qkv]", "column"),
+        ("blocks.*.attn.core", "heads"),
+        ("blocks.*.attn.out", "row"),
+        ("blocks.*.mlp", "enter"),
+        ("blocks.*.mlp.up", "column"),
+        ("blocks.*.mlp.down", "row"),
+        ("head.out", "logits"),
+        ("head.out", "enter"),
+    )
+
     def __init__(self, gpt: GPT) -> None:
         self.gpt = gpt
         self.names = ("embed", *(f"blocks.{i}" for i in range(gpt.layers)), "head")
@@ -110,14 +136,17 @@ class GPTModel(Model):
         self.ties = (("embed.tokens.weight", "head.out.weight"),) if gpt.tied else ()
         super().__init__(on_meta(lambda: map(self._layer, range(len(self.names)))))
 
-    def materialize(self, layers: Sequence[int], seed: int) -> list[nn.Module]:
-        """These layers, each weight drawn by a generator of its own, seeded by its logical name."""
+    def materialize(self, layers: Sequence[int], seed: int, divide: Divide = undivided) -> list[nn.Module]:
+        """These layers, each weight drawn by a generator of its own, seeded by its logical name; whole, one by one, and
+        then cut."""
         homes = {copy: home for home, copy in self.ties}
         made = []
-        for index, module in zip(layers, unfilled(lambda: map(self._layer, layers)), strict=True):
+        for index in layers:
+            (module,), layer = unfilled(partial(map, self._layer, [index])), self.names[index]
+            cuts = divide(layer, module)
             for inner, parameter in module.named_parameters():
-                name = f"{self.names[index]}.{inner}"
-                self._init(homes.get(name, name), parameter, seed)
+                name = f"{layer}.{inner}"
+                self._init(homes.get(name, name), parameter, cuts.get(inner, Cut(tuple(parameter.shape))), seed)
             made.append(module)
         return made
 
@@ -125,7 +154,7 @@ class GPTModel(Model):
         """Mean cross-entropy of logits (B, S, V) against labels (B, S) int64, in nats a token; labels of -100 are left
         out, and without any other the loss is 0."""
         (logits_BSV,), (labels_BS,) = output, target
-        total = F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
+        total = self.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
         mean: Tensor = total / (labels_BS != IGNORED).sum().clamp(min=1)  # counted where the labels are: nobody waits
         return mean
 
@@ -135,7 +164,7 @@ class GPTModel(Model):
         return Block(self.gpt) if index in self.body else Head(self.gpt)
 
     @torch.no_grad()
-    def _init(self, name: str, parameter: Tensor, seed: int) -> None:
+    def _init(self, name: str, parameter: Tensor, cut: Cut, seed: int) -> None:
         if name.endswith(".bias"):
             parameter.zero_()
         elif ".norm" in name:
@@ -144,4 +173,7 @@ class GPTModel(Model):
             # projections back into the residual stream: one for every branch that is added to it
             branches = 2 * self.gpt.layers if name.endswith(("attn.out.weight", "mlp.down.weight")) else 1
             generator = torch.Generator().manual_seed(derive(seed, name))
-            parameter.normal_(0.0, 0.02 / math.sqrt(branches), generator=generator)
+            whole = parameter if cut.span is None else parameter.new_empty(cut.whole)
+            whole.normal_(0.0, 0.02 / math.sqrt(branches), generator=generator)
+            if cut.span is not None:
+                parameter.copy_(cut.take(whole))

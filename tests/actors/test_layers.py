@@ -7,9 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from raypar.actors.cut import Cut, joined
 from raypar.actors.layers import ops
+from raypar.actors.layers.attention import DividedAttention
 from raypar.actors.layers.cross_entropy import vocab_parallel_cross_entropy
 from raypar.actors.layers.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, cut_of
+from raypar.actors.models.gpt import AttentionCore
 from raypar.actors.transport.local_group import local_groups
 from tests.actors.logical import in_threads, together
 
@@ -18,8 +21,8 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 def column(group, x, weight, bias):
     """With the weights of each member given."""
-    layer = ColumnParallelLinear(nn.Linear(6, 4), cut_of((4, 6), 0, group), lambda x: ops.copy_to(x, group))
-    return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (x,))
+    layer = ColumnParallelLinear(nn.Linear(6, 4), cut_of((4, 6), 0, group))
+    return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (ops.copy_to(x, group),))
 
 
 def row(group, x, weight, bias):
@@ -124,8 +127,12 @@ def test_a_loss_without_labels_is_zero_and_large_logits_do_not_overflow(labels):
 
 def test_shares_are_even_and_each_index_has_one_owner():
     groups = local_groups("tp", 3)
-    assert [cut_of((8, 5), 0, group).spans for group in groups] == [((0, 3),), ((3, 6),), ((6, 8),)]
-    assert [cut_of((5, 18), 1, group, parts=3).spans[1] for group in groups] == [(6, 8), (8, 10), (10, 12)]
+    cuts = [cut_of((5, 8), 1, group) for group in groups]
+    assert [cut.span for cut in cuts] == [(0, 3), (3, 6), (6, 8)]
+    assert [(cut.offset, cut.shape) for cut in cuts] == [((0, 0), (5, 3)), ((0, 3), (5, 3)), ((0, 6), (5, 2))]
+    whole = torch.arange(40).view(5, 8)
+    assert torch.equal(joined(cuts, [cut.take(whole) for cut in cuts]), whole)
+    assert joined([Cut(())], [whole[0, 0]]).shape == ()
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -161,3 +168,18 @@ def test_what_they_send_is_the_formula(size):
         return vocab_parallel_cross_entropy(own, labels, cuts[group.rank], group, -100)
 
     assert sent(cross_entropy, 8, 7) == (3 * ring * 8 * 4 // size, 0)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_attention_over_some_heads_drops_what_all_of_them_would(training):
+    """Members draw one after the other here, each from an equal generator."""
+    q, k, v = torch.randn(3, 2, 4, 5, 3).unbind(0)
+    torch.manual_seed(1)
+    wanted, after = AttentionCore(0.4).train(training)(q, k, v), torch.rand(1)
+    parts = []
+    for group in local_groups("tp", 2):
+        torch.manual_seed(1)
+        heads = slice(2 * group.rank, 2 * group.rank + 2)
+        parts.append(DividedAttention(0.4, group).train(training)(q[:, heads], k[:, heads], v[:, heads]))
+        assert torch.rand(1) == after, "what is drawn next is no longer the same"
+    torch.testing.assert_close(torch.cat(parts, 1), wanted)
