@@ -53,7 +53,7 @@ def build_part(plan: Plan, place: Place, tp: Group | None = None) -> Part:
     """Build the stages of this actor's pipeline rank, of each its part in the group ``tp``. Only its own weights are
     made: on the host, the same bits for every place, and then moved there."""
     model = build_model(plan.model, plan.seed)
-    tensors = None if tp is None else TensorParallel(model, tp)
+    tensors = None if tp is None else TensorParallel(model, tp, sequence=plan.sequence_parallel)
     train = plan.programs["train"]
     parts = model.stages(plan.split, train.num_stages)
     own = train.stages_of(plan.world.pp(plan.rank))

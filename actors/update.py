@@ -77,6 +77,7 @@ class Updater:
         Raises NonFiniteError, on every actor alike and before anybody has changed a weight, if the norm is not finite
         or a replica votes no.
         """
+        self._tensors.complete(self._parameters)
         self._reduce_ties()
         norms, scale, against = self._all_norms(ballot)
         if scale != 1.0:

@@ -54,6 +54,8 @@ class Run:
     """parameter servers of each pipeline rank"""
     zero: Zero = 0
     """1 splits the optimizer over the replicas (ZeRO stage 1): less memory, less work, the same numbers"""
+    sequence_parallel: bool = False
+    """with mesh.tp, norms and dropout are divided too, along the sequence: less memory, as many bytes"""
     optim: AdamW | SGD = field(default_factory=AdamW)
     """AdamW or SGD, with the learning-rate schedule"""
     clip: Positive | None = 1.0
@@ -101,8 +103,8 @@ def check_run(run: Run, resumed: Path | None = None) -> Programs:
 
     faults = [fault.text for fault in wrong]
     faults += [*_model_faults(run.model, right), *_mesh_faults(run.mesh, right), *_server_faults(run, right)]
-    if right("model", "mesh.tp", "data_parallel"):
-        faults += tensor_faults(run.model, run.mesh.tp, run.data_parallel)
+    if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
+        faults += tensor_faults(run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel)
     programs: Programs | None = None
     if right("schedule", "mesh.pp", "microbatches", "chunks"):
         reduces = right("mesh.dp", "data_parallel", "servers", "zero") and world_of(run).reduces

@@ -8,7 +8,7 @@ from raypar.actors.specs import GPT, Layers
 from raypar.actors.world import DataParallel
 
 
-def tensor_faults(model: GPT | Layers, tp: int, data_parallel: DataParallel) -> Iterator[str]:
+def tensor_faults(model: GPT | Layers, tp: int, data_parallel: DataParallel, *, sequence: bool) -> Iterator[str]:
     """Everything that keeps a model from being divided ``tp`` ways; a vocabulary need not be a multiple, and what
     is a multiple of the heads is one of ``tp`` too."""
     if tp == 1:
@@ -23,6 +23,9 @@ def tensor_faults(model: GPT | Layers, tp: int, data_parallel: DataParallel) -> 
         near = " or ".join(_of(heads, model.hidden) for heads in (below, below + tp) if heads)
         fewer = next(fewer for fewer in range(tp - 1, 0, -1) if model.heads % fewer == 0)
         yield f"mesh.tp {tp} does not divide model.heads {model.heads}: use {near}, or set mesh.tp to {fewer}"
+    if sequence and model.seq % tp:
+        near = " or ".join(str(seq) for seq in (model.seq // tp * tp, -(-model.seq // tp) * tp) if seq)
+        yield f"sequence_parallel: mesh.tp {tp} does not divide model.seq {model.seq}: make that {near}"
     if model.vocab < tp:
         yield f"mesh.tp {tp} is more than model.vocab {model.vocab}: set it to {model.vocab} at most"
 

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from raypar.actors.group import Group
+
+
+class DividedDropout(nn.Module):
+    """Dropout of a tensor that is divided along ``dim``."""
+
+    def __init__(self, p: float, group: Group, dim: int) -> None:
+        super().__init__()
+        self.p, self._group, self._dim = p, group, dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return part_of_dropout(x, self.p, self._group, self._dim) if self.p and self.training else x
 
 
 def part_of_dropout(x: Tensor, p: float, group: Group, dim: int) -> Tensor:

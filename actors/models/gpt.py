@@ -31,7 +31,7 @@ class Embedding(nn.Module):
         self.drop = nn.Dropout(gpt.dropout)
 
     def forward(self, ids_BS: Tensor) -> Tensor:
-        positions_SD = self.positions.weight[: ids_BS.shape[1]]
+        positions_SD = self.positions(torch.arange(ids_BS.shape[1], device=ids_BS.device))
         out: Tensor = self.drop(self.tokens(ids_BS) + positions_SD)
         return out
 
@@ -117,6 +117,8 @@ class GPTModel(Model):
 
     tensor_plan = (
         ("embed.tokens", "vocab"),
+        ("embed.positions", "table"),
+        ("embed.drop", "drop"),
         ("blocks.*.attn", "enter"),
         ("blocks.*.attn.[qkv]", "column"),
         ("blocks.*.attn.core", "heads"),
@@ -124,6 +126,7 @@ class GPTModel(Model):
         ("blocks.*.mlp", "enter"),
         ("blocks.*.mlp.up", "column"),
         ("blocks.*.mlp.down", "row"),
+        ("blocks.*.drop", "drop"),
         ("head.out", "logits"),
         ("head.out", "enter"),
     )

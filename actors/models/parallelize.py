@@ -12,7 +12,8 @@ from raypar.actors.cut import Cut
 from raypar.actors.group import Group
 from raypar.actors.layers.attention import DividedAttention
 from raypar.actors.layers.cross_entropy import vocab_parallel_cross_entropy
-from raypar.actors.layers.ops import Move, copy_to, reduce_from
+from raypar.actors.layers.dropout import DividedDropout
+from raypar.actors.layers.ops import Move, all_gather, copy_to, reduce_from, reduce_scatter
 from raypar.actors.layers.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, cut_of
 from raypar.actors.models.gpt import AttentionCore
 from raypar.actors.models.model import IGNORED, Kind, Model
@@ -32,14 +33,22 @@ class TensorParallel:
     heads   attention over the heads that are here
     row     a linear layer, divided by inputs; its outputs are summed (Megatron's g)
     logits  a linear layer, divided by outputs, and the loss that follows
+    drop    dropout of what is divided along the sequence
+    table   a module that makes a row for every token: of what is divided along the sequence, the rows that are here
+
+    With ``sequence`` what stands outside of attention and MLP is divided too, along the sequence, dim 1 of what goes
+    through the layers (Korthikanti et al. 2022, section 4.2.2): as many bytes, and norms and dropout once. What is
+    then the same on every member has gradients of its own tokens only: see Divided.
 
     cuts    what of each parameter is here, by logical name; not there: all of it
     """
 
-    def __init__(self, model: Model, group: Group) -> None:
-        self.model, self.group = model, group
-        self.enter: Move = partial(copy_to, group=group)
-        self.leave: Move = partial(reduce_from, group=group)
+    def __init__(self, model: Model, group: Group, *, sequence: bool) -> None:
+        self.model, self.group, self.sequence = model, group, sequence
+        self.enter: Move = partial(all_gather, group=group, dim=1) if sequence else partial(copy_to, group=group)
+        self.leave: Move = (
+            partial(reduce_scatter, group=group, dim=1) if sequence else partial(reduce_from, group=group)
+        )
         self.cuts: dict[str, Cut] = {}
 
     def divide(self, name: str, layer: nn.Module) -> Mapping[str, Cut]:
@@ -92,6 +101,17 @@ def _logits(module: nn.Module, tensors: TensorParallel) -> tuple[nn.Module, Mapp
     return made, cuts
 
 
+def _drop(module: nn.Module, tensors: TensorParallel) -> tuple[nn.Module, Mapping[str, Cut]]:
+    assert isinstance(module, nn.Dropout)
+    return (DividedDropout(module.p, tensors.group, dim=1) if tensors.sequence else module), {}
+
+
+def _table(module: nn.Module, tensors: TensorParallel) -> tuple[nn.Module, Mapping[str, Cut]]:
+    if tensors.sequence:
+        module.register_forward_hook(lambda _, inputs, rows: cut_of(tuple(rows.shape), 0, tensors.group).take(rows))
+    return module, {}
+
+
 _CHANGES: Mapping[Kind, Change] = {
     "vocab": _vocab,
     "enter": _enter,
@@ -99,6 +119,8 @@ _CHANGES: Mapping[Kind, Change] = {
     "heads": _heads,
     "row": _row,
     "logits": _logits,
+    "drop": _drop,
+    "table": _table,
 }
 
 

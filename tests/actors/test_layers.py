@@ -11,6 +11,7 @@ from raypar.actors.cut import Cut, joined
 from raypar.actors.layers import ops
 from raypar.actors.layers.attention import DividedAttention
 from raypar.actors.layers.cross_entropy import vocab_parallel_cross_entropy
+from raypar.actors.layers.dropout import DividedDropout
 from raypar.actors.layers.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, cut_of
 from raypar.actors.models.gpt import AttentionCore
 from raypar.actors.transport.local_group import local_groups
@@ -183,3 +184,14 @@ def test_attention_over_some_heads_drops_what_all_of_them_would(training):
         parts.append(DividedAttention(0.4, group).train(training)(q[:, heads], k[:, heads], v[:, heads]))
         assert torch.rand(1) == after, "what is drawn next is no longer the same"
     torch.testing.assert_close(torch.cat(parts, 1), wanted)
+
+
+def test_dropout_of_a_part_of_the_sequence_is_a_part_of_dropout():
+    x = torch.randn(2, 6, 3)
+    torch.manual_seed(1)
+    wanted, parts = F.dropout(x, 0.4), []
+    for group in local_groups("tp", 3):
+        torch.manual_seed(1)
+        parts.append(DividedDropout(0.4, group, dim=1)(x[:, 2 * group.rank : 2 * group.rank + 2]))
+    assert torch.equal(torch.cat(parts, 1), wanted)
+    assert torch.equal(DividedDropout(0.4, local_groups("tp", 2)[0], dim=1).eval()(x), x)

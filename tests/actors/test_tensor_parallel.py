@@ -29,6 +29,12 @@ def tokens(step, microbatch, dp):
     return ids[:, :-1], labels
 
 
+def longer(step, microbatch, dp):
+    """Sequences that four members can divide."""
+    ids, labels = tokens(step, microbatch, dp)
+    return torch.cat([ids, ids[:, :2]], 1), torch.cat([labels, labels[:, :2]], 1)
+
+
 def team_of(tp, pp=1, dp=1, m=2, model=TINY, **changes):
     fields = {"data": tokens, "optim": AdamW(lr=1e-2), "clip": 0.5, "steps": 5}
     return Team(None, pp, m, dp=dp, tp=tp, model=model, **fields | changes)
@@ -71,8 +77,10 @@ def replicated_alike(team):
 @pytest.mark.parametrize(
     ("tp", "pp", "dp", "zero"), [(2, 1, 1, 0), (4, 1, 1, 0), (2, 2, 1, 0), (2, 1, 2, 0), (2, 2, 2, 0), (2, 2, 2, 1)]
 )
-def test_every_layout_computes_what_one_process_does(tp, pp, dp, zero, tied):
-    agrees(team_of(tp, pp, dp, model=replace(TINY, tied=tied), zero=zero))
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+def test_every_layout_computes_what_one_process_does(tp, pp, dp, zero, sequence, tied):
+    model = replace(TINY, tied=tied, seq=8)
+    agrees(team_of(tp, pp, dp, model=model, zero=zero, data=longer, sequence_parallel=sequence))
 
 
 def test_recomputing_changes_no_bit():
@@ -138,6 +146,24 @@ def test_a_step_sends_what_the_textbook_says():
     wide = m * (4 * layers + 2) * tokens_of * width * 4
     small = m * 3 * tokens_of * 4 + len(team.weights()) * 8
     assert team.ledger("tp") == [{"all_reduce": (calls, int(ring * (wide + small)))}] * tp
+
+
+def test_along_the_sequence_as_many_bytes_are_sent():
+    """Two all_gathers and two reduce_scatters forward and backward a layer; besides, once, the replicated gradients."""
+    tp, m, wide = 4, 2, 2 * 8 * 16 * 4  # bytes of b*s*h
+    fields = {"model": replace(TINY, seq=8), "data": lambda *place: [values.abs() % 11 for values in longer(*place)]}
+    teams = [team_of(tp, pp=2, m=m, sequence_parallel=sequence, **fields) for sequence in (False, True)]
+    plain, divided = [team.step(0) and team.ledger("tp") for team in teams]
+    worker = teams[1].workers[0]
+    replicated = sum(4 * worker.parameter(name).numel() for name, cut in worker.holds().items() if not cut.span)
+    total, before = (sum(count for _, count in table[0].values()) for table in (divided, plain))
+    assert total - before == 2 * (tp - 1) * replicated // tp
+    calls, each = (
+        m * (2 * 2 * 2 + 1),
+        (tp - 1) * wide // tp,
+    )  # two blocks; the embedding's reduce_scatter goes back, too
+    assert divided[0]["all_gather"] == divided[0]["reduce_scatter"] == (calls, calls * each)
+    assert [team.ledger("pp")[0]["send"][1] for team in teams] == [m * wide, m * wide // tp]
 
 
 LAYOUTS = {"alone": (1, 1, 1, 0), "tp=2": (2, 1, 1, 0), "tp=4": (4, 1, 1, 0), "all": (2, 2, 2, 0), "zero": (2, 2, 2, 1)}

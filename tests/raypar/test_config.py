@@ -107,6 +107,10 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         ({"mesh": Mesh(pp=2, cp=2)}, "mesh.cp is 2: context parallelism does not compute yet"),
         ({"mesh": Mesh(tp=3)}, "mesh.tp 3 does not divide model.heads 4: use 3 heads with model.hidden 33 or 6 heads"),
         ({"mesh": Mesh(tp=8)}, "mesh.tp 8 does not divide model.heads 4: use 8 heads, or set mesh.tp to 4"),
+        (
+            {"mesh": Mesh(tp=4), "sequence_parallel": True, "model": GPT(heads=4, seq=30)},
+            "sequence_parallel: mesh.tp 4 does not divide model.seq 30: make that 28 or 32",
+        ),
         ({"mesh": Mesh(tp=2), "data_parallel": "parameter_server"}, "mesh.tp is 2, but servers hold whole weights"),
         (
             {"mesh": Mesh(tp=2), "model": Layers(fn=list, loss=max, seq=8)},

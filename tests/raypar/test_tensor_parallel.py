@@ -22,7 +22,15 @@ def tiny(tp, pp=1, dp=1, **changes):
     return replace(run, **{"mesh": rp.Mesh(pp=pp, dp=dp, tp=tp), "steps": 5, "data": text} | changes)
 
 
-LAYOUTS = [{"tp": 4}, {"tp": 2, "dp": 2}, {"tp": 2, "dp": 2, "zero": 1}, {"tp": 2, "pp": 2}, {"tp": 2}]
+LAYOUTS = [
+    {"tp": 4},
+    {"tp": 2, "dp": 2, "zero": 1},
+    {"tp": 2, "dp": 2},
+    {"tp": 2, "pp": 2, "sequence_parallel": True},
+    {"tp": 2, "pp": 2},
+    {"tp": 2, "sequence_parallel": True},
+    {"tp": 2},
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
