@@ -55,7 +55,7 @@ def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
 def updater_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter], groups: Mapping[str, Group]) -> Updater:
     """The update of these parameters of a part, in step with everybody else's."""
     names, group = part.model.parameter_names(), groups.get(plan.world.updaters)
-    tensors = Divided(part.cuts, groups.get("tp"), partial=plan.sequence_parallel)
+    tensors = Divided(part.cuts, part.partial, groups.get("tp"))
     return Updater(parameters, names, part.ties, group, tensors, plan.optim, plan.clip, plan.steps)
 
 

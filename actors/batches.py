@@ -7,7 +7,7 @@ from typing import Protocol
 from raypar.actors.data import TokenBatches, open_corpus
 from raypar.actors.models.model import Values, as_values
 from raypar.actors.plan import ProgramName
-from raypar.actors.specs import GPT, Batches, Layers, Text
+from raypar.actors.specs import GPT, Batches, Layers, Llama, Text
 
 
 class BatchSource(Protocol):
@@ -56,7 +56,12 @@ class FunctionSource:
 
 
 def batch_source(
-    data: Text | Batches, model: GPT | Layers, micro_batch_size: int, microbatches: int, num_dp: int, seed: int
+    data: Text | Batches,
+    model: GPT | Llama | Layers,
+    micro_batch_size: int,
+    microbatches: int,
+    num_dp: int,
+    seed: int,
 ) -> BatchSource:
     """The batches of a run; ``microbatches`` are those of one data-parallel replica."""
     if isinstance(data, Batches):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +15,17 @@ class Divided:
     """What the members must agree on at the end of a step. Other parameters are replicated: the same on all of them.
 
     cuts     by logical name, of the parameters that are divided
-    group    None: nothing is
-    partial  gradients of replicated parameters are partial, too; else they are the same on every member
+    partial  the replicated parameters whose gradients are a part on every member, to be summed
+    group    None: nothing is divided
     """
 
-    def __init__(self, cuts: Mapping[str, Cut], group: Group | None, *, partial: bool) -> None:
+    def __init__(self, cuts: Mapping[str, Cut], partial: Set[str], group: Group | None) -> None:
         self._cuts, self._group, self._partial = cuts, group, partial
 
     def complete(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Sum partial gradients over the members, all in one message."""
-        if self._group is None or not self._partial:
-            return
-        made = [p.grad for name, p in parameters.items() if name not in self._cuts and p.grad is not None]
-        if made:
+        made = [p.grad for name, p in parameters.items() if name in self._partial and p.grad is not None]
+        if self._group is not None and made:
             flat = torch.cat([gradient.flatten() for gradient in made])
             self._group.all_reduce(flat).wait()
             for gradient, total in zip(made, flat.split([gradient.numel() for gradient in made]), strict=True):

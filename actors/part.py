@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from torch import nn
@@ -35,6 +35,7 @@ class Part:
     owner_of    who updates each parameter of the model, among the owners (see World) of its pipeline rank
     ties        between different pipeline ranks; their ranks are those of the owners in the group of all updaters
     cuts        what is here of each parameter that is divided over tp, by logical name
+    partial     the parameters that are not, but whose gradients are: see TensorParallel
     """
 
     model: Model
@@ -42,7 +43,8 @@ class Part:
     parameters: dict[str, nn.Parameter]
     owner_of: dict[str, int]
     ties: list[Tie]
-    cuts: dict[str, Cut]
+    cuts: Mapping[str, Cut]
+    partial: Set[str]
 
     def share(self, owner: int) -> dict[str, nn.Parameter]:
         """The parameters of one owner."""
@@ -96,7 +98,9 @@ def build_part(plan: Plan, place: Place, tp: Group | None = None) -> Part:
         )
         for tie in ties
     ]
-    return Part(model, stages, parameters, owner_of, ties, {} if tensors is None else tensors.cuts)
+    return Part(
+        model, stages, parameters, owner_of, ties, *((tensors.cuts, tensors.partial) if tensors else ({}, set()))
+    )
 
 
 def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -> list[Bucket]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from raypar.actors.mesh import Mesh
-from raypar.actors.specs import GPT, SGD, AdamW, Batches, Layers, Text
+from raypar.actors.specs import GPT, SGD, AdamW, Batches, Layers, Llama, Text
 from raypar.actors.split import Split
 from raypar.actors.world import DataParallel, World, Zero
 from raypar.schedules.action import Action
@@ -36,7 +36,7 @@ class Plan:
     name: str
     mesh: Mesh
     rank: int
-    model: GPT | Layers
+    model: GPT | Llama | Layers
     data: Text | Batches
     optim: AdamW | SGD
     programs: Mapping[ProgramName, Schedule]

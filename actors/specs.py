@@ -17,11 +17,13 @@ Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Lt(1)]
 Steps = Annotated[int, Ge(0)]
 Decay = Literal["constant", "cosine", "linear"]
+Positions = Literal["learned", "sinusoidal", "hierarchical", "rope", "alibi"]
+AttentionKind = Literal["fused", "materialised"]
 
 
 @dataclass(frozen=True)
-class GPT:
-    """A pre-LN GPT with learned positions (Radford et al. 2019), over bytes unless a tokenizer says otherwise."""
+class Transformer:
+    """What GPT and Llama have in common: equal blocks over tokens, bytes unless a tokenizer says otherwise."""
 
     layers: Annotated[int, Ge(1), Le(100_000)] = 8
     """number of transformer blocks"""
@@ -30,15 +32,80 @@ class GPT:
     heads: Count = 8
     """attention heads, a divisor of hidden"""
     seq: Count = 256
-    """tokens a sequence"""
+    """tokens a sequence, at most"""
     vocab: Count = 256
     """token ids run from 0 to vocab - 1"""
-    mlp: Count = 4
-    """width of a block's MLP in multiples of hidden"""
     dropout: Share = 0.0
     """probability, after embeddings, in attention and on both residual branches"""
     tied: bool = False
     """one logical weight for the embedding and the head (Press & Wolf 2017)"""
+    positions: Positions = "learned"
+    """learned, sinusoidal or hierarchical: added to embeddings; rope turns queries and keys, alibi biases scores"""
+    rope_base: Positive = 10_000.0
+    """of the angles of rope: the slowest pair turns by about 1 / rope_base a token"""
+    attention: AttentionKind = "fused"
+    """fused is torch's kernel; materialised keeps the scores of all pairs of tokens, as formulas count them"""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of the keys and values."""
+        return self.heads
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of a block's MLP."""
+        raise NotImplementedError
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Matrices of hidden x mlp_width in an MLP."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class GPT(Transformer):
+    """A pre-LN GPT (Radford et al. 2019): LayerNorm, GELU, biases."""
+
+    kind: Literal["gpt"] = field(default="gpt", kw_only=True)
+    """gpt or llama; each has fields and defaults of its own"""
+    mlp: Count = 4
+    """width of a block's MLP in multiples of hidden"""
+
+    @property
+    def mlp_width(self) -> int:
+        return self.mlp * self.hidden
+
+    @property
+    def mlp_matrices(self) -> int:
+        return 2
+
+
+@dataclass(frozen=True)
+class Llama(Transformer):
+    """A Llama (Touvron et al. 2023): RMSNorm, SwiGLU, RoPE, no biases; grouped queries (Ainslie et al. 2023)."""
+
+    kind: Literal["llama"] = field(default="llama", kw_only=True)
+    """gpt or llama; each has fields and defaults of its own"""
+    positions: Positions = "rope"
+    """learned, sinusoidal or hierarchical: added to embeddings; rope turns queries and keys, alibi biases scores"""
+    kv_heads: Count | None = None
+    """heads of keys and values, each shared by as many heads of queries: a divisor of heads; None is heads, 1 is MQA"""
+    ffn: Count | None = None
+    """width of a block's MLP; None is 8/3 of hidden, up to a multiple of 8: as many weights as a GPT's with mlp = 4"""
+    norm_eps: Positive = 1e-5
+    """added to the mean square that a norm divides by"""
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def mlp_width(self) -> int:
+        return -(-self.hidden // 3) * 8 if self.ffn is None else self.ffn
+
+    @property
+    def mlp_matrices(self) -> int:
+        return 3
 
 
 @dataclass(frozen=True)

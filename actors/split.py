@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Literal
 
-from raypar.actors.specs import GPT
+from raypar.actors.specs import Transformer
 
 Split = Literal["even", "balanced"] | tuple[int, ...]
 
@@ -43,16 +43,24 @@ def split_layers(split: Split, costs: Sequence[float], num_stages: int) -> tuple
     return tuple(range(end - count, end) for count, end in zip(counts, ends, strict=True))
 
 
-def gpt_costs(gpt: GPT) -> tuple[float, ...]:
+def transformer_costs(model: Transformer) -> tuple[float, ...]:
     """Forward FLOPs a token of each block; the first counts the embedding too, the last the head.
 
-    A block takes 24 h^2 + 4 s h with an MLP of 4 h, the head 2 h V; looking up and adding embeddings about 2 h.
+    A block takes two for each weight of a matrix, and ``core_cost``: 24 h^2 + 4 s h for a GPT with an MLP of 4 h. The
+    head takes 2 h V, looking up and adding embeddings about 2 h.
     """
-    block = (8 + 4 * gpt.mlp) * gpt.hidden**2 + 4 * gpt.seq * gpt.hidden
-    costs = [float(block)] * gpt.layers
-    costs[0] += 2 * gpt.hidden
-    costs[-1] += 2 * gpt.hidden * gpt.vocab
+    h = model.hidden
+    projections = 4 * h**2 + 4 * h * (h // model.heads * model.num_kv_heads)
+    block = projections + core_cost(model) + 2 * model.mlp_matrices * h * model.mlp_width
+    costs = [float(block)] * model.layers
+    costs[0] += 2 * h
+    costs[-1] += 2 * h * model.vocab
     return tuple(costs)
+
+
+def core_cost(model: Transformer) -> float:
+    """Forward FLOPs a token of one block's attention core: the scores, and the sums of values, 2 s h each."""
+    return float(4 * model.seq * model.hidden)
 
 
 def _balanced(costs: Sequence[float], num_stages: int) -> list[int]:

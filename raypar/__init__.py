@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from raypar.actors.disk import CheckpointError
     from raypar.actors.mesh import Mesh
     from raypar.actors.plan import NonFiniteError
-    from raypar.actors.specs import GPT, SGD, AdamW, Batches, Layers, Text
+    from raypar.actors.specs import GPT, SGD, AdamW, Batches, Layers, Llama, Text
     from raypar.config import ConfigError, Run
     from raypar.driver import Job
     from raypar.errors import ActorDiedError, JobError, StalledError
@@ -29,7 +29,7 @@ _HOMES = {
     "raypar.actors.disk": ("CheckpointError",),
     "raypar.actors.mesh": ("Mesh",),
     "raypar.actors.plan": ("NonFiniteError",),
-    "raypar.actors.specs": ("GPT", "SGD", "AdamW", "Batches", "Layers", "Text"),
+    "raypar.actors.specs": ("GPT", "SGD", "AdamW", "Batches", "Layers", "Llama", "Text"),
     "raypar.config": ("ConfigError", "Run"),
     "raypar.driver": ("Job",),
     "raypar.errors": ("ActorDiedError", "JobError", "StalledError"),
@@ -56,6 +56,7 @@ __all__ = [
     "Job",
     "JobError",
     "Layers",
+    "Llama",
     "Mesh",
     "NonFiniteError",
     "Replayed",

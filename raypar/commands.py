@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import tyro
 
-from raypar.actors.specs import GPT, SGD, AdamW, Text
+from raypar.actors.specs import GPT, SGD, AdamW, Llama, Text
 from raypar.config import ConfigError, Run, check_run, unrecorded, world_of
 from raypar.files import file_faults, growing_file, whole_file
 from raypar.folder.names import home_of
@@ -21,7 +21,7 @@ from raypar.schedules.draw import text
 from raypar.schedules.named_code import names_code
 from raypar.schedules.trace import chrome_trace
 from raypar.summary import Rows, closing_rows, plan_rows
-from raypar.toml import optimizer, read_table, run_of
+from raypar.toml import of_kind, read_table, run_of
 
 if TYPE_CHECKING:
     from raypar.checkpoint.find import Found
@@ -36,13 +36,13 @@ _VERIFIED_STEPS = 5
 class RunArgs(Run):
     """A Run with what a command line can say: no functions, and a word for where to start from."""
 
-    model: GPT = field(default_factory=GPT)
+    model: GPT | Llama = field(default_factory=GPT)
     schedule: str = "1f1b"
     """naive, gpipe, 1f1b, interleaved, a CSV file, or code of yours as my.py:function; see raypar draw --help"""
     data: Text = field(default_factory=Text)
     optim: AdamW | SGD = field(default_factory=AdamW)
     base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE|FILE.toml")] = ""
-    """the run that the flags change: gpt-tiny, gpt-small, gpt-124m, or a TOML file"""
+    """the run that the flags change: gpt-tiny, gpt-small, gpt-124m, llama-tiny, llama-small, or a TOML file"""
 
     def run(self) -> Run:
         """The run alone."""
@@ -170,8 +170,10 @@ def _parse(
     def parse(base: str) -> A:
         """The words over the run of this name; tyro ends the process if it can't read them."""
         default = known[base] if known and base in known else _base(base, table or {})
+        for model_kind in _values_of("--model.kind", words):
+            default = replace(default, model=of_kind("model", model_kind, default.model))
         for optimizer_kind in _values_of("--optim.kind", words):
-            default = replace(default, optim=optimizer(optimizer_kind, default.optim))
+            default = replace(default, optim=of_kind("optim", optimizer_kind, default.optim))
         parts = {field.name: getattr(default, field.name) for field in fields(Run)}
         parsed: A = tyro.cli(
             kind,

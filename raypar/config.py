@@ -13,11 +13,24 @@ from raypar.actors.data import data_faults
 from raypar.actors.faults import FaultsError
 from raypar.actors.mesh import Mesh
 from raypar.actors.plan import DeviceChoice, DeviceKind, Recompute
-from raypar.actors.specs import GPT, SGD, AdamW, Batches, Count, Layers, Positive, Steps, Text
+from raypar.actors.specs import (
+    GPT,
+    SGD,
+    AdamW,
+    Batches,
+    Count,
+    Layers,
+    Llama,
+    Positive,
+    Steps,
+    Text,
+    Transformer,
+)
 from raypar.actors.split import Split, split_faults
 from raypar.actors.world import DataParallel, World, Zero
 from raypar.fields import field_faults
 from raypar.folder.faults import folder_faults
+from raypar.model_faults import length_faults, model_faults
 from raypar.program import Programs, programs_of
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.tensor_faults import tensor_faults
@@ -32,8 +45,8 @@ class ConfigError(FaultsError, ValueError):
 class Run:
     """A training run: what is trained, on which actors, in which order, for how long."""
 
-    model: GPT | Layers = field(default_factory=GPT)
-    """what is trained: a GPT, or the user's own Layers"""
+    model: GPT | Llama | Layers = field(default_factory=GPT)
+    """what is trained: a GPT, a Llama, or the user's own Layers"""
     mesh: Mesh = field(default_factory=Mesh)
     """how the work is split; ``Mesh(pp=2)`` is two pipeline ranks"""
     schedule: str | Schedule = "1f1b"
@@ -102,7 +115,7 @@ def check_run(run: Run, resumed: Path | None = None) -> Programs:
         return not any(one.startswith(other) or other.startswith(one) for one, other in pairs)
 
     faults = [fault.text for fault in wrong]
-    faults += [*_model_faults(run.model, right), *_mesh_faults(run.mesh, right), *_server_faults(run, right)]
+    faults += [*model_faults(run.model, right), *_mesh_faults(run.mesh, right), *_server_faults(run, right)]
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
         faults += tensor_faults(run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel)
     programs: Programs | None = None
@@ -148,12 +161,6 @@ def reset_faults(old: Run, new: Run, device: DeviceKind) -> Iterator[str]:
         yield f"reset keeps the actors: device must stay {device!r}; launch anew for {new.device!r}"
 
 
-def _model_faults(model: GPT | Layers, right: Callable[..., bool]) -> Iterator[str]:
-    if isinstance(model, GPT) and right("model.hidden", "model.heads") and model.hidden % model.heads:
-        near = next(heads for heads in range(min(model.heads, model.hidden), 0, -1) if model.hidden % heads == 0)
-        yield f"model.hidden {model.hidden} is not a multiple of model.heads {model.heads}: use {near} heads, say"
-
-
 def _mesh_faults(mesh: Mesh, right: Callable[..., bool]) -> Iterator[str]:
     if right("mesh") and (inner := mesh.dp * mesh.cp * mesh.tp) % mesh.ep:
         yield f"mesh.ep is {mesh.ep}: it must divide dp x cp x tp = {inner}"
@@ -184,7 +191,7 @@ def _share_faults(run: Run, schedule: Schedule, right: Callable[..., bool]) -> I
 
 
 def _split_faults(run: Run, num_stages: int, right: Callable[..., bool]) -> list[str]:
-    if isinstance(run.model, GPT):
+    if isinstance(run.model, Transformer):
         return split_faults(run.split, run.model.layers, num_stages) if right("split", "model.layers") else []
     if not right("split", "model"):
         return []
@@ -199,7 +206,7 @@ def _split_faults(run: Run, num_stages: int, right: Callable[..., bool]) -> list
 
 def _data_faults(run: Run) -> list[str]:
     if isinstance(run.data, Batches):
-        return []
+        return [*length_faults(run.model, run.data)]
     if run.model.seq is None:
         return [
             "data is text, but the model has no sequence length: give Layers(seq=..., vocab=...), or data=Batches(fn)"

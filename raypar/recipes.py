@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from raypar.actors.mesh import Mesh
-from raypar.actors.specs import GPT, AdamW
+from raypar.actors.specs import GPT, AdamW, Llama
 from raypar.config import ConfigError, Run
 
 
@@ -54,7 +54,23 @@ def gpt_124m() -> Run:
     )
 
 
-RECIPES: dict[str, Callable[[], Run]] = {"gpt-tiny": gpt_tiny, "gpt-small": gpt_small, "gpt-124m": gpt_124m}
+def llama_tiny() -> Run:
+    """gpt-tiny as a Llama, whose keys and values have half as many heads."""
+    return replace(gpt_tiny(), model=Llama(layers=8, hidden=32, heads=4, kv_heads=2, seq=32, dropout=0.1))
+
+
+def llama_small() -> Run:
+    """gpt-small as a Llama of 6.0 million parameters."""
+    return replace(gpt_small(), model=Llama(layers=8, hidden=256, heads=8, kv_heads=4, seq=256))
+
+
+RECIPES: dict[str, Callable[[], Run]] = {
+    "gpt-tiny": gpt_tiny,
+    "gpt-small": gpt_small,
+    "gpt-124m": gpt_124m,
+    "llama-tiny": llama_tiny,
+    "llama-small": llama_small,
+}
 
 
 def recipe(name: str, **changes: Any) -> Run:

@@ -22,6 +22,7 @@ from raypar.track.sink import flat
 log = logging.getLogger(__name__)
 
 _TOLD = (
+    "model.attention",
     "data",
     "microbatches",
     "micro_batch_size",
@@ -57,10 +58,10 @@ def demand_resumable(run: Run, found: Found) -> None:
     faults = [
         f"{name} is {brief(now[name])}, but {brief(was[name])} in the checkpoint"
         for name in changed
-        if name in ("seed", "optim.kind") or (name.startswith("model.") and not mine)
+        if name in ("seed", "optim.kind") or (name.startswith("model.") and not mine and not name.startswith(_TOLD))
     ]
     if ("model.fn" in now) != ("model.fn" in was):
-        faults.append("model is GPT in one and the user's own Layers in the other: give the run that was saved")
+        faults.append("model is the user's own Layers in one of them only: give the run that was saved")
     if not any(fault.startswith("model") for fault in faults):
         faults += _tensor_faults(run, found.manifest.tensors)
     if faults:

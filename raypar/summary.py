@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from raypar.actors.specs import GPT
-from raypar.actors.split import gpt_costs, split_layers
+from raypar.actors.specs import Transformer
+from raypar.actors.split import split_layers, transformer_costs
 from raypar.config import Run, world_of
 from raypar.report import Evaluation, Report
 from raypar.schedules.action import Op
@@ -24,8 +24,8 @@ def predicted(run: Run, schedule: Schedule) -> Timeline:
     The user's own Layers count as stages of equal length.
     """
     forwards = [1.0] * schedule.num_stages
-    if isinstance(run.model, GPT):
-        costs = gpt_costs(run.model)
+    if isinstance(run.model, Transformer):
+        costs = transformer_costs(run.model)
         forwards = [sum(costs[layer] for layer in layers) for layers in split_layers(run.split, costs, len(forwards))]
     again = 1.0 if run.recompute == "full" else 0.0
     shares = {Op.F: 1.0, Op.B: 2.0 + again, Op.I: 1.0 + again, Op.W: 1.0}
@@ -43,8 +43,8 @@ def plan_rows(run: Run, schedule: Schedule) -> Rows:
     rows = [("actors", str(world_of(run).size)), ("steps", f"{run.steps:,} of {batch}")]
     if world_of(run).servers:
         rows.append(("parameter servers", f"{run.servers} for each of {run.mesh.pp} pipeline ranks"))
-    if isinstance(run.model, GPT):
-        layers = split_layers(run.split, gpt_costs(run.model), schedule.num_stages)
+    if isinstance(run.model, Transformer):
+        layers = split_layers(run.split, transformer_costs(run.model), schedule.num_stages)
         rows.append(("layers of each stage", _each(map(len, layers))))
     return [
         *rows,

@@ -22,7 +22,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from raypar.actors.specs import SGD, AdamW
+from raypar.actors.specs import GPT, SGD, AdamW, Llama
 from raypar.config import ConfigError, Run, rooted
 from raypar.fields import brief, field_faults
 from raypar.folder.names import absolute
@@ -32,7 +32,14 @@ from raypar.schedules.table import to_csv
 
 T = TypeVar("T")
 
-_OPTIMIZERS: dict[str, type[AdamW | SGD]] = {"adamw": AdamW, "sgd": SGD}
+_KINDS: dict[str, dict[str, type[Any]]] = {  # by field: what may stand there
+    "model": {"gpt": GPT, "llama": Llama},
+    "optim": {"adamw": AdamW, "sgd": SGD},
+}
+_COMMON = {  # what another kind takes over; the rest are its own defaults
+    "model": ("layers", "hidden", "heads", "seq", "vocab", "dropout", "tied", "attention"),
+    "optim": ("warmup", "decay", "final"),
+}
 
 
 def load_run(path: Path, base: Run | None = None) -> Run:
@@ -93,16 +100,20 @@ def run_of(table: Mapping[str, Any], base: Run | None = None) -> Run:
     return run
 
 
-def optimizer(kind: object, like: AdamW | SGD) -> AdamW | SGD:
-    """The optimizer of a kind: ``like`` if it is that kind, else one with its own defaults and the same schedule.
+def of_kind(name: str, kind: object, like: T) -> T:
+    """The model or optimizer (``name`` says which) of a kind: ``like`` if it is that kind, else one with defaults of
+    its own and what the two have in common: a model's sizes, an optimizer's schedule.
 
     Raises ConfigError for a kind that is not known.
     """
-    if not isinstance(kind, str) or kind not in _OPTIMIZERS:
-        raise ConfigError([f"optim.kind is {brief(kind)}: use {' or '.join(map(repr, _OPTIMIZERS))}"])
-    if kind == like.kind:
+    kinds = _KINDS[name]
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ConfigError([f"{name}.kind is {brief(kind)}: use {' or '.join(map(repr, kinds))}"])
+    if isinstance(like, kinds[kind]):
         return like
-    return _OPTIMIZERS[kind](warmup=like.warmup, decay=like.decay, final=like.final)
+    common = {field: getattr(like, field, None) for field in _COMMON[name]}
+    made: T = kinds[kind](**{field: value for field, value in common.items() if value is not None})
+    return made
 
 
 def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[str]) -> T:
@@ -121,9 +132,9 @@ def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[str]) -
             faults.append(f"{path} is {brief(value)}: write its fields in a table [{path}]")
         else:
             inner = dict(value)
-            if isinstance(old, AdamW | SGD) and "kind" in inner:
+            if path in _KINDS and "kind" in inner:
                 try:
-                    old = optimizer(inner.pop("kind"), old)
+                    old = of_kind(path, inner.pop("kind"), old)
                 except ConfigError as error:
                     faults += error.faults
             changes[key] = _changed(old, inner, f"{path}.", faults)

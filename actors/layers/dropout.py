@@ -8,20 +8,19 @@ from torch import Tensor, nn
 from raypar.actors.group import Group
 
 
-class DividedDropout(nn.Module):
-    """Dropout of a tensor that is divided along ``dim``."""
+class DividedDropout(nn.Dropout):
+    """Dropout of a tensor of which each member has an equal part along ``dim``.
+
+    Every member draws the whole mask, from equal generators, so that they stay equal.
+    """
 
     def __init__(self, p: float, group: Group, dim: int) -> None:
-        super().__init__()
-        self.p, self._group, self._dim = p, group, dim
+        super().__init__(p)
+        self._group, self._dim = group, dim
 
     def forward(self, x: Tensor) -> Tensor:
-        return part_of_dropout(x, self.p, self._group, self._dim) if self.p and self.training else x
-
-
-def part_of_dropout(x: Tensor, p: float, group: Group, dim: int) -> Tensor:
-    """Dropout of this member's part along ``dim``; every member draws the whole mask, from equal generators, so that
-    they stay equal."""
-    size = x.shape[dim]
-    whole = x.new_ones([size * group.size if at == dim else length for at, length in enumerate(x.shape)])
-    return x * F.dropout(whole, p).narrow(dim, group.rank * size, size)
+        if not self.p or not self.training:
+            return x
+        size, ranks = x.shape[self._dim], self._group.size
+        whole = x.new_ones([size * ranks if dim == self._dim else length for dim, length in enumerate(x.shape)])
+        return x * F.dropout(whole, self.p).narrow(self._dim, self._group.rank * size, size)

@@ -21,6 +21,22 @@ class ColumnParallelLinear(nn.Linear):
         super().__init__(inputs, outputs, whole.bias is not None, dtype=whole.weight.dtype)
 
 
+class SharedLinear(nn.Linear):
+    """Some of the outputs of a linear layer, whose weights are whole on every member: (..., in) -> (..., own outputs).
+
+    Other members make other outputs, or the same ones; a member's gradients are partial.
+
+    span  first and one behind the last output that this member makes
+    """
+
+    def __init__(self, whole: nn.Linear, span: tuple[int, int]) -> None:
+        super().__init__(whole.in_features, whole.out_features, whole.bias is not None, dtype=whole.weight.dtype)
+        self.span = slice(*span)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight[self.span], None if self.bias is None else self.bias[self.span])
+
+
 class RowParallelLinear(nn.Linear):
     """The outputs that some of the inputs of a linear layer make, summed: (..., own inputs) -> (..., out).
 

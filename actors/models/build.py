@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from raypar.actors.models.gpt import GPTModel
 from raypar.actors.models.layers import LayersModel
+from raypar.actors.models.llama import LlamaModel
 from raypar.actors.models.model import Model
-from raypar.actors.specs import GPT, Layers
+from raypar.actors.specs import GPT, Layers, Llama
 
 
-def build_model(spec: GPT | Layers, seed: int) -> Model:
+def build_model(spec: GPT | Llama | Layers, seed: int) -> Model:
     """The model, without weights; ``seed`` is for user functions that draw while they build."""
-    return GPTModel(spec) if isinstance(spec, GPT) else LayersModel(spec, seed)
+    if isinstance(spec, Layers):
+        return LayersModel(spec, seed)
+    return GPTModel(spec) if isinstance(spec, GPT) else LlamaModel(spec)

@@ -13,7 +13,7 @@ from torch import Tensor
 from raypar.actors.models.build import build_model
 from raypar.actors.models.model import Values
 from raypar.actors.place import place_of
-from raypar.actors.specs import GPT, Layers
+from raypar.actors.specs import GPT, Layers, Llama
 from raypar.actors.stage import Stage
 from raypar.config import ConfigError
 from raypar.fields import brief
@@ -86,7 +86,7 @@ def replay(
     return Replayed(recorded, stage, tuple(differences))
 
 
-def _model_of(recorded: Recorded, model: Layers | None) -> GPT | Layers:
+def _model_of(recorded: Recorded, model: Layers | None) -> GPT | Llama | Layers:
     if "fn" not in recorded.model:
         return run_of({"model": recorded.model}).model
     if model is None:
@@ -96,7 +96,7 @@ def _model_of(recorded: Recorded, model: Layers | None) -> GPT | Layers:
     return model
 
 
-def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Layers) -> Stage:
+def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Llama | Layers) -> Stage:
     """The stage with its recorded state. Raises ConfigError if the model has other layers or weights."""
     model = build_model(spec, recorded.seed)
     if not recorded.layers or not all(0 <= layer < len(model.names) for layer in recorded.layers):

@@ -9,11 +9,9 @@ from torch import nn
 
 from raypar.actors.cut import Cut, joined
 from raypar.actors.layers import ops
-from raypar.actors.layers.attention import DividedAttention
 from raypar.actors.layers.cross_entropy import vocab_parallel_cross_entropy
 from raypar.actors.layers.dropout import DividedDropout
 from raypar.actors.layers.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, cut_of
-from raypar.actors.models.gpt import AttentionCore
 from raypar.actors.transport.local_group import local_groups
 from tests.actors.logical import in_threads, together
 
@@ -169,21 +167,6 @@ def test_what_they_send_is_the_formula(size):
         return vocab_parallel_cross_entropy(own, labels, cuts[group.rank], group, -100)
 
     assert sent(cross_entropy, 8, 7) == (3 * ring * 8 * 4 // size, 0)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_attention_over_some_heads_drops_what_all_of_them_would(training):
-    """Members draw one after the other here, each from an equal generator."""
-    q, k, v = torch.randn(3, 2, 4, 5, 3).unbind(0)
-    torch.manual_seed(1)
-    wanted, after = AttentionCore(0.4).train(training)(q, k, v), torch.rand(1)
-    parts = []
-    for group in local_groups("tp", 2):
-        torch.manual_seed(1)
-        heads = slice(2 * group.rank, 2 * group.rank + 2)
-        parts.append(DividedAttention(0.4, group).train(training)(q[:, heads], k[:, heads], v[:, heads]))
-        assert torch.rand(1) == after, "what is drawn next is no longer the same"
-    torch.testing.assert_close(torch.cat(parts, 1), wanted)
 
 
 def test_dropout_of_a_part_of_the_sequence_is_a_part_of_dropout():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypar.actors.specs import GPT
-from raypar.actors.split import gpt_costs, split_faults, split_layers
+from raypar.actors.split import split_faults, split_layers, transformer_costs
 
 COSTS = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=9)
 
@@ -65,6 +65,6 @@ def test_the_costs_of_a_gpt_count_the_products_of_its_layers():
     gpt = GPT(layers=3, hidden=64, seq=32, vocab=1000)
     h, s, v = gpt.hidden, gpt.seq, gpt.vocab
     block = 24 * h**2 + 4 * s * h
-    assert gpt_costs(gpt) == (block + 2 * h, block, block + 2 * h * v)
-    lopsided = gpt_costs(GPT(layers=8, hidden=64, seq=32, vocab=4000))  # the head costs as much as five blocks
+    assert transformer_costs(gpt) == (block + 2 * h, block, block + 2 * h * v)
+    lopsided = transformer_costs(GPT(layers=8, hidden=64, seq=32, vocab=4000))  # the head costs as much as five blocks
     assert [len(part) for part in split_layers("balanced", lopsided, 2)] == [6, 2]

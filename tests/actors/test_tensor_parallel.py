@@ -6,12 +6,13 @@ Without dropout: threads share torch's generator. Of real actors each has its ow
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
 from raypar.actors.shards import assemble
-from raypar.actors.specs import GPT, AdamW
+from raypar.actors.specs import GPT, AdamW, Llama, Positions
 from raypar.parity import train_plainly
 from raypar.report import losses_of, mean_loss
 from tests.actors.team import Team
@@ -81,6 +82,22 @@ def replicated_alike(team):
 def test_every_layout_computes_what_one_process_does(tp, pp, dp, zero, sequence, tied):
     model = replace(TINY, tied=tied, seq=8)
     agrees(team_of(tp, pp, dp, model=model, zero=zero, data=longer, sequence_parallel=sequence))
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_llama_with_few_heads_of_keys_and_values(tp, kv_heads, sequence):
+    """Fewer than members are shared: each computes what its queries ask for."""
+    model = Llama(layers=2, hidden=16, heads=4, kv_heads=kv_heads, ffn=24, seq=8, vocab=11)
+    agrees(team_of(tp, pp=2, model=model, data=longer, sequence_parallel=sequence, steps=3))
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize("positions", get_args(Positions))
+def test_any_positions(positions, sequence):
+    model = replace(TINY, positions=positions, seq=8, layers=2, attention="materialised")
+    agrees(team_of(2, model=model, data=longer, sequence_parallel=sequence, steps=2))
 
 
 def test_recomputing_changes_no_bit():

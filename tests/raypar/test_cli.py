@@ -7,14 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from raypar import commands, paper
 from raypar.actors.plan import NonFiniteError
+from raypar.actors.specs import Llama
 from raypar.errors import JobError
 from raypar.parity import Difference, Verdict
+from raypar.recipes import recipe
 from raypar.schedules import build, lower, to_csv
 
 ROOT = Path(__file__).parents[2]
@@ -208,12 +211,16 @@ def test_a_run_is_what_recipe_file_and_flags_say(monkeypatch, data, tmp_path, sa
     said("train", "--steps", 5, "--split", 3, 9, "--dry-run", "--clip", "None", path)
     said("train", path, "--optim.momentum", 0.5, "--model.tied", "--dry-run")
     said("train", "gpt-tiny", "--optim.kind=sgd", "--mesh.pp", 4, "--bucket-mb", 0.1, "--dry-run")
-    first, second, third = seen
+    said("train", path, "--model.kind", "llama", "--model.kv-heads", 2, "--optim.kind", "adamw", "--dry-run")
+    said("train", "llama-tiny", "--model.positions", "alibi", "--model.ffn", 90, "--dry-run")
+    first, second, third, fourth, fifth = seen
     assert (first.steps, first.seed, first.split, first.clip) == (5, 3, (3, 9), None)
     assert (first.model.layers, first.model.hidden, first.optim.kind) == (12, 32, "sgd")
     assert (second.steps, second.optim.momentum, second.model.tied) == (7, 0.5, True)
     assert (third.optim.lr, third.optim.warmup, third.optim.decay, third.mesh.pp) == (0.01, 2, "cosine", 4)
     assert (second.bucket_mb, third.bucket_mb) == (4.0, 0.1)
+    assert fourth.model == Llama(layers=12, hidden=32, heads=4, kv_heads=2, seq=32, dropout=0.1)
+    assert fifth.model == replace(recipe("llama-tiny").model, positions="alibi", ffn=90)
     assert type(first).__name__ == "Run"
 
 
@@ -233,9 +240,14 @@ def test_all_mistakes_in_a_run_are_listed(said, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("gpt-tny",), "did you mean 'gpt-tiny'? known are gpt-tiny, gpt-small, gpt-124m; or give a file"),
+        (
+            ("gpt-tny",),
+            "did you mean 'gpt-tiny'? known are gpt-tiny, gpt-small, gpt-124m, llama-tiny, llama-small; or give a file",
+        ),
         (("gone.toml",), "'gone.toml' can't be read"),
         (("--steps", "3", "gone.toml"), "'gone.toml' can't be read"),
+        (("--model.kind", "bert"), "model.kind is 'bert': use 'gpt' or 'llama'"),
+        (("llama-tiny", "--model.kv-heads", "3"), "model.kv_heads 3 does not divide model.heads 4: use 2, say"),
         (("--optim.kind", "adam"), "optim.kind is 'adam': use 'adamw' or 'sgd'"),
         (("gpt-tiny", "--log", "."), "--log '.' is a folder"),
         (("gpt-tiny", "--trace", "."), "--trace '.' is a folder"),

@@ -5,11 +5,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raypar.actors.mesh import Mesh
-from raypar.actors.specs import GPT, SGD, AdamW, Batches, Layers, Text
+from raypar.actors.specs import GPT, SGD, AdamW, Batches, Layers, Llama, Text
 from raypar.config import ConfigError, Run, check_run
 from raypar.recipes import RECIPES, recipe
 from raypar.schedules import ScheduleError, build
@@ -59,7 +60,9 @@ def test_recipes_are_right(name, text):
 
 
 def test_an_unknown_recipe_is_guessed():
-    with pytest.raises(ConfigError, match=r"did you mean 'gpt-small'.*known are gpt-tiny, gpt-small, gpt-124m"):
+    with pytest.raises(
+        ConfigError, match=r"did you mean 'gpt-small'.*known are gpt-tiny, gpt-small, gpt-124m, llama-tiny, llama-small"
+    ):
         recipe("gpt-smal")
 
 
@@ -82,7 +85,7 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         "clip is 0.0: it must be above 0",
         "steps is 0: it must be at least 1",
         "timeout is -1: it must be above 0",
-        "model.hidden 10 is not a multiple of model.heads 4: use 2 heads",
+        "model.hidden 10 is not a multiple of model.heads 4: use 5 heads",
         "4 stages for 3 layers: use fewer ranks or chunks, or more layers",
         "data.path: the largest token id is 117, but the model's vocab is 50",
         "data.training data: 4100 tokens are fewer than one window",
@@ -109,12 +112,20 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         ({"mesh": Mesh(tp=8)}, "mesh.tp 8 does not divide model.heads 4: use 8 heads, or set mesh.tp to 4"),
         (
             {"mesh": Mesh(tp=4), "sequence_parallel": True, "model": GPT(heads=4, seq=30)},
-            "sequence_parallel: mesh.tp 4 does not divide model.seq 30: make that 28 or 32",
+            "sequence_parallel: mesh.tp 4 does not divide model.seq 30: use 28 or 32",
+        ),
+        (
+            {"mesh": Mesh(tp=4), "model": Llama(heads=12, hidden=48, kv_heads=3)},
+            "mesh.tp 4, model.kv_heads 3: one must divide the other, use 2 or 4",
+        ),
+        (
+            {"mesh": Mesh(tp=4), "model": Llama(heads=4, ffn=30)},
+            "mesh.tp 4 does not divide model.ffn 30: use 28 or 32",
         ),
         ({"mesh": Mesh(tp=2), "data_parallel": "parameter_server"}, "mesh.tp is 2, but servers hold whole weights"),
         (
             {"mesh": Mesh(tp=2), "model": Layers(fn=list, loss=max, seq=8)},
-            "mesh.tp is 2: the user's own Layers can't be divided yet, only a GPT: set it to 1",
+            "mesh.tp is 2: the user's own Layers can't be divided yet, only a GPT or Llama: set it to 1",
         ),
         (
             {"mesh": Mesh(tp=4), "model": GPT(vocab=3, heads=4)},
@@ -131,10 +142,32 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         ({"data": Text(path="/no/such/file")}, "data.path: '/no/such/file' cannot be read"),
         ({"data": Text(val_fraction=1.0)}, "data.val_fraction: 1.0 is not between 0 and 1"),
         ({"model": Layers(fn=list, loss=max)}, "the model has no sequence length"),
+        ({"model": Llama(heads=8, kv_heads=3)}, "model.kv_heads 3 does not divide model.heads 8: use 2, say"),
+        ({"model": Llama(heads=8, kv_heads=9)}, "model.kv_heads 9 does not divide model.heads 8: use 8, say"),
+        ({"model": Llama(hidden=12, heads=4)}, "model.positions is 'rope', which turns pairs, but a head has the odd"),
+        ({"model": GPT(hidden=9, heads=4)}, "model.hidden 9 is not a multiple of model.heads 4: use 3 heads, say"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_fix(tiny, change, says):
     assert any(says in fault for fault in faults_of(replace(tiny, **change)))
+
+
+@pytest.mark.parametrize("positions", ["learned", "rope", "alibi"])
+def test_batches_longer_than_the_model_are_refused(tiny, positions):
+    def tokens(step, microbatch, dp):
+        return torch.zeros(2, 40, dtype=torch.int64), None
+
+    def broken(step, microbatch, dp):
+        raise OSError("its files are on the actors' machines")
+
+    model = GPT(layers=8, seq=32, positions=positions)
+    long = "returns sequences of 40 tokens, but model.seq is 32: set it to 40"
+    assert faults_of(replace(tiny, model=model, data=Batches(tokens, tokens))) == [
+        f"data.fn {long}",
+        f"data.validate {long}",
+    ]
+    check_run(replace(tiny, model=replace(model, seq=40), data=Batches(tokens)))
+    check_run(replace(tiny, model=model, data=Batches(broken)))
 
 
 def test_an_empty_text_is_refused(tiny, tmp_path):
@@ -202,7 +235,7 @@ def test_all_wrong_types_come_at_once():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model": GPT}, "model is <class 'raypar.actors.specs.GPT'>: it must be a GPT or a Layers"),
+        ({"model": GPT}, "model is <class 'raypar.actors.specs.GPT'>: it must be a GPT or a Llama or a Layers"),
         ({"data": Mesh()}, "data is Mesh(pp=1, dp=1, cp=1, tp=1, ep=1): it must be a Text or a Batches"),
         ({"split": "odd"}, "split is 'odd': it must be 'even' or 'balanced' or a tuple (in TOML a list)"),
         ({"optim": AdamW(betas=(0.9, 0.9, 1))}, "optim.betas is (0.9, 0.9, 1): it must be of 2 at most"),
@@ -264,7 +297,7 @@ def some_of(kind):
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(run=some_of(Run), model=some_of(GPT), mesh=some_of(Mesh), optim=some_of(AdamW))
+@given(run=some_of(Run), model=some_of(GPT) | some_of(Llama), mesh=some_of(Mesh), optim=some_of(AdamW))
 def test_any_run_is_right_or_a_config_error(text, run, model, mesh, optim):
     changed = replace(run, model=replace(model, seq=min(model.seq, 64)) if type(model.seq) is int else model, data=text)
     try:
@@ -319,6 +352,13 @@ def test_another_optimizer_keeps_the_learning_rate_schedule(tmp_path):
     assert run.optim == SGD(momentum=0.5, warmup=2, decay="cosine")
 
 
+def test_another_kind_of_model_keeps_the_sizes(tmp_path):
+    run = load_run(toml(tmp_path, 'recipe = "gpt-tiny"\n[model]\nkind = "llama"\nkv_heads = 2\nlayers = 4'))
+    assert run.model == Llama(layers=4, hidden=32, heads=4, kv_heads=2, seq=32, dropout=0.1)
+    assert run_of({"model": {"kind": "gpt"}}, recipe("llama-tiny")).model == recipe("gpt-tiny").model
+    assert toml_faults(tmp_path, '[model]\nkind = "bert"') == ["model.kind is 'bert': use 'gpt' or 'llama'"]
+
+
 def test_all_mistakes_in_a_file_come_at_once(tmp_path):
     faults = toml_faults(
         tmp_path,
@@ -340,7 +380,7 @@ def test_all_mistakes_in_a_file_come_at_once(tmp_path):
         """,
     )
     assert faults == [
-        "there is no recipe 'gpt-tny': did you mean 'gpt-tiny'? known are gpt-tiny, gpt-small, gpt-124m",
+        f"there is no recipe 'gpt-tny': did you mean 'gpt-tiny'? known are {', '.join(RECIPES)}",
         "step is not a field: did you mean 'steps'?",
         "mesh is 4: write its fields in a table [mesh]",
         f"zzz is not a field: known are {', '.join(sorted(field.name for field in fields(Run)))}",
@@ -385,7 +425,9 @@ def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path):
         load_run(tmp_path / "b.toml")
 
 
-FIELDS = sorted({field.name for kind in (Run, GPT, Mesh, Text, AdamW, SGD) for field in fields(kind)} | {"recipe"})
+FIELDS = sorted(
+    {field.name for kind in (Run, GPT, Llama, Mesh, Text, AdamW, SGD) for field in fields(kind)} | {"recipe"}
+)
 KEYS = st.sampled_from(FIELDS) | st.text(max_size=6)
 VALUES = st.recursive(
     ANYTHING.filter(lambda value: value is not None) | st.datetimes() | st.sampled_from([*RECIPES]),
@@ -442,7 +484,7 @@ def test_replicas_and_servers_need_no_more_than_the_run_has(tiny):
 # --- as plain data ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "gpt-small", "gpt-124m"])
+@pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -63,6 +63,8 @@ CASES = [
     for schedule in ("naive", "gpipe", "1f1b", "interleaved")
     for m in allowed(schedule, pp)
 ]
+LLAMAS = [(1, "1f1b"), (2, "gpipe"), (2, "interleaved"), (3, "1f1b"), (4, "1f1b"), (4, "interleaved")]
+MODELS = [("gpt-tiny", *case) for case in CASES] + [("llama-tiny", *case, 4) for case in LLAMAS]
 
 
 def test_the_cases_cover_what_the_schedules_allow():
@@ -82,6 +84,13 @@ def test_tied_embeddings(jobs, pp, tmp_path):
     weights = {}
     for name, weight in jobs(pp).weights():
         assert torch.equal(weights.setdefault(name, weight), weight), f"the two ends of {name} drifted apart"
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "hierarchical", "rope", "alibi"])
+def test_positions(jobs, positions):
+    model = replace(tiny(2).model, layers=4, positions=positions, attention="materialised")
+    verdict = rp.verify(tiny(2, model=model), jobs(2))
+    assert verdict.bitwise, str(verdict)
 
 
 def mlp():
@@ -118,12 +127,12 @@ def test_the_users_own_modules_and_loss(jobs):
     }
 
 
-@pytest.mark.parametrize(("pp", "schedule", "m"), CASES)
-def test_bitwise_equal_to_one_plain_process(jobs, pp, schedule, m):
-    verdict = rp.verify(tiny(pp, schedule=schedule, microbatches=m), jobs(pp))
+@pytest.mark.parametrize(("model", "pp", "schedule", "m"), sorted(MODELS, key=lambda case: case[1]))
+def test_bitwise_equal_to_one_plain_process(jobs, model, pp, schedule, m):
+    verdict = rp.verify(tiny(pp, model=rp.recipe(model).model, schedule=schedule, microbatches=m), jobs(pp))
     assert verdict.bitwise, str(verdict)
     assert verdict.steps == STEPS
-    assert verdict.weights == 109
+    assert verdict.weights == {"gpt-tiny": 109, "llama-tiny": 75}[model]
     assert len(set(verdict.losses)) == STEPS, "a run whose loss never moves proves nothing"
 
 

@@ -19,6 +19,7 @@ from raypar.html.charts import Line, bars, line_chart
 from raypar.html.figures import History, duration, share, significant, size
 from raypar.html.markup import Markup, element, joined
 from raypar.html.page import page
+from raypar.recipes import recipe
 from raypar.report import Evaluation, Report
 from raypar.schedules import Costs, build, lower, simulate, to_csv
 from raypar.toml import plain_of, toml_of
@@ -147,6 +148,12 @@ def test_a_step_that_was_taken_twice_counts_once():
 def test_a_model_of_the_users_own_layers_has_a_title():
     config = plain_of(Run()) | {"model": {"fn": "mine.layers", "loss": "mine.loss"}}
     assert "a model of the user's own layers on one actor" in Reader(page(nothing(config=config))).texts
+
+
+def test_a_model_is_called_by_its_kind():
+    for name, title in (("gpt-tiny", "GPT of 8 layers, 32 hidden"), ("llama-tiny", "Llama of 8 layers, 32 hidden")):
+        texts = Reader(page(nothing(config=plain_of(recipe(name))))).texts
+        assert any(one.startswith(f"{title} on pp=2") for one in texts)
 
 
 def test_the_report_of_a_long_run_stays_small():

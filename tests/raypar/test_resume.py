@@ -150,6 +150,11 @@ def test_a_checkpoint_of_another_run_is_told_with_all_differences(trained):
         f"{where} optim.kind is 'sgd', but 'adamw' in the checkpoint",
         f"{where} seed is 1, but 0 in the checkpoint",
     ]
+    llama = rp.recipe("llama-tiny").model
+    assert faults_of(tiny(model=llama), resume=folder) == [
+        f"{where} model.positions is 'rope', but 'learned' in the checkpoint",
+        f"{where} model.kind is 'llama', but 'gpt' in the checkpoint",
+    ]
 
 
 def test_the_users_own_modules_are_told_apart_by_their_weights(trained):
@@ -171,6 +176,11 @@ def test_the_users_own_modules_are_told_apart_by_their_weights(trained):
         f"weight 'blocks.0.mlp.up.weight' is F32 {list(up.shape)}, but F32 {list(down.shape)} in the checkpoint"
     )
     assert len(faults) == 3, "what is left of the optimizer's state is of no use"
+
+
+def test_scores_may_be_kept_or_not(trained, caplog):
+    demand_resumable(tiny(model=replace(tiny().model, attention="materialised")), find(trained[0]))
+    assert caplog.messages == ["resumed with another model.attention: 'materialised', it was 'fused'"]
 
 
 def test_what_may_change_is_said(trained, caplog):

@@ -43,6 +43,14 @@ def test_it_is_one_plain_process_within_the_bounds(job_of, layout):
     assert len(set(verdict.losses)) == 5, "a run whose loss never moves proves nothing"
 
 
+def test_a_llama_too(job_of):
+    model = replace(rp.recipe("llama-tiny").model, kv_heads=1, dropout=0.1)
+    run = tiny(2, model=model, sequence_parallel=True)
+    verdict = rp.verify(run, job_of(run))
+    assert verdict.ok, str(verdict)
+    assert not verdict.bitwise
+
+
 def test_a_lost_mask_is_found(job_of, monkeypatch):
     """The comparison can fail: one process with other dropout is not equal."""
     plain = train_plainly(replace(tiny(2), seed=1))

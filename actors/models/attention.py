@@ -1,0 +1,84 @@
+"""Causal self-attention, with as many heads of keys and values as of queries or fewer.
+
+Shapes: B microbatch, S sequence, D hidden, N heads, K heads of keys and values, d width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raypar.actors.models.positions import Alibi, Rope
+from raypar.actors.specs import AttentionKind, Transformer
+
+
+class Core(nn.Module):
+    """Softmax(q k^T / sqrt(d)) v over what is not later: (B, N, S, d) and twice (B, K, S, d) -> (B, N, S, d)."""
+
+    def __init__(self, kind: AttentionKind, dropout: float, alibi: Alibi | None) -> None:
+        super().__init__()
+        self.kind, self.alibi = kind, alibi
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
+        """What each query sees."""
+        bias = None if self.alibi is None else self.alibi.bias(q_BNSd.shape[2], q_BNSd)
+        if self.kind == "materialised":
+            return _materialised(q_BNSd, k_BKSd, v_BKSd, bias, self.drop)
+        return F.scaled_dot_product_attention(
+            q_BNSd,
+            k_BKSd,
+            v_BKSd,
+            attn_mask=None if bias is None else bias[None],
+            dropout_p=self.drop.p if self.training else 0.0,
+            is_causal=bias is None,
+            enable_gqa=q_BNSd.shape[1] != k_BKSd.shape[1],
+        )
+
+
+class Attention(nn.Module):
+    """Projections around a core: (B, S, D) -> (B, S, D).
+
+    The projections in have no bias. That of the keys would shift a softmax, which changes nothing: its gradient is
+    rounding noise, and Adam would turn that into steps of full size.
+    """
+
+    def __init__(self, spec: Transformer, between: Rope | Alibi | None, *, bias: bool) -> None:
+        super().__init__()
+        self.width = spec.hidden // spec.heads
+        self._rope = between if isinstance(between, Rope) else None
+        kv = self.width * spec.num_kv_heads
+        self.q = nn.Linear(spec.hidden, spec.hidden, bias=False)
+        self.k, self.v = nn.Linear(spec.hidden, kv, bias=False), nn.Linear(spec.hidden, kv, bias=False)
+        self.core = Core(spec.attention, spec.dropout, between if isinstance(between, Alibi) else None)
+        self.out = nn.Linear(spec.hidden, spec.hidden, bias=bias)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        q_BNSd, k_BKSd, v_BKSd = (
+            linear(x_BSD).unflatten(-1, (-1, self.width)).transpose(1, 2) for linear in (self.q, self.k, self.v)
+        )
+        if self._rope is not None:
+            q_BNSd, k_BKSd = self._rope.turn(q_BNSd), self._rope.turn(k_BKSd)
+        out: Tensor = self.out(self.core(q_BNSd, k_BKSd, v_BKSd).transpose(1, 2).flatten(2))
+        return out
+
+
+def _materialised(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, drop: nn.Module) -> Tensor:
+    """The core, op by op. Of its (B, N, S, S) tensors it keeps the softmax, and with dropout the mask and the product.
+
+    The queries that share a key stand below each other, so that no key is copied.
+    """
+    B, N, S, d = q_BNSd.shape
+    K = k_BKSd.shape[1]
+    q_BKRd = (q_BNSd / math.sqrt(d)).reshape(B, K, N // K * S, d)
+    scores_BNSS = (q_BKRd @ k_BKSd.transpose(-2, -1)).view(B, N, S, S)
+    if bias is None:
+        later_SS = torch.ones(S, S, dtype=torch.bool, device=q_BNSd.device).triu(1)
+        scores_BNSS.masked_fill_(later_SS, -math.inf)
+    else:
+        scores_BNSS.add_(bias)
+    weights_BNSS: Tensor = drop(scores_BNSS.softmax(dim=-1))
+    return (weights_BNSS.view(B, K, N // K * S, S) @ v_BKSd).view(B, N, S, d)

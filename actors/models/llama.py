@@ -1,0 +1,41 @@
+"""Llama: RMSNorm, an MLP with a gate, no biases.
+
+Shapes: B microbatch, S sequence, D hidden.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raypar.actors.models.transformer import TransformerModel
+from raypar.actors.specs import Llama
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)): (B, S, D) -> (B, S, D) (Shazeer 2020)."""
+
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(hidden, width, bias=False), nn.Linear(hidden, width, bias=False)
+        self.down = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
+        return out
+
+
+class LlamaModel(TransformerModel):
+    """A Llama (Touvron et al. 2023)."""
+
+    bias = False
+
+    def __init__(self, llama: Llama) -> None:
+        self._eps = llama.norm_eps
+        super().__init__(llama)
+
+    def norm(self) -> nn.Module:
+        return nn.RMSNorm(self.spec.hidden, eps=self._eps)
+
+    def mlp(self) -> nn.Module:
+        return SwiGLU(self.spec.hidden, self.spec.mlp_width)

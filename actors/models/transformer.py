@@ -1,0 +1,159 @@
+"""A pre-norm decoder: embedding, blocks, head, each a layer of its own. What a family makes of it is in gpt.py and
+llama.py.
+
+Shapes: B microbatch, S sequence, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from raypar.actors.cut import Cut
+from raypar.actors.deferred import on_meta, unfilled
+from raypar.actors.models.attention import Attention
+from raypar.actors.models.model import IGNORED, Divide, Model, TensorPlan, Values, undivided
+from raypar.actors.models.positions import Alibi, Rope, Sinusoidal, added, between
+from raypar.actors.seeds import derive
+from raypar.actors.specs import Transformer
+from raypar.actors.split import transformer_costs
+
+
+class Embedding(nn.Module):
+    """Tokens, and what positions add to them: ids (B, S) int64 -> (B, S, D)."""
+
+    def __init__(self, spec: Transformer) -> None:
+        super().__init__()
+        self._seq = spec.seq
+        self.tokens = nn.Embedding(spec.vocab, spec.hidden)
+        self.positions = added(spec)
+        self.drop = nn.Dropout(spec.dropout)
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        """Raises ValueError for more than ``seq`` tokens."""
+        length = ids_BS.shape[1]
+        if length > self._seq:
+            raise ValueError(f"a sequence has {length} tokens, but the model's seq is {self._seq}: set it to {length}")
+        x_BSD = self.tokens(ids_BS)
+        if isinstance(self.positions, Sinusoidal):  # as large as what is added (Vaswani et al. 2017, section 3.4)
+            x_BSD = x_BSD * math.sqrt(x_BSD.shape[-1]) + self.positions(length, x_BSD)
+        elif self.positions is not None:
+            x_BSD = x_BSD + self.positions(length)
+        out: Tensor = self.drop(x_BSD)
+        return out
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream: (B, S, D) -> (B, S, D)."""
+
+    def __init__(self, norms: tuple[nn.Module, nn.Module], attn: nn.Module, mlp: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = norms
+        self.attn, self.mlp = attn, mlp
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        x_BSD = x_BSD + self.drop(self.attn(self.norm1(x_BSD)))
+        out: Tensor = x_BSD + self.drop(self.mlp(self.norm2(x_BSD)))
+        return out
+
+
+class Head(nn.Module):
+    """Final norm and projection to the vocabulary: (B, S, D) -> logits (B, S, V)."""
+
+    def __init__(self, spec: Transformer, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.out = nn.Linear(spec.hidden, spec.vocab, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        logits_BSV: Tensor = self.out(self.norm(x_BSD))
+        return logits_BSV
+
+
+class TransformerModel(Model):
+    """The layers ``embed``, ``blocks.0`` ... and ``head``, initialised as GPT-2 (Radford et al. 2019, section 2.3)."""
+
+    tensor_plan: TensorPlan = (
+        ("embed.tokens", "vocab"),
+        ("embed.positions", "table"),
+        ("embed.drop", "drop"),
+        ("blocks.*.attn", "heads"),
+        ("blocks.*.attn", "enter"),
+        ("blocks.*.attn.out", "row"),
+        ("blocks.*.mlp", "enter"),
+        ("blocks.*.mlp.gate", "column"),
+        ("blocks.*.mlp.up", "column"),
+        ("blocks.*.mlp.down", "row"),
+        ("blocks.*.drop", "drop"),
+        ("head.out", "logits"),
+        ("head.out", "enter"),
+    )
+
+    bias: bool  # whether linear layers that lead into the residual stream have one
+
+    def __init__(self, spec: Transformer) -> None:
+        self.spec = spec
+        self.names = ("embed", *(f"blocks.{i}" for i in range(spec.layers)), "head")
+        self.body = range(1, spec.layers + 1)
+        self.costs = transformer_costs(spec)
+        self.ties = (("embed.tokens.weight", "head.out.weight"),) if spec.tied else ()
+        super().__init__(on_meta(lambda: map(partial(self._layer, between(spec)), range(len(self.names)))))
+
+    @abstractmethod
+    def norm(self) -> nn.Module:
+        """A norm over D, whose weight begins as 1."""
+
+    @abstractmethod
+    def mlp(self) -> nn.Module:
+        """A block's MLP: (B, S, D) -> (B, S, D); what leads out of it is called ``down``."""
+
+    def materialize(self, layers: Sequence[int], seed: int, divide: Divide = undivided) -> list[nn.Module]:
+        """These layers, each weight drawn by a generator of its own, seeded by its logical name; whole, one by one, and
+        then cut."""
+        homes = {copy: home for home, copy in self.ties}
+        made = unfilled(lambda: map(partial(self._layer, between(self.spec)), layers))
+        for index, module in zip(layers, made, strict=True):
+            cuts = divide(self.names[index], module)
+            for inner, parameter in module.named_parameters():
+                name = f"{self.names[index]}.{inner}"
+                self._init(homes.get(name, name), parameter, cuts.get(inner, Cut(tuple(parameter.shape))), seed)
+        return made
+
+    def loss(self, output: Values, target: Values) -> Tensor:
+        """Mean cross-entropy of logits (B, S, V) against labels (B, S) int64, in nats a token; labels of -100 are left
+        out, and without any other the loss is 0."""
+        (logits_BSV,), (labels_BS,) = output, target
+        total = self.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
+        mean: Tensor = total / (labels_BS != IGNORED).sum().clamp(min=1)  # counted where the labels are: nobody waits
+        return mean
+
+    def _layer(self, apart: Rope | Alibi | None, index: int) -> nn.Module:
+        """A layer; those that are given the same ``apart`` share its tables."""
+        spec = self.spec
+        if index == 0:
+            return Embedding(spec)
+        if index not in self.body:
+            return Head(spec, self.norm())
+        attn = Attention(spec, apart, bias=self.bias)
+        return Block((self.norm(), self.norm()), attn, self.mlp(), spec.dropout)
+
+    @torch.no_grad()
+    def _init(self, name: str, parameter: Tensor, cut: Cut, seed: int) -> None:
+        if name.endswith(".bias"):
+            parameter.zero_()
+        elif ".norm" in name:
+            parameter.fill_(1.0)
+        else:
+            # projections back into the residual stream: one for every branch that is added to it
+            branches = 2 * self.spec.layers if name.endswith(("attn.out.weight", "mlp.down.weight")) else 1
+            generator = torch.Generator().manual_seed(derive(seed, name))
+            whole = parameter if cut.span is None else parameter.new_empty(cut.whole)
+            whole.normal_(0.0, 0.02 / math.sqrt(branches), generator=generator)
+            if cut.span is not None:
+                parameter.copy_(cut.take(whole))
