@@ -100,13 +100,19 @@ def test_any_positions(positions, sequence):
     agrees(team_of(2, model=model, data=longer, sequence_parallel=sequence, steps=2))
 
 
-def test_recomputing_changes_no_bit():
-    weights = []
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+def test_recomputing_changes_no_bit(sequence):
+    weights, model = [], replace(TINY, seq=8)
     for recompute in ("none", "full"):
-        team = team_of(2, pp=2, recompute=recompute)
+        team = team_of(2, pp=2, model=model, data=longer, recompute=recompute, sequence_parallel=sequence)
         team.step(0)
         weights.append(team.weights())
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "interleaved"])
+def test_every_schedule(schedule):
+    agrees(team_of(2, pp=2, m=4, model=replace(TINY, layers=4), schedule=schedule, steps=2))
 
 
 @pytest.mark.parametrize("tp", [2, 4])
