@@ -72,7 +72,7 @@ class Inside(ABC):
         homes = {copy: home for home, copy in build_model(self.run.model, self.run.seed).ties}
         for rank in self._world.replica(dp):
             ranks = self._world.tensor_group(rank)
-            held = [self._guard(partial(self._calls.one, one, "parameters", what="fetching weights")) for one in ranks]
+            held = self._guard(partial(self._calls.some, ranks, "parameters", what="fetching weights"))
             for name in self._holds[rank]:
                 yield homes.get(name, name), self._joined(name, ranks, [parts[name] for parts in held])
 
@@ -142,8 +142,7 @@ class Inside(ABC):
     def _whole(self, name: str, method: str, rank: int) -> Tensor | None:
         """A logical tensor of which a rank has all or a part, then the other ranks of its tensor group the rest."""
         ranks = (rank,) if self._holds[rank][name].span is None else self._world.tensor_group(rank)
-        what = f"fetching {name}"
-        parts = [self._guard(partial(self._calls.one, one, method, name, what=what)) for one in ranks]
+        parts = self._guard(partial(self._calls.some, ranks, method, name, what=f"fetching {name}"))
         return None if parts[0] is None else self._joined(name, ranks, parts)
 
     def _joined(self, name: str, ranks: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
