@@ -72,7 +72,7 @@ def build_part(plan: Plan, place: Place, tp: Group | None = None) -> Part:
             [modules[index] for index in parts[number]],
             place=place,
             is_last=number == train.num_stages - 1,
-            recompute=plan.recompute == "full",
+            recompute=plan.recompute,
             seed=plan.seed,
         )
         for number in own

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from raypar.actors.mesh import Mesh
+from raypar.actors.recompute import Recompute
 from raypar.actors.specs import GPT, SGD, AdamW, Batches, Layers, Llama, Text
 from raypar.actors.split import Split
 from raypar.actors.world import DataParallel, World, Zero
 from raypar.schedules.action import Action
 from raypar.schedules.schedule import Schedule
 
-Recompute = Literal["none", "full"]
 ProgramName = Literal["train", "evaluate"]
 DeviceKind = Literal["cpu", "cuda"]
 DeviceChoice = Literal["auto", DeviceKind]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.models.attention import Core
 from raypar.actors.models.model import Model, Values, as_values
 from raypar.actors.place import Place
+from raypar.actors.recompute import Recompute, word_of
+from raypar.actors.rerun import LayerAgain, Twice
 from raypar.actors.seeds import derive
+from raypar.actors.tail import Tail
 from raypar.actors.tape import Tape
 
 
@@ -20,8 +24,10 @@ class Stage:
     layers     their indices in the model; ``modules`` are the layers themselves, in the same order
     place      where the modules are, and what they are given
     is_last    the stage ends in the loss
-    recompute  keep only a microbatch's inputs and run its forward again before its backward (GPipe, Huang et al. 2019,
-               section 2.3)
+    recompute  "full": keep only a microbatch's inputs and run its forward again before its backward (GPipe, Huang et
+               al. 2019, section 2.3); else a word for each layer of the model's body, or one for all of them: a "full"
+               layer keeps its own inputs, a "selective" one all but what its attention's core makes of queries, keys
+               and values (Korthikanti et al. 2022, section 5)
 
     Microbatches go by their number in the whole step, over all replicas. Dropout and other randomness is seeded by
     (seed, step, microbatch, layer), so it does not depend on the layout, on the order of microbatches, or on
@@ -36,15 +42,25 @@ class Stage:
         *,
         place: Place,
         is_last: bool,
-        recompute: bool,
+        recompute: Recompute,
         seed: int,
     ) -> None:
         self.model, self.layers, self.modules = model, tuple(layers), tuple(modules)
-        self.is_last, self.recompute, self.seed = is_last, recompute, seed
+        self.is_last, self.recompute, self.seed = is_last, recompute == "full", seed
+        words = {index: word_of(recompute, model.body, index) for index in self.layers}
+        self._again = {
+            index: LayerAgain(module)
+            for index, module in zip(self.layers, self.modules, strict=True)
+            if words[index] == "full" and not self.recompute
+        }
+        for index, module in zip(self.layers, self.modules, strict=True):
+            for core in module.modules():
+                if isinstance(core, Core):
+                    core.again = words[index] == "selective"
         self._place = place
         self._train = True
-        self._in_place: bool | None = None  # whether the first layer writes into its input (None: not known): copy it
-        self._saved: dict[int, tuple[Values, _Tail | None, Values]] = {}  # microbatch -> inputs, graph, target
+        self._twice = Twice()  # with the inputs: the first layer may write into them
+        self._saved: dict[int, tuple[Values, Tail | None, Values]] = {}  # microbatch -> inputs, graph, target
         self.tape: Tape | None = None  # records the step that is open
 
     @property
@@ -102,85 +118,43 @@ class Stage:
     def _forward(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
         if not self._train:
             with torch.no_grad():
-                return self._apply(step, microbatch, inputs, target)
+                return self._apply(step, microbatch, target, *inputs)
         if self.recompute:
-            with torch.no_grad():
-                outputs = self._without_history(step, microbatch, inputs, target)
+            outputs = self._twice.without_history(partial(self._apply, step, microbatch, target), inputs)
             self._saved[microbatch] = (inputs, None, target)
             return outputs
         inputs, outputs = self._with_history(step, microbatch, inputs, target)
-        self._saved[microbatch] = (inputs, _Tail(outputs), ())
+        self._saved[microbatch] = (inputs, _tail(outputs), ())
         return tuple(value.detach() for value in outputs)
 
     def _backward(self, step: int, microbatch: int, gradients: Values) -> Values:
         inputs, tail, target = self._saved.pop(microbatch)
         if self.recompute:
             inputs, outputs = self._with_history(step, microbatch, inputs, target)
-            tail = _Tail(outputs)
+            tail = _tail(outputs)
             del outputs
         if tail is not None:
             tail.backward(gradients)
         return tuple(_gradient(value) for value in inputs if value.requires_grad)
 
-    def _without_history(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
-        """The outputs, with the inputs left as they are: they are needed once more."""
-        if self._in_place is False:
-            return self._apply(step, microbatch, inputs, target)
-        copies = tuple(value.clone() for value in inputs)
-        versions = [copy._version for copy in copies]
-        outputs = self._apply(step, microbatch, copies, target)
-        self._in_place = any(copy._version > version for copy, version in zip(copies, versions, strict=True))
-        return outputs
-
     def _with_history(self, step: int, microbatch: int, inputs: Values, target: Values) -> tuple[Values, Values]:
         """The inputs as the leaves of a graph, and the outputs at its end. Nobody wants gradients of the data."""
         wanted = self.layers[0] > 0
         leaves = tuple([value.detach().requires_grad_(wanted and value.is_floating_point()) for value in inputs])
-        if not self._in_place:
-            try:
-                return leaves, self._apply(step, microbatch, leaves, target)
-            except RuntimeError as error:
-                if "leaf Variable" not in str(error):
-                    raise
-                self._in_place = True
-        return leaves, self._apply(step, microbatch, tuple(value.clone() for value in leaves), target)
+        return leaves, self._twice.with_history(partial(self._apply, step, microbatch, target), leaves)
 
-    def _apply(self, step: int, microbatch: int, values: Values, target: Values) -> Values:
+    def _apply(self, step: int, microbatch: int, target: Values, *values: Tensor) -> Values:
         for index, module in zip(self.layers, self.modules, strict=True):
-            self._place.seed(derive(self.seed, "layer", step, microbatch, index))
-            values = as_values(module(*values))
+            reseed = partial(self._place.seed, derive(self.seed, "layer", step, microbatch, index))
+            reseed()
+            again = self._again.get(index) if torch.is_grad_enabled() else None
+            values = as_values(module(*values)) if again is None else again(values, reseed)
         return (self.model.loss(values, target),) if self.is_last else values
 
 
-class _Tail:
-    """Where a backward starts. It keeps the graph, not the outputs: once sent, nobody needs their data."""
-
-    def __init__(self, outputs: Values) -> None:
-        self._gradients: list[Tensor] = []
-        floating = [value for value in outputs if value.is_floating_point()]
-        self._root: Tensor = _Root.apply(self._gradients, *floating)  # type: ignore[no-untyped-call]
-
-    def backward(self, gradients: Values) -> None:
-        """Go back from the floating outputs; one gradient for each."""
-        self._gradients += gradients
-        if self._root.requires_grad:
-            self._root.backward()
-
-
-class _Root(torch.autograd.Function):
-    """A scalar behind all outputs of a stage, with the gradients that the stage is given.
-
-    ``torch.autograd.backward`` takes gradients too, but imports sympy to look at their shapes: 2 s and 40 MiB.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
-        ctx.gradients = gradients  # empty until the backward
-        return outputs[0].new_empty(()) if outputs else torch.empty(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.gradients
+def _tail(outputs: Values) -> Tail:
+    """Nobody goes back from numbers that are not floating."""
+    return Tail(tuple([value for value in outputs if value.is_floating_point()]))
 
 
 def _gradient(value: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from annotated_types import Ge, Gt, Le
 from raypar.actors.data import data_faults
 from raypar.actors.faults import FaultsError
 from raypar.actors.mesh import Mesh
-from raypar.actors.plan import DeviceChoice, DeviceKind, Recompute
+from raypar.actors.plan import DeviceChoice, DeviceKind
+from raypar.actors.recompute import Recompute, recompute_faults
 from raypar.actors.specs import (
     GPT,
     SGD,
@@ -74,7 +75,8 @@ class Run:
     clip: Positive | None = 1.0
     """largest global gradient norm; None does not clip"""
     recompute: Recompute = "none"
-    """full keeps only the inputs of a stage and runs its forward again before its backward"""
+    """full keeps only the inputs of a stage and runs its forward again before its backward; selective runs attention's
+    core again; or a word for each layer, where full keeps that layer's inputs"""
     split: Split = "even"
     """layers to stages: even, balanced by cost, or a count for each stage"""
     seed: int = 0
@@ -123,10 +125,10 @@ def check_run(run: Run, resumed: Path | None = None) -> Programs:
         reduces = right("mesh.dp", "data_parallel", "servers", "zero") and world_of(run).reduces
         try:
             programs = programs_of(run.schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=reduces)
-            misfits = _split_faults(run, programs["train"].num_stages, right)
+            misfits = _layer_faults(run, programs["train"].num_stages, right)
             faults += misfits or _share_faults(run, programs["train"], right)
         except ScheduleError as error:
-            faults += [str(error), *_split_faults(run, run.mesh.pp * (run.chunks or 1), right)]
+            faults += [str(error), *_layer_faults(run, run.mesh.pp * (run.chunks or 1), right)]
     if right("data", "model.seq", "model.vocab"):
         faults += _data_faults(run)
     if right("folder") and run.folder is not None:
@@ -190,18 +192,24 @@ def _share_faults(run: Run, schedule: Schedule, right: Callable[..., bool]) -> I
         yield f"servers is {run.servers}, but pp={pp} has {fewest} parameters, and each is on one server: {fix}"
 
 
-def _split_faults(run: Run, num_stages: int, right: Callable[..., bool]) -> list[str]:
-    if isinstance(run.model, Transformer):
-        return split_faults(run.split, run.model.layers, num_stages) if right("split", "model.layers") else []
-    if not right("split", "model"):
+def _layer_faults(run: Run, num_stages: int, right: Callable[..., bool]) -> list[str]:
+    """What is wrong with the split and with recompute, which both speak of the model's layers."""
+    transformer = isinstance(run.model, Transformer)
+    if not right("model.layers" if transformer else "model"):
         return []
-    from raypar.actors.models.build import build_model  # imports torch: only for models that only torch can count
+    if isinstance(run.model, Transformer):
+        count = run.model.layers
+    else:
+        from raypar.actors.models.build import build_model  # imports torch: only for what only torch can count
 
-    try:
-        model = build_model(run.model, run.seed)
-    except Exception as error:
-        return [f"model.fn failed: {type(error).__name__}: {error}"]
-    return split_faults(run.split, len(model.body), num_stages)
+        try:
+            count = len(build_model(run.model, run.seed).body)
+        except Exception as error:
+            return [f"model.fn failed: {type(error).__name__}: {error}"]
+    faults = split_faults(run.split, count, num_stages) if right("split") else []
+    if right("recompute"):
+        faults += recompute_faults(run.recompute, count, has_core=transformer)
+    return faults
 
 
 def _data_faults(run: Run) -> list[str]:

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from raypar.actors.recompute import word_of
 from raypar.actors.specs import Transformer
-from raypar.actors.split import split_layers, transformer_costs
+from raypar.actors.split import core_cost, split_layers, transformer_costs
 from raypar.config import Run, world_of
 from raypar.report import Evaluation, Report
 from raypar.schedules.action import Op
@@ -23,14 +24,28 @@ def predicted(run: Run, schedule: Schedule) -> Timeline:
 
     The user's own Layers count as stages of equal length.
     """
-    forwards = [1.0] * schedule.num_stages
-    if isinstance(run.model, Transformer):
-        costs = transformer_costs(run.model)
-        forwards = [sum(costs[layer] for layer in layers) for layers in split_layers(run.split, costs, len(forwards))]
-    again = 1.0 if run.recompute == "full" else 0.0
-    shares = {Op.F: 1.0, Op.B: 2.0 + again, Op.I: 1.0 + again, Op.W: 1.0}
-    of_stage = {(stage, op): f * share for stage, f in enumerate(forwards) for op, share in shares.items()}
+    of_stage: dict[tuple[int, Op], float] = {}
+    for stage, (forward, again) in enumerate(_forwards(run, schedule.num_stages)):
+        backward = {Op.B: 2 * forward + again, Op.I: forward + again, Op.W: forward}
+        of_stage |= {(stage, op): cost for op, cost in ({Op.F: forward} | backward).items()}
     return simulate(schedule, Costs(of_stage=of_stage))
+
+
+def _forwards(run: Run, num_stages: int) -> list[tuple[float, float]]:
+    """What each stage's forward costs, and what its backward runs again of it."""
+    if not isinstance(run.model, Transformer):
+        return [(1.0, 1.0 if run.recompute == "full" else 0.0)] * num_stages
+    costs, body = transformer_costs(run.model), range(run.model.layers)
+    scores = run.model.attention == "materialised" or run.model.dropout > 0  # else the kernel does it in any case
+    core = core_cost(run.model) if scores else 0.0
+    again = [
+        {"none": 0.0, "selective": core, "full": cost}[word_of(run.recompute, body, layer)]
+        for layer, cost in enumerate(costs)
+    ]
+    return [
+        (sum(costs[layer] for layer in layers), sum(again[layer] for layer in layers))
+        for layers in split_layers(run.split, costs, num_stages)
+    ]
 
 
 def plan_rows(run: Run, schedule: Schedule) -> Rows:

@@ -6,12 +6,18 @@ Shapes: B microbatch, S sequence, D hidden, N heads, K heads of keys and values,
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
+from raypar.actors.models.model import Values
 from raypar.actors.models.positions import Alibi, Rope
+from raypar.actors.rerun import drawn_again, rerun
 from raypar.actors.specs import AttentionKind, Transformer
 
 
@@ -22,21 +28,27 @@ class Core(nn.Module):
         super().__init__()
         self.kind, self.alibi = kind, alibi
         self.drop = nn.Dropout(dropout)
+        self.again = False
 
     def forward(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
         """What each query sees."""
         bias = None if self.alibi is None else self.alibi.bias(q_BNSd.shape[2], q_BNSd)
+        dropout = self.drop.p if self.training else 0.0
+        attend = partial(_fused, bias=bias, dropout=dropout)
         if self.kind == "materialised":
-            return _materialised(q_BNSd, k_BKSd, v_BKSd, bias, self.drop)
-        return F.scaled_dot_product_attention(
-            q_BNSd,
-            k_BKSd,
-            v_BKSd,
-            attn_mask=None if bias is None else bias[None],
-            dropout_p=self.drop.p if self.training else 0.0,
-            is_causal=bias is None,
-            enable_gqa=q_BNSd.shape[1] != k_BKSd.shape[1],
-        )
+            attend = partial(_materialised, bias=bias, drop=self.drop)
+        if self.again and torch.is_grad_enabled() and self._keeps_scores(q_BNSd, k_BKSd, v_BKSd, bias, dropout):
+            return _again(attend, q_BNSd, k_BKSd, v_BKSd, draws=dropout > 0)
+        return attend(q_BNSd, k_BKSd, v_BKSd)
+
+    def _keeps_scores(
+        self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, dropout: float
+    ) -> bool:
+        """Whether a backward would need (B, N, S, S) tensors: torch's kernels, but for the plain one, do without."""
+        if self.kind == "materialised":
+            return True
+        chosen = torch._fused_sdp_choice(q_BNSd, k_BKSd, v_BKSd, **_settings(q_BNSd, k_BKSd, bias, dropout))
+        return chosen == SDPBackend.MATH.value
 
 
 class Attention(nn.Module):
@@ -64,6 +76,33 @@ class Attention(nn.Module):
             q_BNSd, k_BKSd = self._rope.turn(q_BNSd), self._rope.turn(k_BKSd)
         out: Tensor = self.out(self.core(q_BNSd, k_BKSd, v_BKSd).transpose(1, 2).flatten(2))
         return out
+
+
+def _again(attend: Callable[..., Tensor], *inputs: Tensor, draws: bool) -> Tensor:
+    """``attend(*inputs)``, of which only the inputs are kept."""
+    redraw = drawn_again(inputs[0].device) if draws else None
+
+    def again(*leaves: Tensor) -> Values:
+        if redraw is not None:
+            redraw()
+        return (attend(*leaves),)
+
+    (y_BNSd,) = rerun(lambda *values: (attend(*values),), again, inputs)
+    return y_BNSd
+
+
+def _settings(q_BNSd: Tensor, k_BKSd: Tensor, bias: Tensor | None, dropout: float) -> dict[str, Any]:
+    return {
+        "attn_mask": None if bias is None else bias[None],
+        "dropout_p": dropout,
+        "is_causal": bias is None,
+        "enable_gqa": q_BNSd.shape[1] != k_BKSd.shape[1],
+    }
+
+
+def _fused(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
+    """The core by the kernel that torch chooses."""
+    return F.scaled_dot_product_attention(q_BNSd, k_BKSd, v_BKSd, **_settings(q_BNSd, k_BKSd, bias, dropout))
 
 
 def _materialised(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, drop: nn.Module) -> Tensor:

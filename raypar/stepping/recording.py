@@ -13,7 +13,8 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from raypar.actors.disk import CheckpointError
-from raypar.actors.plan import DeviceKind, Recompute
+from raypar.actors.plan import DeviceKind
+from raypar.actors.recompute import Recompute
 from raypar.actors.shards import read_shard, write_shard
 from raypar.config import ConfigError
 from raypar.fields import brief

@@ -111,7 +111,7 @@ def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Llama | Layers) -> 
         modules,
         place=place,
         is_last=recorded.is_last,
-        recompute=recorded.recompute == "full",
+        recompute=recorded.recompute,
         seed=recorded.seed,
     )
     state = dict(stage.state())

@@ -87,6 +87,19 @@ def test_recomputing_keeps_no_graph_and_changes_no_bit():
     assert all(torch.equal(gradient, theirs[name]) for name, gradient in ours.items())
 
 
+def test_a_layer_that_is_run_again_keeps_no_graph():
+    kept, again = (
+        Team(lambda: [Marked() for _ in range(4)], m=4, schedule="gpipe", recompute=how)
+        for how in ("none", ("none", "full", "full", "none"))
+    )
+    for number in range(2):
+        assert [result.losses for result in kept.step(number)] == [result.losses for result in again.step(number)]
+    graphs = [module.most for worker in again.workers for module in next(iter(worker._stages.values())).modules]
+    assert graphs == [4, 1, 1, 4]
+    theirs = kept.gradients()
+    assert all(torch.equal(gradient, theirs[name]) for name, gradient in again.gradients().items())
+
+
 def test_an_evaluation_keeps_nothing_and_changes_nothing():
     team = Team(lambda: [Marked() for _ in range(2)])
     before = team.weights()
@@ -135,7 +148,7 @@ class Third(nn.Module):
         return self.inner(y * mask) + sign
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "full", ("full", "full", "full"), ("none", "full", "none")])
 @pytest.mark.parametrize(("pp", "schedule"), [(3, "1f1b"), (3, "gpipe"), (1, "interleaved")])
 def test_tuples_ints_unused_and_frozen_tensors(recompute, pp, schedule):
     team = Team(
@@ -349,13 +362,14 @@ def test_a_courier_without_a_peer_raises_what_its_group_raises():
         Courier(groups[1], (0, 1), 4).receive(Action.parse("1RECV_F0"))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_stage_may_begin_with_a_layer_that_works_in_place(recompute):
+@pytest.mark.parametrize("recompute", ["none", "full", ("full", "full", "full"), ("none", "full", "none")])
+@pytest.mark.parametrize("pp", [1, 3])
+def test_a_stage_may_begin_with_a_layer_that_works_in_place(recompute, pp):
     def layers():
         return [nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)]
 
-    # "even" gives the first stage two layers, so that the ReLU stands first only with three stages
-    team = Team(layers, pp=3, recompute=recompute)
+    # "even" gives the first of two stages two layers, so that the ReLU stands first only with three stages
+    team = Team(layers, pp=pp, recompute=recompute)
     for number in range(3):
         team.step(number)
     plain = train_plainly(team.run)
@@ -390,6 +404,10 @@ def shared(pattern):
     [
         (lambda: [nn.Linear(4, 4), Doubles()], 0.0, {"recompute": "full"}),
         (lambda: [Doubles(), Doubles()], 0.0, {"recompute": "full"}),
+        (lambda: [nn.Linear(4, 4), Doubles()], 0.0, {"recompute": ("none", "full")}),
+        (lambda: [Doubles(), nn.Linear(4, 4)], 0.0, {"recompute": ("full", "full"), "pp": 1}),
+        (shared("aba"), 0.0, {"recompute": ("full", "full", "full"), "pp": 1}),
+        (shared("aaab"), 0.0, {"recompute": ("full", "none", "full", "none"), "pp": 1}),
         (shared("abaa"), 1e-6, {}),
         (shared("aaba"), 1e-6, {"schedule": "interleaved"}),
         (shared("abcacb"), 1e-6, {"pp": 3, "m": 3, "schedule": "interleaved"}),

@@ -139,6 +139,12 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
             {"servers": 55, "data_parallel": "parameter_server"},
             "servers is 55, but pp=0 has 54 parameters, and each is on one server: use 54 at most",
         ),
+        ({"recompute": ("full", "none")}, "recompute has 2 words, the model 8 layers: give one word, or one for each"),
+        ({"recompute": ("full", "some")}, "recompute.1 is 'some': it must be 'none', 'selective' or 'full'"),
+        (
+            {"recompute": "selective", "model": Layers(lambda: [torch.nn.Identity()] * 2, loss=max)},
+            "recompute is 'selective', but of your own layers it is not known what attends: use 'full' or 'none'",
+        ),
         ({"data": Text(path="/no/such/file")}, "data.path: '/no/such/file' cannot be read"),
         ({"data": Text(val_fraction=1.0)}, "data.val_fraction: 1.0 is not between 0 and 1"),
         ({"model": Layers(fn=list, loss=max)}, "the model has no sequence length"),
@@ -260,7 +266,7 @@ def test_wrong_types_and_wrong_values_come_together(tiny, text):
         "model.hidden is 'wide': it must be a whole number",
         "mesh.tp is 'x': it must be a whole number",
         "clip is 'none': it must be a number",
-        "recompute is 'some': it must be 'none' or 'full'",
+        "recompute is 'some': it must be 'none', 'selective' or 'full' or a tuple (in TOML a list)",
         "steps is 0: it must be at least 1",
         "4 stages for 1 layers: use fewer ranks or chunks, or more layers",
         "data.path: the largest token id is 117, but the model's vocab is 50",
@@ -319,6 +325,7 @@ def test_a_file_changes_what_it_names(tmp_path):
             recipe = "gpt-tiny"
             schedule = "interleaved"
             split = [2, 2, 2, 2]
+            recompute = ["none", "full", "selective", "none", "none", "none", "none", "none"]
             clip = "none"
             timeout = 60
             [model]
@@ -334,6 +341,7 @@ def test_a_file_changes_what_it_names(tmp_path):
         base,
         schedule="interleaved",
         split=(2, 2, 2, 2),
+        recompute=("none", "full", "selective", *["none"] * 5),
         clip=None,
         timeout=60,
         model=replace(base.model, layers=8, tied=True),
@@ -490,6 +498,7 @@ def test_replicas_and_servers_need_no_more_than_the_run_has(tiny):
     [
         {},
         {"clip": None, "chunks": 2, "split": (3, 5), "optim": SGD(lr=0.5), "mesh": Mesh(pp=2, dp=3)},
+        {"recompute": ("full", "selective")},
         {"keep_last": 3, "zero": 1, "device": "cpu", "data": Text(__file__, val_path="stdlib")},
     ],
 )

@@ -136,9 +136,10 @@ def test_bitwise_equal_to_one_plain_process(jobs, model, pp, schedule, m):
     assert len(set(verdict.losses)) == STEPS, "a run whose loss never moves proves nothing"
 
 
+@pytest.mark.parametrize("recompute", ["full", "selective", ("selective", "full", "none", "full", *["none"] * 4)])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_recomputing_changes_no_bit(jobs, schedule):
-    verdict = rp.verify(tiny(2, schedule=schedule, recompute="full"), jobs(2))
+def test_recomputing_changes_no_bit(jobs, schedule, recompute):
+    verdict = rp.verify(tiny(2, schedule=schedule, recompute=recompute), jobs(2))
     assert verdict.bitwise, str(verdict)
 
 

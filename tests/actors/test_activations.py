@@ -1,0 +1,104 @@
+"""What a block keeps for its backward, counted, against sbh(34 + 5as/h) (Korthikanti et al. 2022, equation 2).
+
+The paper counts bytes: two for a number, one for an element of a dropout's mask. Of a block's 34 sbh bytes 32 are 16
+numbers for each of sbh, and 2 are 2 masks; of 5 as^2b bytes 4 are 2 numbers (softmax, and what dropout left of it) and
+1 is a mask. On CPUs torch keeps masks as float32 like everything else, so here all are elements of 4 bytes: 18 sbh and
+3 as^2b. Without dropout there are no masks, and the softmax is kept once: 16 sbh and as^2b.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from raypar.actors.models.build import build_model
+from raypar.actors.place import Host
+from raypar.actors.specs import GPT, Llama
+from raypar.actors.stage import Stage
+
+S, B, H, A = 64, 3, 48, 4
+SBH, ASSB = S * B * H, A * S * S * B
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two of them wait for each other on a machine that is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def block(kind=GPT, recompute=("none",), **changes):
+    """A stage of one block, its input, and a gradient for its output."""
+    sizes = {"layers": 1, "hidden": H, "heads": A, "seq": S, "vocab": 7, "attention": "materialised"}
+    model = build_model(kind(**(sizes | changes)), 0)
+    stage = Stage(model, [1], model.materialize([1], 0), place=Host(), is_last=False, recompute=recompute, seed=0)
+    stage.begin(train=True)
+    x, gradient = (torch.randn(B, S, H, generator=torch.Generator().manual_seed(n)) for n in range(2))
+    return stage, x, gradient
+
+
+def kept(stage, x):
+    """Elements that a forward keeps, weights left out; what shares its memory counts once."""
+    own = {parameter.untyped_storage().data_ptr() for module in stage.modules for parameter in module.parameters()}
+    held = {}
+
+    def pack(tensor):
+        held[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        stage.forward(0, 0, (x,), ())
+    return sum(tensor.untyped_storage().nbytes() / 4 for at, tensor in held.items() if at not in own)
+
+
+@pytest.mark.parametrize("positions", ["learned", "rope", "alibi"])
+@pytest.mark.parametrize(
+    ("recompute", "dropout", "wanted"),
+    [
+        ("none", 0.1, 18 * SBH + 3 * ASSB),
+        ("selective", 0.1, 18 * SBH),
+        ("full", 0.1, SBH),
+        ("none", 0.0, 16 * SBH + ASSB),
+        ("selective", 0.0, 16 * SBH),
+        ("full", 0.0, SBH),
+    ],
+)
+def test_a_block_keeps_what_the_formula_says(recompute, dropout, wanted, positions):
+    stage, x, _ = block(recompute=(recompute,), dropout=dropout, positions=positions)
+    assert kept(stage, x) == pytest.approx(wanted, rel=0.05)
+
+
+def test_the_kernel_keeps_no_scores_so_selective_is_free_there():
+    """torch's kernel for CPUs computes the scores again, as FlashAttention does; it has no dropout, so with it torch
+    falls back on ops that keep them."""
+    none, selective = (kept(*block(recompute=(word,), attention="fused")[:2]) for word in ("none", "selective"))
+    assert none == selective == pytest.approx(16 * SBH, rel=0.05)
+    none, selective = (kept(*block(recompute=(w,), attention="fused", dropout=0.1)[:2]) for w in ("none", "selective"))
+    assert none > 18 * SBH + 2 * ASSB
+    assert selective == pytest.approx(18 * SBH, rel=0.05)
+
+
+def test_shared_keys_and_values_are_kept_once():
+    every, two, one = (kept(*block(Llama, kv_heads=heads, recompute=("selective",))[:2]) for heads in (A, 2, 1))
+    assert every - two == pytest.approx(SBH, rel=0.01)
+    assert every - one == pytest.approx(1.5 * SBH, rel=0.01)
+
+
+@pytest.mark.parametrize("attention", ["fused", "materialised"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("positions", ["learned", "rope", "alibi"])
+@pytest.mark.parametrize("kind", [GPT, Llama])
+def test_whatever_is_run_again_has_the_same_bits(kind, positions, dropout, attention):
+    outcomes = []
+    for recompute in ("none", "selective", "full", ("selective",), ("full",)):
+        stage, x, gradient = block(kind, recompute, positions=positions, dropout=dropout, attention=attention)
+        for microbatch in range(2):
+            outputs = stage.forward(3, microbatch, (x,), ())
+            torch.rand(3)  # others draw in between
+            back = stage.backward(3, microbatch, (gradient,))
+        outcomes.append((*outputs, *back, *(p.grad for p in stage.parameters().values())))
+    assert all(value.abs().max() > 0 for value in outcomes[0])
+    for outcome in outcomes[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(outcome, outcomes[0], strict=True))
