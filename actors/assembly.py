@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from raypar.actors.averaging import TokenMean
 from raypar.actors.batches import BatchSource, batch_source
 from raypar.actors.buckets import Bucket
+from raypar.actors.divided import Divided
 from raypar.actors.group import Group
 from raypar.actors.part import Part, buckets_of, build_part
 from raypar.actors.place import Place
@@ -40,7 +41,7 @@ class Assembly:
 
 def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
     """Build this rank's part of the run. Only its own weights are made."""
-    part = build_part(plan, place)
+    part = build_part(plan, place, groups.get("tp"))
     m, num_dp = plan.programs["train"].num_microbatches, plan.mesh.dp
     source = batch_source(plan.data, plan.model, plan.micro_batch_size, m, num_dp, plan.seed)
     mean = TokenMean(part.model, source, m, num_dp)
@@ -54,7 +55,8 @@ def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
 def updater_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter], groups: Mapping[str, Group]) -> Updater:
     """The update of these parameters of a part, in step with everybody else's."""
     names, group = part.model.parameter_names(), groups.get(plan.world.updaters)
-    return Updater(parameters, names, part.ties, group, plan.optim, plan.clip, plan.steps)
+    tensors = Divided(part.cuts, part.partial, groups.get("tp"))
+    return Updater(parameters, names, part.ties, group, tensors, plan.optim, plan.clip, plan.steps)
 
 
 def _shared(plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, Group]) -> tuple[list[Channel], Update]:

@@ -6,16 +6,19 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from raypar.actors.cut import Cut
 from raypar.actors.disk import CheckpointError
 from raypar.actors.group import nbytes
 from raypar.actors.shards import ShardFile, assemble, slice_of, write_shard
 from raypar.actors.slices import Logical, Slice
 
 _ALIGNMENT = 64  # bytes
+_NO_CUTS: Mapping[str, Cut] = MappingProxyType({})
 
 Written = tuple[ShardFile, dict[str, Slice]]
 Read = Callable[[str, str], Tensor | None]  # a weight's name, and what of it ("" is itself): None if it was not saved
@@ -38,7 +41,7 @@ class Copies:
     """
 
     def __init__(self) -> None:
-        self._taken: SimpleQueue[dict[str, Tensor] | Exception] = SimpleQueue()
+        self._taken: SimpleQueue[tuple[dict[str, Tensor], Mapping[str, Cut]] | Exception] = SimpleQueue()
         self._maker = ThreadPoolExecutor(1)
         self._room: Future[Tensor] | None = None
 
@@ -46,8 +49,11 @@ class Copies:
         """Get the memory for copies of such tensors ready, in a thread."""
         self._room = self._maker.submit(_touched, sum(_padded(tensor) for _, tensor in tensors))
 
-    def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy tensors, with their logical names, to the host. What goes wrong is for ``write`` to say."""
+    def take(self, tensors: Iterable[tuple[str, Tensor]], cuts: Mapping[str, Cut] = _NO_CUTS) -> None:
+        """Copy tensors, with their logical names, to the host. What goes wrong is for ``write`` to say.
+
+        ``cuts`` tells which of them are parts of logical tensors.
+        """
         try:
             held = dict(tensors)
             if self._room is None or self._room.result().nbytes < sum(map(_padded, held.values())):
@@ -58,7 +64,7 @@ class Copies:
                 copies[name] = room[start : start + nbytes(tensor)].view(tensor.dtype).view(tensor.shape)
                 copies[name].copy_(tensor.detach())
                 start += _padded(tensor)
-            self._taken.put(copies)
+            self._taken.put((copies, cuts))
         except Exception as error:
             self._room = None
             self._taken.put(error)
@@ -71,9 +77,12 @@ class Copies:
         taken = self._taken.get()
         if isinstance(taken, Exception):
             raise CheckpointError([f"its state can't be copied ({type(taken).__name__}: {taken})"]) from taken
-        if not taken:
+        tensors, cuts = taken
+        if not tensors:
             return None
-        return write_shard(folder, file, taken), {name: slice_of(name, tensor) for name, tensor in taken.items()}
+        wholes = {name: cuts.get(name) or Cut(tuple(tensor.shape)) for name, tensor in tensors.items()}
+        slices = {name: slice_of(name, tensors[name], cut.whole, cut.offset) for name, cut in wholes.items()}
+        return write_shard(folder, file, tensors), slices
 
 
 def reader(folder: Path, tensors: Mapping[str, Logical], homes: Mapping[str, str]) -> Read:

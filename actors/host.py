@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 from raypar.actors import groups
+from raypar.actors.cut import Cut
 from raypar.actors.group import Group
 from raypar.actors.ledger import Ledger
 from raypar.actors.member import Member
@@ -22,8 +23,8 @@ class Hosted(Member):
         keep_freed_memory()
         gc.freeze()  # the collector need not look at all of torch again and again
 
-    def start(self, plan: Plan) -> dict[str, tuple[int, ...]]:
-        """Leave the groups of an earlier run, join those of this one, build; returns the shapes of the parameters."""
+    def start(self, plan: Plan) -> dict[str, Cut]:
+        """Leave the groups of an earlier run, join those of this one, build; returns what is held of the parameters."""
         for group in self._groups.values():
             groups.leave(group.name)
         ledger, joined = Ledger(), dict[str, Group]()
@@ -34,7 +35,7 @@ class Hosted(Member):
         groups.close_together(joined)
         self.setup(plan, joined)
         gc.collect()  # an earlier run's shared memory
-        return self.shapes()
+        return self.holds()
 
 
 class HostedWorker(Hosted, Worker):

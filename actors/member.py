@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.copies import Copies, Read, Written, logical_name, reader
+from raypar.actors.cut import Cut
 from raypar.actors.digest import demand_equal
 from raypar.actors.excerpts import described, trace
 from raypar.actors.group import Group, GroupError, nbytes
@@ -103,7 +104,12 @@ class Member(ABC):
     def stage(self) -> None:
         """Copy what this actor puts into a checkpoint, for ``write``; training may go on then."""
         self._place.enter()
-        self._copies.take(self._saved())
+        cuts = {
+            logical_name(weight, kept): cut
+            for weight, kept, tensor in self._update.state()
+            if (cut := self._cut(weight, tensor)) is not None
+        }
+        self._copies.take(self._saved(), cuts)
 
     def write(self, folder: str) -> Written | None:
         """Write the copy as a shard, in another thread than the steps; None if this actor has nothing to write.
@@ -118,15 +124,30 @@ class Member(ABC):
         self._idle = True
         try:
             with torch.no_grad():
-                self._load(reader(Path(folder), tensors, self._homes))
+                self._load(self._own(reader(Path(folder), tensors, self._homes)))
         finally:
             self._idle = False
 
     def _saved(self) -> Iterator[tuple[str, Tensor]]:
-        """What this actor puts into a checkpoint: the weights that it updates, tied ones as their home only."""
+        """What this actor puts into a checkpoint: the weights that it updates, tied ones as their home only; of what is
+        the same on all of a tensor group, the first one's."""
         for weight, kept, tensor in self._update.state():
-            if weight not in self._homes:
+            if weight not in self._homes and (self._leads or self._cut(weight, tensor) is not None):
                 yield logical_name(weight, kept), tensor
+
+    def _own(self, read: Read) -> Read:
+        """Reads what is here of what ``read`` reads."""
+
+        def own(weight: str, kept: str = "") -> Tensor | None:
+            whole = read(weight, kept)
+            cut = None if whole is None or not whole.dim() else self._cuts.get(weight)
+            return whole if whole is None or cut is None else cut.take(whole).clone()
+
+        return own
+
+    def _cut(self, weight: str, tensor: Tensor) -> Cut | None:
+        """What a weight here, or what the optimizer keeps for it, is of a logical tensor; None for all of one."""
+        return self._cuts.get(weight) if tensor.dim() else None
 
     def _load(self, read: Read) -> None:
         for name, parameter in self._parameters.items():
@@ -164,9 +185,9 @@ class Member(ABC):
         gradient = self._parameters[name].grad
         return None if gradient is None else gradient.cpu()
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The logical parameters that this actor holds."""
-        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+    def holds(self) -> dict[str, Cut]:
+        """What this actor holds of which logical parameters."""
+        return {name: self._cuts.get(name) or Cut(tuple(p.shape)) for name, p in self._parameters.items()}
 
     def ledger(self) -> dict[tuple[str, str], tuple[int, int]]:
         """Calls and bytes by (axis, op) since the run began."""
@@ -197,6 +218,8 @@ class Member(ABC):
         """Take a place in a run, with those parameters of a part that are here and how a step of them ends."""
         self._plan, self._groups, self._parameters, self._update = plan, groups, parameters, update
         self._homes = {copy: home for home, copy in part.model.ties}
+        self._cuts = part.cuts
+        self._leads = plan.world.leads(plan.rank)
         self._epoch = 0  # how many steps could not be made
         self._trained.clear()
         self._label = plan.world.label(plan.rank)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from torch import nn
 
 from raypar.actors.buckets import Bucket, pack
-from raypar.actors.group import nbytes
+from raypar.actors.cut import Cut
+from raypar.actors.group import Group, nbytes
 from raypar.actors.models.build import build_model
-from raypar.actors.models.model import Model
+from raypar.actors.models.model import Model, undivided
+from raypar.actors.models.parallelize import TensorParallel
 from raypar.actors.place import Place
 from raypar.actors.plan import Plan
 from raypar.actors.split import Split
@@ -32,6 +34,8 @@ class Part:
     parameters  by logical name; a tied weight whose home is on this rank too stands there only once
     owner_of    who updates each parameter of the model, among the owners (see World) of its pipeline rank
     ties        between different pipeline ranks; their ranks are those of the owners in the group of all updaters
+    cuts        what is here of each parameter that is divided over tp, by logical name
+    partial     the parameters that are not, but whose gradients are: see TensorParallel
     """
 
     model: Model
@@ -39,21 +43,25 @@ class Part:
     parameters: dict[str, nn.Parameter]
     owner_of: dict[str, int]
     ties: list[Tie]
+    cuts: Mapping[str, Cut]
+    partial: Set[str]
 
     def share(self, owner: int) -> dict[str, nn.Parameter]:
         """The parameters of one owner."""
         return {name: p for name, p in self.parameters.items() if self.owner_of[name] == owner}
 
 
-def build_part(plan: Plan, place: Place) -> Part:
-    """Build the stages of this actor's pipeline rank. Only its own weights are made: on the host, the same bits for
-    every place, and then moved there."""
+def build_part(plan: Plan, place: Place, tp: Group | None = None) -> Part:
+    """Build the stages of this actor's pipeline rank, of each its part in the group ``tp``. Only its own weights are
+    made: on the host, the same bits for every place, and then moved there."""
     model = build_model(plan.model, plan.seed)
+    tensors = None if tp is None else TensorParallel(model, tp, sequence=plan.sequence_parallel)
     train = plan.programs["train"]
     parts = model.stages(plan.split, train.num_stages)
     own = train.stages_of(plan.world.pp(plan.rank))
     indices = [index for number in own for index in parts[number]]
-    modules = dict(zip(indices, model.materialize(indices, plan.seed), strict=True))
+    made = model.materialize(indices, plan.seed, undivided if tensors is None else tensors.divide)
+    modules = dict(zip(indices, made, strict=True))
     place.settle(modules.values())
     ties, same = ties_of(model, homes_of(model, plan.split, train))
     share(model, modules, same)
@@ -90,7 +98,9 @@ def build_part(plan: Plan, place: Place) -> Part:
         )
         for tie in ties
     ]
-    return Part(model, stages, parameters, owner_of, ties)
+    return Part(
+        model, stages, parameters, owner_of, ties, *((tensors.cuts, tensors.partial) if tensors else ({}, set()))
+    )
 
 
 def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -> list[Bucket]:

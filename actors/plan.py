@@ -47,6 +47,7 @@ class Plan:
     bucket_mb: float
     servers: int
     zero: Zero
+    sequence_parallel: bool
     clip: float | None
     seed: int
     steps: int

@@ -85,7 +85,8 @@ class Resident(Member):
     def _saved(self) -> Iterator[tuple[str, Tensor]]:
         if self._dp == 0 or self._plan.world.sharded:  # others would say the same once more
             yield from super()._saved()
-        yield from self._buffers()
+        if self._leads:
+            yield from self._buffers()
 
     def _load(self, read: Read) -> None:
         super()._load(read)

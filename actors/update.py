@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from raypar.actors.averaging import correction
 from raypar.actors.copies import Read
+from raypar.actors.divided import Divided
 from raypar.actors.group import Group
 from raypar.actors.lr import lr_at
 from raypar.actors.optim import build_optimizer, gradient_norms, keep, kept_by, set_lr
@@ -47,6 +48,7 @@ class Updater:
     names       every logical parameter of the model: the order in which the norm is added up, on every layout
     ties        between different ranks; both ends see the sum of the gradients and make the same update
     group       of all that update parts of one model: the pipeline's ranks, or all servers; None if there is only one
+    tensors     which parameters are parts of logical ones, and who has the others
     clip        largest global norm, None for no clipping
     steps       of the whole run, for the learning rate
     """
@@ -57,12 +59,13 @@ class Updater:
         names: Sequence[str],
         ties: Sequence[Tie],
         group: Group | None,
+        tensors: Divided,
         optim: AdamW | SGD,
         clip: float | None,
         steps: int,
     ) -> None:
         self._parameters, self._names, self._ties, self._group = parameters, names, ties, group
-        self._spec, self._clip, self._steps = optim, clip, steps
+        self._tensors, self._spec, self._clip, self._steps = tensors, optim, clip, steps
         self._places = {name: place for place, name in enumerate(names)}
         self._optimizer = build_optimizer(optim, parameters)
 
@@ -74,6 +77,7 @@ class Updater:
         Raises NonFiniteError, on every actor alike and before anybody has changed a weight, if the norm is not finite
         or a replica votes no.
         """
+        self._tensors.complete(self._parameters)
         self._reduce_ties()
         norms, scale, against = self._all_norms(ballot)
         if scale != 1.0:
@@ -120,7 +124,8 @@ class Updater:
             numbers[-2], numbers[-1] = correction(tokens, expected), against
         made = {name: p.grad for name, p in self._parameters.items() if name in self._places and p.grad is not None}
         if made:
-            numbers[[self._places[name] for name in made]] = gradient_norms(list(made.values())).cpu()
+            norms = self._tensors.norms(list(made), gradient_norms(list(made.values())).cpu())
+            numbers[[self._places[name] for name in made]] = norms
         if self._group is not None:
             self._group.host.all_reduce(numbers).wait()
         norms, (scale, against) = numbers[:-2], numbers[-2:].tolist()

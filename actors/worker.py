@@ -138,7 +138,7 @@ class Worker(Resident):
         events, reducer = self._place.spans(self._events), self._parts.reducer
         if self._train:
             self._keep(events + (self._place.spans(reducer.spans) if reducer is not None else []))
-        microbatches = sorted(self._losses)
+        microbatches = sorted(self._losses) if self._leads else []  # a tensor group reports its losses once
         return StepResult(
             losses=tuple(self._losses[microbatch] for microbatch in microbatches),
             counts=tuple(self._counts[microbatch] for microbatch in microbatches),

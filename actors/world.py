@@ -15,7 +15,8 @@ Zero = Literal[0, 1]
 class Membership(NamedTuple):
     """One rank's place in a group.
 
-    key      the group among this rank's groups: ``pp``, ``dp``, ``mesh`` (of all workers), ``ps0``, ``servers``
+    key      the group among this rank's groups: ``pp``, ``dp``, ``tp``, ``mesh`` (of all workers, or of those of one
+             coordinate on tp), ``ps0``, ``servers``
     axis     what its bytes are counted under
     name     unique in the run
     members  ranks, in the order of the group
@@ -61,7 +62,7 @@ class World:
 
     @property
     def updaters(self) -> str:
-        """The key of the group of all that update parts of one model."""
+        """The key of the group of all that update parts of one model, or of one tensor rank's part of it."""
         if self.servers:
             return "servers"
         if not self.sharded:
@@ -88,6 +89,10 @@ class World:
             return rank // self._inner
         return (rank - self.mesh.size) // self.servers
 
+    def leads(self, rank: int) -> bool:
+        """Whether a rank speaks for its tensor group, where all have the same to say; a server speaks for itself."""
+        return rank >= self.mesh.size or self.mesh.coordinate(rank)["tp"] == 0
+
     def server_index(self, rank: int) -> int:
         """Which one of its pipeline rank's servers this is."""
         return (rank - self.mesh.size) % self.servers
@@ -97,8 +102,12 @@ class World:
         return self.mesh.size + pp * self.servers + index
 
     def replica(self, dp: int) -> tuple[int, ...]:
-        """The workers of one data-parallel replica, by pipeline rank."""
-        return tuple(rank for rank in range(self.mesh.size) if self.mesh.coordinate(rank)["dp"] == dp)
+        """The workers of one data-parallel replica, by pipeline rank; of a tensor group the first."""
+        return tuple(self.mesh.rank(pp=pp, dp=dp) for pp in range(self.mesh.pp))
+
+    def tensor_group(self, rank: int) -> tuple[int, ...]:
+        """The workers that hold parts of what a worker of the first tensor rank holds, itself first."""
+        return self.mesh.group_of("tp", rank)[1]
 
     def replicas_of(self, pp: int) -> range:
         """The workers of one pipeline rank, by replica."""
@@ -113,7 +122,8 @@ class World:
                 if len(members) > 1 and not (axis == "dp" and self.servers):  # with servers nobody else is asked
                     yield Membership(axis, axis, f"{axis}/{index}", members)
             if self.updaters == "mesh":
-                yield Membership("mesh", "mesh", "mesh/0", tuple(range(self.mesh.size)))
+                same = rank % self.mesh.tp
+                yield Membership("mesh", "mesh", f"mesh/{same}", tuple(range(same, self.mesh.size, self.mesh.tp)))
             for index in range(self.servers):
                 yield self._served(pp, index)
         else:

@@ -56,7 +56,11 @@ class Calls:
 
     def one(self, rank: int, method: str, *args: object, what: str) -> Any:
         """Call a method of one actor; its answer. Raises what ``gather`` raises."""
-        return self.gather([getattr(self._handles[rank], method).remote(*args)], what, [rank])[0]
+        return self.some([rank], method, *args, what=what)[0]
+
+    def some(self, ranks: Sequence[int], method: str, *args: object, what: str) -> list[Any]:
+        """Call a method of these actors at once; their answers in the same order. Raises what ``gather`` raises."""
+        return self.gather([getattr(self._handles[rank], method).remote(*args) for rank in ranks], what, ranks)
 
     def drop(self, refs: Sequence[Any]) -> None:
         """Wait for calls whose answers do not matter, errors included."""

@@ -36,6 +36,7 @@ from raypar.folder.faults import folder_faults
 from raypar.model_faults import length_faults, model_faults
 from raypar.program import Programs, programs_of, schedule_faults
 from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.tensor_faults import tensor_faults
 from raypar.track.sinks import Tracker, track_faults
 
 
@@ -69,6 +70,8 @@ class Run:
     """parameter servers of each pipeline rank"""
     zero: Zero = 0
     """1 splits the optimizer over the replicas (ZeRO stage 1): less memory, less work, the same numbers"""
+    sequence_parallel: bool = False
+    """with mesh.tp, norms and dropout are divided too, along the sequence: less memory, as many bytes"""
     optim: AdamW | SGD = field(default_factory=AdamW)
     """AdamW or SGD, with the learning-rate schedule"""
     clip: Positive | None = 1.0
@@ -117,6 +120,8 @@ def check_run(run: Run, resumed: Path | None = None) -> Programs:
 
     faults = [fault.text for fault in wrong]
     faults += [*model_faults(run.model, right), *_mesh_faults(run.mesh, right), *_server_faults(run, right)]
+    if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
+        faults += tensor_faults(run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel)
     programs: Programs | None = None
     if right("schedule", "mesh.pp", "microbatches", "chunks"):
         reduces = right("mesh.dp", "data_parallel", "servers", "zero") and world_of(run).reduces
@@ -165,7 +170,7 @@ def reset_faults(old: Run, new: Run, device: DeviceKind) -> Iterator[str]:
 def _mesh_faults(mesh: Mesh, right: Callable[..., bool]) -> Iterator[str]:
     if right("mesh") and (inner := mesh.dp * mesh.cp * mesh.tp) % mesh.ep:
         yield f"mesh.ep is {mesh.ep}: it must divide dp x cp x tp = {inner}"
-    for axis, what in (("cp", "context"), ("tp", "tensor"), ("ep", "expert")):
+    for axis, what in (("cp", "context"), ("ep", "expert")):
         if right(f"mesh.{axis}") and getattr(mesh, axis) > 1:
             yield f"mesh.{axis} is {getattr(mesh, axis)}: {what} parallelism does not compute yet: set it to 1"
 

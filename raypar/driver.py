@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from raypar.actors.cut import Cut
 from raypar.actors.lr import lr_at
 from raypar.actors.plan import NonFiniteError
 from raypar.actors.specs import Batches
@@ -183,9 +184,7 @@ class Job(Inside):
         plans = plans_of(run, programs, f"{self._name}@{self._generation}", self.device)
         refs = [handle.start.remote(plan) for handle, plan in zip(self._handles, plans, strict=True)]
         launch = Calls(self._handles, self._world, max(run.timeout, _LAUNCH_SECONDS))
-        self._shapes: list[dict[str, tuple[int, ...]]] = self._guard(
-            lambda: launch.gather(refs, "the launch"), patient=False
-        )
+        self._holds: list[dict[str, Cut]] = self._guard(lambda: launch.gather(refs, "the launch"), patient=False)
         if found is not None:
             state = str(found.path), found.manifest.tensors
             self._guard(lambda: launch.all("load", *state, what=f"loading {found.path.name}"), patient=False)

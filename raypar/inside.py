@@ -9,6 +9,7 @@ from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from raypar.actors.cut import Cut, joined
 from raypar.actors.ledger import Entry
 from raypar.actors.plan import KEPT, DeviceKind
 from raypar.actors.world import World
@@ -40,7 +41,7 @@ class Inside(ABC):
     _calls: Calls
     _last: Report | None
     _failure: str | None
-    _shapes: Sequence[dict[str, tuple[int, ...]]]  # of the logical parameters, by rank
+    _holds: Sequence[dict[str, Cut]]  # what each rank has of which logical parameters
 
     def __repr__(self) -> str:
         grid = repr(self.schedule) if self.schedule.num_actions <= _MOST_SHOWN else self.schedule.title
@@ -53,10 +54,10 @@ class Inside(ABC):
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Shape of every logical parameter."""
-        return {name: shape for shapes in self._shapes for name, shape in shapes.items()}
+        return {name: cut.whole for held in self._holds for name, cut in held.items()}
 
     def param(self, name: str) -> Tensor:
-        """A weight by its logical name, fetched from an actor that holds it, on the CPU."""
+        """A weight by its logical name, whole, fetched from the actors that hold it, on the CPU."""
         weight: Tensor = self._ask(name, "parameter", range(self.run.mesh.size))
         return weight
 
@@ -70,9 +71,10 @@ class Inside(ABC):
 
         homes = {copy: home for home, copy in build_model(self.run.model, self.run.seed).ties}
         for rank in self._world.replica(dp):
-            call = partial(self._calls.one, rank, "parameters", what="fetching weights")
-            for name, weight in self._guard(call).items():
-                yield homes.get(name, name), weight
+            ranks = self._world.tensor_group(rank)
+            held = self._guard(partial(self._calls.some, ranks, "parameters", what="fetching weights"))
+            for name in self._holds[rank]:
+                yield homes.get(name, name), self._joined(name, ranks, [parts[name] for parts in held])
 
     def grad(self, name: str) -> Tensor | None:
         """A gradient of the latest step as the optimizer saw it (summed, clipped); None before the first step.
@@ -129,14 +131,24 @@ class Inside(ABC):
 
     def _ask(self, name: str, method: str, ranks: Sequence[int]) -> Any:
         self._demand_open()
-        for rank in (holders := [rank for rank in ranks if name in self._shapes[rank]]):
-            found = self._guard(partial(self._calls.one, rank, method, name, what=f"fetching {name}"))
+        for rank in (holders := [rank for rank in ranks if name in self._holds[rank] and self._world.leads(rank)]):
+            found = self._whole(name, method, rank)
             if found is not None or rank == holders[-1]:
                 return found
         close = difflib.get_close_matches(name, self.parameters, n=3)
         raise KeyError(
             f"no parameter {name!r}: {'did you mean ' + ', '.join(close) if close else 'see job.parameters'}"
         )
+
+    def _whole(self, name: str, method: str, rank: int) -> Tensor | None:
+        """A logical tensor of which a rank has all or a part, then the other ranks of its tensor group the rest."""
+        ranks = (rank,) if self._holds[rank][name].span is None else self._world.tensor_group(rank)
+        parts = self._guard(partial(self._calls.some, ranks, method, name, what=f"fetching {name}"))
+        return None if parts[0] is None else self._joined(name, ranks, parts)
+
+    def _joined(self, name: str, ranks: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
+        """A logical tensor of what these ranks have of it."""
+        return joined([self._holds[rank][name] for rank in ranks], parts)
 
     @abstractmethod
     def _guard(self, call: Callable[[], T]) -> T:

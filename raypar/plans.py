@@ -27,6 +27,7 @@ def plans_of(run: Run, programs: Programs, name: str, device: DeviceKind = "cpu"
             bucket_mb=run.bucket_mb,
             servers=run.servers,
             zero=run.zero,
+            sequence_parallel=run.sequence_parallel,
             clip=run.clip,
             seed=run.seed,
             steps=run.steps,

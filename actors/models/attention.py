@@ -26,14 +26,17 @@ class Core(nn.Module):
 
     def __init__(self, kind: AttentionKind, dropout: float, alibi: Alibi | None) -> None:
         super().__init__()
-        self._kind, self._dropout, self._alibi = kind, dropout, alibi
+        self.kind, self.alibi = kind, alibi
+        self.drop = nn.Dropout(dropout)
         self.again = False
 
     def forward(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
         """What each query sees."""
-        bias = None if self._alibi is None else self._alibi.bias(q_BNSd.shape[2], q_BNSd)
-        dropout = self._dropout if self.training else 0.0
-        attend = partial(_materialised if self._kind == "materialised" else _fused, bias=bias, dropout=dropout)
+        bias = None if self.alibi is None else self.alibi.bias(q_BNSd.shape[2], q_BNSd)
+        dropout = self.drop.p if self.training else 0.0
+        attend = partial(_fused, bias=bias, dropout=dropout)
+        if self.kind == "materialised":
+            attend = partial(_materialised, bias=bias, drop=self.drop)
         if self.again and torch.is_grad_enabled() and self._keeps_scores(q_BNSd, k_BKSd, v_BKSd, bias, dropout):
             return _again(attend, q_BNSd, k_BKSd, v_BKSd, draws=dropout > 0)
         return attend(q_BNSd, k_BKSd, v_BKSd)
@@ -42,7 +45,7 @@ class Core(nn.Module):
         self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, dropout: float
     ) -> bool:
         """Whether a backward would need (B, N, S, S) tensors: torch's kernels, but for the plain one, do without."""
-        if self._kind == "materialised":
+        if self.kind == "materialised":
             return True
         chosen = torch._fused_sdp_choice(q_BNSd, k_BKSd, v_BKSd, **_settings(q_BNSd, k_BKSd, bias, dropout))
         return chosen == SDPBackend.MATH.value
@@ -57,9 +60,9 @@ class Attention(nn.Module):
 
     def __init__(self, spec: Transformer, between: Rope | Alibi | None, *, bias: bool) -> None:
         super().__init__()
-        self._width = spec.hidden // spec.heads
+        self.width = spec.hidden // spec.heads
         self._rope = between if isinstance(between, Rope) else None
-        kv = self._width * spec.num_kv_heads
+        kv = self.width * spec.num_kv_heads
         self.q = nn.Linear(spec.hidden, spec.hidden, bias=False)
         self.k, self.v = nn.Linear(spec.hidden, kv, bias=False), nn.Linear(spec.hidden, kv, bias=False)
         self.core = Core(spec.attention, spec.dropout, between if isinstance(between, Alibi) else None)
@@ -67,7 +70,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         q_BNSd, k_BKSd, v_BKSd = (
-            linear(x_BSD).unflatten(-1, (-1, self._width)).transpose(1, 2) for linear in (self.q, self.k, self.v)
+            linear(x_BSD).unflatten(-1, (-1, self.width)).transpose(1, 2) for linear in (self.q, self.k, self.v)
         )
         if self._rope is not None:
             q_BNSd, k_BKSd = self._rope.turn(q_BNSd), self._rope.turn(k_BKSd)
@@ -102,7 +105,7 @@ def _fused(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, 
     return F.scaled_dot_product_attention(q_BNSd, k_BKSd, v_BKSd, **_settings(q_BNSd, k_BKSd, bias, dropout))
 
 
-def _materialised(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
+def _materialised(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, drop: nn.Module) -> Tensor:
     """The core, op by op. Of its (B, N, S, S) tensors it keeps the softmax, and with dropout the mask and the product.
 
     The queries that share a key stand below each other, so that no key is copied.
@@ -116,5 +119,5 @@ def _materialised(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor |
         scores_BNSS.masked_fill_(later_SS, -math.inf)
     else:
         scores_BNSS.add_(bias)
-    weights_BNSS = F.dropout(scores_BNSS.softmax(dim=-1), dropout)
+    weights_BNSS: Tensor = drop(scores_BNSS.softmax(dim=-1))
     return (weights_BNSS.view(B, K, N // K * S, S) @ v_BKSd).view(B, N, S, d)

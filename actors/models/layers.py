@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from raypar.actors.deferred import Recording, record, seeded
-from raypar.actors.models.model import Model, Values, unwrap
+from raypar.actors.models.model import Divide, Model, Values, undivided, unwrap
 from raypar.actors.seeds import derive
 from raypar.actors.specs import Layers
 
@@ -38,7 +38,8 @@ class LayersModel(Model):
         self.ties = _shared(self.names, modules)
         super().__init__(modules)
 
-    def materialize(self, layers: Sequence[int], seed: int) -> list[nn.Module]:
+    def materialize(self, layers: Sequence[int], seed: int, divide: Divide = undivided) -> list[nn.Module]:
+        assert divide is undivided, "the config refuses it"
         own = [self.skeleton[index] for index in layers]
         if self._recording is not None:
             self._recording.materialize(own, seed)

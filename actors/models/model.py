@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypar.actors.cut import Cut
 from raypar.actors.split import Split, split_layers
 
 Values = tuple[Tensor, ...]  # what flows from layer to layer
 IGNORED = -100  # the ignore_index of torch's losses over classes
+CrossEntropy = Callable[[Tensor, Tensor], Tensor]  # logits (T, V), labels (T,) -> the sum over tokens, a scalar
+
+Kind = Literal["enter", "column", "row", "vocab", "heads", "logits", "drop", "table"]
+TensorPlan = tuple[tuple[str, Kind], ...]
+Divide = Callable[[str, nn.Module], Mapping[str, Cut]]
+
+
+def undivided(name: str, layer: nn.Module) -> Mapping[str, Cut]:
+    """All of a layer stays on one actor."""
+    return {}
 
 
 class Model(ABC):
@@ -22,19 +36,27 @@ class Model(ABC):
     body      the layers that a split counts; what stands before goes to the first stage, what stands behind to the last
     costs     relative cost of each layer of the body
     ties      pairs (home, copy) of parameters that are one logical weight
+    tensor_plan    what tensor parallelism makes of modules, by a pattern of their names: see TensorParallel
+    cross_entropy  of tokens; where the vocabulary is divided, so is this
     """
 
     names: tuple[str, ...]
     body: range
     costs: tuple[float, ...]
     ties: tuple[tuple[str, str], ...] = ()
+    tensor_plan: TensorPlan = ()
 
     def __init__(self, skeleton: Sequence[nn.Module]) -> None:
         self.skeleton = skeleton
+        self.cross_entropy: CrossEntropy = partial(F.cross_entropy, ignore_index=IGNORED, reduction="sum")
 
     @abstractmethod
-    def materialize(self, layers: Sequence[int], seed: int) -> list[nn.Module]:
-        """These layers with their initial weights: the same bits whichever other layers are asked for."""
+    def materialize(self, layers: Sequence[int], seed: int, divide: Divide = undivided) -> list[nn.Module]:
+        """These layers with their initial weights: the same bits whichever other layers are asked for.
+
+        ``divide`` is called with the name of each and the layer, before it has weights: it may replace modules, and
+        says what of which parameters is to be here, by their names in the layer.
+        """
 
     @abstractmethod
     def loss(self, output: Values, target: Values) -> Tensor:

@@ -84,6 +84,14 @@ class Alibi:
     def __init__(self, heads: int, seq: int) -> None:
         self._slopes, self._seq = alibi_slopes(heads), seq
         self._table: Tensor | None = None
+        self._parts: dict[tuple[int, int], Alibi] = {}
+
+    def part(self, start: int, stop: int) -> Alibi:
+        """The bias of some of the heads; whoever asks for the same ones shares a table."""
+        if (start, stop) not in self._parts:
+            part = self._parts[start, stop] = Alibi(len(self._slopes), self._seq)
+            part._slopes = self._slopes[start:stop]
+        return self._parts[start, stop]
 
     def bias(self, length: int, like: Tensor) -> Tensor:
         """(N, length, length), -inf for what is later; in the dtype and on the device of ``like``."""

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypar.actors.cut import Cut
 from raypar.actors.deferred import on_meta, unfilled
 from raypar.actors.models.attention import Attention
-from raypar.actors.models.model import IGNORED, Model, Values
+from raypar.actors.models.model import IGNORED, Divide, Model, TensorPlan, Values, undivided
 from raypar.actors.models.positions import Alibi, Rope, Sinusoidal, added, between
 from raypar.actors.seeds import derive
 from raypar.actors.specs import Transformer
@@ -79,6 +79,22 @@ class Head(nn.Module):
 class TransformerModel(Model):
     """The layers ``embed``, ``blocks.0`` ... and ``head``, initialised as GPT-2 (Radford et al. 2019, section 2.3)."""
 
+    tensor_plan: TensorPlan = (
+        ("embed.tokens", "vocab"),
+        ("embed.positions", "table"),
+        ("embed.drop", "drop"),
+        ("blocks.*.attn", "heads"),
+        ("blocks.*.attn", "enter"),
+        ("blocks.*.attn.out", "row"),
+        ("blocks.*.mlp", "enter"),
+        ("blocks.*.mlp.gate", "column"),
+        ("blocks.*.mlp.up", "column"),
+        ("blocks.*.mlp.down", "row"),
+        ("blocks.*.drop", "drop"),
+        ("head.out", "logits"),
+        ("head.out", "enter"),
+    )
+
     bias: bool  # whether linear layers that lead into the residual stream have one
 
     def __init__(self, spec: Transformer) -> None:
@@ -97,23 +113,23 @@ class TransformerModel(Model):
     def mlp(self) -> nn.Module:
         """A block's MLP: (B, S, D) -> (B, S, D); what leads out of it is called ``down``."""
 
-    def materialize(self, layers: Sequence[int], seed: int) -> list[nn.Module]:
-        """These layers, each weight drawn by a generator of its own, seeded by its logical name."""
+    def materialize(self, layers: Sequence[int], seed: int, divide: Divide = undivided) -> list[nn.Module]:
+        """These layers, each weight drawn by a generator of its own, seeded by its logical name; whole, one by one, and
+        then cut."""
         homes = {copy: home for home, copy in self.ties}
-        made = []
-        layer = partial(self._layer, between(self.spec))
-        for index, module in zip(layers, unfilled(lambda: map(layer, layers)), strict=True):
+        made = unfilled(lambda: map(partial(self._layer, between(self.spec)), layers))
+        for index, module in zip(layers, made, strict=True):
+            cuts = divide(self.names[index], module)
             for inner, parameter in module.named_parameters():
                 name = f"{self.names[index]}.{inner}"
-                self._init(homes.get(name, name), parameter, seed)
-            made.append(module)
+                self._init(homes.get(name, name), parameter, cuts.get(inner, Cut(tuple(parameter.shape))), seed)
         return made
 
     def loss(self, output: Values, target: Values) -> Tensor:
         """Mean cross-entropy of logits (B, S, V) against labels (B, S) int64, in nats a token; labels of -100 are left
         out, and without any other the loss is 0."""
         (logits_BSV,), (labels_BS,) = output, target
-        total = F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
+        total = self.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
         mean: Tensor = total / (labels_BS != IGNORED).sum().clamp(min=1)  # counted where the labels are: nobody waits
         return mean
 
@@ -128,7 +144,7 @@ class TransformerModel(Model):
         return Block((self.norm(), self.norm()), attn, self.mlp(), spec.dropout)
 
     @torch.no_grad()
-    def _init(self, name: str, parameter: Tensor, seed: int) -> None:
+    def _init(self, name: str, parameter: Tensor, cut: Cut, seed: int) -> None:
         if name.endswith(".bias"):
             parameter.zero_()
         elif ".norm" in name:
@@ -137,4 +153,7 @@ class TransformerModel(Model):
             # projections back into the residual stream: one for every branch that is added to it
             branches = 2 * self.spec.layers if name.endswith(("attn.out.weight", "mlp.down.weight")) else 1
             generator = torch.Generator().manual_seed(derive(seed, name))
-            parameter.normal_(0.0, 0.02 / math.sqrt(branches), generator=generator)
+            whole = parameter if cut.span is None else parameter.new_empty(cut.whole)
+            whole.normal_(0.0, 0.02 / math.sqrt(branches), generator=generator)
+            if cut.span is not None:
+                parameter.copy_(cut.take(whole))

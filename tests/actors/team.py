@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
+from raypar.actors.cut import joined
 from raypar.actors.mesh import Mesh
 from raypar.actors.server import Server
 from raypar.actors.specs import SGD, Batches, Layers
@@ -36,10 +37,10 @@ class Team:
     ``groups`` are those of the pipeline's ranks, instead of new ones.
     """
 
-    def __init__(self, fn, pp=2, m=4, schedule="1f1b", loss=mse, data=batch, dp=1, groups=None, **changes):
+    def __init__(self, fn, pp=2, m=4, schedule="1f1b", loss=mse, data=batch, dp=1, tp=1, groups=None, **changes):
         fields = {"optim": SGD(lr=0.1), "clip": None, "steps": 3, "timeout": 10.0, "data": Batches(data, data)}
         fields |= {"model": Layers(fn, loss), "schedule": schedule, "microbatches": m}
-        self.run = Run(mesh=Mesh(pp=pp, dp=dp), **(fields | changes))
+        self.run = Run(mesh=Mesh(pp=pp, dp=dp, tp=tp), **(fields | changes))
         plans = plans_of(self.run, check_run(self.run), "t")
         self.world = plans[0].world
         self.all = [Server() if rank in self.world.server_ranks else Worker() for rank in range(self.world.size)]
@@ -74,18 +75,25 @@ class Team:
         return results
 
     def weights(self, dp=0):
-        """Copies of a replica's weights."""
-        workers = [self.all[rank] for rank in self.world.replica(dp)]
-        return {name: weight.clone() for worker in workers for name, weight in worker.parameters().items()}
+        """Copies of a replica's weights, whole."""
+        found = {}
+        for rank in self.world.replica(dp):
+            group = [self.all[one] for one in self.world.tensor_group(rank)]
+            for name in group[0].holds():
+                parts = [worker.parameter(name) for worker in group]
+                found[name] = joined([worker.holds()[name] for worker in group], parts).clone()
+        return found
 
     def gradients(self):
-        """Copies of the gradients that the optimizers saw."""
+        """Copies of the gradients that the optimizers saw, whole."""
         found = {}
-        for actor in self.servers or self.workers:
-            for name in actor.shapes():
-                gradient = actor.gradient(name)
+        for rank in self.world.server_ranks or range(0, self.world.mesh.size, self.run.mesh.tp):
+            group = [self.all[one] for one in (self.world.tensor_group(rank) if not self.servers else (rank,))]
+            for name in group[0].holds():
+                parts = [actor.gradient(name) for actor in group]
                 if found.get(name) is None:
-                    found[name] = gradient if gradient is None else gradient.clone()
+                    cuts = [actor.holds()[name] for actor in group]
+                    found[name] = None if parts[0] is None else joined(cuts, parts).clone()
         return found
 
     def ledger(self, axis):

@@ -114,5 +114,5 @@ def test_a_sequence_beyond_the_models_is_refused(positions):
 @pytest.mark.parametrize("positions", ["rope", "alibi"])
 def test_the_blocks_of_an_actor_share_one_table(positions):
     _, *blocks, _ = made(GPT(layers=3, hidden=8, heads=2, seq=4, positions=positions))
-    held = {id(block.attn._rope or block.attn.core._alibi) for block in blocks}
+    held = {id(block.attn._rope or block.attn.core.alibi) for block in blocks}
     assert len(held) == 1

@@ -239,7 +239,7 @@ def test_a_bucket_is_one_all_reduce_and_a_rank_sends_2_of_n_minus_1_nths(dp, pp,
     team.step(1)
     for worker, count, old, new in zip(team.workers, buckets, before, team.ledger("dp"), strict=True):
         calls, sent = (new["all_reduce"][i] - old["all_reduce"][i] for i in range(2))
-        elements = sum(p.numel() for p in worker.parameters().values()) + len(worker.shapes())  # a place for each
+        elements = sum(p.numel() for p in worker.parameters().values()) + len(worker.holds())  # a place for each
         counts = worker._pp == pp - 1  # the last stage adds up three numbers about the step
         assert count > 1
         assert calls == count + counts
@@ -262,7 +262,7 @@ def test_a_servers_traffic_is_linear_in_the_replicas(dp, servers):
     team = Team(linears(4), dp=dp, data_parallel="parameter_server", servers=servers, bucket_mb=1e-4)
     team.step(0)
     for worker, table in zip(team.workers, team.ledger("ps"), strict=False):
-        weights, count = sum(p.numel() for p in worker.parameters().values()), len(worker.shapes())
+        weights, count = sum(p.numel() for p in worker.parameters().values()), len(worker.holds())
         assert table["reduce"][1] == 4 * (weights + count) + 24 * (worker._pp == 1), "its gradients, once"
         assert table["broadcast"][1] == 0
     for server, table in zip(team.servers, team.ledger("ps")[len(team.workers) :], strict=True):
@@ -274,7 +274,7 @@ def test_a_servers_traffic_is_linear_in_the_replicas(dp, servers):
 def test_only_servers_hold_optimizers_and_each_parameter_is_on_one():
     team = Team(linears(4), dp=2, data_parallel="parameter_server", servers=2, optim=AdamW())
     team.step(0)
-    shares = [server.shapes() for server in team.servers]
+    shares = [server.holds() for server in team.servers]
     assert sum(map(len, shares)) == len(team.weights())
     assert {name for share in shares for name in share} == team.weights().keys()
     assert all(share for share in shares)
@@ -292,7 +292,7 @@ def test_buckets_start_inside_the_last_backward_and_in_no_earlier_one(schedule, 
         (step,) = (span for span in spans if span.action.op is Op.STEP)
         buckets = [span for span in spans if span.bucket is not None]
         assert [span.bucket for span in buckets] == list(range(len(buckets)))
-        assert len(buckets) == len(worker.shapes())
+        assert len(buckets) == len(worker.holds())
         for stage, backward in last.items():
             own = [span for span in buckets if span.action == Action(stage, Op.REDUCE_GRAD, None)]
             assert all(backward.start < span.start < backward.end for span in own)

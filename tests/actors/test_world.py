@@ -10,9 +10,12 @@ from raypar.actors.mesh import Mesh
 from raypar.actors.world import World
 
 WORLDS = st.builds(World, st.builds(Mesh, pp=st.integers(1, 4), dp=st.integers(1, 4)), servers=st.integers(0, 3))
+DIVIDED = st.builds(
+    World, st.builds(Mesh, pp=st.integers(1, 3), dp=st.integers(1, 3), tp=st.integers(1, 4)), sharded=st.booleans()
+)
 
 
-@given(WORLDS)
+@given(st.one_of(WORLDS, DIVIDED))
 def test_members_agree_on_their_groups_and_labels_are_unique(world):
     groups = {}
     for rank in range(world.size):
@@ -24,7 +27,7 @@ def test_members_agree_on_their_groups_and_labels_are_unique(world):
     assert len({world.label(rank) for rank in range(world.size)}) == world.size
 
 
-@given(WORLDS)
+@given(st.one_of(WORLDS, DIVIDED))
 def test_every_actor_can_join_its_groups_in_its_order(world):
     """Whoever waits for a group's members is joined by them before they wait for anybody else: no circle."""
     left = {rank: [one.name for one in world.memberships(rank)] for rank in range(world.size)}
@@ -71,3 +74,22 @@ def test_who_updates_what(pp, dp, zero, owners, updaters):
     assert ("mesh" in keys) == (updaters == "mesh")
     ranks = [world.owner_rank(stage, owner) for stage in range(pp) for owner in range(owners)]
     assert ranks == list(range(pp * owners)), "the members of the group in their order"
+
+
+@given(DIVIDED)
+def test_who_updates_agrees_with_those_of_its_own_tensor_rank(world):
+    tp = world.mesh.tp
+    for rank in range(world.size):
+        groups = {one.key: one.members for one in world.memberships(rank)}
+        others = {member for key, members in groups.items() if key != "tp" for member in members}
+        assert {member % tp for member in others} <= {rank % tp}
+        assert groups.get("tp", (rank,)) == world.tensor_group(rank)
+    assert [rank for rank in range(world.size) if world.leads(rank)] == list(range(0, world.size, tp))
+    assert {rank for dp in range(world.mesh.dp) for rank in world.replica(dp)} == set(range(0, world.size, tp))
+
+
+def test_the_owners_of_weights_are_the_members_of_their_group_in_its_order():
+    world = World(Mesh(pp=2, dp=2, tp=2), sharded=True)
+    (mesh,) = [one for one in world.memberships(3) if one.key == "mesh"]
+    assert (mesh.name, mesh.members) == ("mesh/1", (1, 3, 5, 7))
+    assert mesh.members[world.owner_rank(1, 0)] == world.mesh.rank(pp=1, dp=0, tp=1)

@@ -28,11 +28,11 @@ def test_each_weight_has_one_owner_and_its_gradient_and_state_are_there_alone(pp
     for stage in range(pp):
         replicas = [team.all[rank] for rank in team.world.replicas_of(stage)]
         shares = [owned(worker) for worker in replicas]
-        assert set.union(*shares) == set(replicas[0].shapes())
-        assert sum(map(len, shares)) == len(replicas[0].shapes()), "a weight has two owners"
+        assert set.union(*shares) == set(replicas[0].holds())
+        assert sum(map(len, shares)) == len(replicas[0].holds()), "a weight has two owners"
         assert all(shares), "a replica has nothing to do"
         for worker, share in zip(replicas, shares, strict=True):
-            assert {name for name in worker.shapes() if worker.gradient(name) is not None} == share
+            assert {name for name in worker.holds() if worker.gradient(name) is not None} == share
             states = worker._parts.update._updater._optimizer.state
             assert len(states) == len(share)
 

@@ -193,7 +193,7 @@ def compare(layout):
         wrong += [f"{name} is not on the host" for name, value in mine.items() if isinstance(value, Pretended)]
     for actor in here.all:
         wrong += [
-            f"{name} is not on the host" for name in actor.shapes() if isinstance(actor.parameter(name), Pretended)
+            f"{name} is not on the host" for name in actor.holds() if isinstance(actor.parameter(name), Pretended)
         ]
         wrong += [f"{name} is not on the device" for name, p in actor._parameters.items() if p.device != DEVICE]
     return worst, wrong

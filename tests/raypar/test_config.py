@@ -108,6 +108,29 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         ({"split": (3, 3, 2)}, "split names 3 stages, the schedule has 2"),
         ({"split": (8, 0)}, "split leaves a stage without layers"),
         ({"mesh": Mesh(pp=2, cp=2)}, "mesh.cp is 2: context parallelism does not compute yet"),
+        ({"mesh": Mesh(tp=3)}, "mesh.tp 3 does not divide model.heads 4: use 3 heads with model.hidden 33 or 6 heads"),
+        ({"mesh": Mesh(tp=8)}, "mesh.tp 8 does not divide model.heads 4: use 8 heads, or set mesh.tp to 4"),
+        (
+            {"mesh": Mesh(tp=4), "sequence_parallel": True, "model": GPT(heads=4, seq=30)},
+            "sequence_parallel: mesh.tp 4 does not divide model.seq 30: use 28 or 32",
+        ),
+        (
+            {"mesh": Mesh(tp=4), "model": Llama(heads=12, hidden=48, kv_heads=3)},
+            "mesh.tp 4, model.kv_heads 3: one must divide the other, use 2 or 4",
+        ),
+        (
+            {"mesh": Mesh(tp=4), "model": Llama(heads=4, ffn=30)},
+            "mesh.tp 4 does not divide model.ffn 30: use 28 or 32",
+        ),
+        ({"mesh": Mesh(tp=2), "data_parallel": "parameter_server"}, "mesh.tp is 2, but servers hold whole weights"),
+        (
+            {"mesh": Mesh(tp=2), "model": Layers(fn=list, loss=max, seq=8)},
+            "mesh.tp is 2: the user's own Layers can't be divided yet, only a GPT or Llama: set it to 1",
+        ),
+        (
+            {"mesh": Mesh(tp=4), "model": GPT(vocab=3, heads=4)},
+            "mesh.tp 4 is more than model.vocab 3: set it to 3 at most",
+        ),
         ({"mesh": Mesh(pp=2, ep=2)}, "mesh.ep is 2: it must divide dp x cp x tp = 1"),
         ({"bucket_mb": 0.0}, "bucket_mb is 0.0: it must be above 0"),
         ({"data_parallel": "zero"}, "data_parallel is 'zero': it must be 'all_reduce' or 'parameter_server'"),

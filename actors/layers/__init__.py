@@ -1,0 +1,1 @@
+"""Layers whose work is divided over the actors of a group."""

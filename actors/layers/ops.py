@@ -1,0 +1,106 @@
+"""Communication that autograd knows: what goes back is what the conjugate op makes of the gradient.
+
+Every function is called by all members of the group in the same order, in forwards and in backwards alike. What is
+replicated is the same on every member, and so is its gradient; what is partial counts as the sum over the members. Dims
+count from 0, and the group's size divides them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypar.actors.group import Group
+
+Move = Callable[[Tensor], Tensor]
+
+
+def copy_to(x: Tensor, group: Group) -> Tensor:
+    """Replicated to members that each go on with it in their own way; their gradients are summed (Megatron's f)."""
+    return _through(x, _same, partial(_all_reduced, group))
+
+
+def reduce_from(x: Tensor, group: Group) -> Tensor:
+    """The sum of partial tensors, replicated; the gradient is each member's own (Megatron's g)."""
+    return _through(x, partial(_all_reduced, group), _same)
+
+
+def split_to(x: Tensor, group: Group, dim: int) -> Tensor:
+    """A member's part of a replicated tensor, by rank along ``dim``."""
+    return _through(x, partial(_own_part, group, dim), partial(_all_gathered, group, dim))
+
+
+def gather_from(x: Tensor, group: Group, dim: int) -> Tensor:
+    """The members' parts one after the other along ``dim``, replicated."""
+    return _through(x, partial(_all_gathered, group, dim), partial(_own_part, group, dim))
+
+
+def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
+    """The members' parts one after the other along ``dim``, for members that each go on with it in their own way."""
+    return _through(x, partial(_all_gathered, group, dim), partial(_reduce_scattered, group, dim))
+
+
+def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
+    """A member's part along ``dim`` of the sum of partial tensors."""
+    return _through(x, partial(_reduce_scattered, group, dim), partial(_all_gathered, group, dim))
+
+
+def all_to_all(x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor:
+    """Divided along ``split_dim`` instead of along ``join_dim``: part j goes to member j, and what comes is joined."""
+    return _through(x, partial(_exchanged, group, split_dim, join_dim), partial(_exchanged, group, join_dim, split_dim))
+
+
+def _through(x: Tensor, there: Move, back: Move) -> Tensor:
+    out: Tensor = _Through.apply(x, there, back)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Through(torch.autograd.Function):
+    """One move forwards, its conjugate backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Move, back: Move) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _all_reduced(group: Group, x: Tensor) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    group.all_reduce(total).wait()
+    return total
+
+
+def _own_part(group: Group, dim: int, x: Tensor) -> Tensor:
+    return x.chunk(group.size, dim)[group.rank].contiguous()
+
+
+def _all_gathered(group: Group, dim: int, x: Tensor) -> Tensor:
+    parts = x.new_empty((group.size, *x.shape))
+    group.all_gather(parts, x.contiguous()).wait()
+    return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+def _reduce_scattered(group: Group, dim: int, x: Tensor) -> Tensor:
+    parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
+    own = x.new_empty(parts.shape[1:])
+    group.reduce_scatter(own, parts).wait()
+    return own
+
+
+def _exchanged(group: Group, split_dim: int, join_dim: int, x: Tensor) -> Tensor:
+    parts = x.unflatten(split_dim, (group.size, -1)).movedim(split_dim, 0).contiguous()
+    came = torch.empty_like(parts)
+    group.all_to_all(came, parts).wait()
+    return came.movedim(0, join_dim).flatten(join_dim, join_dim + 1).contiguous()

@@ -1,0 +1,81 @@
+"""Linear layers and embeddings divided over a group, by their weights (Shoeybi et al. 2019)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raypar.actors.cut import Cut
+from raypar.actors.group import Group
+from raypar.actors.layers.ops import Move
+
+
+class ColumnParallelLinear(nn.Linear):
+    """Some of the outputs of a linear layer: (..., in) -> (..., own outputs); the input comes by way of ``copy_to``.
+
+    cut  what of the weight (out, in) is here; of the bias the same outputs
+    """
+
+    def __init__(self, whole: nn.Linear, cut: Cut) -> None:
+        outputs, inputs = cut.shape
+        super().__init__(inputs, outputs, whole.bias is not None, dtype=whole.weight.dtype)
+
+
+class SharedLinear(nn.Linear):
+    """Some of the outputs of a linear layer, whose weights are whole on every member: (..., in) -> (..., own outputs).
+
+    Other members make other outputs, or the same ones; a member's gradients are partial.
+
+    span  first and one behind the last output that this member makes
+    """
+
+    def __init__(self, whole: nn.Linear, span: tuple[int, int]) -> None:
+        super().__init__(whole.in_features, whole.out_features, whole.bias is not None, dtype=whole.weight.dtype)
+        self.span = slice(*span)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight[self.span], None if self.bias is None else self.bias[self.span])
+
+
+class RowParallelLinear(nn.Linear):
+    """The outputs that some of the inputs of a linear layer make, summed: (..., own inputs) -> (..., out).
+
+    cut    what of the weight (out, in) is here; the bias is replicated, and added once: behind the sum
+    leave  what sums: ``reduce_from`` the group, say
+    """
+
+    def __init__(self, whole: nn.Linear, cut: Cut, leave: Move) -> None:
+        outputs, inputs = cut.shape
+        super().__init__(inputs, outputs, whole.bias is not None, dtype=whole.weight.dtype)
+        self.leave = leave
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.leave(F.linear(x, self.weight))
+        return out if self.bias is None else out + self.bias
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """The embeddings of some of the ids, summed with those of the others: ids (...) int64 -> (..., D).
+
+    cut    which rows of the table (V, D) are here
+    leave  what sums: ``reduce_from`` the group, say
+    """
+
+    def __init__(self, whole: nn.Embedding, cut: Cut, leave: Move) -> None:
+        ids, width = cut.shape
+        super().__init__(ids, width, dtype=whole.weight.dtype)
+        assert cut.span is not None
+        self.start, self.stop = cut.span
+        self.leave = leave
+
+    def forward(self, ids: Tensor) -> Tensor:
+        foreign = (ids < self.start) | (ids >= self.stop)
+        own = F.embedding((ids - self.start).masked_fill(foreign, 0), self.weight)
+        return self.leave(own.masked_fill(foreign.unsqueeze(-1), 0.0))
+
+
+def cut_of(whole: tuple[int, ...], dim: int, group: Group) -> Cut:
+    """A member's share of a tensor along a dim; if shares can't be equal, the first ones are larger by one."""
+    base, extra = divmod(whole[dim], group.size)
+    start = group.rank * base + min(group.rank, extra)
+    return Cut(whole, dim, (start, start + base + (group.rank < extra)))

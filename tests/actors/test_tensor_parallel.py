@@ -1,0 +1,218 @@
+"""A GPT divided over the tensor-parallel axis computes what one plain process computes: on threads, without Ray.
+
+Without dropout: threads share torch's generator. Of real actors each has its own: tests/raypar/test_tensor_parallel.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+
+from raypar.actors.shards import assemble
+from raypar.actors.specs import GPT, AdamW, Llama, Positions
+from raypar.parity import train_plainly
+from raypar.report import losses_of, mean_loss
+from tests.actors.team import Team
+from tests.actors.test_copies import loaded, saved
+
+TINY = GPT(layers=3, hidden=16, heads=4, seq=6, vocab=11)
+GRADIENT, LOSS = 2e-5, 1e-5  # the bounds of raypar verify
+
+
+def tokens(step, microbatch, dp):
+    generator = torch.Generator().manual_seed(100 * step + microbatch + 1000 * dp)
+    ids = torch.randint(11, (2, 7), generator=generator)
+    labels = ids[:, 1:].clone()
+    labels[0, : microbatch % 3] = -100
+    return ids[:, :-1], labels
+
+
+def longer(step, microbatch, dp):
+    """Sequences that four members can divide."""
+    ids, labels = tokens(step, microbatch, dp)
+    return torch.cat([ids, ids[:, :2]], 1), torch.cat([labels, labels[:, :2]], 1)
+
+
+def team_of(tp, pp=1, dp=1, m=2, model=TINY, **changes):
+    fields = {"data": tokens, "optim": AdamW(lr=1e-2), "clip": 0.5, "steps": 5}
+    return Team(None, pp, m, dp=dp, tp=tp, model=model, **fields | changes)
+
+
+def error(found, wanted):
+    return float((found - wanted).norm()) / (float(wanted.norm()) or 1.0)
+
+
+def agrees(team):
+    """Train the team and one plain process, and compare every loss, norm and first gradient."""
+    plain, first = train_plainly(team.run), {}
+    for number in range(team.run.steps):
+        results = team.step(number)
+        assert mean_loss(*losses_of(results)) == pytest.approx(plain.losses[number], rel=LOSS, abs=0)
+        (norm,) = {result.grad_norm for result in results}
+        assert norm == pytest.approx(plain.grad_norms[number], rel=LOSS, abs=0)
+        first = first or team.gradients()
+    for name, wanted in plain.gradients.items():
+        assert first[name].shape == wanted.shape
+        assert error(first[name], wanted) <= GRADIENT, name
+    for name, weight in plain.weights.items():
+        assert error(team.weights()[name], weight) <= 1e-3, name
+    replicated_alike(team)
+
+
+def replicated_alike(team):
+    """What every member of a tensor group has, weights and gradients, has the same bits on all of them."""
+    for rank in range(0, team.world.mesh.size, team.run.mesh.tp):
+        first, *others = [team.all[one] for one in team.world.tensor_group(rank)]
+        for name, cut in first.holds().items():
+            if cut.span is None:
+                for other in others:
+                    assert torch.equal(first.parameter(name), other.parameter(name)), name
+                    mine, theirs = first.gradient(name), other.gradient(name)
+                    assert (mine is None and theirs is None) or torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp", "zero"), [(2, 1, 1, 0), (4, 1, 1, 0), (2, 2, 1, 0), (2, 1, 2, 0), (2, 2, 2, 0), (2, 2, 2, 1)]
+)
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+def test_every_layout_computes_what_one_process_does(tp, pp, dp, zero, sequence, tied):
+    model = replace(TINY, tied=tied, seq=8)
+    agrees(team_of(tp, pp, dp, model=model, zero=zero, data=longer, sequence_parallel=sequence))
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_llama_with_few_heads_of_keys_and_values(tp, kv_heads, sequence):
+    """Fewer than members are shared: each computes what its queries ask for."""
+    model = Llama(layers=2, hidden=16, heads=4, kv_heads=kv_heads, ffn=24, seq=8, vocab=11)
+    agrees(team_of(tp, pp=2, model=model, data=longer, sequence_parallel=sequence, steps=3))
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize("positions", get_args(Positions))
+def test_any_positions(positions, sequence):
+    model = replace(TINY, positions=positions, seq=8, layers=2, attention="materialised")
+    agrees(team_of(2, model=model, data=longer, sequence_parallel=sequence, steps=2))
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+def test_recomputing_changes_no_bit(sequence):
+    weights, model = [], replace(TINY, seq=8, attention="materialised")
+    for recompute in ("none", "full", "selective", ("none", "selective", "full")):
+        team = team_of(2, pp=2, model=model, data=longer, recompute=recompute, sequence_parallel=sequence)
+        team.step(0)
+        weights.append(team.weights())
+    for other in weights[1:]:
+        assert all(torch.equal(weight, other[name]) for name, weight in weights[0].items())
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "interleaved"])
+def test_every_schedule(schedule):
+    agrees(team_of(2, pp=2, m=4, model=replace(TINY, layers=4), schedule=schedule, steps=2))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_the_initial_weights_are_those_of_every_layout(tp):
+    wanted = train_plainly(replace(team_of(1).run, steps=0)).weights
+    found = team_of(tp, pp=2).weights()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(weight, wanted[name]) for name, weight in found.items())
+
+
+def test_an_actor_holds_its_part_of_divided_weights_only():
+    alone, team = team_of(1), team_of(4)
+    (whole,) = [actor.held().weights for actor in alone.all]
+    parts = [actor.held().weights for actor in team.all]
+    replicated = sum(
+        4 * actor.parameter(name).numel()
+        for actor in team.all[:1]
+        for name, cut in actor.holds().items()
+        if not cut.span
+    )
+    assert sum(part - replicated for part in parts) == whole - replicated
+    assert max(parts) < 0.45 * whole
+    assert all(
+        parameter.untyped_storage().nbytes() == 4 * parameter.numel() for parameter in team.all[1].parameters().values()
+    )
+
+
+@pytest.mark.parametrize("vocab", [4, 5, 11, 12])
+def test_a_vocabulary_of_any_size(vocab):
+    """Nothing is padded: shares differ by one."""
+
+    def data(step, microbatch, dp):
+        ids, labels = tokens(step, microbatch, dp)
+        return ids % vocab, torch.where(labels < 0, labels, labels % vocab)
+
+    agrees(team_of(4, model=replace(TINY, vocab=vocab), data=data, steps=2))
+
+
+def test_an_evaluation_is_reported_once():
+    team, alone = team_of(4, dp=2), team_of(1, dp=2)
+    ours, theirs = (losses_of(each.step(1, "evaluate")) for each in (team, alone))
+    assert ours[1] == theirs[1] == [12, 12, 11, 11]
+    assert ours[0] == pytest.approx(theirs[0], rel=LOSS)
+
+
+def test_a_step_sends_what_the_textbook_says():
+    """Two all_reduces forward and two backward a layer, of b*s*h elements; the embedding's one and the head's one back;
+    three of the loss, a number a token; and the norm's."""
+    tp, m, layers, tokens_of, width = 4, 2, 3, 2 * 6, 16
+    team = team_of(tp, m=m, data=lambda *place: [values.abs() % 11 for values in tokens(*place)])
+    team.step(0)
+    ring = 2 * (tp - 1) / tp
+    calls = m * (4 * layers + 2 + 3) + 1
+    wide = m * (4 * layers + 2) * tokens_of * width * 4
+    small = m * 3 * tokens_of * 4 + len(team.weights()) * 8
+    assert team.ledger("tp") == [{"all_reduce": (calls, int(ring * (wide + small)))}] * tp
+
+
+def test_along_the_sequence_as_many_bytes_are_sent():
+    """Two all_gathers and two reduce_scatters forward and backward a layer; besides, once, the replicated gradients."""
+    tp, m, wide = 4, 2, 2 * 8 * 16 * 4  # bytes of b*s*h
+    fields = {"model": replace(TINY, seq=8), "data": lambda *place: [values.abs() % 11 for values in longer(*place)]}
+    teams = [team_of(tp, pp=2, m=m, sequence_parallel=sequence, **fields) for sequence in (False, True)]
+    plain, divided = [team.step(0) and team.ledger("tp") for team in teams]
+    worker = teams[1].workers[0]
+    replicated = sum(4 * worker.parameter(name).numel() for name, cut in worker.holds().items() if not cut.span)
+    total, before = (sum(count for _, count in table[0].values()) for table in (divided, plain))
+    assert total - before == 2 * (tp - 1) * replicated // tp
+    calls, each = (
+        m * (2 * 2 * 2 + 1),
+        (tp - 1) * wide // tp,
+    )  # two blocks; the embedding's reduce_scatter goes back, too
+    assert divided[0]["all_gather"] == divided[0]["reduce_scatter"] == (calls, calls * each)
+    assert [team.ledger("pp")[0]["send"][1] for team in teams] == [m * wide, m * wide // tp]
+
+
+LAYOUTS = {"alone": (1, 1, 1, 0), "tp=2": (2, 1, 1, 0), "tp=4": (4, 1, 1, 0), "all": (2, 2, 2, 0), "zero": (2, 2, 2, 1)}
+
+
+@pytest.mark.parametrize("there", LAYOUTS)
+@pytest.mark.parametrize("here", LAYOUTS)
+def test_every_layout_reads_what_another_has_written(here, there, tmp_path):
+    """Weights and what the optimizer keeps, bit by bit: written anew it is the same logical tensors."""
+
+    def team(layout, m):
+        tp, pp, dp, zero = LAYOUTS[layout]
+        return team_of(tp, pp, dp, m // dp, model=replace(TINY, tied=True), zero=zero)
+
+    first, second = team(here, 2), team(there, 2)
+    first.step(0)
+    written = read(first, tmp_path / "a")
+    read(loaded(second, tmp_path / "a", written[1]), tmp_path / "b")
+    again = read(second, tmp_path / "b")
+    assert written[0].keys() == again[0].keys()
+    assert all(torch.equal(tensor, again[0][name]) for name, tensor in written[0].items())
+
+
+def read(team, folder):
+    """What a team saves: the logical tensors, whole, and where they are."""
+    folder.mkdir(exist_ok=True)
+    tensors = saved(team, folder)
+    return {name: assemble(folder, logical) for name, logical in tensors.items()}, tensors
