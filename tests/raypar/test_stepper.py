@@ -47,6 +47,7 @@ TEAMS = {
     "replicas": lambda: Team(linears(), 2, 2, "1f1b", dp=2),
     "zero": lambda: Team(linears(), 2, 2, "gpipe", dp=2, zero=1, optim=rp.AdamW(lr=0.1)),
     "servers": lambda: Team(linears(), 2, 2, "1f1b", dp=2, data_parallel="parameter_server"),
+    "tensor": lambda: Team(None, 2, 2, "1f1b", model=TIED, data=tokens, tp=2, dp=2, zero=1, optim=rp.AdamW(lr=0.1)),
     "tied": lambda: Team(None, 2, 3, "1f1b", model=TIED, data=tokens, optim=rp.AdamW(lr=0.1)),
 }
 
@@ -303,6 +304,13 @@ def test_a_recorded_stage_is_played_alone_bit_by_bit(hands, tmp_path, name, stag
     assert len(calls) == 2 * microbatches == len(replayed.recorded.actions)
     assert any(p.grad is not None for p in replayed.stage.parameters().values())
     assert "bitwise equal" in repr(replayed)
+
+
+def test_a_part_of_a_stage_is_not_recorded(hands, tmp_path):
+    stepper = hands("tensor").stepper()
+    with pytest.raises(rp.ConfigError, match=r"mesh\.tp is 2"):
+        stepper.record(tmp_path / "rec", 0)
+    stepper.finish()
 
 
 def test_a_replay_that_differs_says_where(hands, tmp_path):
