@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,7 +61,8 @@ class LayerAgain:
 
         def again(*leaves: Tensor) -> Values:
             reseed()
-            return self._twice.with_history(layer, leaves)
+            with unchanged(self._module):
+                return self._twice.with_history(layer, leaves)
 
         def first(*values: Tensor) -> Values:
             return self._twice.without_history(layer, values)
@@ -77,6 +79,15 @@ def rerun(first: Function, again: Function, inputs: Values, parameters: Sequence
     """
     outputs: Values = _Rerun.apply(first, again, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
     return outputs
+
+
+@contextmanager
+def unchanged(*modules: nn.Module) -> Iterator[None]:
+    """Leave buffers as they are: the statistics of a BatchNorm have counted a batch when it was there first."""
+    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+    yield
+    for buffer, before in buffers:
+        buffer.data.copy_(before)  # data: a graph that has read it does not look at it again
 
 
 def drawn_again(device: torch.device) -> Callable[[], None]:

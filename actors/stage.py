@@ -12,7 +12,7 @@ from raypar.actors.models.attention import Core
 from raypar.actors.models.model import Model, Values, as_values
 from raypar.actors.place import Place
 from raypar.actors.recompute import Recompute, word_of
-from raypar.actors.rerun import LayerAgain, Twice
+from raypar.actors.rerun import LayerAgain, Twice, unchanged
 from raypar.actors.seeds import derive
 from raypar.actors.tail import Tail
 from raypar.actors.tape import Tape
@@ -130,7 +130,8 @@ class Stage:
     def _backward(self, step: int, microbatch: int, gradients: Values) -> Values:
         inputs, tail, target = self._saved.pop(microbatch)
         if self.recompute:
-            inputs, outputs = self._with_history(step, microbatch, inputs, target)
+            with unchanged(*self.modules):
+                inputs, outputs = self._with_history(step, microbatch, inputs, target)
             tail = _tail(outputs)
             del outputs
         if tail is not None:

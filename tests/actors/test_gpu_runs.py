@@ -25,7 +25,7 @@ from tests.gpu.ops import together
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-CLOSE = 2e-6  # relative; attention has another kernel for the pretended device
+CLOSE = 2e-6  # relative; attention and RMSNorm have other kernels for the pretended device
 
 
 # --- on a device of its own ------------------------------------------------------------------------------------------
@@ -40,9 +40,9 @@ def pretended():
 
 
 def test_no_tensor_of_the_host_meets_one_of_the_device_and_every_bit_is_the_cpus(pretended):
-    assert len(pretended["differences"]) == 11
+    assert len(pretended["differences"]) == 13
     for layout, (worst, misplaced) in pretended["differences"].items():
-        assert worst <= (CLOSE if "gpt" in layout else 0.0), layout
+        assert worst <= (CLOSE if "gpt" in layout or "llama" in layout else 0.0), layout
         assert not misplaced, layout
 
 

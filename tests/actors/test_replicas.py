@@ -166,7 +166,7 @@ def test_tied_weights(pattern, pp, schedule, mode):
     agrees(Team(shared(pattern), pp, 6, schedule, dp=2, **MODES[mode], servers=1, bucket_mb=1e-4, **changes))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "full", ("full", "none", "full", "full")])
 @pytest.mark.parametrize("mode", MODES)
 def test_recomputing(recompute, mode):
     agrees(Team(linears(4), dp=2, **MODES[mode], recompute=recompute))

@@ -87,6 +87,20 @@ def test_recomputing_keeps_no_graph_and_changes_no_bit():
     assert all(torch.equal(gradient, theirs[name]) for name, gradient in ours.items())
 
 
+@pytest.mark.parametrize("recompute", ["full", ("full", "full")])
+def test_a_layer_that_is_run_again_counts_its_statistics_once(recompute):
+    def layers():
+        return [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)]
+
+    kept, again = (Team(layers, 1, 3, recompute=how) for how in ("none", recompute))
+    for number in range(2):
+        kept.step(number)
+        again.step(number)
+    theirs, ours = (team.workers[0]._stages[0].buffers() for team in (kept, again))
+    assert theirs["layers.1.1.num_batches_tracked"] == 6
+    assert all(torch.equal(buffer, theirs[name]) for name, buffer in ours.items())
+
+
 def test_a_layer_that_is_run_again_keeps_no_graph():
     kept, again = (
         Team(lambda: [Marked() for _ in range(4)], m=4, schedule="gpipe", recompute=how)

@@ -140,7 +140,7 @@ class PretendedTeam(Team):
         return replace(plan, device="cuda"), {key: StagedGroup(group, DEVICE) for key, group in groups.items()}
 
 
-def gpt(**changes):
+def gpt(kind=rp.GPT, **changes):
     """A small GPT: its attention has another kernel for the device, which adds up in another order."""
     fields = {"layers": 4, "hidden": 16, "heads": 2, "seq": 8, "vocab": 32}
 
@@ -149,7 +149,7 @@ def gpt(**changes):
         ids = torch.randint(0, 32, (2, 9), generator=generator)
         return ids[:, :-1], ids[:, 1:]
 
-    return {"model": rp.GPT(**(fields | changes)), "data": fn}
+    return {"model": kind(**(fields | changes)), "data": fn}
 
 
 LAYOUTS = {
@@ -163,6 +163,12 @@ LAYOUTS = {
     "servers": {"pp": 2, "dp": 2, "data_parallel": "parameter_server"},
     "gpt": {"pp": 2, **gpt()},
     "gpt tied": {"pp": 2, "dp": 2, **gpt(tied=True)},
+    "alibi": {"pp": 2, **gpt(positions="alibi", attention="materialised")},
+    "llama": {
+        "pp": 2,
+        "recompute": ("selective", "full", "selective", "none"),
+        **gpt(rp.Llama, kv_heads=1, attention="materialised"),
+    },
     "gpt tied, servers": {"pp": 2, "dp": 2, "data_parallel": "parameter_server", **gpt(tied=True)},
 }
 
@@ -200,9 +206,11 @@ def error(one, other):
 
 def recomputed():
     """Whether a forward that is run again draws the same dropout."""
-    layout = {"pp": 1, **gpt(dropout=0.5)}
-    (_, kept), (_, again) = (outcome(PretendedTeam, layout | {"recompute": how}) for how in ("none", "full"))
-    return all(torch.equal(value, kept.weights()[name]) for name, value in again.weights().items())
+    layout = {"pp": 1, **gpt(dropout=0.5, attention="materialised")}
+    (_, kept), *again = (
+        outcome(PretendedTeam, layout | {"recompute": how}) for how in ("none", "full", "selective", ("full",) * 4)
+    )
+    return all(torch.equal(value, kept.weights()[name]) for _, team in again for name, value in team.weights().items())
 
 
 def reads(layout):
