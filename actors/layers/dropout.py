@@ -23,4 +23,5 @@ class DividedDropout(nn.Dropout):
             return x
         size, ranks = x.shape[self._dim], self._group.size
         whole = x.new_ones([size * ranks if dim == self._dim else length for dim, length in enumerate(x.shape)])
-        return x * F.dropout(whole, self.p).narrow(self._dim, self._group.rank * size, size)
+        mask = F.dropout(whole, self.p).narrow(self._dim, self._group.rank * size, size)
+        return x * mask.clone()  # the backward keeps it, and with a view all of it

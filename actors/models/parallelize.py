@@ -71,7 +71,7 @@ class TensorParallel:
         """Divide a layer in place, before it has weights; the cuts by names in the layer."""
         found: dict[str, Cut] = {}
         for pattern, kind in self.model.tensor_plan:
-            inside = [inner for inner, _ in layer.named_modules() if fnmatchcase(f"{name}.{inner}", pattern)]
+            inside = [inner for inner, _ in layer.named_modules() if _matches(f"{name}.{inner}", pattern)]
             for inner in inside:
                 made = _CHANGES[kind](layer.get_submodule(inner), self)
                 _put(layer, inner, made.module)
@@ -122,17 +122,16 @@ def _heads(module: nn.Module, tensors: TensorParallel) -> Made:
     else:  # several members need the same head of keys and values
         head = group.rank * kv_heads // group.size
         span = head * width, (head + 1) * width
-        made |= {name: Made(SharedLinear(linear, span)) for name, linear in (("k", module.k), ("v", module.v))}
+        made |= {"k": _shared(module.k, span), "v": _shared(module.v, span)}
     for name, one in made.items():
         setattr(module, name, one.module)
     cuts = {f"{name}.{inner}": cut for name, one in made.items() for inner, cut in one.cuts.items()}
-    partial = {
-        f"{name}.{inner}"
-        for name, one in made.items()
-        if isinstance(one.module, SharedLinear)
-        for inner, _ in one.module.named_parameters()
-    }
-    return Made(module, cuts, partial)
+    return Made(module, cuts, {f"{name}.{inner}" for name, one in made.items() for inner in one.partial})
+
+
+def _shared(whole: nn.Linear, span: tuple[int, int]) -> Made:
+    module = SharedLinear(whole, span)
+    return Made(module, partial={name for name, _ in module.named_parameters()})
 
 
 def _logits(module: nn.Module, tensors: TensorParallel) -> Made:
@@ -164,6 +163,12 @@ _CHANGES: Mapping[Kind, Change] = {
     "drop": _drop,
     "table": _table,
 }
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a name fits a pattern, part by part: ``*`` is one part."""
+    pair = name.split("."), pattern.split(".")
+    return len(pair[0]) == len(pair[1]) and all(map(fnmatchcase, *pair))
 
 
 def _put(layer: nn.Module, inner: str, made: nn.Module) -> None:

@@ -12,9 +12,13 @@ import pytest
 import torch
 
 from raypar.actors.models.build import build_model
+from raypar.actors.models.model import undivided
+from raypar.actors.models.parallelize import TensorParallel
 from raypar.actors.place import Host
 from raypar.actors.specs import GPT, Llama
 from raypar.actors.stage import Stage
+from raypar.actors.transport.local_group import local_groups
+from tests.actors.logical import in_threads
 
 S, B, H, A = 64, 3, 48, 4
 SBH, ASSB = S * B * H, A * S * S * B
@@ -29,11 +33,14 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def block(kind=GPT, recompute=("none",), **changes):
-    """A stage of one block, its input, and a gradient for its output."""
+def block(kind=GPT, recompute=("none",), group=None, sequence=False, **changes):
+    """A stage of one block, its input, and a gradient for its output; of a member of a group its part."""
     sizes = {"layers": 1, "hidden": H, "heads": A, "seq": S, "vocab": 7, "attention": "materialised"}
     model = build_model(kind(**(sizes | changes)), 0)
-    stage = Stage(model, [1], model.materialize([1], 0), place=Host(), is_last=False, recompute=recompute, seed=0)
+    divide = TensorParallel(model, group, sequence=sequence).divide if group else undivided
+    stage = Stage(
+        model, [1], model.materialize([1], 0, divide), place=Host(), is_last=False, recompute=recompute, seed=0
+    )
     stage.begin(train=True)
     x, gradient = (torch.randn(B, S, H, generator=torch.Generator().manual_seed(n)) for n in range(2))
     return stage, x, gradient
@@ -68,6 +75,24 @@ def kept(stage, x):
 def test_a_block_keeps_what_the_formula_says(recompute, dropout, wanted, positions):
     stage, x, _ = block(recompute=(recompute,), dropout=dropout, positions=positions)
     assert kept(stage, x) == pytest.approx(wanted, rel=0.05)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("sequence", "whole"), [(False, 4), (True, 2)], ids=["", "sequence"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_of_a_divided_block_each_member_keeps_its_part(tp, sequence, whole, dropout):
+    """Whole are the inputs of norms, attention and MLP, and the masks behind those two; along the sequence only the
+    inputs of attention and MLP, which are kept as they were gathered."""
+
+    def one(group):
+        stage, x, _ = block(group=group, sequence=sequence, dropout=dropout)
+        return kept(stage, x.chunk(tp, 1)[group.rank].contiguous() if sequence else x)
+
+    masks, scores = (2, 3) if dropout else (0, 1)
+    whole += masks if not sequence else 0
+    wanted = (whole + (16 + masks - whole) / tp) * SBH + scores * ASSB / tp
+    for found in in_threads(local_groups("tp", tp), one):
+        assert found == pytest.approx(wanted, rel=0.05)
 
 
 def test_the_kernel_keeps_no_scores_so_selective_is_free_there():

@@ -12,6 +12,9 @@ from raypar.actors.layers import ops
 from raypar.actors.layers.cross_entropy import vocab_parallel_cross_entropy
 from raypar.actors.layers.dropout import DividedDropout
 from raypar.actors.layers.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, cut_of
+from raypar.actors.models.gpt import GPTModel
+from raypar.actors.models.parallelize import TensorParallel
+from raypar.actors.specs import GPT
 from raypar.actors.transport.local_group import local_groups
 from tests.actors.logical import in_threads, together
 
@@ -178,3 +181,19 @@ def test_dropout_of_a_part_of_the_sequence_is_a_part_of_dropout():
         parts.append(DividedDropout(0.4, group, dim=1)(x[:, 2 * group.rank : 2 * group.rank + 2]))
     assert torch.equal(torch.cat(parts, 1), wanted)
     assert torch.equal(DividedDropout(0.4, local_groups("tp", 2)[0], dim=1).eval()(x), x)
+
+
+def test_a_plan_changes_what_it_names_and_nothing_inside_of_that():
+    model = GPTModel(GPT(layers=2, hidden=8, heads=2, seq=4, vocab=5))
+    tensors = TensorParallel(model, local_groups("tp", 2)[1], sequence=True)
+    (block,) = model.materialize([1], 0, tensors.divide)
+    kinds = {name: type(module) for name, module in block.named_modules()}
+    assert kinds["drop"] is DividedDropout
+    assert kinds["attn.core.drop"] is nn.Dropout, "nothing is dropped, and * is one part of a name"
+    assert tensors.cuts["blocks.0.attn.q.weight"] == Cut((8, 8), 0, (4, 8))
+    assert tensors.cuts["blocks.0.mlp.down.weight"] == Cut((8, 32), 1, (16, 32))
+    assert tensors.partial == {
+        *(f"blocks.0.norm{number}.{name}" for number in (1, 2) for name in ("weight", "bias")),
+        "blocks.0.attn.out.bias",
+        "blocks.0.mlp.down.bias",
+    }

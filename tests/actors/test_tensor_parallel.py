@@ -11,10 +11,12 @@ from typing import get_args
 import pytest
 import torch
 
+from raypar.actors.plan import ActionError
 from raypar.actors.shards import assemble
 from raypar.actors.specs import GPT, AdamW, Llama, Positions
 from raypar.parity import train_plainly
 from raypar.report import losses_of, mean_loss
+from raypar.schedules.action import Op
 from tests.actors.team import Team
 from tests.actors.test_copies import loaded, saved
 
@@ -216,3 +218,20 @@ def read(team, folder):
     folder.mkdir(exist_ok=True)
     tensors = saved(team, folder)
     return {name: assemble(folder, logical) for name, logical in tensors.items()}, tensors
+
+
+@pytest.mark.parametrize("op", [Op.F, Op.B])
+def test_a_member_that_is_gone_is_told_by_the_action_that_waits_for_it(op):
+    team = team_of(2)
+    _, gone = team.all
+    perform = gone._perform[op]
+
+    def leave(action):
+        gone.abort()
+        perform(action)
+
+    gone._perform[op] = leave
+    for rank, error in enumerate(team.each(lambda actor: actor.run("train", 0))):
+        assert isinstance(error, ActionError)
+        assert error.secondary
+        assert str(error).startswith(f"actor pp=0 tp={rank}: action 0{op.value}0")
