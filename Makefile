@@ -5,7 +5,8 @@ ARGS ?=
 
 venv := .venv
 python := $(venv)/bin/python
-install := $(python) -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable
+# Of what is installed a tenth is ever imported, and Python compiles that then.
+install := $(python) -m pip install -qq --disable-pip-version-check --no-compile --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
