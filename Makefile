@@ -5,8 +5,7 @@ ARGS ?=
 
 venv := .venv
 python := $(venv)/bin/python
-# Of what is installed a tenth is ever imported, and Python compiles that then.
-install := $(python) -m pip install -qq --disable-pip-version-check --no-compile --constraint constraints.txt --editable
+install := $(python) -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
