@@ -51,6 +51,7 @@ def register(
     """
 
     def add(generate: G) -> G:
+        """Put the generator into the table, if its name will do."""
         faults = []
         if not _NAME.fullmatch(name) or name.endswith((".csv", ".py")):
             faults.append("a name has 1 to 100 of the characters A-Z a-z 0-9 . _ - and ends neither in .csv nor in .py")

@@ -169,6 +169,7 @@ def part_of(schedule: Schedule, ranks: tuple[int, int], microbatches: Sequence[i
         return low <= stage < high or (stage < 0 and low == 0) or (stage >= whole and high == whole)
 
     def renumbered(action: Action) -> Action | None:
+        """The action with its new numbers; None if it is left out."""
         stage, op, microbatch = action
         if microbatch is not None:
             microbatch = number.get(microbatch) if microbatch < schedule.num_microbatches else microbatch + beyond

@@ -112,6 +112,7 @@ def read(folder: Path) -> Past:
     folder, faults = absolute(folder), list[str]()
 
     def part(name: str, parse: Callable[[bytes], T], missing: T) -> T:
+        """What one file says; ``missing`` if it is not there, or if it is damaged, which is added to the faults."""
         try:
             return parse(read_plain(folder / name, _MOST[name]))
         except FileNotFoundError:
