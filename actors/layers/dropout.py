@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypar.actors.group import Group
+from raypar.actors.portion import Portion
+
+Portions = Mapping[int, Portion]  # by dim; of others all is here
 
 
 class DividedDropout(nn.Dropout):
-    """Dropout of a tensor of which each member has an equal part along ``dim``.
+    """Dropout of a tensor of which a part is here.
 
     Every member draws the whole mask, from equal generators, so that they stay equal.
     """
 
-    def __init__(self, p: float, group: Group, dim: int) -> None:
+    def __init__(self, p: float, portions: Portions) -> None:
         super().__init__(p)
-        self._group, self._dim = group, dim
+        self.portions = portions
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.p or not self.training:
             return x
-        size, ranks = x.shape[self._dim], self._group.size
-        whole = x.new_ones([size * ranks if dim == self._dim else length for dim, length in enumerate(x.shape)])
-        mask = F.dropout(whole, self.p).narrow(self._dim, self._group.rank * size, size)
+        shape = [self.portions.get(dim, Portion()).whole(length) for dim, length in enumerate(x.shape)]
+        mask = F.dropout(x.new_ones(shape), self.p)
+        for dim, portion in self.portions.items():
+            mask = portion.take(mask, dim)
         return x * mask.clone()  # the backward keeps it, and with a view all of it
+
+
+def divided(drop: nn.Dropout, portions: Portions) -> DividedDropout:
+    """The dropout of what is here of what ``drop`` has been given so far."""
+    before = drop.portions if isinstance(drop, DividedDropout) else {}
+    after = {dim: before.get(dim, Portion()).then(portion) for dim, portion in portions.items()}
+    return DividedDropout(drop.p, {**before, **after})

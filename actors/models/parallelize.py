@@ -1,18 +1,16 @@
-"""From a model's layers to an actor's part of them, by the model's plan."""
+"""From a model's layers to a tensor rank's part of them, by the model's plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
 
 from torch import nn
 
 from raypar.actors.cut import Cut
 from raypar.actors.group import Group
 from raypar.actors.layers.cross_entropy import vocab_parallel_cross_entropy
-from raypar.actors.layers.dropout import DividedDropout
+from raypar.actors.layers.dropout import divided
 from raypar.actors.layers.ops import Move, all_gather, copy_to, reduce_from, reduce_scatter
 from raypar.actors.layers.tensor import (
     ColumnParallelLinear,
@@ -22,21 +20,12 @@ from raypar.actors.layers.tensor import (
     cut_of,
 )
 from raypar.actors.models.attention import Attention
+from raypar.actors.models.division import Change, Division, Made
 from raypar.actors.models.model import IGNORED, Kind, Model
+from raypar.actors.portion import Portion
 
 
-class Made(NamedTuple):
-    """What became of a module; by the names of its parameters what of them is here, and whose gradients are partial."""
-
-    module: nn.Module
-    cuts: Mapping[str, Cut] = {}
-    partial: Set[str] = frozenset()
-
-
-Change = Callable[[nn.Module, "TensorParallel"], Made]
-
-
-class TensorParallel:
+class TensorParallel(Division):
     """Divides layers over a group as Megatron does (Shoeybi et al. 2019): the same on every member outside of the
     attention and the MLP, inside each member has its heads and its columns.
 
@@ -53,31 +42,24 @@ class TensorParallel:
 
     With ``sequence`` what stands outside of attention and MLP is divided too, along the sequence, dim 1 of what goes
     through the layers (Korthikanti et al. 2022, section 4.2.2): as many bytes, and norms and dropout once.
-
-    cuts     what of each parameter is here, by logical name; not there: all of it
-    partial  the parameters that are here as on every member, but whose gradients are of this member's own part
     """
 
     def __init__(self, model: Model, group: Group, *, sequence: bool) -> None:
-        self.model, self.group, self.sequence = model, group, sequence
+        super().__init__(model)
+        self.group, self.sequence = group, sequence
+        self.portion = Portion.at(group.rank, group.size)
         self.enter: Move = partial(all_gather, group=group, dim=1) if sequence else partial(copy_to, group=group)
         self.leave: Move = (
             partial(reduce_scatter, group=group, dim=1) if sequence else partial(reduce_from, group=group)
         )
-        self.cuts: dict[str, Cut] = {}
-        self.partial: set[str] = set()
+
+    @property
+    def changes(self) -> Mapping[Kind, Change]:
+        return _CHANGES
 
     def divide(self, name: str, layer: nn.Module) -> Mapping[str, Cut]:
-        """Divide a layer in place, before it has weights; the cuts by names in the layer."""
-        found: dict[str, Cut] = {}
-        for pattern, kind in self.model.tensor_plan:
-            inside = [inner for inner, _ in layer.named_modules() if _matches(f"{name}.{inner}", pattern)]
-            for inner in inside:
-                made = _CHANGES[kind](layer.get_submodule(inner), self)
-                _put(layer, inner, made.module)
-                found |= {f"{inner}.{parameter}": cut for parameter, cut in made.cuts.items()}
-                self.partial |= {f"{name}.{inner}.{parameter}" for parameter in made.partial}
-        self.cuts |= {f"{name}.{inner}": cut for inner, cut in found.items()}
+        """As every Division; what is whole here is given the tokens of this member only, if they are divided."""
+        found = super().divide(name, layer)
         if self.sequence:
             self.partial |= {f"{name}.{inner}" for inner, _ in layer.named_parameters() if inner not in found}
         return found
@@ -115,7 +97,7 @@ def _heads(module: nn.Module, tensors: TensorParallel) -> Made:
         start = group.rank * heads // group.size
         core.alibi = core.alibi.part(start, start + heads // group.size)
     if core.drop.p:
-        core.drop, core.kind = DividedDropout(core.drop.p, group, dim=1), "materialised"
+        core.drop, core.kind = divided(core.drop, {1: tensors.portion}), "materialised"
     made = {"q": _column(module.q, tensors)}
     if kv_heads % group.size == 0:
         made |= {"k": _column(module.k, tensors), "v": _column(module.v, tensors)}
@@ -144,7 +126,7 @@ def _logits(module: nn.Module, tensors: TensorParallel) -> Made:
 
 def _drop(module: nn.Module, tensors: TensorParallel) -> Made:
     assert isinstance(module, nn.Dropout)
-    return Made(DividedDropout(module.p, tensors.group, dim=1) if tensors.sequence else module)
+    return Made(divided(module, {1: tensors.portion}) if tensors.sequence else module)
 
 
 def _table(module: nn.Module, tensors: TensorParallel) -> Made:
@@ -163,14 +145,3 @@ _CHANGES: Mapping[Kind, Change] = {
     "drop": _drop,
     "table": _table,
 }
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Whether a name fits a pattern, part by part: ``*`` is one part."""
-    pair = name.split("."), pattern.split(".")
-    return len(pair[0]) == len(pair[1]) and all(map(fnmatchcase, *pair))
-
-
-def _put(layer: nn.Module, inner: str, made: nn.Module) -> None:
-    outer, _, last = inner.rpartition(".")
-    setattr(layer.get_submodule(outer), last, made)

@@ -14,6 +14,7 @@ from raypar.actors.layers.dropout import DividedDropout
 from raypar.actors.layers.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, cut_of
 from raypar.actors.models.gpt import GPTModel
 from raypar.actors.models.parallelize import TensorParallel
+from raypar.actors.portion import Portion
 from raypar.actors.specs import GPT
 from raypar.actors.transport.local_group import local_groups
 from tests.actors.logical import in_threads, together
@@ -178,9 +179,9 @@ def test_dropout_of_a_part_of_the_sequence_is_a_part_of_dropout():
     wanted, parts = F.dropout(x, 0.4), []
     for group in local_groups("tp", 3):
         torch.manual_seed(1)
-        parts.append(DividedDropout(0.4, group, dim=1)(x[:, 2 * group.rank : 2 * group.rank + 2]))
+        parts.append(DividedDropout(0.4, {1: Portion.at(group.rank, 3)})(x[:, 2 * group.rank : 2 * group.rank + 2]))
     assert torch.equal(torch.cat(parts, 1), wanted)
-    assert torch.equal(DividedDropout(0.4, local_groups("tp", 2)[0], dim=1).eval()(x), x)
+    assert torch.equal(DividedDropout(0.4, {1: Portion.at(0, 2)}).eval()(x), x)
 
 
 def test_a_plan_changes_what_it_names_and_nothing_inside_of_that():

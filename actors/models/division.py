@@ -1,0 +1,67 @@
+"""What every way of dividing a model's layers has in common: the model's plan is gone through, module by module."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Set
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from raypar.actors.cut import Cut
+from raypar.actors.models.model import Kind, Model
+
+
+class Made(NamedTuple):
+    """What became of a module; by the names of its parameters what of them is here, and whose gradients are partial."""
+
+    module: nn.Module
+    cuts: Mapping[str, Cut] = {}
+    partial: Set[str] = frozenset()
+
+
+Change = Callable[[nn.Module, Any], Made]  # of a module, by a Division
+
+
+class Division(ABC):
+    """Divides the layers of a model over groups.
+
+    cuts     what of each parameter is here, by logical name; not there: all of it
+    partial  the parameters that are here as on every member, but whose gradients are of this member's own part
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.cuts: dict[str, Cut] = {}
+        self.partial: set[str] = set()
+
+    @property
+    @abstractmethod
+    def changes(self) -> Mapping[Kind, Change]:
+        """What becomes of a module of each kind that the plan knows; of others nothing does."""
+
+    def divide(self, name: str, layer: nn.Module) -> Mapping[str, Cut]:
+        """Divide a layer in place, before it has weights; the cuts by names in the layer."""
+        found: dict[str, Cut] = {}
+        for pattern, kind in self.model.tensor_plan:
+            if (change := self.changes.get(kind)) is None:
+                continue
+            for inner in [inner for inner, _ in layer.named_modules() if _matches(f"{name}.{inner}", pattern)]:
+                made = change(layer.get_submodule(inner), self)
+                _put(layer, inner, made.module)
+                found |= {f"{inner}.{parameter}": cut for parameter, cut in made.cuts.items()}
+                self.partial |= {f"{name}.{inner}.{parameter}" for parameter in made.partial}
+        self.cuts |= {f"{name}.{inner}": cut for inner, cut in found.items()}
+        return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a name fits a pattern, part by part: ``*`` is one part."""
+    pair = name.split("."), pattern.split(".")
+    return len(pair[0]) == len(pair[1]) and all(map(fnmatchcase, *pair))
+
+
+def _put(layer: nn.Module, inner: str, made: nn.Module) -> None:
+    outer, _, last = inner.rpartition(".")
+    setattr(layer.get_submodule(outer), last, made)
