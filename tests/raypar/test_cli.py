@@ -333,7 +333,7 @@ def test_a_ray_that_does_not_start_is_a_failed_run(said, monkeypatch, data, erro
 
 def test_sigterm_ends_a_run_and_its_actors(data, tmp_path):
     path = tmp_path / "log.jsonl"
-    words = ["train", "gpt-tiny", *data, "--steps", "1000000", "--log", str(path)]
+    words = ["train", "gpt-tiny", *data, "--steps", "1000000", "--mesh.pp", "1", "--log", str(path)]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     command = [sys.executable, "-m", "raypar.cli", *words]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as run:
