@@ -1,4 +1,4 @@
-"""From a model's layers to a tensor rank's part of them, by the model's plan."""
+"""From a model's layers to an actor's part of them, by the model's plan."""
 
 from __future__ import annotations
 
@@ -20,9 +20,21 @@ from raypar.actors.layers.tensor import (
     cut_of,
 )
 from raypar.actors.models.attention import Attention
+from raypar.actors.models.context import ContextParallel
 from raypar.actors.models.division import Change, Division, Made
 from raypar.actors.models.model import IGNORED, Kind, Model
+from raypar.actors.plan import Plan
 from raypar.actors.portion import Portion
+
+
+def divisions_of(plan: Plan, model: Model, groups: Mapping[str, Group]) -> list[Division]:
+    """How the layers of a run are divided, in this order: by tokens, then by weights."""
+    divisions: list[Division] = []
+    if "cp" in groups:
+        divisions.append(ContextParallel(model, groups["cp"], plan.context))
+    if "tp" in groups:
+        divisions.append(TensorParallel(model, groups["tp"], sequence=plan.sequence_parallel))
+    return divisions
 
 
 class TensorParallel(Division):
