@@ -14,7 +14,7 @@ from raypar.actors.cut import Cut
 from raypar.actors.group import Group, nbytes
 from raypar.actors.models.build import build_model
 from raypar.actors.models.division import divide
-from raypar.actors.models.model import Model
+from raypar.actors.models.model import Model, undivided
 from raypar.actors.models.parallelize import divisions_of
 from raypar.actors.place import Place
 from raypar.actors.plan import Plan
@@ -62,7 +62,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
     parts = model.stages(plan.split, train.num_stages)
     own = train.stages_of(plan.world.pp(plan.rank))
     indices = [index for number in own for index in parts[number]]
-    made = model.materialize(indices, plan.seed, partial(divide, divisions))
+    made = model.materialize(indices, plan.seed, partial(divide, divisions) if divisions else undivided)
     modules = dict(zip(indices, made, strict=True))
     place.settle(modules.values())
     ties, same = ties_of(model, homes_of(model, plan.split, train))

@@ -45,6 +45,7 @@ class Ring:
             here = coming
 
     def back(self, own: Tensor, contribute: Contribute) -> Tensor:
+        """The contributions for others are handed on, each with what was made of it so far; the own one stays."""
         under_way: list[Handle] = []
         visits = self.visit(own)
         home = contribute(*next(visits))

@@ -102,7 +102,10 @@ def moved(context, size, kv_heads=4):
         out = core(*x)
         there = group.ledger.entries()
         out.sum().backward()
-        return tuple({key: tuple(entry) for key, entry in table.items()} for table in (there, group.ledger.entries()))
+        return tuple(
+            {key: (entry.calls, entry.bytes) for key, entry in table.items()}
+            for table in (there, group.ledger.entries())
+        )
 
     return in_threads(groups, one)
 
