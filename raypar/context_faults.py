@@ -18,7 +18,7 @@ def context_faults(model: GPT | Llama | Layers, mesh: Mesh, context: Context, *,
         yield f"mesh.cp is {cp}: the user's own Layers can't be divided by tokens, only a GPT or Llama: set it to 1"
         return
     if model.seq % (pieces := pieces_of(context, cp)):
-        what = f"context {context!r} cuts a sequence into {pieces} pieces" if pieces > cp else f"mesh.cp is {cp}"
+        what = f"mesh.cp {cp}: context {context!r} cuts a sequence into {pieces} pieces"
         yield f"{what}, but model.seq is {model.seq}: use {_near(model.seq, pieces)}"
     elif sequence and model.seq // cp % mesh.tp:
         whole = pieces * mesh.tp
