@@ -94,8 +94,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: View, carrier: Carrier) -> Tensor:
-        length = q.shape[2]
-        out = torch.zeros_like(q, dtype=_exact(q), memory_format=torch.contiguous_format)
+        B, N, length, d = q.shape
+        out = q.new_zeros((B, length, N, d), dtype=_exact(q)).transpose(1, 2)  # whoever joins the heads copies nothing
         total = out.new_full(q.shape[:3], -math.inf)  # logarithm of what the outputs were divided by
         for source, kv in carrier.visit(torch.stack((k, v))):
             for block in view.blocks(source, length):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from raypar.actors.models.build import build_model
+from raypar.actors.models.context import ContextParallel
 from raypar.actors.models.model import undivided
 from raypar.actors.models.parallelize import TensorParallel
 from raypar.actors.place import Host
@@ -92,6 +93,23 @@ def test_of_a_divided_block_each_member_keeps_its_part(tp, sequence, whole, drop
     whole += masks if not sequence else 0
     wanted = (whole + (16 + masks - whole) / tp) * SBH + scores * ASSB / tp
     for found in in_threads(local_groups("tp", tp), one):
+        assert found == pytest.approx(wanted, rel=0.05)
+
+
+@pytest.mark.parametrize("context", ["ring", "all_gather", "ulysses", "rsa"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_of_divided_sequences_each_member_keeps_its_part(cp, context):
+    """With rsa rows of scores too; with ulysses the output of all tokens, and what of it comes back."""
+
+    def one(group):
+        model = build_model(GPT(layers=1, hidden=H, heads=A, seq=S, vocab=7), 0)
+        made = model.materialize([1], 0, ContextParallel(model, group, context).divide)
+        stage = Stage(model, [1], made, place=Host(), is_last=False, recompute="none", seed=0)
+        stage.begin(train=True)
+        return kept(stage, torch.randn(B, S // cp, H))
+
+    wanted = (16 * SBH + {"rsa": ASSB, "ulysses": SBH}.get(context, 0)) / cp
+    for found in in_threads(local_groups("cp", cp), one):
         assert found == pytest.approx(wanted, rel=0.05)
 
 
