@@ -11,7 +11,8 @@ from raypar.actors.cut import Cut
 from raypar.actors.group import Group
 from raypar.actors.layers.cross_entropy import vocab_parallel_cross_entropy
 from raypar.actors.layers.dropout import divided
-from raypar.actors.layers.ops import Move, all_gather, copy_to, reduce_from, reduce_scatter
+from raypar.actors.layers.gathered import Gathering
+from raypar.actors.layers.ops import Move, copy_to, reduce_from, reduce_scatter
 from raypar.actors.layers.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -60,7 +61,6 @@ class TensorParallel(Division):
         super().__init__(model)
         self.group, self.sequence = group, sequence
         self.portion = Portion.at(group.rank, group.size)
-        self.enter: Move = partial(all_gather, group=group, dim=1) if sequence else partial(copy_to, group=group)
         self.leave: Move = (
             partial(reduce_scatter, group=group, dim=1) if sequence else partial(reduce_from, group=group)
         )
@@ -78,7 +78,10 @@ class TensorParallel(Division):
 
 
 def _enter(module: nn.Module, tensors: TensorParallel) -> Made:
-    module.register_forward_pre_hook(lambda _, inputs: (tensors.enter(inputs[0]), *inputs[1:]))
+    if tensors.sequence:
+        Gathering(module, tensors.group, dim=1)
+    else:
+        module.register_forward_pre_hook(lambda _, inputs: (copy_to(inputs[0], tensors.group), *inputs[1:]))
     return Made(module)
 
 

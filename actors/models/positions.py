@@ -68,15 +68,24 @@ class Rope:
     def __init__(self, seq: int, width: int, base: float) -> None:
         self._seq, self._width, self._base = seq, width, base
         self._table: tuple[Tensor, Tensor] | None = None
+        self._here: tuple[Portion, int, list[Tensor]] | None = None  # the part of it that was asked for last
 
     def turn(self, x_BNSd: Tensor, tokens: Portion) -> Tensor:
         """Every head's vector, turned; S are these tokens of the sequence."""
+        cos, sin = self._rows(tokens, x_BNSd)
+        one, other = x_BNSd.chunk(2, dim=-1)
+        return torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1)
+
+    def _rows(self, tokens: Portion, x_BNSd: Tensor) -> list[Tensor]:
+        """Cosines and sines (S, d/2) of the angles of these tokens."""
         if self._table is None:
             angles = _angles(self._seq, self._width, self._base)
             self._table = angles.cos().to(x_BNSd), angles.sin().to(x_BNSd)
-        cos, sin = (tokens.take(part[: tokens.whole(x_BNSd.shape[-2])], 0) for part in self._table)
-        one, other = x_BNSd.chunk(2, dim=-1)
-        return torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1)
+        length = x_BNSd.shape[-2]
+        if self._here is None or self._here[:2] != (tokens, length):
+            rows = [tokens.take(part[: tokens.whole(length)], 0) for part in self._table]
+            self._here = tokens, length, rows
+        return self._here[2]
 
 
 class Alibi:

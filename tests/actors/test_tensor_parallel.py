@@ -194,6 +194,16 @@ def test_along_the_sequence_as_many_bytes_are_sent():
     assert [team.ledger("pp")[0]["send"][1] for team in teams] == [m * wide, m * wide // tp]
 
 
+def test_selective_gathers_the_inputs_of_attention_and_mlp_once_more():
+    fields = {"model": replace(TINY, seq=8), "data": longer, "sequence_parallel": True}
+    teams = [team_of(2, recompute=recompute, **fields) for recompute in ("none", "selective")]
+    plain, again = [team.step(0) and team.ledger("tp")[0] for team in teams]
+    calls, size = plain.pop("all_gather")
+    more = 2 * (2 * 3 + 1)  # of two microbatches: two a block, and the head's
+    assert again.pop("all_gather") == (calls + more, size + more * 2 * 8 * 16 * 4 // 2)
+    assert again == plain
+
+
 LAYOUTS = {"alone": (1, 1, 1, 0), "tp=2": (2, 1, 1, 0), "tp=4": (4, 1, 1, 0), "all": (2, 2, 2, 0), "zero": (2, 2, 2, 1)}
 
 
