@@ -5,7 +5,7 @@ They are frozen dataclasses so that a run can be written down, compared, shipped
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -123,6 +123,11 @@ class Layers:
     """tokens a sequence, for a model over text; with other data leave it out"""
     vocab: Count = 256
     """token ids run from 0 to vocab - 1, for a model over text"""
+    plan: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """tensor parallelism (``mesh.tp``): how modules are divided, by patterns of their names ``layers.<i>.<name inside>``,
+    in which ``*`` is one part. column divides an nn.Linear by outputs, row one by inputs, with outputs that are summed;
+    column_gather_output one by outputs that are put together again; embedding an nn.Embedding by ids; dropout is an
+    nn.Dropout between a column and a row; shared is a module there that stays whole. All else is done by every actor"""
 
 
 @dataclass(frozen=True)
