@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -94,7 +94,7 @@ class Recording:
             for key, value in zip(whole, self.values(whole.values(), seed), strict=True)
         }
         for table, name, tensor in slots:
-            table[name] = made[id(tensor)]
+            cast(dict[str, Tensor], table)[name] = made[id(tensor)]
 
     def values(self, tensors: Iterable[Tensor], seed: int) -> list[Tensor]:
         """What meta tensors stand for, on the CPU, each a window on a storage that it may share with others; real

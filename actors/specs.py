@@ -124,10 +124,10 @@ class Layers:
     vocab: Count = 256
     """token ids run from 0 to vocab - 1, for a model over text"""
     plan: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """tensor parallelism (``mesh.tp``): how modules are divided, by patterns of their names ``layers.<i>.<name inside>``,
-    in which ``*`` is one part. column divides an nn.Linear by outputs, row one by inputs, with outputs that are summed;
-    column_gather_output one by outputs that are put together again; embedding an nn.Embedding by ids; dropout is an
-    nn.Dropout between a column and a row; shared is a module there that stays whole. All else is done by every actor"""
+    """how modules are divided over ``mesh.tp``, by patterns of their names ``layers.<i>.<name inside>``; ``*`` is one
+    part. column divides an nn.Linear by outputs, row by inputs (the outputs are summed), column_gather_output by outputs
+    that are put together again; embedding divides an nn.Embedding by ids; dropout is an nn.Dropout between a column and
+    a row, shared any other module there that has weights. All else is done alike by every actor"""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from raypar.actors.layers.ops import Move
 
 
 class Entrance:
-    """Several layers that are given the same tensor, one after the other, are given the same copy of it: their gradients
-    are added up before they are summed over the group, in one message (queries, keys and values, say).
+    """Gives layers that are given the same tensor, one after the other, the same copy of it: their gradients are added
+    up here before they are summed over the group, in one message (those of queries, keys and values, say).
 
     The last tensor is kept until another one comes.
 

@@ -55,7 +55,8 @@ class LayersModel(Model):
         """Copies of these layers, which are divided first and then get their parts of the weights, of one layer's whole
         ones at a time. The skeleton stays whole: everybody counts by it."""
         own = _copied(self.skeleton, layers)
-        whole = {**dict(own.named_parameters(remove_duplicate=False)), **dict(own.named_buffers(remove_duplicate=False))}
+        whole: dict[str, Tensor] = dict(own.named_parameters(remove_duplicate=False))
+        whole |= dict(own.named_buffers(remove_duplicate=False))
         cuts = {id(whole[name]): cut for name, cut in _divided(divide, own).items()}
         made: dict[int, Tensor] = {}
         for index in layers:

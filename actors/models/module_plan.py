@@ -14,23 +14,29 @@ from raypar.actors.models.model import Kind, TensorPlan
 
 
 class Divisible(NamedTuple):
-    """A kind of plan: whose modules it divides, into what, and along which dim each of their parameters is cut."""
+    """A kind of plan.
+
+    of     the modules that it is for
+    steps  what becomes of them
+    dims   along which dim each of their parameters is cut
+    size   the attribute of a module that says how many there are to divide
+    """
 
     of: type[nn.Module]
     steps: tuple[Kind, ...]
-    dims: Mapping[str, int]
+    dims: Mapping[str, int] = {}
+    size: str = ""
 
 
 _COLUMN = {"weight": 0, "bias": 0}
 _KINDS: Mapping[str, Divisible] = {
-    "column": Divisible(nn.Linear, ("column", "copy"), _COLUMN),
-    "row": Divisible(nn.Linear, ("row",), {"weight": 1}),
-    "column_gather_output": Divisible(nn.Linear, ("column", "copy", "gather"), _COLUMN),
-    "embedding": Divisible(nn.Embedding, ("vocab",), {"weight": 0}),
-    "dropout": Divisible(nn.Dropout, ("dropout",), {}),
-    "shared": Divisible(nn.Module, ("shared",), {}),
+    "column": Divisible(nn.Linear, ("column", "copy"), _COLUMN, "out_features"),
+    "row": Divisible(nn.Linear, ("row",), {"weight": 1}, "in_features"),
+    "column_gather_output": Divisible(nn.Linear, ("column", "copy", "gather"), _COLUMN, "out_features"),
+    "embedding": Divisible(nn.Embedding, ("vocab",), {"weight": 0}, "num_embeddings"),
+    "dropout": Divisible(nn.Dropout, ("dropout",)),
+    "shared": Divisible(nn.Module, ("shared",)),
 }
-_EQUAL = {"column_gather_output": "are put together again", "dropout": "are given to dropout"}
 
 
 def tensor_plan_of(plan: Mapping[str, str]) -> TensorPlan:
@@ -82,27 +88,19 @@ def _unfit(kind: str, module: nn.Module) -> str | None:
 
 def _size_faults(known: Mapping[str, str], names: Mapping[str, nn.Module], tp: int) -> Iterator[str]:
     """What can't be divided ``tp`` ways, and what would be divided unequally where that won't do."""
+    dropping = {_layer(name) for name, kind in known.items() if kind == "dropout"}
     for name, kind in known.items():
-        module, dims = names[name], _KINDS[kind].dims
-        if not dims:
+        if not (attribute := _KINDS[kind].size):
             continue
-        size, what = module.weight.shape[dims["weight"]], _KINDS[kind].steps[0]
-        assert isinstance(size, int)
-        parts = {"column": "outputs", "row": "inputs", "vocab": "ids"}[what]
-        dropped = kind == "column" and "dropout" in known.values() and _layer(name) in _dropping(known)
+        size = int(getattr(names[name], attribute))
+        equal = kind == "column_gather_output" or (kind == "column" and _layer(name) in dropping)
         if size < tp:
-            yield f"mesh.tp is {tp}, but {name} has {size} {parts}: set it to {size} at most, or leave it out of the plan"
-        elif size % tp and (kind in _EQUAL or dropped):
-            below = size // tp * tp
-            reason = _EQUAL[kind if kind in _EQUAL else "dropout"]
-            yield (
-                f"mesh.tp {tp} does not divide the {size} outputs of {name}, which {reason}: use {below} or {below + tp}"
-            )
-
-
-def _dropping(known: Mapping[str, str]) -> set[str]:
-    """The layers that drop what is divided."""
-    return {_layer(name) for name, kind in known.items() if kind == "dropout"}
+            fix = f"set it to {size} at most, or leave it out of the plan"
+            yield f"mesh.tp is {tp}, but {name} has {attribute} {size}: {fix}"
+        elif equal and size % tp:
+            reason = "its outputs are gathered" if kind != "column" else "there is dropout in its layer"
+            fix = f"use {size // tp * tp} or {size // tp * tp + tp}, or leave it out of the plan"
+            yield f"mesh.tp {tp} does not divide {name}'s {attribute} {size}, and {reason}: {fix}"
 
 
 def _layer(name: str) -> str:

@@ -125,7 +125,7 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         ({"mesh": Mesh(tp=2), "data_parallel": "parameter_server"}, "mesh.tp is 2, but servers hold whole weights"),
         (
             {"mesh": Mesh(tp=2), "model": Layers(fn=list, loss=max, seq=8)},
-            "mesh.tp is 2: the user's own Layers can't be divided yet, only a GPT or Llama: set it to 1",
+            "mesh.tp is 2, but of your own layers it is not known how to divide them: give Layers(plan=",
         ),
         (
             {"mesh": Mesh(tp=4), "model": GPT(vocab=3, heads=4)},
