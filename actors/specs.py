@@ -125,7 +125,7 @@ class Layers:
     """token ids run from 0 to vocab - 1, for a model over text"""
     plan: Mapping[str, str] = field(default_factory=dict, hash=False)
     """how modules are divided over ``mesh.tp``, by patterns of their names ``layers.<i>.<name inside>``; ``*`` is one
-    part. column divides an nn.Linear by outputs, row by inputs (the outputs are summed), column_gather_output by outputs
+    part. column divides an nn.Linear by outputs, row by inputs (outputs are summed), column_gather_output by outputs
     that are put together again; embedding divides an nn.Embedding by ids; dropout is an nn.Dropout between a column and
     a row, shared any other module there that has weights. All else is done alike by every actor"""
 

@@ -47,8 +47,7 @@ class Division(ABC):
         for pattern, kind in self.model.tensor_plan:
             if (change := self.changes.get(kind)) is None:
                 continue
-            for inner in [inner for inner, _ in layer.named_modules() if matches(f"{name}.{inner}", pattern)]:
-                module = layer.get_submodule(inner)
+            for inner, module in named(layer, name, pattern):
                 made = change(module, self)
                 _become(module, made.module)
                 found |= {f"{inner}.{parameter}": cut for parameter, cut in made.cuts.items()}
@@ -57,7 +56,14 @@ class Division(ABC):
         return found
 
 
-def matches(name: str, pattern: str) -> bool:
+def named(layer: nn.Module, name: str, pattern: str) -> list[tuple[str, nn.Module]]:
+    """The modules of a layer that a pattern names: each once, by its first name, whichever of its names fits."""
+    every = layer.named_modules(prefix=name, remove_duplicate=False)
+    fits = {id(module) for path, module in every if _matches(path, pattern)}
+    return [(inner, module) for inner, module in layer.named_modules() if id(module) in fits]
+
+
+def _matches(name: str, pattern: str) -> bool:
     """Whether a name fits a pattern, part by part: ``*`` is one part, ``[qkv]`` one of three letters."""
     pair = name.split("."), pattern.split(".")
     return len(pair[0]) == len(pair[1]) and all(map(fnmatchcase, *pair))

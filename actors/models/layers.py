@@ -57,7 +57,8 @@ class LayersModel(Model):
         own = _copied(self.skeleton, layers)
         whole: dict[str, Tensor] = dict(own.named_parameters(remove_duplicate=False))
         whole |= dict(own.named_buffers(remove_duplicate=False))
-        cuts = {id(whole[name]): cut for name, cut in _divided(divide, own).items()}
+        named = _divided(divide, own)
+        cuts = {id(whole[name]): cut for name, cut in named.items()}
         made: dict[int, Tensor] = {}
         for index in layers:
             slots = _slots(str(index), own[str(index)])
@@ -68,6 +69,8 @@ class LayersModel(Model):
                 made[key] = tensor if part is tensor else as_kind_of(tensor, part)
             for table, inner, name in slots:
                 table[inner] = made[id(whole[name])]
+            if any(name.startswith(f"{index}.") for name in named):
+                _annotate(own[str(index)])
         return [own[str(index)] for index in layers]
 
     def loss(self, output: Values, target: Values) -> Tensor:
@@ -115,6 +118,24 @@ def _slots(prefix: str, layer: nn.Module) -> list[tuple[dict[str, Any], str, str
         for inner, tensor in table.items()
         if tensor is not None
     ]
+
+
+def _annotate(layer: nn.Module) -> None:
+    """Have shapes that don't fit in the user's code told with what may be behind that."""
+    forward = layer.forward
+
+    def annotated(*values: Tensor) -> Any:
+        try:
+            return forward(*values)
+        except RuntimeError as error:
+            if type(error) is RuntimeError:  # torch's
+                error.add_note(
+                    "(of what a column linear layer makes, an actor has only a part: view it with -1, "
+                    "or count the features and heads that are there, and end with a row linear layer)"
+                )
+            raise
+
+    layer.forward = annotated  # type: ignore[method-assign]
 
 
 def _shared(names: Sequence[str], modules: Sequence[nn.Module]) -> tuple[tuple[str, str], ...]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from raypar.actors.models.division import matches
+from raypar.actors.models.division import named
 from raypar.actors.models.model import Kind, TensorPlan
 
 
@@ -46,24 +46,25 @@ def tensor_plan_of(plan: Mapping[str, str]) -> TensorPlan:
 
 def plan_faults(plan: Mapping[str, str], layers: Mapping[str, nn.Module], tp: int) -> Iterator[str]:
     """Everything that keeps ``layers``, which have names and shapes only, from being divided ``tp`` ways by a plan."""
-    names = {f"{layer}.{inner}".rstrip("."): one for layer, m in layers.items() for inner, one in m.named_modules()}
-    known: dict[str, str] = {}  # by the name of a module: its kind
+    whole = nn.ModuleDict({layer.rpartition(".")[2]: module for layer, module in layers.items()})
+    known: dict[str, str] = {}  # by the first name of a module: its kind
     for pattern, kind in plan.items():
         if kind not in _KINDS:
-            yield f"model.plan: {pattern!r} is {kind!r}, which is no kind: use {_near(kind, _KINDS)}"
+            yield f"model.plan: {pattern!r} is {kind!r}, which is no kind: use {_near(kind)}"
             continue
-        named = [name for name in names if matches(name, pattern)]
-        if not named:
-            yield f"model.plan: {pattern!r} names no module: {_nearest_names(pattern, names)}"
-        wrong = [fault for name in named if (fault := _unfit(kind, names[name]))]
-        if wrong:
-            one = next(name for name in named if _unfit(kind, names[name]))
-            yield f"model.plan: {pattern!r} is {kind!r}, but {one} {wrong[0]}"
-        if twice := [name for name in named if name in known]:
+        chosen = {f"layers.{inner}": module for inner, module in named(whole, "layers", pattern)}
+        if not chosen:
+            yield f"model.plan: {pattern!r} names no module: use {_nearest_names(pattern, whole)}"
+        unfit = {name: fault for name, module in chosen.items() if (fault := _unfit(kind, module))}
+        if unfit:
+            name, fault = next(iter(unfit.items()))
+            yield f"model.plan: {pattern!r} is {kind!r}, but {name} {fault}"
+        if twice := [name for name in chosen if name in known]:
             yield f"model.plan: {pattern!r} names {twice[0]}, which another pattern names, too: change one of them"
-        known |= {name: kind for name in named if name not in known and not wrong}
-    yield from _size_faults(known, names, tp)
-    yield from _tie_faults(known, layers)
+        known |= {name: kind for name in chosen if name not in known and name not in unfit}
+    kinds = {whole.get_submodule(name.removeprefix("layers.")): kind for name, kind in known.items()}
+    yield from _size_faults(known, whole, tp)
+    yield from _tie_faults(kinds, whole)
 
 
 def _unfit(kind: str, module: nn.Module) -> str | None:
@@ -86,13 +87,13 @@ def _unfit(kind: str, module: nn.Module) -> str | None:
     return None
 
 
-def _size_faults(known: Mapping[str, str], names: Mapping[str, nn.Module], tp: int) -> Iterator[str]:
+def _size_faults(known: Mapping[str, str], whole: nn.Module, tp: int) -> Iterator[str]:
     """What can't be divided ``tp`` ways, and what would be divided unequally where that won't do."""
     dropping = {_layer(name) for name, kind in known.items() if kind == "dropout"}
     for name, kind in known.items():
         if not (attribute := _KINDS[kind].size):
             continue
-        size = int(getattr(names[name], attribute))
+        size = int(getattr(whole.get_submodule(name.removeprefix("layers.")), attribute))
         equal = kind == "column_gather_output" or (kind == "column" and _layer(name) in dropping)
         if size < tp:
             fix = f"set it to {size} at most, or leave it out of the plan"
@@ -107,45 +108,37 @@ def _layer(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
-def _tie_faults(known: Mapping[str, str], layers: Mapping[str, nn.Module]) -> Iterator[str]:
-    """One weight in several places that the plan treats in different ways."""
-    first: dict[int, tuple[str, object]] = {}
-    told = set[int]()
-    for layer, whole in layers.items():
-        for inner, parameter in whole.named_parameters(remove_duplicate=False):
-            name = f"{layer}.{inner}"
-            how = _how(known, name)
-            home, other = first.setdefault(id(parameter), (name, how))
-            if how != other and id(parameter) not in told:
-                told.add(id(parameter))
+def _tie_faults(kinds: Mapping[nn.Module, str], whole: nn.Module) -> Iterator[str]:
+    """One weight in several modules that the plan treats in different ways."""
+    shared = {part for module, kind in kinds.items() if kind == "shared" for part in module.modules()}
+    first: dict[nn.Parameter, tuple[str, str]] = {}
+    for path, module in whole.named_modules(prefix="layers"):
+        dims = _KINDS[kinds[module]].dims if module in kinds else {}
+        for inner, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name, how = f"{path}.{inner}", "shared" if module in shared else "not divided"
+            how = f"divided along dim {dims[inner]}" if inner in dims else how
+            home, before = first.setdefault(parameter, (name, how))
+            if how != before:
                 yield (
-                    f"model.plan: {home} and {name} are one weight, but it is {_said(known, home)} and "
-                    f"{_said(known, name)}: divide both alike, an embedding by ids and a linear layer by columns, say"
+                    f"model.plan: {home} and {name} are one weight, but it is {before} and {how}: divide both "
+                    "alike, an embedding by ids and a linear layer by columns, say"
                 )
 
 
-def _how(known: Mapping[str, str], parameter: str) -> object:
-    """How a parameter is divided: along which dim, or that its gradients are summed."""
-    module, _, last = parameter.rpartition(".")
-    kind = known.get(module)
-    if kind is not None and (dims := _KINDS[kind].dims):
-        return dims.get(last)
-    above = [".".join(module.split(".")[:end]) for end in range(1, module.count(".") + 2)]
-    return "shared" if any(known.get(name) == "shared" for name in above) else None
+def _near(kind: str) -> str:
+    close = difflib.get_close_matches(kind, _KINDS, n=1, cutoff=0.5)
+    return repr(close[0]) if close else " or ".join(map(repr, _KINDS))
 
 
-def _said(known: Mapping[str, str], parameter: str) -> str:
-    how = _how(known, parameter)
-    return "not divided" if how is None else how if isinstance(how, str) else f"divided along dim {how}"
-
-
-def _near(word: str, known: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return repr(close[0]) if close else " or ".join(map(repr, known))
-
-
-def _nearest_names(pattern: str, names: Mapping[str, nn.Module]) -> str:
+def _nearest_names(pattern: str, whole: nn.Module) -> str:
     """The names that are most like a pattern, with ``*`` for numbers."""
-    starred = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names)
-    close = difflib.get_close_matches(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", pattern), starred, n=3, cutoff=0.3)
-    return f"use {' or '.join(map(repr, close or list(starred)[:3]))}"
+    names = [name for name, _ in whole.named_modules(prefix="layers", remove_duplicate=False) if name != "layers"]
+    starred = list(dict.fromkeys(map(_starred, names)))
+    close = difflib.get_close_matches(_starred(pattern), starred, n=3, cutoff=0.6)
+    return " or ".join(map(repr, close or starred[:3]))
+
+
+def _starred(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
