@@ -135,7 +135,7 @@ def _annotate(layer: nn.Module) -> None:
                 )
             raise
 
-    layer.forward = annotated  # type: ignore[method-assign]
+    layer.forward = annotated
 
 
 def _shared(names: Sequence[str], modules: Sequence[nn.Module]) -> tuple[tuple[str, str], ...]:

@@ -133,11 +133,12 @@ def _near(kind: str) -> str:
 
 
 def _nearest_names(pattern: str, whole: nn.Module) -> str:
-    """The names that are most like a pattern, with ``*`` for numbers."""
+    """The names that end as a pattern does, or else those that are most like it; with ``*`` for numbers."""
     names = [name for name, _ in whole.named_modules(prefix="layers", remove_duplicate=False) if name != "layers"]
     starred = list(dict.fromkeys(map(_starred, names)))
-    close = difflib.get_close_matches(_starred(pattern), starred, n=3, cutoff=0.6)
-    return " or ".join(map(repr, close or starred[:3]))
+    near = [name for name in starred if name.rpartition(".")[2] == pattern.rpartition(".")[2]]
+    near = near or difflib.get_close_matches(_starred(pattern), starred, n=3, cutoff=0.6) or starred
+    return " or ".join(map(repr, near[:3]))
 
 
 def _starred(name: str) -> str:
