@@ -50,12 +50,13 @@ class Divided:
 
 
 def _demand_alike(names: Sequence[str], own: Tensor, total: Tensor, group: Group) -> None:
-    """Squares of norms that are another member's, too, from which their sum tells whether they are; where they are but
-    rounding noise, members of different kinds may differ."""
+    """Raise ValueError if squares of norms (n,), which all members should have alike, are not the mean of the members',
+    to which ``total`` adds up. Of rounding noise they need not be: members may be machines of different kinds."""
+    if not names:
+        return
     mean = total / group.size
-    apart = (own - mean).abs() > _ALIKE * mean + _NOISE * mean.max() if names else own > 0
-    wrong = [name for name, other in zip(names, apart.tolist(), strict=True) if other]
-    if wrong:
+    apart = (own - mean).abs() > _ALIKE * mean + _NOISE * mean.max()
+    if wrong := [name for name, differs in zip(names, apart.tolist(), strict=True) if differs]:
         raise ValueError(
             f"the gradient of {wrong[0]}, which is whole on every actor of {group.axis}, differs among them "
             f"({len(wrong)} of {len(names)} do): it is used on what is divided. After a column linear layer the "

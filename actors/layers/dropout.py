@@ -23,6 +23,7 @@ class DividedDropout(nn.Dropout):
         self.portions = portions
 
     def forward(self, x: Tensor) -> Tensor:
+        """What is here of the whole tensor's dropout, of any shape."""
         if not self.p or not self.training:
             return x
         portions = {dim % x.dim(): portion for dim, portion in self.portions.items()}

@@ -172,6 +172,22 @@ def twelve(step, microbatch, dp):
     return tokens(step, microbatch, dp)
 
 
+def test_what_users_have_put_on_a_module_stays():
+    seen = []
+
+    def fn():
+        up = nn.Linear(3, 6)
+        up.name = "mine"
+        up.register_buffer("calls", torch.zeros(1))
+        up.register_forward_hook(lambda module, inputs, output: seen.append((module.calls.add_(1), output.shape)))
+        return [nn.Sequential(up, nn.Linear(6, 4))]
+
+    team = team_of(fn, {"layers.0.0": "column", "layers.0.1": "row"})
+    team.step(0)
+    assert [actor._stages[0].modules[0][0].name for actor in team.all] == ["mine", "mine"]
+    assert [(float(calls), shape) for calls, shape in seen] == [(2.0, (2, 5, 3))] * 4
+
+
 def shared_layers():
     """A layer that stands twice, and a part that two layers share."""
     first, second = Mixer(), Mixer()
