@@ -62,6 +62,9 @@ def plan_faults(plan: Mapping[str, str], layers: Mapping[str, nn.Module], tp: in
         if twice := [name for name in chosen if name in known]:
             yield f"model.plan: {pattern!r} names {twice[0]}, which another pattern names, too: change one of them"
         known |= {name: kind for name in chosen if name not in known and name not in unfit}
+    for name in [name for name, kind in known.items() if kind == "shared"]:
+        if inside := [other for other in known if other.startswith(f"{name}.")]:
+            yield f"model.plan: {name} is 'shared', but {inside[0]} in it is {known[inside[0]]!r}: name what is beside it"
     kinds = {whole.get_submodule(name.removeprefix("layers.")): kind for name, kind in known.items()}
     yield from _size_faults(known, whole, tp)
     yield from _tie_faults(kinds, whole)
@@ -89,23 +92,19 @@ def _unfit(kind: str, module: nn.Module) -> str | None:
 
 def _size_faults(known: Mapping[str, str], whole: nn.Module, tp: int) -> Iterator[str]:
     """What can't be divided ``tp`` ways, and what would be divided unequally where that won't do."""
-    dropping = {_layer(name) for name, kind in known.items() if kind == "dropout"}
+    dropping = "dropout" in known.values()
     for name, kind in known.items():
         if not (attribute := _KINDS[kind].size):
             continue
         size = int(getattr(whole.get_submodule(name.removeprefix("layers.")), attribute))
-        equal = kind == "column_gather_output" or (kind == "column" and _layer(name) in dropping)
+        equal = kind == "column_gather_output" or (kind == "column" and dropping)
         if size < tp:
             fix = f"set it to {size} at most, or leave it out of the plan"
             yield f"mesh.tp is {tp}, but {name} has {attribute} {size}: {fix}"
         elif equal and size % tp:
-            reason = "its outputs are gathered" if kind != "column" else "there is dropout in its layer"
+            reason = "its outputs are gathered" if kind != "column" else "the plan has dropout of equal parts"
             fix = f"use {size // tp * tp} or {size // tp * tp + tp}, or leave it out of the plan"
             yield f"mesh.tp {tp} does not divide {name}'s {attribute} {size}, and {reason}: {fix}"
-
-
-def _layer(name: str) -> str:
-    return ".".join(name.split(".")[:2])
 
 
 def _tie_faults(kinds: Mapping[nn.Module, str], whole: nn.Module) -> Iterator[str]:
