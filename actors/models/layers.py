@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class LayersModel(Model):
     """The layers ``layers.0``, ``layers.1``, ...; a parameter that two of them share is one logical weight.
 
-    Initial values are whatever ``fn`` gives them, drawn under the run's seed.
+    Initial values are whatever ``fn`` gives them, drawn under the run's seed. What is divided, the plan says.
     """
 
     def __init__(self, layers: Layers, seed: int) -> None:

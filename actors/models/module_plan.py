@@ -64,7 +64,8 @@ def plan_faults(plan: Mapping[str, str], layers: Mapping[str, nn.Module], tp: in
         known |= {name: kind for name in chosen if name not in known and name not in unfit}
     for name in [name for name, kind in known.items() if kind == "shared"]:
         if inside := [other for other in known if other.startswith(f"{name}.")]:
-            yield f"model.plan: {name} is 'shared', but {inside[0]} in it is {known[inside[0]]!r}: name what is beside it"
+            kind = known[inside[0]]
+            yield f"model.plan: {name} is 'shared', but {inside[0]} in it is {kind!r}: name what is beside it"
     kinds = {whole.get_submodule(name.removeprefix("layers.")): kind for name, kind in known.items()}
     yield from _size_faults(known, whole, tp)
     yield from _tie_faults(kinds, whole)

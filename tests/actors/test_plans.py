@@ -330,6 +330,10 @@ def odd():
         ({"layers.2": "column"}, "layers.2 has the parameter 'gain': leave it out of the plan"),
         ({"layers.3": "embedding"}, "layers.3 has max_norm, which writes into weights while others read them"),
         ({"layers.4": "embedding"}, "layers.4 has scale_grad_by_freq, which counts ids that other actors have"),
+        (
+            {"layers.0": "shared", "layers.0.q": "column"},
+            "layers.0 is 'shared', but layers.0.q in it is 'column'",
+        ),
         ({"layers.5": "embedding"}, "layers.5 has sparse, whose gradients can't be summed here"),
         ({"layers.*.q": "column", "layers.0.[qk]": "row"}, "'layers.0.[qk]' names layers.0.q, which another pattern"),
         (
@@ -354,7 +358,7 @@ def test_all_faults_at_once():
 
 def test_dropout_of_uneven_parts_is_refused():
     assert wrong(MIXER, tp=4, fn=mixer(channels=14))[0] == (
-        "mesh.tp 4 does not divide layers.1.mlps.1.0's out_features 14, and there is dropout in its layer: "
+        "mesh.tp 4 does not divide layers.1.mlps.1.0's out_features 14, and the plan has dropout of equal parts: "
         "use 12 or 16, or leave it out of the plan"
     )
 
