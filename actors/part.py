@@ -11,6 +11,7 @@ from torch import nn
 from raypar.actors.buckets import Bucket, pack
 from raypar.actors.cut import Cut
 from raypar.actors.group import Group, nbytes
+from raypar.actors.layers.dropout import Portions
 from raypar.actors.models.build import build_model
 from raypar.actors.models.model import Model, undivided
 from raypar.actors.models.parallelize import TensorParallel
@@ -36,6 +37,7 @@ class Part:
     ties        between different pipeline ranks; their ranks are those of the owners in the group of all updaters
     cuts        what is here of each parameter that is divided over tp, by logical name
     partial     the parameters that are not, but whose gradients are: see TensorParallel
+    outputs     what is here of the outputs of layers and of some modules in them, by logical name: see Division
     """
 
     model: Model
@@ -45,6 +47,7 @@ class Part:
     ties: list[Tie]
     cuts: Mapping[str, Cut]
     partial: Set[str]
+    outputs: Mapping[str, Portions]
 
     def share(self, owner: int) -> dict[str, nn.Parameter]:
         """The parameters of one owner."""
@@ -98,9 +101,8 @@ def build_part(plan: Plan, place: Place, tp: Group | None = None) -> Part:
         )
         for tie in ties
     ]
-    return Part(
-        model, stages, parameters, owner_of, ties, *((tensors.cuts, tensors.partial) if tensors else ({}, set()))
-    )
+    divided = (tensors.cuts, tensors.partial, tensors.outputs) if tensors else ({}, set[str](), {})
+    return Part(model, stages, parameters, owner_of, ties, *divided)
 
 
 def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -> list[Bucket]:

@@ -17,6 +17,7 @@ from raypar.actors.models.model import Values
 from raypar.actors.notes import Notes
 from raypar.actors.stage import Stage
 from raypar.actors.tape import Tape
+from raypar.actors.watch import Sight, Spot, Watch
 from raypar.schedules.action import Action
 
 
@@ -65,13 +66,28 @@ class Resident(Member):
         others = {id(p) for number, one in self._stages.items() if number != stage for p in one.parameters().values()}
         own = {name: p for name, p in self._stages[stage].parameters().items() if id(p) not in others}
         microbatches = self._plan.programs["train"].num_microbatches
-        self._stages[stage].tape = Tape(self._stages[stage].state(), own, microbatches)
+        self._stages[stage].listener = Tape(self._stages[stage].state(), own, microbatches)
 
     def recording(self, stage: int) -> tuple[tuple[int, ...], list[str], dict[str, Tensor]]:
         """What was recorded: the stage's layers, its actions in their order, and all tensors."""
-        tape = self._stages[stage].tape
-        assert tape is not None
+        tape = self._stages[stage].listener
+        assert isinstance(tape, Tape)
         return self._stages[stage].layers, tape.actions, tape.tensors
+
+    def watch(self) -> tuple[str, ...]:
+        """Keep what the layers make in the step that was opened, and the gradients there; the logical names of them,
+        and of the modules in them that are watched too."""
+        part, names = self._parts.part, list[str]()
+        for stage in self._stages.values():
+            layers = [part.model.names[index] for index in stage.layers]
+            watch = Watch(dict(zip(layers, stage.modules, strict=True)), part.outputs, is_last=stage.is_last)
+            stage.listener = watch
+            names += watch.names
+        return tuple(names)
+
+    def sight(self, spot: Spot) -> Sight | None:
+        """What is here of a tensor that was watched; None if it did not come by."""
+        return next((watch.seen[spot] for watch in map(_watch_of, self._stages.values()) if spot in watch.seen), None)
 
     def _restore(self, notes: Notes) -> None:
         self._courier.drain()
@@ -103,3 +119,8 @@ class Resident(Member):
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         for stage in self._stages.values():
             yield from ((buffer_name(self._dp, name), buffer) for name, buffer in stage.buffers().items())
+
+
+def _watch_of(stage: Stage) -> Watch:
+    assert isinstance(stage.listener, Watch)
+    return stage.listener
