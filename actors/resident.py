@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -85,9 +85,10 @@ class Resident(Member):
             names += watch.names
         return tuple(names)
 
-    def sight(self, spot: Spot) -> Sight | None:
-        """What is here of a tensor that was watched; None if it did not come by."""
-        return next((watch.seen[spot] for watch in map(_watch_of, self._stages.values()) if spot in watch.seen), None)
+    def sights(self, spots: Sequence[Spot]) -> list[Sight | None]:
+        """What is here of tensors that were watched; None for those that did not come by."""
+        watches = [stage.listener for stage in self._stages.values() if isinstance(stage.listener, Watch)]
+        return [next((watch.seen[spot] for watch in watches if spot in watch.seen), None) for spot in spots]
 
     def _restore(self, notes: Notes) -> None:
         self._courier.drain()
@@ -119,8 +120,3 @@ class Resident(Member):
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         for stage in self._stages.values():
             yield from ((buffer_name(self._dp, name), buffer) for name, buffer in stage.buffers().items())
-
-
-def _watch_of(stage: Stage) -> Watch:
-    assert isinstance(stage.listener, Watch)
-    return stage.listener

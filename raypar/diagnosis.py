@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from raypar.actors.layers.dropout import Portions
 from raypar.actors.mesh import AXES
 from raypar.actors.plan import NonFiniteError
+from raypar.actors.watch import Spot
 from raypar.causes import Case, Piece, cause_of
 from raypar.compare import norm_of, relative_error, scales_of
 from raypar.config import Run, world_of
@@ -110,15 +111,19 @@ def _first(job: Job, step: int, allowed: float) -> tuple[_Compared, Case] | None
 
 
 def _made(job: Job, plain: Watched) -> Iterator[_Compared]:
-    """What the layers make, and the gradients there."""
-    for spot, wanted in plain.tensors.items():
-        there = job.sights(spot._replace(backward=False))
-        ours = job.sights(spot) if spot.backward else there
-        pieces = [
-            _piece(job, rank, ours[rank].tensor if rank in ours else None, _taken(wanted, sight.portions))
-            for rank, sight in there.items()
-        ]
-        yield _Compared(str(spot), wanted, norm_of(wanted), spot.backward, pieces)
+    """What the layers make, and the gradients there; fetched for one way of one microbatch at a time."""
+    there: dict[Spot, dict[int, Portions]] = {}  # who has which part of an output
+    for (_, backward), same in groupby(plain.tensors, lambda spot: (spot.microbatch, spot.backward)):
+        spots = list(same)
+        for spot, ours in zip(spots, job.sights(spots), strict=True):
+            wanted, output = plain.tensors[spot], spot._replace(backward=False)
+            if not backward:
+                there[spot] = {rank: sight.portions for rank, sight in ours.items()}
+            pieces = [
+                _piece(job, rank, ours[rank].tensor if rank in ours else None, _taken(wanted, portions))
+                for rank, portions in there[output].items()
+            ]
+            yield _Compared(str(spot), wanted, norm_of(wanted), backward, pieces)
 
 
 def _gradients(job: Job, plain: Watched) -> Iterator[_Compared]:

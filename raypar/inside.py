@@ -93,11 +93,11 @@ class Inside(ABC):
         found = self._guard(lambda: self._calls.some(ranks, "watch", what="watching the layers"))
         return tuple(dict.fromkeys(name for names in found for name in names))
 
-    def sights(self, spot: Spot) -> dict[int, Sight]:
-        """What every actor has of a tensor that was watched, by rank."""
+    def sights(self, spots: Sequence[Spot]) -> list[dict[int, Sight]]:
+        """What the actors have of each of these tensors, which were watched, by rank."""
         ranks = range(self.run.mesh.size)
-        found = self._guard(lambda: self._calls.some(ranks, "sight", spot, what=f"fetching the {spot}"))
-        return {rank: sight for rank, sight in enumerate(found) if sight is not None}
+        found = self._guard(lambda: self._calls.some(ranks, "sights", spots, what="fetching what the layers made"))
+        return [{rank: sight for rank, sight in enumerate(one) if sight} for one in zip(*found, strict=True)]
 
     def grads(self, name: str) -> dict[int, tuple[Cut, Tensor]]:
         """What every actor has of a gradient of the latest step, by rank; those that have none are left out."""
