@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from raypar.compare import relative_error, scales_of
+from raypar.actors.lr import lr_at
+from raypar.actors.specs import AdamW
+from raypar.compare import norm_of, relative_error, scales_of
 from raypar.config import Run, check_run, unrecorded
 from raypar.diagnosis import Diagnosis, diagnose
 from raypar.driver import Job
@@ -72,8 +75,9 @@ class Verdict:
 
     The weights of all replicas must always be the same bits.
 
-    A gradient that is 0 in exact arithmetic, as that of a bias of keys, has only rounding noise: it is judged against
-    the norm of all gradients of its layer.
+    A gradient that is 0 in exact arithmetic, as that of a bias of keys, is only rounding noise: it is judged against
+    the norm of all gradients of its layer. AdamW makes steps of full size of it, on both sides: where a weight may
+    differ at all, such a one may by 1 of what two weights can have moved apart.
 
     ``diagnosis``: of a verdict that is not ok, where the layout begins to differ, and the likely cause.
     """
@@ -165,8 +169,13 @@ def _compare(job: Job, plain: Trained) -> Verdict:
         for name, wanted in plain.gradients.items()
     ]
     last = max(0, run.steps - 1)
+    noise = {name for name, wanted in plain.gradients.items() if norm_of(_dense(wanted)) < scales[name]}
+    drifts = noise if bounds.weight and isinstance(run.optim, AdamW) else set()
     weights = [
-        _Pair(f"weight {name}", weight, plain.weights[name], bounds.weight, last) for name, weight in job.weights()
+        _Pair(f"weight {name}", weight, plain.weights[name], 1.0, last, _apart(run, weight))
+        if name in drifts
+        else _Pair(f"weight {name}", weight, plain.weights[name], bounds.weight, last)
+        for name, weight in job.weights()
     ]
     replicas = [
         _Pair(f"weight {name} of dp={dp}, beside dp=0,", other, pair.found, 0.0, last)
@@ -202,6 +211,11 @@ def _allowed(run: Run, tied: bool) -> Bounds:
     if run.mesh.dp == 1 or run.microbatches * run.mesh.dp == 2:
         return TIED if tied else BITWISE
     return REPLICAS
+
+
+def _apart(run: Run, weight: Tensor) -> float:
+    """How far AdamW can have moved two weights apart: each by the learning rate, in every element and step."""
+    return 2 * sum(lr_at(run.optim, step, run.steps) for step in range(run.steps)) * math.sqrt(weight.numel())
 
 
 def _exact(figure: float) -> Tensor:
