@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from raypar.actors.portion import Portion
-
 if TYPE_CHECKING:
     from torch import Tensor  # a driver reads cuts without torch
 
@@ -36,11 +34,6 @@ class Cut:
         if self.span is None:
             return self.whole
         return (*self.whole[: self.dim], self.span[1] - self.span[0], *self.whole[self.dim + 1 :])
-
-    @property
-    def portion(self) -> Portion:
-        """What is held of the dim, index by index: parts need not be of one length."""
-        return Portion() if self.span is None else Portion(self.whole[self.dim], tuple(range(*self.span)))
 
     def take(self, whole: Tensor) -> Tensor:
         """What is held of the logical tensor: a view of it."""

@@ -13,6 +13,7 @@ from raypar.actors.cut import Cut
 from raypar.actors.group import Group, nbytes
 from raypar.actors.layers.dropout import Portions
 from raypar.actors.models.build import build_model
+from raypar.actors.models.division import outputs_of
 from raypar.actors.models.model import Model, undivided
 from raypar.actors.models.parallelize import TensorParallel
 from raypar.actors.place import Place
@@ -101,8 +102,9 @@ def build_part(plan: Plan, place: Place, tp: Group | None = None) -> Part:
         )
         for tie in ties
     ]
-    divided = (tensors.cuts, tensors.partial, tensors.outputs) if tensors else ({}, set[str](), {})
-    return Part(model, stages, parameters, owner_of, ties, *divided)
+    cuts, partial = (tensors.cuts, tensors.partial) if tensors else ({}, set[str]())
+    outputs = outputs_of([tensors] if tensors else [])
+    return Part(model, stages, parameters, owner_of, ties, cuts, partial, outputs)
 
 
 def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -> list[Bucket]:

@@ -80,7 +80,8 @@ class Resident(Member):
         part, names = self._parts.part, list[str]()
         for stage in self._stages.values():
             layers = [part.model.names[index] for index in stage.layers]
-            watch = Watch(dict(zip(layers, stage.modules, strict=True)), part.outputs, is_last=stage.is_last)
+            whole = stage.is_last and self._plan.mesh.cp == 1  # else its loss is that of some tokens
+            watch = Watch(dict(zip(layers, stage.modules, strict=True)), part.outputs, keeps_loss=whole)
             stage.listener = watch
             names += watch.names
         return tuple(names)

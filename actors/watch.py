@@ -52,13 +52,13 @@ class Watch:
 
     What is computed more than once is kept as it was first. A module that stands in several places is left out.
 
-    layers    by logical name: their outputs are kept, and those of the modules in them that have a portion
-    portions  what is here of a module's outputs, by its logical name; of those of other layers all is
-    is_last   the stage ends in the loss
+    layers      by logical name: their outputs are kept, and those of the modules in them that have a portion
+    portions    what is here of a module's outputs, by its logical name; of those of other layers all is
+    keeps_loss  the stage ends in the loss, of all tokens
     """
 
     def __init__(
-        self, layers: Mapping[str, nn.Module], portions: Mapping[str, Portions], *, is_last: bool = False
+        self, layers: Mapping[str, nn.Module], portions: Mapping[str, Portions], *, keeps_loss: bool = False
     ) -> None:
         every = {
             f"{name}.{inner}".rstrip("."): module
@@ -71,7 +71,7 @@ class Watch:
             for name, module in every.items()
             if (name in layers or name in portions) and places[id(module)] == 1
         }
-        self._portions, self._is_last = portions, is_last
+        self._portions, self._keeps_loss = portions, keeps_loss
         self.seen: dict[Spot, Sight] = {}  # in the order in which they came
 
     @property
@@ -83,13 +83,13 @@ class Watch:
         """Watch a forward."""
         with self.of(microbatch):
             outputs = call(step, microbatch, inputs, target)
-        if self._is_last:
+        if self._keeps_loss:
             self.keep(Spot(LOSS, microbatch), outputs[0])
         return outputs
 
     def backward(self, call: Backward, step: int, microbatch: int, gradients: Values) -> Values:
         """Watch a backward."""
-        if self._is_last:
+        if self._keeps_loss:
             self.keep(Spot(LOSS, microbatch, backward=True), gradients[0])
         with self.of(microbatch):
             return call(step, microbatch, gradients)

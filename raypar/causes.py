@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,6 +27,10 @@ class Piece(NamedTuple):
     at: Mapping[str, int]
     ours: Tensor | None
     wanted: Tensor
+
+    def elsewhere(self, axis: str) -> dict[str, int]:
+        """Where it stands on the other axes."""
+        return {name: index for name, index in self.at.items() if name != axis}
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,15 @@ class Case:
 
     def groups(self, axis: str) -> list[list[Piece]]:
         """The pieces of actors that differ on one axis only, and should have the same."""
-        found: defaultdict[tuple[int, ...], list[Piece]] = defaultdict(list)
+        found: list[list[Piece]] = []
         for piece in self.pieces:
-            found[tuple(index for name, index in piece.at.items() if name != axis)].append(piece)
-        return [group for group in found.values() if all(torch.equal(piece.wanted, group[0].wanted) for piece in group)]
+            other = (group for group in found if group[0].elsewhere(axis) == piece.elsewhere(axis))
+            alike = next((group for group in other if torch.equal(group[0].wanted, piece.wanted)), None)
+            if alike is None:
+                found.append([piece])
+            else:
+                alike.append(piece)
+        return found
 
 
 def cause_of(case: Case) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from raypar.actors.cut import Cut
-from raypar.actors.layers.dropout import Portions
+from raypar.actors.layers.dropout import Portions, narrowed
 from raypar.actors.models.model import Kind, Model
 
 
@@ -67,6 +67,16 @@ class Division(ABC):
                     self.outputs[name] = made.outputs[""]
         self.cuts |= {f"{name}.{inner}": cut for inner, cut in found.items()}
         return found
+
+
+def outputs_of(divisions: Sequence[Division]) -> Mapping[str, Portions]:
+    """What is here of the outputs of modules, by logical name, when layers are divided in all these ways, one after the
+    other; a division that does not say it of a module leaves it as it is between layers."""
+    names = dict.fromkeys(name for division in divisions for name in division.outputs)
+    found: dict[str, Portions] = {name: {} for name in names}
+    for division in divisions:
+        found = {name: narrowed(before, division.outputs.get(name, division.flow)) for name, before in found.items()}
+    return found
 
 
 def _matches(name: str, pattern: str) -> bool:

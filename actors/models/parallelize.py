@@ -81,7 +81,13 @@ def _column(module: nn.Module, tensors: TensorParallel) -> Made:
     assert isinstance(module, nn.Linear)
     cut = cut_of(tuple(module.weight.shape), 0, tensors.group)
     bias = {} if module.bias is None else {"bias": cut_of(tuple(module.bias.shape), 0, tensors.group)}
-    return Made(ColumnParallelLinear(module, cut), {"weight": cut} | bias, outputs={"": {-1: cut.portion}})
+    return Made(ColumnParallelLinear(module, cut), {"weight": cut} | bias, outputs={"": {-1: _rows(cut)}})
+
+
+def _rows(cut: Cut) -> Portion:
+    """Which rows of a weight are here, one by one: parts need not be of one length."""
+    first = cut.offset[0]
+    return Portion(cut.whole[0], tuple(range(first, first + cut.shape[0])))
 
 
 def _row(module: nn.Module, tensors: TensorParallel) -> Made:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from raypar.actors.models.division import Division, outputs_of
 from raypar.actors.portion import Portion
 from raypar.actors.specs import GPT
 from raypar.actors.watch import LOSS, Spot, Watch
@@ -113,3 +114,24 @@ def test_the_next_step_is_not_watched():
 )
 def test_spots_are_told_in_words(spot, says):
     assert str(spot) == says
+
+
+class Fake(Division):
+    """Divides nothing, but says that it does."""
+
+    changes = {}
+
+    def __init__(self, flow, outputs):
+        super().__init__(None)
+        self.flow, self.outputs = flow, outputs
+
+
+def test_one_division_within_the_other():
+    """By tokens and then by columns, and by tokens twice."""
+    tokens = Portion(4, (0, 3))
+    outer = Fake({1: tokens}, {"a": {1: tokens}, "b": {1: tokens}})
+    inner = Fake({1: Portion.at(1, 2)}, {"a": {-1: Portion.at(1, 2)}, "a.q": {-1: Portion.at(1, 2)}})
+    found = outputs_of([outer, inner])
+    assert found["a"] == found["a.q"] == {1: tokens, -1: Portion.at(1, 2)}
+    assert found["b"] == {1: Portion(8, (6, 7))}
+    assert outputs_of([]) == {}
