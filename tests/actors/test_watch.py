@@ -119,7 +119,7 @@ def test_spots_are_told_in_words(spot, says):
 class Fake(Division):
     """Divides nothing, but says that it does."""
 
-    changes = {}
+    changes = property(lambda self: {})
 
     def __init__(self, flow, outputs):
         super().__init__(None)

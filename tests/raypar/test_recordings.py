@@ -149,11 +149,3 @@ def test_nothing_is_recorded_into_a_pipe_or_a_device(tmp_path):
 
 def test_a_recording_of_a_home_that_nobody_has_is_not_there():
     assert len(faults_of("~nobody-of-this-name/x")) == 1
-
-
-def test_a_part_of_a_stage_is_refused_once(tmp_path):
-    stepper = Hands(Team(None, 1, 2, model=SPEC, data=tokens, tp=2)).stepper()
-    with pytest.raises(rp.ConfigError) as caught:
-        stepper.record(tmp_path / "part.rec", 0)
-    assert len(caught.value.faults) == 1
-    stepper.abort()
