@@ -69,7 +69,7 @@ class _Compared(NamedTuple):
             relative_error(piece.ours, piece.wanted, 1.0) ** 2 for piece in self.pieces if piece.ours is not None
         )
         copies = sum(piece.wanted.numel() for piece in self.pieces) / max(1, self.wanted.numel())
-        return math.sqrt(apart / copies) / (self.scale or 1.0)
+        return math.sqrt(apart / (copies or 1.0)) / (self.scale or 1.0)
 
 
 def diagnose(job: Job, run: Run, allowed: float, drifted: float, later: int) -> Diagnosis:
@@ -123,7 +123,8 @@ def _made(job: Job, plain: Watched) -> Iterator[_Compared]:
                 _piece(job, rank, ours[rank].tensor if rank in ours else None, _taken(wanted, portions))
                 for rank, portions in there[output].items()
             ]
-            yield _Compared(str(spot), wanted, norm_of(wanted), backward, pieces)
+            if pieces:  # else nobody keeps it: the loss, where each has some tokens only
+                yield _Compared(str(spot), wanted, norm_of(wanted), backward, pieces)
 
 
 def _gradients(job: Job, plain: Watched) -> Iterator[_Compared]:

@@ -67,6 +67,13 @@ def test_parts_of_a_sum(axis, backward, says):
     assert found == f"each member of {axis} has its own part of a sum: {says}"
 
 
+def test_parts_of_the_sums_of_two_halves():
+    """As of heads of keys and values that some members share."""
+    left, right = X.chunk(2, 1)
+    ours = [0.3 * left + 1, 0.7 * left - 1, 0.3 * right + 1, 0.7 * right - 1]
+    assert cause_of(case(ours, [left, left, right, right])).startswith("each member of tp has its own part of a sum")
+
+
 def test_members_that_should_have_the_same():
     """A residual stream beside the parts: their sum is not the right one."""
     says = cause_of(case([X + Y, X - 2 * Y]))

@@ -14,6 +14,7 @@ from raypar.actors.layers.tensor import RowParallelLinear
 from raypar.actors.models.parallelize import TensorParallel
 from raypar.actors.reducer import Reducer
 from raypar.actors.update import Updater
+from raypar.actors.watch import Watch
 from raypar.parity import verify
 from tests.actors.test_tensor_parallel import TINY, longer
 from tests.raypar.hands import TeamJob
@@ -145,8 +146,17 @@ def test_gradients_that_are_wrong_behind_the_layers(found, monkeypatch):
     assert diagnosis.cause.startswith("each member of tp has its own part of a sum")
 
 
-def test_an_update_that_is_wrong(found, monkeypatch):
+class OfSomeTokens(Watch):
+    """Where the loss that an actor has is not the whole one."""
+
+    def __init__(self, layers, portions, *, keeps_loss):
+        super().__init__(layers, portions)
+
+
+@pytest.mark.parametrize("kind", [Watch, OfSomeTokens])
+def test_an_update_that_is_wrong(found, monkeypatch, kind):
     """No layer is: the diagnosis says so."""
+    monkeypatch.setattr("raypar.actors.resident.Watch", kind)
     step = Updater.step
 
     def stale(self, number, ballot):
