@@ -88,7 +88,7 @@ class Inside(ABC):
 
     def watch(self) -> tuple[str, ...]:
         """Have the actors keep what their layers make in the step that a stepper has just opened, and the gradients
-        there, for ``sights``; the logical names of those layers, and of modules in them."""
+        there, for ``sights``; the logical names of those layers, and of modules in them. Instead of a recording."""
         ranks = range(self.run.mesh.size)
         found = self._guard(lambda: self._calls.some(ranks, "watch", what="watching the layers"))
         return tuple(dict.fromkeys(name for names in found for name in names))

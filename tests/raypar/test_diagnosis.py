@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import raypar as rp
+from raypar.actors.averaging import TokenMean
 from raypar.actors.layers import ops
 from raypar.actors.layers.tensor import RowParallelLinear
 from raypar.actors.models.parallelize import TensorParallel
@@ -136,6 +137,20 @@ def test_replicas_that_do_not_reduce(found, monkeypatch):
     diagnosis = found(tp=1, dp=2, steps=1).diagnosis
     assert diagnosis.place == "gradient of embed.tokens.weight"
     assert diagnosis.cause.startswith("each member of dp has its own part of a sum: not reduced over dp")
+
+
+class Summed(TokenMean):
+    """Of all replicas' losses the sum, and not the mean."""
+
+    def weight(self, count):
+        return super().weight(count) * self._num_dp
+
+
+def test_a_loss_that_is_not_averaged(found, monkeypatch):
+    monkeypatch.setattr("raypar.actors.assembly.TokenMean", Summed)
+    diagnosis = found(tp=1, dp=2, microbatches=3).diagnosis
+    assert diagnosis.place == "gradient at the loss in microbatch 0, backward"
+    assert diagnosis.cause == "dp times the right one: summed over dp, and not averaged"
 
 
 def test_gradients_that_are_wrong_behind_the_layers(found, monkeypatch):
