@@ -70,8 +70,8 @@ class Verdict:
       noise moves its weight by a full step
     - replicas add their microbatches first; the same holds. With two microbatches in all, one a replica, there is one
       addition, and no difference is allowed
-    - tensor parallelism adds up parts of every product: losses may differ by 1e-5, norms and the first step's gradients
-      by 2e-5, weights by 1e-3
+    - tensor and context parallelism add up parts of products, and of sums over tokens: losses may differ by 1e-5, norms
+      and the first step's gradients by 2e-5, weights by 1e-3
     - on GPUs, where kernels add up in any order: 1e-5, and of a weight 1e-2
 
     The weights of all replicas must always be the same bits.
@@ -206,8 +206,8 @@ class _Pair(NamedTuple):
 
 def _allowed(run: Run, tied: bool) -> Bounds:
     if run.device == "cuda":
-        return Bounds(*map(max, DIVIDED, ON_GPUS)) if run.mesh.tp > 1 else ON_GPUS
-    if run.mesh.tp > 1:
+        return Bounds(*map(max, DIVIDED, ON_GPUS)) if run.mesh.tp * run.mesh.cp > 1 else ON_GPUS
+    if run.mesh.tp * run.mesh.cp > 1:
         return DIVIDED
     if run.mesh.dp == 1 or run.microbatches * run.mesh.dp == 2:
         return TIED if tied else BITWISE

@@ -79,6 +79,11 @@ def outputs_of(divisions: Sequence[Division]) -> Mapping[str, Portions]:
     return found
 
 
+def divide(divisions: Sequence[Division], name: str, layer: nn.Module) -> Mapping[str, Cut]:
+    """Divide a layer in all these ways, one after the other, in place; the cuts by names in the layer."""
+    return {inner: cut for division in divisions for inner, cut in division.divide(name, layer).items()}
+
+
 def _matches(name: str, pattern: str) -> bool:
     """Whether a name fits a pattern, part by part: ``*`` is one part."""
     pair = name.split("."), pattern.split(".")

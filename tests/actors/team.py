@@ -37,10 +37,10 @@ class Team:
     ``groups`` are those of the pipeline's ranks, instead of new ones.
     """
 
-    def __init__(self, fn, pp=2, m=4, schedule="1f1b", loss=mse, data=batch, dp=1, tp=1, groups=None, **changes):
+    def __init__(self, fn, pp=2, m=4, schedule="1f1b", loss=mse, data=batch, dp=1, tp=1, cp=1, groups=None, **changes):
         fields = {"optim": SGD(lr=0.1), "clip": None, "steps": 3, "timeout": 10.0, "data": Batches(data, data)}
         fields |= {"model": Layers(fn, loss), "schedule": schedule, "microbatches": m}
-        self._meet(Run(mesh=Mesh(pp=pp, dp=dp, tp=tp), **(fields | changes)), groups)
+        self._meet(Run(mesh=Mesh(pp=pp, dp=dp, cp=cp, tp=tp), **(fields | changes)), groups)
 
     @classmethod
     def of(cls, run):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from itertools import product
+from typing import get_args
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 import raypar as rp
+from raypar.actors.context import Context
 from raypar.actors.mesh import Mesh
 from raypar.actors.models import attention
 from raypar.actors.place import Host
@@ -22,6 +24,7 @@ from raypar.config import ConfigError, check_run
 from tests.raypar.hands import TeamJob
 
 MOST_ACTORS = 8
+CONTEXTS = get_args(Context)
 SEQ, VOCAB = 8, 11
 
 
@@ -36,7 +39,7 @@ def tokens(step, microbatch, dp):
 
 def meshes():
     """The smallest first: that is where Hypothesis looks for a small example."""
-    axes = {"tp": (2, 1, 4), "pp": (1, 2, 3, 4), "dp": (1, 2)}
+    axes = {"tp": (2, 1, 4), "cp": (1, 2, 4), "pp": (1, 2, 3, 4), "dp": (1, 2)}
     every = [Mesh(**dict(zip(axes, sizes, strict=True))) for sizes in product(*axes.values())]
     return st.sampled_from(sorted((mesh for mesh in every if mesh.size <= MOST_ACTORS), key=lambda mesh: mesh.size))
 
@@ -78,7 +81,8 @@ def layouts(draw):
         data=rp.Batches(tokens),
         data_parallel=draw(st.sampled_from(["all_reduce"] * 3 + ["parameter_server"] * (not divided))),
         bucket_mb=draw(st.sampled_from([4.0, 0.005])),
-        zero=draw(st.sampled_from([0, 1])) if mesh.dp > 1 else 0,
+        zero=draw(st.sampled_from([0, 1])) if mesh.dp * mesh.cp > 1 else 0,
+        context=draw(st.sampled_from(CONTEXTS)) if mesh.cp > 1 else CONTEXTS[0],
         sequence_parallel=draw(st.booleans()) if divided else False,
         optim=draw(st.sampled_from([rp.AdamW(lr=1e-2), rp.SGD(lr=0.1, momentum=0.9)])),
         clip=draw(st.sampled_from([None, 0.5])),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
-import torch
 from torch import nn
 
 import raypar as rp
 from raypar.actors.averaging import TokenMean
-from raypar.actors.layers import ops
+from raypar.actors.layers import gathered
+from raypar.actors.layers.ops import all_gather, copy_to, reduce_from, reduce_scatter
 from raypar.actors.layers.tensor import RowParallelLinear
+from raypar.actors.models import context as context_model
+from raypar.actors.models import parallelize
+from raypar.actors.models.division import Made
 from raypar.actors.models.parallelize import TensorParallel
 from raypar.actors.reducer import Reducer
 from raypar.actors.update import Updater
@@ -28,9 +32,9 @@ def found():
     """What verify says of a run on threads."""
     jobs = []
 
-    def verdict(tp=2, pp=1, dp=1, **changes):
+    def verdict(tp=2, pp=1, dp=1, cp=1, **changes):
         fields = {"model": MODEL, "data": rp.Batches(longer), "optim": rp.AdamW(lr=1e-2), "clip": 0.5, "steps": 3}
-        fields |= {"mesh": rp.Mesh(pp=pp, dp=dp, tp=tp), "microbatches": 2, "timeout": 10.0}
+        fields |= {"mesh": rp.Mesh(pp=pp, dp=dp, cp=cp, tp=tp), "microbatches": 2, "timeout": 10.0}
         run = rp.Run(**fields | changes)
         jobs.append(TeamJob(run))
         return verify(run, jobs[-1])
@@ -42,50 +46,43 @@ def found():
 
 @pytest.fixture
 def sabotaged(monkeypatch):
-    """Replace attributes of every TensorParallel; each is a function of it."""
+    """Let every TensorParallel enter, or leave, in another way; each is a function of what goes through and a group."""
 
-    def sabotage(**moves):
+    def sabotage(enter=None, leave=None):
         init = TensorParallel.__init__
 
         def change(self, *args, **named):
             init(self, *args, **named)
-            for name, move in moves.items():
-                setattr(self, name, move(self))
+            self.leave = partial(leave, group=self.group)
 
-        monkeypatch.setattr(TensorParallel, "__init__", change)
+        if enter is not None:
+            monkeypatch.setattr(parallelize, "copy_to", enter)
+            monkeypatch.setattr(gathered, "all_gather", lambda x, group, dim: enter(x, group))
+        if leave is not None:
+            monkeypatch.setattr(TensorParallel, "__init__", change)
 
     return sabotage
 
 
-def untouched(x):
+def untouched(x, group):
     return x.view_as(x)
 
 
 EMBEDDED = "output of embed.tokens in microbatch 0, forward"
 BACK = "gradient at output of blocks.1 in microbatch 0, backward"
+PART = "part of a sum: an all_reduce over tp is missing"
+REDUCED = "tp times the right one: what all of tp have alike was summed over tp: reduced twice"
 WRONG = {
-    "leave does not sum": ({"leave": lambda _: untouched}, EMBEDDED, "part of a sum: an all_reduce over tp is missing"),
-    "enter does not sum back": (
-        {"enter": lambda _: untouched},
-        BACK,
-        "part of a sum: an all_reduce over tp is missing",
-    ),
-    "enter detaches": ({"enter": lambda _: torch.detach}, BACK, "the graph is cut behind it"),
+    "leave does not sum": ({"leave": untouched}, EMBEDDED, PART),
+    "enter does not sum back": ({"enter": untouched}, BACK, PART),
+    "enter detaches": ({"enter": lambda x, group: x.detach()}, BACK, "the graph is cut behind it"),
     "leave sums twice": (
-        {"leave": lambda own: lambda x: ops.reduce_from(ops.reduce_from(x, own.group), own.group)},
+        {"leave": lambda x, group: reduce_from(reduce_from(x, group), group)},
         EMBEDDED,
         "tp times the right one: summed over tp once too often",
     ),
-    "leave averages": (
-        {"leave": lambda own: lambda x: ops.reduce_from(x, own.group) / 2},
-        EMBEDDED,
-        "1/tp times the right one",
-    ),
-    "enter sums back twice": (
-        {"enter": lambda own: lambda x: ops.copy_to(ops.copy_to(x, own.group), own.group)},
-        BACK,
-        "tp times the right one: what all of tp have alike was summed over tp: reduced twice",
-    ),
+    "leave averages": ({"leave": lambda x, group: reduce_from(x, group) / 2}, EMBEDDED, "1/tp times the right one"),
+    "enter sums back twice": ({"enter": lambda x, group: copy_to(copy_to(x, group), group)}, BACK, REDUCED),
 }
 
 
@@ -106,14 +103,14 @@ def test_a_wrong_move_is_found(found, sabotaged, wrong, layout):
 
 
 def test_a_gather_in_the_wrong_order(found, sabotaged):
-    sabotaged(enter=lambda own: lambda x: ops.all_gather(x, own.group, 1).roll(x.shape[1], 1))
+    sabotaged(enter=lambda x, group: all_gather(x, group, 1).roll(x.shape[1], 1))
     diagnosis = found(sequence_parallel=True).diagnosis
     assert diagnosis.place == "output of blocks.0.attn.q in microbatch 0, forward"
     assert diagnosis.cause == "the 2 parts of dim 1 stand in the order 1, 0: a gather in the wrong order"
 
 
 def test_parts_of_the_sequence_that_are_swapped(found, sabotaged):
-    sabotaged(leave=lambda own: lambda x: ops.reduce_scatter(x.roll(x.shape[1] // 2, 1), own.group, 1))
+    sabotaged(leave=lambda x, group: reduce_scatter(x.roll(x.shape[1] // 2, 1), group, 1))
     diagnosis = found(sequence_parallel=True, pp=2).diagnosis
     assert diagnosis.place == EMBEDDED
     assert diagnosis.cause == "pp=0 tp=0 has the part of pp=0 tp=1: a gather or scatter in the wrong order"
@@ -132,11 +129,19 @@ def test_a_bias_in_every_part_of_the_sum(found, monkeypatch):
     assert diagnosis.cause == "blocks.0.attn.out.bias is added 2 times"
 
 
-def test_replicas_that_do_not_reduce(found, monkeypatch):
+@pytest.mark.parametrize("axis", ["dp", "cp"])
+def test_replicas_that_do_not_reduce(found, monkeypatch, axis):
     monkeypatch.setattr(Reducer, "finish", lambda self: None)
-    diagnosis = found(tp=1, dp=2, steps=1).diagnosis
+    diagnosis = found(tp=1, **{axis: 2}, steps=1).diagnosis
     assert diagnosis.place == "gradient of embed.tokens.weight"
-    assert diagnosis.cause.startswith("each member of dp has its own part of a sum: not reduced over dp")
+    assert diagnosis.cause.startswith(f"each member of {axis} has its own part of a sum: not reduced over {axis}")
+
+
+def test_tokens_in_the_wrong_places(found, monkeypatch):
+    """The first layer that looks at more than one token is named."""
+    monkeypatch.setattr(context_model, "_heads", lambda module, division: Made(module))
+    diagnosis = found(tp=1, cp=2, pp=2).diagnosis
+    assert diagnosis.place == "output of blocks.0 in microbatch 0, forward"
 
 
 class Summed(TokenMean):
