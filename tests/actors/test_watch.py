@@ -133,5 +133,5 @@ def test_one_division_within_the_other():
     inner = Fake({1: Portion.at(1, 2)}, {"a": {-1: Portion.at(1, 2)}, "a.q": {-1: Portion.at(1, 2)}})
     found = outputs_of([outer, inner])
     assert found["a"] == found["a.q"] == {1: tokens, -1: Portion.at(1, 2)}
-    assert found["b"] == {1: Portion(8, (6, 7))}
+    assert found["b"] == {1: Portion(4, (3,))}
     assert outputs_of([]) == {}
