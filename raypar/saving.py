@@ -49,7 +49,7 @@ class Saver:
         """Save the state after ``step`` steps, now; returns the committed checkpoint. Raises CheckpointError."""
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}: keep 1 at least, or None for all")
-        return self._begin(folder, step, keep_last).result()
+        return self._begin(folder, step, keep_last, beside=False).result()
 
     def after(self, step: int) -> None:
         """Save what is due after ``step`` steps while training goes on; a failure is a warning.
@@ -63,11 +63,12 @@ class Saver:
             self._prepared = True
         if not self.due(step):
             return
+        folder, last = absolute(self._run.folder) / CHECKPOINTS, step == self._run.steps
         try:
-            self._begin(absolute(self._run.folder) / CHECKPOINTS, step, self._run.keep_last).add_done_callback(_warn)
+            self._begin(folder, step, self._run.keep_last, beside=not last).add_done_callback(_warn)
         except CheckpointError as error:
             _tell(error)
-        if step == self._run.steps:
+        if last:
             self._wait()
 
     def close(self, *, hurried: bool = False) -> None:
@@ -83,12 +84,13 @@ class Saver:
         if self._under_way is not None:
             wait([self._under_way], seconds)
 
-    def _begin(self, folder: Path, step: int, keep_last: int | None) -> Future[Path]:
+    def _begin(self, folder: Path, step: int, keep_last: int | None, *, beside: bool) -> Future[Path]:
+        """``beside`` says whether steps go on meanwhile, which it should take little from."""
         self._wait()
         save = Save(absolute(folder), step)
         try:
             self._calls.submit("stage")
-            refs = self._calls.beside("write", str(save.path))
+            refs = self._calls.beside("write", str(save.path), beside)
             self._under_way = self._thread.submit(self._finish, save, refs, keep_last)
         except BaseException:
             save.abort()

@@ -25,7 +25,7 @@ class Actors:
     def __init__(self):
         self.value, self.staged, self.wrong, self.go = 0.0, [], {}, threading.Event()
         self.go.set()
-        self.asked = []
+        self.asked, self.besides = [], []
 
     def submit(self, method):
         self.asked.append(method)
@@ -35,8 +35,9 @@ class Actors:
         for rank, copies in enumerate(self.staged):
             copies.take([(f"w{rank}", torch.full((2,), self.value))])
 
-    def beside(self, method, folder):
+    def beside(self, method, folder, beside):
         assert method == "write"
+        self.besides.append(beside)
         return [(rank, copies, folder) for rank, copies in enumerate(self.staged)]
 
     def outcomes(self, refs, given_up):
@@ -79,6 +80,7 @@ def test_training_does_not_wait_for_it_but_the_next_save_does(actors, tmp_path):
     actors.value = 5.0
     threading.Timer(0.05, actors.go.set).start()
     assert saver.save(tmp_path / "checkpoints", 2, None).name == "step-00000002"
+    assert actors.besides == [True, False]
     assert steps_in(tmp_path) == [2, 1]
     saver.close()
 
@@ -88,6 +90,7 @@ def test_the_last_one_of_a_run_is_waited_for_and_older_ones_go(actors, tmp_path)
     for step in range(1, 11):
         saver.after(step)
     assert actors.asked == ["make_room"] + 4 * ["stage"]
+    assert actors.besides == [True, True, True, False]  # nothing goes on beside the last one
     assert steps_in(tmp_path) == [10, 9]
     manifest = verified(tmp_path / "checkpoints" / "step-00000010")
     assert sorted(manifest.tensors) == ["w0", "w1"]
