@@ -18,7 +18,9 @@ from raypar.actors.shards import ShardFile, assemble, slice_of, write_shard
 from raypar.actors.slices import Logical, Slice
 
 _ALIGNMENT = 64  # bytes
-_SLOWEST = 50e6  # bytes a second: beside steps that leave no core over, the rest of a shard is written as fast as can be
+_SLOWEST = (
+    50e6  # bytes a second: beside steps that leave no core over, the rest of a shard is written as fast as can be
+)
 _NO_CUTS: Mapping[str, Cut] = MappingProxyType({})
 
 Written = tuple[ShardFile, dict[str, Slice]]

@@ -57,7 +57,8 @@ def slice_of(
 def write_shard(folder: Path, file: str, tensors: Mapping[str, Tensor], spare: float = 0.0) -> ShardFile:
     """Write tensors, on any device and of any strides, as a shard: aside, synced, then renamed.
 
-    For ``spare`` seconds it takes only cores that nothing else wants. The tensors must not change meanwhile. Raises CheckpointError, and leaves nothing, if the disk or a tensor refuses.
+    For ``spare`` seconds it takes only cores that nothing else wants. The tensors must not change meanwhile. Raises
+    CheckpointError, and leaves nothing, if the disk or a tensor refuses.
     """
     if not is_plain(file):
         raise CheckpointError([f"{file!r} is no name for a shard: use letters, digits, '.', '_' and '-'"])

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 
 def exhaust(work: Iterator[object], spare: float) -> None:
-    """Do ``work``, a piece with each ``next``: for ``spare`` seconds only while a core is free, then like any other work.
+    """Do ``work``, a piece with each ``next``: for ``spare`` seconds only where a core is free, then like other work.
 
-    Of 0 seconds, and where threads can't give way (Linux's SCHED_IDLE), nothing is done but at once. Raises what the
-    work raises. A piece should be long beside the little that Python does between two, and let the GIL go meanwhile:
+    With 0 seconds, and where no thread can give way (Linux's SCHED_IDLE can), it is other work from the start. Raises
+    what the work raises. A piece should take long beside what Python does between two, and let the GIL go meanwhile:
     who waits for the GIL waits for a thread that gives way to everybody.
     """
     if spare > 0 and sys.platform.startswith("linux"):

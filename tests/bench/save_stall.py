@@ -1,7 +1,7 @@
 """What a save beside the training takes from it: runs of two actors that save every so many steps, on every core.
 
-Three runs: a pipeline and two replicas of a model whose checkpoint has some 500 MB, and a tiny one, which shows what a save
-costs whatever its size. Steps with a save and without take turns, so whatever else the machine does hits both.
+Three runs: a pipeline and two replicas of a model whose checkpoint has some 500 MB, and a tiny one, which shows what a
+save costs whatever its size. Steps with a save and without take turns, so what else the machine does hits both.
 
 python -m tests.bench.save_stall [SAVES]
 """
