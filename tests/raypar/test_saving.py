@@ -30,10 +30,13 @@ class Actors:
     def submit(self, method):
         self.asked.append(method)
         if method == "make_room":
-            return
+            return None
+        if method == "events":
+            return [self.wrong.get(rank, f"of {rank}") for rank in range(2)]
         self.staged = [Copies(), Copies()]
         for rank, copies in enumerate(self.staged):
             copies.take([(f"w{rank}", torch.full((2,), self.value))])
+        return None
 
     def beside(self, method, folder, beside):
         assert method == "write"
@@ -44,6 +47,8 @@ class Actors:
         while not self.go.wait(0.01):
             if given_up.is_set():
                 return [RuntimeError("it had not answered")] * 2
+        if not isinstance(refs[0], tuple):
+            return refs
         return [self.wrong.get(rank) or copies.write(Path(folder), f"{rank}") for rank, copies, folder in refs]
 
 
@@ -104,6 +109,26 @@ def test_closing_finishes_it(actors, tmp_path):
     threading.Timer(0.05, actors.go.set).start()
     saver.close()
     assert steps_in(tmp_path) == [4]
+
+
+def test_what_actors_are_asked_beside_steps_is_answered_when_closed(actors, tmp_path):
+    saver, told = saver_of(actors, tmp_path, save_every=4), []
+    actors.go.clear()
+    saver.ask(["events", "events"], lambda *answers: told.append(answers))
+    saver.after(4)
+    assert not told
+    threading.Timer(0.05, actors.go.set).start()
+    saver.close()
+    assert told == [(["of 0", "of 1"], ["of 0", "of 1"])]
+    assert steps_in(tmp_path) == [4]
+
+
+def test_an_actor_that_can_not_answer_is_let_be(actors, tmp_path):
+    saver, told = saver_of(actors, tmp_path), []
+    actors.wrong = {1: RuntimeError("it died")}
+    saver.ask(["events"], told.append)
+    saver.close()
+    assert not told
 
 
 def test_a_run_that_failed_gives_it_up_and_leaves_nothing(actors, tmp_path, monkeypatch, caplog):
