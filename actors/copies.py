@@ -18,6 +18,9 @@ from raypar.actors.shards import ShardFile, assemble, slice_of, write_shard
 from raypar.actors.slices import Logical, Slice
 
 _ALIGNMENT = 64  # bytes
+_SLOWEST = (
+    50e6  # bytes a second: beside steps that leave no core over, the rest of a shard is written as fast as can be
+)
 _NO_CUTS: Mapping[str, Cut] = MappingProxyType({})
 
 Written = tuple[ShardFile, dict[str, Slice]]
@@ -69,10 +72,10 @@ class Copies:
             self._room = None
             self._taken.put(error)
 
-    def write(self, folder: Path, file: str) -> Written | None:
+    def write(self, folder: Path, file: str, *, beside: bool = False) -> Written | None:
         """Write the copy that was taken first, or is yet to be; None if there is nothing in it.
 
-        Raises CheckpointError.
+        ``beside`` steps it takes what cores they leave over, unless it gets too slow by that. Raises CheckpointError.
         """
         taken = self._taken.get()
         if isinstance(taken, Exception):
@@ -82,7 +85,8 @@ class Copies:
             return None
         wholes = {name: cuts.get(name) or Cut(tuple(tensor.shape)) for name, tensor in tensors.items()}
         slices = {name: slice_of(name, tensors[name], cut.whole, cut.offset) for name, cut in wholes.items()}
-        return write_shard(folder, file, tensors), slices
+        spare = sum(map(nbytes, tensors.values())) / _SLOWEST if beside else 0.0
+        return write_shard(folder, file, tensors, spare), slices
 
 
 def reader(folder: Path, tensors: Mapping[str, Logical], homes: Mapping[str, str]) -> Read:

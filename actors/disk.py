@@ -13,6 +13,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from raypar.actors.faults import FaultsError
+from raypar.actors.spare import exhaust
 
 _PIECE = 1 << 20  # bytes that are hashed and then written while they are still in the cache
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -46,24 +47,19 @@ def told(doing: str) -> Iterator[None]:
         raise CheckpointError([f"{doing} ({error}): give another path"]) from error
 
 
-def write_whole(path: Path, parts: Iterable[memoryview]) -> tuple[int, str]:
+def write_whole(path: Path, parts: Iterable[memoryview], spare: float = 0.0) -> tuple[int, str]:
     """Write a file beside its place, sync and rename it; returns its bytes and their sha256, hashed on their way.
 
-    The folder has yet to be synced. Nothing is left if it fails. Raises OSError.
+    For ``spare`` seconds it takes only cores that nothing else wants. The folder has yet to be synced. Nothing is left
+    if it fails. Raises OSError.
     """
     aside = path.with_name(f".{uuid4().hex}")
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
     out = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
-            for part in parts:
-                size += len(part)
-                for start in range(0, len(part), _PIECE):
-                    piece = part[start : start + _PIECE]
-                    digest.update(piece)
-                    while piece:
-                        piece = piece[os.write(out, piece) :]
-            os.fsync(out)
+            exhaust(_written(out, parts, digest), spare)
+            size = os.fstat(out).st_size
         finally:
             os.close(out)
         aside.rename(path)
@@ -72,6 +68,18 @@ def write_whole(path: Path, parts: Iterable[memoryview]) -> tuple[int, str]:
             aside.unlink()
         raise
     return size, digest.hexdigest()
+
+
+def _written(out: int, parts: Iterable[memoryview], digest: hashlib._Hash) -> Iterator[None]:
+    """Hash and write a piece with each ``next``, and sync with the last."""
+    for part in parts:
+        for start in range(0, len(part), _PIECE):
+            piece = part[start : start + _PIECE]
+            digest.update(piece)
+            while piece:
+                piece = piece[os.write(out, piece) :]
+            yield
+    os.fsync(out)
 
 
 def sync_folder(path: Path) -> None:

@@ -111,12 +111,13 @@ class Member(ABC):
         }
         self._copies.take(self._saved(), cuts)
 
-    def write(self, folder: str) -> Written | None:
+    def write(self, folder: str, beside: bool = False) -> Written | None:
         """Write the copy as a shard, in another thread than the steps; None if this actor has nothing to write.
 
-        Raises CheckpointError.
+        ``beside`` steps that go on, it gives way to them. Raises CheckpointError.
         """
-        return self._copies.write(Path(folder), f"{self._label.replace('=', '').replace(' ', '-')}.safetensors")
+        file = f"{self._label.replace('=', '').replace(' ', '-')}.safetensors"
+        return self._copies.write(Path(folder), file, beside=beside)
 
     def load(self, folder: str, tensors: Mapping[str, Logical]) -> None:
         """Go on with a checkpoint's weights and optimizer state. Raises CheckpointError if it can't be read."""

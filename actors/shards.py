@@ -54,16 +54,17 @@ def slice_of(
     )
 
 
-def write_shard(folder: Path, file: str, tensors: Mapping[str, Tensor]) -> ShardFile:
+def write_shard(folder: Path, file: str, tensors: Mapping[str, Tensor], spare: float = 0.0) -> ShardFile:
     """Write tensors, on any device and of any strides, as a shard: aside, synced, then renamed.
 
-    They must not change meanwhile. Raises CheckpointError, and leaves nothing, if the disk or a tensor refuses.
+    For ``spare`` seconds it takes only cores that nothing else wants. The tensors must not change meanwhile. Raises
+    CheckpointError, and leaves nothing, if the disk or a tensor refuses.
     """
     if not is_plain(file):
         raise CheckpointError([f"{file!r} is no name for a shard: use letters, digits, '.', '_' and '-'"])
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))  # aligned, as mapped
     with told(f"{str(folder / file)!r} can't be written"):
-        size, sha256 = write_whole(folder / file, _bytes_of(ordered))
+        size, sha256 = write_whole(folder / file, _bytes_of(ordered), spare)
     return ShardFile(file, size, sha256)
 
 

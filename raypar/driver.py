@@ -208,9 +208,9 @@ class Job(Inside):
                     yield report
                 finally:
                     ctrl_c.heed()
-                self._saver.after(self.next_step)
                 if self._saver.due(self.next_step):
                     self._keep_times()
+                self._saver.after(self.next_step)
                 if every and self.next_step % every == 0 and self.next_step < self.run.steps:
                     yield self.evaluate()
         finally:  # nobody wants more reports: the actors go on all the same with what they have
@@ -232,11 +232,13 @@ class Job(Inside):
         return report
 
     def _keep_times(self) -> None:
-        """Leave the latest step's times in the run's folder, if the actors can still be asked."""
-        if self._record.wants_times:
+        """Leave the latest step's times in the run's folder, beside the next ones, if the actors can still be asked."""
+        step = self._record.unmeasured()
+        if step is not None:
             with suppress(JobError):
                 self._demand_ready()
-                self._record.measured(self.timelines(), self.ledger())
+                keep = partial(self._record.measured, step, self.schedule, self._world)
+                self._saver.ask(("events", "ledger"), keep)
 
     def _let_go(self, *, hurried: bool = False) -> None:
         """End what a run has begun beside its actors."""

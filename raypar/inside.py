@@ -15,7 +15,7 @@ from raypar.actors.plan import KEPT, DeviceKind
 from raypar.actors.world import World
 from raypar.calls import Calls
 from raypar.config import Run
-from raypar.measured import timelines_of
+from raypar.measured import ledger_of, timelines_of
 from raypar.report import Report
 from raypar.schedules.measure import costs_of
 from raypar.schedules.overlay import Overlay
@@ -108,11 +108,7 @@ class Inside(ABC):
 
     def ledger(self) -> dict[str, dict[tuple[str, str], Entry]]:
         """What every actor's groups moved since the launch: calls and bytes by (axis, op)."""
-        tables = self._guard(lambda: self._calls.all("ledger", what="reading the ledger"))
-        return {
-            self._world.label(rank): {key: Entry(*counts) for key, counts in table.items()}
-            for rank, table in enumerate(tables)
-        }
+        return ledger_of(self._world, self._guard(lambda: self._calls.all("ledger", what="reading the ledger")))
 
     def timeline(self, dp: int = 0) -> Timeline:
         """The latest compiled training step of one replica as measured, in seconds from the first action of any."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
 from raypar.actors.excerpts import first_line
-from raypar.actors.ledger import Entry
+from raypar.actors.plan import Span
+from raypar.actors.world import World
 from raypar.config import Run
 from raypar.folder.names import absolute
 from raypar.folder.write import Folder
+from raypar.measured import Moved, ledger_of, timelines_of
 from raypar.report import Evaluation, Report
 from raypar.schedules.schedule import Schedule
-from raypar.schedules.timeline import Timeline
 from raypar.toml import plain_of
 from raypar.track.sink import Sink
 from raypar.track.sinks import Tracker, sink_of
@@ -54,16 +55,17 @@ class Record:
         for tracker, sink in list(self._sinks.items()):
             self._tell(tracker, partial(sink.write, line, outcome.step))
 
-    @property
-    def wants_times(self) -> bool:
-        """Whether the times of the latest step are still to be kept."""
-        return self._folder is not None and self._step is not None
+    def unmeasured(self) -> int | None:
+        """The latest step, if its times are to be kept and nobody was told so yet."""
+        step, self._step = self._step, None
+        return None if self._folder is None else step
 
-    def measured(self, timelines: Sequence[Timeline], ledger: Mapping[str, Mapping[tuple[str, str], Entry]]) -> None:
-        """Keep the times of the latest step, and what was moved so far."""
-        if self._folder is not None and self._step is not None:
-            self._folder.measured(self._step, timelines, ledger)
-            self._step = None
+    def measured(
+        self, step: int, schedule: Schedule, world: World, rows: Sequence[Sequence[Span]], moved: Sequence[Moved]
+    ) -> None:
+        """Keep the times of a step, of which ``rows`` are each rank's spans, and what each rank has moved so far."""
+        if self._folder is not None:
+            self._folder.measured(step, timelines_of(schedule, world, rows), ledger_of(world, moved))
 
     def close(self) -> None:
         """The run is over. Twice does no harm."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +30,7 @@ class Saver:
         self._run, self._calls, self._world = run, calls, world
         self._thread = ThreadPoolExecutor(1, "raypar-save")
         self._under_way: Future[Path] | None = None
+        self._asked: Future[None] | None = None
         self._given_up = threading.Event()
         self._prepared = False
 
@@ -49,7 +50,7 @@ class Saver:
         """Save the state after ``step`` steps, now; returns the committed checkpoint. Raises CheckpointError."""
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}: keep 1 at least, or None for all")
-        return self._begin(folder, step, keep_last).result()
+        return self._begin(folder, step, keep_last, beside=False).result()
 
     def after(self, step: int) -> None:
         """Save what is due after ``step`` steps while training goes on; a failure is a warning.
@@ -63,15 +64,24 @@ class Saver:
             self._prepared = True
         if not self.due(step):
             return
+        folder, last = absolute(self._run.folder) / CHECKPOINTS, step == self._run.steps
         try:
-            self._begin(absolute(self._run.folder) / CHECKPOINTS, step, self._run.keep_last).add_done_callback(_warn)
+            self._begin(folder, step, self._run.keep_last, beside=not last).add_done_callback(_warn)
         except CheckpointError as error:
             _tell(error)
-        if step == self._run.steps:
+        if last:
             self._wait()
 
+    def ask(self, methods: Sequence[str], then: Callable[..., None]) -> None:
+        """Ask all actors now, and call ``then`` in the thread that saves with the answers to each of the methods.
+
+        It is not called if an actor can't answer.
+        """
+        asked = [self._calls.submit(method) for method in methods]
+        self._asked = self._thread.submit(self._answered, asked, then)
+
     def close(self, *, hurried: bool = False) -> None:
-        """Finish the save under way; a run that has failed is ``hurried``, and gives it up if it takes long."""
+        """Finish what is under way; a run that has failed is ``hurried``, and gives it up if it takes long."""
         try:
             self._wait(_GRACE if hurried else None)
         finally:
@@ -79,16 +89,18 @@ class Saver:
             self._thread.shutdown()
 
     def _wait(self, seconds: float | None = None) -> None:
-        """Wait until no save is under way, so many seconds at most."""
-        if self._under_way is not None:
-            wait([self._under_way], seconds)
+        """Wait until nothing is under way, so many seconds at most."""
+        under_way: list[Future[Any]] = [future for future in (self._under_way, self._asked) if future is not None]
+        wait(under_way, seconds)
 
-    def _begin(self, folder: Path, step: int, keep_last: int | None) -> Future[Path]:
-        self._wait()
+    def _begin(self, folder: Path, step: int, keep_last: int | None, *, beside: bool) -> Future[Path]:
+        """``beside`` says whether steps go on meanwhile, which it should take little from."""
+        if self._under_way is not None:
+            wait([self._under_way])
         save = Save(absolute(folder), step)
         try:
             self._calls.submit("stage")
-            refs = self._calls.beside("write", str(save.path))
+            refs = self._calls.beside("write", str(save.path), beside)
             self._under_way = self._thread.submit(self._finish, save, refs, keep_last)
         except BaseException:
             save.abort()
@@ -109,6 +121,11 @@ class Saver:
             shards = [outcome for outcome in outcomes if outcome is not None]
             manifest = manifest_of(save.step, self._run.seed, plain_of(self._run), shards)
             return save.commit(manifest, keep_last)
+
+    def _answered(self, asked: Sequence[Sequence[Any]], then: Callable[..., None]) -> None:
+        answers = [self._calls.outcomes(refs, self._given_up) for refs in asked]
+        if not any(isinstance(answer, Exception) for of_all in answers for answer in of_all):
+            then(*answers)
 
 
 def _warn(saved: Future[Path]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 import torch
 from torch import nn
@@ -131,6 +133,33 @@ def test_a_copy_is_of_the_moment_it_was_taken(tmp_path):
     _, slices = copies.write(tmp_path, "a.safetensors")
     assert slices.keys() == {"w"}
     assert torch.equal(read_shard(tmp_path, "a.safetensors")["w"], torch.zeros(3))
+
+
+@pytest.mark.parametrize("slowest", [1e-3, 1e12])
+def test_beside_steps_the_same_is_written(slowest, tmp_path, monkeypatch):
+    monkeypatch.setattr("raypar.actors.copies._SLOWEST", slowest)
+    monkeypatch.setattr("raypar.actors.disk._PIECE", 1000)
+    copies, weights = Copies(), {"w": torch.randn(1234), "b": torch.randn(3)}
+    written = []
+    for number, beside in enumerate((False, True)):
+        copies.take(weights.items())
+        written.append(copies.write(tmp_path, f"{number}", beside=beside))
+    (first, slices), (second, again) = written
+    assert (first.size, first.sha256, slices) == (second.size, second.sha256, again)
+    assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
+
+
+def test_a_full_disk_beside_steps_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    copies = Copies()
+    copies.take([("w", torch.ones(1000000))])
+    with monkeypatch.context() as patched:
+        patched.setattr("raypar.actors.disk.os.write", full)
+        with pytest.raises(CheckpointError, match="free some space"):
+            copies.write(tmp_path, "a.safetensors", beside=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_room_is_made_ahead_kept_and_made_anew_for_more(tmp_path):

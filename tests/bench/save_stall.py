@@ -1,4 +1,7 @@
-"""What a save beside the training costs it: a run of two actors that saves some 500 MB every so many steps.
+"""What a save beside the training takes from it: runs of two actors that save every so many steps, on every core.
+
+Three runs: a pipeline and two replicas of a model whose checkpoint has some 500 MB, and a tiny one, which shows what a
+save costs whatever its size. Steps with a save and without take turns, so what else the machine does hits both.
 
 python -m tests.bench.save_stall [SAVES]
 """
@@ -10,59 +13,102 @@ import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import raypar as rp
+from tests.bench.foreign import Foreign
 from tests.bench.local_ray import local_ray, quiet
 
 EVERY = 12  # steps from one save to the next
+BIG = rp.GPT(layers=12, hidden=512, heads=8, seq=128)
+TINY = rp.GPT(layers=2, hidden=32, heads=2, seq=32)
+RUNS = {
+    "a pipeline": (BIG, rp.Mesh(pp=2)),
+    "two replicas": (BIG, rp.Mesh(dp=2)),
+    "a tiny pipeline": (TINY, rp.Mesh(pp=2)),
+}
+
+
+class Took(NamedTuple):
+    """A step: its end, its seconds from the end of the one before, and how many cores others used meanwhile."""
+
+    end: float
+    seconds: float
+    others: float
+
+
+class Saved(NamedTuple):
+    """A checkpoint: when it was whole, and its bytes."""
+
+    done: float
+    size: int
 
 
 def main(saves: int) -> None:
-    """Print a line a save: its size and own time, and what its steps took beyond the median of steps without one."""
+    """Measure each run, and print what a save of it costs."""
     quiet()
-    with TemporaryDirectory() as folder, local_ray():
-        run = rp.Run(
-            model=rp.GPT(layers=12, hidden=512, heads=8, seq=128),
-            mesh=rp.Mesh(pp=2),
-            microbatches=4,
-            micro_batch_size=1,
-            steps=EVERY * (saves + 1) + 1,
-            save_every=EVERY,
-            keep_last=2,
-            folder=f"{folder}/run",
-            device="cpu",
-        )
-        ends, took = list[float](), list[float]()
-
-        def note(outcome: rp.Report | rp.Evaluation) -> None:
-            if isinstance(outcome, rp.Report):
-                ends.append(time.time())
-                took.append(outcome.step_ms / 1e3)
-
-        seen = dict[int, tuple[float, int]]()
-        with rp.launch(run) as job:
-            for _ in range(run.steps - 1):
-                job.train(1, on=note)
-                for path in sorted(Path(folder, "run", "checkpoints").glob("step-*")):
-                    size = sum(file.stat().st_size for file in path.iterdir())
-                    seen.setdefault(int(path.name.removeprefix("step-")), (path.stat().st_mtime, size))
-    report(ends, took, seen)
+    with local_ray():
+        for title, (model, mesh) in RUNS.items():
+            with TemporaryDirectory() as folder:
+                report(title, *measured(model, mesh, saves, f"{folder}/run"))
 
 
-def report(ends: list[float], took: list[float], seen: dict[int, tuple[float, int]]) -> None:
+def measured(model: rp.GPT, mesh: rp.Mesh, saves: int, folder: str) -> tuple[list[Took], dict[int, Saved]]:
+    """Every step of a run but the last, whose save is waited for; and what was saved after how many of them."""
+    run = rp.Run(
+        model=model,
+        mesh=mesh,
+        microbatches=4,
+        micro_batch_size=1,
+        steps=EVERY * (saves + 1) + 1,
+        save_every=EVERY,
+        keep_last=2,
+        folder=folder,
+        device="cpu",
+    )
+    steps, seen, foreign = list[Took](), dict[int, Saved](), Foreign()
+    last = time.time()
+
+    def note(outcome: rp.Report | rp.Evaluation) -> None:
+        nonlocal last
+        for path in Path(folder, "checkpoints").glob("step-*"):
+            if (number := int(path.name.removeprefix("step-"))) not in seen:
+                seen[number] = Saved(path.stat().st_mtime, sum(file.stat().st_size for file in path.iterdir()))
+        steps.append(Took(end := time.time(), end - last, foreign.cores()))
+        last = end
+
+    with rp.launch(run) as job:
+        job.train(run.steps - 1, on=note)
+    return steps, seen
+
+
+def report(title: str, steps: list[Took], seen: dict[int, Saved]) -> None:
     """Compare the steps in which a save was under way with the others."""
     during = {
-        saved: [n for n in range(saved, len(ends)) if ends[n] - took[n] < done] for saved, (done, _) in seen.items()
+        saved: [n for n in range(saved, len(steps)) if steps[n - 1].end < done] for saved, (done, _) in seen.items()
     }
     busy = {number for numbers in during.values() for number in numbers}
-    usual = statistics.median(took[n] for n in range(2, len(took)) if n not in busy)
-    print(f"a step without a save takes {usual:.3f} s (median of {len(took) - 2 - len(busy)})")
+    usual = [steps[n] for n in range(2, len(steps)) if n not in busy]
+    plain, others = statistics.median(step.seconds for step in usual), statistics.median(step.others for step in usual)
+    print(f"{title}: a step without a save takes {plain:.3f} s (median of {len(usual)}); others use {others:.2f} cores")
+    took, lost = list[float](), list[float]()
     for saved, numbers in during.items():
+        if not numbers or numbers[-1] - numbers[0] >= EVERY:
+            continue
         done, size = seen[saved]
-        own, lost = done - ends[saved - 1], sum(took[n] - usual for n in numbers)
+        took.append(done - steps[saved - 1].end)
+        lost.append(sum(steps[n].seconds - plain for n in numbers))
+        others = statistics.mean(steps[n].others for n in numbers)
         print(
-            f"step {saved}: {size / 1e6:.0f} MB in {own:.2f} s; its {len(numbers)} steps lost {lost:.3f} s, "
-            f"{lost / own:.1%} of that; the first of them {took[saved] - usual:.3f} s"
+            f"  step {saved}: {size / 1e6:.1f} MB in {took[-1]:.3f} s; its {len(numbers)} steps lost {lost[-1]:.3f} s, "
+            f"{lost[-1] / took[-1]:.1%} of that; others used {others:.2f} cores"
+        )
+    if took:
+        ratio = statistics.median(one / whole for one, whole in zip(lost, took, strict=True))
+        print(
+            f"  median of {len(took)} saves: one takes {statistics.median(took):.3f} s, training loses "
+            f"{statistics.median(lost):.3f} s by it, {ratio:.1%} of that",
+            flush=True,
         )
 
 

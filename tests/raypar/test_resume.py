@@ -118,7 +118,7 @@ def test_a_disk_that_fails_warns_and_training_goes_on(trained, monkeypatch, tmp_
     real = job._saver
     monkeypatch.setattr(real, "_run", replace(job.run, folder=str(tmp_path), steps=100))
     beside = job._calls.beside
-    monkeypatch.setattr(job._calls, "beside", lambda method, folder: beside(method, f"{folder}/gone"))
+    monkeypatch.setattr(job._calls, "beside", lambda method, folder, *args: beside(method, f"{folder}/gone", *args))
     with caplog.at_level(logging.WARNING):
         reports = job.train(2)
         real._wait()

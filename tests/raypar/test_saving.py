@@ -25,24 +25,30 @@ class Actors:
     def __init__(self):
         self.value, self.staged, self.wrong, self.go = 0.0, [], {}, threading.Event()
         self.go.set()
-        self.asked = []
+        self.asked, self.besides = [], []
 
     def submit(self, method):
         self.asked.append(method)
         if method == "make_room":
-            return
+            return None
+        if method == "events":
+            return [self.wrong.get(rank, f"of {rank}") for rank in range(2)]
         self.staged = [Copies(), Copies()]
         for rank, copies in enumerate(self.staged):
             copies.take([(f"w{rank}", torch.full((2,), self.value))])
+        return None
 
-    def beside(self, method, folder):
+    def beside(self, method, folder, beside):
         assert method == "write"
+        self.besides.append(beside)
         return [(rank, copies, folder) for rank, copies in enumerate(self.staged)]
 
     def outcomes(self, refs, given_up):
         while not self.go.wait(0.01):
             if given_up.is_set():
                 return [RuntimeError("it had not answered")] * 2
+        if not isinstance(refs[0], tuple):
+            return refs
         return [self.wrong.get(rank) or copies.write(Path(folder), f"{rank}") for rank, copies, folder in refs]
 
 
@@ -79,6 +85,7 @@ def test_training_does_not_wait_for_it_but_the_next_save_does(actors, tmp_path):
     actors.value = 5.0
     threading.Timer(0.05, actors.go.set).start()
     assert saver.save(tmp_path / "checkpoints", 2, None).name == "step-00000002"
+    assert actors.besides == [True, False]
     assert steps_in(tmp_path) == [2, 1]
     saver.close()
 
@@ -88,6 +95,7 @@ def test_the_last_one_of_a_run_is_waited_for_and_older_ones_go(actors, tmp_path)
     for step in range(1, 11):
         saver.after(step)
     assert actors.asked == ["make_room"] + 4 * ["stage"]
+    assert actors.besides == [True, True, True, False]  # nothing goes on beside the last one
     assert steps_in(tmp_path) == [10, 9]
     manifest = verified(tmp_path / "checkpoints" / "step-00000010")
     assert sorted(manifest.tensors) == ["w0", "w1"]
@@ -101,6 +109,26 @@ def test_closing_finishes_it(actors, tmp_path):
     threading.Timer(0.05, actors.go.set).start()
     saver.close()
     assert steps_in(tmp_path) == [4]
+
+
+def test_what_actors_are_asked_beside_steps_is_answered_when_closed(actors, tmp_path):
+    saver, told = saver_of(actors, tmp_path, save_every=4), []
+    actors.go.clear()
+    saver.ask(["events", "events"], lambda *answers: told.append(answers))
+    saver.after(4)
+    assert not told
+    threading.Timer(0.05, actors.go.set).start()
+    saver.close()
+    assert told == [(["of 0", "of 1"], ["of 0", "of 1"])]
+    assert steps_in(tmp_path) == [4]
+
+
+def test_an_actor_that_can_not_answer_is_let_be(actors, tmp_path):
+    saver, told = saver_of(actors, tmp_path), []
+    actors.wrong = {1: RuntimeError("it died")}
+    saver.ask(["events"], told.append)
+    saver.close()
+    assert not told
 
 
 def test_a_run_that_failed_gives_it_up_and_leaves_nothing(actors, tmp_path, monkeypatch, caplog):
