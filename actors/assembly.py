@@ -41,7 +41,7 @@ class Assembly:
 
 def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
     """Build this rank's part of the run. Only its own weights are made."""
-    part = build_part(plan, place, groups.get("tp"))
+    part = build_part(plan, place, groups)
     m, num_dp = plan.programs["train"].num_microbatches, plan.mesh.dp
     source = batch_source(plan.data, plan.model, plan.micro_batch_size, m, num_dp, plan.seed)
     mean = TokenMean(part.model, source, m, num_dp)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import nn
 
 from raypar.actors.buckets import Bucket, pack
 from raypar.actors.cut import Cut
+from raypar.actors.divided import Groups
 from raypar.actors.group import Group, nbytes
 from raypar.actors.models.build import build_model
 from raypar.actors.models.model import Model, undivided
-from raypar.actors.models.parallelize import TensorParallel
+from raypar.actors.models.parallelize import tensor_division
 from raypar.actors.place import Place
 from raypar.actors.plan import Plan
 from raypar.actors.split import Split
@@ -24,6 +26,7 @@ from raypar.schedules.action import Action, Op
 from raypar.schedules.schedule import Schedule
 
 _MIB = 2**20
+_ALONE: Mapping[str, Group] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Part:
     owner_of    who updates each parameter of the model, among the owners (see World) of its pipeline rank
     ties        between different pipeline ranks; their ranks are those of the owners in the group of all updaters
     cuts        what is here of each parameter that is divided over tp, by logical name
-    partial     the parameters that are not, but whose gradients are: see TensorParallel
+    partial     the parameters whose gradients are, over which groups: see Division
     """
 
     model: Model
@@ -44,18 +47,18 @@ class Part:
     owner_of: dict[str, int]
     ties: list[Tie]
     cuts: Mapping[str, Cut]
-    partial: Set[str]
+    partial: Mapping[str, Groups]
 
     def share(self, owner: int) -> dict[str, nn.Parameter]:
         """The parameters of one owner."""
         return {name: p for name, p in self.parameters.items() if self.owner_of[name] == owner}
 
 
-def build_part(plan: Plan, place: Place, tp: Group | None = None) -> Part:
-    """Build the stages of this actor's pipeline rank, of each its part in the group ``tp``. Only its own weights are
+def build_part(plan: Plan, place: Place, groups: Mapping[str, Group] = _ALONE) -> Part:
+    """Build the stages of this actor's pipeline rank, of each its part in the tensor group. Only its own weights are
     made: on the host, the same bits for every place, and then moved there."""
     model = build_model(plan.model, plan.seed)
-    tensors = None if tp is None else TensorParallel(model, tp, sequence=plan.sequence_parallel)
+    tensors = tensor_division(model, plan.mesh, groups, sequence=plan.sequence_parallel)
     train = plan.programs["train"]
     parts = model.stages(plan.split, train.num_stages)
     own = train.stages_of(plan.world.pp(plan.rank))
@@ -98,9 +101,7 @@ def build_part(plan: Plan, place: Place, tp: Group | None = None) -> Part:
         )
         for tie in ties
     ]
-    return Part(
-        model, stages, parameters, owner_of, ties, *((tensors.cuts, tensors.partial) if tensors else ({}, set()))
-    )
+    return Part(model, stages, parameters, owner_of, ties, *((tensors.cuts, tensors.partial) if tensors else ({}, {})))
 
 
 def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -> list[Bucket]:

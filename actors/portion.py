@@ -37,7 +37,7 @@ class Portion:
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
         """What is here of a tensor: a copy, unless it stands in one place there."""
-        pieces = whole.unflatten(dim, (self.of, -1))
+        pieces: Tensor = whole.unflatten(dim, (self.of, -1))
         first, last = self.own[0], self.own[-1]
         if self.own == tuple(range(first, last + 1)):
             return pieces.narrow(dim, first, len(self.own)).flatten(dim, dim + 1)

@@ -33,6 +33,7 @@ from raypar.actors.split import Split, split_faults
 from raypar.actors.world import DataParallel, World, Zero
 from raypar.fields import field_faults
 from raypar.folder.faults import folder_faults
+from raypar.grid_faults import batch_faults
 from raypar.model_faults import length_faults, model_faults
 from raypar.program import Programs, programs_of, schedule_faults
 from raypar.schedules.schedule import Schedule, ScheduleError
@@ -122,6 +123,8 @@ def check_run(run: Run, resumed: Path | None = None) -> Programs:
     faults += [*model_faults(run.model, right), *_mesh_faults(run.mesh, right), *_server_faults(run, right)]
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
         faults += tensor_faults(run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel)
+    if right("mesh.tp", "data", "micro_batch_size") and isinstance(run.mesh.tp, str):
+        faults += batch_faults(run.mesh.tp, run.data, run.micro_batch_size)
     programs: Programs | None = None
     if right("schedule", "mesh.pp", "microbatches", "chunks"):
         reduces = right("mesh.dp", "data_parallel", "servers", "zero") and world_of(run).reduces
@@ -168,7 +171,7 @@ def reset_faults(old: Run, new: Run, device: DeviceKind) -> Iterator[str]:
 
 
 def _mesh_faults(mesh: Mesh, right: Callable[..., bool]) -> Iterator[str]:
-    if right("mesh") and (inner := mesh.dp * mesh.cp * mesh.tp) % mesh.ep:
+    if right("mesh") and (inner := mesh.dp * mesh.cp * mesh.tensor_ranks) % mesh.ep:
         yield f"mesh.ep is {mesh.ep}: it must divide dp x cp x tp = {inner}"
     for axis, what in (("cp", "context"), ("ep", "expert")):
         if right(f"mesh.{axis}") and getattr(mesh, axis) > 1:

@@ -228,8 +228,8 @@ def _compare(job: Job, plain: Trained) -> Verdict:
 
 def _allowed(run: Run, tied: bool) -> Bounds:
     if run.device == "cuda":
-        return Bounds(*map(max, DIVIDED, ON_GPUS)) if run.mesh.tp > 1 else ON_GPUS
-    if run.mesh.tp > 1:
+        return Bounds(*map(max, DIVIDED, ON_GPUS)) if run.mesh.tensor_ranks > 1 else ON_GPUS
+    if run.mesh.tensor_ranks > 1:
         return DIVIDED
     if run.mesh.dp == 1 or run.microbatches * run.mesh.dp == 2:
         return TIED if tied else BITWISE

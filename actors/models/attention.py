@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
+from raypar.actors.layers.dropout import Portions, divided
 from raypar.actors.models.model import Values
 from raypar.actors.models.positions import Alibi, Rope
 from raypar.actors.rerun import drawn_again, rerun
@@ -27,7 +28,7 @@ class Core(nn.Module):
     def __init__(self, kind: AttentionKind, dropout: float, alibi: Alibi | None) -> None:
         super().__init__()
         self.kind, self.alibi = kind, alibi
-        self.drop = nn.Dropout(dropout)
+        self.drop: nn.Dropout = nn.Dropout(dropout)
         self.again = False
 
     def forward(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
@@ -40,6 +41,13 @@ class Core(nn.Module):
         if self.again and torch.is_grad_enabled() and self._keeps_scores(q_BNSd, k_BKSd, v_BKSd, bias, dropout):
             return _again(attend, q_BNSd, k_BKSd, v_BKSd, draws=dropout > 0)
         return attend(q_BNSd, k_BKSd, v_BKSd)
+
+    def narrow(self, heads: int, portions: Portions) -> None:
+        """Go on with a part of what so many heads see; ``portions`` are those of the dims of (B, N, S, S)."""
+        if self.alibi is not None and (own := portions.get(1)) is not None:
+            self.alibi = self.alibi.part(own.own[0] * heads // own.of, (own.own[-1] + 1) * heads // own.of)
+        if self.drop.p:
+            self.drop, self.kind = divided(self.drop, portions), "materialised"
 
     def _keeps_scores(
         self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, dropout: float

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from raypar.actors.cut import Cut
+from raypar.actors.divided import Groups
 from raypar.actors.models.model import Kind, Model
 
 
 class Made(NamedTuple):
-    """What became of a module; by the names of its parameters what of them is here, and whose gradients are partial."""
+    """What became of a module; by the names of its parameters what of them is here, and over which groups gradients are
+    partial."""
 
     module: nn.Module
     cuts: Mapping[str, Cut] = {}
-    partial: Set[str] = frozenset()
+    partial: Mapping[str, Groups] = {}
 
 
 Change = Callable[[nn.Module, Any], Made]  # of a module, by a Division
@@ -28,13 +30,14 @@ class Division(ABC):
     """Divides the layers of a model over groups.
 
     cuts     what of each parameter is here, by logical name; not there: all of it
-    partial  the parameters that are here as on every member, but whose gradients are of this member's own part
+    partial  the parameters that are here as on every member of these groups, but whose gradients are of this member's
+             own part
     """
 
     def __init__(self, model: Model) -> None:
         self.model = model
         self.cuts: dict[str, Cut] = {}
-        self.partial: set[str] = set()
+        self.partial: dict[str, Groups] = {}
 
     @property
     @abstractmethod
@@ -51,7 +54,7 @@ class Division(ABC):
                 made = change(layer.get_submodule(inner), self)
                 _put(layer, inner, made.module)
                 found |= {f"{inner}.{parameter}": cut for parameter, cut in made.cuts.items()}
-                self.partial |= {f"{name}.{inner}.{parameter}" for parameter in made.partial}
+                self.partial |= {f"{name}.{inner}.{parameter}": over for parameter, over in made.partial.items()}
         self.cuts |= {f"{name}.{inner}": cut for inner, cut in found.items()}
         return found
 

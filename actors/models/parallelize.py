@@ -19,9 +19,12 @@ from raypar.actors.layers.tensor import (
     VocabParallelEmbedding,
     cut_of,
 )
+from raypar.actors.mesh import Mesh
 from raypar.actors.models.attention import Attention
+from raypar.actors.models.cube import CubeParallel
 from raypar.actors.models.division import Change, Division, Made
 from raypar.actors.models.model import IGNORED, Kind, Model
+from raypar.actors.models.summa import SquareParallel
 from raypar.actors.portion import Portion
 
 
@@ -61,8 +64,21 @@ class TensorParallel(Division):
         """As every Division; what is whole here is given the tokens of this member only, if they are divided."""
         found = super().divide(name, layer)
         if self.sequence:
-            self.partial |= {f"{name}.{inner}" for inner, _ in layer.named_parameters() if inner not in found}
+            whole = {f"{name}.{inner}" for inner, _ in layer.named_parameters() if inner not in found}
+            self.partial |= dict.fromkeys(whole, (self.group,))
         return found
+
+
+def tensor_division(model: Model, mesh: Mesh, groups: Mapping[str, Group], *, sequence: bool) -> Division | None:
+    """What divides the layers of a model over the tensor ranks of a mesh; None if there is one only.
+
+    groups  of this rank, by key
+    """
+    if mesh.tensor_ranks == 1:
+        return None
+    if mesh.grid is None:
+        return TensorParallel(model, groups["tp"], sequence=sequence)
+    return CubeParallel(model, groups) if mesh.grid.kind == "3d" else SquareParallel(model, groups)
 
 
 def _enter(module: nn.Module, tensors: TensorParallel) -> Made:
@@ -91,29 +107,26 @@ def _row(module: nn.Module, tensors: TensorParallel) -> Made:
 
 def _heads(module: nn.Module, tensors: TensorParallel) -> Made:
     assert isinstance(module, Attention)
-    core, group, width = module.core, tensors.group, module.width
+    group, width = tensors.group, module.width
     heads, kv_heads = module.q.out_features // width, module.k.out_features // width
-    if core.alibi is not None:
-        start = group.rank * heads // group.size
-        core.alibi = core.alibi.part(start, start + heads // group.size)
-    if core.drop.p:
-        core.drop, core.kind = divided(core.drop, {1: tensors.portion}), "materialised"
+    module.core.narrow(heads, {1: tensors.portion})
     made = {"q": _column(module.q, tensors)}
     if kv_heads % group.size == 0:
         made |= {"k": _column(module.k, tensors), "v": _column(module.v, tensors)}
     else:  # several members need the same head of keys and values
         head = group.rank * kv_heads // group.size
         span = head * width, (head + 1) * width
-        made |= {"k": _shared(module.k, span), "v": _shared(module.v, span)}
+        made |= {"k": _shared(module.k, span, tensors), "v": _shared(module.v, span, tensors)}
     for name, one in made.items():
         setattr(module, name, one.module)
     cuts = {f"{name}.{inner}": cut for name, one in made.items() for inner, cut in one.cuts.items()}
-    return Made(module, cuts, {f"{name}.{inner}" for name, one in made.items() for inner in one.partial})
+    partial = {f"{name}.{inner}": over for name, one in made.items() for inner, over in one.partial.items()}
+    return Made(module, cuts, partial)
 
 
-def _shared(whole: nn.Linear, span: tuple[int, int]) -> Made:
+def _shared(whole: nn.Linear, span: tuple[int, int], tensors: TensorParallel) -> Made:
     module = SharedLinear(whole, span)
-    return Made(module, partial={name for name, _ in module.named_parameters()})
+    return Made(module, partial={name: (tensors.group,) for name, _ in module.named_parameters()})
 
 
 def _logits(module: nn.Module, tensors: TensorParallel) -> Made:

@@ -1,0 +1,91 @@
+"""Grids of tensor ranks: their spelling, and which rank stands where."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Literal, NamedTuple
+
+from annotated_types import Predicate
+
+GridKind = Literal["2d", "2.5d", "3d"]
+
+
+class Line(NamedTuple):
+    """The ranks of a grid that differ along one of its axes only."""
+
+    axis: str
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A square (2d: Optimus, Xu & You 2021), squares behind one another (2.5d: Tesseract, Wang et al. 2021), or a cube
+    (3d: Bian et al. 2021) of tensor ranks.
+
+    side   ranks along each axis
+    depth  squares of a 2.5d grid
+    """
+
+    kind: GridKind
+    side: int
+    depth: int = 1
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        """Ranks along each axis, the innermost last. Those along ``col`` are a column: they differ in their row."""
+        if self.kind == "3d":
+            return {"x": self.side, "y": self.side, "z": self.side}
+        square = {"col": self.side, "row": self.side}
+        return square if self.kind == "2d" else {"depth": self.depth, **square}
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.depth * self.side ** (3 if self.kind == "3d" else 2)
+
+    @property
+    def batch_parts(self) -> int:
+        """Parts that every microbatch is divided into."""
+        return self.side**2 if self.kind == "3d" else self.side * self.depth
+
+    def lines(self, rank: int) -> Iterator[Line]:
+        """The lines of more than one rank that a rank of the grid is on; ranks count from 0."""
+        stride = self.size
+        for axis, count in self.axes.items():
+            stride //= count
+            first = rank - rank // stride % count * stride
+            if count > 1:
+                yield Line(axis, tuple(range(first, first + count * stride, stride)))
+
+
+@cache
+def grid_of(spelling: str) -> Grid:
+    """The grid that is spelled ``2d:QxQ``, ``2.5d:QxQxD`` or ``3d:QxQxQ``, with Q of 2 at least.
+
+    Raises ValueError for any other spelling.
+    """
+    found = re.fullmatch(r"(2d|2\.5d|3d):(\d{1,3}(?:x\d{1,3}){1,2})", spelling)
+    if found is not None:
+        sides = [int(side) for side in found[2].split("x")]
+        if found[1] == "2d" and len(sides) == 2 and sides[0] == sides[1] > 1:
+            return Grid("2d", sides[0])
+        if found[1] == "2.5d" and len(sides) == 3 and sides[0] == sides[1] > 1 and sides[2]:
+            return Grid("2.5d", sides[0], sides[2])
+        if found[1] == "3d" and len(sides) == 3 and sides[0] == sides[1] == sides[2] > 1:
+            return Grid("3d", sides[0])
+    raise ValueError(f"{spelling!r} is no grid of tensor ranks")
+
+
+def is_grid(spelling: str) -> bool:
+    """Whether a text spells a grid."""
+    try:
+        grid_of(spelling)
+    except ValueError:
+        return False
+    return True
+
+
+GridSpelling = Annotated[str, Predicate(is_grid)]
