@@ -8,6 +8,8 @@ numbers for each of sbh, and 2 are 2 masks; of 5 as^2b bytes 4 are 2 numbers (so
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -33,11 +35,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def block(kind=GPT, recompute=("none",), group=None, sequence=False, **changes):
-    """A stage of one block, its input, and a gradient for its output; of a member of a group its part."""
+def block(kind=GPT, recompute=("none",), division=None, **changes):
+    """A stage of one block, its input, and a gradient for its output; of what ``division`` makes of it a part."""
     sizes = {"layers": 1, "hidden": H, "heads": A, "seq": S, "vocab": 7, "attention": "materialised"}
     model = build_model(kind(**(sizes | changes)), 0)
-    divide = TensorParallel(model, group, sequence=sequence).divide if group else undivided
+    divide = division(model).divide if division else undivided
     stage = Stage(
         model, [1], model.materialize([1], 0, divide), place=Host(), is_last=False, recompute=recompute, seed=0
     )
@@ -85,7 +87,7 @@ def test_of_a_divided_block_each_member_keeps_its_part(tp, sequence, whole, drop
     inputs of attention and MLP, which are kept as they were gathered."""
 
     def one(group):
-        stage, x, _ = block(group=group, sequence=sequence, dropout=dropout)
+        stage, x, _ = block(division=partial(TensorParallel, group=group, sequence=sequence), dropout=dropout)
         return kept(stage, x.chunk(tp, 1)[group.rank].contiguous() if sequence else x)
 
     masks, scores = (2, 3) if dropout else (0, 1)
