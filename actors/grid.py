@@ -11,6 +11,7 @@ from typing import Annotated, Literal, NamedTuple
 from annotated_types import Predicate
 
 GridKind = Literal["2d", "2.5d", "3d"]
+_SIDE = "[1-9][0-9]{0,2}"
 
 
 class Line(NamedTuple):
@@ -67,7 +68,7 @@ def grid_of(spelling: str) -> Grid:
 
     Raises ValueError for any other spelling.
     """
-    found = re.fullmatch(r"(2d|2\.5d|3d):(\d{1,3}(?:x\d{1,3}){1,2})", spelling)
+    found = re.fullmatch(rf"(2d|2\.5d|3d):({_SIDE}(?:x{_SIDE}){{1,2}})", spelling)
     if found is not None:
         sides = [int(side) for side in found[2].split("x")]
         if found[1] == "2d" and len(sides) == 2 and sides[0] == sides[1] > 1:

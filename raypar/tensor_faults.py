@@ -18,9 +18,9 @@ def tensor_faults(
     if tp == 1:
         return
     if data_parallel == "parameter_server":
-        yield f"mesh.tp is {tp}, but servers hold whole weights: set data_parallel to 'all_reduce', zero=1 works too"
+        yield f"mesh.tp is {tp!r}, but servers hold whole weights: set data_parallel to 'all_reduce', zero=1 works too"
     if isinstance(model, Layers):
-        yield f"mesh.tp is {tp}: the user's own Layers can't be divided yet, only a GPT or Llama: set it to 1"
+        yield f"mesh.tp is {tp!r}: the user's own Layers can't be divided yet, only a GPT or Llama: set it to 1"
         return
     if isinstance(tp, str):
         yield from grid_faults(model, tp, sequence=sequence)
