@@ -44,6 +44,11 @@ def tokens(step, microbatch, dp, samples=B):
     return ids[:, :-1], labels
 
 
+def every_label(*at):
+    """Then the gradients need no correction, and their norms are taken once."""
+    return [ids.abs() % 11 for ids in tokens(*at)]
+
+
 def team_of(tp, model=TINY, m=2, samples=B, **changes):
     fields = {"data": partial(tokens, samples=samples), "optim": AdamW(lr=1e-2), "clip": 0.5, "steps": 2}
     return Team(None, changes.pop("pp", 1), m, tp=tp, model=model, **fields | changes)
@@ -154,7 +159,7 @@ def test_a_step_on_a_square_sends_what_the_formula_says():
     """Per linear layer: products forward and gradients backward along the row, weights twice and their gradients along
     the column; two numbers a token and norm; the embedding's sum; three numbers a token of the loss, and the loss."""
     q, m = 2, 2
-    team = team_of("2d:2x2", replace(TINY, vocab=12), m=m, data=lambda *at: [ids.abs() % 11 for ids in tokens(*at)])
+    team = team_of("2d:2x2", replace(TINY, vocab=12), m=m, data=every_label)
     team.step(0)
     tokens_here, blocks = B * 5 // q, TINY.layers
     linears = blocks * [(16, 16)] * 4 + blocks * [(64, 16), (16, 64)] + [(12, 16)]
@@ -181,20 +186,46 @@ def alike(team, name):
     return team.all[0].holds()[name].spans == team.all[2].holds()[name].spans
 
 
-@pytest.mark.parametrize("grid", ["2.5d:2x2x2", "3d:2x2x2"])
-def test_a_step_over_more_squares_or_a_cube(grid):
-    """Over the depth nothing but the gradients, once, and the loss; in a cube each weight is gathered twice along x."""
-    team, m = team_of(grid, replace(LLAMA, vocab=12), m=3), 3
+def test_over_the_depth_gradients_are_sent_once():
+    """And the loss."""
+    team, m = team_of("2.5d:2x2x2", m=3), 3
     team.step(0)
     held = sum(4 * parameter.numel() for parameter in team.all[0].parameters().values())
-    if grid == "2.5d:2x2x2":
-        assert team.ledger("tp.depth")[0] == {"all_reduce": (1 + m, held + 4 * m)}
-    else:
-        norms = sum(4 * p.numel() for p in team.all[0].parameters().values() if p.dim() == 1)
-        along = team.ledger("tp.x")[0]
-        table = 12 * 16 // 8 * 4
-        assert along["reduce_scatter"][1] == m * (held - norms)
-        assert along["all_gather"][1] == m * (2 * (held - norms) - table), "the table is not needed by its backward"
+    assert team.ledger("tp.depth")[0] == {"all_reduce": (1 + m, held + 4 * m)}
+
+
+def test_a_step_in_a_cube_sends_what_the_formula_says():
+    """Weights come twice along x and their gradients go once; inputs are gathered once for all that they go into,
+    outputs are scattered, and gradients take the same ways back."""
+    team, m, blocks = team_of("3d:2x2x2", replace(LLAMA, vocab=12), data=every_label), 2, LLAMA.layers
+    team.step(0)
+    x, y, z = ({op: count for op, (_, count) in team.ledger(f"tp.{axis}")[0].items()} for axis in "xyz")
+    held = team.all[0].parameters().values()
+    matrices, norms = (sum(4 * p.numel() for p in held if p.dim() == dims) for dims in (2, 1))
+    table, tokens_here = 12 * 16 // 8 * 4, B * 5 // 4
+
+    def moved(*features):
+        """Bytes of what a member has of activations of so many features."""
+        return m * sum(tokens_here * count // 2 * 4 for count in features)
+
+    loss, numbers = m * 4, m * tokens_here * 4  # a scalar, and a number a token
+    assert x == {
+        "all_gather": m * (2 * matrices - table),  # the table is not needed by its backward
+        "reduce_scatter": m * matrices,
+        "all_reduce": norms + loss,
+    }
+    gathered, scattered = moved(*blocks * (16, 16), 16), moved(*blocks * (16, 16), 16)  # q and gate; out and down
+    assert y == {
+        "all_gather": gathered + scattered,
+        "reduce_scatter": gathered + scattered,
+        "all_reduce": norms + 3 * numbers,
+    }
+    gathered, scattered = moved(*blocks * (16, 24)), moved(*blocks * (16, 8, 8, 24, 24), 12)
+    assert z == {
+        "all_gather": gathered + scattered + (2 * blocks + 1) * numbers,
+        "reduce_scatter": gathered + scattered,
+        "all_reduce": (2 * blocks + 1) * numbers + loss,
+    }
 
 
 @pytest.mark.parametrize("grid", GRIDS)
