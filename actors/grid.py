@@ -69,14 +69,14 @@ def grid_of(spelling: str) -> Grid:
     Raises ValueError for any other spelling.
     """
     found = re.fullmatch(rf"(2d|2\.5d|3d):({_SIDE}(?:x{_SIDE}){{1,2}})", spelling)
-    if found is not None:
-        sides = [int(side) for side in found[2].split("x")]
-        if found[1] == "2d" and len(sides) == 2 and sides[0] == sides[1] > 1:
-            return Grid("2d", sides[0])
-        if found[1] == "2.5d" and len(sides) == 3 and sides[0] == sides[1] > 1 and sides[2]:
-            return Grid("2.5d", sides[0], sides[2])
-        if found[1] == "3d" and len(sides) == 3 and sides[0] == sides[1] == sides[2] > 1:
-            return Grid("3d", sides[0])
+    kind, sides = (found[1], [int(side) for side in found[2].split("x")]) if found is not None else ("", [1])
+    match kind, sides:
+        case "2d", [side, other] if side == other > 1:
+            return Grid("2d", side)
+        case "2.5d", [side, other, depth] if side == other > 1:
+            return Grid("2.5d", side, depth)
+        case "3d", [side, other, third] if side == other == third > 1:
+            return Grid("3d", side)
     raise ValueError(f"{spelling!r} is no grid of tensor ranks")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from torch import nn
 
@@ -26,7 +25,6 @@ from raypar.schedules.action import Action, Op
 from raypar.schedules.schedule import Schedule
 
 _MIB = 2**20
-_ALONE: Mapping[str, Group] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,9 @@ class Part:
         return {name: p for name, p in self.parameters.items() if self.owner_of[name] == owner}
 
 
-def build_part(plan: Plan, place: Place, groups: Mapping[str, Group] = _ALONE) -> Part:
-    """Build the stages of this actor's pipeline rank, of each its part in the tensor group. Only its own weights are
-    made: on the host, the same bits for every place, and then moved there."""
+def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
+    """Build the stages of this actor's pipeline rank, of each its part in its groups. Only its own weights are made:
+    on the host, the same bits for every place, and then moved there."""
     model = build_model(plan.model, plan.seed)
     tensors = tensor_division(model, plan.mesh, groups, sequence=plan.sequence_parallel)
     train = plan.programs["train"]

@@ -17,7 +17,8 @@ from raypar.actors.models.model import Model
 
 
 class CubeParallel(GridParallel):
-    """3D (Bian et al. 2021): of l x l x l members (x, y, z) each has 1/l^3 of every matrix and of every activation.
+    """3D (Bian et al. 2021): of l x l x l members (x, y, z) each has 1/l^3 of every matrix, and of every activation but
+    what goes into linear layers, of which it keeps what it gathers: 1/l^2.
 
     Outside of attention and MLP the batch is divided over x, then y, and features over z. A linear layer gathers its
     inputs along y and its weights along x, and sums its products along z: behind it y and z have swapped. The next one
@@ -33,7 +34,7 @@ class CubeParallel(GridParallel):
         )
 
     def enter(self, module: nn.Module) -> None:
-        """Gather the samples along y; they are kept as they were gathered."""
+        """Gather the samples along y."""
         module.register_forward_pre_hook(lambda _, inputs: (all_gather(inputs[0], self.y, 0), *inputs[1:]))
 
     def embedding(self, module: nn.Embedding) -> Made:
