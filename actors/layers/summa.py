@@ -1,7 +1,7 @@
 """A linear layer whose weights and inputs are blocks on a square of members (SUMMA, van de Geijn & Watts 1997).
 
-Member (i, j) of a q x q square is in row i and column j. Blocks travel along rows and columns, one of q at a time, so
-that no member ever has more than two of anybody's; products are added up where their sum belongs (Xu & You 2021,
+Member (i, j) of a q x q square is in row i and column j. Blocks travel along rows and columns, one of q at a time: of
+others' a member has the one in use and the next. Products are added up where their sum belongs (Xu & You 2021,
 algorithms 1 to 3).
 """
 
