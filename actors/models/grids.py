@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from raypar.actors.cut import Cut, share_of
@@ -107,7 +108,8 @@ def _table(module: nn.Module, grid: GridParallel) -> Made:
         return Made(module)
     line = grid.outside.features
     cut = grid.cut(tuple(module.weight.shape), {1: (line,)})
-    return Made(type(module)(*cut.shape), {"weight": cut}, {"weight": grid.alike(line)})
+    module.weight = nn.Parameter(torch.empty(cut.shape, dtype=module.weight.dtype))
+    return Made(module, {"weight": cut}, {"weight": grid.alike(line)})
 
 
 def _norm(module: nn.Module, grid: GridParallel) -> Made:
