@@ -1,4 +1,4 @@
-"""From a model's layers to a tensor rank's part of them, by the model's plan."""
+"""From a model's layers to an actor's part of them, by the model's plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from raypar.actors.cut import Cut
 from raypar.actors.group import Group
 from raypar.actors.layers.cross_entropy import vocab_parallel_cross_entropy
 from raypar.actors.layers.dropout import divided
-from raypar.actors.layers.ops import Move, all_gather, copy_to, reduce_from, reduce_scatter
+from raypar.actors.layers.gathered import Gathering
+from raypar.actors.layers.ops import Move, copy_to, reduce_from, reduce_scatter
 from raypar.actors.layers.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -21,11 +22,30 @@ from raypar.actors.layers.tensor import (
 )
 from raypar.actors.mesh import Mesh
 from raypar.actors.models.attention import Attention
+from raypar.actors.models.context import ContextParallel
 from raypar.actors.models.cube import CubeParallel
 from raypar.actors.models.division import Change, Division, Made
 from raypar.actors.models.model import IGNORED, Kind, Model
 from raypar.actors.models.summa import SquareParallel
+from raypar.actors.plan import Plan
 from raypar.actors.portion import Portion
+
+
+def divisions_of(plan: Plan, model: Model, groups: Mapping[str, Group]) -> list[Division]:
+    """How the layers of a run are divided, in this order: by tokens, then by weights."""
+    divisions: list[Division] = []
+    if "cp" in groups:
+        divisions.append(ContextParallel(model, groups["cp"], plan.context))
+    if "tp" in groups:
+        divisions.append(tensor_division(model, plan.mesh, groups, sequence=plan.sequence_parallel))
+    return divisions
+
+
+def tensor_division(model: Model, mesh: Mesh, groups: Mapping[str, Group], *, sequence: bool) -> Division:
+    """How layers are divided over the tensor ranks of a mesh, by number or by grid; ``groups`` of this rank, by key."""
+    if mesh.grid is None:
+        return TensorParallel(model, groups["tp"], sequence=sequence)
+    return CubeParallel(model, groups) if mesh.grid.kind == "3d" else SquareParallel(model, groups)
 
 
 class TensorParallel(Division):
@@ -51,7 +71,6 @@ class TensorParallel(Division):
         super().__init__(model)
         self.group, self.sequence = group, sequence
         self.portion = Portion.at(group.rank, group.size)
-        self.enter: Move = partial(all_gather, group=group, dim=1) if sequence else partial(copy_to, group=group)
         self.leave: Move = (
             partial(reduce_scatter, group=group, dim=1) if sequence else partial(reduce_from, group=group)
         )
@@ -69,20 +88,11 @@ class TensorParallel(Division):
         return found
 
 
-def tensor_division(model: Model, mesh: Mesh, groups: Mapping[str, Group], *, sequence: bool) -> Division | None:
-    """What divides the layers of a model over the tensor ranks of a mesh; None if there is one only.
-
-    groups  of this rank, by key
-    """
-    if mesh.tensor_ranks == 1:
-        return None
-    if mesh.grid is None:
-        return TensorParallel(model, groups["tp"], sequence=sequence)
-    return CubeParallel(model, groups) if mesh.grid.kind == "3d" else SquareParallel(model, groups)
-
-
 def _enter(module: nn.Module, tensors: TensorParallel) -> Made:
-    module.register_forward_pre_hook(lambda _, inputs: (tensors.enter(inputs[0]), *inputs[1:]))
+    if tensors.sequence:
+        Gathering(module, tensors.group, dim=1)
+    else:
+        module.register_forward_pre_hook(lambda _, inputs: (copy_to(inputs[0], tensors.group), *inputs[1:]))
     return Made(module)
 
 

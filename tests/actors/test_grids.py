@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from raypar.actors.context import Context
 from raypar.actors.cut import joined
 from raypar.actors.mesh import Mesh
 from raypar.actors.models.build import build_model
@@ -35,10 +36,10 @@ LLAMA = Llama(layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, seq=5, vocab=11)
 B, WIDTH = 4, 16
 
 
-def tokens(step, microbatch, dp, samples=B):
+def tokens(step, microbatch, dp, samples=B, length=5):
     """Of the second microbatch the first samples have few labels, so that parts of a batch weigh differently."""
     generator = torch.Generator().manual_seed(100 * step + microbatch + 1000 * dp)
-    ids = torch.randint(11, (samples, 6), generator=generator)
+    ids = torch.randint(11, (samples, length + 1), generator=generator)
     labels = ids[:, 1:].clone()
     labels[: samples // 2, : 3 * (microbatch % 2)] = -100
     return ids[:, :-1], labels
@@ -71,6 +72,13 @@ def test_nine_members_that_share_unevenly():
 )
 def test_with_pipelines_and_replicas(grid, changes):
     agrees(team_of(grid, replace(TINY, tied=True), **changes))
+
+
+@pytest.mark.parametrize("context", get_args(Context))
+@pytest.mark.parametrize("grid", ["2d:2x2", "3d:2x2x2"])
+def test_with_sequences_that_are_divided_too(grid, context):
+    model = replace(TINY, seq=8, positions="learned" if context == "ring" else "alibi")
+    agrees(team_of(grid, model, cp=2, context=context, data=partial(tokens, length=8)))
 
 
 @pytest.mark.parametrize("positions", sorted({*get_args(Positions)} - {"learned"}))
