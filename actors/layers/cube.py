@@ -10,30 +10,28 @@ from torch import Tensor, nn
 
 from raypar.actors.cut import Cut
 from raypar.actors.group import Group
-from raypar.actors.layers.ops import Move, all_gathered, reduce_scatter, reduce_scattered
+from raypar.actors.layers.ops import all_gathered, reduce_scatter, reduce_scattered
 
 
 class CubeLinear(nn.Linear):
     """A part of a linear layer: some of its inputs make parts of some of its outputs, which are summed.
 
-    (b, ..., own inputs), once ``enter`` has gathered them, -> (b / size of ``inputs``, ..., own outputs).
+    (b, ..., own inputs) -> (b / size of ``inputs``, ..., own outputs).
 
     cut      what of the weight (out, in) is here; of the bias the outputs ``bias``
     inputs   the members that have the other inputs
     weights  the members that have the other parts of these inputs' weights
     """
 
-    def __init__(
-        self, whole: nn.Linear, cut: Cut, bias: Cut | None, *, enter: Move, inputs: Group, weights: Group
-    ) -> None:
+    def __init__(self, whole: nn.Linear, cut: Cut, bias: Cut | None, *, inputs: Group, weights: Group) -> None:
         outputs, held = cut.shape
         super().__init__(held, outputs, bias=False, dtype=whole.weight.dtype)
         if bias is not None:
             self.bias = nn.Parameter(torch.empty(bias.shape, dtype=whole.bias.dtype))
-        self.enter, self.inputs, self.weights = enter, inputs, weights
+        self.inputs, self.weights = inputs, weights
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = _Product.apply(self.enter(x), self.weight, self.weights)  # type: ignore[no-untyped-call]
+        made: Tensor = _Product.apply(x, self.weight, self.weights)  # type: ignore[no-untyped-call]
         out = reduce_scatter(made, self.inputs, 0)
         return out if self.bias is None else out + self.bias
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 
 from raypar.actors.group import Group
 from raypar.actors.layers.cube import CubeLinear
+from raypar.actors.layers.gathered import Gathering
 from raypar.actors.layers.ops import all_gather, reduce_scatter
 from raypar.actors.layers.tensor import VocabParallelEmbedding
 from raypar.actors.models.division import Made
@@ -18,7 +19,7 @@ from raypar.actors.models.model import Model
 
 class CubeParallel(GridParallel):
     """3D (Bian et al. 2021): of l x l x l members (x, y, z) each has 1/l^3 of every matrix, and of every activation but
-    what goes into linear layers, of which it keeps what it gathers: 1/l^2.
+    what goes into linear layers, of which it keeps what it gathers: 1/l^2, unless it is told to gather it anew.
 
     Outside of attention and MLP the batch is divided over x, then y, and features over z. A linear layer gathers its
     inputs along y and its weights along x, and sums its products along z: behind it y and z have swapped. The next one
@@ -35,7 +36,7 @@ class CubeParallel(GridParallel):
 
     def enter(self, module: nn.Module) -> None:
         """Gather the samples along y."""
-        module.register_forward_pre_hook(lambda _, inputs: (all_gather(inputs[0], self.y, 0), *inputs[1:]))
+        Gathering(module, self.y, dim=0)
 
     def embedding(self, module: nn.Embedding) -> Made:
         """The own ids' vectors for the samples of all along y, then those of the own tokens, summed."""
@@ -50,12 +51,9 @@ class CubeParallel(GridParallel):
         out, into = outputs.features, inputs.features
         cut = self.cut(tuple(module.weight.shape), {0: (out,), 1: (into, self.x)})
         bias = None if module.bias is None else self.cut(tuple(module.bias.shape), {0: (out,)})
-        enter = _entered if inputs == self.outside else partial(all_gather, group=out, dim=0)
-        made = CubeLinear(module, cut, bias, enter=enter, inputs=into, weights=self.x)
+        made = CubeLinear(module, cut, bias, inputs=into, weights=self.x)
+        if inputs == self.inside:
+            Gathering(made, out, dim=0)
         if bias is None:
             return Made(made, {"weight": cut})
         return Made(made, {"weight": cut, "bias": bias}, {"bias": self.alike(out)})
-
-
-def _entered(x: Tensor) -> Tensor:
-    return x

@@ -11,6 +11,7 @@ from torch import nn
 
 from raypar.actors.layers import ops
 from raypar.actors.layers.cube import CubeLinear
+from raypar.actors.layers.gathered import Gathering
 from raypar.actors.layers.norm import DividedNorm
 from raypar.actors.layers.summa import SummaLinear
 from raypar.actors.layers.tensor import VocabParallelEmbedding
@@ -32,8 +33,8 @@ def summa(groups, x, weight, bias):
 def cube(groups, x, weight, bias, into, out):
     """``into`` and ``out`` are the axes of the inputs' and of the outputs' features."""
     cuts = cut_on(groups, (5, 4), {0: out, 1: f"{into} x"}), cut_on(groups, (5,), {0: out})
-    enter, lines = partial(ops.all_gather, group=groups[f"tp.{out}"], dim=0), (groups[f"tp.{into}"], groups["tp.x"])
-    layer = CubeLinear(nn.Linear(4, 5), *cuts, enter=enter, inputs=lines[0], weights=lines[1])
+    layer = CubeLinear(nn.Linear(4, 5), *cuts, inputs=groups[f"tp.{into}"], weights=groups["tp.x"])
+    Gathering(layer, groups[f"tp.{out}"], dim=0)
     return called(layer, {"weight": weight, "bias": bias}, x)
 
 
@@ -194,10 +195,8 @@ def test_a_cube_linear_gathers_inputs_and_weights_and_scatters_outputs():
 
 def cube_without_bias(groups, x, weight, into, out):
     cut = cut_on(groups, (12, 8), {0: out, 1: f"{into} x"})
-    enter = partial(ops.all_gather, group=groups[f"tp.{out}"], dim=0)
-    layer = CubeLinear(
-        nn.Linear(8, 12, bias=False), cut, None, enter=enter, inputs=groups[f"tp.{into}"], weights=groups["tp.x"]
-    )
+    layer = CubeLinear(nn.Linear(8, 12, bias=False), cut, None, inputs=groups[f"tp.{into}"], weights=groups["tp.x"])
+    Gathering(layer, groups[f"tp.{out}"], dim=0)
     return called(layer, {"weight": weight}, x)
 
 

@@ -25,9 +25,8 @@ from raypar.actors.specs import GPT, AdamW, Llama, Positions
 from raypar.parity import train_plainly
 from raypar.report import losses_of
 from raypar.schedules.action import Op
-from tests.actors.on_grid import GRIDS, at_once, groups_on
+from tests.actors.on_grid import GRIDS, groups_on
 from tests.actors.team import Team
-from tests.actors.test_activations import ASSB, SBH, H, S, block, kept
 from tests.actors.test_copies import loaded
 from tests.actors.test_tensor_parallel import agrees, read
 
@@ -114,31 +113,6 @@ def test_a_member_holds_its_part_of_every_matrix(grid, parts):
             assert parameter.untyped_storage().nbytes() == 4 * parameter.numel()
             if len(cut.whole) == 2 and "embed" not in name and "head" not in name:
                 assert parts * parameter.numel() == cut.whole[0] * cut.whole[1], name
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize(("grid", "parts"), [("2d:2x2", 4), ("2d:3x3", 9), ("3d:2x2x2", 8)])
-def test_of_a_divided_block_each_member_keeps_its_part(grid, parts, dropout):
-    """Of a square nothing more; of a cube the inputs of linear layers as they were gathered, which are 7 of the 16.
-
-    Whole is which tokens are later, a byte each; and norms keep a number a token.
-    """
-    mesh, scores, masks = Mesh(tp=grid), 3 if dropout else 1, 2 if dropout else 0
-    samples, heads = (3, 3) if grid == "2d:3x3" else (4, 4)
-
-    def one(groups):
-        division = partial(tensor_division, mesh=mesh, groups=groups, sequence=False)
-        stage, *_ = block(division=division, dropout=dropout, heads=heads)
-        x = torch.randn(samples // mesh.grid.batch_parts, S, H // mesh.grid.side)
-        return kept(stage, x)
-
-    sbh, assb = SBH * samples // 3, ASSB * samples * heads // 12
-    wanted = (16 + masks) * sbh / parts + scores * assb / parts
-    if grid == "3d:2x2x2":
-        wanted += 7 * sbh / 4 - 7 * sbh / parts
-    wanted += S * S / 4 + 2 * S * samples // mesh.grid.batch_parts
-    for found in at_once(groups_on(grid), one):
-        assert found == pytest.approx(wanted, rel=0.01)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -234,6 +208,16 @@ def test_a_step_in_a_cube_sends_what_the_formula_says():
         "reduce_scatter": gathered + scattered,
         "all_reduce": (2 * blocks + 1) * numbers + loss,
     }
+
+
+def test_selective_in_a_cube_gathers_the_inputs_of_linear_layers_once_more():
+    """Those of attention, MLP and head along y, of the layers that lead out of them along z."""
+    teams = [team_of("3d:2x2x2", recompute=recompute) for recompute in ("none", "selective")]
+    none, selective = [team.step(0) and [team.ledger(f"tp.{axis}")[0] for axis in "yz"] for team in teams]
+    each, blocks = 2 * B * 5 // 4 * 4 // 2, TINY.layers  # bytes of a feature, of two microbatches
+    for before, after, features in zip(none, selective, ((2 * blocks + 1) * 16, blocks * (16 + 64)), strict=True):
+        assert after["all_gather"][1] - before["all_gather"][1] == each * features
+        assert after["reduce_scatter"] == before["reduce_scatter"]
 
 
 @pytest.mark.parametrize("grid", GRIDS)
