@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from raypar.actors.copies import Copies, Read, Written, logical_name, reader
 from raypar.actors.cut import Cut
 from raypar.actors.digest import demand_equal
+from raypar.actors.divided import first_of
 from raypar.actors.excerpts import described, trace
 from raypar.actors.group import Group, GroupError, nbytes
 from raypar.actors.looks import Held
@@ -131,9 +132,9 @@ class Member(ABC):
 
     def _saved(self) -> Iterator[tuple[str, Tensor]]:
         """What this actor puts into a checkpoint: the weights that it updates, tied ones as their home only; of what is
-        the same on all of a tensor group, the first one's."""
+        the same on several of a tensor group, the first one's."""
         for weight, kept, tensor in self._update.state():
-            if weight not in self._homes and (self._leads or self._cut(weight, tensor) is not None):
+            if weight not in self._homes and self._speaks(weight, tensor):
                 yield logical_name(weight, kept), tensor
 
     def _own(self, read: Read) -> Read:
@@ -149,6 +150,10 @@ class Member(ABC):
     def _cut(self, weight: str, tensor: Tensor) -> Cut | None:
         """What a weight here, or what the optimizer keeps for it, is of a logical tensor; None for all of one."""
         return self._cuts.get(weight) if tensor.dim() else None
+
+    def _speaks(self, weight: str, tensor: Tensor) -> bool:
+        """Whether this actor is the first of its tensor group that has a weight, or its part of it."""
+        return self._leads if self._cut(weight, tensor) is None else first_of(self._partial.get(weight, ()))
 
     def _load(self, read: Read) -> None:
         for name, parameter in self._parameters.items():
@@ -219,7 +224,7 @@ class Member(ABC):
         """Take a place in a run, with those parameters of a part that are here and how a step of them ends."""
         self._plan, self._groups, self._parameters, self._update = plan, groups, parameters, update
         self._homes = {copy: home for home, copy in part.model.ties}
-        self._cuts = part.cuts
+        self._cuts, self._partial = part.cuts, part.partial
         self._leads = plan.world.leads(plan.rank)
         self._epoch = 0  # how many steps could not be made
         self._trained.clear()

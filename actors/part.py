@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from raypar.actors.buckets import Bucket, pack
 from raypar.actors.cut import Cut
+from raypar.actors.divided import Groups
 from raypar.actors.group import Group, nbytes
 from raypar.actors.layers.dropout import Portions
 from raypar.actors.models.build import build_model
@@ -38,7 +39,7 @@ class Part:
     owner_of    who updates each parameter of the model, among the owners (see World) of its pipeline rank
     ties        between different pipeline ranks; their ranks are those of the owners in the group of all updaters
     cuts        what is here of each parameter that is divided over tp, by logical name
-    partial     the parameters that are not, but whose gradients are: see TensorParallel
+    partial     the parameters whose gradients are, over which groups: see Division
     outputs     what is here of the outputs of layers and of some modules in them, by logical name: see Division
     """
 
@@ -48,7 +49,7 @@ class Part:
     owner_of: dict[str, int]
     ties: list[Tie]
     cuts: Mapping[str, Cut]
-    partial: Set[str]
+    partial: Mapping[str, Groups]
     outputs: Mapping[str, Portions]
 
     def share(self, owner: int) -> dict[str, nn.Parameter]:
@@ -104,7 +105,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
         for tie in ties
     ]
     cuts = {name: cut for division in divisions for name, cut in division.cuts.items()}
-    partials = {name for division in divisions for name in division.partial}
+    partials = {name: over for division in divisions for name, over in division.partial.items()}
     return Part(model, stages, parameters, owner_of, ties, cuts, partials, outputs_of(divisions))
 
 

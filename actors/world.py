@@ -16,6 +16,7 @@ class Membership(NamedTuple):
     """One rank's place in a group.
 
     key      the group among this rank's groups: ``pp``, ``dp`` (all with the same weights, on cp too), ``cp``, ``tp``,
+             ``tp.row`` (and other lines of a grid),
              ``mesh`` (of all workers, or of those of one coordinate on tp), ``ps0``, ``servers``
     axis     what its bytes are counted under
     name     unique in the run
@@ -126,9 +127,13 @@ class World:
                 index, members = self.mesh.replicas(rank) if axis == "dp" else self.mesh.group_of(axis, rank)
                 if len(members) > 1 and not (axis == "dp" and self.servers):  # with servers nobody else is asked
                     yield Membership(axis, axis, f"{axis}/{index}", members)
+            tp = self.mesh.tensor_ranks
+            if self.mesh.grid is not None:
+                for line, places in self.mesh.grid.lines(rank % tp):
+                    members = tuple(rank - rank % tp + place for place in places)
+                    yield Membership(f"tp.{line}", f"tp.{line}", f"tp.{line}/{members[0]}", members)
             if self.updaters == "mesh":
-                same = rank % self.mesh.tp
-                yield Membership("mesh", "mesh", f"mesh/{same}", tuple(range(same, self.mesh.size, self.mesh.tp)))
+                yield Membership("mesh", "mesh", f"mesh/{rank % tp}", tuple(range(rank % tp, self.mesh.size, tp)))
             for index in range(self.servers):
                 yield self._served(pp, index)
         else:

@@ -126,7 +126,7 @@ def _bundles(world: World, share: Share) -> list[dict[str, float]]:
 
 def _bundled(world: World, share: Share) -> int:
     """Workers in a bundle."""
-    return world.mesh.tp if share.gpus in (0.0, 1.0) else 1
+    return world.mesh.tensor_ranks if share.gpus in (0.0, 1.0) else 1
 
 
 def _actor(cls: type, group: PlacementGroup, rank: int, world: World, job: str, share: Share) -> Any:

@@ -35,6 +35,7 @@ from raypar.actors.world import DataParallel, World, Zero
 from raypar.context_faults import context_faults
 from raypar.fields import field_faults
 from raypar.folder.faults import folder_faults
+from raypar.grid_faults import batch_faults
 from raypar.model_faults import length_faults, model_faults
 from raypar.program import Programs, programs_of, schedule_faults
 from raypar.schedules.schedule import Schedule, ScheduleError
@@ -126,6 +127,8 @@ def check_run(run: Run, resumed: Path | None = None) -> Programs:
     faults += [*model_faults(run.model, right), *_mesh_faults(run.mesh, right), *_server_faults(run, right)]
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
         faults += tensor_faults(run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel)
+    if right("mesh.tp", "data", "micro_batch_size") and isinstance(run.mesh.tp, str):
+        faults += batch_faults(run.mesh.tp, run.data, run.micro_batch_size)
     if right("model", "mesh.cp", "mesh.tp", "context", "sequence_parallel"):
         faults += context_faults(run.model, run.mesh, run.context, sequence=run.sequence_parallel)
     programs: Programs | None = None
@@ -174,7 +177,7 @@ def reset_faults(old: Run, new: Run, device: DeviceKind) -> Iterator[str]:
 
 
 def _mesh_faults(mesh: Mesh, right: Callable[..., bool]) -> Iterator[str]:
-    if right("mesh") and (inner := mesh.dp * mesh.cp * mesh.tp) % mesh.ep:
+    if right("mesh") and (inner := mesh.dp * mesh.cp * mesh.tensor_ranks) % mesh.ep:
         yield f"mesh.ep is {mesh.ep}: it must divide dp x cp x tp = {inner}"
     if right("mesh.ep") and mesh.ep > 1:
         yield f"mesh.ep is {mesh.ep}: expert parallelism does not compute yet: set it to 1"
@@ -219,7 +222,7 @@ def _layer_faults(run: Run, num_stages: int, right: Callable[..., bool]) -> list
             return [f"model.fn failed: {type(error).__name__}: {error}"]
         count = len(model.body)
         layers = dict(zip(model.names, model.skeleton, strict=True))
-        faults += plan_faults(run.model.plan, layers, run.mesh.tp if right("mesh.tp") else 1)
+        faults += plan_faults(run.model.plan, layers, run.mesh.tensor_ranks if right("mesh.tp") else 1)
     faults += split_faults(run.split, count, num_stages) if right("split") else []
     if right("recompute"):
         faults += recompute_faults(run.recompute, count, has_core=transformer)

@@ -35,6 +35,7 @@ _WORDS = _RANGES | {
     "callable_type": "a function",
     "literal_error": "{expected}",
     "dataclass_exact_type": "a {class_name}",
+    "predicate_failed": "a grid of equal sides, as '2d:2x2', '2.5d:2x2x1' (the last is its depth) or '3d:2x2x2'",
 }
 
 
@@ -82,12 +83,14 @@ def _strict(kind: type) -> type:
 
 
 def _told(errors: list[ErrorDetails], path: str) -> Iterator[Fault]:
-    """One field's errors as sentences: what a union could be in one, unless a wrong item of a tuple says more."""
+    """One field's errors as sentences: what a union could be in one, unless a value out of range or a wrong item of a
+    tuple says more."""
 
     def items(error: ErrorDetails) -> str:
         return "".join(f".{index}" for index in error["loc"] if isinstance(index, int))
 
-    deepest = [error for error in errors if items(error)] or errors
+    near = [error for error in errors if error["type"] in _RANGES] or errors
+    deepest = [error for error in near if items(error)] or near
     for inner, same in groupby(deepest, key=items):
         group = list(same)
         words = [_WORDS.get(error["type"], error["msg"]).format(**error.get("ctx", {})) for error in group]

@@ -160,7 +160,7 @@ class Inside(ABC):
 
     def _whole(self, name: str, method: str, rank: int) -> Tensor | None:
         """A logical tensor of which a rank has all or a part, then the other ranks of its tensor group the rest."""
-        ranks = (rank,) if self._holds[rank][name].span is None else self._world.tensor_group(rank)
+        ranks = self._world.tensor_group(rank) if self._holds[rank][name].spans else (rank,)
         parts = self._guard(partial(self._calls.some, ranks, method, name, what=f"fetching {name}"))
         return None if parts[0] is None else self._joined(name, ranks, parts)
 

@@ -206,8 +206,8 @@ class _Pair(NamedTuple):
 
 def _allowed(run: Run, tied: bool) -> Bounds:
     if run.device == "cuda":
-        return Bounds(*map(max, DIVIDED, ON_GPUS)) if run.mesh.tp * run.mesh.cp > 1 else ON_GPUS
-    if run.mesh.tp * run.mesh.cp > 1:
+        return Bounds(*map(max, DIVIDED, ON_GPUS)) if run.mesh.tensor_ranks * run.mesh.cp > 1 else ON_GPUS
+    if run.mesh.tensor_ranks * run.mesh.cp > 1:
         return DIVIDED
     if run.mesh.dp == 1 or run.microbatches * run.mesh.dp == 2:
         return TIED if tied else BITWISE

@@ -20,7 +20,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, cut: Cut, group
     labels  (T,) int64, replicated
     cut     which part of V is here, along dim 0
     """
-    out: Tensor = _CrossEntropy.apply(logits, labels, cut.span, group, ignored)  # type: ignore[no-untyped-call]
+    out: Tensor = _CrossEntropy.apply(logits, labels, cut.spans[0], group, ignored)  # type: ignore[no-untyped-call]
     return out
 
 

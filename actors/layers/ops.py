@@ -31,22 +31,22 @@ def reduce_from(x: Tensor, group: Group) -> Tensor:
 
 def split_to(x: Tensor, group: Group, dim: int) -> Tensor:
     """A member's part of a replicated tensor, by rank along ``dim``."""
-    return _through(x, partial(_own_part, group, dim), partial(_all_gathered, group, dim))
+    return _through(x, partial(_own_part, group, dim), partial(all_gathered, group, dim))
 
 
 def gather_from(x: Tensor, group: Group, dim: int) -> Tensor:
     """The members' parts one after the other along ``dim``, replicated."""
-    return _through(x, partial(_all_gathered, group, dim), partial(_own_part, group, dim))
+    return _through(x, partial(all_gathered, group, dim), partial(_own_part, group, dim))
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     """The members' parts one after the other along ``dim``, for members that each go on with it in their own way."""
-    return _through(x, partial(_all_gathered, group, dim), partial(_reduce_scattered, group, dim))
+    return _through(x, partial(all_gathered, group, dim), partial(reduce_scattered, group, dim))
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     """A member's part along ``dim`` of the sum of partial tensors."""
-    return _through(x, partial(_reduce_scattered, group, dim), partial(_all_gathered, group, dim))
+    return _through(x, partial(reduce_scattered, group, dim), partial(all_gathered, group, dim))
 
 
 def all_to_all(x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor:
@@ -86,13 +86,15 @@ def _own_part(group: Group, dim: int, x: Tensor) -> Tensor:
     return x.chunk(group.size, dim)[group.rank].contiguous()
 
 
-def _all_gathered(group: Group, dim: int, x: Tensor) -> Tensor:
+def all_gathered(group: Group, dim: int, x: Tensor) -> Tensor:
+    """As ``all_gather``, without autograd."""
     parts = x.new_empty((group.size, *x.shape))
     group.all_gather(parts, x.contiguous()).wait()
     return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
-def _reduce_scattered(group: Group, dim: int, x: Tensor) -> Tensor:
+def reduce_scattered(group: Group, dim: int, x: Tensor) -> Tensor:
+    """As ``reduce_scatter``, without autograd."""
     parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
     own = x.new_empty(parts.shape[1:])
     group.reduce_scatter(own, parts).wait()

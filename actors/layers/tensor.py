@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypar.actors.cut import Cut
+from raypar.actors.cut import Cut, share_of
 from raypar.actors.group import Group
 from raypar.actors.layers.ops import Move
 
@@ -63,27 +63,26 @@ class RowParallelLinear(nn.Linear):
 class VocabParallelEmbedding(nn.Embedding):
     """The embeddings of some of the ids, summed with those of the others: ids (...) int64 -> (..., D).
 
-    cut    which rows of the table (V, D) are here; a row for padding gets no gradient, as in torch
-    leave  what sums: ``reduce_from`` the group, say
+    cut      which rows of the table (V, D) are here; a row for padding gets no gradient, as in torch
+    leave    what sums: ``reduce_from`` the group, say
+    weights  what makes these rows of what is here of them, if that is not all
     """
 
-    def __init__(self, whole: nn.Embedding, cut: Cut, leave: Move) -> None:
+    def __init__(self, whole: nn.Embedding, cut: Cut, leave: Move, weights: Move | None = None) -> None:
         ids, width = cut.shape
         super().__init__(ids, width, dtype=whole.weight.dtype)
-        assert cut.span is not None
-        self.start, self.stop = cut.span
+        self.start, self.stop = cut.spans[0]
         if whole.padding_idx is not None and self.start <= whole.padding_idx < self.stop:
             self.padding_idx = whole.padding_idx - self.start
-        self.leave = leave
+        self.leave, self.weights = leave, weights
 
     def forward(self, input: Tensor) -> Tensor:
         foreign = (input < self.start) | (input >= self.stop)
-        own = F.embedding((input - self.start).masked_fill(foreign, 0), self.weight, self.padding_idx)
+        weight = self.weight if self.weights is None else self.weights(self.weight)
+        own = F.embedding((input - self.start).masked_fill(foreign, 0), weight, self.padding_idx)
         return self.leave(own.masked_fill(foreign.unsqueeze(-1), 0.0))
 
 
 def cut_of(whole: tuple[int, ...], dim: int, group: Group) -> Cut:
     """A member's share of a tensor along a dim; if shares can't be equal, the first ones are larger by one."""
-    base, extra = divmod(whole[dim], group.size)
-    start = group.rank * base + min(group.rank, extra)
-    return Cut(whole, dim, (start, start + base + (group.rank < extra)))
+    return Cut(whole, {dim: share_of(whole[dim], group.rank, group.size)})

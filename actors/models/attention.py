@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
+from raypar.actors.layers.dropout import Portions, divided
 from raypar.actors.models.model import Values
 from raypar.actors.models.positions import Alibi, Rope
 from raypar.actors.portion import Portion
@@ -27,7 +28,7 @@ class Core(nn.Module):
     def __init__(self, kind: AttentionKind, dropout: float, alibi: Alibi | None) -> None:
         super().__init__()
         self.kind, self.alibi = kind, alibi
-        self.drop = nn.Dropout(dropout)
+        self.drop: nn.Dropout = nn.Dropout(dropout)
         self.again = False
 
     def forward(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
@@ -47,6 +48,13 @@ class Core(nn.Module):
         if self.kind == "materialised":
             return _materialised(q_BNSd, k_BKSd, v_BKSd, bias, self.drop)
         return _fused(q_BNSd, k_BKSd, v_BKSd, bias, self.dropout)
+
+    def narrow(self, heads: int, portions: Portions) -> None:
+        """Go on with a part of what so many heads see; ``portions`` are those of the dims of (B, N, S, S)."""
+        if self.alibi is not None and (own := portions.get(1)) is not None:
+            self.alibi = self.alibi.part(own.own[0] * heads // own.of, (own.own[-1] + 1) * heads // own.of)
+        if self.drop.p:
+            self.drop, self.kind = divided(self.drop, portions), "materialised"
 
     def keeps_scores(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
         """Whether a backward would need (B, N, S, S) tensors: torch's kernels, but for the plain one, do without."""

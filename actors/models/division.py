@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from raypar.actors.cut import Cut
+from raypar.actors.divided import Groups
 from raypar.actors.layers.dropout import Portions, narrowed
 from raypar.actors.models.model import Kind, Model
+from raypar.actors.portion import Portion
 
 
 class Made(NamedTuple):
-    """What became of a module; by the names of its parameters what of them is here, and whose gradients are partial.
+    """What became of a module; by the names of its parameters what of them is here, and over which groups gradients are
+    partial.
 
     outputs  what of its own output ("") and of those of modules in it is here, by dim, as far as somebody may compare
     """
 
     module: nn.Module
     cuts: Mapping[str, Cut] = {}
-    partial: Set[str] = frozenset()
+    partial: Mapping[str, Groups] = {}
     outputs: Mapping[str, Portions] = {}
 
 
@@ -33,7 +36,8 @@ class Division(ABC):
     """Divides the layers of a model over groups.
 
     cuts     what of each parameter is here, by logical name; not there: all of it
-    partial  the parameters that are here as on every member, but whose gradients are of this member's own part
+    partial  the parameters that are here as on every member of these groups, but whose gradients are of this member's
+             own part
     flow     what is here of the values between layers, by dim; of others all is
     outputs  what is here of the outputs of layers, and of modules in them that say so, by logical name
     """
@@ -41,7 +45,7 @@ class Division(ABC):
     def __init__(self, model: Model) -> None:
         self.model = model
         self.cuts: dict[str, Cut] = {}
-        self.partial: set[str] = set()
+        self.partial: dict[str, Groups] = {}
         self.flow: Portions = {}
         self.outputs: dict[str, Portions] = {}
 
@@ -61,7 +65,7 @@ class Division(ABC):
                 made = change(module, self)
                 _become(module, made.module)
                 found |= {f"{inner}.{parameter}": cut for parameter, cut in made.cuts.items()}
-                self.partial |= {f"{name}.{inner}.{parameter}" for parameter in made.partial}
+                self.partial |= {f"{name}.{inner}.{parameter}": over for parameter, over in made.partial.items()}
                 self.outputs |= {f"{name}.{inner}.{own}".rstrip("."): output for own, output in made.outputs.items()}
                 if kind == "logits":  # the layer ends in them
                     self.outputs[name] = made.outputs[""]
@@ -84,6 +88,12 @@ def divide(divisions: Sequence[Division], name: str, layer: nn.Module) -> Mappin
     return {inner: cut for division in divisions for inner, cut in division.divide(name, layer).items()}
 
 
+def rows_of(cut: Cut) -> Portion:
+    """What is here of dim 0, row by row: parts need not be of one length."""
+    first = cut.offset[0]
+    return Portion(cut.whole[0], tuple(range(first, first + cut.shape[0])))
+
+
 def named(layer: nn.Module, name: str, pattern: str) -> list[tuple[str, nn.Module]]:
     """The modules of a layer that a pattern names: each once, by its first name, whichever of its names fits."""
     every = layer.named_modules(prefix=name, remove_duplicate=False)
@@ -99,8 +109,11 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _become(module: nn.Module, made: nn.Module) -> None:
     """Turn a module into what was made of it, in place: whoever else refers to it has it, too. What is of no concern to
-    the division stays: hooks, buffers, attributes of the user's."""
+    the division stays: hooks, to which those of ``made`` are added, buffers, attributes of the user's."""
     if module is not made:
         module.__class__ = made.__class__
         common = vars(nn.Module()).keys() - {"_parameters"}
         vars(module).update({name: value for name, value in vars(made).items() if name not in common})
+        for name in common:
+            if "_hooks" in name:
+                vars(module)[name].update(vars(made)[name])

@@ -22,10 +22,13 @@ from raypar.actors.layers.tensor import (
     VocabParallelEmbedding,
     cut_of,
 )
+from raypar.actors.mesh import Mesh
 from raypar.actors.models.attention import Attention
 from raypar.actors.models.context import ContextParallel
-from raypar.actors.models.division import Change, Division, Made
+from raypar.actors.models.cube import CubeParallel
+from raypar.actors.models.division import Change, Division, Made, rows_of
 from raypar.actors.models.model import IGNORED, Kind, Model
+from raypar.actors.models.summa import SquareParallel
 from raypar.actors.plan import Plan
 from raypar.actors.portion import Portion
 
@@ -36,8 +39,15 @@ def divisions_of(plan: Plan, model: Model, groups: Mapping[str, Group]) -> list[
     if "cp" in groups:
         divisions.append(ContextParallel(model, groups["cp"], plan.context))
     if "tp" in groups:
-        divisions.append(TensorParallel(model, groups["tp"], sequence=plan.sequence_parallel))
+        divisions.append(tensor_division(model, plan.mesh, groups, sequence=plan.sequence_parallel))
     return divisions
+
+
+def tensor_division(model: Model, mesh: Mesh, groups: Mapping[str, Group], *, sequence: bool) -> Division:
+    """How layers are divided over the tensor ranks of a mesh, by number or by grid; ``groups`` of this rank, by key."""
+    if mesh.grid is None:
+        return TensorParallel(model, groups["tp"], sequence=sequence)
+    return CubeParallel(model, groups) if mesh.grid.kind == "3d" else SquareParallel(model, groups)
 
 
 class TensorParallel(Division):
@@ -81,7 +91,8 @@ class TensorParallel(Division):
         """As every Division; what is whole here is given the tokens of this member only, if they are divided."""
         found = super().divide(name, layer)
         if self.sequence:
-            self.partial |= {f"{name}.{inner}" for inner, _ in layer.named_parameters() if inner not in found}
+            whole = {f"{name}.{inner}" for inner, _ in layer.named_parameters() if inner not in found}
+            self.partial |= dict.fromkeys(whole, (self.group,))
         return found
 
 
@@ -103,13 +114,7 @@ def _column(module: nn.Module, tensors: TensorParallel) -> Made:
     assert isinstance(module, nn.Linear)
     cut = cut_of(tuple(module.weight.shape), 0, tensors.group)
     bias = {} if module.bias is None else {"bias": cut_of(tuple(module.bias.shape), 0, tensors.group)}
-    return Made(ColumnParallelLinear(module, cut), {"weight": cut} | bias, outputs={"": {-1: _rows(cut)}})
-
-
-def _rows(cut: Cut) -> Portion:
-    """Which rows of a weight are here, one by one: parts need not be of one length."""
-    first = cut.offset[0]
-    return Portion(cut.whole[0], tuple(range(first, first + cut.shape[0])))
+    return Made(ColumnParallelLinear(module, cut), {"weight": cut} | bias, outputs={"": {-1: rows_of(cut)}})
 
 
 def _row(module: nn.Module, tensors: TensorParallel) -> Made:
@@ -120,30 +125,26 @@ def _row(module: nn.Module, tensors: TensorParallel) -> Made:
 
 def _heads(module: nn.Module, tensors: TensorParallel) -> Made:
     assert isinstance(module, Attention)
-    core, group, width = module.core, tensors.group, module.width
+    group, width = tensors.group, module.width
     heads, kv_heads = module.q.out_features // width, module.k.out_features // width
-    if core.alibi is not None:
-        start = group.rank * heads // group.size
-        core.alibi = core.alibi.part(start, start + heads // group.size)
-    if core.drop.p:
-        core.drop, core.kind = divided(core.drop, {1: tensors.portion}), "materialised"
+    module.core.narrow(heads, {1: tensors.portion})
     made = {"q": _column(module.q, tensors)}
     if kv_heads % group.size == 0:
         made |= {"k": _column(module.k, tensors), "v": _column(module.v, tensors)}
     else:  # several members need the same head of keys and values
         head = group.rank * kv_heads // group.size
         span = head * width, (head + 1) * width
-        made |= {"k": _shared(module.k, span), "v": _shared(module.v, span)}
+        made |= {"k": _shared(module.k, span, tensors), "v": _shared(module.v, span, tensors)}
     for name, one in made.items():
         setattr(module, name, one.module)
     cuts = {f"{name}.{inner}": cut for name, one in made.items() for inner, cut in one.cuts.items()}
-    shared = {f"{name}.{inner}" for name, one in made.items() for inner in one.partial}
-    return Made(module, cuts, shared, {name: one.outputs[""] for name, one in made.items() if one.outputs})
+    partial = {f"{name}.{inner}": over for name, one in made.items() for inner, over in one.partial.items()}
+    return Made(module, cuts, partial, {name: one.outputs[""] for name, one in made.items() if one.outputs})
 
 
-def _shared(whole: nn.Linear, span: tuple[int, int]) -> Made:
+def _shared(whole: nn.Linear, span: tuple[int, int], tensors: TensorParallel) -> Made:
     module = SharedLinear(whole, span)
-    return Made(module, partial={name for name, _ in module.named_parameters()})
+    return Made(module, partial={name: (tensors.group,) for name, _ in module.named_parameters()})
 
 
 def _logits(module: nn.Module, tensors: TensorParallel) -> Made:
@@ -185,7 +186,7 @@ def _dropout(module: nn.Module, tensors: TensorParallel) -> Made:
 
 
 def _partial(module: nn.Module, tensors: TensorParallel) -> Made:
-    return Made(module, partial={name for name, _ in module.named_parameters()})
+    return Made(module, partial={name: (tensors.group,) for name, _ in module.named_parameters()})
 
 
 _CHANGES: Mapping[Kind, Change] = {

@@ -29,7 +29,7 @@ class Embedding(nn.Module):
 
     def __init__(self, spec: Transformer) -> None:
         super().__init__()
-        self._seq = spec.seq
+        self._seq, self._hidden = spec.seq, spec.hidden
         self.tokens = nn.Embedding(spec.vocab, spec.hidden)
         self.positions = added(spec)
         self.drop = nn.Dropout(spec.dropout)
@@ -41,7 +41,7 @@ class Embedding(nn.Module):
             raise ValueError(f"a sequence has {length} tokens, but the model's seq is {self._seq}: set it to {length}")
         x_BSD = self.tokens(ids_BS)
         if isinstance(self.positions, Sinusoidal):  # as large as what is added (Vaswani et al. 2017, section 3.4)
-            x_BSD = x_BSD * math.sqrt(x_BSD.shape[-1]) + self.positions(length, x_BSD)
+            x_BSD = x_BSD * math.sqrt(self._hidden) + self.positions(length, x_BSD)
         elif self.positions is not None:
             x_BSD = x_BSD + self.positions(length)
         out: Tensor = self.drop(x_BSD)
@@ -83,6 +83,8 @@ class TransformerModel(Model):
         ("embed.tokens", "vocab"),
         ("embed.positions", "table"),
         ("embed.drop", "drop"),
+        ("blocks.*.norm1", "norm"),
+        ("blocks.*.norm2", "norm"),
         ("blocks.*.attn", "heads"),
         ("blocks.*.attn", "enter"),
         ("blocks.*.attn.out", "row"),
@@ -91,6 +93,7 @@ class TransformerModel(Model):
         ("blocks.*.mlp.up", "column"),
         ("blocks.*.mlp.down", "row"),
         ("blocks.*.drop", "drop"),
+        ("head.norm", "norm"),
         ("head.out", "logits"),
         ("head.out", "enter"),
     )
@@ -153,7 +156,7 @@ class TransformerModel(Model):
             # projections back into the residual stream: one for every branch that is added to it
             branches = 2 * self.spec.layers if name.endswith(("attn.out.weight", "mlp.down.weight")) else 1
             generator = torch.Generator().manual_seed(derive(seed, name))
-            whole = parameter if cut.span is None else parameter.new_empty(cut.whole)
+            whole = parameter if not cut.spans else parameter.new_empty(cut.whole)
             whole.normal_(0.0, 0.02 / math.sqrt(branches), generator=generator)
-            if cut.span is not None:
+            if cut.spans:
                 parameter.copy_(cut.take(whole))

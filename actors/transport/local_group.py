@@ -95,8 +95,9 @@ class LocalGroup(Group):
         return self._exchange(parts, self._everyone(), lambda got: _fill(out, got))
 
     def _broadcast(self, tensor: Tensor, root: int) -> Finish:
-        parts: dict[int, Tensor | None] = dict.fromkeys(self._everyone(), tensor) if self.rank == root else {}
-        return self._exchange(parts, [root], lambda got: tensor.copy_(got[0]))
+        if self.rank == root:
+            return self._exchange({rank: tensor for rank in self._everyone() if rank != root}, [], lambda got: None)
+        return self._exchange({}, [root], lambda got: tensor.copy_(got[0]))
 
     def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
         sources = self._everyone() if self.rank == root else []

@@ -38,7 +38,7 @@ class Recorder:
             faults.append(f"there is no stage {stage}: the schedule has {schedule.num_stages}, counted from 0")
         if not 0 <= dp < self._world.mesh.dp:
             faults.append(f"there is no replica dp={dp}: the mesh has {self._world.mesh.dp}, counted from 0")
-        if self._world.mesh.tp > 1:
+        if self._world.mesh.tensor_ranks > 1:
             tp = self._world.mesh.tp
             faults.append(f"of mesh.tp={tp} each actor has a part of a stage, which can't be played alone: set it to 1")
         if faults:

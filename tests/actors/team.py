@@ -97,7 +97,7 @@ class Team:
     def gradients(self):
         """Copies of the gradients that the optimizers saw, whole."""
         found = {}
-        for rank in self.world.server_ranks or range(0, self.world.mesh.size, self.run.mesh.tp):
+        for rank in self.world.server_ranks or range(0, self.world.mesh.size, self.run.mesh.tensor_ranks):
             group = [self.all[one] for one in (self.world.tensor_group(rank) if not self.servers else (rank,))]
             for name in group[0].holds():
                 parts = [actor.gradient(name) for actor in group]

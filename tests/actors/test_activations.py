@@ -9,6 +9,7 @@ numbers for each of sbh, and 2 are 2 masks; of 5 as^2b bytes 4 are 2 numbers (so
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -38,11 +39,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def block(kind=GPT, recompute=("none",), group=None, sequence=False, **changes):
-    """A stage of one block, its input, and a gradient for its output; of a member of a group its part."""
+def block(kind=GPT, recompute=("none",), division=None, **changes):
+    """A stage of one block, its input, and a gradient for its output; of what ``division`` makes of it a part."""
     sizes = {"layers": 1, "hidden": H, "heads": A, "seq": S, "vocab": 7, "attention": "materialised"}
     model = build_model(kind(**(sizes | changes)), 0)
-    divide = TensorParallel(model, group, sequence=sequence).divide if group else undivided
+    divide = division(model).divide if division else undivided
     stage = Stage(
         model, [1], model.materialize([1], 0, divide), place=Host(), is_last=False, recompute=recompute, seed=0
     )
@@ -104,7 +105,7 @@ def test_of_a_divided_block_each_member_keeps_its_part(tp, sequence, whole, drop
     inputs of attention and MLP, which are kept as they were gathered."""
 
     def one(group):
-        stage, x, _ = block(group=group, sequence=sequence, dropout=dropout)
+        stage, x, _ = block(division=partial(TensorParallel, group=group, sequence=sequence), dropout=dropout)
         return kept(stage, x.chunk(tp, 1)[group.rank].contiguous() if sequence else x)
 
     masks, scores = (2, 3) if dropout else (0, 1)
@@ -136,7 +137,9 @@ def test_selective_along_the_sequence_each_member_keeps_its_part_of_everything(t
     """34 sbh / t, in the paper's bytes: inputs of attention and MLP are gathered anew."""
 
     def one(group):
-        stage, x, _ = block(recompute=("selective",), group=group, sequence=True, dropout=0.1)
+        stage, x, _ = block(
+            recompute=("selective",), division=partial(TensorParallel, group=group, sequence=True), dropout=0.1
+        )
         return kept(stage, x.chunk(tp, 1)[group.rank].contiguous())
 
     for found in in_threads(local_groups("tp", tp), one):

@@ -68,10 +68,10 @@ def agrees(team):
 
 def replicated_alike(team):
     """What every member of a tensor group has, weights and gradients, has the same bits on all of them."""
-    for rank in range(0, team.world.mesh.size, team.run.mesh.tp):
+    for rank in range(0, team.world.mesh.size, team.run.mesh.tensor_ranks):
         first, *others = [team.all[one] for one in team.world.tensor_group(rank)]
         for name, cut in first.holds().items():
-            if cut.span is None:
+            if not cut.spans:
                 for other in others:
                     assert torch.equal(first.parameter(name), other.parameter(name)), name
                     mine, theirs = first.gradient(name), other.gradient(name)
@@ -136,7 +136,7 @@ def test_an_actor_holds_its_part_of_divided_weights_only():
         4 * actor.parameter(name).numel()
         for actor in team.all[:1]
         for name, cut in actor.holds().items()
-        if not cut.span
+        if not cut.spans
     )
     assert sum(part - replicated for part in parts) == whole - replicated
     assert max(parts) < 0.45 * whole
@@ -183,7 +183,7 @@ def test_along_the_sequence_as_many_bytes_are_sent():
     teams = [team_of(tp, pp=2, m=m, sequence_parallel=sequence, **fields) for sequence in (False, True)]
     plain, divided = [team.step(0) and team.ledger("tp") for team in teams]
     worker = teams[1].workers[0]
-    replicated = sum(4 * worker.parameter(name).numel() for name, cut in worker.holds().items() if not cut.span)
+    replicated = sum(4 * worker.parameter(name).numel() for name, cut in worker.holds().items() if not cut.spans)
     total, before = (sum(count for _, count in table[0].values()) for table in (divided, plain))
     assert total - before == 2 * (tp - 1) * replicated // tp
     calls, each = (

@@ -10,8 +10,9 @@ from raypar.actors.mesh import Mesh
 from raypar.actors.world import World
 
 WORLDS = st.builds(World, st.builds(Mesh, pp=st.integers(1, 4), dp=st.integers(1, 4)), servers=st.integers(0, 3))
+TENSORS = st.integers(1, 4) | st.sampled_from(["2d:2x2", "2.5d:2x2x2", "3d:2x2x2"])
 DIVIDED = st.builds(
-    World, st.builds(Mesh, pp=st.integers(1, 3), dp=st.integers(1, 3), tp=st.integers(1, 4)), sharded=st.booleans()
+    World, st.builds(Mesh, pp=st.integers(1, 3), dp=st.integers(1, 3), tp=TENSORS), sharded=st.booleans()
 )
 
 
@@ -78,10 +79,10 @@ def test_who_updates_what(pp, dp, zero, owners, updaters):
 
 @given(DIVIDED)
 def test_who_updates_agrees_with_those_of_its_own_tensor_rank(world):
-    tp = world.mesh.tp
+    tp = world.mesh.tensor_ranks
     for rank in range(world.size):
         groups = {one.key: one.members for one in world.memberships(rank)}
-        others = {member for key, members in groups.items() if key != "tp" for member in members}
+        others = {member for key, members in groups.items() if not key.startswith("tp") for member in members}
         assert {member % tp for member in others} <= {rank % tp}
         assert groups.get("tp", (rank,)) == world.tensor_group(rank)
     assert [rank for rank in range(world.size) if world.leads(rank)] == list(range(0, world.size, tp))

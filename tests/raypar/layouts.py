@@ -37,15 +37,21 @@ def tokens(step, microbatch, dp):
     return ids[:, :-1], labels
 
 
+def more_tokens(step, microbatch, dp):
+    """Four sequences, for grids that divide a batch by so many."""
+    parts = [tokens(step, microbatch, dp + 100 * half) for half in range(2)]
+    return tuple(torch.cat(both) for both in zip(*parts, strict=True))
+
+
 def meshes():
     """The smallest first: that is where Hypothesis looks for a small example."""
-    axes = {"tp": (2, 1, 4), "cp": (1, 2, 4), "pp": (1, 2, 3, 4), "dp": (1, 2)}
+    axes = {"tp": (2, 1, 4, "2d:2x2", "2.5d:2x2x2", "3d:2x2x2"), "cp": (1, 2, 4), "pp": (1, 2, 3, 4), "dp": (1, 2)}
     every = [Mesh(**dict(zip(axes, sizes, strict=True))) for sizes in product(*axes.values())]
     return st.sampled_from(sorted((mesh for mesh in every if mesh.size <= MOST_ACTORS), key=lambda mesh: mesh.size))
 
 
 def models(mesh, layers):
-    heads = st.sampled_from([4, 2] if mesh.tp <= 2 else [4])
+    heads = st.sampled_from([4, 2] if mesh.tensor_ranks <= 2 else [4])
     common = {
         "layers": st.just(layers),
         "hidden": st.just(16),
@@ -72,18 +78,18 @@ def layouts(draw):
     mesh, schedule = draw(meshes()), draw(st.sampled_from(["1f1b", "gpipe", "interleaved", "naive"]))
     interleaved = schedule == "interleaved"
     layers = draw(st.integers(max(2, mesh.pp * (1 + interleaved)), 8 if interleaved else 4))
-    divided = mesh.tp > 1
+    divided, grid = mesh.tensor_ranks > 1, isinstance(mesh.tp, str)
     run = rp.Run(
         model=draw(models(mesh, layers)),
         mesh=mesh,
         schedule=schedule,
         microbatches=draw(st.sampled_from([1, 2, 3])) * (mesh.pp if interleaved else 1),
-        data=rp.Batches(tokens),
+        data=rp.Batches(more_tokens if grid else tokens),
         data_parallel=draw(st.sampled_from(["all_reduce"] * 3 + ["parameter_server"] * (not divided))),
         bucket_mb=draw(st.sampled_from([4.0, 0.005])),
         zero=draw(st.sampled_from([0, 1])) if mesh.dp * mesh.cp > 1 else 0,
         context=draw(st.sampled_from(CONTEXTS)) if mesh.cp > 1 else CONTEXTS[0],
-        sequence_parallel=draw(st.booleans()) if divided else False,
+        sequence_parallel=draw(st.booleans()) if divided and not grid else False,
         optim=draw(st.sampled_from([rp.AdamW(lr=1e-2), rp.SGD(lr=0.1, momentum=0.9)])),
         clip=draw(st.sampled_from([None, 0.5])),
         recompute=draw(recomputes(layers)),

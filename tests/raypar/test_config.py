@@ -135,6 +135,47 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
             {"mesh": Mesh(tp=4), "model": GPT(vocab=3, heads=4)},
             "mesh.tp 4 is more than model.vocab 3: set it to 3 at most",
         ),
+        (
+            {"mesh": Mesh(tp="2d:2x3")},
+            "mesh.tp is '2d:2x3': it must be a whole number or a grid of equal sides, as '2d:2x2'",
+        ),
+        ({"mesh": Mesh(tp="2x2"), "micro_batch_size": 0}, "mesh.tp is '2x2': it must be a whole number or a grid"),
+        (
+            {"mesh": Mesh(tp="2d:3x3"), "model": GPT(heads=4, hidden=32)},
+            "mesh.tp is '2d:3x3', but 3 does not divide model.heads 4: use 3 heads with model.hidden 33 or 6 heads",
+        ),
+        (
+            {"mesh": Mesh(tp="2d:2x2"), "model": Llama(heads=4, hidden=32, kv_heads=1)},
+            "mesh.tp is '2d:2x2', but 2 does not divide model.kv_heads 1: use 2",
+        ),
+        (
+            {"mesh": Mesh(tp="3d:2x2x2"), "model": GPT(heads=2, hidden=30)},
+            "mesh.tp is '3d:2x2x2', but 4 does not divide model.hidden 30: use 28 or 32",
+        ),
+        (
+            {"mesh": Mesh(tp="3d:2x2x2"), "model": Llama(heads=4, hidden=32, ffn=30)},
+            "mesh.tp is '3d:2x2x2', but 4 does not divide model.ffn 30: use 28 or 32",
+        ),
+        (
+            {"mesh": Mesh(tp="2d:4x4"), "model": GPT(heads=4, hidden=32, vocab=3)},
+            "mesh.tp is '2d:4x4', but model.vocab 3 is less than 4: set it to 4 at least",
+        ),
+        (
+            {"mesh": Mesh(tp="2.5d:2x2x2"), "micro_batch_size": 6},
+            "micro_batch_size is 6, of which mesh.tp '2.5d:2x2x2' can't make 4 equal parts: use 4 or 8",
+        ),
+        (
+            {"mesh": Mesh(tp="3d:2x2x2"), "data": Batches(lambda *at: ([[0, 1]] * 6, [[1, 2]] * 6))},
+            "data.fn returns 6 samples, of which mesh.tp '3d:2x2x2' can't make 4 equal parts: use 4 or 8",
+        ),
+        (
+            {"mesh": Mesh(tp="2d:2x2"), "sequence_parallel": True},
+            "sequence_parallel: mesh.tp is '2d:2x2', which divides norms and dropout already: set it to false",
+        ),
+        (
+            {"mesh": Mesh(tp="2d:2x2"), "data_parallel": "parameter_server"},
+            "mesh.tp is '2d:2x2', but servers hold whole weights: set data_parallel to 'all_reduce'",
+        ),
         ({"mesh": Mesh(pp=2, ep=2)}, "mesh.ep is 2: it must divide dp x cp x tp = 1"),
         ({"bucket_mb": 0.0}, "bucket_mb is 0.0: it must be above 0"),
         ({"data_parallel": "zero"}, "data_parallel is 'zero': it must be 'all_reduce' or 'parameter_server'"),

@@ -47,6 +47,13 @@ def test_a_llama_too(job_of):
     assert not verdict.bitwise
 
 
+def test_a_square_too(job_of):
+    run = tiny("2d:2x2", model=replace(rp.recipe("gpt-tiny").model, layers=2), steps=2, recompute="full")
+    verdict = rp.verify(run, job_of(run))
+    assert verdict.ok, str(verdict)
+    assert not verdict.bitwise
+
+
 def test_a_lost_mask_is_found(job_of, monkeypatch):
     """The comparison can fail: one process with other dropout is not equal."""
     plain = train_plainly(replace(tiny(2), seed=1))
