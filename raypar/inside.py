@@ -85,7 +85,7 @@ class Inside(ABC):
         return gradient
 
     def ledger(self) -> dict[str, dict[tuple[str, str], Entry]]:
-        """What every actor's groups moved since the launch: calls and bytes by (axis, op)."""
+        """What every actor's groups moved since the launch: calls, bytes and seconds by (axis, op)."""
         tables = self._guard(lambda: self._calls.all("ledger", what="reading the ledger"))
         return {
             self._world.label(rank): {key: Entry(*counts) for key, counts in table.items()}
