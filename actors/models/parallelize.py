@@ -9,6 +9,7 @@ from torch import nn
 
 from raypar.actors.cut import Cut
 from raypar.actors.group import Group
+from raypar.actors.layers.columns import ColumnParallelFan
 from raypar.actors.layers.cross_entropy import vocab_parallel_cross_entropy
 from raypar.actors.layers.dropout import divided
 from raypar.actors.layers.ops import Move, all_gather, copy_to, reduce_from, reduce_scatter
@@ -50,7 +51,9 @@ class TensorParallel(Division):
         self.portion = Portion.at(group.rank, group.size)
         self.enter: Move = partial(all_gather, group=group, dim=1) if sequence else partial(copy_to, group=group)
         self.leave: Move = (
-            partial(reduce_scatter, group=group, dim=1) if sequence else partial(reduce_from, group=group)
+            partial(reduce_scatter, group=group, dim=1)
+            if sequence
+            else partial(reduce_from, group=group, in_place=True)
         )
 
     @property
@@ -66,6 +69,9 @@ class TensorParallel(Division):
 
 
 def _enter(module: nn.Module, tensors: TensorParallel) -> Made:
+    if hasattr(module, "fan"):
+        module.fan = ColumnParallelFan(tensors.group, 1 if tensors.sequence else None)
+        return Made(module)
     module.register_forward_pre_hook(lambda _, inputs: (tensors.enter(inputs[0]), *inputs[1:]))
     return Made(module)
 
