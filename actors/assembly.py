@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.averaging import TokenMean
-from raypar.actors.batches import BatchSource, batch_source
+from raypar.actors.batches import BatchSource, ContextSource, batch_source
 from raypar.actors.buckets import Bucket
+from raypar.actors.context import tokens_of
 from raypar.actors.divided import Divided
 from raypar.actors.group import Group
 from raypar.actors.part import Part, buckets_of, build_part
@@ -41,10 +42,12 @@ class Assembly:
 
 def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
     """Build this rank's part of the run. Only its own weights are made."""
-    part = build_part(plan, place, groups.get("tp"))
+    part = build_part(plan, place, groups)
     m, num_dp = plan.programs["train"].num_microbatches, plan.mesh.dp
     source = batch_source(plan.data, plan.model, plan.micro_batch_size, m, num_dp, plan.seed)
     mean = TokenMean(part.model, source, m, num_dp)
+    if plan.mesh.cp > 1:
+        source = ContextSource(source, tokens_of(plan.context, plan.mesh.cp)[plan.mesh.coordinate(plan.rank)["cp"]])
     if not plan.world.reduces:
         return Assembly(part, updater_of(plan, part, part.parameters, groups), source, mean, None)
     buckets = buckets_of(plan, part, part.parameters)

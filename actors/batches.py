@@ -7,6 +7,7 @@ from typing import Protocol
 from raypar.actors.data import TokenBatches, open_corpus
 from raypar.actors.models.model import Values, as_values
 from raypar.actors.plan import ProgramName
+from raypar.actors.portion import Portion
 from raypar.actors.specs import GPT, Batches, Layers, Llama, Text
 
 
@@ -53,6 +54,28 @@ class FunctionSource:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"a batch function must return (inputs, targets), it returned {type(pair).__name__}")
         return pair[0], pair[1]
+
+
+class ContextSource:
+    """Of every input and target (B, S, ...) of another source the tokens that are here."""
+
+    def __init__(self, source: BatchSource, tokens: Portion) -> None:
+        self._source, self._tokens = source, tokens
+
+    def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
+        return self._here(self._source.inputs(program, step, microbatch, dp))
+
+    def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
+        return self._here(self._source.targets(program, step, microbatch, dp))
+
+    def _here(self, values: Values) -> Values:
+        for value in values:
+            if value.dim() < 2 or value.shape[1] % self._tokens.of:
+                raise ValueError(
+                    f"a batch has a tensor {list(value.shape)}: with mesh.cp dim 1 is the sequence, "
+                    f"and must be a multiple of {self._tokens.of}"
+                )
+        return tuple(self._tokens.take(value, 1).contiguous() for value in values)
 
 
 def batch_source(

@@ -71,6 +71,13 @@ class Mesh:
         starts = (rank for rank in range(self.size) if self.coordinate(rank)[axis] == 0)
         return tuple(tuple(start + i * stride for i in range(size)) for start in starts)
 
+    def replicas(self, rank: int) -> tuple[int, tuple[int, ...]]:
+        """The index of, and the ranks in, the group of all that hold the same weights as a rank: those that differ on
+        dp and cp only."""
+        at = self.coordinate(rank)
+        members = (self.rank(at["pp"], dp, cp, at["tp"]) for dp in range(self.dp) for cp in range(self.cp))
+        return at["pp"] * self.tp + at["tp"], tuple(members)
+
     def group_of(self, axis: Axis, rank: int) -> tuple[int, tuple[int, ...]]:
         """The index of a rank's group among the axis' groups, and its members."""
         for index, members in enumerate(self.groups(axis)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -12,8 +13,9 @@ from raypar.actors.buckets import Bucket, pack
 from raypar.actors.cut import Cut
 from raypar.actors.group import Group, nbytes
 from raypar.actors.models.build import build_model
+from raypar.actors.models.division import divide
 from raypar.actors.models.model import Model, undivided
-from raypar.actors.models.parallelize import TensorParallel
+from raypar.actors.models.parallelize import divisions_of
 from raypar.actors.place import Place
 from raypar.actors.plan import Plan
 from raypar.actors.split import Split
@@ -51,16 +53,16 @@ class Part:
         return {name: p for name, p in self.parameters.items() if self.owner_of[name] == owner}
 
 
-def build_part(plan: Plan, place: Place, tp: Group | None = None) -> Part:
-    """Build the stages of this actor's pipeline rank, of each its part in the group ``tp``. Only its own weights are
-    made: on the host, the same bits for every place, and then moved there."""
+def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
+    """Build the stages of this actor's pipeline rank, of each its part in its groups. Only its own weights are made:
+    on the host, the same bits for every place, and then moved there."""
     model = build_model(plan.model, plan.seed)
-    tensors = None if tp is None else TensorParallel(model, tp, sequence=plan.sequence_parallel)
+    divisions = divisions_of(plan, model, groups)
     train = plan.programs["train"]
     parts = model.stages(plan.split, train.num_stages)
     own = train.stages_of(plan.world.pp(plan.rank))
     indices = [index for number in own for index in parts[number]]
-    made = model.materialize(indices, plan.seed, undivided if tensors is None else tensors.divide)
+    made = model.materialize(indices, plan.seed, partial(divide, divisions) if divisions else undivided)
     modules = dict(zip(indices, made, strict=True))
     place.settle(modules.values())
     ties, same = ties_of(model, homes_of(model, plan.split, train))
@@ -98,9 +100,9 @@ def build_part(plan: Plan, place: Place, tp: Group | None = None) -> Part:
         )
         for tie in ties
     ]
-    return Part(
-        model, stages, parameters, owner_of, ties, *((tensors.cuts, tensors.partial) if tensors else ({}, set()))
-    )
+    cuts = {name: cut for division in divisions for name, cut in division.cuts.items()}
+    partials = {name for division in divisions for name in division.partial}
+    return Part(model, stages, parameters, owner_of, ties, cuts, partials)
 
 
 def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -> list[Bucket]:

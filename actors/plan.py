@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from raypar.actors.context import Context
 from raypar.actors.mesh import Mesh
 from raypar.actors.recompute import Recompute
 from raypar.actors.specs import GPT, SGD, AdamW, Batches, Layers, Llama, Text
@@ -48,6 +49,7 @@ class Plan:
     servers: int
     zero: Zero
     sequence_parallel: bool
+    context: Context
     clip: float | None
     seed: int
     steps: int

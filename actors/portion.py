@@ -37,8 +37,12 @@ class Portion:
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
         """What is here of a tensor: a copy, unless it stands in one place there."""
+        if self.of == 1:
+            return whole
         pieces = whole.unflatten(dim, (self.of, -1))
         first, last = self.own[0], self.own[-1]
         if self.own == tuple(range(first, last + 1)):
-            return pieces.narrow(dim, first, len(self.own)).flatten(dim, dim + 1)
-        return pieces[(slice(None),) * dim + (list(self.own),)].flatten(dim, dim + 1)
+            here: Tensor = pieces.narrow(dim, first, len(self.own))
+        else:
+            here = pieces[(slice(None),) * dim + (list(self.own),)]
+        return here.flatten(dim, dim + 1)

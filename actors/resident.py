@@ -27,6 +27,7 @@ class Resident(Member):
     _stages: Mapping[int, Stage]
     _courier: Courier
     _dp: int
+    _cp: int
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,9 +84,9 @@ class Resident(Member):
     # --- checkpoints ---
 
     def _saved(self) -> Iterator[tuple[str, Tensor]]:
-        if self._dp == 0 or self._plan.world.sharded:  # others would say the same once more
+        if self._first_replica or self._plan.world.sharded:  # others would say the same once more
             yield from super()._saved()
-        if self._leads:
+        if self._leads and self._cp == 0:
             yield from self._buffers()
 
     def _load(self, read: Read) -> None:
@@ -99,6 +100,10 @@ class Resident(Member):
                     if (saved := read(buffer_name(dp, name), "")) is not None:
                         buffer.copy_(saved)
                         break
+
+    @property
+    def _first_replica(self) -> bool:
+        return self._dp == self._cp == 0
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         for stage in self._stages.values():

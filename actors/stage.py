@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from raypar.actors.models.attention import Core
 from raypar.actors.models.model import Model, Values, as_values
 from raypar.actors.place import Place
 from raypar.actors.recompute import Recompute, word_of
@@ -54,9 +53,9 @@ class Stage:
             if words[index] == "full" and not self.recompute
         }
         for index, module in zip(self.layers, self.modules, strict=True):
-            for core in module.modules():
-                if isinstance(core, Core):
-                    core.again = words[index] == "selective"
+            for part in module.modules():
+                if hasattr(part, "again"):  # it can do without some of what it would keep
+                    part.again = words[index] == "selective"  # type: ignore[assignment]
         self._place = place
         self._train = True
         self._twice = Twice()  # with the inputs: the first layer may write into them

@@ -159,7 +159,7 @@ class Updater:
         return parameter.grad
 
 
-def ballot_of(tokens: int, expected: int, *, sound: bool) -> Tensor:
+def ballot_of(tokens: int, expected: float, *, sound: bool) -> Tensor:
     """What the last stage of a replica contributes to the end of a step, to be summed over the replicas.
 
     tokens    target elements of its step

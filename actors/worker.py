@@ -54,7 +54,7 @@ class Worker(Resident):
         torch.set_num_threads(plan.threads)
         torch.set_grad_enabled(True)
         coordinate = plan.mesh.coordinate(plan.rank)
-        self._pp, self._dp = coordinate["pp"], coordinate["dp"]
+        self._pp, self._dp, self._cp = coordinate["pp"], coordinate["dp"], coordinate["cp"]
         self._parts = assemble(plan, groups, self.prepare(plan))
         part = self._parts.part
         self._stages = part.stages
@@ -202,7 +202,7 @@ class Worker(Resident):
         if any(stage.is_last for stage in self._stages.values()):
             self._read_losses()
             sound = all(map(math.isfinite, self._losses.values()))
-            ballot = ballot_of(sum(self._counts.values()), parts.mean.expected, sound=sound)
+            ballot = ballot_of(sum(self._counts.values()), parts.mean.expected / self._plan.mesh.cp, sound=sound)
         if parts.reducer is not None:
             parts.reducer.finish()
             if ballot is not None:

@@ -15,8 +15,8 @@ Zero = Literal[0, 1]
 class Membership(NamedTuple):
     """One rank's place in a group.
 
-    key      the group among this rank's groups: ``pp``, ``dp``, ``tp``, ``mesh`` (of all workers, or of those of one
-             coordinate on tp), ``ps0``, ``servers``
+    key      the group among this rank's groups: ``pp``, ``dp`` (all with the same weights, on cp too), ``cp``, ``tp``,
+             ``mesh`` (of all workers, or of those of one coordinate on tp), ``ps0``, ``servers``
     axis     what its bytes are counted under
     name     unique in the run
     members  ranks, in the order of the group
@@ -43,7 +43,7 @@ class World:
     @classmethod
     def of(cls, mesh: Mesh, data_parallel: DataParallel, servers: int, zero: Zero) -> World:
         """The world of a run with these fields."""
-        return cls(mesh, servers if data_parallel == "parameter_server" else 0, zero > 0 and mesh.dp > 1)
+        return cls(mesh, servers if data_parallel == "parameter_server" else 0, zero > 0 and mesh.dp * mesh.cp > 1)
 
     @property
     def size(self) -> int:
@@ -51,14 +51,19 @@ class World:
         return self.mesh.size + self.mesh.pp * self.servers
 
     @property
+    def replicas(self) -> int:
+        """Actors with the same weights: those of all dp, and of all cp, for a sequence's parts are trained on alike."""
+        return self.mesh.dp * self.mesh.cp
+
+    @property
     def reduces(self) -> bool:
         """Whether gradients have to be summed over replicas, or sent to servers."""
-        return self.mesh.dp > 1 or self.servers > 0
+        return self.replicas > 1 or self.servers > 0
 
     @property
     def owners(self) -> int:
         """Among how many actors of a pipeline rank (servers, or replicas) its weights are divided for the update."""
-        return self.servers or (self.mesh.dp if self.sharded else 1)
+        return self.servers or (self.replicas if self.sharded else 1)
 
     @property
     def updaters(self) -> str:
@@ -102,7 +107,7 @@ class World:
         return self.mesh.size + pp * self.servers + index
 
     def replica(self, dp: int) -> tuple[int, ...]:
-        """The workers of one data-parallel replica, by pipeline rank; of a tensor group the first."""
+        """The workers of one data-parallel replica, by pipeline rank; of a tensor or context group the first."""
         return tuple(self.mesh.rank(pp=pp, dp=dp) for pp in range(self.mesh.pp))
 
     def tensor_group(self, rank: int) -> tuple[int, ...]:
@@ -118,7 +123,7 @@ class World:
         pp = self.pp(rank)
         if rank < self.mesh.size:
             for axis in AXES:
-                index, members = self.mesh.group_of(axis, rank)
+                index, members = self.mesh.replicas(rank) if axis == "dp" else self.mesh.group_of(axis, rank)
                 if len(members) > 1 and not (axis == "dp" and self.servers):  # with servers nobody else is asked
                     yield Membership(axis, axis, f"{axis}/{index}", members)
             if self.updaters == "mesh":

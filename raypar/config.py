@@ -10,6 +10,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
+from raypar.actors.context import Context
 from raypar.actors.data import data_faults
 from raypar.actors.disk import expanded
 from raypar.actors.faults import FaultsError
@@ -31,6 +32,7 @@ from raypar.actors.specs import (
 )
 from raypar.actors.split import Split, split_faults
 from raypar.actors.world import DataParallel, World, Zero
+from raypar.context_faults import context_faults
 from raypar.fields import field_faults
 from raypar.folder.faults import folder_faults
 from raypar.model_faults import length_faults, model_faults
@@ -72,6 +74,8 @@ class Run:
     """1 splits the optimizer over the replicas (ZeRO stage 1): less memory, less work, the same numbers"""
     sequence_parallel: bool = False
     """with mesh.tp, norms and dropout are divided too, along the sequence: less memory, as many bytes"""
+    context: Context = "ring"
+    """with mesh.cp, how attention reaches all tokens: ring, all_gather, ulysses (by heads), or rsa (full scores)"""
     optim: AdamW | SGD = field(default_factory=AdamW)
     """AdamW or SGD, with the learning-rate schedule"""
     clip: Positive | None = 1.0
@@ -122,9 +126,11 @@ def check_run(run: Run, resumed: Path | None = None) -> Programs:
     faults += [*model_faults(run.model, right), *_mesh_faults(run.mesh, right), *_server_faults(run, right)]
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
         faults += tensor_faults(run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel)
+    if right("model", "mesh.cp", "mesh.tp", "context", "sequence_parallel"):
+        faults += context_faults(run.model, run.mesh, run.context, sequence=run.sequence_parallel)
     programs: Programs | None = None
     if right("schedule", "mesh.pp", "microbatches", "chunks"):
-        reduces = right("mesh.dp", "data_parallel", "servers", "zero") and world_of(run).reduces
+        reduces = right("mesh", "data_parallel", "servers", "zero") and world_of(run).reduces
         try:
             programs = programs_of(run.schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=reduces)
             misfits = _layer_faults(run, programs["train"].num_stages, right)
@@ -170,9 +176,8 @@ def reset_faults(old: Run, new: Run, device: DeviceKind) -> Iterator[str]:
 def _mesh_faults(mesh: Mesh, right: Callable[..., bool]) -> Iterator[str]:
     if right("mesh") and (inner := mesh.dp * mesh.cp * mesh.tp) % mesh.ep:
         yield f"mesh.ep is {mesh.ep}: it must divide dp x cp x tp = {inner}"
-    for axis, what in (("cp", "context"), ("ep", "expert")):
-        if right(f"mesh.{axis}") and getattr(mesh, axis) > 1:
-            yield f"mesh.{axis} is {getattr(mesh, axis)}: {what} parallelism does not compute yet: set it to 1"
+    if right("mesh.ep") and mesh.ep > 1:
+        yield f"mesh.ep is {mesh.ep}: expert parallelism does not compute yet: set it to 1"
 
 
 def _server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:

@@ -70,8 +70,8 @@ class Verdict:
     - replicas add their microbatches first; losses, norms and the first step's gradients may differ by 1e-6. A weight
       may by 1e-3: AdamW divides a gradient by its own size, so that one which is only rounding noise moves its weight
       by a full step. With two microbatches in all, one a replica, there is one addition, and no difference is allowed
-    - tensor parallelism adds up parts of every product: losses may differ by 1e-5, norms and the first step's gradients
-      by 2e-5, weights by 1e-3
+    - tensor and context parallelism add up parts of products, and of sums over tokens: losses may differ by 1e-5, norms
+      and the first step's gradients by 2e-5, weights by 1e-3
     - on GPUs, where kernels add up in any order: 1e-5, and of a weight 1e-2
 
     The weights of all replicas must always be the same bits.
@@ -228,8 +228,8 @@ def _compare(job: Job, plain: Trained) -> Verdict:
 
 def _allowed(run: Run, tied: bool) -> Bounds:
     if run.device == "cuda":
-        return Bounds(*map(max, DIVIDED, ON_GPUS)) if run.mesh.tp > 1 else ON_GPUS
-    if run.mesh.tp > 1:
+        return Bounds(*map(max, DIVIDED, ON_GPUS)) if run.mesh.tp * run.mesh.cp > 1 else ON_GPUS
+    if run.mesh.tp * run.mesh.cp > 1:
         return DIVIDED
     if run.mesh.dp == 1 or run.microbatches * run.mesh.dp == 2:
         return TIED if tied else BITWISE

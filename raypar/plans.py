@@ -28,6 +28,7 @@ def plans_of(run: Run, programs: Programs, name: str, device: DeviceKind = "cpu"
             servers=run.servers,
             zero=run.zero,
             sequence_parallel=run.sequence_parallel,
+            context=run.context,
             clip=run.clip,
             seed=run.seed,
             steps=run.steps,

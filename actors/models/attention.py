@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn.attention import SDPBackend
 from raypar.actors.models.fan import Fan
 from raypar.actors.models.model import Values
 from raypar.actors.models.positions import Alibi, Rope
+from raypar.actors.portion import Portion
 from raypar.actors.rerun import drawn_again, rerun
 from raypar.actors.specs import AttentionKind, Transformer
 
@@ -33,23 +33,31 @@ class Core(nn.Module):
 
     def forward(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
         """What each query sees."""
-        bias = None if self.alibi is None else self.alibi.bias(q_BNSd.shape[2], q_BNSd)
-        dropout = self.drop.p if self.training else 0.0
-        attend = partial(_fused, bias=bias, dropout=dropout)
-        if self.kind == "materialised":
-            attend = partial(_materialised, bias=bias, drop=self.drop)
-        if self.again and torch.is_grad_enabled() and self._keeps_scores(q_BNSd, k_BKSd, v_BKSd, bias, dropout):
-            return _again(attend, q_BNSd, k_BKSd, v_BKSd, draws=dropout > 0)
-        return attend(q_BNSd, k_BKSd, v_BKSd)
+        if self.again and torch.is_grad_enabled() and self.keeps_scores(q_BNSd, k_BKSd, v_BKSd):
+            return _again(self.attend, q_BNSd, k_BKSd, v_BKSd, draws=self.dropout > 0)
+        return self.attend(q_BNSd, k_BKSd, v_BKSd)
 
-    def _keeps_scores(
-        self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, dropout: float
-    ) -> bool:
+    @property
+    def dropout(self) -> float:
+        """The probability that holds now."""
+        return self.drop.p if self.training else 0.0
+
+    def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
+        """As forward, whatever is kept for the backward."""
+        bias = self._bias(q_BNSd)
+        if self.kind == "materialised":
+            return _materialised(q_BNSd, k_BKSd, v_BKSd, bias, self.drop)
+        return _fused(q_BNSd, k_BKSd, v_BKSd, bias, self.dropout)
+
+    def keeps_scores(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
         """Whether a backward would need (B, N, S, S) tensors: torch's kernels, but for the plain one, do without."""
         if self.kind == "materialised":
             return True
-        chosen = torch._fused_sdp_choice(q_BNSd, k_BKSd, v_BKSd, **_settings(q_BNSd, k_BKSd, bias, dropout))
-        return chosen == SDPBackend.MATH.value
+        settings = _settings(q_BNSd, k_BKSd, self._bias(q_BNSd), self.dropout)
+        return torch._fused_sdp_choice(q_BNSd, k_BKSd, v_BKSd, **settings) == SDPBackend.MATH.value
+
+    def _bias(self, q_BNSd: Tensor) -> Tensor | None:
+        return None if self.alibi is None else self.alibi.bias(q_BNSd.shape[2], q_BNSd)
 
 
 class Attention(nn.Module):
@@ -57,11 +65,13 @@ class Attention(nn.Module):
 
     The projections in have no bias. That of the keys would shift a softmax, which changes nothing: its gradient is
     rounding noise, and Adam would turn that into steps of full size.
+
+    tokens  which ones of the sequence are here
     """
 
     def __init__(self, spec: Transformer, between: Rope | Alibi | None, *, bias: bool) -> None:
         super().__init__()
-        self.width = spec.hidden // spec.heads
+        self.width, self.tokens = spec.hidden // spec.heads, Portion()
         self._rope = between if isinstance(between, Rope) else None
         kv = self.width * spec.num_kv_heads
         self.q = nn.Linear(spec.hidden, spec.hidden, bias=False)
@@ -75,7 +85,7 @@ class Attention(nn.Module):
             y_BSE.unflatten(-1, (-1, self.width)).transpose(1, 2) for y_BSE in self.fan(x_BSD, self.q, self.k, self.v)
         )
         if self._rope is not None:
-            q_BNSd, k_BKSd = self._rope.turn(q_BNSd), self._rope.turn(k_BKSd)
+            q_BNSd, k_BKSd = self._rope.turn(q_BNSd, self.tokens), self._rope.turn(k_BKSd, self.tokens)
         out: Tensor = self.out(self.core(q_BNSd, k_BKSd, v_BKSd).transpose(1, 2).flatten(2))
         return out
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -54,6 +54,11 @@ class Division(ABC):
                 self.partial |= {f"{name}.{inner}.{parameter}" for parameter in made.partial}
         self.cuts |= {f"{name}.{inner}": cut for inner, cut in found.items()}
         return found
+
+
+def divide(divisions: Sequence[Division], name: str, layer: nn.Module) -> Mapping[str, Cut]:
+    """Divide a layer in all these ways, one after the other, in place; the cuts by names in the layer."""
+    return {inner: cut for division in divisions for inner, cut in division.divide(name, layer).items()}
 
 
 def _matches(name: str, pattern: str) -> bool:

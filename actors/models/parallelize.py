@@ -1,4 +1,4 @@
-"""From a model's layers to a tensor rank's part of them, by the model's plan."""
+"""From a model's layers to an actor's part of them, by the model's plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from raypar.actors.group import Group
 from raypar.actors.layers.columns import ColumnParallelFan
 from raypar.actors.layers.cross_entropy import vocab_parallel_cross_entropy
 from raypar.actors.layers.dropout import divided
-from raypar.actors.layers.ops import Move, all_gather, copy_to, reduce_from, reduce_scatter
+from raypar.actors.layers.gathered import Gathering
+from raypar.actors.layers.ops import Move, copy_to, reduce_from, reduce_scatter
 from raypar.actors.layers.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -21,9 +22,22 @@ from raypar.actors.layers.tensor import (
     cut_of,
 )
 from raypar.actors.models.attention import Attention
+from raypar.actors.models.context import ContextParallel
 from raypar.actors.models.division import Change, Division, Made
+from raypar.actors.models.fan import Fan
 from raypar.actors.models.model import IGNORED, Kind, Model
+from raypar.actors.plan import Plan
 from raypar.actors.portion import Portion
+
+
+def divisions_of(plan: Plan, model: Model, groups: Mapping[str, Group]) -> list[Division]:
+    """How the layers of a run are divided, in this order: by tokens, then by weights."""
+    divisions: list[Division] = []
+    if "cp" in groups:
+        divisions.append(ContextParallel(model, groups["cp"], plan.context))
+    if "tp" in groups:
+        divisions.append(TensorParallel(model, groups["tp"], sequence=plan.sequence_parallel))
+    return divisions
 
 
 class TensorParallel(Division):
@@ -49,7 +63,6 @@ class TensorParallel(Division):
         super().__init__(model)
         self.group, self.sequence = group, sequence
         self.portion = Portion.at(group.rank, group.size)
-        self.enter: Move = partial(all_gather, group=group, dim=1) if sequence else partial(copy_to, group=group)
         self.leave: Move = (
             partial(reduce_scatter, group=group, dim=1)
             if sequence
@@ -69,10 +82,12 @@ class TensorParallel(Division):
 
 
 def _enter(module: nn.Module, tensors: TensorParallel) -> Made:
-    if hasattr(module, "fan"):
+    if isinstance(getattr(module, "fan", None), Fan):  # that is where it enters
         module.fan = ColumnParallelFan(tensors.group, 1 if tensors.sequence else None)
-        return Made(module)
-    module.register_forward_pre_hook(lambda _, inputs: (tensors.enter(inputs[0]), *inputs[1:]))
+    elif tensors.sequence:
+        Gathering(module, tensors.group, dim=1)
+    else:
+        module.register_forward_pre_hook(lambda _, inputs: (copy_to(inputs[0], tensors.group), *inputs[1:]))
     return Made(module)
 
 

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.portion import Portion
 from raypar.actors.specs import Transformer
 
 ALPHA = 0.4  # of the hierarchical decomposition
@@ -67,30 +68,42 @@ class Rope:
     def __init__(self, seq: int, width: int, base: float) -> None:
         self._seq, self._width, self._base = seq, width, base
         self._table: tuple[Tensor, Tensor] | None = None
+        self._here: tuple[Portion, int, list[Tensor]] | None = None  # the part of it that was asked for last
 
-    def turn(self, x_BNSd: Tensor) -> Tensor:
-        """Every head's vector, turned."""
-        if self._table is None:
-            angles = _angles(self._seq, self._width, self._base)
-            self._table = angles.cos().to(x_BNSd), angles.sin().to(x_BNSd)
-        cos, sin = (part[: x_BNSd.shape[-2]] for part in self._table)
+    def turn(self, x_BNSd: Tensor, tokens: Portion) -> Tensor:
+        """Every head's vector, turned; S are these tokens of the sequence."""
+        cos, sin = self._rows(tokens, x_BNSd)
         one, other = x_BNSd.chunk(2, dim=-1)
         return torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1)
 
+    def _rows(self, tokens: Portion, x_BNSd: Tensor) -> list[Tensor]:
+        """Cosines and sines (S, d/2) of the angles of these tokens."""
+        if self._table is None:
+            angles = _angles(self._seq, self._width, self._base)
+            self._table = angles.cos().to(x_BNSd), angles.sin().to(x_BNSd)
+        length = x_BNSd.shape[-2]
+        if self._here is None or self._here[:2] != (tokens, length):
+            rows = [tokens.take(part[: tokens.whole(length)], 0) for part in self._table]
+            self._here = tokens, length, rows
+        return self._here[2]
+
 
 class Alibi:
-    """A bias on scores instead of positions (Press et al. 2022): -slope x distance, another slope for every head."""
+    """A bias on scores instead of positions (Press et al. 2022): -slope x distance, another slope for every head.
+
+    slopes  of the heads
+    """
 
     def __init__(self, heads: int, seq: int) -> None:
-        self._slopes, self._seq = alibi_slopes(heads), seq
+        self.slopes, self._seq = alibi_slopes(heads), seq
         self._table: Tensor | None = None
         self._parts: dict[tuple[int, int], Alibi] = {}
 
     def part(self, start: int, stop: int) -> Alibi:
         """The bias of some of the heads; whoever asks for the same ones shares a table."""
         if (start, stop) not in self._parts:
-            part = self._parts[start, stop] = Alibi(len(self._slopes), self._seq)
-            part._slopes = self._slopes[start:stop]
+            part = self._parts[start, stop] = Alibi(len(self.slopes), self._seq)
+            part.slopes = self.slopes[start:stop]
         return self._parts[start, stop]
 
     def bias(self, length: int, like: Tensor) -> Tensor:
@@ -99,7 +112,7 @@ class Alibi:
             at = torch.arange(self._seq, dtype=torch.float32)
             later = torch.ones(self._seq, self._seq, dtype=torch.bool).triu(1)
             distance = (at[:, None] - at).masked_fill(later, math.inf)
-            self._table = (-torch.tensor(self._slopes)[:, None, None] * distance).to(like)
+            self._table = (-torch.tensor(self.slopes)[:, None, None] * distance).to(like)
         return self._table[:, :length, :length]
 
 

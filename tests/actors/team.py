@@ -37,10 +37,10 @@ class Team:
     ``groups`` are those of the pipeline's ranks, instead of new ones.
     """
 
-    def __init__(self, fn, pp=2, m=4, schedule="1f1b", loss=mse, data=batch, dp=1, tp=1, groups=None, **changes):
+    def __init__(self, fn, pp=2, m=4, schedule="1f1b", loss=mse, data=batch, dp=1, tp=1, cp=1, groups=None, **changes):
         fields = {"optim": SGD(lr=0.1), "clip": None, "steps": 3, "timeout": 10.0, "data": Batches(data, data)}
         fields |= {"model": Layers(fn, loss), "schedule": schedule, "microbatches": m}
-        self.run = Run(mesh=Mesh(pp=pp, dp=dp, tp=tp), **(fields | changes))
+        self.run = Run(mesh=Mesh(pp=pp, dp=dp, cp=cp, tp=tp), **(fields | changes))
         plans = plans_of(self.run, check_run(self.run), "t")
         self.world = plans[0].world
         self.all = [Server() if rank in self.world.server_ranks else Worker() for rank in range(self.world.size)]

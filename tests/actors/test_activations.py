@@ -8,10 +8,15 @@ numbers for each of sbh, and 2 are 2 masks; of 5 as^2b bytes 4 are 2 numbers (so
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
+from raypar.actors.layers.gathered import Kept
 from raypar.actors.models.build import build_model
+from raypar.actors.models.context import ContextParallel
 from raypar.actors.models.model import undivided
 from raypar.actors.models.parallelize import TensorParallel
 from raypar.actors.place import Host
@@ -46,18 +51,32 @@ def block(kind=GPT, recompute=("none",), group=None, sequence=False, **changes):
     return stage, x, gradient
 
 
+COUNTED = threading.local()  # what this thread's forward keeps, by address
+
+
+def count(tensor):
+    here = tensor.part if isinstance(tensor, Kept) else tensor
+    COUNTED.held[here.untyped_storage().data_ptr()] = here
+    return tensor
+
+
+@pytest.fixture(autouse=True)
+def hooks_inside_count_too(monkeypatch):
+    """Of nested hooks only the inner ones are called."""
+
+    def counted(pack, unpack):
+        return saved_tensors_hooks(lambda tensor: count(pack(tensor)), unpack)
+
+    monkeypatch.setattr("raypar.actors.layers.gathered.saved_tensors_hooks", counted)
+
+
 def kept(stage, x):
     """Elements that a forward keeps, weights left out; what shares its memory counts once."""
     own = {parameter.untyped_storage().data_ptr() for module in stage.modules for parameter in module.parameters()}
-    held = {}
-
-    def pack(tensor):
-        held[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    COUNTED.held = {}
+    with saved_tensors_hooks(count, lambda tensor: tensor):
         stage.forward(0, 0, (x,), ())
-    return sum(tensor.untyped_storage().nbytes() / 4 for at, tensor in held.items() if at not in own)
+    return sum(tensor.untyped_storage().nbytes() / 4 for at, tensor in COUNTED.held.items() if at not in own)
 
 
 @pytest.mark.parametrize("positions", ["learned", "rope", "alibi"])
@@ -93,6 +112,35 @@ def test_of_a_divided_block_each_member_keeps_its_part(tp, sequence, whole, drop
     wanted = (whole + (16 + masks - whole) / tp) * SBH + scores * ASSB / tp
     for found in in_threads(local_groups("tp", tp), one):
         assert found == pytest.approx(wanted, rel=0.05)
+
+
+@pytest.mark.parametrize("context", ["ring", "all_gather", "ulysses", "rsa"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_of_divided_sequences_each_member_keeps_its_part(cp, context):
+    """With rsa rows of scores too; with ulysses the output of all tokens, and what of it comes back."""
+
+    def one(group):
+        model = build_model(GPT(layers=1, hidden=H, heads=A, seq=S, vocab=7), 0)
+        made = model.materialize([1], 0, ContextParallel(model, group, context).divide)
+        stage = Stage(model, [1], made, place=Host(), is_last=False, recompute="none", seed=0)
+        stage.begin(train=True)
+        return kept(stage, torch.randn(B, S // cp, H))
+
+    wanted = (16 * SBH + {"rsa": ASSB, "ulysses": SBH}.get(context, 0)) / cp
+    for found in in_threads(local_groups("cp", cp), one):
+        assert found == pytest.approx(wanted, rel=0.05)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_selective_along_the_sequence_each_member_keeps_its_part_of_everything(tp):
+    """34 sbh / t, in the paper's bytes: inputs of attention and MLP are gathered anew."""
+
+    def one(group):
+        stage, x, _ = block(recompute=("selective",), group=group, sequence=True, dropout=0.1)
+        return kept(stage, x.chunk(tp, 1)[group.rank].contiguous())
+
+    for found in in_threads(local_groups("tp", tp), one):
+        assert found == pytest.approx(18 * SBH / tp, rel=0.05)
 
 
 def test_the_kernel_keeps_no_scores_so_selective_is_free_there():

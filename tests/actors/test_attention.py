@@ -24,7 +24,7 @@ def one_by_one(q, k, v, alibi):
             for i in range(q.shape[2]):
                 scores = k[b, n // group, : i + 1] @ q[b, n, i] / q.shape[3] ** 0.5
                 if alibi is not None:
-                    scores = scores - alibi._slopes[n] * (i - torch.arange(i + 1))
+                    scores = scores - alibi.slopes[n] * (i - torch.arange(i + 1))
                 out[b, n, i] = scores.softmax(0) @ v[b, n // group, : i + 1]
     return out
 

@@ -172,7 +172,7 @@ PLANTS: dict[str, Any] = {
     "steps": 0, "eval_every": -1, "eval_steps": True, "folder": "a b", "save_every": -2, "keep_last": 0,
     "track": ("nobody",), "threads": 10**9, "device": "tpu", "timeout": 0.0, "model.layers": 0, "model.hidden": None,
     "model.heads": 2.0, "model.seq": -5, "model.vocab": "all", "model.mlp": 0, "model.dropout": 1.0, "model.tied": 1,
-    "mesh.pp": 0, "mesh.dp": -1, "mesh.cp": 2, "mesh.tp": "x", "mesh.ep": 0, "data.path": "gone.txt",
+    "mesh.pp": 0, "mesh.dp": -1, "mesh.cp": 0, "mesh.tp": "x", "mesh.ep": 0, "data.path": "gone.txt",
     "data.tokenizer": "gone.json", "data.val_path": "gone.val", "data.val_fraction": 1.5, "data.cache": "a.txt/x",
     "optim.lr": 0.0, "optim.betas": (0.9,), "optim.eps": -1.0, "optim.weight_decay": float("inf"), "optim.warmup": -1,
     "optim.decay": "cos", "optim.final": 2.0, "optim.kind": "adam",

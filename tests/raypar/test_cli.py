@@ -255,12 +255,12 @@ def test_a_run_is_what_recipe_file_and_flags_say(monkeypatch, data, tmp_path, sa
 
 def test_all_mistakes_in_a_run_are_listed(said, tmp_path):
     code, out, err = said(
-        "train", "gpt-tiny", "--mesh.pp", 9, "--mesh.cp", 2, "--steps", 0, "--optim.lr", "nan", "--model.heads", 5,
+        "train", "gpt-tiny", "--mesh.pp", 9, "--mesh.cp", 0, "--steps", 0, "--optim.lr", "nan", "--model.heads", 5,
         "--schedule", "1f1b", "--data.path", tmp_path / "gone", "--log", tmp_path / "no" / "log.jsonl",
     )  # fmt: skip
     assert (code, out) == (2, "")
     for says in (
-        "7 mistakes, no step was taken", "9 stages for 8 layers", "mesh.cp is 2", "steps is 0", "optim.lr is nan",
+        "7 mistakes, no step was taken", "9 stages for 8 layers", "mesh.cp is 0", "steps is 0", "optim.lr is nan",
         "use 4 heads", f"data.path: '{tmp_path / 'gone'}' cannot", "there is no folder",
     ):  # fmt: skip
         assert says in err
@@ -333,7 +333,7 @@ def test_a_ray_that_does_not_start_is_a_failed_run(said, monkeypatch, data, erro
 
 def test_sigterm_ends_a_run_and_its_actors(data, tmp_path):
     path = tmp_path / "log.jsonl"
-    words = ["train", "gpt-tiny", *data, "--steps", "1000000", "--log", str(path)]
+    words = ["train", "gpt-tiny", *data, "--steps", "1000000", "--mesh.pp", "1", "--log", str(path)]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     command = [sys.executable, "-m", "raypar.cli", *words]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as run:

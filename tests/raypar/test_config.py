@@ -107,7 +107,10 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         ({"split": (4, 3)}, "split adds up to 7 layers, the model has 8"),
         ({"split": (3, 3, 2)}, "split names 3 stages, the schedule has 2"),
         ({"split": (8, 0)}, "split leaves a stage without layers"),
-        ({"mesh": Mesh(pp=2, cp=2)}, "mesh.cp is 2: context parallelism does not compute yet"),
+        (
+            {"mesh": Mesh(cp=3)},
+            "mesh.cp 3: context 'ring' cuts a sequence into 6 pieces, but model.seq is 32: use 30 or 36",
+        ),
         ({"mesh": Mesh(tp=3)}, "mesh.tp 3 does not divide model.heads 4: use 3 heads with model.hidden 33 or 6 heads"),
         ({"mesh": Mesh(tp=8)}, "mesh.tp 8 does not divide model.heads 4: use 8 heads, or set mesh.tp to 4"),
         (

@@ -75,7 +75,7 @@ def pids(job):
 
 def test_a_server_may_wait_longer_than_an_actor(job_of):
     """It waits for the replicas' whole step, of which each action is short enough."""
-    job = job_of(small(lambda: [Trouble(sleep=0.5)], microbatches=7, timeout=1.0, **SERVED))
+    job = job_of(small(lambda: [Trouble(sleep=0.4)], microbatches=4, timeout=1.0, **SERVED))
     assert job.step().step == 0
 
 

@@ -94,11 +94,10 @@ def test_save_now_and_one_that_fails(trained, tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"data_parallel": "all_reduce"},
         {"zero": 1, "optim": rp.SGD(lr=1e-2)},
         {"data_parallel": "parameter_server", "servers": 2},
     ],
-    ids=["all_reduce", "zero", "servers"],
+    ids=["zero", "servers"],
 )
 def test_replicas_go_on_bitwise(cluster, tmp_path, changes):
     run = tiny(mesh=rp.Mesh(dp=2), model=replace(tiny().model, tied=True), **changes)

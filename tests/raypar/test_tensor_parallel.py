@@ -23,9 +23,6 @@ def tiny(tp, pp=1, dp=1, **changes):
 
 
 LAYOUTS = [
-    {"tp": 4},
-    {"tp": 2, "dp": 2, "zero": 1},
-    {"tp": 2, "dp": 2},
     {"tp": 2, "pp": 2, "sequence_parallel": True},
     {"tp": 2, "sequence_parallel": True, "recompute": "full"},
     {"tp": 2, "recompute": "selective"},

@@ -1,0 +1,73 @@
+"""A module that is given the whole of what its group has in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from raypar.actors.group import Group
+from raypar.actors.layers.ops import all_gather
+
+
+class Kept(NamedTuple):
+    """Stands for a view of the whole among what is kept for the backward."""
+
+    part: Tensor
+    shape: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+
+
+class Gathering:
+    """Gathers a module's input along a dim before it is called.
+
+    With ``again`` (an attribute of the module, which a stage sets where it recomputes) only the own part is kept, and
+    the backward gathers it anew (Korthikanti et al. 2022, section 4.2.2).
+    """
+
+    def __init__(self, module: nn.Module, group: Group, dim: int) -> None:
+        self._group, self._dim = group, dim
+        self._open: list[ExitStack] = []  # calls under way: of a module that is entered again before it has returned
+        setattr(module, "again", False)  # noqa: B010  (a module says that its attributes are tensors)
+        module.register_forward_pre_hook(self._enter)
+        module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        part, stack = inputs[0], ExitStack()
+        self._open.append(stack)
+        whole = all_gather(part, self._group, self._dim)
+        if module.again and torch.is_grad_enabled():
+            stack.enter_context(saved_tensors_hooks(*self._hooks(part.detach(), whole)))
+        return whole, *inputs[1:]
+
+    def _leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if self._open:
+            self._open.pop().close()
+
+    def _hooks(self, part: Tensor, whole: Tensor) -> tuple[Any, Any]:
+        """What is kept instead of a tensor, and the tensor again; the whole stays for as long as somebody wants it."""
+        memory, wanted = whole.untyped_storage().data_ptr(), 0
+        made: Tensor | None = None
+
+        def pack(tensor: Tensor) -> Tensor | Kept:
+            nonlocal wanted
+            if tensor.untyped_storage().data_ptr() != memory:
+                return tensor
+            wanted += 1
+            return Kept(part, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+        def unpack(kept: Tensor | Kept) -> Tensor:
+            nonlocal made, wanted
+            if isinstance(kept, Tensor):
+                return kept
+            here = all_gather(part, self._group, self._dim) if made is None else made
+            wanted -= 1
+            made = here if wanted else None
+            return here.as_strided(kept.shape, kept.stride, kept.offset)
+
+        return pack, unpack

@@ -1,0 +1,50 @@
+"""Sequences divided over real actors: verified against one plain process with dropout, looked into, stepped, saved."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+import pytest
+import torch
+
+import raypar as rp
+
+pytestmark = pytest.mark.usefixtures("plain_once")
+
+
+def tiny(**changes):
+    run = rp.recipe("gpt-tiny")
+    assert run.model.dropout > 0, "its masks must not depend on the layout"
+    return replace(run, **{"mesh": rp.Mesh(cp=2), "steps": 3, "data": rp.Text(argparse.__file__)} | changes)
+
+
+@pytest.mark.parametrize("context", ["ring", "all_gather", "ulysses", "rsa"])
+def test_it_is_one_plain_process_within_the_bounds(job_of, context):
+    run = tiny(context=context)
+    verdict = rp.verify(run, job_of(run))
+    assert verdict.ok, str(verdict)
+    assert not verdict.bitwise
+
+
+def test_recomputed_and_stepped_by_hand_it_has_the_same_bits(job_of):
+    run = tiny(recompute="selective")
+    job = job_of(run)
+    compiled = [job.step() for _ in range(2)]
+    job.reset(replace(run, recompute="none"))
+    for wanted in compiled:
+        stepper = job.stepper()
+        stepper.next()
+        seen = stepper.peek("0F0")
+        stepper.rewind()
+        assert stepper.finish().loss == wanted.loss
+        assert seen.finite
+
+
+def test_the_driver_sees_whole_weights(job_of, tmp_path):
+    job = job_of(tiny())
+    job.train(1)
+    assert torch.equal(job.param("head.out.weight"), dict(job.weights())["head.out.weight"])
+    assert list(job.ledger()) == ["pp=0 cp=0", "pp=0 cp=1"]
+    saved = job.save(tmp_path)
+    assert len(list(saved.glob("*.safetensors"))) == 1, "of equal replicas one writes"
