@@ -18,8 +18,8 @@ help: ## this list
 train: $(venv)/.installed ## train the small GPT on this machine; it leaves a folder below runs/
 	@$(venv)/bin/raypar train gpt-small --folder runs/$$(date +%Y-%m-%d-%H%M%S) $(ARGS)
 
-test: lint types ## lint, types, then the tests
-	@$(python) -m pytest $(ARGS)
+test: lint types ## lint, types, then the tests, in two processes
+	@$(python) -m pytest -n 2 --dist loadgroup $(ARGS)
 
 bench: $(venv)/.installed-bench ## raypar beside its peers, in half an hour; ARGS=--quick for some
 	@$(python) -m tests.bench $(ARGS)

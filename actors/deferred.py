@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -88,14 +88,20 @@ class Recording:
             for name, tensor in table.items()
             if tensor is not None and tensor.is_meta
         ]
-        real = self._replay({_storage(tensor) for _, _, tensor in slots}, seed)
-        made: dict[int, Any] = {}  # a parameter that two modules share stays one object
+        whole = {id(tensor): tensor for _, _, tensor in slots}  # a parameter that two modules share stays one object
+        made = {
+            key: as_kind_of(whole[key], value)
+            for key, value in zip(whole, self.values(whole.values(), seed), strict=True)
+        }
         for table, name, tensor in slots:
-            if id(tensor) not in made:
-                value = _window(tensor, real)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-            table[name] = made[id(tensor)]
+            cast(dict[str, Tensor], table)[name] = made[id(tensor)]
+
+    def values(self, tensors: Iterable[Tensor], seed: int) -> list[Tensor]:
+        """What meta tensors stand for, on the CPU, each a window on a storage that it may share with others; real
+        tensors are what they are."""
+        tensors = list(tensors)
+        real = self._replay({_storage(tensor) for tensor in tensors if tensor.is_meta}, seed)
+        return [_window(tensor, real) if tensor.is_meta else tensor for tensor in tensors]
 
     def _add(
         self, func: Any, args: Any, kwargs: Any, outputs: tuple[Tensor, ...], written: Sequence[Tensor], draws: bool
@@ -159,6 +165,11 @@ class _NoFilling(_Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if _fills(func) else func(*args, **(kwargs or {}))
+
+
+def as_kind_of(tensor: Tensor, value: Tensor) -> Tensor:
+    """A value as a parameter that trains or not, or as a buffer, as ``tensor`` is one."""
+    return nn.Parameter(value.detach(), tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 def on_meta(build: Callable[[], Iterable[nn.Module]]) -> list[nn.Module]:

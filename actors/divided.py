@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from raypar.actors.cut import Cut
 from raypar.actors.group import Group
 
+_ALIKE = 1e-3  # relative difference of squares
+_NOISE = 1e-10  # of the largest square
+
 
 class Divided:
     """What the members must agree on at the end of a step. Other parameters are replicated: the same on all of them.
@@ -32,10 +35,30 @@ class Divided:
                 gradient.copy_(total.view_as(gradient))
 
     def norms(self, names: Sequence[str], norms: Tensor) -> Tensor:
-        """The norms of logical gradients (n,) from those of what is here, on the host; the same on every member."""
+        """The norms of logical gradients (n,) from those of what is here, on the host; the same on every member.
+
+        Raises ValueError for a replicated parameter whose gradients are not.
+        """
         if self._group is None:
             return norms
         divided = torch.tensor([name in self._cuts for name in names])
-        squares = torch.where(divided, norms.double().square(), 0.0)
+        own = norms.double().square()
+        squares = own.clone()
         self._group.host.all_reduce(squares).wait()
+        _demand_alike([name for name in names if name not in self._cuts], own[~divided], squares[~divided], self._group)
         return torch.where(divided, squares.sqrt().to(norms.dtype), norms)
+
+
+def _demand_alike(names: Sequence[str], own: Tensor, total: Tensor, group: Group) -> None:
+    """Raise ValueError if squares of norms (n,), which all members should have alike, are not the mean of the members',
+    to which ``total`` adds up. Of rounding noise they need not be: members may be machines of different kinds."""
+    if not names:
+        return
+    mean = total / group.size
+    apart = (own - mean).abs() > _ALIKE * mean + _NOISE * mean.max()
+    if wrong := [name for name, differs in zip(names, apart.tolist(), strict=True) if differs]:
+        raise ValueError(
+            f"the gradient of {wrong[0]}, which is whole on every actor of {group.axis}, differs among them "
+            f"({len(wrong)} of {len(names)} do): it is used on what is divided. After a column linear layer the "
+            "model's plan needs a row, or a column_gather_output instead; what has weights between the two is shared"
+        )

@@ -8,9 +8,9 @@ _LONGEST = 2000  # characters of an exception's text
 
 
 def described(error: Exception) -> str:
-    """Kind and text of a user's exception, whose ``__str__`` may fail or go on for pages."""
+    """Kind, text and notes of a user's exception, whose ``__str__`` may fail or go on for pages."""
     try:
-        text = str(error)
+        text = " ".join([str(error), *getattr(error, "__notes__", ())])
     except Exception:
         text = "(its text can't be made)"
     return f"{type(error).__name__}: {text if len(text) <= _LONGEST else text[:_LONGEST] + ' ...'}"

@@ -5,7 +5,7 @@ They are frozen dataclasses so that a run can be written down, compared, shipped
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -123,6 +123,11 @@ class Layers:
     """tokens a sequence, for a model over text; with other data leave it out"""
     vocab: Count = 256
     """token ids run from 0 to vocab - 1, for a model over text"""
+    plan: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """how modules are divided over ``mesh.tp``, by patterns of their names ``layers.<i>.<name inside>``; ``*`` is one
+    part. column divides an nn.Linear by outputs, row by inputs (outputs are summed), column_gather_output by outputs
+    that are put together again; embedding divides an nn.Embedding by ids; dropout is an nn.Dropout between a column and
+    a row, shared any other module there that has weights. All else is done alike by every actor"""
 
 
 @dataclass(frozen=True)

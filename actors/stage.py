@@ -8,6 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.layers.gathered import Gathering
+from raypar.actors.models.attention import Core
 from raypar.actors.models.model import Model, Values, as_values
 from raypar.actors.place import Place
 from raypar.actors.recompute import Recompute, word_of
@@ -54,8 +56,9 @@ class Stage:
         }
         for index, module in zip(self.layers, self.modules, strict=True):
             for part in module.modules():
-                if hasattr(part, "again"):  # it can do without some of what it would keep
-                    part.again = words[index] == "selective"  # type: ignore[assignment]
+                for one in (part, vars(part).get("gathering")):
+                    if isinstance(one, (Core, Gathering)):
+                        one.again = words[index] == "selective"
         self._place = place
         self._train = True
         self._twice = Twice()  # with the inputs: the first layer may write into them

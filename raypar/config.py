@@ -202,20 +202,25 @@ def _share_faults(run: Run, schedule: Schedule, right: Callable[..., bool]) -> I
 
 
 def _layer_faults(run: Run, num_stages: int, right: Callable[..., bool]) -> list[str]:
-    """What is wrong with the split and with recompute, which both speak of the model's layers."""
+    """What is wrong with the split, with recompute, and with a plan, which all speak of the model's layers."""
     transformer = isinstance(run.model, Transformer)
     if not right("model.layers" if transformer else "model"):
         return []
+    faults: list[str] = []
     if isinstance(run.model, Transformer):
         count = run.model.layers
     else:
         from raypar.actors.models.build import build_model  # imports torch: only for what only torch can count
+        from raypar.actors.models.module_plan import plan_faults
 
         try:
-            count = len(build_model(run.model, run.seed).body)
+            model = build_model(run.model, run.seed)
         except Exception as error:
             return [f"model.fn failed: {type(error).__name__}: {error}"]
-    faults = split_faults(run.split, count, num_stages) if right("split") else []
+        count = len(model.body)
+        layers = dict(zip(model.names, model.skeleton, strict=True))
+        faults += plan_faults(run.model.plan, layers, run.mesh.tp if right("mesh.tp") else 1)
+    faults += split_faults(run.split, count, num_stages) if right("split") else []
     if right("recompute"):
         faults += recompute_faults(run.recompute, count, has_core=transformer)
     return faults

@@ -29,6 +29,7 @@ _WORDS = _RANGES | {
     "bool_type": "true or false",
     "string_type": "a text",
     "tuple_type": "a tuple (in TOML a list)",
+    "dict_type": "a dictionary",
     "missing": "longer",
     "too_long": "of {max_length} at most",
     "callable_type": "a function",

@@ -12,13 +12,20 @@ def tensor_faults(
     model: GPT | Llama | Layers, tp: int, data_parallel: DataParallel, *, sequence: bool
 ) -> Iterator[str]:
     """Everything that keeps a model from being divided ``tp`` ways; a vocabulary need not be a multiple, and what
-    is a multiple of the heads is one of ``tp`` too."""
+    is a multiple of the heads is one of ``tp`` too. A plan of the user's is checked with the modules, which need torch.
+    """
     if tp == 1:
         return
     if data_parallel == "parameter_server":
         yield f"mesh.tp is {tp}, but servers hold whole weights: set data_parallel to 'all_reduce', zero=1 works too"
     if isinstance(model, Layers):
-        yield f"mesh.tp is {tp}: the user's own Layers can't be divided yet, only a GPT or Llama: set it to 1"
+        if not model.plan:
+            yield (
+                f"mesh.tp is {tp}, but of your own layers it is not known how to divide them: "
+                'give Layers(plan={"layers.*.up": "column", "layers.*.down": "row"}), say, or set it to 1'
+            )
+        if sequence:
+            yield "sequence_parallel: of your own layers it is not known where the sequence is: set it to False"
         return
     if model.heads % tp:
         below = model.heads // tp * tp

@@ -160,7 +160,7 @@ def _plain(value: Any, hint: Any) -> Any:
 
 
 def _written(value: Any) -> Any:
-    """``_plain`` backwards; functions by their names, a Schedule as its table."""
+    """``_plain`` backwards; functions by their names, a Schedule as its table, a plan as pairs."""
     if isinstance(value, Schedule):
         return {"csv": to_csv(value)}
     if is_dataclass(value):
@@ -169,6 +169,8 @@ def _written(value: Any) -> Any:
         return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else type(value).__name__
     if value is None:
         return "none"
+    if isinstance(value, Mapping):
+        return [[key, one] for key, one in value.items()]
     return [*value] if isinstance(value, tuple) else value
 
 

@@ -1,4 +1,4 @@
-"""One Ray cluster for the whole test session, started when the first test asks for it."""
+"""What all tests share: one Ray cluster for the whole session, started when the first test asks for it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",
 }
+
+
+def pytest_collection_modifyitems(items):
+    """Of two processes (make test) one takes all files with tests on real actors, so that there is one cluster."""
+    on_actors = {item.path for item in items if "cluster" in item.fixturenames}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("actors" if item.path in on_actors else str(item.path)))
 
 
 @pytest.fixture

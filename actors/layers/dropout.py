@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from raypar.actors.portion import Portion
 
-Portions = Mapping[int, Portion]  # by dim; of others all is here
+Portions = Mapping[int, Portion]  # by dim, of which -1 is the last; of others all is here
 
 
 class DividedDropout(nn.Dropout):
@@ -23,11 +23,13 @@ class DividedDropout(nn.Dropout):
         self.portions = portions
 
     def forward(self, x: Tensor) -> Tensor:
+        """What is here of the whole tensor's dropout, of any shape."""
         if not self.p or not self.training:
             return x
-        shape = [self.portions.get(dim, Portion()).whole(length) for dim, length in enumerate(x.shape)]
+        portions = {dim % x.dim(): portion for dim, portion in self.portions.items()}
+        shape = [portions.get(dim, Portion()).whole(length) for dim, length in enumerate(x.shape)]
         mask = F.dropout(x.new_ones(shape), self.p)
-        for dim, portion in self.portions.items():
+        for dim, portion in portions.items():
             mask = portion.take(mask, dim)
         return x * mask.clone()  # the backward keeps it, and with a view all of it
 

@@ -24,16 +24,16 @@ class Kept(NamedTuple):
 
 
 class Gathering:
-    """Gathers a module's input along a dim before it is called.
+    """Gathers a module's input along a dim before it is called; the module has it as ``gathering``.
 
-    With ``again`` (an attribute of the module, which a stage sets where it recomputes) only the own part is kept, and
-    the backward gathers it anew (Korthikanti et al. 2022, section 4.2.2).
+    With ``again`` only the own part is kept, and the backward gathers it anew (Korthikanti et al. 2022, section 4.2.2).
     """
 
     def __init__(self, module: nn.Module, group: Group, dim: int) -> None:
         self._group, self._dim = group, dim
         self._open: list[ExitStack] = []  # calls under way: of a module that is entered again before it has returned
-        setattr(module, "again", False)  # noqa: B010  (a module says that its attributes are tensors)
+        self.again = False
+        vars(module)["gathering"] = self
         module.register_forward_pre_hook(self._enter)
         module.register_forward_hook(self._leave, always_call=True)
 
@@ -41,7 +41,7 @@ class Gathering:
         part, stack = inputs[0], ExitStack()
         self._open.append(stack)
         whole = all_gather(part, self._group, self._dim)
-        if module.again and torch.is_grad_enabled():
+        if self.again and torch.is_grad_enabled():
             stack.enter_context(saved_tensors_hooks(*self._hooks(part.detach(), whole)))
         return whole, *inputs[1:]
 

@@ -47,17 +47,23 @@ class RowParallelLinear(nn.Linear):
     def __init__(self, whole: nn.Linear, cut: Cut, leave: Move) -> None:
         outputs, inputs = cut.shape
         super().__init__(inputs, outputs, whole.bias is not None, dtype=whole.weight.dtype)
-        self.leave = leave
+        self.whole, self.leave = whole.in_features, leave
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.leave(F.linear(x, self.weight))
+    def forward(self, input: Tensor) -> Tensor:
+        """Raises ValueError for inputs that are not divided as the weight is."""
+        if input.shape[-1] != self.in_features:
+            raise ValueError(
+                f"a row linear layer of {self.whole} inputs has {self.in_features} of them here and is given "
+                f"{input.shape[-1]}: give it what a column linear layer of {self.whole} outputs has made"
+            )
+        out = self.leave(F.linear(input, self.weight))
         return out if self.bias is None else out + self.bias
 
 
 class VocabParallelEmbedding(nn.Embedding):
     """The embeddings of some of the ids, summed with those of the others: ids (...) int64 -> (..., D).
 
-    cut    which rows of the table (V, D) are here
+    cut    which rows of the table (V, D) are here; a row for padding gets no gradient, as in torch
     leave  what sums: ``reduce_from`` the group, say
     """
 
@@ -66,11 +72,13 @@ class VocabParallelEmbedding(nn.Embedding):
         super().__init__(ids, width, dtype=whole.weight.dtype)
         assert cut.span is not None
         self.start, self.stop = cut.span
+        if whole.padding_idx is not None and self.start <= whole.padding_idx < self.stop:
+            self.padding_idx = whole.padding_idx - self.start
         self.leave = leave
 
-    def forward(self, ids: Tensor) -> Tensor:
-        foreign = (ids < self.start) | (ids >= self.stop)
-        own = F.embedding((ids - self.start).masked_fill(foreign, 0), self.weight)
+    def forward(self, input: Tensor) -> Tensor:
+        foreign = (input < self.start) | (input >= self.stop)
+        own = F.embedding((input - self.start).masked_fill(foreign, 0), self.weight, self.padding_idx)
         return self.leave(own.masked_fill(foreign.unsqueeze(-1), 0.0))
 
 

@@ -47,9 +47,9 @@ class Division(ABC):
         for pattern, kind in self.model.tensor_plan:
             if (change := self.changes.get(kind)) is None:
                 continue
-            for inner in [inner for inner, _ in layer.named_modules() if _matches(f"{name}.{inner}", pattern)]:
-                made = change(layer.get_submodule(inner), self)
-                _put(layer, inner, made.module)
+            for inner, module in named(layer, name, pattern):
+                made = change(module, self)
+                _become(module, made.module)
                 found |= {f"{inner}.{parameter}": cut for parameter, cut in made.cuts.items()}
                 self.partial |= {f"{name}.{inner}.{parameter}" for parameter in made.partial}
         self.cuts |= {f"{name}.{inner}": cut for inner, cut in found.items()}
@@ -61,12 +61,23 @@ def divide(divisions: Sequence[Division], name: str, layer: nn.Module) -> Mappin
     return {inner: cut for division in divisions for inner, cut in division.divide(name, layer).items()}
 
 
+def named(layer: nn.Module, name: str, pattern: str) -> list[tuple[str, nn.Module]]:
+    """The modules of a layer that a pattern names: each once, by its first name, whichever of its names fits."""
+    every = layer.named_modules(prefix=name, remove_duplicate=False)
+    fits = {id(module) for path, module in every if _matches(path, pattern)}
+    return [(inner, module) for inner, module in layer.named_modules() if id(module) in fits]
+
+
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a name fits a pattern, part by part: ``*`` is one part."""
+    """Whether a name fits a pattern, part by part: ``*`` is one part, ``[qkv]`` one of three letters."""
     pair = name.split("."), pattern.split(".")
     return len(pair[0]) == len(pair[1]) and all(map(fnmatchcase, *pair))
 
 
-def _put(layer: nn.Module, inner: str, made: nn.Module) -> None:
-    outer, _, last = inner.rpartition(".")
-    setattr(layer.get_submodule(outer), last, made)
+def _become(module: nn.Module, made: nn.Module) -> None:
+    """Turn a module into what was made of it, in place: whoever else refers to it has it, too. What is of no concern to
+    the division stays: hooks, buffers, attributes of the user's."""
+    if module is not made:
+        module.__class__ = made.__class__
+        common = vars(nn.Module()).keys() - {"_parameters"}
+        vars(module).update({name: value for name, value in vars(made).items() if name not in common})

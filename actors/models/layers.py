@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
 
 from torch import Tensor, nn
 
-from raypar.actors.deferred import Recording, record, seeded
+from raypar.actors.cut import Cut
+from raypar.actors.deferred import Recording, as_kind_of, on_meta, record, seeded
 from raypar.actors.models.model import Divide, Model, Values, undivided, unwrap
+from raypar.actors.models.module_plan import tensor_plan_of
 from raypar.actors.seeds import derive
 from raypar.actors.specs import Layers
 
@@ -18,7 +22,7 @@ log = logging.getLogger(__name__)
 class LayersModel(Model):
     """The layers ``layers.0``, ``layers.1``, ...; a parameter that two of them share is one logical weight.
 
-    Initial values are whatever ``fn`` gives them, drawn under the run's seed.
+    Initial values are whatever ``fn`` gives them, drawn under the run's seed. What is divided, the plan says.
     """
 
     def __init__(self, layers: Layers, seed: int) -> None:
@@ -36,14 +40,38 @@ class LayersModel(Model):
         self.body = range(len(modules))
         self.costs = tuple(1.0 + sum(p.numel() for p in module.parameters()) for module in modules)
         self.ties = _shared(self.names, modules)
+        self.tensor_plan = tensor_plan_of(layers.plan)
         super().__init__(modules)
 
     def materialize(self, layers: Sequence[int], seed: int, divide: Divide = undivided) -> list[nn.Module]:
-        assert divide is undivided, "the config refuses it"
+        if divide is not undivided:
+            return self._materialize_parts(layers, seed, divide)
         own = [self.skeleton[index] for index in layers]
         if self._recording is not None:
             self._recording.materialize(own, seed)
         return own
+
+    def _materialize_parts(self, layers: Sequence[int], seed: int, divide: Divide) -> list[nn.Module]:
+        """Copies of these layers, which are divided first and then get their parts of the weights, of one layer's whole
+        ones at a time. The skeleton stays whole: everybody counts by it."""
+        own = _copied(self.skeleton, layers)
+        whole: dict[str, Tensor] = dict(own.named_parameters(remove_duplicate=False))
+        whole |= dict(own.named_buffers(remove_duplicate=False))
+        named = _divided(divide, own)
+        cuts = {id(whole[name]): cut for name, cut in named.items()}
+        made: dict[int, Tensor] = {}
+        for index in layers:
+            slots = _slots(str(index), own[str(index)])
+            new = {id(whole[name]): whole[name] for _, _, name in slots if id(whole[name]) not in made}
+            values = new.values() if self._recording is None else self._recording.values(new.values(), seed)
+            for (key, tensor), value in zip(new.items(), values, strict=True):
+                part = value if key not in cuts else cuts[key].take(value).clone()
+                made[key] = tensor if part is tensor else as_kind_of(tensor, part)
+            for table, inner, name in slots:
+                table[inner] = made[id(whole[name])]
+            if any(name.startswith(f"{index}.") for name in named):
+                _annotate(own[str(index)])
+        return [own[str(index)] for index in layers]
 
     def loss(self, output: Values, target: Values) -> Tensor:
         loss: Tensor = self._spec.loss(unwrap(output), unwrap(target))
@@ -58,6 +86,56 @@ class LayersModel(Model):
 def _build_real(layers: Layers, seed: int) -> list[nn.Module]:
     with seeded(derive(seed, "build")):
         return list(layers.fn())
+
+
+def _copied(modules: Sequence[nn.Module], layers: Sequence[int]) -> nn.ModuleDict:
+    """Copies of these modules by index, with the same tensors; what they share, the copies share."""
+    chosen = [modules[index] for index in layers]
+    parts = [part for module in chosen for part in module.modules()]
+    tables = [table for part in parts for table in (part._parameters, part._buffers, vars(part))]
+    kept = {id(value): value for table in tables for value in table.values() if isinstance(value, Tensor)}
+    return nn.ModuleDict({str(index): copy for index, copy in zip(layers, deepcopy(chosen, kept), strict=True)})
+
+
+def _divided(divide: Divide, own: nn.ModuleDict) -> Mapping[str, Cut]:
+    """Divide layers in place, all together: a module that two of them share is divided once."""
+    cuts: dict[str, Cut] = {}
+
+    def build() -> Iterable[nn.Module]:
+        cuts.update(divide("layers", own))
+        return ()
+
+    on_meta(build)
+    return cuts
+
+
+def _slots(prefix: str, layer: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
+    """Where the tensors of a layer stand: a module's table, the name there, and the name in all."""
+    return [
+        (table, inner, f"{path}.{inner}")
+        for path, module in layer.named_modules(prefix=prefix)
+        for table in (module._parameters, module._buffers)
+        for inner, tensor in table.items()
+        if tensor is not None
+    ]
+
+
+def _annotate(layer: nn.Module) -> None:
+    """Have shapes that don't fit in the user's code told with what may be behind that."""
+    forward = layer.forward
+
+    def annotated(*values: Tensor) -> Any:
+        try:
+            return forward(*values)
+        except RuntimeError as error:
+            if type(error) is RuntimeError:  # torch's
+                error.add_note(
+                    "(of what a column linear layer makes, an actor has only a part: view it with -1, "
+                    "or count the features and heads that are there, and end with a row linear layer)"
+                )
+            raise
+
+    layer.forward = annotated
 
 
 def _shared(names: Sequence[str], modules: Sequence[nn.Module]) -> tuple[tuple[str, str], ...]:

@@ -18,7 +18,9 @@ Values = tuple[Tensor, ...]  # what flows from layer to layer
 IGNORED = -100  # the ignore_index of torch's losses over classes
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]  # logits (T, V), labels (T,) -> the sum over tokens, a scalar
 
-Kind = Literal["enter", "column", "row", "vocab", "heads", "logits", "drop", "table"]
+Kind = Literal[
+    "enter", "column", "row", "vocab", "heads", "logits", "drop", "table", "copy", "gather", "dropout", "shared"
+]
 TensorPlan = tuple[tuple[str, Kind], ...]
 Divide = Callable[[str, nn.Module], Mapping[str, Cut]]
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from raypar.actors.cut import Cut
 from raypar.actors.group import Group
 from raypar.actors.layers.columns import ColumnParallelFan
 from raypar.actors.layers.cross_entropy import vocab_parallel_cross_entropy
 from raypar.actors.layers.dropout import divided
+from raypar.actors.layers.entrance import Entrance
 from raypar.actors.layers.gathered import Gathering
-from raypar.actors.layers.ops import Move, copy_to, reduce_from, reduce_scatter
+from raypar.actors.layers.ops import Move, copy_to, gather_from, reduce_from, reduce_scatter
 from raypar.actors.layers.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -54,6 +56,10 @@ class TensorParallel(Division):
     logits  a linear layer, divided by outputs, and the loss that follows
     drop    dropout of what is divided along the sequence
     table   a module that makes a row for every token: of what is divided along the sequence, the rows that are here
+    copy    what a linear layer is given, once for those that are given the same one after the other
+    gather  what is divided along the last dim is put together again on every member
+    dropout of what is divided along the last dim
+    shared  a module for what is divided, whole on every member; its gradients are summed
 
     With ``sequence`` what stands outside of attention and MLP is divided too, along the sequence, dim 1 of what goes
     through the layers (Korthikanti et al. 2022, section 4.2.2): as many bytes, and norms and dropout once.
@@ -63,6 +69,7 @@ class TensorParallel(Division):
         super().__init__(model)
         self.group, self.sequence = group, sequence
         self.portion = Portion.at(group.rank, group.size)
+        self.copy = Entrance(partial(copy_to, group=group))
         self.leave: Move = (
             partial(reduce_scatter, group=group, dim=1)
             if sequence
@@ -156,6 +163,29 @@ def _table(module: nn.Module, tensors: TensorParallel) -> Made:
     return Made(module)
 
 
+def _copy(module: nn.Module, tensors: TensorParallel) -> Made:
+    def copied(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Tensor], dict[str, Any]]:
+        (x,) = (*inputs, *named.values())
+        return (tensors.copy(x),), {}
+
+    module.register_forward_pre_hook(copied, with_kwargs=True)
+    return Made(module)
+
+
+def _gather(module: nn.Module, tensors: TensorParallel) -> Made:
+    module.register_forward_hook(lambda _, inputs, part: gather_from(part, tensors.group, part.dim() - 1))
+    return Made(module)
+
+
+def _dropout(module: nn.Module, tensors: TensorParallel) -> Made:
+    assert isinstance(module, nn.Dropout)
+    return Made(divided(module, {-1: tensors.portion}))
+
+
+def _partial(module: nn.Module, tensors: TensorParallel) -> Made:
+    return Made(module, partial={name for name, _ in module.named_parameters()})
+
+
 _CHANGES: Mapping[Kind, Change] = {
     "vocab": _vocab,
     "enter": _enter,
@@ -165,4 +195,8 @@ _CHANGES: Mapping[Kind, Change] = {
     "logits": _logits,
     "drop": _drop,
     "table": _table,
+    "copy": _copy,
+    "gather": _gather,
+    "dropout": _dropout,
+    "shared": _partial,
 }

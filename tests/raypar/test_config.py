@@ -1,6 +1,7 @@
 """What can be wrong with a run: everything is found before an actor starts, all at once, and each fault has its fix."""
 
 import json
+import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from raypar.config import ConfigError, Run, check_run
 from raypar.recipes import RECIPES, recipe
 from raypar.schedules import ScheduleError, build
 from raypar.schedules.action import Op
-from raypar.toml import load_run, plain_of, run_of
+from raypar.toml import load_run, plain_of, run_of, toml_of
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +129,7 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         ({"mesh": Mesh(tp=2), "data_parallel": "parameter_server"}, "mesh.tp is 2, but servers hold whole weights"),
         (
             {"mesh": Mesh(tp=2), "model": Layers(fn=list, loss=max, seq=8)},
-            "mesh.tp is 2: the user's own Layers can't be divided yet, only a GPT or Llama: set it to 1",
+            "mesh.tp is 2, but of your own layers it is not known how to divide them: give Layers(plan=",
         ),
         (
             {"mesh": Mesh(tp=4), "model": GPT(vocab=3, heads=4)},
@@ -517,6 +518,24 @@ def test_plain_data_has_paths_that_hold_in_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plain = plain_of(Run(data=Text("a.txt"), folder="b"))
     assert (plain["data"]["path"], plain["folder"]) == (str(tmp_path / "a.txt"), str(tmp_path / "b"))
+
+
+def test_a_plan_is_written_as_pairs():
+    run = Run(model=Layers(print, print, plan={"layers.*.up": "column", "layers.*.down": "row"}))
+    assert plain_of(run)["model"]["plan"] == [["layers.*.up", "column"], ["layers.*.down", "row"]]
+    assert tomllib.loads(toml_of(plain_of(run)))["model"]["plan"] == plain_of(run)["model"]["plan"]
+    assert hash(run) == hash(replace(run, model=replace(run.model, plan={}))), "of a run's hash it is no part"
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ("column", "model.plan is 'column': it must be a dictionary"),
+        ({"layers.0": 3}, "model.plan is 3: it must be a text"),
+    ],
+)
+def test_a_plan_of_another_type_is_refused(tiny, plan, says):
+    assert faults_of(replace(tiny, model=Layers(fn=list, loss=max, seq=8, plan=plan))) == [says]
 
 
 def test_plain_data_of_functions_is_refused_and_not_taken_for_something_else():

@@ -69,3 +69,14 @@ def test_first_steps(cluster, capsys):
     assert "bitwise equal to the recording" in said
     assert "resumed from step-00000002: the same losses" in said
     assert defined["by_hand"].step == 1
+
+
+def test_tensor_parallel_plan(cluster, capsys):
+    defined = run_cells("tensor_parallel_plan")
+    said = capsys.readouterr().out
+    assert "'layers.*.up' names no module: use 'layers.*.patches.up' or 'layers.*.channels.up'" in said
+    assert "torch.Size([128, 32])" in said
+    first, *_, last = [report.loss for report in defined["reports"]]
+    assert last < 0.7 * first
+    assert defined["verdict"].ok, said
+    assert not defined["verdict"].bitwise
