@@ -21,6 +21,7 @@ from raypar.actors.place import Place
 from raypar.actors.plan import Plan
 from raypar.actors.reducer import Channel, Reducer
 from raypar.actors.served import ServedUpdate
+from raypar.actors.specs import Layers
 from raypar.actors.update import Update, Updater
 from raypar.actors.zero import ShardedUpdate
 
@@ -58,7 +59,7 @@ def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
 def updater_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter], groups: Mapping[str, Group]) -> Updater:
     """The update of these parameters of a part, in step with everybody else's."""
     names, group = part.model.parameter_names(), groups.get(plan.world.updaters)
-    tensors = Divided(part.cuts, part.partial, groups.get("tp"))
+    tensors = Divided(part.cuts, part.partial, groups.get("tp"), watched=isinstance(plan.model, Layers))
     return Updater(parameters, names, part.ties, group, tensors, plan.optim, plan.clip, plan.steps)
 
 

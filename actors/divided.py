@@ -20,10 +20,11 @@ class Divided:
     cuts     by logical name, of the parameters that are divided
     partial  the replicated parameters whose gradients are a part on every member, to be summed
     group    None: nothing is divided
+    watched  whether replicated gradients are compared: a user's plan may have forgotten something
     """
 
-    def __init__(self, cuts: Mapping[str, Cut], partial: Set[str], group: Group | None) -> None:
-        self._cuts, self._group, self._partial = cuts, group, partial
+    def __init__(self, cuts: Mapping[str, Cut], partial: Set[str], group: Group | None, *, watched: bool) -> None:
+        self._cuts, self._group, self._partial, self._watched = cuts, group, partial, watched
 
     def complete(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Sum partial gradients over the members, all in one message."""
@@ -37,7 +38,7 @@ class Divided:
     def norms(self, names: Sequence[str], norms: Tensor) -> Tensor:
         """The norms of logical gradients (n,) from those of what is here, on the host; the same on every member.
 
-        Raises ValueError for a replicated parameter whose gradients are not.
+        Raises ValueError for a replicated parameter whose gradients are not, if they are watched.
         """
         if self._group is None:
             return norms
@@ -45,7 +46,9 @@ class Divided:
         own = norms.double().square()
         squares = own.clone()
         self._group.host.all_reduce(squares).wait()
-        _demand_alike([name for name in names if name not in self._cuts], own[~divided], squares[~divided], self._group)
+        if self._watched:
+            whole = [name for name in names if name not in self._cuts]
+            _demand_alike(whole, own[~divided], squares[~divided], self._group)
         return torch.where(divided, squares.sqrt().to(norms.dtype), norms)
 
 

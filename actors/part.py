@@ -12,8 +12,9 @@ from torch import nn
 from raypar.actors.buckets import Bucket, pack
 from raypar.actors.cut import Cut
 from raypar.actors.group import Group, nbytes
+from raypar.actors.layers.dropout import Portions
 from raypar.actors.models.build import build_model
-from raypar.actors.models.division import divide
+from raypar.actors.models.division import divide, outputs_of
 from raypar.actors.models.model import Model, undivided
 from raypar.actors.models.parallelize import divisions_of
 from raypar.actors.place import Place
@@ -38,6 +39,7 @@ class Part:
     ties        between different pipeline ranks; their ranks are those of the owners in the group of all updaters
     cuts        what is here of each parameter that is divided over tp, by logical name
     partial     the parameters that are not, but whose gradients are: see TensorParallel
+    outputs     what is here of the outputs of layers and of some modules in them, by logical name: see Division
     """
 
     model: Model
@@ -47,6 +49,7 @@ class Part:
     ties: list[Tie]
     cuts: Mapping[str, Cut]
     partial: Set[str]
+    outputs: Mapping[str, Portions]
 
     def share(self, owner: int) -> dict[str, nn.Parameter]:
         """The parameters of one owner."""
@@ -102,7 +105,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
     ]
     cuts = {name: cut for division in divisions for name, cut in division.cuts.items()}
     partials = {name for division in divisions for name in division.partial}
-    return Part(model, stages, parameters, owner_of, ties, cuts, partials)
+    return Part(model, stages, parameters, owner_of, ties, cuts, partials, outputs_of(divisions))
 
 
 def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -> list[Bucket]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,10 +27,11 @@ class Portion:
         return cls(size, (rank,))
 
     def then(self, inner: Portion) -> Portion:
-        """Of what is here the part ``inner``."""
-        finer = [piece * inner.of + i for piece in self.own for i in range(inner.of)]  # inner.of x len(own) of them
-        here = len(self.own)
-        return Portion(self.of * inner.of, tuple(finer[i * here + j] for i in inner.own for j in range(here)))
+        """Of what is here the part ``inner``; in pieces no finer than that takes, which the dim's length must allow."""
+        finer = inner.of // math.gcd(inner.of, len(self.own))  # so many of each piece
+        pieces = [piece * finer + i for piece in self.own for i in range(finer)]
+        size = len(pieces) // inner.of
+        return Portion(self.of * finer, tuple(pieces[part * size + i] for part in inner.own for i in range(size)))
 
     def whole(self, length: int) -> int:
         """The length of all of the dim, from that of what is here."""

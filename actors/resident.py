@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from raypar.actors.models.model import Values
 from raypar.actors.notes import Notes
 from raypar.actors.stage import Stage
 from raypar.actors.tape import Tape
+from raypar.actors.watch import Sight, Spot, Watch
 from raypar.schedules.action import Action
 
 
@@ -66,13 +67,30 @@ class Resident(Member):
         others = {id(p) for number, one in self._stages.items() if number != stage for p in one.parameters().values()}
         own = {name: p for name, p in self._stages[stage].parameters().items() if id(p) not in others}
         microbatches = self._plan.programs["train"].num_microbatches
-        self._stages[stage].tape = Tape(self._stages[stage].state(), own, microbatches)
+        self._stages[stage].listener = Tape(self._stages[stage].state(), own, microbatches)
 
     def recording(self, stage: int) -> tuple[tuple[int, ...], list[str], dict[str, Tensor]]:
         """What was recorded: the stage's layers, its actions in their order, and all tensors."""
-        tape = self._stages[stage].tape
-        assert tape is not None
+        tape = self._stages[stage].listener
+        assert isinstance(tape, Tape)
         return self._stages[stage].layers, tape.actions, tape.tensors
+
+    def watch(self) -> tuple[str, ...]:
+        """Keep what the layers make in the step that was opened, and the gradients there; the logical names of them,
+        and of the modules in them that are watched too."""
+        part, names = self._parts.part, list[str]()
+        for stage in self._stages.values():
+            layers = [part.model.names[index] for index in stage.layers]
+            whole = stage.is_last and self._plan.mesh.cp == 1  # else its loss is that of some tokens
+            watch = Watch(dict(zip(layers, stage.modules, strict=True)), part.outputs, keeps_loss=whole)
+            stage.listener = watch
+            names += watch.names
+        return tuple(names)
+
+    def sights(self, spots: Sequence[Spot]) -> list[Sight | None]:
+        """What is here of tensors that were watched; None for those that did not come by."""
+        watches = [stage.listener for stage in self._stages.values() if isinstance(stage.listener, Watch)]
+        return [next((watch.seen[spot] for watch in watches if spot in watch.seen), None) for spot in spots]
 
     def _restore(self, notes: Notes) -> None:
         self._courier.drain()

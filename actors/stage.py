@@ -17,7 +17,7 @@ from raypar.actors.recompute import Recompute, word_of
 from raypar.actors.rerun import LayerAgain, Twice, unchanged
 from raypar.actors.seeds import derive
 from raypar.actors.tail import Tail
-from raypar.actors.tape import Tape
+from raypar.actors.tape import Listener
 
 
 class Stage:
@@ -64,7 +64,7 @@ class Stage:
         self._train = True
         self._twice = Twice()  # with the inputs: the first layer may write into them
         self._saved: dict[int, tuple[Values, Tail | None, Values]] = {}  # microbatch -> inputs, graph, target
-        self.tape: Tape | None = None  # records the step that is open
+        self.listener: Listener | None = None  # to the step that is open
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class Stage:
     def begin(self, *, train: bool) -> None:
         """Open a step, of training or of evaluation; what an interrupted one left behind is dropped."""
         self._saved.clear()
-        self.tape = None
+        self.listener = None
         self._train = train
         for module in self.modules:
             module.train(train)
@@ -105,8 +105,8 @@ class Stage:
     def forward(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
         """The outputs for ``inputs`` (the last stage: its loss, a scalar), without history; for training keep what the
         backward needs."""
-        if self.tape is not None:
-            return self.tape.forward(self._forward, step, microbatch, inputs, target)
+        if self.listener is not None:
+            return self.listener.forward(self._forward, step, microbatch, inputs, target)
         return self._forward(step, microbatch, inputs, target)
 
     def backward(self, step: int, microbatch: int, gradients: Values) -> Values:
@@ -114,8 +114,8 @@ class Stage:
 
         ``gradients`` has one tensor for every floating output; the last stage gets its loss's weight, a scalar.
         """
-        if self.tape is not None:
-            return self.tape.backward(self._backward, step, microbatch, gradients)
+        if self.listener is not None:
+            return self.listener.backward(self._backward, step, microbatch, gradients)
         return self._backward(step, microbatch, gradients)
 
     def _forward(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:

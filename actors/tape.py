@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -10,6 +11,16 @@ from raypar.actors.models.model import Values
 
 Forward = Callable[[int, int, Values, Values], Values]
 Backward = Callable[[int, int, Values], Values]
+
+
+class Listener(Protocol):
+    """Stands between a stage and those who call it."""
+
+    def forward(self, call: Forward, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
+        """Make the call, and return what it returns."""
+
+    def backward(self, call: Backward, step: int, microbatch: int, gradients: Values) -> Values:
+        """Make the call, and return what it returns."""
 
 
 class Tape:

@@ -26,6 +26,8 @@ from raypar.schedules.timeline import Timeline
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from raypar.actors.watch import Sight, Spot
+
 T = TypeVar("T")
 _MOST_SHOWN = 200  # actions of a schedule that a job shows in a REPL
 
@@ -83,6 +85,26 @@ class Inside(ABC):
         """
         gradient: Tensor | None = self._ask(name, "gradient", self._world.server_ranks or range(self._world.size))
         return gradient
+
+    def watch(self) -> tuple[str, ...]:
+        """Have the actors keep what their layers make in the step that a stepper has just opened, and the gradients
+        there, for ``sights``; the logical names of those layers, and of modules in them. Instead of a recording."""
+        ranks = range(self.run.mesh.size)
+        found = self._guard(lambda: self._calls.some(ranks, "watch", what="watching the layers"))
+        return tuple(dict.fromkeys(name for names in found for name in names))
+
+    def sights(self, spots: Sequence[Spot]) -> list[dict[int, Sight]]:
+        """What the actors have of each of these tensors, which were watched, by rank."""
+        ranks = range(self.run.mesh.size)
+        found = self._guard(lambda: self._calls.some(ranks, "sights", spots, what="fetching what the layers made"))
+        return [{rank: sight for rank, sight in enumerate(one) if sight} for one in zip(*found, strict=True)]
+
+    def grads(self, name: str) -> dict[int, tuple[Cut, Tensor]]:
+        """What every actor has of a gradient of the latest step, by rank; those that have none are left out."""
+        ranks = [rank for rank in self._world.server_ranks or range(self._world.size) if name in self._holds[rank]]
+        found = self._guard(lambda: self._calls.some(ranks, "gradient", name, what=f"fetching {name}"))
+        pairs = zip(ranks, found, strict=True)
+        return {rank: (self._holds[rank][name], gradient) for rank, gradient in pairs if gradient is not None}
 
     def ledger(self) -> dict[str, dict[tuple[str, str], Entry]]:
         """What every actor's groups moved since the launch: calls, bytes and seconds by (axis, op)."""

@@ -1,29 +1,22 @@
-"""Does the layout compute what one plain process computes? The same steps on both, compared tensor by tensor.
-
-The plain process is a loop that a reader can check: torch, the model, an optimizer; no schedule, no stage, no group.
-"""
+"""Does the layout compute what one plain process computes? The same steps on both, compared tensor by tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from raypar.actors.averaging import TokenMean, correction
-from raypar.actors.batches import batch_source
 from raypar.actors.lr import lr_at
-from raypar.actors.models.build import build_model
-from raypar.actors.models.model import as_values
-from raypar.actors.optim import build_optimizer, set_lr
-from raypar.actors.place import Place, place_of
-from raypar.actors.seeds import derive
-from raypar.config import ConfigError, Run, check_run, unrecorded
+from raypar.actors.specs import AdamW
+from raypar.compare import norm_of, relative_error, scales_of
+from raypar.config import Run, check_run, unrecorded
+from raypar.diagnosis import Diagnosis, diagnose
 from raypar.driver import Job
-from raypar.report import Report, mean_loss
+from raypar.plain import Trained, train_plainly
+from raypar.report import Report
 from raypar.start import launch
 
 CLOSE = 1e-6  # relative difference where the same numbers are added in another order
@@ -38,7 +31,7 @@ class Bounds(NamedTuple):
     weight: float
 
 
-BITWISE, TIED, REPLICAS = Bounds(0.0, 0.0, 0.0), Bounds(CLOSE, CLOSE, CLOSE), Bounds(CLOSE, CLOSE, DRIFTED)
+BITWISE, TIED, REPLICAS = Bounds(0.0, 0.0, 0.0), Bounds(CLOSE, CLOSE, DRIFTED), Bounds(CLOSE, CLOSE, DRIFTED)
 DIVIDED = Bounds(1e-5, 2e-5, DRIFTED)  # products of parts of a layer, added up
 ON_GPUS = Bounds(1e-5, 1e-5, 1e-2)  # kernels that add up in an order of the moment
 
@@ -48,11 +41,17 @@ class Difference:
     """Something that is not the same: a loss, a norm, a gradient or a weight; and by how much, relative to its norm.
 
     allowed  the largest error that is right
+    step     of the run; a weight is that of behind it
     """
 
     what: str
     error: float
     allowed: float = 0.0
+    step: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.allowed
 
     def __str__(self) -> str:
         return f"{self.what} differs by {self.error:.3g} of its norm"
@@ -66,15 +65,22 @@ class Verdict:
     Sums of more than two numbers depend on the order of their additions. Where that order is not the one process' own,
     the right answer is not bitwise:
 
-    - a tied model adds the gradients of its two ends once a step; every difference may be 1e-6
-    - replicas add their microbatches first; losses, norms and the first step's gradients may differ by 1e-6. A weight
-      may by 1e-3: AdamW divides a gradient by its own size, so that one which is only rounding noise moves its weight
-      by a full step. With two microbatches in all, one a replica, there is one addition, and no difference is allowed
+    - a tied model adds the gradients of its two ends once a step; losses, norms and the first step's gradients may
+      differ by 1e-6. A weight may by 1e-3: AdamW divides a gradient by its own size, so that one which is only rounding
+      noise moves its weight by a full step
+    - replicas add their microbatches first; the same holds. With two microbatches in all, one a replica, there is one
+      addition, and no difference is allowed
     - tensor and context parallelism add up parts of products, and of sums over tokens: losses may differ by 1e-5, norms
       and the first step's gradients by 2e-5, weights by 1e-3
     - on GPUs, where kernels add up in any order: 1e-5, and of a weight 1e-2
 
     The weights of all replicas must always be the same bits.
+
+    A gradient that is 0 in exact arithmetic, as that of a bias of keys, is only rounding noise: it is judged against
+    the norm of all gradients of its layer. AdamW makes steps of full size of it, on both sides: where a weight may
+    differ at all, such a one may by 1 of what two weights can have moved apart.
+
+    ``diagnosis``: of a verdict that is not ok, where the layout begins to differ, and the likely cause.
     """
 
     steps: int
@@ -83,11 +89,12 @@ class Verdict:
     losses: tuple[float, ...]
     differences: tuple[Difference, ...]
     replicas: int = 1
+    diagnosis: Diagnosis | None = None
 
     @property
     def ok(self) -> bool:
         """Whether no difference is larger than what is allowed for it."""
-        return all(difference.error <= difference.allowed for difference in self.differences)
+        return all(difference.ok for difference in self.differences)
 
     @property
     def bitwise(self) -> bool:
@@ -105,29 +112,15 @@ class Verdict:
         if self.bitwise:
             return f"bitwise equal: {checked}"
         if not self.ok:
-            wrong = [difference for difference in self.differences if not difference.error <= difference.allowed]
-            return f"{len(wrong)} differences in {checked}; first: {wrong[0]}; worst {self.worst:.3g}"
+            wrong = [difference for difference in self.differences if not difference.ok]
+            found = f"{len(wrong)} differences in {checked}; first: {wrong[0]}; worst {self.worst:.3g}"
+            return found if self.diagnosis is None else f"{found}\n{self.diagnosis}"
         kinds: dict[float, list[Difference]] = {}
         for difference in self.differences:
             kinds.setdefault(difference.allowed, []).append(difference)
         worst = [max(same, key=lambda difference: difference.error) for _, same in sorted(kinds.items())]
         bounds = ", ".join(f"{one.what} {one.error:.3g} (bound {one.allowed:g})" for one in worst)
         return f"equal within bounds: {checked}; largest differences, of the tensor's norm: {bounds}"
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a plain process ends with: the loss and gradient norm of every step, the weights by logical name, and the
-    gradients of the first step, clipped.
-
-    ``tied``: a weight stands in more than one layer.
-    """
-
-    losses: tuple[float, ...]
-    grad_norms: tuple[float, ...]
-    gradients: dict[str, Tensor | None]
-    weights: dict[str, Tensor]
-    tied: bool
 
 
 def verify(run: Run, job: Job | None = None) -> Verdict:
@@ -143,56 +136,19 @@ def verify(run: Run, job: Job | None = None) -> Verdict:
     plain = train_plainly(run)
     if job is not None:
         job.reset(run)
-        return _compare(job, plain)
+        return _judge(job, plain)
     with launch(run) as own:
-        return _compare(own, plain)
+        return _judge(own, plain)
 
 
-def train_plainly(run: Run) -> Trained:
-    """The run in this process: one model, the microbatches of all replicas one after the other."""
-    place = _place_of(run)
-    with _threads(run.threads):
-        model = build_model(run.model, run.seed)
-        layers = model.materialize(range(len(model.names)), run.seed)
-        place.settle(layers)
-        parameters = _named(model.names, layers, {copy: home for home, copy in model.ties})
-        optimizer = build_optimizer(run.optim, parameters)
-        m, num_dp = run.microbatches, run.mesh.dp
-        source = batch_source(run.data, run.model, run.micro_batch_size, m, num_dp, run.seed)
-        mean = TokenMean(model, source, m, num_dp)
-        losses, norms, gradients = [], [], dict[str, Tensor | None]()
-        for step in range(run.steps):
-            parts, counts = list[float](), list[int]()
-            for parameter in parameters.values():
-                parameter.grad = None
-            for number in range(m * num_dp):
-                microbatch, dp = divmod(number, num_dp)
-                values = place.to(source.inputs("train", step, microbatch, dp))
-                target = place.to(source.targets("train", step, microbatch, dp))
-                for index, layer in enumerate(layers):
-                    torch.manual_seed(derive(run.seed, "layer", step, number, index))
-                    values = as_values(layer(*values))
-                loss, count = model.loss(values, target), model.count(target)
-                if loss.requires_grad:
-                    loss.backward(mean.weight(count).to(loss))
-                parts.append(loss.item())
-                counts.append(count)
-            _scale(parameters, correction(sum(counts), num_dp * mean.expected))
-            norm = torch.nn.utils.clip_grad_norm_(parameters.values(), run.clip or float("inf"), foreach=False)
-            if optimizer is not None:
-                set_lr(optimizer, lr_at(run.optim, step, run.steps))
-                optimizer.step()
-            losses.append(mean_loss(parts, counts))
-            norms.append(float(norm))
-            gradients = gradients or {n: None if p.grad is None else p.grad.cpu() for n, p in parameters.items()}
-        weights = {name: parameter.detach().cpu() for name, parameter in parameters.items()}
-        return Trained(tuple(losses), tuple(norms), gradients, weights, bool(model.ties))
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Norm of the difference over the norm of ``wanted`` (over 1 if that is 0)."""
-    norm = float(torch.linalg.vector_norm(wanted.double()))
-    return float(torch.linalg.vector_norm(found.double() - wanted.double())) / (norm or 1.0)
+def _judge(job: Job, plain: Trained) -> Verdict:
+    """The verdict; one that is not ok with its diagnosis."""
+    verdict = _compare(job, plain)
+    if verdict.ok:
+        return verdict
+    run, bounds = job.run, _allowed(job.run, plain.tied)
+    later = min(difference.step for difference in verdict.differences if not difference.ok)
+    return replace(verdict, diagnosis=diagnose(job, run, bounds.gradient, max(bounds.gradient, bounds.weight), later))
 
 
 def _compare(job: Job, plain: Trained) -> Verdict:
@@ -202,28 +158,50 @@ def _compare(job: Job, plain: Trained) -> Verdict:
     for _ in range(run.steps):
         reports.append(job.step())
         gradients = gradients or {name: job.grad(name) for name in plain.gradients}
-    figures: list[tuple[str, Tensor, Tensor, float]] = []
+    figures: list[_Pair] = []
     for r, loss, norm in zip(reports, plain.losses, plain.grad_norms, strict=True):
-        figures.append((f"loss of step {r.step}", _exact(r.loss), _exact(loss), bounds.loss))
-        figures.append((f"gradient norm of step {r.step}", _exact(r.grad_norm), _exact(norm), bounds.gradient))
+        figures.append(_Pair(f"loss of step {r.step}", _exact(r.loss), _exact(loss), bounds.loss, r.step))
+        figures.append(
+            _Pair(f"gradient norm of step {r.step}", _exact(r.grad_norm), _exact(norm), bounds.gradient, r.step)
+        )
+    scales = scales_of({name: _dense(gradient) for name, gradient in plain.gradients.items()}, plain.layers)
     figures += [
-        (f"gradient {name} of step 0", _dense(gradients[name]), _dense(wanted), bounds.gradient)
+        _Pair(f"gradient {name} of step 0", _dense(gradients[name]), _dense(wanted), bounds.gradient, 0, scales[name])
         for name, wanted in plain.gradients.items()
     ]
-    weights = [(f"weight {name}", weight, plain.weights[name], bounds.weight) for name, weight in job.weights()]
+    last = max(0, run.steps - 1)
+    noise = {name for name, wanted in plain.gradients.items() if norm_of(_dense(wanted)) < scales[name]}
+    drifts = noise if bounds.weight and isinstance(run.optim, AdamW) else set()
+    weights = [
+        _Pair(f"weight {name}", weight, plain.weights[name], 1.0, last, _apart(run, weight))
+        if name in drifts
+        else _Pair(f"weight {name}", weight, plain.weights[name], bounds.weight, last)
+        for name, weight in job.weights()
+    ]
     replicas = [
-        (f"weight {name} of dp={dp}, beside dp=0,", other, weight, 0.0)
+        _Pair(f"weight {name} of dp={dp}, beside dp=0,", other, pair.found, 0.0, last)
         for dp in range(1, run.mesh.dp)
-        for (name, other), (_, weight, *_) in zip(job.weights(dp), weights, strict=True)
+        for (name, other), pair in zip(job.weights(dp), weights, strict=True)
     ]
     differences = [
-        Difference(what, relative_error(ours, theirs), allowed)
-        for what, ours, theirs, allowed in (*figures, *weights, *replicas)
-        if not torch.equal(ours, theirs)
+        Difference(pair.what, relative_error(pair.found, pair.wanted, pair.scale), pair.allowed, pair.step)
+        for pair in (*figures, *weights, *replicas)
+        if not torch.equal(pair.found, pair.wanted)
     ]
     return Verdict(
         len(reports), len(plain.gradients), len(plain.weights), plain.losses, tuple(differences), run.mesh.dp
     )
+
+
+class _Pair(NamedTuple):
+    """What is compared. ``scale``: what the error is relative to, the norm of ``wanted`` if it is None."""
+
+    what: str
+    found: Tensor
+    wanted: Tensor
+    allowed: float
+    step: int
+    scale: float | None = None
 
 
 def _allowed(run: Run, tied: bool) -> Bounds:
@@ -236,11 +214,9 @@ def _allowed(run: Run, tied: bool) -> Bounds:
     return REPLICAS
 
 
-def _place_of(run: Run) -> Place:
-    try:
-        return place_of("cuda" if run.device == "cuda" else "cpu")
-    except RuntimeError as error:
-        raise ConfigError([f"device is 'cuda', and the plain process has no GPU ({error}): verify on 'cpu'"]) from error
+def _apart(run: Run, weight: Tensor) -> float:
+    """How far AdamW can have moved two weights apart: each by the learning rate, in every element and step."""
+    return 2 * sum(lr_at(run.optim, step, run.steps) for step in range(run.steps)) * math.sqrt(weight.numel())
 
 
 def _exact(figure: float) -> Tensor:
@@ -250,35 +226,3 @@ def _exact(figure: float) -> Tensor:
 def _dense(gradient: Tensor | None) -> Tensor:
     """A gradient that nobody made as an empty tensor, which is equal to itself only."""
     return torch.empty(0) if gradient is None else gradient
-
-
-def _scale(parameters: dict[str, nn.Parameter], factor: float) -> None:
-    """Multiply the gradients, if there is need to."""
-    for parameter in parameters.values():
-        if factor != 1.0 and parameter.grad is not None:
-            parameter.grad.mul_(factor)
-
-
-def _named(names: tuple[str, ...], layers: list[nn.Module], home_of: dict[str, str]) -> dict[str, nn.Parameter]:
-    """The trainable parameters by logical name, with tied ones made one."""
-    parameters: dict[str, nn.Parameter] = {}
-    for layer_name, layer in zip(names, layers, strict=True):
-        for inner, parameter in list(layer.named_parameters()):
-            name = f"{layer_name}.{inner}"
-            if name in home_of:
-                owner, _, last = inner.rpartition(".")
-                layer.get_submodule(owner)._parameters[last] = parameters[home_of[name]]
-            elif parameter.requires_grad:
-                parameters[name] = parameter
-    return parameters
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)

@@ -36,6 +36,9 @@ class DividedDropout(nn.Dropout):
 
 def divided(drop: nn.Dropout, portions: Portions) -> DividedDropout:
     """The dropout of what is here of what ``drop`` has been given so far."""
-    before = drop.portions if isinstance(drop, DividedDropout) else {}
-    after = {dim: before.get(dim, Portion()).then(portion) for dim, portion in portions.items()}
-    return DividedDropout(drop.p, {**before, **after})
+    return DividedDropout(drop.p, narrowed(drop.portions if isinstance(drop, DividedDropout) else {}, portions))
+
+
+def narrowed(before: Portions, portions: Portions) -> Portions:
+    """Of what is here of each dim the part that ``portions`` say."""
+    return {**before, **{dim: before.get(dim, Portion()).then(portion) for dim, portion in portions.items()}}

@@ -38,6 +38,7 @@ class ContextParallel(Division):
         super().__init__(model)
         self.group, self.context = group, context
         self.tokens = tokens_of(context, group.size)[group.rank]
+        self.flow = {1: self.tokens}
 
     @property
     def changes(self) -> Mapping[Kind, Change]:

@@ -10,15 +10,20 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from raypar.actors.cut import Cut
+from raypar.actors.layers.dropout import Portions, narrowed
 from raypar.actors.models.model import Kind, Model
 
 
 class Made(NamedTuple):
-    """What became of a module; by the names of its parameters what of them is here, and whose gradients are partial."""
+    """What became of a module; by the names of its parameters what of them is here, and whose gradients are partial.
+
+    outputs  what of its own output ("") and of those of modules in it is here, by dim, as far as somebody may compare
+    """
 
     module: nn.Module
     cuts: Mapping[str, Cut] = {}
     partial: Set[str] = frozenset()
+    outputs: Mapping[str, Portions] = {}
 
 
 Change = Callable[[nn.Module, Any], Made]  # of a module, by a Division
@@ -29,12 +34,16 @@ class Division(ABC):
 
     cuts     what of each parameter is here, by logical name; not there: all of it
     partial  the parameters that are here as on every member, but whose gradients are of this member's own part
+    flow     what is here of the values between layers, by dim; of others all is
+    outputs  what is here of the outputs of layers, and of modules in them that say so, by logical name
     """
 
     def __init__(self, model: Model) -> None:
         self.model = model
         self.cuts: dict[str, Cut] = {}
         self.partial: set[str] = set()
+        self.flow: Portions = {}
+        self.outputs: dict[str, Portions] = {}
 
     @property
     @abstractmethod
@@ -44,6 +53,7 @@ class Division(ABC):
     def divide(self, name: str, layer: nn.Module) -> Mapping[str, Cut]:
         """Divide a layer in place, before it has weights; the cuts by names in the layer."""
         found: dict[str, Cut] = {}
+        self.outputs[name] = self.flow
         for pattern, kind in self.model.tensor_plan:
             if (change := self.changes.get(kind)) is None:
                 continue
@@ -52,8 +62,21 @@ class Division(ABC):
                 _become(module, made.module)
                 found |= {f"{inner}.{parameter}": cut for parameter, cut in made.cuts.items()}
                 self.partial |= {f"{name}.{inner}.{parameter}" for parameter in made.partial}
+                self.outputs |= {f"{name}.{inner}.{own}".rstrip("."): output for own, output in made.outputs.items()}
+                if kind == "logits":  # the layer ends in them
+                    self.outputs[name] = made.outputs[""]
         self.cuts |= {f"{name}.{inner}": cut for inner, cut in found.items()}
         return found
+
+
+def outputs_of(divisions: Sequence[Division]) -> Mapping[str, Portions]:
+    """What is here of the outputs of modules, by logical name, when layers are divided in all these ways, one after the
+    other; a division that does not say it of a module leaves it as it is between layers."""
+    names = dict.fromkeys(name for division in divisions for name in division.outputs)
+    found: dict[str, Portions] = {name: {} for name in names}
+    for division in divisions:
+        found = {name: narrowed(before, division.outputs.get(name, division.flow)) for name, before in found.items()}
+    return found
 
 
 def divide(divisions: Sequence[Division], name: str, layer: nn.Module) -> Mapping[str, Cut]:

@@ -70,6 +70,7 @@ class TensorParallel(Division):
         self.group, self.sequence = group, sequence
         self.portion = Portion.at(group.rank, group.size)
         self.copy = Entrance(partial(copy_to, group=group))
+        self.flow = {1: self.portion} if sequence else {}
         self.leave: Move = (
             partial(reduce_scatter, group=group, dim=1)
             if sequence
@@ -101,20 +102,26 @@ def _enter(module: nn.Module, tensors: TensorParallel) -> Made:
 def _vocab(module: nn.Module, tensors: TensorParallel) -> Made:
     assert isinstance(module, nn.Embedding)
     cut = cut_of(tuple(module.weight.shape), 0, tensors.group)
-    return Made(VocabParallelEmbedding(module, cut, tensors.leave), {"weight": cut})
+    return Made(VocabParallelEmbedding(module, cut, tensors.leave), {"weight": cut}, outputs={"": tensors.flow})
 
 
 def _column(module: nn.Module, tensors: TensorParallel) -> Made:
     assert isinstance(module, nn.Linear)
     cut = cut_of(tuple(module.weight.shape), 0, tensors.group)
     bias = {} if module.bias is None else {"bias": cut_of(tuple(module.bias.shape), 0, tensors.group)}
-    return Made(ColumnParallelLinear(module, cut), {"weight": cut} | bias)
+    return Made(ColumnParallelLinear(module, cut), {"weight": cut} | bias, outputs={"": {-1: _rows(cut)}})
+
+
+def _rows(cut: Cut) -> Portion:
+    """Which rows of a weight are here, one by one: parts need not be of one length."""
+    first = cut.offset[0]
+    return Portion(cut.whole[0], tuple(range(first, first + cut.shape[0])))
 
 
 def _row(module: nn.Module, tensors: TensorParallel) -> Made:
     assert isinstance(module, nn.Linear)
     cut = cut_of(tuple(module.weight.shape), 1, tensors.group)
-    return Made(RowParallelLinear(module, cut, tensors.leave), {"weight": cut})
+    return Made(RowParallelLinear(module, cut, tensors.leave), {"weight": cut}, outputs={"": tensors.flow})
 
 
 def _heads(module: nn.Module, tensors: TensorParallel) -> Made:
@@ -136,7 +143,8 @@ def _heads(module: nn.Module, tensors: TensorParallel) -> Made:
     for name, one in made.items():
         setattr(module, name, one.module)
     cuts = {f"{name}.{inner}": cut for name, one in made.items() for inner, cut in one.cuts.items()}
-    return Made(module, cuts, {f"{name}.{inner}" for name, one in made.items() for inner in one.partial})
+    shared = {f"{name}.{inner}" for name, one in made.items() for inner in one.partial}
+    return Made(module, cuts, shared, {name: one.outputs[""] for name, one in made.items() if one.outputs})
 
 
 def _shared(whole: nn.Linear, span: tuple[int, int]) -> Made:

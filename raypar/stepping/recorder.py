@@ -41,8 +41,6 @@ class Recorder:
         if self._world.mesh.tp > 1:
             tp = self._world.mesh.tp
             faults.append(f"of mesh.tp={tp} each actor has a part of a stage, which can't be played alone: set it to 1")
-        if self._world.mesh.tp > 1:
-            faults.append(f"mesh.tp is {self._world.mesh.tp}: a part of a stage can't be played alone; use tp=1")
         if faults:
             raise ConfigError(faults)
         self._wanted[self._world.replica(dp)[schedule.placement[stage]], stage] = path

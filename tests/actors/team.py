@@ -40,7 +40,17 @@ class Team:
     def __init__(self, fn, pp=2, m=4, schedule="1f1b", loss=mse, data=batch, dp=1, tp=1, cp=1, groups=None, **changes):
         fields = {"optim": SGD(lr=0.1), "clip": None, "steps": 3, "timeout": 10.0, "data": Batches(data, data)}
         fields |= {"model": Layers(fn, loss), "schedule": schedule, "microbatches": m}
-        self.run = Run(mesh=Mesh(pp=pp, dp=dp, cp=cp, tp=tp), **(fields | changes))
+        self._meet(Run(mesh=Mesh(pp=pp, dp=dp, cp=cp, tp=tp), **(fields | changes)), groups)
+
+    @classmethod
+    def of(cls, run):
+        """The actors of any run."""
+        team = cls.__new__(cls)
+        team._meet(run, None)
+        return team
+
+    def _meet(self, run, groups):
+        self.run = run
         plans = plans_of(self.run, check_run(self.run), "t")
         self.world = plans[0].world
         self.all = [Server() if rank in self.world.server_ranks else Worker() for rank in range(self.world.size)]

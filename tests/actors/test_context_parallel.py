@@ -165,6 +165,6 @@ def test_with_tensor_parallelism_dropout_is_of_a_part_of_a_part():
     model = GPTModel(replace(MODEL, dropout=0.1))
     groups = {"cp": local_groups("cp", 2)[1], "tp": local_groups("tp", 2)[0]}
     (block,) = model.materialize([1], 0, partial(divide, divisions_of(plan, model, groups)))
-    assert block.drop.portions == {1: Portion(8, (2, 3))}, "of the pieces 1 and 2 of 4 the first half"
+    assert block.drop.portions == {1: Portion(4, (1,))}, "of the pieces 1 and 2 of 4 the first half"
     assert block.attn.core.drop.portions == {1: Portion(2, (0,))}, "of the heads; of the tokens when it is drawn"
     assert block.attn.core.keeps_scores(*[torch.empty(1, 2, 8, 4)] * 3)

@@ -21,3 +21,10 @@ def test_a_part_of_a_part_is_a_part_of_the_whole(outer, inner):
 
 def test_a_zigzag_takes_the_first_piece_and_the_last():
     assert ZIGZAG.take(torch.arange(8), 0).tolist() == [0, 1, 6, 7]
+
+
+def test_pieces_are_no_finer_than_needed():
+    """Of 8 tokens 4 members of each of 2 have one."""
+    parts = [ZIGZAG.then(Portion.at(rank, 4)).take(torch.arange(8), 0).tolist() for rank in range(4)]
+    assert parts == [[0], [1], [6], [7]]
+    assert ZIGZAG.then(Portion.at(1, 2)) == Portion(4, (3,))
