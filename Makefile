@@ -21,7 +21,7 @@ train: $(venv)/.installed ## train the small GPT on this machine; it leaves a fo
 test: lint types ## lint, types, then the tests, in two processes
 	@$(python) -m pytest -n 2 --dist loadgroup $(ARGS)
 
-bench: $(venv)/.installed-bench ## raypar beside its peers, in twenty minutes; ARGS=--quick for some
+bench: $(venv)/.installed-bench ## raypar beside its peers, in half an hour; ARGS=--quick for some
 	@$(python) -m tests.bench $(ARGS)
 
 lint: $(venv)/.installed-dev ## ruff: rules and format

@@ -7,6 +7,7 @@ without a deadline, and every op is counted in the ledger. Backends fill in the 
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
@@ -55,11 +56,13 @@ class Handle:
             return
         finish, self._finish = self._finish, None
         seconds = self._group.timeout if timeout is None else timeout
+        begin = time.perf_counter()
         try:
             finish(seconds)
         except (RuntimeError, OSError) as error:  # a TimeoutError is an OSError
             self._error = self._group.fault(self._op, self._peer, plain_reason(error, seconds))
             raise self._error from error
+        self._group.ledger.spent(self._group.axis, self._op, time.perf_counter() - begin)
 
 
 class Group(ABC):
@@ -222,11 +225,13 @@ class Group(ABC):
             raise ValueError(f"group {self.name}: {op}: rank {peer} is not one of its {self.size} members")
         if self._closed:
             raise GroupError(self.name, op, peer, "the group was closed after an earlier fault")
+        begin = time.perf_counter()
         try:
             finish = start(*args)
         except (RuntimeError, OSError) as error:
             raise self.fault(op, peer, plain_reason(error, self.timeout)) from error
         self.ledger.record(self.axis, op, sent)
+        self.ledger.spent(self.axis, op, time.perf_counter() - begin)
         return Handle(self, op, None if peer == self.rank else peer, finish)  # who is the root waits for everybody
 
     def _splits(self, tensor: Tensor, splits: Sequence[int], name: str) -> list[int]:

@@ -195,10 +195,10 @@ class Member(ABC):
         """What this actor holds of which logical parameters."""
         return {name: self._cuts.get(name) or Cut(tuple(p.shape)) for name, p in self._parameters.items()}
 
-    def ledger(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """Calls and bytes by (axis, op) since the run began."""
+    def ledger(self) -> dict[tuple[str, str], tuple[int, int, float]]:
+        """Calls, bytes and seconds by (axis, op) since the run began, as an Entry has them."""
         tables = [group.ledger.entries() for group in self._groups.values()]  # one ledger, or one a group
-        return {key: (entry.calls, entry.bytes) for table in tables for key, entry in table.items()}
+        return {key: (entry.calls, entry.bytes, entry.seconds) for table in tables for key, entry in table.items()}
 
     # --- for the classes ---
 

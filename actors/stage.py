@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.layers.columns import ColumnParallelFan
 from raypar.actors.layers.gathered import Gathering
 from raypar.actors.models.attention import Core
 from raypar.actors.models.model import Model, Values, as_values
@@ -57,7 +58,7 @@ class Stage:
         for index, module in zip(self.layers, self.modules, strict=True):
             for part in module.modules():
                 for one in (part, vars(part).get("gathering")):
-                    if isinstance(one, (Core, Gathering)):
+                    if isinstance(one, (Core, Gathering, ColumnParallelFan)):
                         one.again = words[index] == "selective"
         self._place = place
         self._train = True

@@ -107,7 +107,7 @@ class Inside(ABC):
         return {rank: (self._holds[rank][name], gradient) for rank, gradient in pairs if gradient is not None}
 
     def ledger(self) -> dict[str, dict[tuple[str, str], Entry]]:
-        """What every actor's groups moved since the launch: calls and bytes by (axis, op)."""
+        """What every actor's groups moved since the launch: calls, bytes and seconds by (axis, op)."""
         return ledger_of(self._world, self._guard(lambda: self._calls.all("ledger", what="reading the ledger")))
 
     def timeline(self, dp: int = 0) -> Timeline:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.actors.group import Group
+from raypar.actors.group import Group, Handle
 
 Move = Callable[[Tensor], Tensor]
 
@@ -24,9 +24,12 @@ def copy_to(x: Tensor, group: Group) -> Tensor:
     return _through(x, _same, partial(_all_reduced, group))
 
 
-def reduce_from(x: Tensor, group: Group) -> Tensor:
-    """The sum of partial tensors, replicated; the gradient is each member's own (Megatron's g)."""
-    return _through(x, partial(_all_reduced, group), _same)
+def reduce_from(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
+    """The sum of partial tensors, replicated; the gradient is each member's own (Megatron's g).
+
+    ``in_place`` is for what nobody else needs, as the output of a product: autograd raises if somebody does.
+    """
+    return _in_place(x, group) if in_place else _through(x, partial(_all_reduced, group), _same)
 
 
 def split_to(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -54,6 +57,11 @@ def all_to_all(x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor
     return _through(x, partial(_exchanged, group, split_dim, join_dim), partial(_exchanged, group, join_dim, split_dim))
 
 
+def _in_place(x: Tensor, group: Group) -> Tensor:
+    out: Tensor = _ReduceInPlace.apply(x, group)  # type: ignore[no-untyped-call]
+    return out
+
+
 def _through(x: Tensor, there: Move, back: Move) -> Tensor:
     out: Tensor = _Through.apply(x, there, back)  # type: ignore[no-untyped-call]
     return out
@@ -72,6 +80,30 @@ class _Through(torch.autograd.Function):
         return ctx.back(gradient), None, None
 
 
+class _ReduceInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.mark_dirty(x)
+        group.all_reduce(x).wait()
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def begin_sum(group: Group, x: Tensor, dim: int | None) -> tuple[Handle, Tensor]:
+    """Start to sum partial tensors: in place, or of the sum a member's part along ``dim``.
+
+    What to wait for, and where the sum is then.
+    """
+    if dim is None:
+        return group.all_reduce(x), x
+    parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
+    own = x.new_empty(parts.shape[1:])
+    return group.reduce_scatter(own, parts), own
+
+
 def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
 
@@ -87,17 +119,16 @@ def _own_part(group: Group, dim: int, x: Tensor) -> Tensor:
 
 
 def all_gathered(group: Group, dim: int, x: Tensor) -> Tensor:
-    """As ``all_gather``, without autograd."""
+    """What ``all_gather`` makes of a tensor, without autograd."""
     parts = x.new_empty((group.size, *x.shape))
     group.all_gather(parts, x.contiguous()).wait()
     return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def reduce_scattered(group: Group, dim: int, x: Tensor) -> Tensor:
-    """As ``reduce_scatter``, without autograd."""
-    parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
-    own = x.new_empty(parts.shape[1:])
-    group.reduce_scatter(own, parts).wait()
+    """What ``reduce_scatter`` makes of a tensor, without autograd."""
+    handle, own = begin_sum(group, x, dim)
+    handle.wait()
     return own
 
 

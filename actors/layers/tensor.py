@@ -34,7 +34,7 @@ class SharedLinear(nn.Linear):
         self.span = slice(*span)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight[self.span], None if self.bias is None else self.bias[self.span])
+        return F.linear(x, *own_outputs(self))
 
 
 class RowParallelLinear(nn.Linear):
@@ -81,6 +81,13 @@ class VocabParallelEmbedding(nn.Embedding):
         weight = self.weight if self.weights is None else self.weights(self.weight)
         own = F.embedding((input - self.start).masked_fill(foreign, 0), weight, self.padding_idx)
         return self.leave(own.masked_fill(foreign.unsqueeze(-1), 0.0))
+
+
+def own_outputs(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """The weight (own out, in) and the bias (own out,) that make what a linear layer makes here."""
+    if not isinstance(linear, SharedLinear):
+        return linear.weight, linear.bias
+    return linear.weight[linear.span], None if linear.bias is None else linear.bias[linear.span]
 
 
 def cut_of(whole: tuple[int, ...], dim: int, group: Group) -> Cut:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from raypar.actors.layers.dropout import Portions, divided
+from raypar.actors.models.fan import Fan
 from raypar.actors.models.model import Values
 from raypar.actors.models.positions import Alibi, Rope
 from raypar.actors.portion import Portion
@@ -85,10 +86,11 @@ class Attention(nn.Module):
         self.k, self.v = nn.Linear(spec.hidden, kv, bias=False), nn.Linear(spec.hidden, kv, bias=False)
         self.core = Core(spec.attention, spec.dropout, between if isinstance(between, Alibi) else None)
         self.out = nn.Linear(spec.hidden, spec.hidden, bias=bias)
+        self.fan = Fan()
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         q_BNSd, k_BKSd, v_BKSd = (
-            linear(x_BSD).unflatten(-1, (-1, self.width)).transpose(1, 2) for linear in (self.q, self.k, self.v)
+            y_BSE.unflatten(-1, (-1, self.width)).transpose(1, 2) for y_BSE in self.fan(x_BSD, self.q, self.k, self.v)
         )
         if self._rope is not None:
             q_BNSd, k_BKSd = self._rope.turn(q_BNSd, self.tokens), self._rope.turn(k_BKSd, self.tokens)

@@ -1,6 +1,6 @@
 """GPT: LayerNorm, an MLP with a GELU, biases.
 
-Shapes: B microbatch, S sequence, D hidden.
+Shapes: B microbatch, S sequence, D hidden, F width of the MLP.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypar.actors.models.fan import Fan
 from raypar.actors.models.transformer import TransformerModel
 from raypar.actors.specs import GPT
 
@@ -18,9 +19,11 @@ class MLP(nn.Module):
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(hidden, width), nn.Linear(width, hidden)
+        self.fan = Fan()
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x_BSD)))
+        (y_BSF,) = self.fan(x_BSD, self.up)
+        out: Tensor = self.down(F.gelu(y_BSF))
         return out
 
 

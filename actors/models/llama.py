@@ -1,6 +1,6 @@
 """Llama: RMSNorm, an MLP with a gate, no biases.
 
-Shapes: B microbatch, S sequence, D hidden.
+Shapes: B microbatch, S sequence, D hidden, F width of the MLP.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypar.actors.models.fan import Fan
 from raypar.actors.models.transformer import TransformerModel
 from raypar.actors.specs import Llama
 
@@ -19,9 +20,11 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate, self.up = nn.Linear(hidden, width, bias=False), nn.Linear(hidden, width, bias=False)
         self.down = nn.Linear(width, hidden, bias=False)
+        self.fan = Fan()
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        out: Tensor = self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
+        gate_BSF, up_BSF = self.fan(x_BSD, self.gate, self.up)
+        out: Tensor = self.down(F.silu(gate_BSF) * up_BSF)
         return out
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from raypar.actors.cut import Cut
 from raypar.actors.group import Group
+from raypar.actors.layers.columns import ColumnParallelFan
 from raypar.actors.layers.cross_entropy import vocab_parallel_cross_entropy
 from raypar.actors.layers.dropout import divided
 from raypar.actors.layers.entrance import Entrance
@@ -27,6 +28,7 @@ from raypar.actors.models.attention import Attention
 from raypar.actors.models.context import ContextParallel
 from raypar.actors.models.cube import CubeParallel
 from raypar.actors.models.division import Change, Division, Made, rows_of
+from raypar.actors.models.fan import Fan
 from raypar.actors.models.model import IGNORED, Kind, Model
 from raypar.actors.models.summa import SquareParallel
 from raypar.actors.plan import Plan
@@ -80,7 +82,9 @@ class TensorParallel(Division):
         self.copy = Entrance(partial(copy_to, group=group))
         self.flow = {1: self.portion} if sequence else {}
         self.leave: Move = (
-            partial(reduce_scatter, group=group, dim=1) if sequence else partial(reduce_from, group=group)
+            partial(reduce_scatter, group=group, dim=1)
+            if sequence
+            else partial(reduce_from, group=group, in_place=True)
         )
 
     @property
@@ -97,7 +101,9 @@ class TensorParallel(Division):
 
 
 def _enter(module: nn.Module, tensors: TensorParallel) -> Made:
-    if tensors.sequence:
+    if isinstance(getattr(module, "fan", None), Fan):  # that is where it enters
+        module.fan = ColumnParallelFan(tensors.group, 1 if tensors.sequence else None)
+    elif tensors.sequence:
         Gathering(module, tensors.group, dim=1)
     else:
         module.register_forward_pre_hook(lambda _, inputs: (copy_to(inputs[0], tensors.group), *inputs[1:]))

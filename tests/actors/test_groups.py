@@ -484,6 +484,19 @@ def test_a_small_all_reduce_goes_from_each_to_each_and_is_counted_so():
     assert [group.ledger.entries()["x", "all_reduce"] for group in groups] == [Entry(1, (N - 1) * BYTES)] * N
 
 
+def test_the_ledger_counts_the_seconds_spent_in_an_op():
+    """Also of who waits for a member that comes late."""
+    groups = local_groups("x", 2)
+
+    def work(rank):
+        time.sleep(0.4 * rank)
+        groups[rank].barrier().wait()
+
+    together(2, work)
+    early, late = (group.ledger.entries()["x", "barrier"].seconds for group in groups)
+    assert early > 0.2 > late
+
+
 def test_a_ledger_adds_from_several_threads():
     ledger = Ledger()
     together(4, lambda rank: [ledger.record("x", "send", 2) for _ in range(500)])

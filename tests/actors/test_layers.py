@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypar.actors.cut import Cut, joined
 from raypar.actors.layers import ops
+from raypar.actors.layers.columns import columns
 from raypar.actors.layers.cross_entropy import vocab_parallel_cross_entropy
 from raypar.actors.layers.dropout import DividedDropout
 from raypar.actors.layers.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, cut_of
@@ -28,8 +33,24 @@ def column(group, x, weight, bias):
     return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (ops.copy_to(x, group),))
 
 
+def fan(group, x, *layers):
+    """Of two layers, whose outputs are joined by a product; the second one has no bias."""
+    left, right = columns(x, [layers[:2], (layers[2], None)], group, None)
+    return left * right
+
+
+def fan_along(group, x, *layers):
+    left, right = columns(x, [layers[:2], (layers[2], None)], group, 1)
+    return left * right
+
+
+def product(x, weight, bias, other):
+    return F.linear(x, weight, bias) * F.linear(x, other)
+
+
 def row(group, x, weight, bias):
-    layer = RowParallelLinear(nn.Linear(4, 6), cut_of((6, 4), 1, group), lambda x: ops.reduce_from(x, group))
+    leave = partial(ops.reduce_from, group=group, in_place=True)
+    layer = RowParallelLinear(nn.Linear(4, 6), cut_of((6, 4), 1, group), leave)
     return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (x,))
 
 
@@ -73,6 +94,10 @@ CASES = {  # work, ins, out, inputs, the plain function
     ),
     "all_to_all": (lambda group, x: ops.all_to_all(x, group, 2, 1).sin(), (1,), 2, (random(2, 4, 4),), torch.sin),
     "column": (column, (None, 0, 0), -1, (random(2, 3, 6), random(4, 6), random(4)), F.linear),
+    "fan": (fan, (None, 0, 0, 0), -1, (random(2, 3, 6), random(4, 6), random(4), random(5, 6)[:4]), product),
+    "fan along": (
+        fan_along, (1, 0, 0, 0), -1, (random(2, 4, 6), random(4, 6), random(4), random(5, 6)[:4]), product,
+    ),
     "row": (row, (-1, 1, None), None, (random(2, 3, 4), random(6, 4), random(6)), F.linear),
     "embedding": (embedding, (None, 0), None, (IDS, random(7, 3)), F.embedding),
     "cross-entropy": (
@@ -89,7 +114,7 @@ def test_gradients_are_those_of_finite_differences(case, size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", ["column", "row", "embedding", "cross-entropy"])
+@pytest.mark.parametrize("case", ["column", "fan", "row", "embedding", "cross-entropy"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_together_they_are_the_dense_layer(case, size, dtype):
     work, ins, out, inputs, plain = CASES[case]
@@ -171,6 +196,46 @@ def test_what_they_send_is_the_formula(size):
         return vocab_parallel_cross_entropy(own, labels, cuts[group.rank], group, -100)
 
     assert sent(cross_entropy, 8, 7) == (3 * ring * 8 * 4 // size, 0)
+
+
+def test_the_gradients_of_weights_are_computed_while_that_of_the_input_is_summed():
+    """All that is computed lies between the start of the op and its end; without a fan nothing does."""
+    (group,) = local_groups("tp", 1)
+    order = []
+
+    class Watched(TorchDispatchMode):
+        @classmethod
+        def _should_skip_dynamo(cls):
+            return False  # torch would import its compiler
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            order.append(func.overloadpacket.__name__)
+            return func(*args, **kwargs or {})
+
+    def noted(tensor):
+        order.append("start")
+        return SimpleNamespace(wait=lambda: order.append("wait"))
+
+    group.all_reduce = noted
+    x, weight = random(2, 3), random(4, 3)
+    with Watched():
+        (out,) = columns(x, [(weight, None)], group, None)
+        out.backward(torch.ones_like(out))
+    start, wait = order.index("start"), order.index("wait")
+    assert order[:start].count("mm") == 2, "the output, and the gradient of the input"
+    assert order[start:wait].count("mm") == 1, "the gradient of the weight"
+
+
+def test_what_is_reduced_in_place_must_be_needed_by_nobody():
+    """Autograd finds out if somebody does."""
+
+    def work(group):
+        x = torch.ones(3, requires_grad=True)
+        made = x.exp()  # keeps its output
+        ops.reduce_from(made, group, in_place=True).sum().backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        in_threads(local_groups("tp", 2), work)
 
 
 def test_dropout_of_a_part_of_the_sequence_is_a_part_of_dropout():

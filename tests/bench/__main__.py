@@ -26,7 +26,7 @@ from tests.bench.overhead import measure_overhead
 from tests.bench.report import Findings, Heat
 from tests.bench.rounds import run_rounds
 from tests.bench.tables import write_block
-from tests.bench.workload import SIZES, Size
+from tests.bench.workload import CHOICES, SIZES, Size
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -37,7 +37,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m tests.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", choices=("small", "wide", "gpu", "gpus", "all"), default="all", help="default: all")
+    parser.add_argument("--size", choices=CHOICES, default="all", help="default: all")
     parser.add_argument("--only", metavar="NAME,...", default="", help=f"some of: {', '.join(CONTESTANTS)}")
     parser.add_argument("--rounds", type=int, metavar="N", default=7, help="default: 7")
     parser.add_argument("--steps", type=int, metavar="K", help="steps a round, default: the size's")
@@ -50,7 +50,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     unknown = [name for name in chosen.only if name not in CONTESTANTS]
     if unknown:
         parser.error(f"--only: no contestant {', '.join(unknown)}: there are {', '.join(CONTESTANTS)}")
-    missing = SIZES[chosen.size].gpus - torch.cuda.device_count() if chosen.size != "all" else 0
+    missing = SIZES[chosen.size].gpus - torch.cuda.device_count() if chosen.size in SIZES else 0
     if missing > 0:
         parser.error(
             f"--size {chosen.size}: no GPU here" if not torch.cuda.device_count() else "--size gpus: one GPU here"
@@ -70,8 +70,7 @@ def sizes_of(chosen: argparse.Namespace) -> list[Size]:
     """What is run; of all sizes those of GPUs only where there are so many."""
     if chosen.quick:
         return [SIZES["quick"]]
-    names = ("small", "wide", "gpu", "gpus") if chosen.size == "all" else (chosen.size,)
-    return [SIZES[name] for name in names if SIZES[name].gpus <= torch.cuda.device_count()]
+    return [SIZES[name] for name in CHOICES[chosen.size] if SIZES[name].gpus <= torch.cuda.device_count()]
 
 
 def measure(chosen: argparse.Namespace, found: Findings) -> None:

@@ -38,6 +38,10 @@ def build(contestant: Contestant, size: Size, rank: int) -> Trainer:
         from tests.bench.peers.pipeline import pipeline
 
         return pipeline(run, contestant.settings["schedule"], contestant.chunks)
+    if contestant.loop == "dtensor":
+        from tests.bench.peers.dtensor import divided
+
+        return divided(run, sequence=contestant.settings["sequence_parallel"])
     from tests.bench.peers.whole import whole_model
 
     place = _place(size, rank)

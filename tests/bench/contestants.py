@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tests.bench.workload import RANKS, Layout, Size
+from tests.bench.workload import RANKS, Kind, Layout, Size
 
-Loop = Literal["plain", "ddp", "pipelining", "ray-train", "raypar"]
+Loop = Literal["plain", "ddp", "pipelining", "dtensor", "ray-train", "raypar"]
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class Contestant:
     name        for ``--only`` and the JSON
     what        for the tables
     loop        whose training loop its processes run; Ray's drivers are one process, whatever they start
-    settings    of raypar's run, or the schedule of torch's pipeline
+    settings    of raypar's run, or the schedule of torch's pipeline, or whether DTensors divide the sequence
     processes   that the bench starts
     apart       they are trainings of their own, side by side
     limit       the contestant whose speed, less the pipeline's bubble, is as fast as this one could be
     chunks      stages a rank; 0 without a pipeline
     launched    the launch is measured too
-    gpus        the heats of so many GPUs in which it takes part; in one Ray there is room for one of raypar's layouts
+    kinds       of heats in which it takes part; on GPUs there is room in one Ray for one of raypar's layouts
     """
 
     name: str
@@ -37,17 +37,15 @@ class Contestant:
     limit: str | None = None
     chunks: int = 0
     launched: bool = False
-    gpus: tuple[int, ...] = ()
+    kinds: tuple[Kind, ...] = ("cpus",)
 
     @property
     def ours(self) -> bool:
         return self.loop == "raypar"
 
     def fits(self, size: Size) -> bool:
-        """Whether the size has a layer for every stage, or is one of GPUs in which it takes part."""
-        if size.gpus:
-            return size.gpus in self.gpus
-        return RANKS * self.chunks <= size.model.layers
+        """Whether the size is of a kind in which it takes part, and has a layer for every stage."""
+        return not {*self.kinds}.isdisjoint(size.kinds) and RANKS * self.chunks <= size.model.layers
 
     def ideal(self, size: Size) -> float:
         """Share of the limit that the pipeline's bubble leaves: mv / (mv + p - 1); 1 without a pipeline."""
@@ -59,10 +57,10 @@ _REPLICAS: dict[str, Any] = {"layout": "replicas", "limit": "pair-halves"}
 
 
 def _replicas(
-    name: str, what: str, *, launched: bool = False, gpus: tuple[int, ...] = (), **settings: Any
+    name: str, what: str, *, launched: bool = False, kinds: tuple[Kind, ...] = ("cpus",), **settings: Any
 ) -> Contestant:
     """raypar's replicas."""
-    common: dict[str, Any] = {"settings": settings, "launched": launched, "gpus": gpus, **_REPLICAS}
+    common: dict[str, Any] = {"settings": settings, "launched": launched, "kinds": kinds, **_REPLICAS}
     return Contestant(name, f"raypar dp=2 {what}", "raypar", **common)
 
 
@@ -76,23 +74,37 @@ def _pipelines(schedule: str, torchs: str, *, chunks: int = 1, launched: bool = 
     )
 
 
+def _tensors(suffix: str, what: str, *, sequence: bool) -> tuple[Contestant, Contestant]:
+    """torch's tensor parallelism and raypar's."""
+    settings = {"sequence_parallel": sequence}
+    common: dict[str, Any] = {"layout": "tensors", "limit": "pair", "kinds": ("tensors",), "settings": settings}
+    return (
+        Contestant(f"torch-tp{suffix}", f"torch DTensor{what}", "dtensor", processes=2, **common),
+        Contestant(f"raypar-tp{suffix}", f"raypar tp=2{what}", "raypar", **common),
+    )
+
+
+_EVERYWHERE: tuple[Kind, ...] = ("cpus", "tensors", "gpu", "gpus")
+_TWO: tuple[Kind, ...] = ("cpus", "gpus")
 REFERENCE = "plain"  # whose losses everybody's are held against
 
 CONTESTANTS = {
     contestant.name: contestant
     for contestant in (
-        Contestant(REFERENCE, "one process", "plain", "whole", launched=True, gpus=(1, 2)),
-        Contestant("raypar-one", "raypar, one actor", "raypar", "whole", limit=REFERENCE, gpus=(1,)),
-        Contestant("pair-halves", "limit of dp", "plain", "replicas", processes=2, apart=True, gpus=(2,)),
-        Contestant("torch-ddp", "torch DDP", "ddp", processes=2, launched=True, gpus=(2,), **_REPLICAS),
+        Contestant(REFERENCE, "one process", "plain", "whole", launched=True, kinds=_EVERYWHERE),
+        Contestant("raypar-one", "raypar, one actor", "raypar", "whole", limit=REFERENCE, kinds=("cpus", "gpu")),
+        Contestant("pair-halves", "limit of dp", "plain", "replicas", processes=2, apart=True, kinds=_TWO),
+        Contestant("torch-ddp", "torch DDP", "ddp", processes=2, launched=True, kinds=_TWO, **_REPLICAS),
         Contestant("ray-train", "Ray Train, DDP", "ray-train", launched=True, **_REPLICAS),
-        _replicas("raypar-dp", "all_reduce", launched=True, gpus=(2,)),
+        _replicas("raypar-dp", "all_reduce", launched=True, kinds=_TWO),
         _replicas("raypar-zero", "zero=1", zero=1),
         _replicas("raypar-ps", "parameter_server", data_parallel="parameter_server"),
-        Contestant("pair", "limit of pp", "plain", "whole", processes=2, apart=True),
+        Contestant("pair", "limit of pp and tp", "plain", "whole", processes=2, apart=True, kinds=("cpus", "tensors")),
         *_pipelines("gpipe", "GPipe"),
         *_pipelines("1f1b", "1F1B", launched=True),
         *_pipelines("interleaved", "Interleaved1F1B, v=2", chunks=2),
+        *_tensors("", "", sequence=False),
+        *_tensors("-sequence", " along the sequence", sequence=True),
     )
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import raypar as rp
 
 
@@ -20,6 +22,14 @@ class RayparTrainer:
 
     def peak(self) -> list[int]:
         return self._peak
+
+    def waited(self) -> dict[str, float]:
+        found: Counter[str] = Counter()
+        ledger = self._job.ledger()
+        for table in ledger.values():
+            for (axis, op), entry in table.items():
+                found[f"{axis} {op}"] += entry.seconds / len(ledger)
+        return dict(found)
 
     def close(self) -> None:
         self._job.close()

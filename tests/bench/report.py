@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from tests.bench.contestants import CONTESTANTS, REFERENCE, Contestant
@@ -47,7 +48,12 @@ class Findings:
 
     def text(self, *, markdown: bool = False) -> str:
         """The machine, the tables, and what raypar and Ray cost by themselves."""
-        tables = [table for heat in self.heats for table in (speed_table(heat), ratio_table(heat))]
+        tables = [
+            table
+            for heat in self.heats
+            for table in (speed_table(heat), ratio_table(heat), wait_table(heat))
+            if table.rows
+        ]
         tables += [group_table(self.groups)] if self.groups else []
         drawn = [table.markdown() if markdown else table.text() for table in tables]
         overhead = [] if self.overhead is None else [overhead_line(self.overhead)]
@@ -63,8 +69,8 @@ def speed_table(heat: Heat) -> Table:
     size = heat.size
     title = (
         f"{size.name}: a GPT of {size.model.layers} layers, hidden {size.model.hidden}, {size.model.seq} tokens; "
-        f"{size.batch} samples a step, pp and one process in {size.microbatches} microbatches, dp in one a process; "
-        f"medians of {heat.rounds} rounds of {heat.steps} steps"
+        f"{size.batch} samples a step, tp, pp and one process in microbatches of {size.micro_batch_size}, dp in one a "
+        f"process; medians of {heat.rounds} rounds of {heat.steps} steps"
     )
     header = ("who", "tokens/s", "min to max", "of limit", "MiB a process", "launch s", "loss differs")
     return Table(title, header, [_speed_row(CONTESTANTS[name], heat) for name in heat.tracks])
@@ -81,6 +87,21 @@ def ratio_table(heat: Heat) -> Table:
     ]
     header = ["raypar's speed over that of", *(CONTESTANTS[peer].what for peer in peers)]
     return Table(f"{heat.size.name}: medians of the rounds' ratios; above 1 raypar is faster", header, rows)
+
+
+def wait_table(heat: Heat) -> Table:
+    """What raypar's actors spend in communicating ops, as a share of the step."""
+    waits = {name: track.waits for name, track in heat.tracks.items() if track.waits}
+    ops = list(dict.fromkeys(op for found in waits.values() for op in found))
+    rows = [
+        [CONTESTANTS[name].what, *(_percent(found.get(op)) for op in ops), _percent(_sums(list(found.values())))]
+        for name, found in waits.items()
+    ]
+    title = (
+        f"{heat.size.name}: shares of raypar's step spent in communicating ops, by axis and op: starting and waiting, "
+        "for actors that come late too; means over the actors, medians of the rounds"
+    )
+    return Table(title, ["who", *ops, "all"], rows)
 
 
 def group_table(samples: Sequence[Sample]) -> Table:
@@ -140,6 +161,15 @@ def _difference(contestant: Contestant, heat: Heat) -> str:
 def _group_cell(sample: Sample) -> str:
     ratio = median_ratio(sample.seconds["gloo"], sample.seconds["raypar"])
     return f"{statistics.median(sample.seconds['raypar']) * 1e6:,.0f} ({_figure(ratio, '.1f')})"
+
+
+def _sums(shares: Sequence[Sequence[float]]) -> list[float]:
+    """Of all ops, round by round; an op that a round has not seen yet counts from its first."""
+    return [sum(each) for each in zip_longest(*(one[::-1] for one in shares), fillvalue=0.0)]
+
+
+def _percent(shares: Sequence[float] | None) -> str:
+    return f"{statistics.median(shares):.1%}" if shares else _UNKNOWN
 
 
 def _figure(value: float | None, form: str) -> str:

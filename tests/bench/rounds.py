@@ -25,6 +25,7 @@ class Track:
     speeds    tokens/s of each round
     losses    of every step, from the first
     peaks     bytes: the most that each of its training processes held during a step
+    waits     shares of the time of each round that it spent in an op, by communicating op; of raypar alone
     launches  seconds, see ``time_launches``
     failure   why it did not finish; None if it did
     """
@@ -32,6 +33,7 @@ class Track:
     speeds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
+    waits: dict[str, list[float]] = field(default_factory=dict)
     launches: list[float] = field(default_factory=list)
     failure: str | None = None
 
@@ -53,10 +55,14 @@ class _Entry:
         """A round of so many steps."""
 
         def work() -> None:
+            before = self._waited()
             answers = self._processes.ask("train", self._step, steps, seconds=steps * _STEP)
             self._note(answers, steps)
             seconds = [answer["seconds"] / steps for answer in answers]
             self.track.speeds.append(tokens_per_s(self._contestant, self._size, seconds))
+            for op, until in self._waited().items():
+                share = (until - before.get(op, 0.0)) / (max(seconds) * steps)
+                self.track.waits.setdefault(op, []).append(share)
 
         self._attempt(work)
 
@@ -71,6 +77,13 @@ class _Entry:
 
     def close(self) -> None:
         self._processes.close()
+
+    def _waited(self) -> dict[str, float]:
+        """Seconds that raypar has spent in each op so far."""
+        if not self._contestant.ours:
+            return {}
+        (answer,) = self._processes.ask("waited", seconds=_STEP)
+        return dict(answer["found"])
 
     def _note(self, answers: list[dict[str, Any]], steps: int) -> None:
         self._step += steps

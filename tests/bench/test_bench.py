@@ -18,22 +18,24 @@ from tests.bench.machine import Machine
 from tests.bench.overhead import Overhead
 from tests.bench.peers.whole import whole_model
 from tests.bench.processes import ProcessError, Processes
-from tests.bench.report import Findings, Heat, group_table, ratio_table, speed_table
+from tests.bench.report import Findings, Heat, group_table, ratio_table, speed_table, wait_table
 from tests.bench.rounds import Track
 from tests.bench.tables import Table, write_block
 from tests.bench.trainer import LocalTrainer, serve
 from tests.bench.workload import SIZES, Size, run_of
 
-SMALL, WIDE, GPU, GPUS = (SIZES[name] for name in ("small", "wide", "gpu", "gpus"))
+SMALL, WIDE, TP, GPU, GPUS = (SIZES[name] for name in ("small", "wide", "tp", "gpu", "gpus"))
+TENSORS = ["torch-tp", "raypar-tp", "torch-tp-sequence", "raypar-tp-sequence"]
 
 
 # --- who takes part, and what they train -----------------------------------------------------------------------------
 
 
 def test_everybody_takes_part_where_the_model_has_enough_layers():
-    assert [contestant.name for contestant in entered(SMALL)] == list(CONTESTANTS)
+    assert [contestant.name for contestant in entered(SMALL)] == [name for name in CONTESTANTS if name not in TENSORS]
     left_out = set(CONTESTANTS) - {contestant.name for contestant in entered(WIDE)}
-    assert left_out == {"torch-interleaved", "raypar-interleaved"}
+    assert left_out == {"torch-interleaved", "raypar-interleaved", *TENSORS}
+    assert [contestant.name for contestant in entered(TP)] == ["plain", "pair", *TENSORS]
     assert [contestant.name for contestant in entered(GPU)] == ["plain", "raypar-one"]
     assert [contestant.name for contestant in entered(GPUS)] == ["plain", "pair-halves", "torch-ddp", "raypar-dp"]
 
@@ -52,7 +54,8 @@ def test_gpus_that_are_not_here(monkeypatch, capsys, there, size, says):
     with pytest.raises(SystemExit):
         parse(["--size", size])
     assert f"--size {size}: {says}" in capsys.readouterr().err
-    assert [size.name for size in sizes_of(parse([]))] == ["small", "wide", "gpu"][: 2 + there]
+    names = ["small", "wide", "tp", "tp-batch", "tp-wide", "gpu"]
+    assert [size.name for size in sizes_of(parse([]))] == names[: 5 + there]
 
 
 def test_the_machine_says_which_gpus_are_here():
@@ -66,7 +69,7 @@ def test_those_named_bring_their_limit_and_the_reference():
     assert [contestant.name for contestant in entered(SMALL, ["torch-ddp"])] == ["plain", "pair-halves", "torch-ddp"]
 
 
-@pytest.mark.parametrize("layout", ["whole", "pipeline", "replicas"])
+@pytest.mark.parametrize("layout", ["whole", "pipeline", "replicas", "tensors"])
 def test_a_step_takes_the_same_samples_in_every_layout(layout):
     run = run_of(SMALL, layout)
     assert run.mesh.dp * run.microbatches * run.micro_batch_size == SMALL.batch
@@ -92,7 +95,9 @@ def test_the_command_line():
     assert chosen.only == ["plain", "torch-ddp"]
     assert sizes_of(chosen) == [WIDE]
     assert sizes_of(parse([]))[:2] == [SMALL, WIDE]
+    assert [size.name for size in sizes_of(parse(["--size", "tp"]))] == ["tp", "tp-batch", "tp-wide"]
     assert sizes_of(parse(["--quick"])) == [SIZES["quick"]]
+    assert {contestant.name for contestant in entered(SIZES["quick"])} == set(CONTESTANTS), "it tries everybody"
 
 
 @pytest.mark.parametrize(
@@ -169,6 +174,15 @@ def test_the_table_of_ratios():
     ]
 
 
+def test_the_table_of_waits():
+    waits = {"tp all_reduce": [0.1, 0.2, 0.3], "tp send": [0.1, 0.0]}  # one op was first used in the second round
+    heat = Heat(TP, 3, 1, {"plain": Track([2.0] * 3), "raypar-tp": Track([1.0] * 3, waits=waits)})
+    table = wait_table(heat)
+    assert list(table.header) == ["who", "tp all_reduce", "tp send", "all"]
+    assert [list(row) for row in table.rows] == [["raypar tp=2", "20.0%", "5.0%", "30.0%"]]
+    assert wait_table(Heat(TP, 1, 1, {"plain": Track([2.0])})).rows == []
+
+
 def test_the_table_of_groups():
     samples = [
         Sample("p2p", 2, nbytes, {"raypar": [1e-4, 2e-4, 3e-4], "gloo": [2e-4, 4e-4, 9e-4]}) for nbytes in (4096, MIB)
@@ -223,11 +237,12 @@ def test_the_block_of_a_page_is_replaced():
 
 def test_requests_are_served_a_line_each():
     answers = io.StringIO()
-    serve(LocalTrainer(lambda number: number / 2), ['["train", 3, 2]\n', '["peak"]\n'], answers)
-    trained, peak = map(json.loads, answers.getvalue().splitlines())
+    serve(LocalTrainer(lambda number: number / 2), ['["train", 3, 2]\n', '["peak"]\n', '["waited"]\n'], answers)
+    trained, peak, waited = map(json.loads, answers.getvalue().splitlines())
     assert trained["found"] == [1.5, 2.0]
     assert trained["seconds"] >= 0
     assert len(peak["found"]) == 1
+    assert waited["found"] == {}
 
 
 ECHO = "import sys\nfor line in sys.stdin: print(line.strip(), flush=True)"

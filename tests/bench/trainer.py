@@ -21,6 +21,9 @@ class Trainer(Protocol):
     def peak(self) -> list[int]:
         """Bytes: the most that each process that trains held during a step."""
 
+    def waited(self) -> dict[str, float]:
+        """Seconds that a process has spent in each communicating op so far, mean over them; {} if nobody counts."""
+
     def close(self) -> None:
         """End it."""
 
@@ -42,14 +45,17 @@ class LocalTrainer:
     def peak(self) -> list[int]:
         return [self._peak]
 
+    def waited(self) -> dict[str, float]:
+        return {}
+
 
 def serve(trainer: Trainer, requests: Iterable[str], answers: TextIO) -> None:
     """Answer requests, a line of JSON each, until they end. Waiting for one takes no CPU.
 
-    ``["train", first, steps]`` asks for losses, ``["peak"]`` for bytes a process; the answer is
-    ``{"seconds": what it took, "found": what was asked for}``.
+    ``["train", first, steps]`` asks for losses, ``["peak"]`` for bytes a process, ``["waited"]`` for seconds by op; the
+    answer is ``{"seconds": what it took, "found": what was asked for}``.
     """
-    ask: dict[str, Callable[..., object]] = {"train": trainer.train, "peak": trainer.peak}
+    ask: dict[str, Callable[..., object]] = {"train": trainer.train, "peak": trainer.peak, "waited": trainer.waited}
     for line in requests:
         what, *arguments = json.loads(line)
         start = time.perf_counter()

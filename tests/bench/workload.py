@@ -8,8 +8,10 @@ from typing import Any, Literal
 import raypar as rp
 from raypar.actors.data import TokenBatches, open_corpus
 
-# whole: all of the model in one process; pipeline: half of the layers in each of two; replicas: half of the batch
-Layout = Literal["whole", "pipeline", "replicas"]
+# whole: all of the model in one process; pipeline: half of the layers in each of two; replicas: half of the batch;
+# tensors: half of every layer
+Layout = Literal["whole", "pipeline", "replicas", "tensors"]
+Kind = Literal["cpus", "tensors", "gpu", "gpus"]  # who takes part: most of them, those of tp, those of so many GPUs
 RANKS = 2
 
 
@@ -21,6 +23,7 @@ class Size:
     micro_batch_size  samples of a microbatch, in a pipeline and in one process; replicas take their half of the batch
                       as one microbatch
     steps             of a round: some seconds, so that how a round begins and ends does not count
+    kinds             those of one of these kinds take part
     gpus              that it needs; 0 is a heat of CPUs
     """
 
@@ -29,6 +32,7 @@ class Size:
     batch: int = 16
     micro_batch_size: int = 2
     steps: int = 2
+    kinds: tuple[Kind, ...] = ("cpus",)
     gpus: int = 0
 
     @property
@@ -40,16 +44,22 @@ class Size:
         return self.batch * self.model.seq // (RANKS if layout == "replicas" else 1)
 
 
+_SMALL = rp.GPT(layers=8, hidden=256, heads=8, seq=256)
 SIZES = {
     size.name: size
     for size in (
-        Size("small", rp.GPT(layers=8, hidden=256, heads=8, seq=256)),
+        Size("small", _SMALL),
         Size("wide", rp.GPT(layers=2, hidden=1024, heads=16, seq=16), steps=10),
-        Size("gpu", rp.GPT(layers=12, hidden=768, heads=12, seq=512), gpus=1),
-        Size("gpus", rp.GPT(layers=12, hidden=768, heads=12, seq=512), gpus=2),
-        Size("quick", rp.GPT(layers=4, hidden=64, heads=4, seq=64)),
+        Size("tp", _SMALL, kinds=("tensors",)),
+        Size("tp-batch", _SMALL, micro_batch_size=16, kinds=("tensors",)),
+        Size("tp-wide", rp.GPT(layers=2, hidden=1024, heads=16, seq=64), kinds=("tensors",)),
+        Size("gpu", rp.GPT(layers=12, hidden=768, heads=12, seq=512), kinds=("gpu",), gpus=1),
+        Size("gpus", rp.GPT(layers=12, hidden=768, heads=12, seq=512), kinds=("gpus",), gpus=2),
+        Size("quick", rp.GPT(layers=4, hidden=64, heads=4, seq=64), kinds=("cpus", "tensors")),
     )
 }
+ALL = tuple(name for name in SIZES if name != "quick")
+CHOICES = {name: (name,) for name in ALL} | {"tp": ("tp", "tp-batch", "tp-wide"), "all": ALL}  # of the command line
 
 
 def batches_of(run: rp.Run) -> TokenBatches:
@@ -69,6 +79,8 @@ def run_of(size: Size, layout: Layout, **settings: Any) -> rp.Run:
     run = replace(run, micro_batch_size=size.micro_batch_size)
     if layout == "pipeline":
         run = replace(run, mesh=rp.Mesh(pp=RANKS))
+    elif layout == "tensors":
+        run = replace(run, mesh=rp.Mesh(tp=RANKS))
     elif layout == "replicas":
         run = replace(run, mesh=rp.Mesh(dp=RANKS), microbatches=1, micro_batch_size=size.batch // RANKS)
     return replace(run, device="cuda" if size.gpus else "cpu", **settings)

@@ -69,6 +69,9 @@ class RayTrainer:
     def peak(self) -> list[int]:
         return [peak for (peak,) in self._ask("peak")]
 
+    def waited(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         """Let the workers' functions return, then stop Ray."""
         for worker in self._workers:
