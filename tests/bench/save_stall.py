@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -73,7 +74,8 @@ def measured(model: rp.GPT, mesh: rp.Mesh, saves: int, folder: str) -> tuple[lis
         nonlocal last
         for path in Path(folder, "checkpoints").glob("step-*"):
             if (number := int(path.name.removeprefix("step-"))) not in seen:
-                seen[number] = Saved(path.stat().st_mtime, sum(file.stat().st_size for file in path.iterdir()))
+                with suppress(FileNotFoundError):  # it may go while it is looked at
+                    seen[number] = Saved(path.stat().st_mtime, sum(file.stat().st_size for file in path.iterdir()))
         steps.append(Took(end := time.time(), end - last, foreign.cores()))
         last = end
 
