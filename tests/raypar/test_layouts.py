@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from tests.raypar.layouts import layouts, verdict_of
 
 
-@settings(max_examples=12, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=8, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
 @given(layouts())
 def test_any_layout_is_one_plain_process_within_the_bounds(run):
     verdict = verdict_of(run)
