@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Threads that play actors wait for each other at every message: they hand the interpreter over sooner than after 5 ms.
+sys.setswitchinterval(0.0002)
 
 # Tests share a machine of two cores with Ray's processes: how long one example takes says nothing.
 settings.register_profile("raypar", deadline=None, suppress_health_check=[HealthCheck.too_slow])
