@@ -1,6 +1,6 @@
 """A long sequence on one actor and on two: loss, seconds and memory of a step.
 
-python -m tests.bench.long_sequence [TOKENS] [--context ring|all_gather|ulysses|rsa] [--cp N ...]
+python -m tests.bench.long_sequence [TOKENS] [--context ring|all_gather|ulysses|rsa] [--cp N ...] [--layers N]
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ def main() -> None:
     words.add_argument("tokens", type=int, nargs="?", default=16_384)
     words.add_argument("--context", default="ring")
     words.add_argument("--cp", type=int, nargs="+", default=[1, 2])
-    words.add_argument("--steps", type=int, default=3)
+    words.add_argument("--layers", type=int, default=8)
+    words.add_argument("--steps", type=int, default=1)
     asked = words.parse_args()
     quiet()
     with local_ray():
         print(f"{asked.tokens:,} tokens, {asked.context}; memory beyond that of a run on 64 tokens")
-        (base,) = trained(64, 1, asked.context, asked.steps).peak_memory
+        (base,) = trained(64, 1, asked).peak_memory
         for cp in asked.cp:
-            report = trained(asked.tokens, cp, asked.context, asked.steps)
+            report = trained(asked.tokens, cp, asked)
             (peak,) = report.peak_memory
             print(f"cp={cp}  loss {report.loss:.6f}  {report.step_ms / 1e3:6.2f} s  {(peak - base) / MIB:7,.0f} MiB")
 
 
-def trained(tokens: int, cp: int, context: str, steps: int) -> rp.Report:
+def trained(tokens: int, cp: int, asked: argparse.Namespace) -> rp.Report:
     """The last step of a run."""
     run = rp.Run(
-        model=rp.GPT(layers=4, hidden=256, heads=4, seq=tokens, vocab=64, positions="rope"),
+        model=rp.GPT(layers=asked.layers, hidden=256, heads=4, seq=tokens, vocab=64, positions="rope"),
         data=rp.Batches(lambda step, microbatch, dp: batch(tokens, step)),
         mesh=rp.Mesh(cp=cp),
         microbatches=1,
         micro_batch_size=1,
-        context=context,
-        steps=steps,
+        context=asked.context,
+        steps=asked.steps,
         device="cpu",
     )
     with rp.launch(run) as job:

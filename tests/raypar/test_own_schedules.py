@@ -46,7 +46,7 @@ def test_a_file_keeps_the_word_as_it_is(word):
 def test_a_mistake_in_it_is_one_of_the_mistakes_of_the_run(word, tmp_path):
     (tmp_path / "my.py").write_text(CODE.replace('"FB"', "FB"))
     with pytest.raises(rp.ConfigError) as raised:
-        check_run(rp.Run(schedule=word, mesh=rp.Mesh(pp=2, cp=2)))
+        check_run(rp.Run(schedule=word, mesh=rp.Mesh(pp=2, cp=3)))
     assert len(raised.value.faults) == 2
     assert "my.py, line 2): NameError: name 'FB' is not defined" in str(raised.value)
 
