@@ -45,7 +45,8 @@ NUMBERS = [0, -1, 1, 2, 3, 4, 7, 8, 40, 10**9, 10**18, -(10**18), 2**63, 10**400
 NUMBERS += [float("nan"), float("inf"), float("-inf"), True, False]
 NAMES = """
     1f1b 1F1B gpipe interleaved naive forward even balanced sgd adamw full none None nan 1 {} [1,2] gpt-tiny cuda auto
-    parameter_server cosine ring ulysses 2d:2x2 2.5d:2x2x2 3d:2x2x2 2d:2x3 4d:2x2 mine.py:make mine.py no.py:make %s%n{0}
+    parameter_server cosine ring ulysses 2d:2x2 2.5d:2x2x2 3d:2x2x2 2d:2x3 4d:2x2
+    mine.py:make mine.py no.py:make %s%n{0}
 """
 TEXTS = [*NAMES.split(), "", " ", "x" * 100_000, "nul\0", "two\nlines", "\u00e9\U0001f600", "\udcff"]
 PLACES = """
