@@ -29,7 +29,7 @@ class Stage:
     recompute  "full": keep only a microbatch's inputs and run its forward again before its backward (GPipe, Huang et
                al. 2019, section 2.3); else a word for each layer of the model's body, or one for all of them: a "full"
                layer keeps its own inputs, a "selective" one all but what its attention's core makes of queries, keys
-               and values (Korthikanti et al. 2022, section 5)
+               and values, and of gathered inputs its own part (Korthikanti et al. 2022, sections 4.2.2 and 5)
 
     Microbatches go by their number in the whole step, over all replicas. Dropout and other randomness is seeded by
     (seed, step, microbatch, layer), so it does not depend on the layout, on the order of microbatches, or on

@@ -32,11 +32,6 @@ def reduce_from(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
     return _in_place(x, group) if in_place else _through(x, partial(_all_reduced, group), _same)
 
 
-def split_to(x: Tensor, group: Group, dim: int) -> Tensor:
-    """A member's part of a replicated tensor, by rank along ``dim``."""
-    return _through(x, partial(_own_part, group, dim), partial(all_gathered, group, dim))
-
-
 def gather_from(x: Tensor, group: Group, dim: int) -> Tensor:
     """The members' parts one after the other along ``dim``, replicated."""
     return _through(x, partial(all_gathered, group, dim), partial(_own_part, group, dim))

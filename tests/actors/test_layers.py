@@ -87,7 +87,6 @@ CASES = {  # work, ins, out, inputs, the plain function
         lambda group, x, w: ops.reduce_from(ops.copy_to(x, group) * w, group), (None, 0), None,
         (random(1, 3), random(4, 3)), None,
     ),
-    "split_to": (lambda group, x: ops.split_to(x, group, 1).sin(), (None,), 1, (random(2, 4, 3),), torch.sin),
     "gather_from": (lambda group, x: ops.gather_from(x, group, 1).sin(), (1,), None, (random(2, 4, 3),), torch.sin),
     "all_gather, reduce_scatter": (
         partial_sums, (1, 1), 1, (random(2, 4, 3), random(3, 4)), None,
