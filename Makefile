@@ -19,7 +19,7 @@ train: $(venv)/.installed ## train the small GPT on this machine; it leaves a fo
 	@$(venv)/bin/raypar train gpt-small --folder runs/$$(date +%Y-%m-%d-%H%M%S) $(ARGS)
 
 test: lint types ## lint, types, then the tests, in two processes
-	@$(python) -m pytest -n 2 --dist loadgroup $(ARGS)
+	@$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: $(venv)/.installed-bench ## raypar beside its peers, in half an hour; ARGS=--quick for some
 	@$(python) -m tests.bench $(ARGS)

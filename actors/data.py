@@ -82,9 +82,9 @@ def data_faults(text: Text, seq: int, vocab: int) -> list[str]:
             )
     if _fraction_faults(text) or parts.keys() != _paths(text).keys():
         return faults  # there is no split to look at
-    val_fix = "give a longer val_path" if text.val_path is not None else "give more text, raise val_fraction"
+    longer = "a longer data.val_path" if text.val_path is not None else "more text, or a larger data.val_fraction"
     for name, tokens, fix in zip(
-        ("training", "validation"), _split(text, parts), ("give more text", val_fix), strict=True
+        ("training", "validation"), _split(text, parts), ("give more text", f"give {longer}"), strict=True
     ):
         if len(tokens) < seq + 1:
             faults.append(

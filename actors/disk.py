@@ -27,7 +27,7 @@ _FIXES = {
     errno.ENAMETOOLONG: "give a shorter path",
     errno.ENOTDIR: "give a path that is a folder",
     errno.EEXIST: "give a path that is a folder",
-    errno.ENOENT: "every node must see this folder under this path",
+    errno.ENOENT: "give a path that is there, and that every node sees",
 }
 
 

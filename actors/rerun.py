@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from raypar.actors.models.model import Values, as_values
 from raypar.actors.tail import Tail
 
 Function = Callable[..., Values]  # of tensors
+_Place = tuple[nn.Module, str]  # of a buffer: its module, and its name there
+Then = dict[_Place, Tensor]
 
 
 class Twice:
@@ -47,11 +50,64 @@ class Twice:
         return function(*(value.clone() for value in leaves))
 
 
+class Buffers:
+    """What the buffers of modules were before a forward that changes them, for when it is run again.
+
+    Which ones it changes is found out when it is called first: only those are kept.
+    """
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self._modules, self._changing = modules, set[_Place]()
+        self._known = False
+
+    def keep(self, forward: Callable[[], Values]) -> tuple[Values, Then]:
+        """The outputs of a forward, and the buffers as they were before it."""
+        now = self._now()
+        asked = [place for place in now if place in self._changing or not self._known]
+        clones = {place: now[place].clone() for place in asked}
+        versions = {place: buffer._version for place, buffer in now.items()}
+        outputs = forward()
+        after = self._now()
+        self._changing |= {
+            place
+            for place, buffer in now.items()
+            if after.get(place) is not buffer
+            or buffer._version > versions[place]
+            or (place in clones and not torch.equal(buffer, clones[place]))  # batch_norm's kernel counts no versions
+        }
+        self._known = True
+        return outputs, {place: clone for place, clone in clones.items() if place in self._changing}
+
+    @contextmanager
+    def as_then(self, then: Then) -> Iterator[None]:
+        """Buffers as they were; what happens to them here is forgotten: statistics have counted the batch once."""
+        now, stand_ins = self._now(), dict[int, Tensor]()  # a buffer that stands in two places stays one
+        for place, buffer in now.items():
+            if id(buffer) not in stand_ins:
+                stand_ins[id(buffer)] = then[place] if place in then else buffer.clone()
+            module, name = place
+            module._buffers[name] = stand_ins[id(buffer)]
+        try:
+            yield
+        finally:
+            for (module, name), buffer in now.items():
+                module._buffers[name] = buffer
+
+    def _now(self) -> Then:
+        return {
+            (part, name): buffer
+            for module in self._modules
+            for part in module.modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        }
+
+
 class LayerAgain:
     """A layer of which a forward keeps only the inputs."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._twice = module, Twice()
+        self._module, self._twice, self._buffers = module, Twice(), Buffers(module)
 
     def __call__(self, inputs: Values, reseed: Callable[[], None]) -> Values:
         """The layer's outputs; ``reseed`` sets what it draws from as it is now."""
@@ -59,13 +115,17 @@ class LayerAgain:
         def layer(*values: Tensor) -> Values:
             return as_values(self._module(*values))
 
+        then: Then = {}
+
         def again(*leaves: Tensor) -> Values:
             reseed()
-            with unchanged(self._module):
+            with self._buffers.as_then(then):
                 return self._twice.with_history(layer, leaves)
 
         def first(*values: Tensor) -> Values:
-            return self._twice.without_history(layer, values)
+            outputs, before = self._buffers.keep(partial(self._twice.without_history, layer, values))
+            then.update(before)
+            return outputs
 
         return rerun(first, again, inputs, [p for p in self._module.parameters() if p.requires_grad])
 
@@ -79,15 +139,6 @@ def rerun(first: Function, again: Function, inputs: Values, parameters: Sequence
     """
     outputs: Values = _Rerun.apply(first, again, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
     return outputs
-
-
-@contextmanager
-def unchanged(*modules: nn.Module) -> Iterator[None]:
-    """Leave buffers as they are: the statistics of a BatchNorm have counted a batch when it was there first."""
-    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
-    yield
-    for buffer, before in buffers:
-        buffer.data.copy_(before)  # data: a graph that has read it does not look at it again
 
 
 def drawn_again(device: torch.device) -> Callable[[], None]:

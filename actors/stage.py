@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.layers.columns import ColumnParallelFan
+from raypar.actors.layers.extent import is_divided
 from raypar.actors.layers.gathered import Gathering
 from raypar.actors.models.attention import Core
 from raypar.actors.models.model import Model, Values, as_values
 from raypar.actors.place import Place
 from raypar.actors.recompute import Recompute, word_of
-from raypar.actors.rerun import LayerAgain, Twice, unchanged
+from raypar.actors.rerun import Buffers, LayerAgain, Then, Twice
 from raypar.actors.seeds import derive
 from raypar.actors.tail import Tail
 from raypar.actors.tape import Listener
@@ -63,7 +64,10 @@ class Stage:
         self._place = place
         self._train = True
         self._twice = Twice()  # with the inputs: the first layer may write into them
-        self._saved: dict[int, tuple[Values, Tail | None, Values]] = {}  # microbatch -> inputs, graph, target
+        self._buffers = Buffers(*self.modules)
+        # of a microbatch: inputs; the graph, or buffers and target, for those who run it again
+        self._saved: dict[int, tuple[Values, Tail | None, Then, Values]] = {}
+        self._looked = False  # whether the loss's graph is known to be one
         self.listener: Listener | None = None  # to the step that is open
 
     @property
@@ -123,17 +127,18 @@ class Stage:
             with torch.no_grad():
                 return self._apply(step, microbatch, target, *inputs)
         if self.recompute:
-            outputs = self._twice.without_history(partial(self._apply, step, microbatch, target), inputs)
-            self._saved[microbatch] = (inputs, None, target)
+            forward = partial(self._apply, step, microbatch, target)
+            outputs, then = self._buffers.keep(partial(self._twice.without_history, forward, inputs))
+            self._saved[microbatch] = (inputs, None, then, target)
             return outputs
         inputs, outputs = self._with_history(step, microbatch, inputs, target)
-        self._saved[microbatch] = (inputs, _tail(outputs), ())
+        self._saved[microbatch] = (inputs, _tail(outputs), {}, ())
         return tuple(value.detach() for value in outputs)
 
     def _backward(self, step: int, microbatch: int, gradients: Values) -> Values:
-        inputs, tail, target = self._saved.pop(microbatch)
+        inputs, tail, then, target = self._saved.pop(microbatch)
         if self.recompute:
-            with unchanged(*self.modules):
+            with self._buffers.as_then(then):
                 inputs, outputs = self._with_history(step, microbatch, inputs, target)
             tail = _tail(outputs)
             del outputs
@@ -145,7 +150,24 @@ class Stage:
         """The inputs as the leaves of a graph, and the outputs at its end. Nobody wants gradients of the data."""
         wanted = self.layers[0] > 0
         leaves = tuple([value.detach().requires_grad_(wanted and value.is_floating_point()) for value in inputs])
-        return leaves, self._twice.with_history(partial(self._apply, step, microbatch, target), leaves)
+        outputs = self._twice.with_history(partial(self._apply, step, microbatch, target), leaves)
+        if self.is_last and not self._looked:
+            self._demand_gradient(leaves, outputs[0])
+            self._looked = True
+        return leaves, outputs
+
+    def _demand_gradient(self, inputs: Values, loss: Tensor) -> None:
+        """ValueError for a loss that nothing learns from, or from a part of the outputs alone."""
+        learns = any(value.requires_grad for value in inputs) or bool(self.parameters())
+        if learns and not loss.requires_grad:
+            raise ValueError(
+                "the loss has no gradient: compute it from the last layer's output, without detach or no_grad"
+            )
+        if is_divided(loss):
+            raise ValueError(
+                "the loss is made of what each actor of tp has a part of: end the model with what the plan calls a "
+                "'row' or 'column_gather_output'"
+            )
 
     def _apply(self, step: int, microbatch: int, target: Values, *values: Tensor) -> Values:
         for index, module in zip(self.layers, self.modules, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
@@ -81,19 +81,22 @@ class Calls:
         pending = list(dict.fromkeys(refs))
         watch = _Watch(time.monotonic())
         failed_at: float | None = None
+        asked: dict[int, Any] = {}  # by rank: those that had no answer when the first one failed, whether they live
         while pending:
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=_LOOK)
+            late = {owners[i] for i, ref in enumerate(refs) if ref in pending}
             if pending and failed_at is None and any(_error(ref) for ref in ready):
-                failed_at = time.monotonic()
+                failed_at, asked = time.monotonic(), self._ask(late)
             if not pending:
                 break
             if failed_at is not None and time.monotonic() - failed_at > _GRACE:
                 break
             if failed_at is None:
-                self._look(watch, {owners[list(refs).index(ref)] for ref in pending}, what)
+                self._look(watch, late, what)
         errors = {owners[i]: error for i, ref in enumerate(refs) if ref not in pending and (error := _error(ref))}
         if errors or pending:
-            raise self._verdict(errors, what)
+            silent = [rank for rank, ref in asked.items() if rank in late and not ray.wait([ref], timeout=0)[0]]
+            raise self._verdict(errors, silent, what)
         return list(ray.get(list(refs)))
 
     def abort(self) -> None:
@@ -101,15 +104,19 @@ class Calls:
         refs = [handle.abort.options(concurrency_group="ctl").remote() for handle in self._handles]
         ray.wait(refs, num_returns=len(refs), timeout=_LOOK)
 
+    def _ask(self, ranks: Iterable[int]) -> dict[int, Any]:
+        """Questions to actors that they answer whatever their steps do, by rank; one that has died does, too."""
+        return {rank: self._handles[rank].progress.options(concurrency_group="ctl").remote() for rank in sorted(ranks)}
+
     def _ping(self, ranks: Sequence[int]) -> set[int]:
-        """Which of these actors answer, whatever their steps do; one that has died does too."""
-        refs = {rank: self._handles[rank].progress.options(concurrency_group="ctl").remote() for rank in ranks}
+        """Which of these actors answer."""
+        refs = self._ask(ranks)
         answered, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_LOOK) if refs else ([], [])
         return {rank for rank, ref in refs.items() if ref in answered}
 
     def _look(self, watch: _Watch, ranks: set[int], what: str) -> None:
         """Raise StalledError if one of the actors has been in the same action for too long, or does not answer."""
-        refs = {rank: self._handles[rank].progress.options(concurrency_group="ctl").remote() for rank in ranks}
+        refs = self._ask(ranks)
         ray.wait(list(refs.values()), num_returns=len(refs), timeout=_LOOK)
         now = time.monotonic()
         for rank, ref in refs.items():
@@ -125,14 +132,17 @@ class Calls:
                 doing = f"in action {progress.action}" if progress and progress.action else "silent"
                 raise StalledError(f"actor {self._world.label(rank)} was {doing} for {now - since:.0f} s during {what}")
 
-    def _verdict(self, errors: dict[int, Exception], what: str) -> Exception:
-        """Of several errors the one that the others follow from."""
+    def _verdict(self, errors: dict[int, Exception], silent: Sequence[int], what: str) -> Exception:
+        """Of several errors the one that the others follow from; ``silent`` actors have no error, and no answer."""
+        seen = [str(cause) for other in errors.values() if (cause := _cause(other)) is not other]
+        after = f"; seen from the others: {seen[0]}" if seen else ""
         for rank, error in errors.items():
             if isinstance(error, RayActorError):
-                seen = [str(cause) for other in errors.values() if (cause := _cause(other)) is not other]
-                after = f"; seen from the others: {seen[0]}" if seen else ""
                 return ActorDiedError(f"actor {self._world.label(rank)} died during {what}{after}")
         causes = [_cause(error) for error in errors.values()]
+        if silent and all(isinstance(cause, ActionError) and cause.secondary for cause in causes):
+            names = " and ".join(self._world.label(rank) for rank in silent)
+            return StalledError(f"actor {names} gives no answer, stopped or out of reach, during {what}{after}")
         for cause in causes:
             if isinstance(cause, NonFiniteError):
                 return cause

@@ -155,7 +155,8 @@ def verify(words: Sequence[str]) -> Verdict:
     what = "Train a few steps on actors and in one plain process, and compare all losses, gradients and weights."
     run = unrecorded(_parse(RunArgs, words, "verify", what, "gpt-tiny", {"steps": _VERIFIED_STEPS}).run())
     check_run(run)
-    logging.getLogger("raypar").info("%d steps in this process, then on %d actors", run.steps, world_of(run).size)
+    told = run.steps, world_of(run).size, run.mesh, run.schedule, run.microbatches
+    logging.getLogger("raypar").info("%d steps in this process, then on %d actors: %s, %s of %d microbatches", *told)
     from raypar import parity
 
     return parity.verify(run)

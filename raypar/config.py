@@ -192,7 +192,7 @@ def _server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
 
 def _share_faults(run: Run, schedule: Schedule, right: Callable[..., bool]) -> Iterator[str]:
     """Servers without a parameter; a rank that has none is left its one server."""
-    if not right("servers", "data_parallel", "zero", "model", "split") or world_of(run).servers < 2:
+    if not right("servers", "data_parallel", "zero", "mesh", "model", "split") or world_of(run).servers < 2:
         return
     from raypar.actors.models.build import build_model  # imports torch: only for more than one server
     from raypar.actors.part import sizes_of
@@ -214,7 +214,7 @@ def _layer_faults(run: Run, num_stages: int, right: Callable[..., bool]) -> list
         count = run.model.layers
     else:
         from raypar.actors.models.build import build_model  # imports torch: only for what only torch can count
-        from raypar.actors.models.module_plan import plan_faults
+        from raypar.actors.models.module_plan import embedding_faults, plan_faults
 
         try:
             model = build_model(run.model, run.seed)
@@ -222,6 +222,8 @@ def _layer_faults(run: Run, num_stages: int, right: Callable[..., bool]) -> list
             return [f"model.fn failed: {type(error).__name__}: {error}"]
         count = len(model.body)
         layers = dict(zip(model.names, model.skeleton, strict=True))
+        copied = (right("mesh.dp") and run.mesh.dp > 1) or (right("mesh.tp") and run.mesh.tensor_ranks > 1)
+        faults += embedding_faults(layers, alone=not copied and run.data_parallel != "parameter_server")
         faults += plan_faults(run.model.plan, layers, run.mesh.tensor_ranks if right("mesh.tp") else 1)
     faults += split_faults(run.split, count, num_stages) if right("split") else []
     if right("recompute"):

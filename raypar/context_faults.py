@@ -39,7 +39,7 @@ def _head_faults(model: GPT | Llama, cp: int, tp: int) -> Iterator[str]:
             f"{model.heads}: use {multiples_near(model.heads, cp * tp)} heads, or context 'ring'"
         )
     here = max(1, model.num_kv_heads // tp)
-    if here % cp and cp % here:
+    if model.num_kv_heads != model.heads and here % cp and cp % here:
         yield (
             f"context 'ulysses': of mesh.cp {cp} and the {here} heads of keys and values of a tensor rank one must "
             "divide the other: change model.kv_heads, or use context 'ring'"

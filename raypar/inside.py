@@ -127,9 +127,11 @@ class Inside(ABC):
         """The latest compiled training step of one replica over what those before it predict: simulated with their
         costs.
 
-        After the first step there are none, and it is its own prediction.
+        After the first step there are none, and it is its own prediction. Before it, ValueError.
         """
         measured = self._replica(dp, 0)
+        if not measured.events:
+            raise ValueError("no step has been measured yet: job.step() takes one (a step by hand is not measured)")
         before = [earlier for ago in range(1, KEPT) if (earlier := self._replica(dp, ago)).events]
         return Overlay(measured, simulate(self.schedule, costs_of(*(before or [measured]))))
 

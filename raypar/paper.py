@@ -49,7 +49,7 @@ class DrawArgs(PaperArgs):
     """a grid, a picture, torch's table or a trace for ui.perfetto.dev; None goes by the name of --out, else text"""
     lowered: bool = False
     """with the communication: SEND, RECV and the closing STEP"""
-    out: Path | None = None
+    out: Annotated[Path | None, tyro.conf.arg(aliases=("-o",))] = None
     """write to this file, not to the screen"""
 
 

@@ -21,6 +21,8 @@ from raypar.start import launch
 
 CLOSE = 1e-6  # relative difference where the same numbers are added in another order
 DRIFTED = 1e-3  # the same for weights that AdamW has updated from such gradients
+NOISY = 1.0  # the same for weights whose gradients are nothing but rounding, of what AdamW can have moved them apart
+_WHY = " of how far AdamW can move it: its gradient is rounding noise"
 
 
 class Bounds(NamedTuple):
@@ -119,8 +121,10 @@ class Verdict:
         for difference in self.differences:
             kinds.setdefault(difference.allowed, []).append(difference)
         worst = [max(same, key=lambda difference: difference.error) for _, same in sorted(kinds.items())]
-        bounds = ", ".join(f"{one.what} {one.error:.3g} (bound {one.allowed:g})" for one in worst)
-        return f"equal within bounds: {checked}; largest differences, of the tensor's norm: {bounds}"
+        bounds = ", ".join(
+            f"{one.what} {one.error:.3g} (bound {one.allowed:g}{_WHY if one.allowed == NOISY else ''})" for one in worst
+        )
+        return f"equal within bounds: {checked}\nlargest differences, of the tensor's norm: {bounds}"
 
 
 def verify(run: Run, job: Job | None = None) -> Verdict:
@@ -173,7 +177,7 @@ def _compare(job: Job, plain: Trained) -> Verdict:
     noise = {name for name, wanted in plain.gradients.items() if norm_of(_dense(wanted)) < scales[name]}
     drifts = noise if bounds.weight and isinstance(run.optim, AdamW) else set()
     weights = [
-        _Pair(f"weight {name}", weight, plain.weights[name], 1.0, last, _apart(run, weight))
+        _Pair(f"weight {name}", weight, plain.weights[name], NOISY, last, _apart(run, weight))
         if name in drifts
         else _Pair(f"weight {name}", weight, plain.weights[name], bounds.weight, last)
         for name, weight in job.weights()

@@ -64,7 +64,10 @@ def demand_resumable(run: Run, found: Found) -> None:
     if ("model.fn" in now) != ("model.fn" in was):
         faults.append("model is the user's own Layers in one of them only: give the run that was saved")
     if not any(fault.startswith("model") for fault in faults):
-        faults += _tensor_faults(run, found.manifest.tensors)
+        stored = found.manifest.tensors
+        if "optim.kind" in changed:  # said once, and not of every tensor that it keeps
+            stored = {name: logical for name, logical in stored.items() if not name.startswith("optim.")}
+        faults += _tensor_faults(run, stored)
     if faults:
         raise ConfigError([f"resume {str(found.path)!r}: {fault}" for fault in faults])
     for name in changed:

@@ -37,7 +37,7 @@ def tensor_faults(
         near = heads_near(model.heads, tp, model.hidden)
         fewer = next(fewer for fewer in range(tp - 1, 0, -1) if model.heads % fewer == 0)
         yield f"mesh.tp {tp} does not divide model.heads {model.heads}: use {near}, or set mesh.tp to {fewer}"
-    if model.num_kv_heads % tp and tp % model.num_kv_heads:
+    if model.num_kv_heads != model.heads and model.num_kv_heads % tp and tp % model.num_kv_heads:
         fewer = max(kv for kv in range(1, tp) if tp % kv == 0)
         yield f"mesh.tp {tp}, model.kv_heads {model.num_kv_heads}: one must divide the other, use {fewer} or {tp}"
     if isinstance(model, Llama) and model.mlp_width % tp:

@@ -1,4 +1,4 @@
-"""What all tests share: one Ray cluster for the whole session, started when the first test asks for it."""
+"""What all tests share: one Ray cluster for each process that runs them, started when the first test asks for it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ QUIET = {
 
 
 def pytest_collection_modifyitems(items):
-    """Of two processes (make test) one takes all files with tests on real actors, so that there is one cluster."""
+    """The files with tests on real actors come first: they take longest, and the short ones even out two processes."""
     on_actors = {item.path for item in items if "cluster" in item.fixturenames}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("actors" if item.path in on_actors else str(item.path)))
+    items.sort(key=lambda item: item.path not in on_actors)
 
 
 @pytest.fixture

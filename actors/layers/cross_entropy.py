@@ -9,19 +9,24 @@ from torch import Tensor
 
 from raypar.actors.cut import Cut
 from raypar.actors.group import Group
+from raypar.actors.layers.extent import mark
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, cut: Cut, group: Group, ignored: int) -> Tensor:
     """The sum of -log softmax(logits)[label] over the tokens whose label is not ``ignored``, a scalar, replicated.
 
-    No member ever has the logits of the whole vocabulary.
+    No member ever has the logits of the whole vocabulary. RuntimeError for labels that are not in it (on a GPU the
+    device fails, as torch's does).
 
     logits  (T, own part of V)
     labels  (T,) int64, replicated
     cut     which part of V is here, along dim 0
     """
+    vocab = cut.whole[0]
+    known = ((labels >= 0) & (labels < vocab)) | (labels == ignored)
+    torch._assert_async(known.all(), f"a label is out of bounds: give 0 to {vocab - 1}, or {ignored} to leave it out")
     out: Tensor = _CrossEntropy.apply(logits, labels, cut.spans[0], group, ignored)  # type: ignore[no-untyped-call]
-    return out
+    return mark(out, divided=False)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -94,9 +94,20 @@ def begin_sum(group: Group, x: Tensor, dim: int | None) -> tuple[Handle, Tensor]
     """
     if dim is None:
         return group.all_reduce(x), x
-    parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
+    parts = _parts(group, dim, x)
     own = x.new_empty(parts.shape[1:])
     return group.reduce_scatter(own, parts), own
+
+
+def _parts(group: Group, dim: int, x: Tensor) -> Tensor:
+    """What each member gets of a tensor: (members, ...). ValueError if the parts can't be equal."""
+    if x.shape[dim] % group.size:
+        raise ValueError(
+            f"dim {dim} of {list(x.shape)} can't be divided equally over the {group.size} actors of {group.axis}: "
+            f"give batches in which it is a multiple of {group.size}"
+        )
+    parts: Tensor = x.unflatten(dim, (group.size, -1))
+    return parts.movedim(dim, 0).contiguous()
 
 
 def _same(x: Tensor) -> Tensor:
@@ -128,7 +139,7 @@ def reduce_scattered(group: Group, dim: int, x: Tensor) -> Tensor:
 
 
 def _exchanged(group: Group, split_dim: int, join_dim: int, x: Tensor) -> Tensor:
-    parts = x.unflatten(split_dim, (group.size, -1)).movedim(split_dim, 0).contiguous()
+    parts = _parts(group, split_dim, x)
     came = torch.empty_like(parts)
     group.all_to_all(came, parts).wait()
     return came.movedim(0, join_dim).flatten(join_dim, join_dim + 1).contiguous()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypar.actors.cut import Cut, share_of
 from raypar.actors.group import Group
+from raypar.actors.layers.extent import mark
 from raypar.actors.layers.ops import Move
 
 
@@ -19,6 +21,9 @@ class ColumnParallelLinear(nn.Linear):
     def __init__(self, whole: nn.Linear, cut: Cut) -> None:
         outputs, inputs = cut.shape
         super().__init__(inputs, outputs, whole.bias is not None, dtype=whole.weight.dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return mark(super().forward(input), divided=True)
 
 
 class SharedLinear(nn.Linear):
@@ -42,22 +47,23 @@ class RowParallelLinear(nn.Linear):
 
     cut    what of the weight (out, in) is here; the bias is replicated, and added once: behind the sum
     leave  what sums: ``reduce_from`` the group, say
+    label  what it is called where a mistake is told
     """
 
     def __init__(self, whole: nn.Linear, cut: Cut, leave: Move) -> None:
         outputs, inputs = cut.shape
         super().__init__(inputs, outputs, whole.bias is not None, dtype=whole.weight.dtype)
-        self.whole, self.leave = whole.in_features, leave
+        self.whole, self.leave, self.label = whole.in_features, leave, "a row linear layer"
 
     def forward(self, input: Tensor) -> Tensor:
         """Raises ValueError for inputs that are not divided as the weight is."""
         if input.shape[-1] != self.in_features:
             raise ValueError(
-                f"a row linear layer of {self.whole} inputs has {self.in_features} of them here and is given "
+                f"{self.label} of {self.whole} inputs has {self.in_features} of them here and is given "
                 f"{input.shape[-1]}: give it what a column linear layer of {self.whole} outputs has made"
             )
         out = self.leave(F.linear(input, self.weight))
-        return out if self.bias is None else out + self.bias
+        return mark(out if self.bias is None else out + self.bias, divided=False)
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -71,12 +77,15 @@ class VocabParallelEmbedding(nn.Embedding):
     def __init__(self, whole: nn.Embedding, cut: Cut, leave: Move, weights: Move | None = None) -> None:
         ids, width = cut.shape
         super().__init__(ids, width, dtype=whole.weight.dtype)
-        self.start, self.stop = cut.spans[0]
+        (self.start, self.stop), self.ids = cut.spans[0], cut.whole[0]
         if whole.padding_idx is not None and self.start <= whole.padding_idx < self.stop:
             self.padding_idx = whole.padding_idx - self.start
         self.leave, self.weights = leave, weights
 
     def forward(self, input: Tensor) -> Tensor:
+        """RuntimeError for ids that nobody has."""
+        known = ((input >= 0) & (input < self.ids)).all()
+        torch._assert_async(known, f"an id is out of bounds: the embedding has {self.ids}, counted from 0")
         foreign = (input < self.start) | (input >= self.stop)
         weight = self.weight if self.weights is None else self.weights(self.weight)
         own = F.embedding((input - self.start).masked_fill(foreign, 0), weight, self.padding_idx)

@@ -18,6 +18,8 @@ from raypar.actors.specs import Layers
 
 log = logging.getLogger(__name__)
 
+_NO_LAYERS = "model.fn must return a list of nn.Modules, one or more"
+
 
 class LayersModel(Model):
     """The layers ``layers.0``, ``layers.1``, ...; a parameter that two of them share is one logical weight.
@@ -35,7 +37,7 @@ class LayersModel(Model):
             log.info("the model can't be built without its weights (%s); every actor builds all of it", error)
             modules, self._recording = _build_real(layers, seed), None
         if not modules or not all(isinstance(module, nn.Module) for module in modules):
-            raise ValueError("model.fn must return a list of nn.Modules, one or more")
+            raise ValueError(_NO_LAYERS)
         self.names = tuple(f"layers.{i}" for i in range(len(modules)))
         self.body = range(len(modules))
         self.costs = tuple(1.0 + sum(p.numel() for p in module.parameters()) for module in modules)
@@ -85,7 +87,10 @@ class LayersModel(Model):
 
 def _build_real(layers: Layers, seed: int) -> list[nn.Module]:
     with seeded(derive(seed, "build")):
-        return list(layers.fn())
+        built = layers.fn()
+    if not isinstance(built, Iterable):
+        raise ValueError(_NO_LAYERS)
+    return list(built)
 
 
 def _copied(modules: Sequence[nn.Module], layers: Sequence[int]) -> nn.ModuleDict:

@@ -71,6 +71,18 @@ def plan_faults(plan: Mapping[str, str], layers: Mapping[str, nn.Module], tp: in
     yield from _tie_faults(kinds, whole)
 
 
+def embedding_faults(layers: Mapping[str, nn.Module], *, alone: bool) -> Iterator[str]:
+    """Options of embeddings that can't be kept, in layers that are ``alone`` or have copies on other actors."""
+    for name, layer in layers.items():
+        for path, module in layer.named_modules(prefix=name):
+            if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                continue
+            if module.sparse:
+                yield f"{path} has sparse gradients, which are not added up and clipped as others are: leave it out"
+            if module.max_norm is not None and not alone:
+                yield f"{path} has max_norm, which changes the weights of one actor alone: leave it out"
+
+
 def _unfit(kind: str, module: nn.Module) -> str | None:
     """Why a module can't be divided as a plan says, with the fix."""
     wanted = _KINDS[kind].of
@@ -80,14 +92,9 @@ def _unfit(kind: str, module: nn.Module) -> str | None:
         return f"is a {type(module).__name__}: name an nn.{wanted.__name__}, inside of it perhaps"
     if extra := {name for name, _ in module.named_parameters()} - {"weight", "bias"}:
         return f"has the parameter {min(extra)!r}: leave it out of the plan"
-    if isinstance(module, nn.Embedding):
-        for option, reason in (
-            ("max_norm", "which writes into weights while others read them"),
-            ("scale_grad_by_freq", "which counts ids that other actors have"),
-            ("sparse", "whose gradients can't be summed here"),
-        ):
-            if getattr(module, option):
-                return f"has {option}, {reason}: leave it out of the plan, or {option} out of the embedding"
+    if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
+        what = "which counts ids that other actors have"
+        return f"has scale_grad_by_freq, {what}: leave it out of the plan, or that out of the embedding"
     return None
 
 

@@ -14,6 +14,7 @@ from raypar.actors.layers.columns import ColumnParallelFan
 from raypar.actors.layers.cross_entropy import vocab_parallel_cross_entropy
 from raypar.actors.layers.dropout import divided
 from raypar.actors.layers.entrance import Entrance
+from raypar.actors.layers.extent import demand, mark
 from raypar.actors.layers.gathered import Gathering
 from raypar.actors.layers.ops import Move, copy_to, gather_from, reduce_from, reduce_scatter
 from raypar.actors.layers.tensor import (
@@ -27,7 +28,7 @@ from raypar.actors.mesh import Mesh
 from raypar.actors.models.attention import Attention
 from raypar.actors.models.context import ContextParallel
 from raypar.actors.models.cube import CubeParallel
-from raypar.actors.models.division import Change, Division, Made, rows_of
+from raypar.actors.models.division import Change, Division, Made, named, rows_of
 from raypar.actors.models.fan import Fan
 from raypar.actors.models.model import IGNORED, Kind, Model
 from raypar.actors.models.summa import SquareParallel
@@ -97,7 +98,23 @@ class TensorParallel(Division):
         if self.sequence:
             whole = {f"{name}.{inner}" for inner, _ in layer.named_parameters() if inner not in found}
             self.partial |= dict.fromkeys(whole, (self.group,))
+        self._look_out(name, layer)
         return found
+
+    def _look_out(self, name: str, layer: nn.Module) -> None:
+        """Let the modules of a divided layer tell of a plan that is wrong where no shape would."""
+        for inner, module in layer.named_modules(prefix=name):
+            if isinstance(module, RowParallelLinear):
+                module.label = inner
+            elif type(module) is nn.Dropout and module.p:
+                what = "is dropout of what each actor of tp has a part of, and all would drop alike"
+                demand(module, divided=False, otherwise=f"{inner} {what}: name it in the plan, as 'dropout'")
+        for pattern, kind in self.model.tensor_plan:
+            if kind in ("dropout", "shared"):
+                for inner, module in named(layer, name, pattern):
+                    path = f"{name}.{inner}".rstrip(".")
+                    what = f"is {kind!r} in the plan, but what it is given is whole on every actor of tp"
+                    demand(module, divided=True, otherwise=f"{path} {what}: leave it out of the plan")
 
 
 def _enter(module: nn.Module, tensors: TensorParallel) -> Made:
@@ -182,7 +199,10 @@ def _copy(module: nn.Module, tensors: TensorParallel) -> Made:
 
 
 def _gather(module: nn.Module, tensors: TensorParallel) -> Made:
-    module.register_forward_hook(lambda _, inputs, part: gather_from(part, tensors.group, part.dim() - 1))
+    def gathered(_: nn.Module, inputs: tuple[Any, ...], part: Tensor) -> Tensor:
+        return mark(gather_from(part, tensors.group, part.dim() - 1), divided=False)
+
+    module.register_forward_hook(gathered)
     return Made(module)
 
 

@@ -41,6 +41,9 @@ class Recorder:
         if self._world.mesh.tensor_ranks > 1:
             tp = self._world.mesh.tp
             faults.append(f"of mesh.tp={tp} each actor has a part of a stage, which can't be played alone: set it to 1")
+        if (cp := self._world.mesh.cp) > 1:
+            part = "a part of the tokens"
+            faults.append(f"of mesh.cp={cp} each actor has {part}, which can't be played alone: set it to 1")
         if faults:
             raise ConfigError(faults)
         self._wanted[self._world.replica(dp)[schedule.placement[stage]], stage] = path

@@ -26,11 +26,15 @@ _TOLD = (ConfigError, ScheduleError, MoveError, JobError, StopIteration, Keyboar
 
 HELP = """\
 job is the run on its actors, s the stepper of its next step:
-  s.next()  s.run(5)  s.run_to("1B0")   the schedule's own order       s.swap("1f1b")   another order for what is left
-  s.ready()  s.do("0F1")                any order that is possible     s.rewind()       back to the start of the step
-  s.why("0B0")                          what an action waits for       s.finish()       the rest; its report
-  s.peek("0F0")  s.state()              what was made, what is held    s.abort()        as if it had never begun
-after finish(): s = job.stepper() for the next step; Tab completes, also inside of do("; Ctrl-D leaves"""
+  s.next()  s.run(5)  s.run_to("1B0")   on in the schedule's own order
+  s.ready()  s.do("0F1")                on in any order that is possible
+  s.why("0B0")                          what an action waits for
+  s.peek("0F0")  s.state()              what was made, what is held
+  s.swap("1f1b")                        another order for what is left
+  s.rewind()  s.abort()                 back to the step's start; as if never begun
+  s.finish()                            the rest; its report
+Tab completes, also inside of do("; s = job.stepper() opens the next step;
+Ctrl-D leaves"""
 
 Namespace = dict[str, Any]
 

@@ -197,6 +197,25 @@ def test_what_they_send_is_the_formula(size):
     assert sent(cross_entropy, 8, 7) == (3 * ring * 8 * 4 // size, 0)
 
 
+@pytest.mark.parametrize("label", [-1, 7])
+def test_labels_and_ids_that_nobody_has_are_refused_as_without_a_group(label):
+    groups = local_groups("tp", 2)
+    labels = torch.tensor([0, label])
+
+    def loss(group):
+        cut = cut_of((7,), 0, group)
+        return vocab_parallel_cross_entropy(torch.zeros(2, cut.shape[0]), labels, cut, group, -100)
+
+    def embed(group):
+        whole = nn.Embedding(7, 3)
+        return VocabParallelEmbedding(whole, cut_of((7, 3), 0, group), lambda x: ops.reduce_from(x, group))(labels)
+
+    with pytest.raises(RuntimeError, match="a label is out of bounds: give 0 to 6, or -100 to leave it out"):
+        in_threads(groups, loss)
+    with pytest.raises(RuntimeError, match="an id is out of bounds: the embedding has 7, counted from 0"):
+        in_threads(groups, embed)
+
+
 def test_the_gradients_of_weights_are_computed_while_that_of_the_input_is_summed():
     """All that is computed lies between the start of the op and its end; without a fan nothing does."""
     (group,) = local_groups("tp", 1)
@@ -262,3 +281,8 @@ def test_a_plan_changes_what_it_names_and_nothing_inside_of_that():
         "blocks.0.attn.out.bias",
         "blocks.0.mlp.down.bias",
     }
+
+
+def test_what_has_no_equal_parts_is_told():
+    with pytest.raises(ValueError, match=r"dim 1 of \[2, 5\] can't be divided equally over the 2 actors of tp: give"):
+        in_threads(local_groups("tp", 2), lambda group: ops.reduce_scatter(torch.zeros(2, 5), group, 1))

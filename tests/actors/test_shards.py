@@ -142,7 +142,7 @@ def test_what_the_disk_refuses_is_told_with_the_fix(tmp_path, monkeypatch):
     def full(fd, data):
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointError, match=r"No such file.*every node must see this folder"):
+    with pytest.raises(CheckpointError, match=r"No such file.*give a path that is there, and that every node sees"):
         write_shard(tmp_path / "gone", "a", {})
     monkeypatch.setattr(disk.os, "write", full)
     with pytest.raises(CheckpointError, match=r"No space left on device.*: free some space"):

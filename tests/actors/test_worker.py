@@ -101,6 +101,67 @@ def test_a_layer_that_is_run_again_counts_its_statistics_once(recompute):
     assert all(torch.equal(buffer, theirs[name]) for name, buffer in ours.items())
 
 
+class Counted(nn.Module):
+    """Multiplies by a buffer that each forward changes before or behind its use, in place or by a new one."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.inner, self.in_place = nn.Linear(4, 4), in_place
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("table", torch.ones(4))
+
+    def forward(self, x):
+        if self.in_place:
+            y = self.inner(x) * (self.scale.clone() * self.table)
+            self.scale.mul_(1.5)
+            return y
+        self.scale = self.scale * 1.5
+        return self.inner(x) * (self.scale * self.table)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("recompute", ["full", ("full", "none")])
+def test_a_layer_that_reads_a_buffer_which_it_changes_is_run_again_with_what_it_read(recompute, in_place):
+    kept, again = (
+        Team(lambda: [Counted(in_place) for _ in range(2)], 1, 3, "gpipe", recompute=how) for how in ("none", recompute)
+    )
+    for number in range(2):
+        assert [result.losses for result in kept.step(number)] == [result.losses for result in again.step(number)]
+    theirs, ours = kept.gradients(), again.gradients()
+    assert all(torch.equal(gradient, theirs[name]) for name, gradient in ours.items())
+    buffers = [team.workers[0]._stages[0].buffers() for team in (kept, again)]
+    assert all(torch.equal(buffer, buffers[0][name]) for name, buffer in buffers[1].items())
+    assert float(buffers[0]["layers.0.scale"]) == 1.5**6
+    stage = again.workers[0]._stages[0]
+    found = stage._buffers if recompute == "full" else stage._again[0]._buffers
+    assert {name for _, name in found._changing} == {"scale"}, "only what changes is kept"
+
+
+def test_statistics_that_the_first_batch_leaves_as_they_are_count_the_next_ones_once():
+    """Zeros keep a mean of 0: only the second microbatch shows that it changes."""
+
+    def steps(step, microbatch, dp):
+        x, y = batch(step, microbatch, dp)
+        return x * bool(step or microbatch), y
+
+    kept, again = (
+        Team(lambda: [nn.BatchNorm1d(4), nn.Linear(4, 4)], 1, 3, data=steps, recompute=how) for how in ("none", "full")
+    )
+    for number in range(2):
+        kept.step(number)
+        again.step(number)
+    theirs, ours = (team.workers[0]._stages[0].buffers() for team in (kept, again))
+    assert all(torch.equal(buffer, theirs[name]) for name, buffer in ours.items())
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_loss_without_gradient_is_told(pp):
+    team = Team(linears(), pp, 2, loss=lambda out, target: (out - target).pow(2).mean().detach())
+    errors = team.each(lambda actor: actor.run("train", 0))
+    says = "the loss has no gradient: compute it from the last layer's output, without detach or no_grad"
+    assert any(says in str(error) for error in errors)
+
+
 def test_a_layer_that_is_run_again_keeps_no_graph():
     kept, again = (
         Team(lambda: [Marked() for _ in range(4)], m=4, schedule="gpipe", recompute=how)

@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def odd_run(draw: random.Random) -> Run:
     for _ in range(draw.randint(1, 4)):
         part, _, name = draw.choice(PATHS).rpartition(".")
         below = getattr(run, part) if part else run
-        if name in getattr(below, "__dataclass_fields__", ()):
+        if is_dataclass(below) and not isinstance(below, type) and hasattr(below, name):
             changed = replace(below, **{name: odd_value(draw)})
             run = replace(run, **{part: changed}) if part else changed
     return run

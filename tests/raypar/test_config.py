@@ -568,6 +568,38 @@ def test_a_plan_is_written_as_pairs():
     assert hash(run) == hash(replace(run, model=replace(run.model, plan={}))), "of a run's hash it is no part"
 
 
+def test_sizes_of_a_wrong_type_are_not_compared(tiny):
+    (fault,) = faults_of(replace(tiny, mesh=Mesh(pp=2, dp="x"), zero=1))
+    assert fault.startswith("mesh.dp is 'x'")
+
+
+def test_heads_that_do_not_fit_are_told_once(tiny):
+    """A GPT has no heads of keys and values to change."""
+    assert len(faults_of(replace(tiny, mesh=Mesh(tp=3)))) == 1
+    assert not any("kv_heads" in fault for fault in faults_of(replace(tiny, mesh=Mesh(cp=3), context="ulysses")))
+
+
+@pytest.mark.parametrize(
+    ("options", "mesh", "says"),
+    [
+        ({"sparse": True}, Mesh(), "layers.0 has sparse gradients, which are not added up and clipped as others are"),
+        ({"max_norm": 1.0}, Mesh(dp=2), "layers.0 has max_norm, which changes the weights of one actor alone"),
+        ({"max_norm": 1.0}, Mesh(tp=2), "mesh.tp is 2, but of your own layers it is not known how to divide them"),
+        ({"max_norm": 1.0}, Mesh(pp=2), None),
+    ],
+)
+def test_embeddings_that_can_not_be_kept_alike_are_refused(tiny, options, mesh, says):
+    from torch import nn
+
+    model = Layers(lambda: [nn.Embedding(8, 4, **options), nn.Linear(4, 8)], loss=max)
+    run = replace(tiny, model=model, mesh=mesh, data=Batches(print))
+    if says is None:
+        check_run(run)
+    else:
+        assert faults_of(run)[0].startswith(says)
+        assert faults_of(replace(run, zero="x", servers=[1], mesh=replace(mesh, dp="y"))), "and no traceback"
+
+
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
@@ -580,8 +612,8 @@ def test_a_plan_of_another_type_is_refused(tiny, plan, says):
 
 
 def test_plain_data_of_functions_is_refused_and_not_taken_for_something_else():
-    plain = plain_of(Run(model=Layers(print, print), data=Batches(print), schedule=build("gpipe", 1, 1)))
-    assert plain["model"]["fn"] == "builtins.print"
+    plain = plain_of(Run(model=Layers(len, len), data=Batches(len), schedule=build("gpipe", 1, 1)))
+    assert plain["model"]["fn"] == "builtins.len"
     with pytest.raises(ConfigError) as caught:
         run_of(json.loads(json.dumps(plain)))
     for path in ("model.fn", "model.loss", "data.fn"):

@@ -139,6 +139,9 @@ def test_a_model_that_can_be_built_only_here_fails_the_launch_with_its_message(c
         rp.launch(run_of(only_here))
     with pytest.raises(rp.ConfigError, match=r"model.fn failed: ZeroDivisionError: while building"):
         rp.launch(run_of(broken))
+    for nothing in (lambda: nn.Linear(4, 4), lambda: None, list):
+        with pytest.raises(rp.ConfigError, match=r"model.fn must return a list of nn.Modules, one or more"):
+            rp.launch(run_of(nothing))
 
 
 def test_a_short_timeout_does_not_hold_for_the_launch(cluster):
@@ -187,6 +190,23 @@ def test_steps_handed_over_ahead_are_refused_behind_one_that_could_not_be_made(p
     assert all(torch.equal(weight, before[name]) for name, weight in job.weights())
     job.next_step = 2  # past the bad batch
     assert [report.step for report in job.train(2, ahead=1)] == [2, 3]
+
+
+def test_an_actor_without_an_answer_is_blamed_only_where_nobody_has_an_error_of_his_own():
+    from ray.exceptions import RayTaskError
+
+    from raypar.actors.plan import ActionError
+    from raypar.actors.world import World
+    from raypar.calls import Calls
+
+    def verdict(secondary):
+        error = RayTaskError("step", "", ActionError("pp=0", "0F0", None, "it", secondary, ""))
+        return str(Calls([], World(rp.Mesh(pp=2)), 1.0)._verdict({0: error}, [1], "step 0"))
+
+    assert verdict(secondary=True).startswith(
+        "actor pp=1 gives no answer, stopped or out of reach, during step 0; seen from the others: actor pp=0: "
+    )
+    assert verdict(secondary=False).startswith("actor pp=0: action 0F0 failed: it (during step 0)")
 
 
 # --- a user's exception ----------------------------------------------------------------------------------------------

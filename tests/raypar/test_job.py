@@ -307,6 +307,8 @@ def test_a_reset_forgets_what_was_measured(job):
 
 def test_an_overlay_predicts_a_step_with_the_costs_of_those_before_it(job):
     job.reset(tiny())
+    with pytest.raises(ValueError, match=r"no step has been measured yet: job.step\(\) takes one"):
+        job.overlay()
     for _ in range(3):
         job.step()
     steps = [job.timelines(ago)[0] for ago in range(4)]

@@ -24,6 +24,11 @@ def tokens(step, microbatch, dp):
     return ids[:, :-1], ids[:, 1:]
 
 
+def longer(step, microbatch, dp):
+    ids = torch.arange(18).reshape(2, 9) % 16
+    return ids[:, :-1], ids[:, 1:]
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """What a recording is of, and its tensors."""
@@ -144,6 +149,14 @@ def test_nothing_is_recorded_into_a_pipe_or_a_device(tmp_path):
     for path in (tmp_path / "pipe", "/dev/null"):
         with pytest.raises(rp.ConfigError, match="is a device or a pipe"):
             stepper.record(path, 0)
+    stepper.abort()
+
+
+@pytest.mark.parametrize(("axis", "part"), [("tp", "a stage"), ("cp", "the tokens")])
+def test_a_part_of_a_stage_is_not_recorded(tmp_path, axis, part):
+    stepper = Hands(Team(None, 1, 2, "1f1b", model=replace(SPEC, seq=8), data=longer, **{axis: 2})).stepper()
+    with pytest.raises(rp.ConfigError, match=f"of mesh.{axis}=2 each actor has a part of {part}, which can't be"):
+        stepper.record(tmp_path / "part.rec", 0)
     stepper.abort()
 
 

@@ -126,3 +126,16 @@ def test_a_stopped_server_is_named(job_of):
             job.train()
     finally:
         job.close()
+
+
+def test_a_stopped_replica_is_named_by_who_waits_for_it_and_by_the_driver(job_of):
+    job = job_of(small(lambda: [Trouble(sleep=0.2)], timeout=1.0))
+    victim = pids(job)[1]
+    threading.Timer(0.1, lambda: os.kill(victim, signal.SIGSTOP)).start()
+    try:
+        with pytest.raises(
+            rp.StalledError, match=r"actor pp=0 dp=1 gives no answer.* seen from the others: .*pp=0 dp=0"
+        ):
+            job.train()
+    finally:
+        job.close()
