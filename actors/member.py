@@ -191,6 +191,10 @@ class Member(ABC):
         gradient = self._parameters[name].grad
         return None if gradient is None else gradient.cpu()
 
+    def gradients(self, names: Sequence[str]) -> list[Tensor | None]:
+        """These gradients, in their order."""
+        return [self.gradient(name) for name in names]
+
     def holds(self) -> dict[str, Cut]:
         """What this actor holds of which logical parameters."""
         return {name: self._cuts.get(name) or Cut(tuple(p.shape)) for name, p in self._parameters.items()}

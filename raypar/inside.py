@@ -86,6 +86,18 @@ class Inside(ABC):
         gradient: Tensor | None = self._ask(name, "gradient", self._world.server_ranks or range(self._world.size))
         return gradient
 
+    def gradients(self) -> dict[str, Tensor | None]:
+        """What ``grad`` gives of every parameter, by logical name; every actor is asked once."""
+        found: dict[str, Tensor | None] = {}
+        for rank in filter(self._world.leads, self._world.server_ranks or range(self._world.size)):
+            cuts = {name: cut for name, cut in self._holds[rank].items() if found.get(name) is None}
+            ranks = self._world.tensor_group(rank) if any(cut.spans for cut in cuts.values()) else (rank,)
+            ask = partial(self._calls.some, ranks, "gradients", list(cuts), what="fetching gradients")
+            for (name, cut), *parts in zip(cuts.items(), *self._guard(ask), strict=True):
+                count = len(ranks) if cut.spans else 1
+                found[name] = None if parts[0] is None else self._joined(name, ranks[:count], parts[:count])
+        return found
+
     def watch(self) -> tuple[str, ...]:
         """Have the actors keep what their layers make in the step that a stepper has just opened, and the gradients
         there, for ``sights``; the logical names of those layers, and of modules in them. Instead of a recording."""

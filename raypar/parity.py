@@ -161,7 +161,7 @@ def _compare(job: Job, plain: Trained) -> Verdict:
     reports, gradients = list[Report](), dict[str, Tensor | None]()
     for _ in range(run.steps):
         reports.append(job.step())
-        gradients = gradients or {name: job.grad(name) for name in plain.gradients}
+        gradients = gradients or job.gradients()
     figures: list[_Pair] = []
     for r, loss, norm in zip(reports, plain.losses, plain.grad_norms, strict=True):
         figures.append(_Pair(f"loss of step {r.step}", _exact(r.loss), _exact(loss), bounds.loss, r.step))

@@ -89,9 +89,10 @@ class Team:
         found = {}
         for rank in self.world.replica(dp):
             group = [self.all[one] for one in self.world.tensor_group(rank)]
-            for name in group[0].holds():
+            held = [worker.holds() for worker in group]
+            for name in held[0]:
                 parts = [worker.parameter(name) for worker in group]
-                found[name] = joined([worker.holds()[name] for worker in group], parts).clone()
+                found[name] = joined([cuts[name] for cuts in held], parts).clone()
         return found
 
     def gradients(self):
@@ -99,11 +100,11 @@ class Team:
         found = {}
         for rank in self.world.server_ranks or range(0, self.world.mesh.size, self.run.mesh.tensor_ranks):
             group = [self.all[one] for one in (self.world.tensor_group(rank) if not self.servers else (rank,))]
-            for name in group[0].holds():
+            held = [actor.holds() for actor in group]
+            for name in held[0]:
                 parts = [actor.gradient(name) for actor in group]
                 if found.get(name) is None:
-                    cuts = [actor.holds()[name] for actor in group]
-                    found[name] = None if parts[0] is None else joined(cuts, parts).clone()
+                    found[name] = None if parts[0] is None else joined([cuts[name] for cuts in held], parts).clone()
         return found
 
     def ledger(self, axis):

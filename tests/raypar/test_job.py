@@ -194,10 +194,14 @@ def test_evaluation_changes_nothing(job):
 def test_looking_inside(job):
     job.reset(tiny())
     assert job.grad("head.out.weight") is None
+    assert job.gradients() == dict.fromkeys(job.parameters)
     before = job.param("blocks.3.mlp.up.weight").clone()
     report = job.step()
     assert job.param("blocks.3.mlp.up.weight").shape == (4 * H, H) == job.parameters["blocks.3.mlp.up.weight"]
     assert not torch.equal(job.param("blocks.3.mlp.up.weight"), before)
+    gradients = job.gradients()
+    assert all(torch.equal(job.grad(name), gradients.pop(name)) for name in job.parameters)
+    assert not gradients
     norms = torch.stack([torch.linalg.vector_norm(job.grad(name)) for name in job.parameters])
     clipped = min(report.grad_norm, job.run.clip)
     assert float(torch.linalg.vector_norm(norms)) == pytest.approx(clipped, rel=1e-4)
