@@ -35,21 +35,31 @@ clean: ## remove caches and build outputs; .venv and runs/ stay
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name .venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamps: an install is done again only when one of the two files has changed.
+# The stamps: an install is done again only when one of the two files has changed. One that was broken off leaves packages
+# in halves, which pip can't read: then .venv is made anew.
+define fill
+	@test ! -e $(venv)/.filling || \
+		{ echo 'The last install was broken off: $(venv) is made anew.' && '$(PYTHON)' -m venv --clear $(venv); }
+	@touch $(venv)/.filling
+	@$(install) '$(1)'
+	@rm $(venv)/.filling
+	@touch $(2)
+endef
+
+with_dev := .[dev,hf]
+with_bench := .[dev,hf,bench]
+
 $(venv)/.installed: pyproject.toml constraints.txt | $(venv)/bin/pip
 	@echo 'Installing raypar into $(venv); the first time this takes a few minutes.'
-	@$(install) .
-	@touch $@
+	$(call fill,.,$@)
 
 $(venv)/.installed-dev: pyproject.toml constraints.txt | $(venv)/bin/pip
 	@echo 'Installing raypar and its test tools into $(venv); the first time this takes a few minutes.'
-	@$(install) '.[dev,hf]'
-	@touch $(venv)/.installed $@
+	$(call fill,$(with_dev),$(venv)/.installed $@)
 
 $(venv)/.installed-bench: pyproject.toml constraints.txt | $(venv)/bin/pip
 	@echo 'Installing raypar and what its bench compares it with into $(venv); the first time this takes a few minutes.'
-	@$(install) '.[dev,hf,bench]'
-	@touch $(venv)/.installed $(venv)/.installed-dev $@
+	$(call fill,$(with_bench),$(venv)/.installed $(venv)/.installed-dev $@)
 
 # pip is the last thing that venv writes: where it is there, the environment is whole.
 $(venv)/bin/pip:

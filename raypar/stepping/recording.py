@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _FORMAT = "raypar recording 1"
 _ABOUT = "about"  # the tensor that holds what is not a tensor, as JSON
+_SHA256 = "sha256"  # the tensor that holds that of all others, names, dtypes and shapes included
 _MOST_BYTES = 4 << 20  # of it
 _ACTION = re.compile(r"[FB][0-9]{1,9}")
 
@@ -58,17 +59,20 @@ def write_recording(path: Path, about: Recorded, tensors: Mapping[str, Tensor]) 
     """Write a recording: aside, then renamed. Raises CheckpointError."""
     import torch
 
-    text = torch.frombuffer(bytearray(to_json(asdict(about))), dtype=torch.uint8)
-    write_shard(path.parent, path.name, {**tensors, _ABOUT: text})
+    every = {**tensors, _ABOUT: torch.frombuffer(bytearray(to_json(asdict(about))), dtype=torch.uint8)}
+    write_shard(path.parent, path.name, {**every, _SHA256: _sha256(every)})
 
 
 def read_recording(path: Path) -> tuple[Recorded, dict[str, Tensor]]:
-    """What a recording is of, and its tensors, which are mapped. Raises ConfigError for any other file."""
+    """What a recording is of, and its tensors, which are mapped. Raises ConfigError for a damaged file, or another."""
     path = absolute(path)
     try:
         tensors = read_shard(path.parent, path.name)
+        told = tensors.pop(_SHA256).tolist()
         if tensors[_ABOUT].nbytes > _MOST_BYTES:
             raise TypeError
+        if told != _sha256(tensors).tolist():
+            raise ConfigError([f"{str(path)!r} is damaged: its tensors don't have the sha256 that it was written with"])
         about = _reader().validate_json(bytes(tensors.pop(_ABOUT).numpy().tobytes()), strict=True)
     except CheckpointError as error:
         raise ConfigError([f"{str(path)!r}: {fault}" for fault in error.faults]) from error
@@ -102,6 +106,14 @@ def _odd(about: Recorded, tensors: Mapping[str, Tensor]) -> Iterator[str]:
         if action[0] == "F" and f"{action}/inputs/0" not in tensors:
             yield f"it has no inputs of {action}"
         done.add(action)
+
+
+def _sha256(tensors: Mapping[str, Tensor]) -> Tensor:
+    import torch
+
+    from raypar.actors.digest import digest
+
+    return torch.frombuffer(bytearray(digest(dict(sorted(tensors.items())))), dtype=torch.uint8)
 
 
 @cache

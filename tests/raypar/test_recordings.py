@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import time
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import torch
 
 import raypar as rp
 from raypar.actors.shards import write_shard
-from raypar.stepping.recording import read_recording, write_recording
+from raypar.stepping.recording import _sha256, read_recording, write_recording
 from tests.actors.team import Team
 from tests.raypar.hands import Hands
 
@@ -107,6 +108,18 @@ def test_what_is_no_recording_is_told(raw, tmp_path):
     assert len(faults_of(tmp_path / "raw")) == 1
 
 
+def test_damage_anywhere_is_told(recorded, tmp_path):
+    write_recording(tmp_path / "sound", *recorded)
+    sound, draw = (tmp_path / "sound").read_bytes(), random.Random(0)
+    for _ in range(60):
+        damaged = bytearray(sound)
+        damaged[draw.randrange(len(damaged))] ^= 1 << draw.randrange(8)
+        (tmp_path / "damaged").write_bytes(damaged)
+        assert len(faults_of(tmp_path / "damaged")) == 1
+    (tmp_path / "damaged").write_bytes(sound)
+    assert rp.replay(tmp_path / "damaged").ok
+
+
 class Canary:
     def __init__(self, path):
         self.path = path
@@ -133,7 +146,7 @@ def test_a_pickle_is_not_run(tmp_path):
     ],
 )
 def test_what_it_says_of_itself_has_to_be_json_and_short(about, tmp_path):
-    write_shard(tmp_path, "odd", {"about": about})
+    write_shard(tmp_path, "odd", {"about": about, "sha256": _sha256({"about": about})})
     assert "is no recording" in faults_of(tmp_path / "odd")[0]
 
 
