@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 _FORMAT = "raypar recording 1"
 _ABOUT = "about"  # the tensor that holds what is not a tensor, as JSON
-_SHA256 = "sha256"  # the tensor that holds that of all others, names, dtypes and shapes included
 _MOST_BYTES = 4 << 20  # of it
+_SHA256 = "sha256"  # the tensor that holds that of all others, names, dtypes and shapes included
 _ACTION = re.compile(r"[FB][0-9]{1,9}")
 
 
