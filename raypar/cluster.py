@@ -65,10 +65,8 @@ class Actors:
             ray.shutdown()
 
 
-def start_actors(
-    worker: type, server: type, world: World, device: DeviceChoice, job: str, wait_for_nodes: float = 0.0
-) -> Actors:
-    """An actor for each rank of the world, of the one class or the other, placed all together or not at all.
+def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wait_for_nodes: float = 0.0) -> Actors:
+    """An actor of a class for each rank of the world, placed all together or not at all.
 
     Each has one CPU, and of the GPUs what ``share_of`` says.
 
@@ -94,10 +92,7 @@ def start_actors(
             while not group.wait(_LOOK):  # in turns: Ray does not hear Ctrl-C while it waits
                 if time.monotonic() > end:
                     raise ConfigError([_no_room(world, f"they were not free within {patience:g} s", share.gpus)])
-            handles = [
-                _actor(server if rank in world.server_ranks else worker, group, rank, world, job, share)
-                for rank in range(world.size)
-            ]
+            handles = [_actor(hosted, group, rank, world, job, share) for rank in range(world.size)]
         except BaseException:
             remove_placement_group(group)
             raise

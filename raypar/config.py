@@ -165,15 +165,12 @@ def unrecorded(run: Run) -> Run:
     return replace(run, folder=None, save_every=0, track=())
 
 
-def reset_faults(old: Run, new: Run, device: DeviceKind) -> Iterator[str]:
-    """Why the actors of a run, which compute on ``device``, can't begin another one."""
-    if new.mesh != old.mesh:
-        yield f"reset keeps the actors: the mesh must stay {old.mesh}; launch anew for another"
-    elif world_of(new) != world_of(old):
-        kept = f"data_parallel {old.data_parallel!r}, servers {old.servers} and zero {old.zero}"
-        yield f"reset keeps the actors: {kept} must stay; launch anew for others"
-    if new.device not in ("auto", device):
-        yield f"reset keeps the actors: device must stay {device!r}; launch anew for {new.device!r}"
+def reset_faults(run: Run, actors: int, device: DeviceKind) -> Iterator[str]:
+    """Why a run can't begin on so many actors, which compute on ``device`` and are there already."""
+    if (wanted := world_of(run).size) > actors:
+        yield f"reset keeps the actors: the run needs {wanted}, there are {actors}; launch anew for more"
+    if run.device not in ("auto", device):
+        yield f"reset keeps the actors: device must stay {device!r}; launch anew for {run.device!r}"
 
 
 def _mesh_faults(mesh: Mesh, right: Callable[..., bool]) -> Iterator[str]:

@@ -17,8 +17,8 @@ from raypar.actors.specs import Batches
 from raypar.ahead import Ahead
 from raypar.calls import Calls
 from raypar.checkpoint.find import Found
-from raypar.cluster import Actors
-from raypar.config import ConfigError, Run, check_run, reset_faults, world_of
+from raypar.cluster import Actors, demand_shippable
+from raypar.config import ConfigError, Run, reset_faults, world_of
 from raypar.errors import JobError
 from raypar.inside import Inside
 from raypar.patience import CtrlC, patience
@@ -27,7 +27,7 @@ from raypar.program import Programs, programs_of
 from raypar.progress import display
 from raypar.record import Record
 from raypar.report import Evaluation, Report, losses_of, mean_loss, report_of
-from raypar.resume import demand_room
+from raypar.resume import prepared
 from raypar.saving import Saver
 from raypar.schedules.schedule import Schedule
 from raypar.stepping.recorder import Recorder
@@ -40,10 +40,11 @@ _LAUNCH_SECONDS = 60.0  # for actors to start, build and meet, however short a r
 class Job(Inside):
     """A run on its actors. ``launch`` makes one.
 
-    run       what it was launched with
-    device    what its actors compute on: cpu or cuda
-    schedule  the schedule of a training step, as it is performed
-    next_step number of the step that comes next
+    run         what it was launched with, or reset to
+    device      what its actors compute on: cpu or cuda
+    num_actors  how many were launched; a run that it was reset to may need fewer
+    schedule    the schedule of a training step, as it is performed
+    next_step   number of the step that comes next
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Job(Inside):
     ) -> None:
         self._actors: Actors | None = actors
         self._record = record
-        self.device = actors.device
+        self.device, self.num_actors = actors.device, len(actors.handles)
         self._name, self._generation, self._epoch = name, 0, 0
         self._failure: str | None = None
         self._stepper: Stepper | None = None
@@ -141,17 +142,22 @@ class Job(Inside):
 
     # --- its life ---
 
-    def reset(self, run: Run) -> None:
-        """Begin another run on the same actors: any model, data and schedule that fit a mesh of the same shape."""
+    def reset(self, run: Run, *, resume: str | Path | Found | None = None) -> None:
+        """Begin another run on the same actors, which takes no launch: any that needs no more of them.
+
+        Those left over are idle. The actors' nodes, shares of GPUs and names in Ray's dashboard stay as they were
+        launched. ``resume`` is what it is for ``launch``. Raises ConfigError, before anything is changed.
+        """
         self._demand_ready()
-        if faults := list(reset_faults(self.run, run, self.device)):
+        programs, found = prepared(run, resume)
+        if faults := list(reset_faults(run, self.num_actors, self.device)):
             raise ConfigError(faults)
-        programs = check_run(run)
-        demand_room(run, 0)
+        demand_shippable(run.model, run.data)
         record = Record(run)
         self._let_go()
         self._record = record
-        self._load(run, programs)
+        self._guard(partial(self._calls.all, "leave", what="the end of the run before"))
+        self._load(run, programs, found)
 
     def close(self) -> None:
         """Finish the save under way; end the actors, and Ray if the launch started it. More than once does no harm."""
@@ -251,7 +257,7 @@ class Job(Inside):
     def _handles(self) -> list[Any]:
         self._demand_open()
         assert self._actors is not None
-        return self._actors.handles
+        return self._actors.handles[: self._world.size]
 
     def _demand_open(self) -> None:
         if self._failure is None and (self._actors is None or not self._actors.reachable()):

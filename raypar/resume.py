@@ -14,9 +14,10 @@ from raypar.checkpoint.find import Found, listed, newest
 from raypar.checkpoint.manifest import MANIFEST
 from raypar.checkpoint.names import step_of
 from raypar.checkpoint.save import Save
-from raypar.config import ConfigError, Run
+from raypar.config import ConfigError, Run, check_run
 from raypar.fields import brief
 from raypar.folder.names import CHECKPOINTS, absolute, checkpoints_in
+from raypar.program import Programs
 from raypar.toml import plain_of
 from raypar.track.sink import flat
 
@@ -49,6 +50,19 @@ def find(path: Path) -> Found:
     if found is None:
         raise ConfigError([f"resume {str(path)!r}: there is no sound checkpoint in it: give another folder, or none"])
     return found
+
+
+def prepared(run: Run, resume: str | Path | Found | None) -> tuple[Programs, Found | None]:
+    """The run's schedules, and the checkpoint that it goes on from if there is one.
+
+    Raises ConfigError with all that is wrong with the run, with going on from there, or with the run's folder.
+    """
+    found = find(Path(resume)) if isinstance(resume, str | Path) else resume
+    programs = check_run(run, None if found is None else found.path)
+    if found is not None:
+        demand_resumable(run, found)
+    demand_room(run, 0 if found is None else found.manifest.step)
+    return programs, found
 
 
 def demand_resumable(run: Run, found: Found) -> None:

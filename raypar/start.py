@@ -8,10 +8,10 @@ from pathlib import Path
 
 from raypar.checkpoint.find import Found
 from raypar.cluster import demand_shippable, start_actors
-from raypar.config import Run, check_run, world_of
+from raypar.config import Run, world_of
 from raypar.driver import Job
 from raypar.record import Record
-from raypar.resume import demand_resumable, demand_room, find
+from raypar.resume import prepared
 
 log = logging.getLogger(__name__)
 
@@ -25,19 +25,15 @@ def launch(run: Run, *, wait_for_nodes: float = 0.0, resume: str | Path | Found 
 
     Raises ConfigError with everything that is wrong with the run, before any actor starts.
     """
-    found = find(Path(resume)) if isinstance(resume, str | Path) else resume
-    programs = check_run(run, None if found is None else found.path)
-    if found is not None:
-        demand_resumable(run, found)
-    demand_room(run, 0 if found is None else found.manifest.step)
-    from raypar.actors.host import HostedServer, HostedWorker
+    programs, found = prepared(run, resume)
+    from raypar.actors.host import Hosted
 
     demand_shippable(run.model, run.data)
     world = world_of(run)
     name, record = f"raypar-{uuid.uuid4().hex[:8]}", Record(run)
     try:
         log.info("starting %d actors", world.size)
-        actors = start_actors(HostedWorker, HostedServer, world, run.device, name, wait_for_nodes)
+        actors = start_actors(Hosted, world, run.device, name, wait_for_nodes)
         try:
             return Job(run, programs, actors, name, record, found)
         except BaseException:

@@ -45,13 +45,13 @@ def catalog_as_before():
 
 @pytest.fixture(scope="session")
 def cluster():
-    """A local Ray cluster with 8 CPU slots."""
+    """A local Ray cluster with 16 CPU slots, so that what is held for other tests leaves room."""
     os.environ.update(QUIET)
     import ray
 
     ray.init(
         address="local",
-        num_cpus=8,
+        num_cpus=16,
         include_dashboard=False,
         logging_level="ERROR",
         log_to_driver=False,

@@ -6,17 +6,24 @@ import inspect
 
 import pytest
 
-from raypar.actors.host import HostedServer, HostedWorker
+from raypar.actors.host import Hosted
+from raypar.actors.member import Member
 from raypar.actors.server import Server
 from raypar.actors.worker import Worker
 
 
-def methods_of(kind):
-    return {name for name, _ in inspect.getmembers(kind, inspect.isfunction) if name != "__init__"}
+def public(kind):
+    return {name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
 
 
-@pytest.mark.parametrize(("hosted", "kind"), [(HostedWorker, Worker), (HostedServer, Server)])
-def test_an_actor_has_what_is_called_from_outside_and_nothing_else(hosted, kind):
+def test_an_actor_has_what_is_called_from_outside_and_nothing_else():
     """Ray wraps whatever the class has: a step would pay for each call of one method by another."""
-    assert methods_of(hosted) == {name for name in methods_of(kind) if not name.startswith("_")} | {"start"}
-    assert not issubclass(hosted, kind)
+    assert public(Hosted) == public(Worker) | public(Server) | {"start", "leave"}
+    assert not issubclass(Hosted, Member)
+
+
+def test_what_one_kind_lacks_is_told():
+    hosted = Hosted.__new__(Hosted)
+    hosted._member = Server()
+    with pytest.raises(AttributeError, match="'Server' object has no attribute 'peek'"):
+        hosted.peek(0)

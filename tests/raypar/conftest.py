@@ -32,20 +32,21 @@ def by_value(request):
     cloudpickle.unregister_pickle_by_value(request.module)
 
 
-@pytest.fixture(scope="module")
-def job_of(cluster):
-    """A function from a run to its job: on the actors of the test before if they fit and can go on, else a new one."""
+@pytest.fixture(scope="session")
+def job_on(cluster):
+    """A function from a number to a job that has as many actors at least: one for all tests, while it can go on."""
     import raypar as rp
-    from raypar.config import world_of
 
     held = []
 
-    def job(run):
-        if held and held[0]._failure is None and world_of(held[0].run) == world_of(run):
-            held[0].reset(run)
-        else:
+    def job(actors):
+        if held and (held[0]._failure is not None or held[0].num_actors < actors):
+            size = actors if held[0]._failure is not None else max(4, actors)
             close()
-            held.append(rp.launch(run))
+        else:
+            size = actors
+        if not held:
+            held.append(rp.launch(rp.recipe("gpt-tiny", mesh=rp.Mesh(dp=size))))
         return held[0]
 
     def close():
@@ -54,6 +55,20 @@ def job_of(cluster):
 
     yield job
     close()
+
+
+@pytest.fixture(scope="session")
+def job_of(job_on):
+    """A function from a run to its job, on actors that are there if possible: a launch takes seconds, a reset does
+    not."""
+    from raypar.config import world_of
+
+    def job(run, **words):
+        job = job_on(world_of(run).size)
+        job.reset(run, **words)
+        return job
+
+    return job
 
 
 @pytest.fixture(scope="session")

@@ -20,9 +20,8 @@ def tiny(**changes):
 
 
 @pytest.mark.parametrize("context", ["ring", "all_gather", "ulysses", "rsa"])
-def test_it_is_one_plain_process_within_the_bounds(job_of, context):
-    run = tiny(context=context)
-    verdict = rp.verify(run, job_of(run))
+def test_it_is_one_plain_process_within_the_bounds(job_on, context):
+    verdict = rp.verify(tiny(context=context), job_on(2))
     assert verdict.ok, str(verdict)
     assert not verdict.bitwise
 

@@ -29,9 +29,8 @@ def tiny(**changes):
 
 
 @pytest.fixture(scope="module", params=["all_reduce", "parameter_server"])
-def job(request, cluster):
-    with rp.launch(tiny(data_parallel=request.param)) as job:
-        yield job
+def job(request, job_of):
+    return job_of(tiny(data_parallel=request.param))
 
 
 def run_of(job, **changes):
@@ -145,11 +144,14 @@ def test_a_timeline_shows_one_replica_and_the_trace_all_actors(job):
     assert len({event["id"] for event in arrows}) == len(arrows) == 2 * 2 * 4
 
 
-def test_the_actors_of_a_reset_must_be_the_same(job):
-    other = "all_reduce" if job.run.data_parallel == "parameter_server" else "parameter_server"
-    with pytest.raises(rp.ConfigError, match=r"reset keeps the actors: data_parallel .* must stay"):
-        job.reset(tiny(data_parallel=other))
-    with pytest.raises(rp.ConfigError, match="reset keeps the actors: the mesh must stay"):
-        job.reset(run_of(job, mesh=rp.Mesh(pp=4)))
-    job.reset(run_of(job, bucket_mb=4.0))
-    assert job.step().step == 0
+def test_actors_take_any_part_in_the_runs_that_they_are_enough_for(job_on):
+    """A server of one run is a worker of the next, and idle in that after it."""
+    job = job_on(6)
+    served, whole = tiny(data_parallel="parameter_server"), tiny(mesh=rp.Mesh(pp=3, dp=2))
+    for run, labels in ((served, 6), (whole, 6), (tiny(mesh=rp.Mesh()), 1), (tiny(mesh=rp.Mesh(tp=4)), 4), (served, 6)):
+        job.reset(run)
+        assert job.step().step == 0
+        assert len(job.ledger()) == labels
+    with pytest.raises(rp.ConfigError, match=r"reset keeps the actors: the run needs \d+, there are \d; launch anew"):
+        job.reset(tiny(mesh=rp.Mesh(pp=4, dp=4)))
+    assert job.step().step == 1, "it goes on"

@@ -106,7 +106,9 @@ def later(seconds, act):
 def test_a_launch_that_waits_for_room_leaves_no_claim_behind(cluster, monkeypatch, how):
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-    start, taken = time.monotonic(), placement_group([{"CPU": 7.0}])
+    claims = [claim for claim in placement_group_table().values() if claim["state"] == "CREATED"]
+    held = sum(bundle["CPU"] for claim in claims for bundle in claim["bundles"].values())
+    start, taken = time.monotonic(), placement_group([{"CPU": 15.0 - held}])
     assert taken.wait(30)
     try:
         if how == "interrupted":
@@ -114,7 +116,9 @@ def test_a_launch_that_waits_for_room_leaves_no_claim_behind(cluster, monkeypatc
                 rp.launch(run_of(lambda: [nn.Linear(4, 4)] * 2))
         else:
             monkeypatch.setattr("raypar.cluster._PLACEMENT_SECONDS", 1.0)
-            with pytest.raises(rp.ConfigError, match=r"2 actors need 2 CPUs, the cluster has 8 \(1 free\).*within 1 s"):
+            with pytest.raises(
+                rp.ConfigError, match=r"2 actors need 2 CPUs, the cluster has 16 \(1 free\).*within 1 s"
+            ):
                 rp.launch(run_of(lambda: [nn.Linear(4, 4)] * 2))
         assert time.monotonic() - start < 10, "Ctrl-C was not heard"
         claims = [claim for claim in placement_group_table().values() if claim["name"].startswith("raypar-")]

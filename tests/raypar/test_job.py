@@ -24,9 +24,8 @@ B, S, H = 2, 32, 32  # of gpt-tiny
 
 
 @pytest.fixture(scope="module")
-def job(cluster):
-    with rp.launch(tiny()) as job:
-        yield job
+def job(job_of):
+    return job_of(tiny())
 
 
 def tiny(**changes):

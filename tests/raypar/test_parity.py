@@ -19,26 +19,6 @@ MICROBATCHES = (1, 2, 4, 8)
 pytestmark = pytest.mark.usefixtures("plain_once")
 
 
-@pytest.fixture(scope="module")
-def jobs(cluster):
-    """One job a pipeline depth; the tests give its actors one run after the other.
-
-    The cluster has room for depths 1, 2, 3 or 1, 2, 4: tests of depth 3 stand before those of depth 4.
-    """
-    held = {}
-
-    def job(pp):
-        if pp not in held:
-            while sum(held) + pp > cluster.cluster_resources()["CPU"]:
-                held.pop(max(held)).close()
-            held[pp] = rp.launch(tiny(pp))
-        return held[pp]
-
-    yield job
-    for one in held.values():
-        one.close()
-
-
 def tiny(pp, **changes):
     run = rp.recipe("gpt-tiny")
     assert run.model.dropout > 0
@@ -75,21 +55,21 @@ def test_the_cases_cover_what_the_schedules_allow():
 
 
 @pytest.mark.parametrize("pp", [2, 3])
-def test_tied_embeddings(jobs, pp, tmp_path):
+def test_tied_embeddings(job_on, pp, tmp_path):
     run = tiny(pp)
     run = replace(run, model=replace(run.model, tied=True), folder=str(tmp_path / "left"))
-    verdict = rp.verify(run, jobs(pp))
+    verdict = rp.verify(run, job_on(pp))
     assert verdict.worst <= 1e-6, str(verdict)
     assert not (tmp_path / "left").exists(), "a comparison leaves nothing behind"
     weights = {}
-    for name, weight in jobs(pp).weights():
+    for name, weight in job_on(pp).weights():
         assert torch.equal(weights.setdefault(name, weight), weight), f"the two ends of {name} drifted apart"
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "hierarchical", "rope", "alibi"])
-def test_positions(jobs, positions):
+def test_positions(job_on, positions):
     model = replace(tiny(2).model, layers=4, positions=positions, attention="materialised")
-    verdict = rp.verify(tiny(2, model=model), jobs(2))
+    verdict = rp.verify(tiny(2, model=model), job_on(2))
     assert verdict.bitwise, str(verdict)
 
 
@@ -103,7 +83,7 @@ def regression(step, microbatch, dp):
     return x, x[:, :3].sin()
 
 
-def test_the_users_own_modules_and_loss(jobs):
+def test_the_users_own_modules_and_loss(job_on):
     run = rp.Run(
         model=rp.Layers(mlp, loss=nn.functional.mse_loss),
         mesh=rp.Mesh(pp=3),
@@ -113,7 +93,7 @@ def test_the_users_own_modules_and_loss(jobs):
         optim=rp.SGD(lr=0.3),
         steps=STEPS,
     )
-    job = jobs(3)
+    job = job_on(3)
     verdict = rp.verify(run, job)
     assert verdict.bitwise, str(verdict)
     assert job.evaluate().loss < verdict.losses[0]
@@ -128,8 +108,8 @@ def test_the_users_own_modules_and_loss(jobs):
 
 
 @pytest.mark.parametrize(("model", "pp", "schedule", "m"), sorted(MODELS, key=lambda case: case[1]))
-def test_bitwise_equal_to_one_plain_process(jobs, model, pp, schedule, m):
-    verdict = rp.verify(tiny(pp, model=rp.recipe(model).model, schedule=schedule, microbatches=m), jobs(pp))
+def test_bitwise_equal_to_one_plain_process(job_on, model, pp, schedule, m):
+    verdict = rp.verify(tiny(pp, model=rp.recipe(model).model, schedule=schedule, microbatches=m), job_on(pp))
     assert verdict.bitwise, str(verdict)
     assert verdict.steps == STEPS
     assert verdict.weights == {"gpt-tiny": 109, "llama-tiny": 75}[model]
@@ -138,14 +118,14 @@ def test_bitwise_equal_to_one_plain_process(jobs, model, pp, schedule, m):
 
 @pytest.mark.parametrize("recompute", ["full", "selective", ("selective", "full", "none", "full", *["none"] * 4)])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_recomputing_changes_no_bit(jobs, schedule, recompute):
-    verdict = rp.verify(tiny(2, schedule=schedule, recompute=recompute), jobs(2))
+def test_recomputing_changes_no_bit(job_on, schedule, recompute):
+    verdict = rp.verify(tiny(2, schedule=schedule, recompute=recompute), job_on(2))
     assert verdict.bitwise, str(verdict)
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved"])
-def test_stepped_equals_compiled(jobs, schedule):
-    job, run = jobs(2), tiny(2, schedule=schedule)
+def test_stepped_equals_compiled(job_on, schedule):
+    job, run = job_on(2), tiny(2, schedule=schedule)
     job.reset(run)
     compiled = [job.step() for _ in range(3)]
     weights = dict(job.weights())
@@ -161,9 +141,9 @@ def test_stepped_equals_compiled(jobs, schedule):
 
 
 @pytest.mark.parametrize(("schedule", "bitwise"), [("1f1b", True), ("interleaved", False)])
-def test_tied_embeddings_on_one_rank_are_one_parameter(jobs, schedule, bitwise):
+def test_tied_embeddings_on_one_rank_are_one_parameter(job_on, schedule, bitwise):
     """In one stage autograd adds as one process does; in two, the head's gradient is added before the embedding's."""
-    job, run = jobs(1), tiny(1, schedule=schedule)
+    job, run = job_on(1), tiny(1, schedule=schedule)
     run = replace(run, model=replace(run.model, tied=True))
     verdict = rp.verify(run, job)
     assert verdict.bitwise == bitwise
@@ -171,31 +151,31 @@ def test_tied_embeddings_on_one_rank_are_one_parameter(jobs, schedule, bitwise):
     assert "head.out.weight" not in dict(job.weights())
 
 
-def test_a_stage_of_its_own_moves_nothing(jobs):
-    job = jobs(1)
+def test_a_stage_of_its_own_moves_nothing(job_on):
+    job = job_on(1)
     job.reset(tiny(1))
     job.step()
     assert job.ledger() == {"pp=0": {}}
 
 
 @pytest.mark.parametrize(("pp", "schedule"), [(1, "1f1b"), (2, "1f1b"), (2, "interleaved"), (4, "1f1b")])
-def test_the_layout_does_not_change_the_initial_weights(jobs, pp, schedule):
+def test_the_layout_does_not_change_the_initial_weights(job_on, pp, schedule):
     run = tiny(pp, schedule=schedule)
-    jobs(pp).reset(run)
-    found, wanted = dict(jobs(pp).weights()), train_plainly(replace(run, steps=0)).weights
+    job_on(pp).reset(run)
+    found, wanted = dict(job_on(pp).weights()), train_plainly(replace(run, steps=0)).weights
     assert found.keys() == wanted.keys()
     assert all(torch.equal(weight, wanted[name]) for name, weight in found.items())
 
 
 @pytest.mark.parametrize("split", ["balanced", (1, 7), (5, 3)])
-def test_any_split_of_the_layers(jobs, split):
-    verdict = rp.verify(tiny(2, split=split), jobs(2))
+def test_any_split_of_the_layers(job_on, split):
+    verdict = rp.verify(tiny(2, split=split), job_on(2))
     assert verdict.bitwise, str(verdict)
 
 
-def test_a_changed_weight_is_found(jobs, monkeypatch):
+def test_a_changed_weight_is_found(job_on, monkeypatch):
     """The comparison can fail: a plain process with another seed for dropout is not equal."""
-    job, run = jobs(2), tiny(2)
+    job, run = job_on(2), tiny(2)
     plain = train_plainly(replace(run, seed=1))
     monkeypatch.setattr("raypar.parity.train_plainly", lambda _: plain)
     verdict = rp.verify(run, job)
@@ -204,8 +184,8 @@ def test_a_changed_weight_is_found(jobs, monkeypatch):
     assert "loss of step 0" in str(verdict)
 
 
-def test_sgd_without_clipping(jobs):
-    verdict = rp.verify(tiny(2, optim=rp.SGD(lr=0.1, weight_decay=0.01), clip=None), jobs(2))
+def test_sgd_without_clipping(job_on):
+    verdict = rp.verify(tiny(2, optim=rp.SGD(lr=0.1, weight_decay=0.01), clip=None), job_on(2))
     assert verdict.bitwise, str(verdict)
 
 

@@ -22,10 +22,10 @@ pytestmark = pytest.mark.usefixtures("by_value")
     ("changes", "says"),
     [
         (
-            {"mesh": rp.Mesh(dp=9)},
-            r"mesh: 9 actors need 9 CPUs, the cluster has 8 \(\d free\) on 1 node: use a smaller",
+            {"mesh": rp.Mesh(dp=17)},
+            r"mesh: 17 actors need 17 CPUs, the cluster has 16 \(\d+ free\) on 1 node: use a smaller",
         ),
-        ({"mesh": rp.Mesh(dp=8)} | SERVED, r"mesh: 9 actors \(1 of them servers\) need 9 CPUs, the cluster has 8"),
+        ({"mesh": rp.Mesh(dp=16)} | SERVED, r"mesh: 17 actors \(1 of them servers\) need 17 CPUs, the cluster has 16"),
     ],
 )
 def test_a_world_that_the_cluster_has_no_room_for(cluster, changes, says):

@@ -30,35 +30,35 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_it_is_one_plain_process_within_the_bounds(job_of, layout):
+def test_it_is_one_plain_process_within_the_bounds(job_on, layout):
     run = tiny(**layout)
-    verdict = rp.verify(run, job_of(run))
+    verdict = rp.verify(run, job_on(run.mesh.size))
     assert verdict.ok, str(verdict)
     assert not verdict.bitwise
     assert {one.allowed for one in verdict.differences} <= {1e-5, 2e-5, 1e-3}
     assert len(set(verdict.losses)) == 5, "a run whose loss never moves proves nothing"
 
 
-def test_a_llama_too(job_of):
+def test_a_llama_too(job_on):
     model = replace(rp.recipe("llama-tiny").model, kv_heads=1, dropout=0.1)
     run = tiny(2, model=model, sequence_parallel=True)
-    verdict = rp.verify(run, job_of(run))
+    verdict = rp.verify(run, job_on(run.mesh.size))
     assert verdict.ok, str(verdict)
     assert not verdict.bitwise
 
 
-def test_a_square_too(job_of):
+def test_a_square_too(job_on):
     run = tiny("2d:2x2", model=replace(rp.recipe("gpt-tiny").model, layers=2), steps=2, recompute="full")
-    verdict = rp.verify(run, job_of(run))
+    verdict = rp.verify(run, job_on(run.mesh.size))
     assert verdict.ok, str(verdict)
     assert not verdict.bitwise
 
 
-def test_a_lost_mask_is_found(job_of, monkeypatch):
+def test_a_lost_mask_is_found(job_on, monkeypatch):
     """The comparison can fail: one process with other dropout is not equal."""
     plain = train_plainly(replace(tiny(2), seed=1))
     monkeypatch.setattr("raypar.parity.train_plainly", lambda _: plain)
-    assert not rp.verify(tiny(2), job_of(tiny(2))).ok
+    assert not rp.verify(tiny(2), job_on(2)).ok
 
 
 def test_what_is_divided_is_seen_whole(job_of):
@@ -97,6 +97,6 @@ def test_another_number_of_parts_resumes(job_of, tmp_path):
     job.train(steps=2)
     saved = job.save(tmp_path)
     wanted = [report.loss for report in job.train(steps=2)]
-    with rp.launch(tiny(1), resume=saved) as alone:
-        assert alone.next_step == 2
-        assert [report.loss for report in alone.train(steps=2)] == pytest.approx(wanted, rel=1e-5)
+    job.reset(tiny(1), resume=saved)
+    assert job.next_step == 2
+    assert [report.loss for report in job.train(steps=2)] == pytest.approx(wanted, rel=1e-5)
