@@ -154,6 +154,7 @@ class Job(Inside):
             raise ConfigError(faults)
         demand_shippable(run.model, run.data)
         record = Record(run)
+        self._keep_times()
         self._let_go()
         self._record = record
         self._guard(partial(self._calls.all, "leave", what="the end of the run before"))

@@ -115,7 +115,7 @@ ray.init(address="local", num_cpus=6, num_gpus=2, include_dashboard=False, log_t
          object_store_memory=80 * 2**20)
 found = {}
 for choice, pp in (("auto", 2), ("cuda", 3)):
-    actors = start_actors(Told, Told, World(rp.Mesh(pp=pp)), choice, f"{choice}{pp}")
+    actors = start_actors(Told, World(rp.Mesh(pp=pp)), choice, f"{choice}{pp}")
     found[f"{choice} {pp}"] = [actors.device, ray.get([handle.gpu.remote() for handle in actors.handles])]
     actors.end()
 try:
@@ -154,8 +154,7 @@ def test_verifying_on_a_gpu_needs_one_in_this_process(monkeypatch):
 
 @pytest.mark.parametrize(("device", "fits"), [("auto", True), ("cpu", True), ("cuda", False)])
 def test_a_reset_keeps_the_device(device, fits):
-    old = rp.recipe("gpt-tiny")
-    faults = list(reset_faults(old, rp.recipe("gpt-tiny", device=device), "cpu"))
+    faults = list(reset_faults(rp.recipe("gpt-tiny", device=device), 2, "cpu"))
     assert faults == ([] if fits else ["reset keeps the actors: device must stay 'cpu'; launch anew for 'cuda'"])
 
 

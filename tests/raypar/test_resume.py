@@ -71,11 +71,10 @@ def test_a_fresh_job_goes_on_bitwise(trained):
         same(outcome(job), wanted)
 
 
-def test_so_does_one_with_another_schedule_and_mesh(trained):
+def test_so_does_a_reset_one_with_another_schedule_and_mesh(trained, job_of):
     folder, wanted, _ = trained
     run = tiny(mesh=rp.Mesh(pp=4), schedule="gpipe", optim=replace(tiny().optim))
-    with rp.launch(run, resume=str(folder / "step-00000003")) as job:
-        same(outcome(job), wanted)
+    same(outcome(job_of(run, resume=str(folder / "step-00000003"))), wanted)
 
 
 def test_save_now_and_one_that_fails(trained, tmp_path):
@@ -99,18 +98,19 @@ def test_save_now_and_one_that_fails(trained, tmp_path):
     ],
     ids=["zero", "servers"],
 )
-def test_replicas_go_on_bitwise(cluster, tmp_path, changes):
+def test_replicas_go_on_bitwise(job_of, tmp_path, changes):
     run = tiny(mesh=rp.Mesh(dp=2), model=replace(tiny().model, tied=True), **changes)
-    with rp.launch(run) as job:
-        job.train(2)
-        job.save(tmp_path)
-        wanted = outcome(job, 2)
-    with rp.launch(replace(run, folder=str(tmp_path / "run")), resume=tmp_path) as job:
-        same(outcome(job, 2), wanted)
+    job = job_of(run)
+    job.train(2)
+    job.save(tmp_path)
+    wanted = outcome(job, 2)
+    job.reset(replace(run, folder=str(tmp_path / "run")), resume=tmp_path)
+    same(outcome(job, 2), wanted)
+    job.reset(run)
     past = read(tmp_path / "run")
     assert [line["loss"] for line in past.metrics] == [loss for _, loss, *_ in wanted[0]]
     servers = run.servers if run.data_parallel == "parameter_server" else 0
-    assert (past.step, len(past.timelines), past.checkpoints) == (3, 2 + servers, []), "written when the job was closed"
+    assert (past.step, len(past.timelines), past.checkpoints) == (3, 2 + servers, []), "written when the next run begins"
 
 
 def test_a_disk_that_fails_warns_and_training_goes_on(trained, monkeypatch, tmp_path, caplog):
