@@ -76,6 +76,8 @@ class Pool:
     def put(self, data: Tensor) -> tuple[Slab, int]:
         """Copy at most SLAB bytes (uint8); where they stand. Lend the slab before the next put."""
         count = data.numel()
+        if self._slabs and self._slabs[-1].free:
+            self._end = 0  # what was just read is in cache
         if self._end + count > SLAB:
             self._next()
         slab, start = self._slabs[-1], self._end
