@@ -180,12 +180,21 @@ def _messages() -> Iterator[None]:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM unwinds as Ctrl-C does, so that the actors end; ``ray.init`` sets a handler that does the same."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+    """SIGTERM unwinds as Ctrl-C does, so that the actors end."""
+    came = False
+
+    def end(number: int, frame: object) -> None:
+        nonlocal came
+        came = True
+        sys.exit(number)
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+        if came:  # Ray, if it waits at that moment, makes another exit of it
+            sys.exit(signal.SIGTERM)
 
 
 def _table(rows: Rows) -> str:

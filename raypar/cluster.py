@@ -8,6 +8,8 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +78,8 @@ def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wai
     """
     built = torch.backends.cuda.is_built()  # the actors' torch is the same build
     demand_build(device, built=built)
-    owns = _connect()
-    _take_back_sigterm()
+    with _own_sigterm():
+        owns = _connect()
     try:
         if wait_for_nodes <= 0:
             _demand_room(world)
@@ -184,9 +186,16 @@ def _connect() -> bool:
     return True
 
 
-def _take_back_sigterm() -> None:
-    """Leave SIGTERM to Python's handler. Ray's own below it aborts the process after 3 s, in the middle of its end."""
-    if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)):
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Leave SIGTERM to the handler of before, or else to Python's of Ray's two, which unwinds.
+
+    The one below it aborts the process after 3 s, in the middle of its end.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    handler = before if callable(before) else signal.getsignal(signal.SIGTERM)
+    if handler and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 
 

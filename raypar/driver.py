@@ -143,10 +143,9 @@ class Job(Inside):
     # --- its life ---
 
     def reset(self, run: Run, *, resume: str | Path | Found | None = None) -> None:
-        """Begin another run on the same actors, which takes no launch: any that needs no more of them.
+        """Begin another run, from ``resume`` as in ``launch``, on the same actors; those that it does not need are idle.
 
-        Those left over are idle. The actors' nodes, shares of GPUs and names in Ray's dashboard stay as they were
-        launched. ``resume`` is what it is for ``launch``. Raises ConfigError, before anything is changed.
+        Their nodes, shares of GPUs and names in Ray's dashboard stay. Raises ConfigError, before anything is changed.
         """
         self._demand_ready()
         programs, found = prepared(run, resume)

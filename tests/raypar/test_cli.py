@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from raypar import commands, paper
+from raypar import cli, commands, paper
 from raypar.actors.plan import NonFiniteError
 from raypar.actors.specs import Llama
 from raypar.errors import JobError
@@ -344,6 +344,19 @@ def test_sigterm_ends_a_run_and_its_actors(data, tmp_path):
     assert run.returncode == 143, err
     assert err.endswith("raypar: terminated\n")
     assert "Traceback" not in err
+
+
+def test_sigterm_is_one_whatever_ray_makes_of_it(said, monkeypatch):
+    def waits(command, words):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except SystemExit:
+            sys.exit(1)  # so ray.get does
+
+    monkeypatch.setattr(cli, "_with_actors", waits)
+    before = signal.getsignal(signal.SIGTERM)
+    assert said("train", "gpt-tiny") == (143, "", "raypar: terminated\n")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_run_is_logged_and_summed_up(said, cluster, data, tmp_path):

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import raypar as rp
+from raypar.cluster import _own_sigterm
 
 pytestmark = pytest.mark.usefixtures("by_value", "ctrl_c")
 
@@ -126,6 +127,19 @@ def test_a_launch_that_waits_for_room_leaves_no_claim_behind(cluster, monkeypatc
         assert {claim["state"] for claim in later_ones} == {"REMOVED"}
     finally:
         remove_placement_group(taken)
+
+
+def test_a_handler_of_sigterm_outlives_rays():
+    def mine(number, frame):
+        pass
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        with _own_sigterm():
+            signal.signal(signal.SIGTERM, lambda number, frame: None)
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def broken():

@@ -110,7 +110,7 @@ def test_replicas_go_on_bitwise(job_of, tmp_path, changes):
     past = read(tmp_path / "run")
     assert [line["loss"] for line in past.metrics] == [loss for _, loss, *_ in wanted[0]]
     servers = run.servers if run.data_parallel == "parameter_server" else 0
-    assert (past.step, len(past.timelines), past.checkpoints) == (3, 2 + servers, []), "written when the next run begins"
+    assert (past.step, len(past.timelines), past.checkpoints) == (3, 2 + servers, []), "written by the reset"
 
 
 def test_a_disk_that_fails_warns_and_training_goes_on(trained, monkeypatch, tmp_path, caplog):
