@@ -143,7 +143,7 @@ class Job(Inside):
     # --- its life ---
 
     def reset(self, run: Run, *, resume: str | Path | Found | None = None) -> None:
-        """Begin another run, from ``resume`` as in ``launch``, on the same actors; those that it does not need are idle.
+        """Begin another run, from ``resume`` as in ``launch``, on the same actors; those not needed are idle.
 
         Their nodes, shares of GPUs and names in Ray's dashboard stay. Raises ConfigError, before anything is changed.
         """

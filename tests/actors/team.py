@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ def mse(output, target):
     return nn.functional.mse_loss(output, target)
 
 
+@cache
 def linears(count=4):
     return lambda: [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(count)]
 

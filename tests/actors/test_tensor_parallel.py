@@ -20,6 +20,7 @@ from raypar.report import losses_of, mean_loss
 from raypar.schedules.action import Op
 from tests.actors.team import Team
 from tests.actors.test_copies import loaded, saved
+from tests.plain import trained
 
 TINY = GPT(layers=3, hidden=16, heads=4, seq=6, vocab=11)
 GRADIENT, LOSS = 2e-5, 1e-5  # the bounds of raypar verify
@@ -50,7 +51,7 @@ def error(found, wanted):
 
 def agrees(team):
     """Train the team and one plain process, and compare every loss, norm and first gradient."""
-    plain, first = train_plainly(team.run), {}
+    plain, first = trained(team.run), {}
     for number in range(team.run.steps):
         results = team.step(number)
         assert mean_loss(*losses_of(results)) == pytest.approx(plain.losses[number], rel=LOSS, abs=0)

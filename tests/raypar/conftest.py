@@ -3,8 +3,6 @@ not."""
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
 
@@ -40,13 +38,10 @@ def job_on(cluster):
     held = []
 
     def job(actors):
-        if held and (held[0]._failure is not None or held[0].num_actors < actors):
-            size = actors if held[0]._failure is not None else max(4, actors)
+        ended = bool(held) and held[0]._failure is not None  # the next test may end it too
+        if not held or ended or held[0].num_actors < actors:
             close()
-        else:
-            size = actors
-        if not held:
-            held.append(rp.launch(rp.recipe("gpt-tiny", mesh=rp.Mesh(dp=size))))
+            held.append(rp.launch(rp.recipe("gpt-tiny", mesh=rp.Mesh(dp=actors if ended else max(4, actors)))))
         return held[0]
 
     def close():
@@ -71,21 +66,9 @@ def job_of(job_on):
     return job
 
 
-@pytest.fixture(scope="session")
-def trained():
-    from raypar.parity import train_plainly
-
-    return cache(train_plainly)
-
-
 @pytest.fixture
-def plain_once(monkeypatch, trained):
-    """``verify`` trains in a plain process once for all layouts of a run: that process is told nothing of a layout."""
-    import raypar as rp
+def plain_once(monkeypatch):
+    """``verify`` trains in a plain process once for all layouts of a run."""
+    from tests.plain import trained
 
-    told = ("model", "microbatches", "micro_batch_size", "data", "optim", "clip", "seed", "steps", "threads")
-
-    def train(run):
-        return trained(rp.Run(mesh=rp.Mesh(dp=run.mesh.dp), **{name: getattr(run, name) for name in told}))
-
-    monkeypatch.setattr("raypar.parity.train_plainly", train)
+    monkeypatch.setattr("raypar.parity.train_plainly", trained)
