@@ -17,8 +17,9 @@ from raypar.schedules.timeline import Event, Timeline
 class Costs:
     """Seconds (or any other unit) that the actions last; the rest of the ops cost nothing.
 
-    link      from the end of a compute action to the arrival of its value on another rank
-    of_stage  exceptions: what an op costs on a stage, ``{(3, Op.F): 1.5}``
+    link       from the end of a compute action to the arrival of its value on another rank
+    of_stage   exceptions: what an op costs on a stage, ``{(3, Op.F): 1.5}``
+    of_action  exceptions to them: what one action costs
     """
 
     f: float = 1.0
@@ -29,10 +30,13 @@ class Costs:
     step: float = 0.0
     link: float = 0.0
     of_stage: Mapping[tuple[int, Op], float] = field(default_factory=dict)
+    of_action: Mapping[Action, float] = field(default_factory=dict)
 
     def of(self, action: Action) -> float:
         """What the action costs its rank."""
         stage, op, _ = action
+        if self.of_action and action in self.of_action:
+            return self.of_action[action]
         if stage is not None and (stage, op) in self.of_stage:
             return self.of_stage[stage, op]
         cost: float = getattr(self, _FIELD[op]) if op in _FIELD else 0.0

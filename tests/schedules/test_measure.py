@@ -57,6 +57,15 @@ def test_what_was_held_up_once_does_not_count():
     assert (found.of_stage[1, Op.B], found.of_stage[0, Op.F], found.link, found.step) == (2.0, 1.0, 0.25, 0.0)
 
 
+def test_an_action_has_its_own_cost_from_three_steps_on():
+    schedule = lower(build("gpipe", 2, 4))
+    quick = simulate(schedule, Costs(f=2.0, of_action={Action(0, Op.F, 0): 0.5}))
+    two, three = costs_of(quick, quick), costs_of(quick, quick, simulate(schedule, Costs(f=9.0)))
+    assert [two.of(Action(0, Op.F, microbatch)) for microbatch in range(4)] == [2.0] * 4
+    assert [three.of(Action(0, Op.F, microbatch)) for microbatch in range(4)] == [0.5, 2.0, 2.0, 2.0]
+    assert simulate(schedule, three).makespan == quick.makespan
+
+
 def test_a_step_lasts_from_the_last_rank_s_start():
     schedule = lower(build("gpipe", 2, 1))
     events = (Event(0, "pp=0", STEP, 5.0, 6.5), Event(1, "pp=1", STEP, 2.0, 6.25))
