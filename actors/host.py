@@ -17,7 +17,7 @@ from raypar.actors.server import Server
 from raypar.actors.worker import Worker
 
 
-class Host:
+class _Hosted:
     """A worker or a server inside a Ray actor, as each run wants it.
 
     Not a Member itself: Ray wraps every method of an actor's class, and a step makes a hundred calls of one by another.
@@ -50,7 +50,7 @@ class Host:
 
 
 def _call_of(name: str) -> Callable[..., Any]:
-    def call(self: Host, *args: Any) -> Any:
+    def call(self: _Hosted, *args: Any) -> Any:
         return getattr(self._member, name)(*args)
 
     return call
@@ -58,4 +58,4 @@ def _call_of(name: str) -> Callable[..., Any]:
 
 _NAMES = {name for kind in (Worker, Server) for name, _ in inspect.getmembers(kind, inspect.isfunction)}
 _CALLS = {name: _call_of(name) for name in sorted(_NAMES) if not name.startswith("_")}
-Hosted: type[Host] = type("Hosted", (Host,), _CALLS | {"__module__": __name__})
+Hosted: type[_Hosted] = type("Hosted", (_Hosted,), _CALLS | {"__module__": __name__})

@@ -68,7 +68,7 @@ class Actors:
 
 
 def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wait_for_nodes: float = 0.0) -> Actors:
-    """An actor of a class for each rank of the world, placed all together or not at all.
+    """An actor of this class for each rank of the world, placed all together or not at all.
 
     Each has one CPU, and of the GPUs what ``share_of`` says.
 
@@ -193,10 +193,12 @@ def _own_sigterm() -> Iterator[None]:
     The one below it aborts the process after 3 s, in the middle of its end.
     """
     before = signal.getsignal(signal.SIGTERM)
-    yield
-    handler = before if callable(before) else signal.getsignal(signal.SIGTERM)
-    if handler and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        handler = before if callable(before) else signal.getsignal(signal.SIGTERM)
+        if handler and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _demand_answer(address: str) -> None:

@@ -110,8 +110,7 @@ class Job(Inside):
             found = losses_of(self._guard(call))
             losses += found[0]
             counts += found[1]
-        seconds = time.perf_counter() - start
-        evaluation = Evaluation(self.next_step, mean_loss(losses, counts), sum(counts), seconds)
+        evaluation = Evaluation(self.next_step, mean_loss(losses, counts), sum(counts), time.perf_counter() - start)
         self._record.write(evaluation)
         return evaluation
 

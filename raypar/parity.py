@@ -131,8 +131,8 @@ def verify(run: Run, job: Job | None = None) -> Verdict:
     """Train ``run.steps`` steps on the layout and in one plain process; compare every loss, gradient norm and weight,
     and the gradients of the first step.
 
-    Give a job with actors enough to use them. Device "auto" is CPUs, whose bits are everywhere the
-    same; with "cuda" the plain process uses a GPU of its own. Raises ConfigError as ``launch`` does.
+    Give a job with actors enough to use them. Device "auto" is CPUs, whose bits are everywhere the same; with "cuda"
+    the plain process uses a GPU of its own. Raises ConfigError as ``launch`` does.
     """
     run = unrecorded(run)
     run = replace(run, device="cpu") if run.device == "auto" else run

@@ -21,9 +21,9 @@ def costs_of(*timelines: Timeline) -> Costs:
     a median, so that single actions that were held up don't count: of an action that three steps or more have (while
     other ranks wait, actions are faster), else of a stage's op over all microbatches; of the link over the values that
     somebody waited for. If nobody waited for any, the link is the longest that would still have been in time. STEP
-    begins with all ranks waiting for one another, so it lasts from the last one's start to the end.
-    A SEND costs its rank what it took; a RECV only the waiting, which the simulation finds. What is in no timeline
-    costs nothing. Of a simulated timeline these are the costs that it was made with.
+    begins with all ranks waiting for one another, so it lasts from the last one's start to the end. A SEND costs its
+    rank what it took; a RECV only the waiting, which the simulation finds. What is in no timeline costs nothing. Of a
+    simulated timeline these are the costs that it was made with.
     """
     lengths: defaultdict[Action, list[float]] = defaultdict(list)
     awaited_links, spare_links, steps = list[float](), list[float](), list[float]()

@@ -324,7 +324,7 @@ def test_time_spent_on_starting_a_bucket_is_not_hidden():
     (bucket,) = pack(0, {"w": weight}, {"w": 0}, limit=100)
 
     def slow(tensor):
-        time.sleep(0.05)
+        time.sleep(0.3)
         return local_groups("dp", 1)[0].barrier()
 
     channel = Channel(slow, slow, lambda count, dtype: torch.empty(count, dtype=dtype), here=True)
@@ -333,7 +333,7 @@ def test_time_spent_on_starting_a_bucket_is_not_hidden():
         weight.sum().backward()
     reducer.flush(0)
     reducer.finish()
-    assert reducer.overlap < 0.5
+    assert reducer.overlap < 0.1
 
 
 def test_overlap_is_a_share_and_buckets_are_dropped_with_the_next_step():
