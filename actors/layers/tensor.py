@@ -63,7 +63,7 @@ class RowParallelLinear(nn.Linear):
                 f"{input.shape[-1]}: give it what a column linear layer of {self.whole} outputs has made"
             )
         out = self.leave(F.linear(input, self.weight))
-        return mark(out if self.bias is None else out + self.bias, divided=False)
+        return mark(out if self.bias is None else out.add_(self.bias), divided=False)  # nobody else has it yet
 
 
 class VocabParallelEmbedding(nn.Embedding):

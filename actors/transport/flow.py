@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 AHEAD = 8  # pieces by which the first step may be ahead of the last one: until they are read they take memory
+
+
+class Flow(ABC):
+    """What a mailbox moves on.
+
+    peers  those without whom it can't be finished
+    queue  flows of one queue take their pieces one after the other, in the order of their start (None: of no queue)
+    over   whether nothing is left to do; with an ``error``, nothing can be done any more
+    ahead  pieces that take memory now
+    """
+
+    def __init__(self, peers: Iterable[int], queue: tuple[int, int] | None = None) -> None:
+        self.peers, self.queue = peers, queue
+        self.error: Exception | None = None
+        self.over, self.ahead = False, 0
+
+    def advance(self, most: int) -> bool:
+        """Do what can be done now, but take memory for at most ``most`` pieces; what goes wrong is kept in ``error``.
+
+        Returns whether anything was done.
+        """
+        try:
+            return self._advance(most)
+        except Exception as error:
+            self.error, self.over = error, True
+            return True
+
+    @abstractmethod
+    def _advance(self, most: int) -> bool: ...
 
 
 class Step(NamedTuple):
@@ -15,12 +45,10 @@ class Step(NamedTuple):
     do: Callable[[int], object]
 
 
-class Flow:
+class Pieces(Flow):
     """``count`` pieces that go through ``steps``; the last step goes first where it can, as what arrives is in cache.
 
-    peers   those without whom it can't be finished
     copies  whether a piece takes memory of its own from the first step to the last one
-    queue   flows of one queue take their pieces one after the other, in the order of their start (None: of no queue)
     """
 
     def __init__(
@@ -32,32 +60,18 @@ class Flow:
         copies: bool = False,
         queue: tuple[int, int] | None = None,
     ) -> None:
-        self.peers, self.queue = frozenset(peers), queue
-        self.error: Exception | None = None
+        super().__init__(peers, queue)
         self._count, self._steps, self._done, self._copies = count, steps, [0] * len(steps), copies
+        self.over = not count
 
-    @property
-    def over(self) -> bool:
-        return self.error is not None or self._done[-1] == self._count
-
-    @property
-    def ahead(self) -> int:
-        """Pieces that take memory now."""
-        return self._done[0] - self._done[-1] if self._copies else 0
-
-    def advance(self, most: int) -> bool:
-        """Do what can be done now, but at most one piece of the first step; of copies at most ``most`` pieces ahead.
-
-        So pieces that arrive meanwhile can be taken while they are in cache. Returns whether anything was done; what
-        goes wrong is kept in ``error``.
-        """
-        done = list(self._done)
-        try:
-            while self._done[0] == done[0] and self._one(most):
-                pass
-        except Exception as error:
-            self.error = error
-        return self._done != done
+    def _advance(self, most: int) -> bool:
+        """At most one piece of the first step, so that pieces that arrive meanwhile can be taken while in cache."""
+        done, before = self._done, list(self._done)
+        while done[0] == before[0] and self._one(most):
+            pass
+        self.over = done[-1] == self._count
+        self.ahead = done[0] - done[-1] if self._copies else 0
+        return done != before
 
     def _one(self, most: int) -> bool:
         done = self._done

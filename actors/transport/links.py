@@ -13,7 +13,6 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,33 +98,29 @@ class Link:
         while self._queue and not self._broken and self._try(*self._queue[0]):
             self._queue.popleft()
 
-    def receive(self) -> Iterator[tuple[int, Message]]:
-        """Everything that has arrived, each with its channel."""
-        while not self.lost:
-            try:
-                raw, control, _, _ = self._socket.recvmsg(_ROOM, _FD_ROOM)
-            except BlockingIOError:
-                return
-            except ConnectionResetError:
-                continue  # said once, ahead of what the peer had sent before it closed
-            except OSError:
-                raw, control = b"", []
-            if not raw:
-                self.lost = True
-                return
-            channel, total, number, start, count, awaited = _HEAD.unpack_from(raw)
-            for _, _, packed in control:
-                (fd,) = struct.unpack("i", packed[:4])
-                self._slabs[number] = Slab(fd, number)
-                os.close(fd)
-            if number != _NO_SLAB and number not in self._slabs:
-                raise RuntimeError("this process has no descriptor left for shared memory: raise ulimit -n")
-            if number == _NO_SLAB:
-                data = torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=_HEAD.size) if count else NOTHING
-                yield channel, Message(data, total, None)
-            else:
-                slab = self._slabs[number]
-                yield channel, Message(slab.data[start : start + count], total, slab, bool(awaited))
+    def receive(self) -> tuple[int, Message] | None:
+        """The next message that has arrived, with its channel; None if there is none, or none any more."""
+        try:
+            raw, control, _, _ = self._socket.recvmsg(_ROOM, _FD_ROOM)
+        except (BlockingIOError, ConnectionResetError):
+            return None  # a reset is said once, ahead of what the peer had sent before it closed
+        except OSError:
+            raw, control = b"", []
+        if not raw:
+            self.lost = True
+            return None
+        channel, total, number, start, count, awaited = _HEAD.unpack_from(raw)
+        for _, _, packed in control:
+            (fd,) = struct.unpack("i", packed[:4])
+            self._slabs[number] = Slab(fd, number)
+            os.close(fd)
+        if number == _NO_SLAB:
+            data = torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=_HEAD.size) if count else NOTHING
+            return channel, Message(data, total, None)
+        if number not in self._slabs:
+            raise RuntimeError("this process has no descriptor left for shared memory: raise ulimit -n")
+        slab = self._slabs[number]
+        return channel, Message(slab.data[start : start + count], total, slab, bool(awaited))
 
     def shut(self) -> None:
         """Close the connection for both ends; what waits for it wakes up. Safe from any thread."""

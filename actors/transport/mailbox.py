@@ -40,14 +40,16 @@ class Mailbox:
         self._pool = Pool(len(links) + 1)
         self._arrived: dict[tuple[int, int], deque[Message]] = {}  # by sender and channel
         self._flows: list[Flow] = []  # those that are not over, in the order of their start
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._aborted = False
         self._watched = False  # whether a thread sleeps on the links, and has to be told of what others did
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller = select.poll()
+        self._arrivals, self._poller = select.poll(), select.poll()  # the second one for who sleeps
         self._poller.register(self._bell, select.POLLIN)
         self._peers = {link.fileno(): peer for peer, link in links.items()}
         for link in links.values():
+            self._arrivals.register(link, select.POLLIN)
             self._poller.register(link, select.POLLIN)
 
     def __del__(self) -> None:
@@ -61,13 +63,13 @@ class Mailbox:
 
     def start(self, flow: Flow) -> None:
         """Do what can be done of it at once; it moves on with every other start or wait."""
-        with self._changed:
+        with self._lock:
             self._flows.append(flow)
             self._advance()
 
     def await_pieces(self, flow: Flow) -> None:
         """Start a flow that only takes: there is nothing to do until somebody waits."""
-        with self._changed:
+        with self._lock:
             self._flows.append(flow)
 
     def wait(self, flow: Flow, seconds: float) -> None:
@@ -75,7 +77,7 @@ class Mailbox:
         if flow.over and flow.error is None:
             return
         deadline = time.monotonic() + seconds
-        with self._changed:
+        with self._lock:
             self._advance(flow)
             while not self._over(flow):
                 left = deadline - time.monotonic()
@@ -89,7 +91,7 @@ class Mailbox:
 
     def window(self, count: int) -> Tensor:
         """A new tensor (uint8) of ``count`` bytes that peers can read where it stands."""
-        with self._changed:
+        with self._lock:
             return self._pool.window(count)
 
     def is_window(self, tensor: Tensor) -> bool:
@@ -113,7 +115,7 @@ class Mailbox:
             part = part.as_strided(part.shape, (1,))
         data = part.view(torch.uint8)
         count = data.numel()
-        with self._changed:
+        with self._lock:
             if count <= INLINE:
                 for peer in peers:
                     self._links[peer].send(channel, total, data)
@@ -176,10 +178,12 @@ class Mailbox:
         """
         moved, some = True, False
         while moved and self._flows and not (awaited and awaited.over):
-            for peer, link in self._links.items():
+            for link in self._links.values():
                 if not link.idle:
                     link.flush()
-                self._read(peer)
+            while ready := self._arrivals.poll(0):
+                for fd, _ in ready:
+                    self._read(self._peers[fd])
             moved = self._round()
             self._flows = [flow for flow in self._flows if not flow.over]
             some = some or moved
@@ -204,11 +208,11 @@ class Mailbox:
         for link in full:
             self._poller.modify(link, select.POLLIN | select.POLLOUT)
         self._watched = True
-        self._changed.release()
+        self._lock.release()
         try:
             ready = self._look() or self._poller.poll(math.ceil(seconds * 1000))
         finally:
-            self._changed.acquire()
+            self._lock.acquire()
             self._watched = False
             self._changed.notify_all()
         for link in full:
@@ -229,13 +233,14 @@ class Mailbox:
         return []
 
     def _read(self, peer: int) -> None:
+        """One message that has arrived, or that the peer is lost."""
         link = self._links[peer]
         if link.lost:
             return
-        for channel, message in link.receive():
-            if channel != _BELL:
-                self._arrived.setdefault((peer, channel), deque()).append(message)
+        if (arrived := link.receive()) is not None and arrived[0] != _BELL:
+            self._arrived.setdefault((peer, arrived[0]), deque()).append(arrived[1])
         if link.lost:
+            self._arrivals.unregister(link)
             self._poller.unregister(link)
 
     def _next(self, peer: int, channel: int) -> Message:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from raypar.actors.group import nbytes
 from raypar.actors.reductions import ReduceOp, reduce_in_order
-from raypar.actors.transport.flow import Flow, Step, always, nothing
+from raypar.actors.transport.flow import Pieces, Step, always, nothing
 from raypar.actors.transport.mailbox import Mailbox, Parts
 
 _PAIRS: dict[ReduceOp, Callable[..., object]] = {
@@ -20,7 +20,7 @@ _PAIRS: dict[ReduceOp, Callable[..., object]] = {
 }
 
 
-def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, channels: tuple[int, int]) -> Flow:
+def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, channels: tuple[int, int]) -> Pieces:
     """The flow that turns ``flat`` (contiguous, one dim) into the reduction; 2(N-1)/N of its bytes cross a member.
 
     What is in a window is read where it stands, so there the op is over only when all have read it.
@@ -59,7 +59,7 @@ def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, ch
         Step(lambda k: box.have(reduced, others), collect),
         Step(lambda k: box.sent(others) and box.given(flat), nothing),
     ]
-    return Flow(-(-flat.numel() // block), steps, others, copies=not box.is_window(flat))
+    return Pieces(-(-flat.numel() // block), steps, others, copies=not box.is_window(flat))
 
 
 def reduce_parts(out: Tensor, own: Tensor, parts: Parts, rank: int, op: ReduceOp) -> None:

@@ -6,6 +6,7 @@ Every op is a Flow: it posts pieces of what this member gives, and takes the pie
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,13 +15,15 @@ from torch._C._distributed_c10d import Store
 from raypar.actors.group import Finish, Group, nbytes, row_size, staged
 from raypar.actors.ledger import Ledger
 from raypar.actors.reductions import ReduceOp
-from raypar.actors.transport.flow import Flow, Step, always, nothing
+from raypar.actors.transport.flow import Flow, Pieces, Step, always, nothing
 from raypar.actors.transport.links import INLINE, connect
 from raypar.actors.transport.mailbox import Mailbox, Parts
 from raypar.actors.transport.shares import by_shares, reduce_parts
 from raypar.actors.transport.slabs import SLAB
+from raypar.actors.transport.swap import Swap
 
 Fold = Callable[[slice, Parts], object]  # what to do with these elements of the peers' tensors
+WHOLE = slice(None)
 Back = Callable[[], object] | None
 
 
@@ -82,7 +85,8 @@ class ShmGroup(Group):
             return self._start(by_shares(self._box, self.rank, self.size, flat, op, channels), back)
 
         def fold(piece: slice, parts: Parts) -> None:
-            reduce_parts(flat[piece], flat[piece], parts, self.rank, op)
+            own = _at(flat, piece)
+            reduce_parts(own, own, parts, self.rank, op)
 
         give = [(flat, self._others)]
         return self._exchange(give, self._from_all(flat.numel()), flat.dtype, fold, back, lend=False)
@@ -98,7 +102,7 @@ class ShmGroup(Group):
         flat, rows = whole.view(-1), tensor.contiguous().view(self.size, out.numel())
 
         def fold(piece: slice, parts: Parts) -> None:
-            reduce_parts(flat[piece], rows[self.rank, piece], parts, self.rank, op)
+            reduce_parts(_at(flat, piece), _at(rows[self.rank], piece), parts, self.rank, op)
 
         if self.size == 1:
             flat.copy_(rows[0])
@@ -127,7 +131,8 @@ class ShmGroup(Group):
         flat = whole.view(-1)
 
         def fold(piece: slice, parts: Parts) -> None:
-            reduce_parts(flat[piece], flat[piece], parts, self.rank, op)
+            own = _at(flat, piece)
+            reduce_parts(own, own, parts, self.rank, op)
 
         if self.rank != root:
             return self._exchange([(flat, [root])], {}, flat.dtype, nothing, None, self._box.block(flat))
@@ -164,19 +169,21 @@ class ShmGroup(Group):
         def sent(k: int) -> bool:
             return self._box.sent((dst,)) and self._box.given(flat)
 
-        return nothing if sent(0) else self._start(Flow(1, [Step(sent, nothing)], [dst]), None)
+        return nothing if sent(0) else self._start(Pieces(1, [Step(sent, nothing)], [dst]), None)
 
     def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
         whole, back = staged(tensor)
         flat, totals = whole.view(-1), {src: nbytes(whole)}
-        piece = SLAB // flat.element_size()
+        fill, queue, piece = _fill({src: flat}), (src, tag), SLAB // flat.element_size()
 
-        def fill(k: int) -> None:
-            target = flat[k * piece : (k + 1) * piece]
-            self._box.take(tag, totals, flat.dtype, lambda parts: target.copy_(parts[src]))
+        def use(k: int) -> None:
+            self._box.take(tag, totals, flat.dtype, partial(fill, slice(k * piece, (k + 1) * piece)))
 
-        step = Step(lambda k: self._box.have(tag, (src,)), fill)
-        flow = Flow(-(-flat.numel() // piece), [step], (src,), queue=(src, tag))
+        if 0 < flat.numel() <= piece:
+            flow: Flow = Swap(self._box, tag, [], totals, flat.dtype, partial(fill, WHOLE), peers=(src,), queue=queue)
+        else:
+            step = Step(lambda _: self._box.have(tag, totals), use)
+            flow = Pieces(-(-flat.numel() // piece), [step], (src,), queue=queue)
         self._box.await_pieces(flow)
         return self._finish(flow, back)
 
@@ -199,8 +206,12 @@ class ShmGroup(Group):
         channel = self._channel()
         piece = block // dtype.itemsize
         longest = max([flat.numel() for flat, _ in give] + list(take.values()), default=0)
-        totals = {peer: count * dtype.itemsize for peer, count in take.items()}
+        totals = {peer: count * dtype.itemsize for peer, count in take.items() if count}
         involved = {*take, *(peer for _, peers in give for peer in peers)}
+        if longest <= piece:
+            some = [(flat, peers) for flat, peers in give if flat.numel()]
+            swap = Swap(self._box, channel, some, totals, dtype, partial(fold, WHOLE), peers=involved, lend=lend)
+            return self._start(swap, back)
         copies = not (lend and all(self._box.is_window(flat) for flat, _ in give))
 
         def sources(k: int) -> dict[int, int]:
@@ -223,7 +234,7 @@ class ShmGroup(Group):
             Step(lambda k: self._box.have(channel, sources(k)), use),
             Step(lambda k: self._box.sent(involved) and all(self._box.given(flat) for flat, _ in give), nothing),
         ]
-        return self._start(Flow(-(-longest // piece), steps, involved, copies=copies), back)
+        return self._start(Pieces(-(-longest // piece), steps, involved, copies=copies), back)
 
     def _start(self, flow: Flow, back: Back) -> Finish:
         self._box.start(flow)
@@ -246,9 +257,13 @@ class ShmGroup(Group):
         return dict.fromkeys(self._others, count)
 
 
+def _at(flat: Tensor, piece: slice) -> Tensor:
+    return flat if piece is WHOLE else flat[piece]
+
+
 def _fill(targets: Mapping[int, Tensor] | Sequence[Tensor] | Tensor) -> Fold:
     def fold(piece: slice, parts: Parts) -> None:
         for peer, part in parts.items():
-            targets[peer][piece].copy_(part)
+            _at(targets[peer], piece).copy_(part)
 
     return fold
