@@ -94,7 +94,7 @@ class Updater:
             )
         if against:
             raise NonFiniteError(f"step {step}: the loss is not finite; no weight was changed: look at the batch")
-        if self._clip is not None:
+        if self._clip is not None and self._clip / (total + 1e-6) < 1.0:  # else torch multiplies by 1
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._clip, total, foreach=False)
         if self._optimizer is not None:
             set_lr(self._optimizer, lr_at(self._spec, step, self._steps))

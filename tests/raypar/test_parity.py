@@ -189,6 +189,15 @@ def test_sgd_without_clipping(job_on):
     assert verdict.bitwise, str(verdict)
 
 
+@pytest.mark.parametrize("clip", [1e-2, 1e2])
+def test_every_step_clipped_and_none(job_on, clip):
+    run = tiny(2, clip=clip)
+    job = job_on(2)
+    verdict = rp.verify(run, job)
+    assert verdict.bitwise, str(verdict)
+    assert (job.step().grad_norm > clip) == (clip < 1)
+
+
 def test_relative_error():
     assert relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(0.1)
     assert relative_error(torch.tensor([0.5]), torch.tensor([0.0])) == 0.5
