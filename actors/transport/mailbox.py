@@ -40,10 +40,11 @@ class Mailbox:
         self._pool = Pool(len(links) + 1)
         self._arrived: dict[tuple[int, int], deque[Message]] = {}  # by sender and channel
         self._flows: list[Flow] = []  # those that are not over, in the order of their start
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self.lock = threading.RLock()  # taken by who posts several pieces in one go, too
+        self._changed = threading.Condition(self.lock)
         self._aborted = False
         self._watched = False  # whether a thread sleeps on the links, and has to be told of what others did
+        self._full: list[Link] = []  # those that it watches for room to send, too
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._arrivals, self._poller = select.poll(), select.poll()  # the second one for who sleeps
         self._poller.register(self._bell, select.POLLIN)
@@ -63,13 +64,13 @@ class Mailbox:
 
     def start(self, flow: Flow) -> None:
         """Do what can be done of it at once; it moves on with every other start or wait."""
-        with self._lock:
+        with self.lock:
             self._flows.append(flow)
             self._advance()
 
     def await_pieces(self, flow: Flow) -> None:
         """Start a flow that only takes: there is nothing to do until somebody waits."""
-        with self._lock:
+        with self.lock:
             self._flows.append(flow)
 
     def wait(self, flow: Flow, seconds: float) -> None:
@@ -77,7 +78,7 @@ class Mailbox:
         if flow.over and flow.error is None:
             return
         deadline = time.monotonic() + seconds
-        with self._lock:
+        with self.lock:
             self._advance(flow)
             while not self._over(flow):
                 left = deadline - time.monotonic()
@@ -91,7 +92,7 @@ class Mailbox:
 
     def window(self, count: int) -> Tensor:
         """A new tensor (uint8) of ``count`` bytes that peers can read where it stands."""
-        with self._lock:
+        with self.lock:
             return self._pool.window(count)
 
     def is_window(self, tensor: Tensor) -> bool:
@@ -115,7 +116,7 @@ class Mailbox:
             part = part.as_strided(part.shape, (1,))
         data = part.view(torch.uint8)
         count = data.numel()
-        with self._lock:
+        with self.lock:
             if count <= INLINE:
                 for peer in peers:
                     self._links[peer].send(channel, total, data)
@@ -187,8 +188,8 @@ class Mailbox:
             moved = self._round()
             self._flows = [flow for flow in self._flows if not flow.over]
             some = some or moved
-        if some and self._watched:  # what moved may be what the sleeper waits for
-            os.eventfd_write(self._bell, 1)
+        if self._watched and (some or any(not link.idle and link not in self._full for link in self._links.values())):
+            os.eventfd_write(self._bell, 1)  # what moved may be what the sleeper waits for; and only it sees new room
 
     def _round(self) -> bool:
         """Let every flow move on; whether one did. The oldest always may, so that none waits for room forever."""
@@ -204,18 +205,18 @@ class Mailbox:
 
     def _watch(self, seconds: float) -> None:
         """Sleep until something arrives, or there is room for something to be sent."""
-        full = [link for link in self._links.values() if not link.lost and not link.idle]
-        for link in full:
+        self._full = [link for link in self._links.values() if not link.lost and not link.idle]
+        for link in self._full:
             self._poller.modify(link, select.POLLIN | select.POLLOUT)
         self._watched = True
-        self._lock.release()
+        self.lock.release()
         try:
             ready = self._look() or self._poller.poll(math.ceil(seconds * 1000))
         finally:
-            self._lock.acquire()
+            self.lock.acquire()
             self._watched = False
             self._changed.notify_all()
-        for link in full:
+        for link in self._full:
             if not link.lost:  # another thread may have read its end
                 self._poller.modify(link, select.POLLIN)
         for fd, _ in ready:

@@ -163,8 +163,9 @@ class ShmGroup(Group):
     def _send(self, tensor: Tensor, dst: int, tag: int) -> Finish:
         flat = tensor.detach().contiguous().view(-1)
         piece = SLAB // flat.element_size()
-        for start in range(0, flat.numel(), piece):
-            self._box.post(tag, nbytes(flat), flat[start : start + piece], (dst,))
+        with self._box.lock:  # another send with this tag comes before or after
+            for start in range(0, flat.numel(), piece):
+                self._box.post(tag, nbytes(flat), flat[start : start + piece], (dst,))
 
         def sent(k: int) -> bool:
             return self._box.sent((dst,)) and self._box.given(flat)

@@ -91,8 +91,8 @@ class Stepper:
         """What an action waits for, back to what can be done now. Raises MoveError if the step has no such action."""
         return self._board.why(action)
 
-    def peek(self, action: str | Action, dp: int = 0) -> Seen:
-        """What an action that is done has made, in a replica: outputs, the loss, or the gradients that go back.
+    def peek(self, action: str | Action, dp: int = 0, cp: int = 0, tp: int = 0) -> Seen:
+        """What an action that is done has made on one actor: outputs, the loss, or the gradients that go back.
 
         Raises MoveError if it is not done or makes no tensors.
         """
@@ -103,9 +103,11 @@ class Stepper:
         if not makes_tensors(wanted):
             what = "hands no gradient on" if wanted.op is Op.B else "makes no tensors of its own"
             raise MoveError(f"{wanted} {what}: look at job.grad(name) for the gradient of a weight")
-        if not 0 <= dp < self._world.mesh.dp:
-            raise MoveError(f"there is no replica dp={dp}: the mesh has {self._world.mesh.dp}, counted from 0")
-        return self._seen(wanted, dp, tensors=True)
+        mesh = self._world.mesh
+        for axis, index, ways in (("dp", dp, mesh.dp), ("cp", cp, mesh.cp), ("tp", tp, mesh.tensor_ranks)):
+            if not 0 <= index < ways:
+                raise MoveError(f"there is no {axis}={index}: the mesh has {ways}, counted from 0")
+        return self._seen(wanted, [mesh.rank(rank_of(wanted, self.schedule), dp, cp, tp)], tensors=True)[0]
 
     def state(self) -> State:
         """What every actor holds."""
@@ -263,16 +265,17 @@ class Stepper:
         assert self._predicate is not None
         for action in move.names:
             if makes_tensors(action):
-                for dp in range(self._world.mesh.dp):
-                    if self._predicate(seen := self._seen(action, dp, tensors=False)):
+                ranks = self._world.replicas_of(rank_of(action, self.schedule))
+                for seen in self._seen(action, ranks, tensors=False):
+                    if self._predicate(seen):
                         self._note = f"stopped behind {seen!r}\n"
                         return True
         return False
 
-    def _seen(self, action: Action, dp: int, *, tensors: bool) -> Seen:
-        rank = self._world.replica(dp)[rank_of(action, self.schedule)]
-        seen: Seen = self._guard(lambda: self._calls.one(rank, "peek", action, tensors, what=f"peeking at {action}"))
-        return seen
+    def _seen(self, action: Action, ranks: Sequence[int], *, tensors: bool) -> list[Seen]:
+        what = f"peeking at {action}"
+        looks: list[Seen] = self._guard(lambda: self._calls.some(ranks, "peek", action, tensors, what=what))
+        return looks
 
     def _ranks(self, pp: int, action: Action) -> tuple[int, ...]:
         """Who takes an action of a pipeline rank: all its replicas, and for STEP its servers too."""

@@ -277,6 +277,50 @@ def test_two_threads_wait_in_one_group():
             future.result(30)
 
 
+def test_who_has_no_room_to_send_is_served_by_a_sleeper_of_before():
+    groups = shm_groups(2, timeout=8.0)
+    answer, last, value = torch.zeros(1), torch.ones(1), torch.ones(2000)
+
+    def waits():
+        groups[0].recv(answer, 1, 7).wait()
+
+    def fills():
+        time.sleep(0.3)  # the other thread sleeps by now, and looks for no room
+        sent = 0
+        while groups[0]._box._links[1].idle:
+            groups[0].send(value, 1, 1)
+            sent += 1
+        handle = groups[0].send(last, 1, 2)
+        count.append(sent)
+        handle.wait()
+
+    def reads():
+        while not count:
+            time.sleep(0.05)
+        for _ in range(count[0]):
+            groups[1].recv(torch.empty(2000), 0, 1).wait()
+        groups[1].recv(torch.empty(1), 0, 2).wait()
+        groups[1].send(last, 0, 7).wait()
+
+    count = []
+    start = time.monotonic()
+    with ThreadPoolExecutor(3) as pool:
+        for future in [pool.submit(work) for work in (waits, fills, reads)]:
+            future.result(20)
+    assert answer.item() == 1.0
+    assert time.monotonic() - start < 6.0, "nobody had to wait for a deadline"
+
+
+def test_sends_of_one_tag_by_several_threads_are_not_mixed():
+    groups, each, count = shm_groups(2), 3, 3 * SLAB // 4
+    for _ in range(5):
+        together(each, lambda number: groups[0].send(torch.full((count,), float(number)), 1, 1))
+        came = [torch.empty(count) for _ in range(each)]
+        for tensor in came:
+            groups[1].recv(tensor, 0, 1).wait()
+        assert sorted(tensor.unique().tolist() for tensor in came) == [[0.0], [1.0], [2.0]]
+
+
 def test_who_waits_uses_no_core():
     groups = shm_groups(2, timeout=0.5)
     start = time.process_time()

@@ -33,8 +33,14 @@ def test_recomputed_and_stepped_by_hand_it_has_the_same_bits(job_of):
     job.reset(replace(run, recompute="none"))
     for wanted in compiled:
         stepper = job.stepper()
+        looks = []
+        stepper.break_on(looks.append)
         stepper.next()
-        seen = stepper.peek("0F0")
+        assert [look.actor for look in looks] == ["pp=0 cp=0", "pp=0 cp=1"], "what is not finite may be at any actor"
+        seen = stepper.peek("0F0", cp=1)
+        assert seen.actor == "pp=0 cp=1"
+        assert not torch.equal(seen.tensor, stepper.peek("0F0").tensor), "each has the loss of its tokens"
+        stepper.break_on(None)
         stepper.rewind()
         assert stepper.finish().loss == wanted.loss
         assert seen.finite

@@ -224,7 +224,7 @@ def test_peek_shows_outputs_losses_and_gradients(hands):
     assert torch.equal(stepper.peek("1B0").tensor, stepper.peek("0RECV_B0").tensor)
     with pytest.raises(MoveError, match="hands no gradient on"):
         stepper.peek("0B0")
-    with pytest.raises(MoveError, match="no replica dp=1"):
+    with pytest.raises(MoveError, match="no dp=1: the mesh has 1"):
         stepper.peek("0F0", dp=1)
     assert "float32[3, 4]" in repr(output)
     stepper.finish()
