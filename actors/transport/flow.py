@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 AHEAD = 8  # pieces by which the first step may be ahead of the last one: until they are read they take memory
@@ -18,7 +18,7 @@ class Flow(ABC):
     ahead  pieces that take memory now
     """
 
-    def __init__(self, peers: Iterable[int], queue: tuple[int, int] | None = None) -> None:
+    def __init__(self, peers: Collection[int], queue: tuple[int, int] | None = None) -> None:
         self.peers, self.queue = peers, queue
         self.error: Exception | None = None
         self.over, self.ahead = False, 0
@@ -55,7 +55,7 @@ class Pieces(Flow):
         self,
         count: int,
         steps: Sequence[Step],
-        peers: Iterable[int],
+        peers: Collection[int],
         *,
         copies: bool = False,
         queue: tuple[int, int] | None = None,

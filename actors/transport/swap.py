@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class Swap(Flow):
         dtype: torch.dtype,
         use: Use,
         *,
-        peers: Iterable[int],
+        peers: Collection[int],
         lend: bool = True,
         queue: tuple[int, int] | None = None,
     ) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raypar.actors.mesh import Axis
 from raypar.actors.plan import NonFiniteError, StepResult
 from raypar.actors.world import World
 from raypar.calls import Calls
@@ -92,7 +93,7 @@ class Stepper:
         return self._board.why(action)
 
     def peek(self, action: str | Action, dp: int = 0, cp: int = 0, tp: int = 0) -> Seen:
-        """What an action that is done has made on one actor: outputs, the loss, or the gradients that go back.
+        """What an action has made on one actor, of what is divided its part: outputs, the loss, gradients going back.
 
         Raises MoveError if it is not done or makes no tensors.
         """
@@ -104,10 +105,11 @@ class Stepper:
             what = "hands no gradient on" if wanted.op is Op.B else "makes no tensors of its own"
             raise MoveError(f"{wanted} {what}: look at job.grad(name) for the gradient of a weight")
         mesh = self._world.mesh
-        for axis, index, ways in (("dp", dp, mesh.dp), ("cp", cp, mesh.cp), ("tp", tp, mesh.tensor_ranks)):
-            if not 0 <= index < ways:
-                raise MoveError(f"there is no {axis}={index}: the mesh has {ways}, counted from 0")
-        return self._seen(wanted, [mesh.rank(rank_of(wanted, self.schedule), dp, cp, tp)], tensors=True)[0]
+        places: dict[Axis, int] = {"dp": dp, "cp": cp, "tp": tp}
+        for axis, place in places.items():
+            if not 0 <= place < mesh.ways(axis):
+                raise MoveError(f"there is no {axis}={place}: the mesh has {mesh.ways(axis)}, counted from 0")
+        return self._seen(wanted, [mesh.rank(rank_of(wanted, self.schedule), **places)], tensors=True)[0]
 
     def state(self) -> State:
         """What every actor holds."""
@@ -263,19 +265,16 @@ class Stepper:
     def _stops(self, move: Move) -> bool:
         """Whether the predicate holds for what a move has made."""
         assert self._predicate is not None
-        for action in move.names:
-            if makes_tensors(action):
-                ranks = self._world.replicas_of(rank_of(action, self.schedule))
-                for seen in self._seen(action, ranks, tensors=False):
-                    if self._predicate(seen):
-                        self._note = f"stopped behind {seen!r}\n"
-                        return True
+        for action in filter(makes_tensors, move.names):
+            ranks = self._world.replicas_of(rank_of(action, self.schedule))
+            for seen in self._seen(action, ranks, tensors=False):
+                if self._predicate(seen):
+                    self._note = f"stopped behind {seen!r}\n"
+                    return True
         return False
 
     def _seen(self, action: Action, ranks: Sequence[int], *, tensors: bool) -> list[Seen]:
-        what = f"peeking at {action}"
-        looks: list[Seen] = self._guard(lambda: self._calls.some(ranks, "peek", action, tensors, what=what))
-        return looks
+        return list(self._guard(lambda: self._calls.some(ranks, "peek", action, tensors, what=f"peeking at {action}")))
 
     def _ranks(self, pp: int, action: Action) -> tuple[int, ...]:
         """Who takes an action of a pipeline rank: all its replicas, and for STEP its servers too."""

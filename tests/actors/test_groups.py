@@ -361,7 +361,7 @@ def test_a_wait_may_have_a_deadline_of_its_own(backend):
     start = time.monotonic()
     with pytest.raises(GroupError, match=r"all_reduce failed: nothing came within 0.2 s"):
         groups[1].all_reduce(torch.zeros(4)).wait(0.2)
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < 0.2 + 1.0, "the deadline and a second: the machine may be busy"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
