@@ -194,6 +194,28 @@ def test_an_abort_ends_what_is_under_way_and_names_itself(make):
         group.synchronize()
 
 
+@pytest.mark.parametrize("make", ["cupy"], indirect=True)  # it is given addresses, not tensors
+def test_an_abort_ends_what_waits_behind_an_op_without_touching_memory(make):
+    fake = sys.modules["cupy.cuda.nccl"]
+    uid, stream, (first, second) = fake.get_unique_id(), fakes.FakeStream(CPU), torch.zeros(2, 1)
+    ours, theirs = (fake.NcclCommunicator(2, uid, rank) for rank in range(2))
+    float32, count = fake.NCCL_FLOAT32, 1
+
+    def issue(call, on):
+        fake.groupStart()
+        call(on)
+        fake.groupEnd()
+
+    given, on_time, pointer = torch.ones(1), fakes.FakeStream(CPU), first.data_ptr()
+    issue(lambda on: theirs.send(given.data_ptr(), count, float32, 0, on), on_time)
+    on_time.record_event()._future.result(5)
+    issue(lambda on: ours.allReduce(pointer, pointer, count, float32, fake.NCCL_SUM, on), stream)  # theirs never comes
+    issue(lambda on: ours.recv(second.data_ptr(), count, float32, 1, on), stream)
+    ours.abort()
+    stream.record_event()._future.result(5)
+    assert (first, second) == (torch.zeros(1), torch.zeros(1))
+
+
 @pytest.mark.parametrize("make", ["cupy"], indirect=True)
 def test_what_nccl_finds_wrong_closes_the_group(make):
     group = make(2)[0]

@@ -153,7 +153,10 @@ OPS = {"NCCL_SUM": "sum", "NCCL_PROD": "product", "NCCL_MIN": "min", "NCCL_MAX":
 
 
 class FakeCommunicator:
-    """One member; what is called between groupStart and groupEnd is one op of a stream."""
+    """One member; what is called between groupStart and groupEnd is one op of a stream.
+
+    As NCCL it knows addresses alone, and as NCCL's its abort returns when no op uses them any more.
+    """
 
     lock, local = threading.Lock(), threading.local()
 
@@ -161,6 +164,7 @@ class FakeCommunicator:
         with self.lock:
             self._hub = hubs.setdefault(uid, LocalHub())
         self._size, self._rank, self._issued, self.error = size, rank, 0, None
+        self._in_memory, self._aborted = threading.Lock(), False
 
     def check_async_error(self):
         if self.error:
@@ -168,6 +172,8 @@ class FakeCommunicator:
 
     def abort(self):
         self._hub.abort()
+        with self._in_memory:
+            self._aborted = True
 
     def send(self, pointer, count, dtype, peer, stream):
         def put():
@@ -177,7 +183,8 @@ class FakeCommunicator:
 
     def recv(self, pointer, count, dtype, peer, stream):
         def take():
-            memory(pointer, count, dtype).copy_(self._take(peer, "p2p"))
+            got = self._take(peer, "p2p")
+            self._access(lambda: memory(pointer, count, dtype).copy_(got))
 
         self._add(stream, None, take)
 
@@ -218,7 +225,7 @@ class FakeCommunicator:
         def take():
             got = [self._take(peer, key) for peer in sources]
             if got:
-                finish(got)
+                self._access(lambda: finish(got))
 
         self._add(stream, put, take)
 
@@ -226,7 +233,13 @@ class FakeCommunicator:
         return self._hub.take(peer, self._rank, key, time.monotonic() + PATIENCE)
 
     def _add(self, stream, put, take):
-        self.local.calls.append((stream, put, take))
+        self.local.calls.append((stream, put and functools.partial(self._access, put), take))
+
+    def _access(self, use):
+        """Read or write at addresses: after an abort what is there may belong to others."""
+        with self._in_memory:
+            if not self._aborted:
+                use()
 
 
 def _reduce(parts, op, target, dtype):
