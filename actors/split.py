@@ -16,7 +16,9 @@ MOST_BALANCED = 2_000_000  # layers x stages that are balanced; it takes about h
 def split_faults(split: Split, num_layers: int, num_stages: int) -> list[str]:
     """Everything that is wrong with putting so many layers on so many stages."""
     if num_stages > num_layers:
-        return [f"{num_stages} stages for {num_layers} layers: use fewer ranks or chunks, or more layers"]
+        return [
+            f"{num_stages} stages for {num_layers} layers: use at most {num_layers} (ranks x chunks), or more layers"
+        ]
     if split == "balanced" and num_layers * num_stages > MOST_BALANCED:
         return [f"split is 'balanced' for {num_layers} layers on {num_stages} stages: use 'even' for so many"]
     if isinstance(split, str):

@@ -174,7 +174,11 @@ class Stage:
             reseed = partial(self._place.seed, derive(self.seed, "layer", step, microbatch, index))
             reseed()
             again = self._again.get(index) if torch.is_grad_enabled() else None
-            values = as_values(module(*values)) if again is None else again(values, reseed)
+            try:
+                values = as_values(module(*values)) if again is None else again(values, reseed)
+            except Exception as error:
+                error.add_note(f"(in layers.{index})")
+                raise
         return (self.model.loss(values, target),) if self.is_last else values
 
 

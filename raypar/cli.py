@@ -59,7 +59,7 @@ examples:
 exit codes:
   0    done
   1    verify found a difference; ckpt found a checkpoint that is not sound
-  2    a mistake in flags, file or schedule; each is listed with its fix, and no actor was started
+  2    a mistake in flags, file or schedule; each is listed with its fix, and no step was taken
   4    the run failed: an actor died, stalled, or raised an error
   6    the gradients became infinite or NaN
   130  stopped with Ctrl-C; the actors are gone

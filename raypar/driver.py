@@ -207,7 +207,7 @@ class Job(Inside):
                 every = self.run.eval_every
                 stop = (self.next_step // every + 1) * every if every else last
                 ahead.hand_over(self.next_step, min(last, stop, self._saver.next_due(self.next_step, last)))
-                with patience(f"step {self.next_step}") as ctrl_c:
+                with patience("the steps they have") as ctrl_c:
                     report = self._commit(*self._guard(ahead.collect))
                 try:
                     yield report

@@ -123,8 +123,14 @@ class Inside(ABC):
         return ledger_of(self._world, self._guard(lambda: self._calls.all("ledger", what="reading the ledger")))
 
     def timeline(self, dp: int = 0) -> Timeline:
-        """The latest compiled training step of one replica as measured, in seconds from the first action of any."""
-        return self._replica(dp, 0)
+        """The latest compiled training step of one replica as measured, in seconds from the first action of any.
+
+        Before there is one, ValueError: a step by hand is not measured.
+        """
+        measured = self._replica(dp, 0)
+        if not measured.events:
+            raise ValueError("no step has been measured yet: job.step() takes one (a step by hand is not measured)")
+        return measured
 
     def timelines(self, ago: int = 0) -> list[Timeline]:
         """The latest compiled training step on one clock: a timeline for each replica, then one for the servers 0, the
@@ -141,9 +147,7 @@ class Inside(ABC):
 
         After the first step there are none, and it is its own prediction. Before it, ValueError.
         """
-        measured = self._replica(dp, 0)
-        if not measured.events:
-            raise ValueError("no step has been measured yet: job.step() takes one (a step by hand is not measured)")
+        measured = self.timeline(dp)
         before = [earlier for ago in range(1, KEPT) if (earlier := self._replica(dp, ago)).events]
         return Overlay(measured, simulate(self.schedule, costs_of(*(before or [measured]))))
 
@@ -167,7 +171,7 @@ class Inside(ABC):
             found = self._whole(name, method, rank)
             if found is not None or rank == holders[-1]:
                 return found
-        close = difflib.get_close_matches(name, self.parameters, n=3)
+        close = difflib.get_close_matches(str(name), self.parameters, n=3)
         raise KeyError(
             f"no parameter {name!r}: {'did you mean ' + ', '.join(close) if close else 'see job.parameters'}"
         )

@@ -71,7 +71,7 @@ def demand_resumable(run: Run, found: Found) -> None:
     changed = [name for name in now if name in was and was[name] != now[name]]
     mine = "model.fn" in now and "model.fn" in was  # of the user's own modules only the weights can be compared
     faults = [
-        f"{name} is {brief(now[name])}, but {brief(was[name])} in the checkpoint"
+        f"{name} is {brief(now[name])}, but {brief(was[name])} in the checkpoint: give the same"
         for name in changed
         if name in ("seed", "optim.kind") or (name.startswith("model.") and not mine and not name.startswith(_TOLD))
     ]
@@ -86,7 +86,7 @@ def demand_resumable(run: Run, found: Found) -> None:
         raise ConfigError([f"resume {str(found.path)!r}: {fault}" for fault in faults])
     for name in changed:
         if name.startswith(_TOLD):
-            log.warning("resumed with another %s: %s, it was %s", name, brief(now[name]), brief(was[name]))
+            log.warning("resumed with %s %s, which was %s", name, brief(now[name]), brief(was[name]))
 
 
 def demand_room(run: Run, step: int) -> None:

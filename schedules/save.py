@@ -51,9 +51,7 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8", errors="replace")
         return
     if not path.parent.is_dir():
-        raise FileNotFoundError(
-            errno.ENOENT, "there is no such folder: make it, or give another path", str(path.parent)
-        )
+        raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(path.parent))
     aside = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         with aside.open("x", encoding="utf-8", errors="replace") as file:  # a name in it may be no text

@@ -55,7 +55,7 @@ def test_counts_of_the_user_are_taken_as_they_are():
 @pytest.mark.parametrize(
     ("split", "layers", "stages", "says"),
     [
-        ("even", 3, 4, ["4 stages for 3 layers: use fewer ranks or chunks, or more layers"]),
+        ("even", 3, 4, ["4 stages for 3 layers: use at most 3 (ranks x chunks), or more layers"]),
         ("evne", 4, 2, ["split is 'evne'"]),
         ((2, 2), 4, 3, ["split names 2 stages, the schedule has 3"]),
         ((1, 2), 4, 2, ["split adds up to 3 layers, the model has 4"]),

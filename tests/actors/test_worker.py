@@ -290,7 +290,7 @@ def test_an_exception_in_a_layer_names_actor_and_action_and_lets_the_others_go()
     team = Team(lambda: [nn.Linear(4, 4), Fails(3)])
     first, second = team.each(lambda worker: worker.run("train", 0))
     assert isinstance(second, ActionError)
-    assert str(second) == "actor pp=1: action 1F2 failed: KeyError: 'out of luck'"
+    assert str(second) == "actor pp=1: action 1F2 failed: KeyError: 'out of luck' (in layers.1)"
     assert not second.secondary
     assert "raise KeyError" in second.trace
     assert isinstance(first, ActionError)

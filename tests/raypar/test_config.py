@@ -87,7 +87,7 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         "steps is 0: it must be at least 1",
         "timeout is -1: it must be above 0",
         "model.hidden 10 is not a multiple of model.heads 4: use 5 heads",
-        "4 stages for 3 layers: use fewer ranks or chunks, or more layers",
+        "4 stages for 3 layers: use at most 3 (ranks x chunks), or more layers",
         "data.path: the largest token id is 117, but the model's vocab is 50",
         "data.training data: 4100 tokens are fewer than one window",
         "data.validation data: 4100 tokens are fewer than one window",
@@ -313,7 +313,7 @@ def test_wrong_types_and_wrong_values_come_together(tiny, text):
         "clip is 'none': it must be a number",
         "recompute is 'some': it must be 'none', 'selective' or 'full' or a tuple (in TOML a list)",
         "steps is 0: it must be at least 1",
-        "4 stages for 1 layers: use fewer ranks or chunks, or more layers",
+        "4 stages for 1 layers: use at most 1 (ranks x chunks), or more layers",
         "data.path: the largest token id is 117, but the model's vocab is 50",
     ]
     for fault, start in zip(faults_of(run), wanted, strict=True):

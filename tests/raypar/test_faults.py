@@ -241,7 +241,9 @@ def test_an_exception_in_a_layer_names_actor_action_and_message(job_of, schedule
         job.step()
     assert time.monotonic() - start < 5
     text = str(caught.value)
-    assert text.startswith("actor pp=1: action 1F2 failed: ZeroDivisionError: the user's own message (during step 1)")
+    assert text.startswith(
+        "actor pp=1: action 1F2 failed: ZeroDivisionError: the user's own message (in layers.1) (during step 1)"
+    )
     assert 'raise ZeroDivisionError("the user' in text, "where it happened"
     with pytest.raises(rp.JobError, match=r"this job is over \(actor pp=1: action 1F2 failed.*launch the run again"):
         job.step()
@@ -298,7 +300,7 @@ def test_ctrl_c_waits_for_the_step_and_leaves_a_usable_job(job_of, caplog):
     with later(0.6, press), pytest.raises(KeyboardInterrupt):
         job.train(on=seen.append, ahead=1)
     assert 0 < job.next_step < 8
-    assert "Ctrl-C: waiting for the actors to finish step" in caplog.text
+    assert "Ctrl-C: waiting for the actors to finish" in caplog.text
     assert [report.step for report in seen] == list(range(len(seen)))
     with later(0.1, press), pytest.raises(KeyboardInterrupt):
         job.step()

@@ -144,18 +144,18 @@ def test_a_checkpoint_of_another_run_is_told_with_all_differences(trained):
     other = tiny(seed=1, optim=rp.SGD(), model=replace(tiny().model, layers=9, tied=True))
     where = f"resume {str(folder / 'step-00000006')!r}:"
     assert sorted(faults_of(other, resume=folder)) == [
-        f"{where} model.layers is 9, but {tiny().model.layers} in the checkpoint",
-        f"{where} model.tied is True, but False in the checkpoint",
-        f"{where} optim.kind is 'sgd', but 'adamw' in the checkpoint",
-        f"{where} seed is 1, but 0 in the checkpoint",
+        f"{where} model.layers is 9, but {tiny().model.layers} in the checkpoint: give the same",
+        f"{where} model.tied is True, but False in the checkpoint: give the same",
+        f"{where} optim.kind is 'sgd', but 'adamw' in the checkpoint: give the same",
+        f"{where} seed is 1, but 0 in the checkpoint: give the same",
     ]
     assert faults_of(tiny(optim=rp.SGD()), resume=folder) == [
-        f"{where} optim.kind is 'sgd', but 'adamw' in the checkpoint",
+        f"{where} optim.kind is 'sgd', but 'adamw' in the checkpoint: give the same",
     ], "once, and not for every tensor that an optimizer keeps"
     llama = rp.recipe("llama-tiny").model
     assert faults_of(tiny(model=llama), resume=folder) == [
-        f"{where} model.positions is 'rope', but 'learned' in the checkpoint",
-        f"{where} model.kind is 'llama', but 'gpt' in the checkpoint",
+        f"{where} model.positions is 'rope', but 'learned' in the checkpoint: give the same",
+        f"{where} model.kind is 'llama', but 'gpt' in the checkpoint: give the same",
     ]
 
 
@@ -182,14 +182,14 @@ def test_the_users_own_modules_are_told_apart_by_their_weights(trained):
 
 def test_scores_may_be_kept_or_not(trained, caplog):
     demand_resumable(tiny(model=replace(tiny().model, attention="materialised")), find(trained[0]))
-    assert caplog.messages == ["resumed with another model.attention: 'materialised', it was 'fused'"]
+    assert caplog.messages == ["resumed with model.attention 'materialised', which was 'fused'"]
 
 
 def test_what_may_change_is_said(trained, caplog):
     folder = trained[0]
     with caplog.at_level(logging.WARNING):
         demand_resumable(tiny(mesh=rp.Mesh(pp=4), optim=replace(tiny().optim, lr=0.5)), find(folder))
-    assert [record.getMessage() for record in caplog.records] == ["resumed with another optim.lr: 0.5, it was 0.001"]
+    assert [record.getMessage() for record in caplog.records] == ["resumed with optim.lr 0.5, which was 0.001"]
 
 
 def test_the_newest_sound_one_is_found(trained, tmp_path, caplog):
