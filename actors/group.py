@@ -7,6 +7,7 @@ without a deadline, and every op is counted in the ledger. Backends fill in the 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from raypar.actors.excerpts import plain_reason
 from raypar.actors.ledger import Ledger
-from raypar.actors.reductions import ReduceOp
+from raypar.actors.reductions import REDUCTIONS, ReduceOp
 
 Edge = tuple[int, int]  # ranks: source and destination
 Finish = Callable[[float], None]  # blocks until an op is over, at most so many seconds
@@ -47,22 +48,24 @@ class Handle:
         self._group, self._op, self._peer = group, op, peer
         self._finish: Finish | None = finish
         self._error: GroupError | None = None
+        self._waiting = threading.Lock()  # the first who waits finishes it; whoever comes meanwhile waits for that
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the op is over, at most ``timeout`` seconds (None: the group's own)."""
-        if self._error is not None:
-            raise self._error
-        if self._finish is None:
-            return
-        finish, self._finish = self._finish, None
-        seconds = self._group.timeout if timeout is None else timeout
-        begin = time.perf_counter()
-        try:
-            finish(seconds)
-        except (RuntimeError, OSError) as error:  # a TimeoutError is an OSError
-            self._error = self._group.fault(self._op, self._peer, plain_reason(error, seconds))
-            raise self._error from error
-        self._group.ledger.spent(self._group.axis, self._op, time.perf_counter() - begin)
+        with self._waiting:
+            if self._error is not None:
+                raise self._error
+            if self._finish is None:
+                return
+            seconds = self._group.timeout if timeout is None else timeout
+            begin = time.perf_counter()
+            try:
+                self._finish(seconds)
+            except (RuntimeError, OSError) as error:  # a TimeoutError is an OSError
+                self._finish, self._error = None, self._group.fault(self._op, self._peer, plain_reason(error, seconds))
+                raise self._error from error
+            self._finish = None  # not before: an interrupted wait can be taken up again
+            self._group.ledger.spent(self._group.axis, self._op, time.perf_counter() - begin)
 
 
 class Group(ABC):
@@ -91,6 +94,7 @@ class Group(ABC):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Handle:
         """``tensor`` becomes the reduction over all members, in place. A ring sends 2(N-1)/N of its bytes a member."""
+        self._known(op, "all_reduce")
         return self._run("all_reduce", None, self._all_reduce_bytes(tensor), self._all_reduce, tensor, op)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Handle:
@@ -104,6 +108,7 @@ class Group(ABC):
         The additions happen in rank order, half-precision tensors are added in fp32.
         """
         self._fit(tensor, out, "reduce_scatter: tensor must hold size x out elements")
+        self._known(op, "reduce_scatter")
         sent = (self.size - 1) * nbytes(out)
         return self._run("reduce_scatter", None, sent, self._reduce_scatter, out, tensor, op)
 
@@ -124,6 +129,7 @@ class Group(ABC):
 
     def reduce(self, tensor: Tensor, root: int, op: ReduceOp = "sum") -> Handle:
         """``tensor`` of ``root`` becomes the reduction; the other members' tensors stay as they are."""
+        self._known(op, "reduce")
         sent = 0 if self.rank == root else nbytes(tensor)
         return self._run("reduce", root, sent, self._reduce, tensor, root, op)
 
@@ -163,7 +169,10 @@ class Group(ABC):
     # --- memory, and what takes its time on GPUs ---
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """A new tensor (count,) for collectives, without a copy where possible; all members use one, or none."""
+        """A new tensor (count,) for collectives, without a copy where possible; all members use one, or none.
+
+        Ops on different parts of it may be over only together: what is awaited one by one has a tensor of its own.
+        """
         return torch.empty(count, dtype=dtype, device=self.device)
 
     def connect(self, edges: Iterable[Edge]) -> None:  # noqa: B027  (only GPUs need it, and the next one)
@@ -251,6 +260,11 @@ class Group(ABC):
 
     def _alike(self, a: Tensor, b: Tensor, op: str) -> None:
         self._same(a.dtype, b.dtype, f"{op}: both tensors must have one dtype")
+
+    def _known(self, reduction: str, op: str) -> None:
+        if reduction not in REDUCTIONS:
+            known = ", ".join(REDUCTIONS)
+            raise ValueError(f"group {self.name}: {op}: there is no reduction {reduction!r}: use one of {known}")
 
     def _other(self, peer: int, op: str) -> None:
         if peer == self.rank:

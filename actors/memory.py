@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import weakref
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # glibc's <malloc.h>
 _HUGE = (1 << 31) - 1
@@ -32,10 +33,12 @@ class PeakMemory:
 
     def __init__(self) -> None:
         try:
-            self._clear: int | None = os.open("/proc/self/clear_refs", os.O_WRONLY)
-            self._status = os.open("/proc/self/status", os.O_RDONLY)
+            files = os.open("/proc/self/clear_refs", os.O_WRONLY), os.open("/proc/self/status", os.O_RDONLY)
         except OSError:
-            self._clear = None
+            self._clear: int | None = None
+        else:
+            self._clear, self._status = files
+            weakref.finalize(self, _close, files)
 
     def reset(self) -> None:
         """Start a new mark."""
@@ -48,3 +51,8 @@ class PeakMemory:
             return 0
         _, _, rest = os.pread(self._status, 4096, 0).partition(b"VmHWM:")
         return int(rest.split(None, 1)[0]) * 1024 if rest else 0
+
+
+def _close(files: tuple[int, ...]) -> None:
+    for file in files:
+        os.close(file)

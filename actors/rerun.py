@@ -21,7 +21,8 @@ Then = dict[_Place, Tensor]
 class Twice:
     """Calls a function on inputs that are needed once more: one that writes into them is given copies.
 
-    Whether it does is found out when it is called first.
+    Whether it does is found out when it is called first, with copies. It can't be tried without and called again: what
+    it has changed by then, as buffers, is changed.
     """
 
     def __init__(self) -> None:
@@ -30,24 +31,26 @@ class Twice:
     def without_history(self, function: Function, inputs: Values) -> Values:
         """The outputs; nothing is kept for a backward."""
         with torch.no_grad():
-            if self._in_place is False:
-                return function(*inputs)
-            copies = tuple(value.clone() for value in inputs)
-            versions = [copy._version for copy in copies]
-            outputs = function(*copies)
-        self._in_place = any(copy._version > version for copy, version in zip(copies, versions, strict=True))
-        return outputs
+            return self._called(function, inputs)
 
     def with_history(self, function: Function, leaves: Values) -> Values:
         """The outputs, at the end of a graph that begins at ``leaves``."""
-        if not self._in_place:
-            try:
-                return function(*leaves)
-            except RuntimeError as error:
-                if "leaf Variable" not in str(error):
-                    raise
-                self._in_place = True
-        return function(*(value.clone() for value in leaves))
+        try:
+            return self._called(function, leaves)
+        except RuntimeError as error:
+            if "leaf Variable" in str(error):
+                error.add_note("(a layer that writes into its input must do so in its first forward too, or clone it)")
+            raise
+
+    def _called(self, function: Function, inputs: Values) -> Values:
+        if self._in_place is False:
+            return function(*inputs)
+        copies = tuple([value.clone() for value in inputs])
+        versions = [copy._version for copy in copies]
+        outputs = function(*copies)
+        if self._in_place is None:
+            self._in_place = any(copy._version > version for copy, version in zip(copies, versions, strict=True))
+        return outputs
 
 
 class Buffers:

@@ -23,6 +23,10 @@ class Flow(ABC):
         self.error: Exception | None = None
         self.over, self.ahead = False, 0
 
+    def needs(self, peer: int) -> bool:
+        """Whether it can't be finished any more if this one of ``peers`` is lost."""
+        return True
+
     def advance(self, most: int) -> bool:
         """Do what can be done now, but take memory for at most ``most`` pieces; what goes wrong is kept in ``error``.
 

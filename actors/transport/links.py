@@ -13,6 +13,7 @@ import struct
 import sys
 import time
 from collections import deque
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -161,7 +162,9 @@ def connect(store: Store, rank: int, size: int, seconds: float) -> dict[int, Lin
         listener.bind(f"\0{name}")  # no file: the name goes with the socket
         listener.listen(size)
         store.set(f"local/{rank}", name)
-        links = {peer: _dial(store.get(f"local/{peer}").decode(), rank) for peer in range(rank)}
+        earlier = [f"local/{peer}" for peer in range(rank)]
+        store.wait(earlier, timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        links = {peer: _dial(store.get(key).decode(), rank) for peer, key in enumerate(earlier)}
         while len(links) < size - 1:
             listener.settimeout(max(0.001, deadline - time.monotonic()))
             peer, link = _accept(listener)

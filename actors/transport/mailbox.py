@@ -168,7 +168,7 @@ class Mailbox:
         if self._aborted:
             raise RuntimeError("the group was aborted")
         for peer in flow.peers:
-            if self._links[peer].lost:
+            if self._links[peer].lost and flow.needs(peer):
                 raise RuntimeError(f"rank {peer} closed the connection")
         return False
 

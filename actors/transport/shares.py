@@ -34,19 +34,19 @@ def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, ch
         each = -(-part.numel() // size)
         return part[owner * each : (owner + 1) * each]
 
+    total = nbytes(flat)  # said with every share: that of another tensor may be as long
+    totals = dict.fromkeys(others, total)
+
     def give(k: int) -> None:
         for peer in others:
-            part = share(k, peer)
-            box.post(given, nbytes(part), part, [peer], ring=False)
+            box.post(given, total, share(k, peer), [peer], ring=False)
 
     def reduce(k: int) -> None:
         own = share(k, rank)
-        totals = dict.fromkeys(others, nbytes(own))
         box.take(given, totals, own.dtype, lambda parts: reduce_parts(own, own, parts, rank, op))
-        box.post(reduced, nbytes(own), own, others)
+        box.post(reduced, total, own, others)
 
     def collect(k: int) -> None:
-        totals = {peer: nbytes(share(k, peer)) for peer in others}
         box.take(reduced, totals, flat.dtype, lambda parts: fill(k, parts))
 
     def fill(k: int, parts: Parts) -> None:

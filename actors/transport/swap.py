@@ -37,6 +37,12 @@ class Swap(Flow):
         self._lent = [flat for flat, _ in give if lend and box.is_window(flat)]
         self._posted, self._used = not give, not totals
 
+    def needs(self, peer: int) -> bool:
+        """Not one who has given what it had to, and was sent what it had to get: it may leave before the others."""
+        gives = peer in self._totals and not self._used and not self._box.have(self._channel, [peer])
+        gets = any(peer in peers for _, peers in self._give)
+        return gives or (gets and not (self._posted and self._box.sent([peer]) and not self._lent))
+
     def _advance(self, most: int) -> bool:
         moved = False
         if not self._posted:

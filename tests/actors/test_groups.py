@@ -238,6 +238,39 @@ def test_handles_may_be_waited_for_in_reverse_and_more_than_once(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_two_threads_may_wait_for_one_handle(backend):
+    groups, got = pairs(backend), torch.zeros(1)
+    handle = groups[0].recv(got, 1)
+
+    def work(thread):
+        if thread == 2:
+            time.sleep(0.2)
+            return groups[1].send(torch.ones(1), 0).wait()
+        handle.wait()
+        return got.item()
+
+    assert together(3, work) == [1.0, 1.0, None]
+
+
+def test_a_wait_that_was_interrupted_can_be_taken_up_again():
+    groups, got, interrupts = shm_groups("x", 2), torch.zeros(1), [KeyboardInterrupt()]
+    handle = groups[0].recv(got, 1)
+    finish = handle._finish
+
+    def once(seconds):
+        if interrupts:
+            raise interrupts.pop()
+        finish(seconds)
+
+    handle._finish = once
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    groups[1].send(torch.ones(1), 0).wait()
+    handle.wait()
+    assert got.item() == 1.0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=15)
 @given(order=st.permutations(range(5)))
 def test_tags_find_their_messages_in_any_order_both_ways_at_once(backend, order):
@@ -309,6 +342,9 @@ MISTAKES = {
     "all_to_all dtype": lambda g: g.all_to_all(torch.zeros(4), torch.zeros(4, dtype=torch.int64)),
     "all_gather dtype": lambda g: g.all_gather(torch.zeros(4), torch.zeros(2, dtype=torch.float64)),
     "reduce_scatter dtype": lambda g: g.reduce_scatter(torch.zeros(2), torch.zeros(4, dtype=torch.float64)),
+    "all_reduce avg": lambda g: g.all_reduce(torch.zeros(4), "avg"),
+    "reduce_scatter avg": lambda g: g.reduce_scatter(torch.zeros(2), torch.zeros(4), "avg"),
+    "reduce avg": lambda g: g.reduce(torch.zeros(4), 0, "avg"),
     "broadcast root": lambda g: g.broadcast(torch.zeros(4), 2),
     "reduce root": lambda g: g.reduce(torch.zeros(4), -1),
     "gather root": lambda g: g.gather(None, torch.zeros(4), 5),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from raypar.actors import place as places
+from raypar.actors.memory import PeakMemory
 from raypar.actors.place import Cuda, Host, place_of
 from raypar.actors.plan import Span
 from raypar.schedules.action import STEP
@@ -114,3 +117,14 @@ def test_only_what_is_elsewhere_is_moved(gpu, monkeypatch):
     gpu.settle(modules)
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+def test_who_measures_memory_closes_its_files():
+    def files():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    gc.collect()
+    before, peak = files(), PeakMemory()
+    assert files() == before + 2
+    del peak
+    assert files() == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -334,6 +335,41 @@ def test_other_sizes_than_the_peers_are_an_error_not_a_crash():
     groups[0].send(torch.ones(3), 1)
     with pytest.raises(GroupError, match="rank 0 gives 12 bytes, rank 1 takes 20"):
         groups[1].recv(torch.ones(5), 0).wait()
+
+
+def test_another_size_is_told_where_a_share_of_it_is_as_long_as_the_whole():
+    groups = shm_groups(3, timeout=2.0)
+
+    def reduce(rank):
+        with pytest.raises(GroupError) as caught:
+            groups[rank].all_reduce(torch.arange(3 * INLINE if rank else INLINE)).wait()
+        return str(caught.value)
+
+    assert any(f"gives {24 * INLINE} bytes, rank 0 takes {8 * INLINE}" in told for told in together(3, reduce))
+
+
+def test_who_has_done_its_part_may_leave_before_the_others_have():
+    groups, left = shm_groups(3, timeout=5.0), threading.Event()
+
+    def gather(rank):
+        if rank == 2:
+            assert left.wait(5)
+        out = torch.zeros(9) if rank == 0 else None
+        groups[rank].gather(out, torch.full((3,), float(rank)), root=0).wait()
+        if rank == 1:
+            groups[1].abort()
+            left.set()
+        return out
+
+    assert together(3, gather)[0].tolist() == [0.0] * 3 + [1.0] * 3 + [2.0] * 3
+
+
+@pytest.mark.timeout(30)
+def test_a_member_alone_gives_up_in_time():
+    start = time.monotonic()
+    with pytest.raises(GroupError, match="connect failed"):
+        ShmGroup("shm", "x", 1, 2, 5.0, store=dist.HashStore(), connect_timeout=0.3)
+    assert time.monotonic() - start < 3
 
 
 # --- nothing is left -------------------------------------------------------------------------------------------------

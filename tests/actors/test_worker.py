@@ -453,6 +453,30 @@ def test_a_stage_may_begin_with_a_layer_that_works_in_place(recompute, pp):
     assert all(torch.equal(weights[name], plain.weights[name]) for name in weights)
 
 
+class Grows(nn.Module):
+    """Writes into its input what it has counted."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x.mul_(self.calls.item())
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("layers", [[nn.Linear, Grows, nn.Linear], [Grows, nn.Linear, nn.Linear]])
+def test_a_layer_that_works_in_place_is_called_once(recompute, layers):
+    team = Team(lambda: [make(4, 4) if make is nn.Linear else make() for make in layers], pp=3, recompute=recompute)
+    for number in range(team.run.steps):
+        team.step(number)
+    plain, weights = train_plainly(team.run), team.weights()
+    assert all(torch.equal(weights[name], plain.weights[name]) for name in weights)
+    where = layers.index(Grows)
+    assert int(team.workers[where]._stages[where].modules[0].calls) == team.run.steps * team.run.microbatches
+
+
 class Doubles(nn.Module):
     """Writes into its input."""
 
