@@ -12,6 +12,7 @@ from torch import Tensor
 from raypar.actors.group import Group, Handle
 from raypar.actors.models.model import Values
 from raypar.actors.plan import SEND_WINDOW
+from raypar.actors.strides import Order, empty_in, order_of
 from raypar.schedules.action import RECVS, SENDS, Action, Op
 
 _MOST_TENSORS = 15  # a boundary, so that a message's tag has a digit (base 16) for the tensor
@@ -27,14 +28,21 @@ _DTYPES = (
     torch.uint8,
     torch.bool,
 )
-_HEADER = 128  # int64s: count, then dtype, dims and shape of each tensor
+_HEADER = 128  # int64s: count, then dtype, dims, shape and order of each tensor
+_DIMS = 16  # an order is one number, with a digit for each dim
 
 
 class Spec(NamedTuple):
-    """Shape and dtype of one tensor that crosses a boundary."""
+    """Shape and dtype of one tensor that crosses a boundary, and the order of its dims in memory: sums of kernels, and
+    so their last bits, depend on it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    order: Order
+
+    @property
+    def plain(self) -> bool:
+        return self.order == tuple(range(len(self.shape)))
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -59,7 +67,7 @@ class Courier:
     """Sends and receives for one program of one actor.
 
     The first message over a boundary is preceded by a header with its shapes; they hold for the rest of the program.
-    Gradients have the shapes of the floating values that they belong to.
+    Gradients have the shapes of the floating values that they belong to, and their order in memory.
 
     group             the ranks of the pipeline; a stage's peer is ``placement[stage]`` in it
     num_microbatches  for tags
@@ -109,8 +117,9 @@ class Courier:
         route = self._route(action)
         link, peer, tag = self._link(), route.peer, route.tag
         recv, device = link.recv, link.device
-        buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in route.specs[route.boundary]]
-        handles = [recv(buffer, peer, tag + i) for i, buffer in enumerate(buffers, 1)]
+        specs = route.specs[route.boundary]
+        buffers = [empty_in(spec.shape, spec.order, spec.dtype, device) for spec in specs]
+        handles = [recv(_flat(buffers[i], specs[i]), peer, tag + 1 + i) for i in range(len(specs))]
         self._posted[action] = (buffers, handles)
 
     def send(self, action: Action, values: Values) -> None:
@@ -120,8 +129,8 @@ class Courier:
         while len(queue) >= SEND_WINDOW:
             _wait_all(queue.popleft())
         handles = self._send_header(route, values) if action.op is Op.SEND_F else []
-        send, peer, tag = self._link().send, route.peer, route.tag
-        handles += [send(value, peer, tag + i) for i, value in enumerate(values, 1)]
+        send, peer, tag, specs = self._link().send, route.peer, route.tag, route.specs[route.boundary]
+        handles += [send(_flat(values[i], specs[i]), peer, tag + 1 + i) for i in range(len(values))]
         queue.append(handles)
 
     def drain(self) -> None:
@@ -140,7 +149,7 @@ class Courier:
             pairs = zip(known, values, strict=True)
             if all(spec.shape == value.shape and spec.dtype == value.dtype for spec, value in pairs):
                 return []
-        specs = tuple(Spec(tuple(value.shape), value.dtype) for value in values)
+        specs = tuple(Spec(tuple(value.shape), value.dtype, order_of(value)) for value in values)
         if known is not None:
             raise ValueError(
                 f"stage {route.boundary} returned {_list(specs)}, for an earlier microbatch {_list(known)}: "
@@ -177,11 +186,12 @@ class Courier:
 
 def _pack(specs: tuple[Spec, ...]) -> Tensor:
     numbers = [len(specs)]
-    for shape, dtype in specs:
+    for shape, dtype, order in specs:
         if dtype not in _DTYPES:
             raise ValueError(f"a stage returned {dtype}: between stages go {', '.join(map(str, _DTYPES))}")
-        numbers += [_DTYPES.index(dtype), len(shape), *shape]
-    if len(specs) > _MOST_TENSORS or len(numbers) > _HEADER:
+        places = sum(dim * _DIMS**place for place, dim in enumerate(order))
+        numbers += [_DTYPES.index(dtype), len(shape), *shape, places]
+    if len(specs) > _MOST_TENSORS or len(numbers) > _HEADER or any(len(spec.shape) > _DIMS - 1 for spec in specs):
         raise ValueError(
             f"a stage returned {len(specs)} tensors: at most {_MOST_TENSORS} of few dims can cross a boundary"
         )
@@ -193,8 +203,14 @@ def _unpack(header: Tensor) -> tuple[Spec, ...]:
     specs = []
     for _ in range(next(numbers)):
         dtype, dims = _DTYPES[next(numbers)], next(numbers)
-        specs.append(Spec(tuple(next(numbers) for _ in range(dims)), dtype))
+        shape, places = tuple(next(numbers) for _ in range(dims)), next(numbers)
+        specs.append(Spec(shape, dtype, tuple(places // _DIMS**place % _DIMS for place in range(dims))))
     return tuple(specs)
+
+
+def _flat(value: Tensor, spec: Spec) -> Tensor:
+    """The same elements in their order in memory, so that nothing has to be copied to be sent."""
+    return value if spec.plain else value.permute(spec.order)
 
 
 def _list(specs: tuple[Spec, ...]) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from raypar.actors.copies import Read
 from raypar.actors.specs import SGD, AdamW
+from raypar.actors.strides import is_dense
 
 KEPT = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}  # for each parameter with a gradient
 
@@ -35,21 +36,10 @@ def build_optimizer(spec: AdamW | SGD, parameters: Mapping[str, nn.Parameter]) -
         return None
     if isinstance(spec, AdamW):
         # the fused one takes every weight for dense, and updates other memory where one isn't
-        return _AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=all(map(_dense, parameters.values())))
+        return _AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=all(map(is_dense, parameters.values())))
     # not fused: on CPUs torch 2.13's fused SGD leaves half-precision weights as they are, and fails for a parameter
     # that gets its first gradient in a later step
     return _SGD(groups, lr=spec.lr, momentum=spec.momentum)
-
-
-def _dense(tensor: Tensor) -> bool:
-    """Whether its elements fill its memory, in whatever order of dims."""
-    dims = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
-    filled = 1
-    for stride, size in dims:
-        if stride != filled:
-            return tensor.numel() == 0
-        filled *= size
-    return True
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -74,6 +74,8 @@ class Verdict:
       addition, and no difference is allowed
     - tensor and context parallelism add up parts of products, and of sums over tokens: losses may differ by 1e-5, norms
       and the first step's gradients by 2e-5, weights by 1e-3
+    - outputs that are not contiguous arrive in their order in memory, and gradients in that of the outputs. Where one
+      process would have another order, kernels may add up in another order, too; no bounds are made for that
     - on GPUs, where kernels add up in any order: 1e-5, and of a weight 1e-2
 
     The weights of all replicas must always be the same bits.

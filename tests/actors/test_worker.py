@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from raypar.actors.ledger import Entry
 from raypar.actors.plan import SEND_WINDOW, ActionError, NonFiniteError
 from raypar.actors.transport.local_group import FailingGroup, LocalGroup, LocalHub, local_groups
 from raypar.parity import train_plainly
+from raypar.report import mean_loss
 from raypar.schedules.action import Action
 from tests.actors.team import Team, batch, linears
 
@@ -451,6 +453,63 @@ def test_a_stage_may_begin_with_a_layer_that_works_in_place(recompute, pp):
     weights = team.weights()
     assert weights.keys() == plain.weights.keys()
     assert all(torch.equal(weights[name], plain.weights[name]) for name in weights)
+
+
+class Turned(nn.Module):
+    """Gives its output with its dims the other way round in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.inner(x).t()
+
+
+class Back(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 4)
+
+    def forward(self, x):
+        return self.inner(x.t() * x.mean())
+
+
+class Pictures(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.inner = nn.Conv2d(channels, 8, 3, padding=1)
+
+    def forward(self, x):
+        x = x.view(-1, 1, 8, 8) if x.dim() == 2 else x
+        return torch.relu(self.inner(x.to(memory_format=torch.channels_last)))
+
+
+class Pooled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.inner((x * x.mean()).sum((2, 3)))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("made", "bitwise"),
+    [
+        ((Turned, Back), True),
+        # what comes back to the pictures stands in their order, in one process in that of the mean's gradient
+        ((lambda: Pictures(1), lambda: Pictures(8), Pooled), False),
+    ],
+)
+def test_outputs_arrive_in_their_order_in_memory(recompute, made, bitwise):
+    team = Team(lambda: [nn.Linear(4, 64), *(make() for make in made)], pp=1 + len(made), recompute=recompute)
+    results = [team.step(number)[-1] for number in range(team.run.steps)]
+    plain, weights = train_plainly(team.run), team.weights()
+    assert mean_loss(results[0].losses, results[0].counts) == plain.losses[0]
+    same = torch.equal if bitwise else partial(torch.allclose, rtol=1e-4, atol=1e-6)
+    assert all(same(weights[name], plain.weights[name]) for name in weights)
 
 
 class Grows(nn.Module):
