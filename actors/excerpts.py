@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
 _LONGEST = 2000  # characters of an exception's text
-_OURS = tuple(f"{folder}/" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))  # raypar and torch
 
 
 def described(error: Exception) -> str:
@@ -29,11 +27,18 @@ def first_line(error: Exception) -> str:
 def trace() -> str:
     """Where the exception that is being handled was raised, from the user's own code on if it came to that."""
     kind, error, whole = sys.exc_info()
-    theirs = whole
-    while theirs is not None and theirs.tb_frame.f_code.co_filename.startswith(_OURS):
+    theirs, ours = whole, _ours()
+    while theirs is not None and theirs.tb_frame.f_code.co_filename.startswith(ours):
         theirs = theirs.tb_next
     text = "".join(traceback.format_exception(kind, error, theirs or whole))
     return text if len(text) <= 4 * _LONGEST else text[-4 * _LONGEST :]
+
+
+def _ours() -> tuple[str, ...]:
+    """Where raypar and torch stand; torch is not imported for it."""
+    torch = find_spec("torch")
+    folders = [Path(__file__).parents[1]] + ([Path(torch.origin).parent] if torch and torch.origin else [])
+    return tuple(f"{folder}/" for folder in folders)
 
 
 def plain_reason(error: Exception, seconds: float) -> str:
