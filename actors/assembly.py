@@ -53,7 +53,10 @@ def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
         return Assembly(part, updater_of(plan, part, part.parameters, groups), source, mean, None)
     buckets = buckets_of(plan, part, part.parameters)
     channels, update = _shared(plan, part, buckets, groups)
-    return Assembly(part, update, source, mean, Reducer(buckets, channels, place))
+    reducer = Reducer(buckets, channels, place)
+    for number, stage in part.stages.items():
+        stage.make_gradients_in(reducer.places(number))
+    return Assembly(part, update, source, mean, reducer)
 
 
 def updater_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter], groups: Mapping[str, Group]) -> Updater:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 import torch
@@ -46,6 +46,10 @@ class Bucket:
         parameter, place = self.parameters[name], self._place(name, flat)
         if parameter.grad is not None and parameter.grad.data_ptr() != place.data_ptr():
             parameter.grad = place.copy_(parameter.grad)
+
+    def places(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter and its gradient's part of the flat tensor."""
+        return ((parameter, self._place(name, flat)) for name, parameter in self.parameters.items())
 
     @torch.no_grad()
     def fill(self, flat: Tensor) -> None:

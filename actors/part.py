@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +63,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
     model = build_model(plan.model, plan.seed)
     divisions = divisions_of(plan, model, groups)
     train = plan.programs["train"]
+    halved = {action.stage for row in train for action in row if action.op is Op.I}
     parts = model.stages(plan.split, train.num_stages)
     own = train.stages_of(plan.world.pp(plan.rank))
     indices = [index for number in own for index in parts[number]]
@@ -71,6 +72,8 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
     place.settle(modules.values())
     ties, same = ties_of(model, homes_of(model, plan.split, train))
     share(model, modules, same)
+    places = Counter(p for module in modules.values() for _, p in module.named_parameters(remove_duplicate=False))
+    shared = frozenset(parameter for parameter, count in places.items() if count > 1)
     stages = {
         number: Stage(
             model,
@@ -80,6 +83,8 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
             is_last=number == train.num_stages - 1,
             recompute=plan.recompute,
             seed=plan.seed,
+            halved=number in halved,
+            shared=shared,
         )
         for number in own
     }

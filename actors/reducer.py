@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -69,21 +69,34 @@ class Reducer:
         self._spent: list[tuple[float, float]] = []  # marks of the actor's own time, in which it did not compute
 
     @contextmanager
-    def watch(self, stage: int, *, last: bool) -> Iterator[None]:
+    def watch(self, stage: int, *, last: bool, left: Collection[Tensor] | None = None) -> Iterator[None]:
         """For the time of a stage's first backward, in which gradients move in, and of its last, in which they are
-        complete as they come."""
+        complete as they come.
+
+        ``left`` are the parameters whose gradients are still to come, if not all are: the others' are there.
+        """
         arrived = self._complete if last else self._made
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(arrived, number, name))
-            for number, bucket in enumerate(self._buckets)
-            if bucket.stage == stage
-            for name, parameter in bucket.parameters.items()
-        ]
+        hooks = []
+        for number, bucket in enumerate(self._buckets):
+            for name, parameter in bucket.parameters.items() if bucket.stage == stage else ():
+                if left is None or parameter in left:
+                    hooks.append(parameter.register_post_accumulate_grad_hook(partial(arrived, number, name)))
+                else:
+                    arrived(number, name, parameter)
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def places(self, stage: int) -> dict[Tensor, Tensor]:
+        """Where the gradients of a stage's parameters live."""
+        return {
+            parameter: place
+            for bucket, flat in zip(self._buckets, self._flats, strict=True)
+            if bucket.stage == stage
+            for parameter, place in bucket.places(flat)
+        }
 
     def flush(self, stage: int) -> None:
         """The stage has no more backwards: what has no gradient by now has none."""

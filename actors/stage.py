@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from raypar.actors.layers.columns import ColumnParallelFan
 from raypar.actors.layers.extent import is_divided
 from raypar.actors.layers.gathered import Gathering
+from raypar.actors.linears import Linears, Owed
 from raypar.actors.models.attention import Core
 from raypar.actors.models.model import Model, Values, as_values
 from raypar.actors.place import Place
@@ -32,6 +33,9 @@ class Stage:
                layer keeps its own inputs, a "selective" one all but what its attention's core makes of queries, keys
                and values, and of gathered inputs its own part (Korthikanti et al. 2022, sections 4.2.2 and 5)
 
+    halved     whether ``backward_input`` is to leave weights for ``backward_weight``, which costs a little
+    shared     parameters that stand in several places on this actor
+
     Microbatches go by their number in the whole step, over all replicas. Dropout and other randomness is seeded by
     (seed, step, microbatch, layer), so it does not depend on the layout, on the order of microbatches, or on
     recomputation.
@@ -47,6 +51,8 @@ class Stage:
         is_last: bool,
         recompute: Recompute,
         seed: int,
+        halved: bool = False,
+        shared: Container[Tensor] = (),
     ) -> None:
         self.model, self.layers, self.modules = model, tuple(layers), tuple(modules)
         self.is_last, self.recompute, self.seed = is_last, recompute == "full", seed
@@ -61,6 +67,11 @@ class Stage:
                 for one in (part, vars(part).get("gathering")):
                     if isinstance(one, (Core, Gathering, ColumnParallelFan)):
                         one.again = words[index] == "selective"
+        again = [module for index, module in zip(self.layers, self.modules, strict=True) if index in self._again]
+        self._linears = Linears(self.modules, whole=again, shared=shared)
+        if halved:
+            self._linears.halve()
+        self._owed: dict[int, Owed] = {}  # by microbatch: what the second half of its backward has to do
         self._place = place
         self._train = True
         self._twice = Twice()  # with the inputs: the first layer may write into them
@@ -73,7 +84,11 @@ class Stage:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """The microbatches whose forward is done and whose backward is not."""
-        return tuple(self._saved)
+        return (*self._saved, *self._owed)
+
+    def make_gradients_in(self, places: Mapping[Tensor, Tensor]) -> None:
+        """Let the first gradients of a step be made in these tensors, by parameter, where that spares a copy."""
+        self._linears.make_in(places)
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """What torch would save of the layers, by logical name."""
@@ -101,6 +116,8 @@ class Stage:
     def begin(self, *, train: bool) -> None:
         """Open a step, of training or of evaluation; what an interrupted one left behind is dropped."""
         self._saved.clear()
+        self._owed.clear()
+        self._linears.begin()
         self.listener = None
         self._train = train
         for module in self.modules:
@@ -122,6 +139,24 @@ class Stage:
             return self.listener.backward(self._backward, step, microbatch, gradients)
         return self._backward(step, microbatch, gradients)
 
+    def backward_input(self, step: int, microbatch: int, gradients: Values) -> Values:
+        """The first half of ``backward``: the same gradients of the inputs, but weights may be left for later.
+
+        Who listens is told of the whole, which is done here and now.
+        """
+        if self.listener is not None:
+            return self.backward(step, microbatch, gradients)
+        return self._backward_input(step, microbatch, gradients)
+
+    def owed(self, microbatch: int) -> frozenset[Tensor]:
+        """The parameters whose gradients wait for ``backward_weight``."""
+        return self._owed[microbatch].parameters if microbatch in self._owed else frozenset()
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The second half of ``backward``: add what is left of the gradients to the parameters'."""
+        if microbatch in self._owed:
+            self._owed.pop(microbatch).pay(self._linears.places)
+
     def _forward(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
         if not self._train:
             with torch.no_grad():
@@ -136,6 +171,11 @@ class Stage:
         return tuple(value.detach() for value in outputs)
 
     def _backward(self, step: int, microbatch: int, gradients: Values) -> Values:
+        found = self._backward_input(step, microbatch, gradients)
+        self.backward_weight(microbatch)
+        return found
+
+    def _backward_input(self, step: int, microbatch: int, gradients: Values) -> Values:
         inputs, tail, then, target = self._saved.pop(microbatch)
         if self.recompute:
             with self._buffers.as_then(then):
@@ -143,7 +183,8 @@ class Stage:
             tail = _tail(outputs)
             del outputs
         if tail is not None:
-            tail.backward(gradients)
+            with self._linears.postponed() as self._owed[microbatch]:
+                tail.backward(gradients)
         return tuple(_gradient(value) for value in inputs if value.requires_grad)
 
     def _with_history(self, step: int, microbatch: int, inputs: Values, target: Values) -> tuple[Values, Values]:

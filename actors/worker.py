@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 
@@ -34,6 +34,8 @@ class Worker(Resident):
         self._perform: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
+            Op.I: self._backward,
+            Op.W: self._backward_weight,
             Op.SEND_F: self._send,
             Op.SEND_B: self._send,
             Op.RECV_F: self._receive,
@@ -171,17 +173,28 @@ class Worker(Resident):
         self._in_flight = max(self._in_flight, in_flight)
 
     def _backward(self, action: Action) -> None:
-        """Roughly ``held[I] = stage.backward(held[I of the stage behind])``; the loss is weighted by its tokens."""
+        """Roughly ``held[I] = stage.backward(held[I of the stage behind])``; the loss is weighted by its tokens.
+
+        Of B and of I, which leaves weights for W.
+        """
         number, microbatch = _stage(action), _microbatch(action)
         stage = self._stages[number]
         if stage.is_last:
             gradients = self._place.to((self._parts.mean.weight(self._counts[microbatch]),))
         else:
             gradients = self._take(action)
-        with self._watched(action):
-            inputs = stage.backward(self._number, self._in_all(microbatch), gradients)
+        whole = action.op is Op.B
+        backward = stage.backward if whole else stage.backward_input
+        with self._watched(action) if whole else nullcontext():
+            inputs = backward(self._number, self._in_all(microbatch), gradients)
         if number > 0:
             self._held[Action(number, Op.I, action.microbatch)] = inputs
+
+    def _backward_weight(self, action: Action) -> None:
+        """Roughly ``stage.backward_weight()``: what I has left."""
+        stage, microbatch = self._stages[_stage(action)], self._in_all(_microbatch(action))
+        with self._watched(action, stage.owed(microbatch)):
+            stage.backward_weight(microbatch)
 
     def _send(self, action: Action) -> None:
         """Roughly ``peer.held[RECV] = held.pop(F or I)``."""
@@ -232,15 +245,16 @@ class Worker(Resident):
         """A microbatch's number in the whole step, over all replicas: the order in which one process would take it."""
         return microbatch * self._plan.mesh.dp + self._dp
 
-    def _watched(self, action: Action) -> AbstractContextManager[None]:
-        """The time of a backward; the Reducer looks on at a stage's first one and at its last.
+    def _watched(self, action: Action, left: Collection[Tensor] | None = None) -> AbstractContextManager[None]:
+        """The time of a backward, or of its half that adds what is ``left``; the Reducer looks on at a stage's first
+        one and at its last.
 
         By hand they come in any order, and nothing is reduced before REDUCE_GRAD.
         """
         reducer, first, last = self._parts.reducer, action in self._first, action in self._last
         if reducer is None or self._notes is not None or not (first or last):
             return nullcontext()
-        return reducer.watch(_stage(action), last=last)
+        return reducer.watch(_stage(action), last=last, left=left)
 
     def _take(self, action: Action) -> Values:
         """What the action needs from other actions, in one tuple; a stage keeps its own forward itself."""

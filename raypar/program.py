@@ -42,10 +42,6 @@ def programs_of(
             f"schedule {train.name!r} is for {train.num_microbatches} microbatches: "
             f"set microbatches to {train.num_microbatches}"
         )
-    if any(action.op in (Op.I, Op.W) for row in train.rows for action in row):
-        raise ScheduleError(
-            f"schedule {train.name!r} splits backwards into I and W, which actors do not compute yet: write B for both"
-        )
     forwards = ([action for action in row if action.op is Op.F] for row in train.rows)
     lowered = loaded.lowered(reduce_grad=reduce_grad)
     return {"train": lowered, "evaluate": Loaded(Schedule.of(f"{train.name} forwards", forwards)).lowered()}

@@ -12,6 +12,7 @@ from torch import nn
 import raypar as rp
 from raypar.parity import relative_error, train_plainly
 from raypar.schedules.catalog import build
+from raypar.schedules.schedule import Schedule
 
 STEPS = 5
 MICROBATCHES = (1, 2, 4, 8)
@@ -121,6 +122,16 @@ def test_bitwise_equal_to_one_plain_process(job_on, model, pp, schedule, m):
 def test_recomputing_changes_no_bit(job_on, schedule, recompute):
     verdict = rp.verify(tiny(2, schedule=schedule, recompute=recompute), job_on(2))
     assert verdict.bitwise, str(verdict)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_backwards_in_halves(job_on, recompute):
+    """Each W waits for as long as it can: the activations of all microbatches are in flight, as in GPipe."""
+    rows = ["0F0 0F1 0I0 0I1 0W0 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"]
+    schedule = Schedule.of("late weights", [row.split() for row in rows])
+    verdict = rp.verify(tiny(2, schedule=schedule, microbatches=2, recompute=recompute), job_on(2))
+    assert verdict.bitwise, str(verdict)
+    assert job_on(2).step().in_flight == (2, 2)
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved"])

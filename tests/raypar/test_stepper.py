@@ -24,6 +24,7 @@ from raypar.schedules.catalog import build
 from raypar.schedules.moves import MoveError
 from raypar.schedules.schedule import Schedule, ScheduleError
 from tests.actors.team import Team, linears
+from tests.actors.test_halves import halved
 from tests.raypar.hands import Hands
 
 
@@ -45,6 +46,7 @@ TEAMS = {
     "1f1b": lambda: Team(linears(), 3, 4, "1f1b", recompute="full"),
     "interleaved": lambda: Team(linears(), 2, 4, "interleaved", optim=rp.AdamW(lr=0.1), clip=0.5),
     "replicas": lambda: Team(linears(), 2, 2, "1f1b", dp=2),
+    "halves": lambda: Team(linears(), 2, 3, halved("1f1b", 2, 3), dp=2),
     "zero": lambda: Team(linears(), 2, 2, "gpipe", dp=2, zero=1, optim=rp.AdamW(lr=0.1)),
     "servers": lambda: Team(linears(), 2, 2, "1f1b", dp=2, data_parallel="parameter_server"),
     "tensor": lambda: Team(None, 2, 2, "1f1b", model=TIED, data=tokens, tp=2, dp=2, zero=1, optim=rp.AdamW(lr=0.1)),
@@ -74,12 +76,15 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+BACKWARDS = (Op.B, Op.I, Op.W)
+
+
 def in_order(done):
-    """Whether each stage's backwards came in the order of their microbatches."""
+    """Whether each stage's backwards (or their halves) came in the order of their microbatches."""
     by_stage = {}
     for action in done:
-        if action.op is Op.B:
-            by_stage.setdefault(action.stage, []).append(action.microbatch)
+        if action.op in BACKWARDS:
+            by_stage.setdefault(action[:2], []).append(action.microbatch)
     return all(order == sorted(order) for order in by_stage.values())
 
 
@@ -104,9 +109,9 @@ def test_any_order_of_ready_moves_has_the_gradients_of_a_compiled_step(name, see
     stepper = hands.stepper()
     while ready := stepper.ready():
         picked = draw.choice(ready)
-        if orderly and picked.op is Op.B:  # of the stage's backwards that are left the first one, once it is ready
+        if orderly and picked.op in BACKWARDS:  # of the stage's backwards that are left the first one, once it is ready
             first = min(a.microbatch for m in stepper._board.left for a in m.names if a[:2] == picked[:2])
-            picked = Action(picked.stage, Op.B, first)
+            picked = picked._replace(microbatch=first)
             if picked not in ready:
                 continue
         stepper.do(picked)
@@ -282,7 +287,7 @@ class Exploding(nn.Linear):
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "replicas", "tied"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "replicas", "halves", "tied"])
 def test_a_recorded_stage_is_played_alone_bit_by_bit(hands, tmp_path, name, stage):
     hands = hands(name)
     hands.stepper().finish()

@@ -1,0 +1,214 @@
+"""Linear layers whose weights' gradients are made later than those of their inputs, or right where they are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raypar.actors.group import nbytes
+
+_Use = tuple[Tensor, Tensor]  # a linear layer's input (rows, in), and the gradient of its output (rows, out)
+
+_WORTH = 2 << 20  # bytes of a weight: to copy its gradient takes longer than to call a layer of here
+
+
+class Owed:
+    """What is left of a backward: the products for weights of linear layers, in the order in which it came to them.
+
+    It keeps the inputs of these layers and the gradients of their outputs.
+    """
+
+    def __init__(self) -> None:
+        self._uses: dict[nn.Linear, list[_Use]] = {}
+
+    def add(self, layer: nn.Linear, use: _Use) -> None:
+        """Leave the weights of a layer for later."""
+        self._uses.setdefault(layer, []).append(use)
+
+    @property
+    def parameters(self) -> frozenset[Tensor]:
+        """Those whose gradients are not complete yet."""
+        return frozenset(p for layer in self._uses for p in layer.parameters(recurse=False) if p.requires_grad)
+
+    def pay(self, places: dict[Tensor, Tensor]) -> None:
+        """Add what is owed to the gradients of the weights, as autograd adds: hooks are called, once a parameter."""
+        while self._uses:
+            layer = next(iter(self._uses))
+            uses = self._uses.pop(layer)
+            root: Tensor = _Weights.apply(places, uses, layer.weight, layer.bias)  # type: ignore[no-untyped-call]
+            root.backward()
+
+
+class Linears:
+    """The linear layers in some modules, of which it takes over those that something is to be gained from.
+
+    Taken over to be halved, layers leave their weights for later in every backward; or those that are worth it make the
+    first gradient of a step in a tensor that they are given. Only plain ``nn.Linear`` is taken over, no ``shared``
+    parameters, and nothing in modules that are to stay ``whole``. A layer is what it was where tensors are not
+    kept as usual (torch's checkpointing), are cast (autocast), or are laid out in another way. Bits of gradients are
+    those of an undivided backward: the same products, added up in the same order.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], *, whole: Container[nn.Module] = (), shared: Container[Tensor] = ()
+    ) -> None:
+        self._layers = [
+            part
+            for module in modules
+            if module not in whole
+            for part in module.modules()
+            if type(part) is nn.Linear and not any(p in shared for p in part.parameters(recurse=False))
+        ]
+        self._anchor: Tensor | None = None  # of halved layers: what makes their outputs parts of a graph
+        self.owed: Owed | None = None  # of the backward under way
+        self._wanted: Mapping[Tensor, Tensor] = {}
+        self.places: dict[Tensor, Tensor] = {}  # by weight; of this step, as long as nothing was made there
+
+    def halve(self) -> None:
+        """Let the layers leave their weights for later. Their outputs are no functions of their weights then: who asks
+        for gradients inside a forward gets those of inputs only."""
+        self._anchor = torch.empty(0, requires_grad=True)
+        self._take_over(0)
+
+    def make_in(self, wanted: Mapping[Tensor, Tensor]) -> None:
+        """Make the first gradients of every step in these tensors, of the same shapes, by parameter; if they are large:
+        small ones are copied there sooner by who wants them."""
+        weights = {layer.weight for layer in self._layers}
+        self._wanted = {parameter: place for parameter, place in wanted.items() if parameter in weights}
+        self._take_over(_WORTH)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.places = dict(self._wanted)
+
+    @contextmanager
+    def postponed(self) -> Iterator[Owed]:
+        """For the time of a backward: halved layers leave their weights to what this gives.
+
+        What is called in that time, because a user's function runs it again, is not of this backward, and leaves
+        nothing.
+        """
+        self.owed = owed = Owed()
+        try:
+            yield owed
+        finally:
+            self.owed = None
+
+    def _take_over(self, least: int) -> None:
+        for layer in self._layers:
+            if nbytes(layer.weight) >= least and "forward" not in vars(layer):
+                layer.forward = partial(self._linear, layer)  # type: ignore[method-assign]
+
+    def _linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        out: Tensor
+        if self.owed is not None or not _usual(layer.weight, x):
+            out = nn.Linear.forward(layer, x)
+        elif self._anchor is not None:
+            out = _Halved.apply(self, layer, x, self._anchor)  # type: ignore[no-untyped-call]
+        else:
+            out = _Placed.apply(self, x, layer.weight, layer.bias)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Halved(torch.autograd.Function):
+    """``F.linear`` whose weights come later.
+
+    They are no inputs: of an input without a gradient autograd calls the hooks all the same, with None.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, linears: Linears, layer: nn.Linear, x: Tensor, anchor: Tensor) -> Tensor:
+        ctx.linears, ctx.layer = linears, layer
+        ctx.save_for_backward(x, layer.weight)
+        return F.linear(x, layer.weight, layer.bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        if ctx.linears.owed is not None:
+            ctx.linears.owed.add(ctx.layer, (x.detach().flatten(0, -2), rows))
+        return None, None, _inner(rows, weight, x) if ctx.needs_input_grad[2] else None, None
+
+
+class _Placed(torch.autograd.Function):
+    """``F.linear`` that makes the gradient of its weight where it is wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, linears: Linears, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.linears = linears
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        inner = _inner(rows, weight, x) if ctx.needs_input_grad[1] else None
+        differentiable = torch.is_grad_enabled()  # somebody wants gradients of gradients
+        place = None if differentiable else _place(ctx.linears.places, weight)
+        return None, inner, *_products([(x.flatten(0, -2), rows)], ctx.needs_input_grad[2:], place)
+
+
+class _Weights(torch.autograd.Function):
+    """A scalar behind the weights of a linear layer; going back from it adds what they are owed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, places: dict[Tensor, Tensor], uses: list[_Use], weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.uses, ctx.place = uses, _place(places, weight)
+        return weight.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        uses, ctx.uses = ctx.uses, None
+        return None, None, *_products(uses, ctx.needs_input_grad[2:], ctx.place)
+
+
+def _usual(weight: Tensor, x: Tensor) -> bool:
+    """Whether a layer's weights train, and its tensors are kept and laid out as nearly everywhere."""
+    return (
+        torch.is_grad_enabled()
+        and weight.requires_grad
+        and weight.is_leaf  # not made of others by a parametrization
+        and x.dim() in (2, 3)
+        and x.numel() > 1  # of a single number autograd takes another order
+        and type(x) is Tensor
+        and x.is_contiguous()
+        and weight.is_contiguous()
+        and not torch.is_autocast_enabled(x.device.type)
+        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def _inner(rows: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+    return (rows @ weight).view(x.shape)
+
+
+def _place(places: dict[Tensor, Tensor], weight: Tensor) -> Tensor | None:
+    """Where the weight's gradient is to be made: once a step, while it has none."""
+    return places.pop(weight, None) if weight.grad is None else None
+
+
+def _products(uses: list[_Use], wanted: tuple[bool, bool], place: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of a weight, in ``place`` if there is one, and of a bias; of several uses autograd adds up in the
+    order in which it comes to them."""
+    of_weight = of_bias = None
+    for x, rows in uses:
+        if wanted[0]:
+            # a window of its own: autograd takes over what nobody else refers to, and copies the rest
+            room = None if place is None or of_weight is not None else place.detach()
+            made = torch.mm(rows.t(), x) if room is None else torch.mm(rows.t(), x, out=room)
+            of_weight = made if of_weight is None else of_weight.add_(made)
+        if wanted[1]:
+            made = rows.sum(0)
+            of_bias = made if of_bias is None else of_bias.add_(made)
+    return of_weight, of_bias
