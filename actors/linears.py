@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from raypar.actors.group import nbytes
 
 _Use = tuple[Tensor, Tensor]  # a linear layer's input (rows, in), and the gradient of its output (rows, out)
+_Pair = tuple[Tensor, Tensor | None]  # the weight and the bias of a linear layer
 
 _WORTH = 2 << 20  # bytes of a weight: to copy its gradient takes longer than to call a layer of here
 
@@ -25,34 +26,33 @@ class Owed:
     """
 
     def __init__(self) -> None:
-        self._uses: dict[nn.Linear, list[_Use]] = {}
+        self._uses: dict[_Pair, list[_Use]] = {}
 
-    def add(self, layer: nn.Linear, use: _Use) -> None:
-        """Leave the weights of a layer for later."""
-        self._uses.setdefault(layer, []).append(use)
+    def add(self, weight: Tensor, bias: Tensor | None, use: _Use) -> None:
+        """Leave a weight, and the bias that goes with it, for later."""
+        self._uses.setdefault((weight, bias), []).append(use)
 
     @property
     def parameters(self) -> frozenset[Tensor]:
         """Those whose gradients are not complete yet."""
-        return frozenset(p for layer in self._uses for p in layer.parameters(recurse=False) if p.requires_grad)
+        return frozenset(p for pair in self._uses for p in pair if p is not None and p.requires_grad)
 
     def pay(self, places: dict[Tensor, Tensor]) -> None:
         """Add what is owed to the gradients of the weights, as autograd adds: hooks are called, once a parameter."""
         while self._uses:
-            layer = next(iter(self._uses))
-            uses = self._uses.pop(layer)
-            root: Tensor = _Weights.apply(places, uses, layer.weight, layer.bias)  # type: ignore[no-untyped-call]
+            pair = next(iter(self._uses))
+            root: Tensor = _Weights.apply(places, self._uses.pop(pair), *pair)  # type: ignore[no-untyped-call]
             root.backward()
 
 
 class Linears:
     """The linear layers in some modules, of which it takes over those that something is to be gained from.
 
-    Taken over to be halved, layers leave their weights for later in every backward; or those that are worth it make the
-    first gradient of a step in a tensor that they are given. Only plain ``nn.Linear`` is taken over, no ``shared``
-    parameters, and nothing in modules that are to stay ``whole``. A layer is what it was where tensors are not
-    kept as usual (torch's checkpointing), are cast (autocast), or are laid out in another way. Bits of gradients are
-    those of an undivided backward: the same products, added up in the same order.
+    They leave their weights for later (``halve``), or make the first gradient of a step in a tensor that they are given
+    (``make_in``). Only plain ``nn.Linear`` is taken over, without ``shared`` parameters, and nothing in modules that
+    are to stay ``whole``. A layer is what it was where tensors are not kept as usual (torch's checkpointing), are cast
+    (autocast), or are laid out in another way. Bits of gradients are those of an undivided backward: the same products,
+    added up in the same order.
     """
 
     def __init__(
@@ -65,23 +65,29 @@ class Linears:
             for part in module.modules()
             if type(part) is nn.Linear and not any(p in shared for p in part.parameters(recurse=False))
         ]
-        self._anchor: Tensor | None = None  # of halved layers: what makes their outputs parts of a graph
+        self._halves = False
+        self._anchor = torch.empty(0, requires_grad=True)  # makes the outputs of halved layers parts of a graph
         self.owed: Owed | None = None  # of the backward under way
         self._wanted: Mapping[Tensor, Tensor] = {}
         self.places: dict[Tensor, Tensor] = {}  # by weight; of this step, as long as nothing was made there
 
-    def halve(self) -> None:
-        """Let the layers leave their weights for later. Their outputs are no functions of their weights then: who asks
-        for gradients inside a forward gets those of inputs only."""
-        self._anchor = torch.empty(0, requires_grad=True)
-        self._take_over(0)
+    def take_over(self, least: int = 0) -> None:
+        """Take over the layers whose weights are of that many bytes or more."""
+        for layer in self._layers:
+            if nbytes(layer.weight) >= least and "forward" not in vars(layer):
+                layer.forward = partial(self._linear, layer)  # type: ignore[method-assign]
 
-    def make_in(self, wanted: Mapping[Tensor, Tensor]) -> None:
-        """Make the first gradients of every step in these tensors, of the same shapes, by parameter; if they are large:
-        small ones are copied there sooner by who wants them."""
-        weights = {layer.weight for layer in self._layers}
+    def halve(self, halves: bool) -> None:
+        """From here on, let the layers that were taken over leave their weights for later, or not. If they do, their
+        outputs are no functions of their weights: who asks for gradients inside a forward gets those of inputs only."""
+        self._halves = halves
+
+    def make_in(self, wanted: Mapping[Tensor, Tensor], least: int = _WORTH) -> None:
+        """Make the first gradients of every step in these tensors, of the same shapes, by parameter; those of that many
+        bytes or more: small ones are copied there sooner by who wants them."""
+        weights = {layer.weight for layer in self._layers if nbytes(layer.weight) >= least}
         self._wanted = {parameter: place for parameter, place in wanted.items() if parameter in weights}
-        self._take_over(_WORTH)
+        self.take_over(least)
 
     def begin(self) -> None:
         """A step begins."""
@@ -100,40 +106,39 @@ class Linears:
         finally:
             self.owed = None
 
-    def _take_over(self, least: int) -> None:
-        for layer in self._layers:
-            if nbytes(layer.weight) >= least and "forward" not in vars(layer):
-                layer.forward = partial(self._linear, layer)  # type: ignore[method-assign]
-
     def _linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return nn.Linear.forward(layer, x)
+        weight, bias = layer.weight, layer.bias
         out: Tensor
-        if self.owed is not None or not _usual(layer.weight, x):
+        if not (self._halves or weight in self._wanted) or self.owed is not None or not _usual(weight, x):
             out = nn.Linear.forward(layer, x)
-        elif self._anchor is not None:
-            out = _Halved.apply(self, layer, x, self._anchor)  # type: ignore[no-untyped-call]
+        elif self._halves:
+            out = _Halved.apply(self, (weight, bias), x, self._anchor)  # type: ignore[no-untyped-call]
         else:
-            out = _Placed.apply(self, x, layer.weight, layer.bias)  # type: ignore[no-untyped-call]
+            out = _Placed.apply(self, x, weight, bias)  # type: ignore[no-untyped-call]
         return out
 
 
 class _Halved(torch.autograd.Function):
     """``F.linear`` whose weights come later.
 
-    They are no inputs: of an input without a gradient autograd calls the hooks all the same, with None.
+    They come in as a pair, which autograd takes for no input: of an input without a gradient it calls the hooks all the
+    same, with None.
     """
 
     @staticmethod
-    def forward(ctx: Any, linears: Linears, layer: nn.Linear, x: Tensor, anchor: Tensor) -> Tensor:
-        ctx.linears, ctx.layer = linears, layer
-        ctx.save_for_backward(x, layer.weight)
-        return F.linear(x, layer.weight, layer.bias)
+    def forward(ctx: Any, linears: Linears, pair: _Pair, x: Tensor, anchor: Tensor) -> Tensor:
+        ctx.linears, (weight, ctx.bias) = linears, pair
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, *pair)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
         if ctx.linears.owed is not None:
-            ctx.linears.owed.add(ctx.layer, (x.detach().flatten(0, -2), rows))
+            ctx.linears.owed.add(weight, ctx.bias, (x.detach().flatten(0, -2), rows))
         return None, None, _inner(rows, weight, x) if ctx.needs_input_grad[2] else None, None
 
 

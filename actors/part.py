@@ -25,6 +25,7 @@ from raypar.actors.stage import Stage
 from raypar.actors.ties import share, ties_of
 from raypar.actors.update import Tie
 from raypar.schedules.action import Action, Op
+from raypar.schedules.early import with_early_sends
 from raypar.schedules.schedule import Schedule
 
 _MIB = 2**20
@@ -63,7 +64,6 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
     model = build_model(plan.model, plan.seed)
     divisions = divisions_of(plan, model, groups)
     train = plan.programs["train"]
-    halved = {action.stage for row in train for action in row if action.op is Op.I}
     parts = model.stages(plan.split, train.num_stages)
     own = train.stages_of(plan.world.pp(plan.rank))
     indices = [index for number in own for index in parts[number]]
@@ -73,6 +73,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
     ties, same = ties_of(model, homes_of(model, plan.split, train))
     share(model, modules, same)
     places = Counter(p for module in modules.values() for _, p in module.named_parameters(remove_duplicate=False))
+    halved = _halved(plan)
     shared = frozenset(parameter for parameter, count in places.items() if count > 1)
     stages = {
         number: Stage(
@@ -83,7 +84,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
             is_last=number == train.num_stages - 1,
             recompute=plan.recompute,
             seed=plan.seed,
-            halved=number in halved,
+            halved=halved[number],
             shared=shared,
         )
         for number in own
@@ -112,6 +113,15 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
     cuts = {name: cut for division in divisions for name, cut in division.cuts.items()}
     partials = {name: over for division in divisions for name, over in division.partial.items()}
     return Part(model, stages, parameters, owner_of, ties, cuts, partials, outputs_of(divisions))
+
+
+def _halved(plan: Plan) -> dict[int, set[int]]:
+    """By stage, the microbatches whose backwards are in halves, by their numbers in the whole step."""
+    dp, found = plan.mesh.coordinate(plan.rank)["dp"], defaultdict[int, set[int]](set)
+    for stage, op, microbatch in with_early_sends(plan.programs["train"]).rows[plan.world.pp(plan.rank)]:
+        if op is Op.I and stage is not None and microbatch is not None:
+            found[stage].add(microbatch * plan.mesh.dp + dp)
+    return found
 
 
 def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -> list[Bucket]:

@@ -33,7 +33,7 @@ class Stage:
                layer keeps its own inputs, a "selective" one all but what its attention's core makes of queries, keys
                and values, and of gathered inputs its own part (Korthikanti et al. 2022, sections 4.2.2 and 5)
 
-    halved     whether ``backward_input`` is to leave weights for ``backward_weight``, which costs a little
+    halved     the microbatches whose ``backward_input`` leaves weights for ``backward_weight``; it costs a little
     shared     parameters that stand in several places on this actor
 
     Microbatches go by their number in the whole step, over all replicas. Dropout and other randomness is seeded by
@@ -51,7 +51,7 @@ class Stage:
         is_last: bool,
         recompute: Recompute,
         seed: int,
-        halved: bool = False,
+        halved: Container[int] = (),
         shared: Container[Tensor] = (),
     ) -> None:
         self.model, self.layers, self.modules = model, tuple(layers), tuple(modules)
@@ -68,9 +68,9 @@ class Stage:
                     if isinstance(one, (Core, Gathering, ColumnParallelFan)):
                         one.again = words[index] == "selective"
         again = [module for index, module in zip(self.layers, self.modules, strict=True) if index in self._again]
-        self._linears = Linears(self.modules, whole=again, shared=shared)
+        self._linears, self._halved = Linears(self.modules, whole=again, shared=shared), halved
         if halved:
-            self._linears.halve()
+            self._linears.take_over()
         self._owed: dict[int, Owed] = {}  # by microbatch: what the second half of its backward has to do
         self._place = place
         self._train = True
@@ -190,6 +190,7 @@ class Stage:
     def _with_history(self, step: int, microbatch: int, inputs: Values, target: Values) -> tuple[Values, Values]:
         """The inputs as the leaves of a graph, and the outputs at its end. Nobody wants gradients of the data."""
         wanted = self.layers[0] > 0
+        self._linears.halve(microbatch in self._halved)
         leaves = tuple([value.detach().requires_grad_(wanted and value.is_floating_point()) for value in inputs])
         outputs = self._twice.with_history(partial(self._apply, step, microbatch, target), leaves)
         if self.is_last and not self._looked:

@@ -19,6 +19,7 @@ from raypar.actors.plan import NonFiniteError, Plan, ProgramName, Span, StepResu
 from raypar.actors.resident import Resident
 from raypar.actors.update import ballot_of
 from raypar.schedules.action import COMPUTE, RECVS, Action, Op
+from raypar.schedules.early import with_early_sends
 from raypar.schedules.rules import needs, provides
 from raypar.schedules.schedule import Schedule
 
@@ -61,7 +62,9 @@ class Worker(Resident):
         part = self._parts.part
         self._stages = part.stages
         self._join(plan, groups, part, part.parameters, self._parts.update)
+        self._rows = {name: with_early_sends(schedule).rows[self._pp] for name, schedule in plan.programs.items()}
         row = plan.programs["train"].rows[self._pp]
+        self._names = {a._replace(op=op): a for a in row if a.op is Op.B for op in (Op.I, Op.W)}  # of its halves
         self._first, self._last = (set(last_backwards(part).values()) for part in (row[::-1], row))
         self._couriers = {
             name: Courier(groups.get("pp"), schedule.placement, schedule.num_microbatches)
@@ -77,7 +80,7 @@ class Worker(Resident):
         """Perform the whole row of a program for a step; raises StaleError if it is of an earlier epoch."""
         self._demand_current(epoch)
         self.begin(program, step)
-        receives = self._receives()
+        receives = (action for action in self._row if action.op in RECVS)
         ahead = self._place.ahead(rehearsed=program in self._rehearsed)
         self._expect(islice(receives, ahead))
         for action in self._row:
@@ -93,7 +96,7 @@ class Worker(Resident):
         torch.set_grad_enabled(True)  # the thread that runs calls is not the one that ran __init__
         self._program, self._number = program, step
         self._schedule: Schedule = self._plan.programs[program]
-        self._row = self._schedule.rows[self._pp]
+        self._row = self._rows[program]
         self._courier = self._couriers[program]
         self._train = not self._schedule.forward_only
         self._computed: dict[int, Tensor] = {}  # losses that were not read yet
@@ -114,14 +117,14 @@ class Worker(Resident):
         """Perform one action, as soon as what it needs is there; raises ActionError."""
         self._place.enter()
         start = self._place.mark()
-        self._now = action
+        self._now = self._names.get(action, action)
         try:
             self._perform[action.op](action)
         except NonFiniteError:
             self._epoch += 1
             raise
         except Exception as error:
-            raise self._failed(str(action), self._peer(action), error) from None
+            raise self._failed(str(self._now), self._peer(action), error) from None
         self._events.append(Span(action, start, self._place.mark()))
         if self._notes is not None and (made := self._made(action)):
             self._notes.made[action] = made
@@ -173,10 +176,7 @@ class Worker(Resident):
         self._in_flight = max(self._in_flight, in_flight)
 
     def _backward(self, action: Action) -> None:
-        """Roughly ``held[I] = stage.backward(held[I of the stage behind])``; the loss is weighted by its tokens.
-
-        Of B and of I, which leaves weights for W.
-        """
+        """Roughly ``held[I] = stage.backward(held[I of the stage behind])``; the loss is weighted by its tokens."""
         number, microbatch = _stage(action), _microbatch(action)
         stage = self._stages[number]
         if stage.is_last:
@@ -251,7 +251,8 @@ class Worker(Resident):
 
         By hand they come in any order, and nothing is reduced before REDUCE_GRAD.
         """
-        reducer, first, last = self._parts.reducer, action in self._first, action in self._last
+        name = self._names.get(action, action)
+        reducer, first, last = self._parts.reducer, name in self._first, name in self._last
         if reducer is None or self._notes is not None or not (first or last):
             return nullcontext()
         return reducer.watch(_stage(action), last=last, left=left)
@@ -275,9 +276,6 @@ class Worker(Resident):
                 self._courier.expect(action)
             except GroupError as error:
                 raise self._failed(str(action), self._peer(action), error) from None
-
-    def _receives(self) -> Iterator[Action]:
-        return (action for action in self._row if action.op in RECVS)
 
     def _peer(self, action: Action) -> str | None:
         peer = self._courier.peer(action)

@@ -149,7 +149,7 @@ class Inside(ABC):
         """
         measured = self.timeline(dp)
         before = [earlier for ago in range(1, KEPT) if (earlier := self._replica(dp, ago)).events]
-        return Overlay(measured, simulate(self.schedule, costs_of(*(before or [measured]))))
+        return Overlay(measured, simulate(measured.schedule, costs_of(*(before or [measured]))))
 
     def _told(self) -> str:
         """The job in three lines."""

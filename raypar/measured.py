@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from raypar.actors.ledger import Entry
 from raypar.actors.plan import Span
 from raypar.actors.world import World
+from raypar.schedules.early import with_early_sends
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Event, Timeline
 
@@ -18,6 +19,7 @@ def timelines_of(schedule: Schedule, world: World, rows: Sequence[Sequence[Span]
 
     ``rows`` are the spans of every rank. The first of all is at second 0.
     """
+    schedule = with_early_sends(schedule)
     zero = min((span.start for row in rows for span in row), default=0.0)
     lanes = [world.replica(dp) for dp in range(world.mesh.dp)]
     lanes += [tuple(world.server_rank(pp, index) for pp in range(world.mesh.pp)) for index in range(world.servers)]

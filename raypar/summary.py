@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from raypar.actors.recompute import word_of
 from raypar.actors.specs import Transformer
@@ -12,11 +13,20 @@ from raypar.actors.split import core_cost, split_layers, transformer_costs
 from raypar.config import Run, world_of
 from raypar.report import Evaluation, Report
 from raypar.schedules.action import Op
+from raypar.schedules.early import with_early_sends
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulate import Costs, simulate
 from raypar.schedules.timeline import Timeline
 
 Rows = list[tuple[str, str]]
+
+
+class _Work(NamedTuple):
+    """What a microbatch costs a stage: its forward, what its backward runs again, what it can leave for W."""
+
+    forward: float
+    again: float
+    later: float
 
 
 def predicted(run: Run, schedule: Schedule) -> Timeline:
@@ -25,25 +35,28 @@ def predicted(run: Run, schedule: Schedule) -> Timeline:
     The user's own Layers count as stages of equal length.
     """
     of_stage: dict[tuple[int, Op], float] = {}
-    for stage, (forward, again) in enumerate(_forwards(run, schedule.num_stages)):
-        backward = {Op.B: 2 * forward + again, Op.I: forward + again, Op.W: forward}
+    for stage, (forward, again, later) in enumerate(_works(run, schedule.num_stages)):
+        backward = {Op.B: 2 * forward + again, Op.I: 2 * forward + again - later, Op.W: later}
         of_stage |= {(stage, op): cost for op, cost in ({Op.F: forward} | backward).items()}
-    return simulate(schedule, Costs(of_stage=of_stage))
+    return simulate(with_early_sends(schedule), Costs(of_stage=of_stage))
 
 
-def _forwards(run: Run, num_stages: int) -> list[tuple[float, float]]:
-    """What each stage's forward costs, and what its backward runs again of it."""
+def _works(run: Run, num_stages: int) -> list[_Work]:
+    """A W makes the gradients of linear layers that are not divided, in layers that are not run again by themselves."""
+    halves = run.mesh.tensor_ranks == 1
     if not isinstance(run.model, Transformer):
-        return [(1.0, 1.0 if run.recompute == "full" else 0.0)] * num_stages
-    costs, body = transformer_costs(run.model), range(run.model.layers)
+        return [_Work(1.0, 1.0 if run.recompute == "full" else 0.0, 1.0 if halves else 0.0)] * num_stages
+    costs, body, core = transformer_costs(run.model), range(run.model.layers), core_cost(run.model)
     scores = run.model.attention == "materialised" or run.model.dropout > 0  # else the kernel does it in any case
-    core = core_cost(run.model) if scores else 0.0
+    words = [word_of(run.recompute, body, layer) for layer in body]
     again = [
-        {"none": 0.0, "selective": core, "full": cost}[word_of(run.recompute, body, layer)]
-        for layer, cost in enumerate(costs)
+        {"none": 0.0, "selective": core if scores else 0.0, "full": cost}[word]
+        for word, cost in zip(words, costs, strict=True)
     ]
+    alone = [word == "full" and run.recompute != "full" for word in words]
+    later = [cost - core if halves and not own else 0.0 for cost, own in zip(costs, alone, strict=True)]
     return [
-        (sum(costs[layer] for layer in layers), sum(again[layer] for layer in layers))
+        _Work(*(sum(each[layer] for layer in layers) for each in (costs, again, later)))
         for layers in split_layers(run.split, costs, num_stages)
     ]
 

@@ -19,8 +19,9 @@ from raypar.fields import brief
 from raypar.folder.names import CHECKPOINTS, LEDGER, METRICS, RUN, SCHEDULE, TIMELINE, absolute, holds_run
 from raypar.program import MOST_BYTES
 from raypar.report import Report
-from raypar.schedules.action import Action
+from raypar.schedules.action import Action, Op
 from raypar.schedules.check import check
+from raypar.schedules.early import with_early_sends
 from raypar.schedules.lower import lower
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.table import from_csv
@@ -209,7 +210,8 @@ def _measured(raw: bytes, schedule: Schedule | None) -> Latest:
         faults += (
             f"has {event.action} on rank {event.rank}: {why}" for event in events for why in _odd(event, schedule)
         )
-        timelines.append(Timeline(schedule, tuple(events)))
+        halves = any(event.action.op is Op.I for event in events)  # none in folders of before they were
+        timelines.append(Timeline(with_early_sends(schedule) if halves else schedule, tuple(events)))
     if faults:
         raise _DamagedError(*faults[:_MOST_TOLD])
     return measured.step, timelines

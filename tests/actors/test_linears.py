@@ -30,11 +30,10 @@ def taken_over(module, half=True):
     """Halved, or with places for its weights, whatever their size."""
     places = Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
     linears = Linears([module], shared={p for p in places if places[p] > 1})
-    if half:
-        linears.halve()
-    else:
-        linears.make_in({p: torch.full_like(p, 9.0).detach() for p in module.parameters()})
-        linears._take_over(0)
+    linears.take_over()
+    linears.halve(half)
+    if not half:
+        linears.make_in({p: torch.full_like(p, 9.0).detach() for p in module.parameters()}, least=0)
     linears.begin()
     return linears
 
@@ -167,6 +166,16 @@ class Mapped(nn.Module):
         return torch.func.vmap(self.layer)(x)
 
 
+class Compiled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.compiled = torch.compile(self.layer, backend="eager")
+
+    def forward(self, x):
+        return self.compiled(x)
+
+
 class Frozen(nn.Module):
     def __init__(self):
         super().__init__()
@@ -183,6 +192,7 @@ UNTOUCHED = {
     "autocast": Cast,
     "run again": RunAgain,
     "vmap": Mapped,
+    "compiled": Compiled,
     "frozen": Frozen,
     "made of others": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
 }
@@ -201,6 +211,26 @@ def test_where_a_layer_can_leave_nothing_it_is_what_it_was(kind, half):
     assert torch.equal(y.grad, x.grad)
     for parameter, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
         assert theirs.grad is None if parameter.grad is None else torch.equal(parameter.grad, theirs.grad)
+
+
+class Swapped(nn.Module):
+    """Calls a layer with a weight of its own instead."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.own = nn.Linear(6, 6), nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        return torch.func.functional_call(self.layer, {"weight": self.own}, (x,))
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_gradient_belongs_to_the_weight_that_was_there(half):
+    ours = Swapped()
+    x = torch.randn(5, 6)
+    backward(taken_over(ours, half), ours(x), torch.ones(5, 6))
+    assert ours.layer.weight.grad is None
+    torch.testing.assert_close(ours.own.grad, torch.ones(6, 5) @ x)
 
 
 def test_a_frozen_bias_gets_no_gradient():
@@ -234,8 +264,7 @@ def test_the_first_gradient_of_a_step_is_made_in_its_place(half):
     layer = nn.Linear(1024, 1024)
     place, small = torch.full((1024, 1024), 7.0), torch.full((1024,), 7.0)
     linears = Linears([layer])
-    if half:
-        linears.halve()
+    linears.halve(half)
     linears.make_in({layer.weight: place, layer.bias: small})
     linears.begin()
     x = torch.randn(5, 1024)
@@ -262,6 +291,7 @@ def test_small_layers_are_not_taken_over_for_the_sake_of_a_place():
 def test_what_is_to_stay_whole_does():
     layers = [nn.Linear(6, 6), nn.Linear(6, 6)]
     linears = Linears(layers, whole=layers[1:])
-    linears.halve()
+    linears.take_over()
+    linears.halve(True)
     left = backward(linears, layers[1](layers[0](torch.randn(5, 6))), torch.randn(5, 6))
     assert left == {*layers[0].parameters()}

@@ -288,7 +288,7 @@ def test_buckets_start_inside_the_last_backward_and_in_no_earlier_one(schedule, 
     team.step(0)
     for worker in team.workers:
         spans = worker.events()
-        last = {a.stage: s for s in spans if (a := s.action).op is Op.B}
+        last = {a.stage: s for s in spans if (a := s.action).op in (Op.B, Op.W)}
         (step,) = (span for span in spans if span.action.op is Op.STEP)
         buckets = [span for span in spans if span.bucket is not None]
         assert [span.bucket for span in buckets] == list(range(len(buckets)))

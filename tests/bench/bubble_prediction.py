@@ -54,7 +54,10 @@ def main() -> None:
             job.reset(run)
             job.step()
             costs = costs_of(*measured(job, chosen.steps))
-            print(line(str(run.schedule), measured(job, chosen.after), simulate(job.schedule, costs)), flush=True)
+            print(
+                line(str(run.schedule), measured(job, chosen.after), simulate(job.timeline().schedule, costs)),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

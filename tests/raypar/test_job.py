@@ -16,6 +16,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.schedules.action import Action
+from raypar.schedules.early import with_early_sends
 from raypar.schedules.measure import costs_of
 from raypar.schedules.moves import moves
 from raypar.schedules.simulate import simulate
@@ -320,10 +321,10 @@ def test_an_overlay_predicts_a_step_with_the_costs_of_those_before_it(job):
     assert len({step.events for step in steps}) == 4
     overlay = job.overlay()
     assert overlay.measured == job.timeline() == steps[0]
-    assert overlay.predicted == simulate(job.schedule, costs_of(*steps[1:3]))
+    assert overlay.predicted == simulate(with_early_sends(job.schedule), costs_of(*steps[1:3]))
     job.reset(tiny())
     job.step()
-    assert job.overlay().predicted == simulate(job.schedule, costs_of(job.timeline()))
+    assert job.overlay().predicted == simulate(job.timeline().schedule, costs_of(job.timeline()))
     with pytest.raises(ValueError, match="no replica dp=1"):
         job.overlay(1)
 

@@ -8,7 +8,10 @@ import pytest
 
 from raypar.actors.specs import GPT, Llama
 from raypar.actors.split import core_cost, transformer_costs
-from raypar.config import Run, check_run
+from raypar.config import Mesh, Run, check_run
+from raypar.schedules.action import Action, Op
+from raypar.schedules.catalog import build
+from raypar.schedules.lower import lower
 from raypar.summary import predicted
 
 GPTS = GPT(layers=4, hidden=64, heads=4, seq=128, attention="materialised")
@@ -33,3 +36,21 @@ def test_a_backward_takes_what_it_runs_again_too(model):
 def test_the_fused_kernel_runs_nothing_again_on_account_of_selective():
     fused = replace(GPTS, attention="fused")
     assert makespan(fused, "selective") == makespan(fused, "none")
+
+
+@pytest.mark.parametrize(
+    ("recompute", "tp", "later"),
+    [("none", 1, 2), ("full", 1, 2), ("selective", 1, 2), (("none", "none", "full", "none"), 1, 1), ("none", 2, 0)],
+)
+def test_a_step_is_shorter_by_what_the_last_backward_leaves_for_later(recompute, tp, later):
+    """Weights of blocks, but not of those that are run again by themselves or divided; their cores have none."""
+    model = replace(GPTS, vocab=0)
+    run = Run(model=model, mesh=Mesh(pp=2, tp=tp), schedule="1f1b", microbatches=2, recompute=recompute)
+    whole, core = max(transformer_costs(model)), core_cost(model)
+    schedule = lower(build("1f1b", 2, 2))
+    in_halves = predicted(run, schedule)
+    first, second = (event for event in in_halves.events if event.action in (Action(1, Op.I, 1), Action(1, Op.W, 1)))
+    assert first.end - first.start + second.end - second.start == pytest.approx(
+        next(event.end - event.start for event in in_halves.events if event.action == Action(1, Op.B, 0))
+    )
+    assert second.end - second.start == pytest.approx(later * (whole - 2 * model.hidden - core))
