@@ -171,9 +171,9 @@ class FakeCommunicator:
             raise RuntimeError(self.error)
 
     def abort(self):
-        self._hub.abort()
-        with self._in_memory:
+        with self._in_memory:  # first: what waits wakes up, and the next op of its stream begins
             self._aborted = True
+        self._hub.abort()
 
     def send(self, pointer, count, dtype, peer, stream):
         def put():
