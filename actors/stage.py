@@ -32,7 +32,6 @@ class Stage:
                al. 2019, section 2.3); else a word for each layer of the model's body, or one for all of them: a "full"
                layer keeps its own inputs, a "selective" one all but what its attention's core makes of queries, keys
                and values, and of gathered inputs its own part (Korthikanti et al. 2022, sections 4.2.2 and 5)
-
     halved     the microbatches whose ``backward_input`` leaves weights for ``backward_weight``; it costs a little
     shared     parameters that stand in several places on this actor
 
