@@ -130,7 +130,7 @@ def _on_disk(command: str, words: list[str]) -> int:
             return _say(past.run(command, words))
         outcome = ckpt.run(words)
     except ConfigError as error:
-        return _fail(str(error), MISTAKE)
+        return _fail(error.faults[0] if len(error.faults) == 1 else f"{len(error.faults)} mistakes:\n{error}", MISTAKE)
     _say(outcome.text)
     return OK if outcome.sound else DIFFERENT
 

@@ -41,12 +41,12 @@ def find(path: Path) -> Found:
     Raises ConfigError if there is none.
     """
     path = checkpoints_in(absolute(path))
+    one = step_of(path.name) is not None or os.path.lexists(path / MANIFEST)
     try:
-        if step_of(path.name) is not None or os.path.lexists(path / MANIFEST):
-            return Found(path, verified(path))
-        found = newest(path)
+        found = Found(path, verified(path)) if one else newest(path)
     except CheckpointError as error:
-        raise ConfigError([f"resume {str(path)!r}: {fault}" for fault in error.faults]) from error
+        what = f"resume {str(path)!r}" if one else "resume"  # what is wrong with a folder names it
+        raise ConfigError([f"{what}: {fault}" for fault in error.faults]) from error
     if found is None:
         raise ConfigError([f"resume {str(path)!r}: there is no sound checkpoint in it: give another folder, or none"])
     return found

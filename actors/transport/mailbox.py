@@ -8,7 +8,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ _MOST = 16  # pieces that all flows together may have posted and not finished: b
 _LOOKS = 200  # before going to sleep, about 150 us: to be woken takes 30 us or more
 _WINDOW_BLOCK = 4 * SLAB  # bytes; nothing is copied to be given, so what counts is that each block costs messages
 _BELL = -1 << 62  # the channel of a message without contents: something that was lent is given back
+
+_NOBODY: Mapping[int, object] = {}
 
 Parts = dict[int, Tensor]  # by peer
 Use = Callable[[Parts], object]
@@ -38,13 +40,14 @@ class Mailbox:
     def __init__(self, rank: int, links: Mapping[int, Link]) -> None:
         self._rank, self._links = rank, links
         self._pool = Pool(len(links) + 1)
-        self._arrived: dict[tuple[int, int], deque[Message]] = {}  # by sender and channel
+        self._arrived: dict[int, dict[int, deque[Message]]] = {}  # by channel and sender; none is empty
+        self._unsent = set[int]()  # peers to whom something posted is not on its way
         self._flows: list[Flow] = []  # those that are not over, in the order of their start
         self.lock = threading.RLock()  # taken by who posts several pieces in one go, too
         self._changed = threading.Condition(self.lock)
         self._aborted = False
         self._watched = False  # whether a thread sleeps on the links, and has to be told of what others did
-        self._full: list[Link] = []  # those that it watches for room to send, too
+        self._full: Set[int] = frozenset()  # peers whose links it watches for room to send, too
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._arrivals, self._poller = select.poll(), select.poll()  # the second one for who sleeps
         self._poller.register(self._bell, select.POLLIN)
@@ -119,18 +122,21 @@ class Mailbox:
         with self.lock:
             if count <= INLINE:
                 for peer in peers:
-                    self._links[peer].send(channel, total, data)
+                    self._say(peer, channel, total, data)
                 return
             window = self._pool.window_of(data) if lend else None
             slab, start = (window, data.data_ptr() - window.data.data_ptr()) if window else self._pool.put(data)
             awaited = ring and window is not None
             for peer in peers:
                 slab.lend(peer)
-                self._links[peer].lend(channel, total, slab, start, count, self._pool.fd(slab), awaited)
+                link = self._links[peer]
+                link.lend(channel, total, slab, start, count, self._pool.fd(slab), awaited)
+                if not link.idle:
+                    self._unsent.add(peer)
 
     def have(self, channel: int, peers: Iterable[int]) -> bool:
         """Whether each of the peers has posted a piece that was not taken yet."""
-        return all((peer, channel) in self._arrived for peer in peers)
+        return all(map(self._arrived.get(channel, _NOBODY).__contains__, peers))
 
     def take(self, channel: int, totals: Mapping[int, int], dtype: torch.dtype, use: Use) -> None:
         """Let ``use`` have the next piece of each peer, whose pieces have ``totals[peer]`` bytes in all.
@@ -146,11 +152,11 @@ class Mailbox:
             if piece.slab is not None:
                 piece.slab.give_back(self._rank)
                 if piece.awaited:
-                    self._links[peer].send(_BELL, 0, NOTHING)
+                    self._say(peer, _BELL, 0, NOTHING)
 
     def sent(self, peers: Iterable[int]) -> bool:
         """Whether everything posted to the peers is on its way."""
-        return all(self._links[peer].idle for peer in peers)
+        return self._unsent.isdisjoint(peers)
 
     def given(self, tensor: Tensor) -> bool:
         """Whether nobody will read the tensor any more."""
@@ -158,6 +164,12 @@ class Mailbox:
         return window is None or window.free
 
     # --- inside; under the lock ---
+
+    def _say(self, peer: int, channel: int, total: int, data: Tensor) -> None:
+        link = self._links[peer]
+        link.send(channel, total, data)
+        if not link.idle:
+            self._unsent.add(peer)
 
     def _over(self, flow: Flow) -> bool:
         """Whether it came to a good end; raise if it can't any more."""
@@ -179,16 +191,17 @@ class Mailbox:
         """
         moved, some = True, False
         while moved and self._flows and not (awaited and awaited.over):
-            for link in self._links.values():
-                if not link.idle:
-                    link.flush()
+            for peer in tuple(self._unsent):
+                self._links[peer].flush()
+                if self._links[peer].idle:
+                    self._unsent.remove(peer)
             while ready := self._arrivals.poll(0):
                 for fd, _ in ready:
                     self._read(self._peers[fd])
             moved = self._round()
             self._flows = [flow for flow in self._flows if not flow.over]
             some = some or moved
-        if self._watched and (some or any(not link.idle and link not in self._full for link in self._links.values())):
+        if self._watched and (some or not self._unsent <= self._full):
             os.eventfd_write(self._bell, 1)  # what moved may be what the sleeper waits for; and only it sees new room
 
     def _round(self) -> bool:
@@ -205,9 +218,9 @@ class Mailbox:
 
     def _watch(self, seconds: float) -> None:
         """Sleep until something arrives, or there is room for something to be sent."""
-        self._full = [link for link in self._links.values() if not link.lost and not link.idle]
-        for link in self._full:
-            self._poller.modify(link, select.POLLIN | select.POLLOUT)
+        self._full = {peer for peer in self._unsent if not self._links[peer].lost}
+        for peer in self._full:
+            self._poller.modify(self._links[peer], select.POLLIN | select.POLLOUT)
         self._watched = True
         self.lock.release()
         try:
@@ -216,9 +229,9 @@ class Mailbox:
             self.lock.acquire()
             self._watched = False
             self._changed.notify_all()
-        for link in self._full:
-            if not link.lost:  # another thread may have read its end
-                self._poller.modify(link, select.POLLIN)
+        for peer in self._full:
+            if not self._links[peer].lost:  # another thread may have read its end
+                self._poller.modify(self._links[peer], select.POLLIN)
         for fd, _ in ready:
             if fd in self._peers:
                 self._read(self._peers[fd])
@@ -239,14 +252,17 @@ class Mailbox:
         if link.lost:
             return
         if (arrived := link.receive()) is not None and arrived[0] != _BELL:
-            self._arrived.setdefault((peer, arrived[0]), deque()).append(arrived[1])
+            self._arrived.setdefault(arrived[0], {}).setdefault(peer, deque()).append(arrived[1])
         if link.lost:
             self._arrivals.unregister(link)
             self._poller.unregister(link)
 
     def _next(self, peer: int, channel: int) -> Message:
-        queue = self._arrived[peer, channel]
+        by_peer = self._arrived[channel]
+        queue = by_peer[peer]
         message = queue.popleft()
         if not queue:
-            del self._arrived[peer, channel]
+            del by_peer[peer]
+            if not by_peer:
+                del self._arrived[channel]
         return message

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -206,11 +207,12 @@ class ShmGroup(Group):
         """
         channel = self._channel()
         piece = block // dtype.itemsize
-        longest = max([flat.numel() for flat, _ in give] + list(take.values()), default=0)
+        counts = [*take.values(), *[flat.numel() for flat, _ in give]]
+        longest = max(counts, default=0)
         totals = {peer: count * dtype.itemsize for peer, count in take.items() if count}
-        involved = {*take, *(peer for _, peers in give for peer in peers)}
+        involved = {*take, *chain.from_iterable(peers for _, peers in give)}
         if longest <= piece:
-            some = [(flat, peers) for flat, peers in give if flat.numel()]
+            some = give if all(counts) else [(flat, peers) for flat, peers in give if flat.numel()]
             swap = Swap(self._box, channel, some, totals, dtype, partial(fold, WHOLE), peers=involved, lend=lend)
             return self._start(swap, back)
         copies = not (lend and all(self._box.is_window(flat) for flat, _ in give))

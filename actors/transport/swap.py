@@ -50,7 +50,7 @@ class Swap(Flow):
                 return False
             for flat, peers in self._give:
                 self._box.post(self._channel, nbytes(flat), flat, peers, lend=self._lend)
-            self._posted = moved = True
+            self._posted = True
             self.ahead = int(len(self._lent) < len(self._give))
         if not self._used and self._box.have(self._channel, self._totals):
             self._box.take(self._channel, self._totals, self._dtype, self._use)

@@ -38,12 +38,12 @@ def test_verify_reads_one_or_all(said, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("ckpt", "ls", "nowhere"), "'nowhere' can't be read (No such file or directory)"),
-        (("ckpt", "verify", "nowhere"), "'nowhere' can't be read (No such file or directory)"),
+        (("ckpt", "ls", "nowhere"), "raypar: 'nowhere' can't be read (No such file or directory)"),
+        (("ckpt", "verify", "nowhere"), "raypar: 'nowhere' can't be read (No such file or directory)"),
         (("ckpt", "verify", "."), "there is no checkpoint in '.': give another path"),
         (("ckpt",), "ckpt"),
         (("ckpt", "rm", "x"), "ckpt"),
-        (("train", "--resume", "nowhere"), "can't be read"),
+        (("train", "--resume", "nowhere"), "- resume: '"),
         (("train", "--resume"), "--resume"),
         (("train", "gpt-tiny", "--save-every", "2"), "save_every is 2, but there is no folder for checkpoints"),
     ],

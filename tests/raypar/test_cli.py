@@ -125,6 +125,11 @@ def test_check_says_what_it_proved(said, tmp_path):
     assert out.startswith("ok: interleaved, 2 ranks, 6 stages, 4 microbatches")
     assert "8 sends under way" in out
     assert said("check", "1f1b", "--blocking", "--order", "one_sweep")[0] == 0
+    path = tmp_path / "halves.csv"
+    path.write_text("0F0,0I0,0W0\n1F0,1I0,1W0\n")
+    code, out, _ = said("check", path)
+    assert code == 0
+    assert out.endswith("activations in flight 1 1\n")
     path = tmp_path / "swapped.csv"
     path.write_text("0F0,0B0\n1B0,1F0\n")
     code, out, err = said("check", path)
@@ -157,6 +162,7 @@ def test_simulate_measures(said):
     ("words", "says"),
     [
         (("draw", "1f1f"), "there is no schedule '1f1f': did you mean '1f1b'?"),
+        (("draw", "1f1b.svg"), "a file is a table, FILE.csv, or a function, FILE.py:FUNCTION"),
         (("draw", "gone.csv"), "schedule file 'gone.csv' can't be read (No such file or directory)"),
         (("draw", "1f1b", "--ranks", "0", "--microbatches", "0"), "set ranks to 1 or more; microbatches=0"),
         (("draw", "1f1b", "--out", "/no/such/folder/a.svg"), "can't be written"),
