@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from raypar.actors.cut import Cut
 from raypar.actors.lr import lr_at
-from raypar.actors.plan import NonFiniteError
 from raypar.actors.specs import Batches
 from raypar.ahead import Ahead
 from raypar.calls import Calls
@@ -21,7 +20,7 @@ from raypar.cluster import Actors, demand_shippable
 from raypar.config import ConfigError, Run, reset_faults, world_of
 from raypar.errors import JobError
 from raypar.inside import Inside
-from raypar.patience import CtrlC, patience
+from raypar.patience import patience
 from raypar.plans import plans_of
 from raypar.program import Programs, programs_of
 from raypar.progress import display
@@ -33,7 +32,6 @@ from raypar.schedules.schedule import Schedule
 from raypar.stepping.recorder import Recorder
 from raypar.stepping.stepper import Stepper
 
-T = TypeVar("T")
 _LAUNCH_SECONDS = 60.0  # for actors to start, build and meet, however short a run's own timeout is
 
 
@@ -86,8 +84,8 @@ class Job(Inside):
             raise ValueError(f"ahead is {ahead!r}: give a number of steps, 0 or more")
         count = max(0, self.run.steps - self.next_step) if steps is None else steps
         reports: list[Report] = []
-        with display(self.run, self.next_step + count) as shown:
-            for outcome in self._train(count, most):
+        with display(self.run, self.next_step + count) as shown, closing(self._train(count, most)) as outcomes:
+            for outcome in outcomes:
                 shown.show(outcome)
                 if on is not None:
                     on(outcome)
@@ -121,10 +119,13 @@ class Job(Inside):
         that are saved beside the training. Raises CheckpointError if the folder can't be written; the job can go on.
         """
         self._demand_ready()
-        return self._saver.save(Path(folder), self.next_step, keep_last)
+        return self._guard(partial(self._saver.save, Path(folder), self.next_step, keep_last))
 
     def stepper(self) -> Stepper:
-        """The next training step, action by action."""
+        """The next training step, action by action; the stepper of it that is under way, if there is one."""
+        self._demand_open()
+        if self._stepper is not None and self._stepper.midway and self._stepper.done:
+            return self._stepper
         self._demand_ready()
         self._stepper = Stepper(
             self.schedule,
@@ -151,23 +152,20 @@ class Job(Inside):
         if faults := list(reset_faults(run, self.num_actors, self.device)):
             raise ConfigError(faults)
         demand_shippable(run.model, run.data)
-        record = Record(run)
-        self._keep_times()
-        self._let_go()
-        self._record = record
-        self._guard(partial(self._calls.all, "leave", what="the end of the run before"))
-        self._load(run, programs, found)
+        self._guard(partial(self._exchange, run, programs, found, Record(run)))
 
     def close(self) -> None:
         """Finish the save under way; end the actors, and Ray if the launch started it. More than once does no harm."""
-        self._keep_times()
-        if self._actors is not None:
-            (actors, self._actors), failure = (self._actors, None), self._failure
-            self._failure = failure or "the job was closed"
-            try:
-                self._let_go(hurried=failure is not None)
-            finally:
-                actors.end()
+        try:
+            self._keep_times()
+        finally:
+            if self._actors is not None:
+                (actors, self._actors), failure = (self._actors, None), self._failure
+                self._failure = failure or "the job was closed"
+                try:
+                    self._let_go(hurried=failure is not None)
+                finally:
+                    actors.end()
 
     def __enter__(self) -> Job:
         return self
@@ -178,6 +176,13 @@ class Job(Inside):
         self.close()
 
     # --- inside ---
+
+    def _exchange(self, run: Run, programs: Programs, found: Found | None, record: Record) -> None:
+        self._keep_times()
+        self._let_go()
+        self._record = record
+        self._calls.all("leave", what="the end of the run before")
+        self._load(run, programs, found)
 
     def _load(self, run: Run, programs: Programs, found: Found | None = None) -> None:
         self._generation += 1
@@ -206,21 +211,33 @@ class Job(Inside):
                 self._demand_open()
                 every = self.run.eval_every
                 stop = (self.next_step // every + 1) * every if every else last
-                ahead.hand_over(self.next_step, min(last, stop, self._saver.next_due(self.next_step, last)))
+                stop = min(last, stop, self._saver.next_due(self.next_step, last))
                 with patience("the steps they have") as ctrl_c:
-                    report = self._commit(*self._guard(ahead.collect))
+                    report = self._guard(partial(self._next, ahead, stop))
                 try:
                     yield report
                 finally:
                     ctrl_c.heed()
-                if self._saver.due(self.next_step):
-                    self._keep_times()
-                self._saver.after(self.next_step)
+                self._guard(self._save_due)
                 if every and self.next_step % every == 0 and self.next_step < self.run.steps:
                     yield self.evaluate()
         finally:  # nobody wants more reports: the actors go on all the same with what they have
-            while len(ahead) and self._failure is None:
-                self._commit(*self._guard(ahead.collect))
+            if len(ahead) and self._failure is None:
+                self._guard(partial(self._settle, ahead))
+
+    def _next(self, ahead: Ahead, stop: int) -> Report:
+        """Hand over the steps before ``stop``, and wait for the oldest."""
+        ahead.hand_over(self.next_step, stop)
+        return self._commit(*ahead.collect())
+
+    def _settle(self, ahead: Ahead) -> None:
+        while len(ahead):
+            self._commit(*ahead.collect())
+
+    def _save_due(self) -> None:
+        if self._saver.due(self.next_step):
+            self._keep_times()
+        self._saver.after(self.next_step)
 
     def _lowered(self, schedule: str | Schedule) -> Schedule:
         """A schedule for a training step of this run. Raises ScheduleError."""
@@ -258,42 +275,11 @@ class Job(Inside):
         assert self._actors is not None
         return self._actors.handles[: self._world.size]
 
-    def _demand_open(self) -> None:
-        if self._failure is None and (self._actors is None or not self._actors.reachable()):
-            self._failure = "the Ray that its actors lived in was shut down"
-        if self._failure is not None:
-            raise JobError(f"this job is over ({self._failure}): launch the run again")
-
     def _demand_ready(self) -> None:
         self._demand_open()
         if self._stepper is not None and self._stepper.midway and not self._stepper.done:
             self._stepper.abort()  # it has not done anything that somebody may want to go on with
         if self._stepper is not None and self._stepper.midway:
-            raise JobError("a stepper is in the middle of this step: call its finish() or abort() first")
+            raise JobError("job.stepper() is in the middle of this step: call its finish() or abort() first")
         if self._ahead is not None and len(self._ahead):
             raise JobError("train has handed over steps ahead: do this when it has returned, or train with ahead=0")
-
-    def _guard(self, call: Callable[[], T], *, patient: bool = True) -> T:
-        """Run a call on the actors; a fault ends the job, so that nothing is left waiting or running.
-
-        With a patient call Ctrl-C waits for it, and only a second one ends the job.
-        """
-        self._demand_open()
-        try:
-            with patience("what they were told") if patient else nullcontext(CtrlC()) as ctrl_c:
-                answer = call()
-        except NonFiniteError:
-            self._epoch += 1
-            raise  # nobody has changed a weight: the job can go on
-        except KeyboardInterrupt:
-            # the actors go on with what they were told: the same step once more would be taken twice
-            self._failure = "it was interrupted while its actors worked"
-            self.close()
-            raise
-        except JobError as error:
-            self._failure = str(error).splitlines()[0]
-            self._calls.abort()
-            self.close()
-            raise
-        ctrl_c.heed()
-        return answer

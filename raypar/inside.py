@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,8 +12,8 @@ from raypar.actors.cut import Cut, joined
 from raypar.actors.ledger import Entry
 from raypar.actors.plan import KEPT, DeviceKind
 from raypar.actors.world import World
-from raypar.calls import Calls
 from raypar.config import Run
+from raypar.guarded import Guarded
 from raypar.measured import ledger_of, timelines_of
 from raypar.report import Report
 from raypar.schedules.measure import costs_of
@@ -32,7 +31,7 @@ T = TypeVar("T")
 _MOST_SHOWN = 200  # actions of a schedule that a job shows in a REPL
 
 
-class Inside(ABC):
+class Inside(Guarded):
     """What can be asked of a job's actors. Nothing here changes anything."""
 
     run: Run
@@ -40,9 +39,7 @@ class Inside(ABC):
     device: DeviceKind
     next_step: int
     _world: World
-    _calls: Calls
     _last: Report | None
-    _failure: str | None
     _holds: Sequence[dict[str, Cut]]  # what each rank has of which logical parameters
 
     def __repr__(self) -> str:
@@ -185,11 +182,3 @@ class Inside(ABC):
     def _joined(self, name: str, ranks: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
         """A logical tensor of what these ranks have of it."""
         return joined([self._holds[rank][name] for rank in ranks], parts)
-
-    @abstractmethod
-    def _guard(self, call: Callable[[], T]) -> T:
-        """Run a call on the actors; what follows from a fault is the driver's business."""
-
-    @abstractmethod
-    def _demand_open(self) -> None:
-        """Raise JobError if the job is over."""

@@ -19,6 +19,7 @@ from raypar.actors.transport.slabs import SLAB, Pool
 
 _MOST = 16  # pieces that all flows together may have posted and not finished: beyond, newer ones wait
 _LOOKS = 200  # before going to sleep, about 150 us: to be woken takes 30 us or more
+LENT = 1 << 17  # bytes of a window's piece: below, to copy it is cheaper than to be told that it was read
 _WINDOW_BLOCK = 4 * SLAB  # bytes; nothing is copied to be given, so what counts is that each block costs messages
 _BELL = -1 << 62  # the channel of a message without contents: something that was lent is given back
 
@@ -124,7 +125,7 @@ class Mailbox:
                 for peer in peers:
                     self._say(peer, channel, total, data)
                 return
-            window = self._pool.window_of(data) if lend else None
+            window = self._pool.window_of(data) if lend and count >= LENT else None
             slab, start = (window, data.data_ptr() - window.data.data_ptr()) if window else self._pool.put(data)
             awaited = ring and window is not None
             for peer in peers:

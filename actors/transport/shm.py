@@ -18,7 +18,7 @@ from raypar.actors.ledger import Ledger
 from raypar.actors.reductions import ReduceOp
 from raypar.actors.transport.flow import Flow, Pieces, Step, always, nothing
 from raypar.actors.transport.links import INLINE, connect
-from raypar.actors.transport.mailbox import Mailbox, Parts
+from raypar.actors.transport.mailbox import LENT, Mailbox, Parts
 from raypar.actors.transport.shares import by_shares, reduce_parts
 from raypar.actors.transport.slabs import SLAB
 from raypar.actors.transport.swap import Swap
@@ -223,7 +223,7 @@ class ShmGroup(Group):
         def post(k: int) -> None:
             for flat, peers in give:
                 if flat.numel() > k * piece:
-                    last = nbytes(flat[(k + 1) * piece :]) <= INLINE  # of those that are lent
+                    last = nbytes(flat[(k + 1) * piece :]) < LENT  # of those that are lent
                     self._box.post(
                         channel, nbytes(flat), flat[k * piece : (k + 1) * piece], peers, lend=lend, ring=last
                     )

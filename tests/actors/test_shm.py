@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from raypar.actors.group import GroupError, nbytes
 from raypar.actors.reductions import reduce_in_order
 from raypar.actors.transport.links import INLINE, place, same_place
+from raypar.actors.transport.mailbox import LENT
 from raypar.actors.transport.shm import ShmGroup
 from raypar.actors.transport.slabs import SLAB
 
-EDGES = [0, 1, INLINE // 4 - 1, INLINE // 4, INLINE // 4 + 1, 30_001, SLAB // 4, SLAB // 4 + 1, 700_001]
+EDGES = [0, 1, INLINE // 4, INLINE // 4 + 1, 30_001, LENT // 4 - 1, LENT // 4, SLAB // 4, SLAB // 4 + 1, 700_001]
 KILLS = Path(__file__).parents[1] / "bench" / "group_kills.py"
 
 
@@ -129,7 +130,7 @@ def _moved(group, op, window, held):
     size=st.integers(2, 3),
     op=st.sampled_from(["all_reduce", "broadcast", "reduce", "all_gather", "send"]),
     blocks=st.integers(0, 1),
-    rest=st.sampled_from([-1, 0, INLINE // 4, INLINE // 4 + 1, SLAB // 4]),
+    rest=st.sampled_from([-1, 0, INLINE // 4, LENT // 4 - 1, LENT // 4, SLAB // 4]),
     late=st.integers(0, 2),
 )
 def test_a_window_is_free_to_change_when_an_op_is_over_and_not_before(size, op, blocks, rest, late):
@@ -157,7 +158,7 @@ def test_a_window_is_free_to_change_when_an_op_is_over_and_not_before(size, op, 
 
 
 @pytest.mark.parametrize("op", ["broadcast", "reduce"])
-@pytest.mark.parametrize("rest", [0, 1, INLINE // 4, INLINE // 4 + 1])
+@pytest.mark.parametrize("rest", [0, 1, LENT // 4 - 1, LENT // 4])
 def test_who_lends_is_woken_when_the_last_reader_is_done(op, rest):
     """The last piece may be so small that it is not lent: then the one before it has to ring."""
     groups = shm_groups(2, timeout=10.0)

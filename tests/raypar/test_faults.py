@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -315,6 +316,42 @@ def test_ctrl_c_waits_for_the_step_and_leaves_a_usable_job(job_of, caplog):
     job.reset(slow)
     job.train()
     assert all(torch.equal(weight, interrupted[name]) for name, weight in job.weights())
+
+
+class Pressing:
+    """An actor during the ``at``-th of whose calls Ctrl-C is pressed."""
+
+    def __init__(self, handle, at):
+        self.handle, self.left = handle, at
+
+    def __getattr__(self, method):
+        called = getattr(self.handle, method)
+
+        def remote(*args):
+            self.left -= 1
+            if not self.left:
+                press()
+            return called.remote(*args)
+
+        return SimpleNamespace(remote=remote, options=called.options)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_that_was_handed_over_counts_whenever_ctrl_c_comes(job_of, rank):
+    """Also in between the calls that hand it over, when only some of the actors have it."""
+    run = run_of(lambda: [Trouble(), Trouble()], steps=6)
+    job = job_of(run)
+    losses = [report.loss for report in job.train()]
+    for at in (1, 2, 3):
+        job.reset(run)
+        handles = job._calls._handles
+        job._calls._handles = [Pressing(handle, at) if i == rank else handle for i, handle in enumerate(handles)]
+        with pytest.raises(KeyboardInterrupt):
+            job.train(ahead=1)
+        job._calls._handles = handles
+        done = job.next_step
+        assert 0 < done < 6
+        assert [report.loss for report in job.train()] == losses[done:]
 
 
 def test_a_second_ctrl_c_ends_the_job(job_of):
