@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from raypar.actors.group import nbytes
 
 _Use = tuple[Tensor, Tensor]  # a linear layer's input (rows, in), and the gradient of its output (rows, out)
+_Versions = tuple[int, int]  # of a use's tensors: how often they were written
 _Pair = tuple[Tensor, Tensor | None]  # the weight and the bias of a linear layer
 
 _WORTH = 2 << 20  # bytes of a weight: to copy its gradient takes longer than to call a layer of here
@@ -27,10 +29,12 @@ class Owed:
 
     def __init__(self) -> None:
         self._uses: dict[_Pair, list[_Use]] = {}
+        self._versions: list[tuple[_Use, _Versions]] = []
 
     def add(self, weight: Tensor, bias: Tensor | None, use: _Use) -> None:
         """Leave a weight, and the bias that goes with it, for later."""
         self._uses.setdefault((weight, bias), []).append(use)
+        self._versions.append((use, _versions(use)))
 
     @property
     def parameters(self) -> frozenset[Tensor]:
@@ -38,7 +42,16 @@ class Owed:
         return frozenset(p for pair in self._uses for p in pair if p is not None and p.requires_grad)
 
     def pay(self, places: dict[Tensor, Tensor]) -> None:
-        """Add what is owed to the gradients of the weights, as autograd adds: hooks are called, once a parameter."""
+        """Add what is owed to the gradients of the weights, as autograd adds: hooks are called, once a parameter.
+
+        Raises RuntimeError if what it keeps was written meanwhile, by a hook or by the next microbatch.
+        """
+        if any(_versions(use) != versions for use, versions in self._versions):
+            raise RuntimeError(
+                "the input of a linear layer, or the gradient of its output, was changed in place before the gradient "
+                "of its weights was made from it: write into a copy, or set Layers(halves=False)"
+            )
+        self._versions.clear()
         while self._uses:
             pair = next(iter(self._uses))
             root: Tensor = _Weights.apply(places, self._uses.pop(pair), *pair)  # type: ignore[no-untyped-call]
@@ -51,7 +64,7 @@ class Linears:
     They leave their weights for later (``halve``), or make the first gradient of a step in a tensor that they are given
     (``make_in``). Only plain ``nn.Linear`` is taken over, without ``shared`` parameters, and nothing in modules that
     are to stay ``whole``. A layer is what it was where tensors are not kept as usual (torch's checkpointing), are cast
-    (autocast), or are laid out in another way. Bits of gradients are those of an undivided backward: the same products,
+    (autocast), complex, or laid out in another way, where its bias is computed, and in forward-mode differentiation. Bits of gradients are those of an undivided backward: the same products,
     added up in the same order.
     """
 
@@ -111,7 +124,7 @@ class Linears:
             return nn.Linear.forward(layer, x)
         weight, bias = layer.weight, layer.bias
         out: Tensor
-        if not (self._halves or weight in self._wanted) or self.owed is not None or not _usual(weight, x):
+        if not (self._halves or weight in self._wanted) or self.owed is not None or not _usual(weight, bias, x):
             out = nn.Linear.forward(layer, x)
         elif self._halves:
             out = _Halved.apply(self, (weight, bias), x, self._anchor)  # type: ignore[no-untyped-call]
@@ -131,7 +144,7 @@ class _Halved(torch.autograd.Function):
     def forward(ctx: Any, linears: Linears, pair: _Pair, x: Tensor, anchor: Tensor) -> Tensor:
         ctx.linears, (weight, ctx.bias) = linears, pair
         ctx.save_for_backward(x, weight)
-        return F.linear(x, *pair)
+        return _linear(x, *pair)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -149,7 +162,7 @@ class _Placed(torch.autograd.Function):
     def forward(ctx: Any, linears: Linears, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.linears = linears
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return _linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -177,12 +190,27 @@ class _Weights(torch.autograd.Function):
         return None, None, *_products(uses, ctx.needs_input_grad[2:], ctx.place)
 
 
-def _usual(weight: Tensor, x: Tensor) -> bool:
+def _versions(use: _Use) -> _Versions:
+    x, rows = use
+    return x._version, rows._version
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear``, but no view: into a view that a custom function returns autograd lets nobody write."""
+    out = F.linear(x, weight, bias)
+    if out._is_view():
+        out = torch.ops.aten._unsafe_view.default(out, out.shape)
+    return out
+
+
+def _usual(weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:
     """Whether a layer's weights train, and its tensors are kept and laid out as nearly everywhere."""
     return (
         torch.is_grad_enabled()
         and weight.requires_grad
         and weight.is_leaf  # not made of others by a parametrization
+        and (bias is None or bias.is_leaf)
+        and weight.is_floating_point()  # not complex
         and x.dim() in (2, 3)
         and x.numel() > 1  # of a single number autograd takes another order
         and type(x) is Tensor
@@ -191,6 +219,7 @@ def _usual(weight: Tensor, x: Tensor) -> bool:
         and not torch.is_autocast_enabled(x.device.type)
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
     )
 
 

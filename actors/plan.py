@@ -13,6 +13,7 @@ from raypar.actors.specs import GPT, SGD, AdamW, Batches, Layers, Llama, Text
 from raypar.actors.split import Split
 from raypar.actors.world import DataParallel, World, Zero
 from raypar.schedules.action import Action
+from raypar.schedules.early import with_early_sends
 from raypar.schedules.schedule import Schedule
 
 ProgramName = Literal["train", "evaluate"]
@@ -61,6 +62,11 @@ class Plan:
     def world(self) -> World:
         """All ranks of the run."""
         return World.of(self.mesh, self.data_parallel, self.servers, self.zero)
+
+
+def performed(model: GPT | Llama | Layers, schedule: Schedule) -> Schedule:
+    """A lowered schedule as actors perform it: with early sends, where backwards may be in halves."""
+    return schedule if isinstance(model, Layers) and not model.halves else with_early_sends(schedule)
 
 
 class Span(NamedTuple):

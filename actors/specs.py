@@ -128,6 +128,10 @@ class Layers:
     part. column divides an nn.Linear by outputs, row by inputs (outputs are summed), column_gather_output by outputs
     that are put together again; embedding divides an nn.Embedding by ids; dropout is an nn.Dropout between a column and
     a row, shared any other module there that has weights. All else is done alike by every actor"""
+    halves: bool = False
+    """whether nn.Linear layers may make the gradients of their weights later than those of their inputs, as W of a
+    schedule, or where they are reduced, not copied there: the same bits, and faster, for modules that do nothing but
+    call these layers: no forward and no hook may ask for gradients, and no hook write into one"""
 
 
 @dataclass(frozen=True)

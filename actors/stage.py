@@ -67,7 +67,8 @@ class Stage:
                     if isinstance(one, (Core, Gathering, ColumnParallelFan)):
                         one.again = words[index] == "selective"
         again = [module for index, module in zip(self.layers, self.modules, strict=True) if index in self._again]
-        self._linears, self._halved = Linears(self.modules, whole=again, shared=shared), halved
+        self._linears = Linears(self.modules if model.halves else (), whole=again, shared=shared)
+        self._halved = halved
         if halved:
             self._linears.take_over()
         self._owed: dict[int, Owed] = {}  # by microbatch: what the second half of its backward has to do

@@ -15,11 +15,10 @@ from raypar.actors.courier import Courier
 from raypar.actors.group import Group, GroupError
 from raypar.actors.models.model import Values
 from raypar.actors.part import last_backwards
-from raypar.actors.plan import NonFiniteError, Plan, ProgramName, Span, StepResult
+from raypar.actors.plan import NonFiniteError, Plan, ProgramName, Span, StepResult, performed
 from raypar.actors.resident import Resident
 from raypar.actors.update import ballot_of
 from raypar.schedules.action import COMPUTE, RECVS, Action, Op
-from raypar.schedules.early import with_early_sends
 from raypar.schedules.rules import needs, provides
 from raypar.schedules.schedule import Schedule
 
@@ -62,7 +61,7 @@ class Worker(Resident):
         part = self._parts.part
         self._stages = part.stages
         self._join(plan, groups, part, part.parameters, self._parts.update)
-        self._rows = {name: with_early_sends(schedule).rows[self._pp] for name, schedule in plan.programs.items()}
+        self._rows = {name: performed(plan.model, program).rows[self._pp] for name, program in plan.programs.items()}
         row = plan.programs["train"].rows[self._pp]
         self._names = {a._replace(op=op): a for a in row if a.op is Op.B for op in (Op.I, Op.W)}  # of its halves
         self._first, self._last = (set(last_backwards(part).values()) for part in (row[::-1], row))

@@ -12,6 +12,7 @@ from typing import Any
 
 from raypar.actors.cut import Cut
 from raypar.actors.lr import lr_at
+from raypar.actors.plan import performed
 from raypar.actors.specs import Batches
 from raypar.ahead import Ahead
 from raypar.calls import Calls
@@ -259,7 +260,8 @@ class Job(Inside):
         if step is not None:
             with suppress(JobError):
                 self._demand_ready()
-                keep = partial(self._record.measured, step, self.schedule, self._world)
+                schedule = performed(self.run.model, self.schedule)
+                keep = partial(self._record.measured, step, schedule, self._world)
                 self._saver.ask(("events", "ledger"), keep)
 
     def _let_go(self, *, hurried: bool = False) -> None:

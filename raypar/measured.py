@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from raypar.actors.ledger import Entry
 from raypar.actors.plan import Span
 from raypar.actors.world import World
-from raypar.schedules.early import with_early_sends
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Event, Timeline
 
@@ -17,9 +16,8 @@ Moved = Mapping[tuple[str, str], tuple[int, int]]  # by (axis, op): calls and by
 def timelines_of(schedule: Schedule, world: World, rows: Sequence[Sequence[Span]]) -> list[Timeline]:
     """A timeline for each replica, then one for the servers 0, the servers 1, ... of all pipeline ranks.
 
-    ``rows`` are the spans of every rank. The first of all is at second 0.
+    ``schedule`` is as it was performed, and ``rows`` are the spans of every rank. The first of all is at second 0.
     """
-    schedule = with_early_sends(schedule)
     zero = min((span.start for row in rows for span in row), default=0.0)
     lanes = [world.replica(dp) for dp in range(world.mesh.dp)]
     lanes += [tuple(world.server_rank(pp, index) for pp in range(world.mesh.pp)) for index in range(world.servers)]

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from raypar.actors.plan import performed
 from raypar.actors.recompute import word_of
 from raypar.actors.specs import Transformer
 from raypar.actors.split import core_cost, split_layers, transformer_costs
 from raypar.config import Run, world_of
 from raypar.report import Evaluation, Report
 from raypar.schedules.action import Op
-from raypar.schedules.early import with_early_sends
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulate import Costs, simulate
 from raypar.schedules.timeline import Timeline
@@ -38,7 +38,7 @@ def predicted(run: Run, schedule: Schedule) -> Timeline:
     for stage, (forward, again, later) in enumerate(_works(run, schedule.num_stages)):
         backward = {Op.B: 2 * forward + again, Op.I: 2 * forward + again - later, Op.W: later}
         of_stage |= {(stage, op): cost for op, cost in ({Op.F: forward} | backward).items()}
-    return simulate(with_early_sends(schedule), Costs(of_stage=of_stage))
+    return simulate(performed(run.model, schedule), Costs(of_stage=of_stage))
 
 
 def _works(run: Run, num_stages: int) -> list[_Work]:

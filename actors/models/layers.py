@@ -42,7 +42,7 @@ class LayersModel(Model):
         self.body = range(len(modules))
         self.costs = tuple(1.0 + sum(p.numel() for p in module.parameters()) for module in modules)
         self.ties = _shared(self.names, modules)
-        self.tensor_plan = tensor_plan_of(layers.plan)
+        self.tensor_plan, self.halves = tensor_plan_of(layers.plan), layers.halves
         super().__init__(modules)
 
     def materialize(self, layers: Sequence[int], seed: int, divide: Divide = undivided) -> list[nn.Module]:

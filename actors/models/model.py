@@ -39,6 +39,7 @@ class Model(ABC):
     costs     relative cost of each layer of the body
     ties      pairs (home, copy) of parameters that are one logical weight
     tensor_plan    what tensor parallelism makes of modules, by a pattern of their names: see TensorParallel
+    halves    whether linear layers may make their weights' gradients later, or elsewhere: see Linears
     cross_entropy  of tokens; where the vocabulary is divided, so is this
     """
 
@@ -47,6 +48,7 @@ class Model(ABC):
     costs: tuple[float, ...]
     ties: tuple[tuple[str, str], ...] = ()
     tensor_plan: TensorPlan = ()
+    halves: bool = True
 
     def __init__(self, skeleton: Sequence[nn.Module]) -> None:
         self.skeleton = skeleton

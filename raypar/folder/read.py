@@ -210,8 +210,9 @@ def _measured(raw: bytes, schedule: Schedule | None) -> Latest:
         faults += (
             f"has {event.action} on rank {event.rank}: {why}" for event in events for why in _odd(event, schedule)
         )
-        halves = any(event.action.op is Op.I for event in events)  # none in folders of before they were
-        timelines.append(Timeline(with_early_sends(schedule) if halves else schedule, tuple(events)))
+        planned = {action for row in schedule.rows for action in row}
+        early = any(event.action.op is Op.I and event.action not in planned for event in events)
+        timelines.append(Timeline(with_early_sends(schedule) if early else schedule, tuple(events)))
     if faults:
         raise _DamagedError(*faults[:_MOST_TOLD])
     return measured.step, timelines

@@ -41,7 +41,7 @@ class Team:
 
     def __init__(self, fn, pp=2, m=4, schedule="1f1b", loss=mse, data=batch, dp=1, tp=1, cp=1, groups=None, **changes):
         fields = {"optim": SGD(lr=0.1), "clip": None, "steps": 3, "timeout": 10.0, "data": Batches(data, data)}
-        fields |= {"model": Layers(fn, loss), "schedule": schedule, "microbatches": m}
+        fields |= {"model": Layers(fn, loss, halves=True), "schedule": schedule, "microbatches": m}
         self._meet(Run(mesh=Mesh(pp=pp, dp=dp, cp=cp, tp=tp), **(fields | changes)), groups)
 
     @classmethod

@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from raypar.actors.specs import SGD, AdamW
+from raypar.actors.specs import SGD, AdamW, Layers
 from raypar.schedules.action import Op
 from raypar.schedules.catalog import build
 from raypar.schedules.schedule import Schedule
-from tests.actors.team import Team, linears
+from tests.actors.team import Team, linears, mse
 from tests.actors.test_replicas import LAYOUTS, MODES, UNEQUAL, agrees, shared
 
 
@@ -62,6 +63,35 @@ def test_halves_on_replicas(dp, pp, late, equal, mode):
     schedule = halved("1f1b", pp, 4, random.Random(7) if late else None)
     changes = {} if equal else UNEQUAL
     agrees(Team(linears(6), pp, 4, schedule, dp=dp, **MODES[mode], bucket_mb=1e-4, clip=0.5, **changes))
+
+
+class Asks(nn.Linear):
+    """Asks for the gradient of a weight in its forward, of an input in its backward, and writes into one."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = nn.functional.relu_(self.inner(super().forward(x)))
+        if not torch.is_grad_enabled():
+            return y
+        (asked,) = torch.autograd.grad(y.sum(), self.inner.weight, create_graph=True)
+        z = x.detach().requires_grad_()
+        inner = self.inner(z).tanh()
+        y.register_hook(lambda gradient: gradient + torch.autograd.grad(inner, z, gradient, retain_graph=True)[0])
+        return y + 0.01 * asked.norm()
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_modules_that_did_not_say_so_are_never_halved(name):
+    """What they do in a forward or in hooks is theirs; their W has nothing left to do."""
+    layers = Layers(lambda: [nn.Sequential(nn.Linear(4, 4), Asks()) for _ in range(2)], mse)
+    agrees(Team(None, 2, 4, halved(name, 2, 4), model=layers), bound=0.0)
+    agrees(Team(None, 2, 4, name, model=layers), bound=0.0)
+    team = Team(None, 2, 4, name, model=layers)
+    team.step(0)
+    assert not any(span.action.op is Op.I for worker in team.workers for span in worker.events(0))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -8,6 +8,7 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from raypar.actors.linears import Linears
@@ -185,7 +186,40 @@ class Frozen(nn.Module):
         return self.layer(x)
 
 
+class Film(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.other = nn.Linear(6, 6), nn.Bilinear(6, 6, 6)
+
+    def forward(self, x):
+        bias = self.other(x, x).mean(0)
+        return torch.func.functional_call(self.layer, {"bias": bias}, (x,)) * bias
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6, dtype=torch.complex64)
+
+    def forward(self, x):
+        return self.layer(torch.complex(x, x.flip(-1))).real
+
+
+class Dual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        with forward_ad.dual_level():
+            y, tangent = forward_ad.unpack_dual(self.layer(forward_ad.make_dual(x, torch.ones_like(x))))
+        return y + tangent.detach()
+
+
 UNTOUCHED = {
+    "bias of the input": Film,
+    "complex": Complex,
+    "forward mode": Dual,
     "tied": Tied,
     "checkpointed": Checkpointed,
     "reentrant": lambda: Checkpointed(reentrant=True),
@@ -280,6 +314,40 @@ def test_the_first_gradient_of_a_step_is_made_in_its_place(half):
     backward(linears, layer(x), torch.ones(5, 1024))
     assert layer.weight.grad.data_ptr() == place.data_ptr()
     assert torch.equal(small, torch.full((1024,), 7.0)), "what is small is copied by others"
+
+
+WRITERS = {"all": lambda y: nn.functional.relu_(y), "a part": lambda y: y[..., :2].mul_(2.0)}
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(7, 6), (2, 7, 6)])
+def test_outputs_may_be_written_into(shape, bias, write, half):
+    plain = nn.Linear(6, 6, bias=bias)
+    ours = deepcopy(plain)
+    linears, x = taken_over(ours, half), torch.randn(shape)
+    one, other = ours(x), plain(x)
+    WRITERS[write](one)
+    WRITERS[write](other)
+    gradient = torch.randn(shape)
+    assert backward(linears, one, gradient) == (frozenset(ours.parameters()) if half else frozenset())
+    other.backward(gradient)
+    assert torch.equal(one, other)
+    for parameter, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("which", ["input", "gradient"])
+def test_what_is_owed_must_not_be_written_meanwhile(which):
+    layer = nn.Linear(6, 6)
+    linears, x, gradient = taken_over(layer), torch.randn(5, 6), torch.randn(5, 6)
+    out = layer(x)
+    with linears.postponed() as owed:
+        out.backward(gradient)
+    (x if which == "input" else gradient).mul_(0.5)
+    with pytest.raises(RuntimeError, match="was changed in place before the gradient of its weights was made"):
+        owed.pay({})
 
 
 def test_small_layers_are_not_taken_over_for_the_sake_of_a_place():
