@@ -64,8 +64,8 @@ class Linears:
     They leave their weights for later (``halve``), or make the first gradient of a step in a tensor that they are given
     (``make_in``). Only plain ``nn.Linear`` is taken over, without ``shared`` parameters, and nothing in modules that
     are to stay ``whole``. A layer is what it was where tensors are not kept as usual (torch's checkpointing), are cast
-    (autocast), complex, or laid out in another way, where its bias is computed, and in forward-mode differentiation. Bits of gradients are those of an undivided backward: the same products,
-    added up in the same order.
+    (autocast), complex, or laid out in another way, where its bias is computed, and in forward-mode differentiation.
+    Bits of gradients are those of an undivided backward: the same products, added up in the same order.
     """
 
     def __init__(
