@@ -118,8 +118,15 @@ class Reducer:
             else:
                 transfer.bucket.disown()
 
-    def settle(self) -> None:
-        """Wait for what is under way, whatever becomes of it: every replica has started the same."""
+    def settle(self, *, whole: bool = False) -> None:
+        """Wait for what is under way, whatever becomes of it: every replica has started the same.
+
+        whole  start the rest of the step's buckets, too: servers take all of them or none
+        """
+        if whole:
+            for missing in self._missing:
+                missing.clear()
+            self._start()
         for transfer in self._transfers:
             transfer.handle.wait()
 

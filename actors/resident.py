@@ -17,6 +17,7 @@ from raypar.actors.models.model import Values
 from raypar.actors.notes import Notes
 from raypar.actors.stage import Stage
 from raypar.actors.tape import Tape
+from raypar.actors.update import ballot_of
 from raypar.actors.watch import Sight, Spot, Watch
 from raypar.schedules.action import Action
 
@@ -94,8 +95,11 @@ class Resident(Member):
 
     def _restore(self, notes: Notes) -> None:
         self._courier.drain()
-        if self._parts.reducer is not None:
-            self._parts.reducer.settle()
+        if (reducer := self._parts.reducer) is not None:
+            serving = self._plan.world.servers > 0 and not notes.updated  # they wait for the gradients of this step
+            reducer.settle(whole=serving)
+            if serving and any(stage.is_last for stage in self._stages.values()):
+                reducer.total(ballot_of(0, 0.0, sound=True))
         super()._restore(notes)
         self._load_buffers(notes.read)
 

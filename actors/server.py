@@ -8,8 +8,10 @@ from torch import Tensor
 from raypar.actors.assembly import updater_of
 from raypar.actors.group import Group, GroupError
 from raypar.actors.member import Member
+from raypar.actors.notes import Notes
 from raypar.actors.part import buckets_of, build_part
 from raypar.actors.plan import NonFiniteError, Plan, ProgramName, Span, StepResult
+from raypar.actors.update import ballot_of
 from raypar.schedules.action import STEP, Action
 
 _WHOLE_STEP = 1e6  # seconds: gradients come when the replicas have computed; who is late is told by others
@@ -79,6 +81,11 @@ class Server(Member):
         except Exception as error:
             raise self._failed(str(action), None, error) from None
 
+    def _restore(self, notes: Notes) -> None:
+        if not notes.updated:
+            self._pushed()  # what the replicas have pushed of the step, and then push of the rest
+        super()._restore(notes)
+
     def end(self) -> StepResult:
         """Close a step."""
         self._place.enter()
@@ -112,7 +119,7 @@ class Server(Member):
                 bucket.adopt(flat)
             if not self._counts_votes:
                 return None
-            ballot = torch.zeros(3, dtype=torch.float64)
+            ballot = ballot_of(0, 0.0, sound=True)
             self._group.host.reduce(ballot, root).wait(_WHOLE_STEP)
             return ballot
         finally:
