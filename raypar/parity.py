@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ from raypar.diagnosis import Diagnosis, diagnose
 from raypar.driver import Job
 from raypar.plain import Trained, train_plainly
 from raypar.report import Report
+from raypar.schedules.action import Op
+from raypar.schedules.schedule import Schedule
 from raypar.start import launch
 
 CLOSE = 1e-6  # relative difference where the same numbers are added in another order
@@ -72,6 +75,7 @@ class Verdict:
       noise moves its weight by a full step
     - replicas add their microbatches first; the same holds. With two microbatches in all, one a replica, there is one
       addition, and no difference is allowed
+    - a schedule that makes a stage's gradients of weights in another order than that of the microbatches: likewise
     - tensor and context parallelism add up parts of products, and of sums over tokens: losses may differ by 1e-5, norms
       and the first step's gradients by 2e-5, weights by 1e-3
     - outputs that are not contiguous arrive in their order in memory, and gradients in that of the outputs. Where one
@@ -152,14 +156,14 @@ def _judge(job: Job, plain: Trained) -> Verdict:
     verdict = _compare(job, plain)
     if verdict.ok:
         return verdict
-    run, bounds = job.run, _allowed(job.run, plain.tied)
+    run, bounds = job.run, _allowed(job.run, job.schedule, plain.tied)
     later = min(difference.step for difference in verdict.differences if not difference.ok)
     return replace(verdict, diagnosis=diagnose(job, run, bounds.gradient, max(bounds.gradient, bounds.weight), later))
 
 
 def _compare(job: Job, plain: Trained) -> Verdict:
     run = job.run
-    bounds = _allowed(run, plain.tied)
+    bounds = _allowed(run, job.schedule, plain.tied)
     reports, gradients = list[Report](), dict[str, Tensor | None]()
     for _ in range(run.steps):
         reports.append(job.step())
@@ -210,14 +214,24 @@ class _Pair(NamedTuple):
     scale: float | None = None
 
 
-def _allowed(run: Run, tied: bool) -> Bounds:
+def _allowed(run: Run, schedule: Schedule, tied: bool) -> Bounds:
     if run.device == "cuda":
         return Bounds(*map(max, DIVIDED, ON_GPUS)) if run.mesh.tensor_ranks * run.mesh.cp > 1 else ON_GPUS
     if run.mesh.tensor_ranks * run.mesh.cp > 1:
         return DIVIDED
-    if run.mesh.dp == 1 or run.microbatches * run.mesh.dp == 2:
-        return TIED if tied else BITWISE
-    return REPLICAS
+    if (run.mesh.dp > 1 and run.microbatches * run.mesh.dp > 2) or not _in_order(schedule):
+        return REPLICAS
+    return TIED if tied else BITWISE
+
+
+def _in_order(schedule: Schedule) -> bool:
+    """Whether every stage adds up the gradients of its weights in the order of the microbatches."""
+    orders: defaultdict[int | None, list[int]] = defaultdict(list)
+    for row in schedule.rows:
+        for stage, op, microbatch in row:
+            if op in (Op.B, Op.W) and microbatch is not None:
+                orders[stage].append(microbatch)
+    return all(order == sorted(order) for order in orders.values())
 
 
 def _apart(run: Run, weight: Tensor) -> float:

@@ -66,7 +66,8 @@ def plan_rows(run: Run, schedule: Schedule) -> Rows:
     timeline = predicted(run, schedule)
     samples = run.mesh.dp * run.microbatches * run.micro_batch_size
     replicas = f"{run.mesh.dp} replicas x " if run.mesh.dp > 1 else ""
-    tokens = "" if run.model.seq is None else f" = {samples * run.model.seq:,} tokens"
+    seq = run.model.seq
+    tokens = "" if seq is None else f" x {seq:,} tokens = {samples * seq:,} tokens"
     batch = f"{replicas}{run.microbatches} microbatches x {run.micro_batch_size} samples{tokens}"
     rows = [("actors", str(world_of(run).size)), ("steps", f"{run.steps:,} of {batch}")]
     if world_of(run).servers:

@@ -96,18 +96,24 @@ def summary(timeline: Timeline, spelled: Callable[[float], str] = plain) -> str:
 
 
 def slot_length(timeline: Timeline) -> float:
-    """How long the shortest kind of compute action typically lasts: a sensible unit to draw in."""
+    """How long the shortest kind of compute action typically lasts: a sensible unit to draw in.
+
+    A W does not count: where no linear layer has left it anything to do, it takes next to nothing.
+    """
     durations: defaultdict[Op, list[float]] = defaultdict(list)
     for event in timeline.events:
-        if event.action.op in COMPUTE and event.end > event.start:
+        if event.action.op in COMPUTE and event.action.op is not Op.W and event.end > event.start:
             durations[event.action.op].append(event.end - event.start)
     return min((sorted(lengths)[len(lengths) // 2] for lengths in durations.values()), default=1.0)
 
 
 def _spans(timeline: Timeline, length: float) -> Iterator[tuple[int, int, int, Action]]:
-    """For each compute action its rank, its first slot of such a length, the slot behind its last one, and itself."""
+    """For each compute action its rank, its first slot of such a length, the slot behind its last one, and itself.
+
+    Those that take less than half a slot come last: they are drawn where nothing else is.
+    """
     zero = timeline.start
-    for event in timeline.events:
+    for event in sorted(timeline.events, key=lambda event: event.end - event.start < length / 2):
         if event.action.op in COMPUTE:
             first = round((event.start - zero) / length)
             yield event.rank, first, max(first + 1, round((event.end - zero) / length)), event.action

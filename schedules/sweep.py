@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from raypar.schedules.action import RECVS, SENDS, Action
+from raypar.schedules.action import RECVS, SENDS, Action, Op
 from raypar.schedules.rules import awaited, partner, provides, rank_of, travels
 from raypar.schedules.schedule import Schedule
 
@@ -73,7 +73,9 @@ class Sweep:
                 peer, reason = key[1], f"rank {key[1]} to receive an earlier value"
             else:
                 peer = rank_of(key, self._schedule)
-                reason = f"rank {peer} to reach {key}" if key.op in RECVS else f"{key} of rank {peer}"
+                whole = key._replace(op=Op.B)
+                written = whole if key.op is Op.I and whole in self._schedule.rows[peer] else key
+                reason = f"rank {peer} to reach {key}" if key.op in RECVS else f"{written} of rank {peer}"
             found.append(Wait(rank, index, action, peer, reason))
         return sorted(found)
 

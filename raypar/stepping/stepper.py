@@ -117,9 +117,9 @@ class Stepper:
         return State(self._guard(lambda: self._calls.all("held", what="looking at the actors")))
 
     def __repr__(self) -> str:
-        moves = len(self._board.taken), len(self._board.taken) + len(self._board.left)
+        moves = f"{len(self._board.taken)} of {len(self._board.taken) + len(self._board.left)} moves done"
         grid = text(self.schedule, done=frozenset(self.done), cursor=self._next_compute())
-        return f"{self._note}step {self.step}, {moves[0]} of {moves[1]} moves done, next: {self._cursor()}\n{grid}"
+        return (self._note if self.midway else "") + f"step {self.step}, {moves}, next: {self._cursor()}\n{grid}"
 
     def _repr_svg_(self) -> str:
         """The picture that a notebook shows."""

@@ -233,7 +233,7 @@ def test_a_dry_run_draws_and_starts_nothing(said, data, monkeypatch):
     assert code == 0, err
     assert out.startswith("rank 0  0F0 0F1 2F0")
     assert "layers of each stage:  2 2 2 2" in out
-    assert "20 of 4 microbatches x 2 samples = 256 tokens" in out
+    assert "20 of 4 microbatches x 2 samples x 32 tokens = 256 tokens" in out
 
 
 def test_a_run_is_what_recipe_file_and_flags_say(monkeypatch, data, tmp_path, said):
@@ -415,7 +415,7 @@ def test_a_dry_run_counts_replicas_and_servers(said, data):
     words = ("--mesh.dp", 3, "--data-parallel", "parameter_server", "--servers", 2, "--dry-run")
     code, out, err = said("train", "gpt-tiny", *data, *words)
     assert code == 0, err
-    assert "20 of 3 replicas x 4 microbatches x 2 samples = 768 tokens" in out
+    assert "20 of 3 replicas x 4 microbatches x 2 samples x 32 tokens = 768 tokens" in out
     assert "parameter servers:     2 for each of 2 pipeline ranks" in out
 
 

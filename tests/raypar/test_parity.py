@@ -134,6 +134,15 @@ def test_backwards_in_halves(job_on, recompute):
     assert job_on(2).step().in_flight == (2, 2)
 
 
+def test_another_order_of_microbatches_is_another_order_of_additions(job_on):
+    rows = ["0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0", "1F0 1F1 1F2 1F3 1B3 1B2 1B1 1B0"]
+    schedule = Schedule.of("backwards", [row.split() for row in rows])
+    verdict = rp.verify(tiny(2, schedule=schedule, microbatches=4), job_on(2))
+    assert verdict.ok, str(verdict)
+    assert not verdict.bitwise
+    assert verdict.worst <= 1e-6
+
+
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved"])
 def test_stepped_equals_compiled(job_on, schedule):
     job, run = job_on(2), tiny(2, schedule=schedule)

@@ -264,7 +264,9 @@ def test_it_stops_where_it_is_told_to(hands):
     assert stepper.run_to("1F2")[-1] == Action.parse("1F2")
     stepper.break_on(lambda look: look.norm > 0)
     assert len(stepper.run()) == 1
+    assert repr(stepper).startswith("stopped behind ")
     stepper.finish()
+    assert repr(stepper).startswith("step 0, ")
 
 
 def test_a_step_that_is_not_finite_is_found_where_it_begins():

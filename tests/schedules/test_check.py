@@ -164,6 +164,11 @@ def test_the_order_of_an_edge_is_named():
         check(read(rows))
 
 
+def test_a_deadlock_is_told_in_the_actions_of_the_schedule():
+    with pytest.raises(CheckError, match="rank 0 at 0B0 waits for 1B0 of rank 1; rank 1 at 1F1 waits for 0F1 of rank"):
+        check(read(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"]))
+
+
 @given(data=st.data())
 @settings(max_examples=100)
 def test_waiting_for_an_answer_before_asking_is_a_deadlock(data):

@@ -40,6 +40,15 @@ def test_a_timeline_is_drawn_to_scale():
     ]
 
 
+def test_a_kind_of_action_that_takes_nothing_is_no_slot():
+    costs = Costs(f=1.0, i=2.0, w=0.001)
+    schedule = Schedule.of("halves", ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"])
+    lines = text(simulate(schedule, costs)).splitlines()
+    assert max(map(len, lines)) < 60
+    for row, line in zip(schedule.rows, lines, strict=False):
+        assert {f"{action.op}{action.microbatch}" for action in row if action.op is not Op.W} <= set(line.split())
+
+
 def test_colours_are_escapes_around_the_same_text():
     schedule = build("1f1b", 2, 3)
     painted = text(schedule, color=True)
