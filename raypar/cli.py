@@ -31,7 +31,7 @@ with actors:
 on paper, in no time:
   raypar draw SCHEDULE|FILE.csv [flags]         draw a schedule: text, SVG, CSV, Chrome trace
   raypar check SCHEDULE|FILE.csv [flags]        prove that a schedule can run
-  raypar simulate SCHEDULE|FILE.csv [flags]     how long a schedule takes, and who waits
+  raypar simulate SCHEDULE|FILE.csv [flags]     how long a schedule takes, and how much of it is bubble
   SCHEDULE may be code of yours: my.py:function or package.module:function
 
 checkpoints, which raypar train --folder FOLDER writes:
