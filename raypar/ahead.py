@@ -32,6 +32,8 @@ class Ahead:
     def collect(self) -> tuple[list[Any], float]:
         """The results of the oldest step, and the seconds since the one before it (or since it was handed over).
 
+        They are no less than an actor took: the driver may have come late to the one before.
+
         Raises what Calls.gather raises. After a NonFiniteError nothing is left: the actors refuse what came behind.
         """
         number, refs = self._handed.popleft()
@@ -42,7 +44,7 @@ class Ahead:
                 self._calls.drop(self._handed.popleft()[1])
             raise
         before, self._since = self._since, time.perf_counter()
-        return results, self._since - before
+        return results, max([self._since - before, *[result.span for result in results]])
 
     def __len__(self) -> int:
         return len(self._handed)

@@ -119,7 +119,7 @@ def prove(words: Sequence[str]) -> str:
 
 def measure(words: Sequence[str]) -> str:
     """``raypar simulate``: makespan, bubble and activations in flight of a schedule as it would run."""
-    args = _parse(SimulateArgs, words, "simulate", "Run a schedule on paper: how long it takes, and how much of that is bubble.")
+    args = _parse(SimulateArgs, words, "simulate", "Run a schedule on paper: how long it takes, how much is bubble.")
     given = {name: getattr(args, name) for name in ("f", "b", "i", "w", "link")}
     wrong = [f"--{name} is {cost}: it must be 0 or more" for name, cost in given.items() if not 0 <= cost < math.inf]
     if wrong:
