@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import raypar as rp
-from raypar.schedules import chrome_trace
+from raypar.schedules import chrome_trace, text
 from raypar.schedules.action import Action
 from raypar.schedules.simulate import simulate
 from raypar.summary import closing_rows
@@ -117,7 +117,7 @@ def test_a_timeline_shows_one_replica_and_the_trace_all_actors(job):
         timeline = job.timeline(dp)
         assert {event.actor for event in timeline.events} == {f"pp={pp} dp={dp}" for pp in range(2)}
         assert timeline.in_flight == simulate(job.schedule).in_flight
-        assert "B3" in repr(timeline)
+        assert "B3" in text(timeline, width=None)
         assert job.overlay(dp).measured == timeline
         assert "bucket 0" in rp.schedules.svg(timeline)
     with pytest.raises(ValueError, match=r"no replica dp=2: the mesh has 2"):

@@ -17,6 +17,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.ahead import Ahead
+from raypar.schedules import text
 from raypar.schedules.action import Action
 from raypar.schedules.early import with_early_sends
 from raypar.schedules.measure import costs_of
@@ -301,7 +302,7 @@ def test_the_timeline_of_training_outlives_an_evaluation(job):
     before = job.timeline().events
     job.evaluate()
     assert job.timeline().events == before
-    assert "B3" in repr(job.timeline())
+    assert "B3" in text(job.timeline(), width=None)
 
 
 def test_a_reset_forgets_what_was_measured(job):
