@@ -30,7 +30,7 @@ class Flow(ABC):
     def advance(self, most: int) -> bool:
         """Do what can be done now, but take memory for at most ``most`` pieces; what goes wrong is kept in ``error``.
 
-        Returns whether anything was done.
+        Returns whether another look is worth while: something was taken, or is over.
         """
         try:
             return self._advance(most)

@@ -130,10 +130,8 @@ class Mailbox:
             awaited = ring and window is not None
             for peer in peers:
                 slab.lend(peer)
-                link = self._links[peer]
-                link.lend(channel, total, slab, start, count, self._pool.fd(slab), awaited)
-                if not link.idle:
-                    self._unsent.add(peer)
+                self._links[peer].lend(channel, total, slab, start, count, self._pool.fd(slab), awaited)
+                self._note(peer)
 
     def have(self, channel: int, peers: Iterable[int]) -> bool:
         """Whether each of the peers has posted a piece that was not taken yet."""
@@ -167,9 +165,11 @@ class Mailbox:
     # --- inside; under the lock ---
 
     def _say(self, peer: int, channel: int, total: int, data: Tensor) -> None:
-        link = self._links[peer]
-        link.send(channel, total, data)
-        if not link.idle:
+        self._links[peer].send(channel, total, data)
+        self._note(peer)
+
+    def _note(self, peer: int) -> None:
+        if not self._links[peer].idle:
             self._unsent.add(peer)
 
     def _over(self, flow: Flow) -> bool:

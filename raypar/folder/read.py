@@ -197,6 +197,7 @@ def _measured(raw: bytes, schedule: Schedule | None) -> Latest:
     measured = _json(raw, _Measured)
     if schedule is None:
         return None, []
+    planned = {action for row in schedule.rows for action in row}
     faults, timelines = list[str](), list[Timeline]()
     for row in measured.timelines:
         events = list[Event]()
@@ -210,7 +211,6 @@ def _measured(raw: bytes, schedule: Schedule | None) -> Latest:
         faults += (
             f"has {event.action} on rank {event.rank}: {why}" for event in events for why in _odd(event, schedule)
         )
-        planned = {action for row in schedule.rows for action in row}
         early = any(event.action.op is Op.I and event.action not in planned for event in events)
         timelines.append(Timeline(with_early_sends(schedule) if early else schedule, tuple(events)))
     if faults:
