@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from raypar.actors.group import nbytes
+from raypar.actors.products import Linear, Products, products_of
 
 _Use = tuple[Tensor, Tensor]  # a linear layer's input (rows, in), and the gradient of its output (rows, out)
 _Versions = tuple[int, int]  # of a use's tensors: how often they were written
@@ -62,9 +62,10 @@ class Linears:
     """The linear layers in some modules, of which it takes over those that something is to be gained from.
 
     They leave their weights for later (``halve``), or make the first gradient of a step in a tensor that they are given
-    (``make_in``). Only plain ``nn.Linear`` is taken over, without ``shared`` parameters, and nothing in modules that
-    are to stay ``whole``. A layer is what it was where tensors are not kept as usual (torch's checkpointing), are cast
-    (autocast), complex, or laid out in another way, where its bias is computed, and in forward-mode differentiation.
+    (``make_in``). Only plain ``nn.Linear`` and ``Linear`` are taken over, without ``shared`` parameters, and nothing in
+    modules that are to stay ``whole``. A layer is what it was where tensors are not kept as usual (torch's
+    checkpointing), are cast (autocast), complex, or laid out in another way, where its bias is computed, and in
+    forward-mode differentiation.
     Bits of gradients are those of an undivided backward: the same products, added up in the same order.
     """
 
@@ -76,7 +77,9 @@ class Linears:
             for module in modules
             if module not in whole
             for part in module.modules()
-            if type(part) is nn.Linear and not any(p in shared for p in part.parameters(recurse=False))
+            if isinstance(part, nn.Linear)
+            and type(part) in (nn.Linear, Linear)
+            and not any(p in shared for p in part.parameters(recurse=False))
         ]
         self._halves = False
         self._anchor = torch.empty(0, requires_grad=True)  # makes the outputs of halved layers parts of a graph
@@ -121,15 +124,15 @@ class Linears:
 
     def _linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return nn.Linear.forward(layer, x)
-        weight, bias = layer.weight, layer.bias
+            return type(layer).forward(layer, x)
+        products, weight, bias = products_of(layer), layer.weight, layer.bias
         out: Tensor
         if not (self._halves or weight in self._wanted) or self.owed is not None or not _usual(weight, bias, x):
-            out = nn.Linear.forward(layer, x)
+            out = type(layer).forward(layer, x)
         elif self._halves:
-            out = _Halved.apply(self, (weight, bias), x, self._anchor)  # type: ignore[no-untyped-call]
+            out = _Halved.apply(self, products, (weight, bias), x, self._anchor)  # type: ignore[no-untyped-call]
         else:
-            out = _Placed.apply(self, x, weight, bias)  # type: ignore[no-untyped-call]
+            out = _Placed.apply(self, products, x, weight, bias)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -141,10 +144,10 @@ class _Halved(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, linears: Linears, pair: _Pair, x: Tensor, anchor: Tensor) -> Tensor:
-        ctx.linears, (weight, ctx.bias) = linears, pair
+    def forward(ctx: Any, linears: Linears, products: Products, pair: _Pair, x: Tensor, anchor: Tensor) -> Tensor:
+        ctx.linears, ctx.products, (weight, ctx.bias) = linears, products, pair
         ctx.save_for_backward(x, weight)
-        return _linear(x, *pair)
+        return products.linear(x, *pair)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -152,26 +155,29 @@ class _Halved(torch.autograd.Function):
         rows = gradient.flatten(0, -2)
         if ctx.linears.owed is not None:
             ctx.linears.owed.add(weight, ctx.bias, (x.detach().flatten(0, -2), rows))
-        return None, None, _inner(rows, weight, x) if ctx.needs_input_grad[2] else None, None
+        inner = ctx.products.inner(rows, weight).view(x.shape) if ctx.needs_input_grad[3] else None
+        return None, None, None, inner, None
 
 
 class _Placed(torch.autograd.Function):
     """``F.linear`` that makes the gradient of its weight where it is wanted."""
 
     @staticmethod
-    def forward(ctx: Any, linears: Linears, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.linears = linears
+    def forward(
+        ctx: Any, linears: Linears, products: Products, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.linears, ctx.products = linears, products
         ctx.save_for_backward(x, weight)
-        return _linear(x, weight, bias)
+        return products.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
-        inner = _inner(rows, weight, x) if ctx.needs_input_grad[1] else None
+        inner = ctx.products.inner(rows, weight).view(x.shape) if ctx.needs_input_grad[2] else None
         differentiable = torch.is_grad_enabled()  # somebody wants gradients of gradients
         place = None if differentiable else _place(ctx.linears.places, weight)
-        return None, inner, *_products([(x.flatten(0, -2), rows)], ctx.needs_input_grad[2:], place)
+        return None, None, inner, *_of_weights([(x.flatten(0, -2), rows)], ctx.needs_input_grad[3:], place)
 
 
 class _Weights(torch.autograd.Function):
@@ -187,20 +193,12 @@ class _Weights(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         uses, ctx.uses = ctx.uses, None
-        return None, None, *_products(uses, ctx.needs_input_grad[2:], ctx.place)
+        return None, None, *_of_weights(uses, ctx.needs_input_grad[2:], ctx.place)
 
 
 def _versions(use: _Use) -> _Versions:
     x, rows = use
     return x._version, rows._version
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear``, but no view: into a view that a custom function returns autograd lets nobody write."""
-    out = F.linear(x, weight, bias)
-    if out._is_view():
-        out = torch.ops.aten._unsafe_view.default(out, out.shape)
-    return out
 
 
 def _usual(weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:
@@ -223,16 +221,14 @@ def _usual(weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:
     )
 
 
-def _inner(rows: Tensor, weight: Tensor, x: Tensor) -> Tensor:
-    return (rows @ weight).view(x.shape)
-
-
 def _place(places: dict[Tensor, Tensor], weight: Tensor) -> Tensor | None:
     """Where the weight's gradient is to be made: once a step, while it has none."""
     return places.pop(weight, None) if weight.grad is None else None
 
 
-def _products(uses: list[_Use], wanted: tuple[bool, bool], place: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _of_weights(
+    uses: list[_Use], wanted: tuple[bool, bool], place: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of a weight, in ``place`` if there is one, and of a bias; of several uses autograd adds up in the
     order in which it comes to them."""
     of_weight = of_bias = None

@@ -19,6 +19,7 @@ Steps = Annotated[int, Ge(0)]
 Decay = Literal["constant", "cosine", "linear"]
 Positions = Literal["learned", "sinusoidal", "hierarchical", "rope", "alibi"]
 AttentionKind = Literal["fused", "materialised"]
+LinearKind = Literal["onednn", "torch"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Transformer:
     """of the angles of rope: the slowest pair turns by about 1 / rope_base a token"""
     attention: AttentionKind = "fused"
     """fused is torch's kernel; materialised keeps the scores of all pairs of tokens, as formulas count them"""
+    linear: LinearKind = "onednn"
+    """whose products linear layers take of float32 on CPUs: oneDNN's are some percent faster; torch is nn.Linear"""
 
     @property
     def num_kv_heads(self) -> int:

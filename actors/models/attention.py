@@ -19,6 +19,7 @@ from raypar.actors.models.fan import Fan
 from raypar.actors.models.model import Values
 from raypar.actors.models.positions import Alibi, Rope
 from raypar.actors.portion import Portion
+from raypar.actors.products import LINEARS
 from raypar.actors.rerun import drawn_again, rerun
 from raypar.actors.specs import AttentionKind, Transformer
 
@@ -81,11 +82,11 @@ class Attention(nn.Module):
         super().__init__()
         self.width, self.tokens = spec.hidden // spec.heads, Portion()
         self._rope = between if isinstance(between, Rope) else None
-        kv = self.width * spec.num_kv_heads
-        self.q = nn.Linear(spec.hidden, spec.hidden, bias=False)
-        self.k, self.v = nn.Linear(spec.hidden, kv, bias=False), nn.Linear(spec.hidden, kv, bias=False)
+        linear, kv = LINEARS[spec.linear], self.width * spec.num_kv_heads
+        self.q = linear(spec.hidden, spec.hidden, bias=False)
+        self.k, self.v = linear(spec.hidden, kv, bias=False), linear(spec.hidden, kv, bias=False)
         self.core = Core(spec.attention, spec.dropout, between if isinstance(between, Alibi) else None)
-        self.out = nn.Linear(spec.hidden, spec.hidden, bias=bias)
+        self.out = linear(spec.hidden, spec.hidden, bias=bias)
         self.fan = Fan()
 
     def forward(self, x_BSD: Tensor) -> Tensor:

@@ -10,15 +10,17 @@ from torch import Tensor, nn
 
 from raypar.actors.models.fan import Fan
 from raypar.actors.models.transformer import TransformerModel
-from raypar.actors.specs import GPT
+from raypar.actors.products import LINEARS
+from raypar.actors.specs import GPT, Transformer
 
 
 class MLP(nn.Module):
     """Two linear layers around a GELU: (B, S, D) -> (B, S, D)."""
 
-    def __init__(self, hidden: int, width: int) -> None:
+    def __init__(self, spec: Transformer) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(hidden, width), nn.Linear(width, hidden)
+        linear = LINEARS[spec.linear]
+        self.up, self.down = linear(spec.hidden, spec.mlp_width), linear(spec.mlp_width, spec.hidden)
         self.fan = Fan()
 
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -39,4 +41,4 @@ class GPTModel(TransformerModel):
         return nn.LayerNorm(self.spec.hidden)
 
     def mlp(self) -> nn.Module:
-        return MLP(self.spec.hidden, self.spec.mlp_width)
+        return MLP(self.spec)

@@ -10,16 +10,18 @@ from torch import Tensor, nn
 
 from raypar.actors.models.fan import Fan
 from raypar.actors.models.transformer import TransformerModel
-from raypar.actors.specs import Llama
+from raypar.actors.products import LINEARS
+from raypar.actors.specs import Llama, Transformer
 
 
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)): (B, S, D) -> (B, S, D) (Shazeer 2020)."""
 
-    def __init__(self, hidden: int, width: int) -> None:
+    def __init__(self, spec: Transformer) -> None:
         super().__init__()
-        self.gate, self.up = nn.Linear(hidden, width, bias=False), nn.Linear(hidden, width, bias=False)
-        self.down = nn.Linear(width, hidden, bias=False)
+        linear, hidden, width = LINEARS[spec.linear], spec.hidden, spec.mlp_width
+        self.gate, self.up = linear(hidden, width, bias=False), linear(hidden, width, bias=False)
+        self.down = linear(width, hidden, bias=False)
         self.fan = Fan()
 
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -41,4 +43,4 @@ class LlamaModel(TransformerModel):
         return nn.RMSNorm(self.spec.hidden, eps=self._eps)
 
     def mlp(self) -> nn.Module:
-        return SwiGLU(self.spec.hidden, self.spec.mlp_width)
+        return SwiGLU(self.spec)

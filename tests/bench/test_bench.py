@@ -7,8 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import raypar as rp
+from raypar.actors.models.build import build_model
+from raypar.actors.products import Linear
 from raypar.parity import train_plainly
 from tests.bench.__main__ import parse, sizes_of
 from tests.bench.contestants import CONTESTANTS, entered
@@ -22,7 +25,7 @@ from tests.bench.report import Findings, Heat, group_table, ratio_table, speed_t
 from tests.bench.rounds import Track
 from tests.bench.tables import Table, write_block
 from tests.bench.trainer import LocalTrainer, serve
-from tests.bench.workload import SIZES, Size, run_of
+from tests.bench.workload import SIZES, Size, model_of, run_of
 
 SMALL, WIDE, TP, GPU, GPUS = (SIZES[name] for name in ("small", "wide", "tp", "gpu", "gpus"))
 TENSORS = ["torch-tp", "raypar-tp", "torch-tp-sequence", "raypar-tp-sequence"]
@@ -88,6 +91,21 @@ def test_the_plain_peer_trains_as_raypar_verifies(tmp_path):
     run = replace(run_of(size, "whole"), data=rp.Text(str(tmp_path / "text"), cache=str(tmp_path)), steps=3)
     losses = LocalTrainer(whole_model(run, 0, torch.device("cpu"))).train(0, 3)
     assert losses == pytest.approx(train_plainly(run).losses, rel=1e-6)
+
+
+def linear_layers(module):
+    return {type(part) for part in module.modules() if isinstance(part, nn.Linear)}
+
+
+def test_peers_compute_with_torchs_own_linear_layers():
+    run = run_of(SMALL, "whole")
+    model = model_of(run)
+    assert linear_layers(nn.Sequential(*model.materialize([1, 9], 0))) == {nn.Linear}
+    ours = build_model(run.model, 0)
+    assert linear_layers(nn.Sequential(*ours.materialize([1, 9], 0))) == {Linear}
+    for name, size in (("small-torch", SMALL), ("wide-torch", WIDE)):
+        assert replace(SIZES[name], name=size.name, model=size.model) == size, "and so does raypar's there"
+        assert replace(size.model, linear="torch") == SIZES[name].model
 
 
 def test_the_command_line():

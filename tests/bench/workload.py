@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import raypar as rp
 from raypar.actors.data import TokenBatches, open_corpus
+from raypar.actors.models.build import build_model
+from raypar.actors.models.model import Model
 
 # whole: all of the model in one process; pipeline: half of the layers in each of two; replicas: half of the batch;
 # tensors: half of every layer
@@ -45,21 +47,33 @@ class Size:
 
 
 _SMALL = rp.GPT(layers=8, hidden=256, heads=8, seq=256)
+_WIDE = rp.GPT(layers=2, hidden=1024, heads=16, seq=16)
 SIZES = {
     size.name: size
     for size in (
         Size("small", _SMALL),
-        Size("wide", rp.GPT(layers=2, hidden=1024, heads=16, seq=16), steps=10),
+        Size("wide", _WIDE, steps=10),
         Size("tp", _SMALL, kinds=("tensors",)),
         Size("tp-batch", _SMALL, micro_batch_size=16, kinds=("tensors",)),
         Size("tp-wide", rp.GPT(layers=2, hidden=1024, heads=16, seq=64), kinds=("tensors",)),
         Size("gpu", rp.GPT(layers=12, hidden=768, heads=12, seq=512), kinds=("gpu",), gpus=1),
         Size("gpus", rp.GPT(layers=12, hidden=768, heads=12, seq=512), kinds=("gpus",), gpus=2),
+        Size("small-torch", replace(_SMALL, linear="torch")),  # raypar with the peers' linear layers, too
+        Size("wide-torch", replace(_WIDE, linear="torch"), steps=10),
         Size("quick", rp.GPT(layers=4, hidden=64, heads=4, seq=64), kinds=("cpus", "tensors")),
     )
 }
-ALL = tuple(name for name in SIZES if name != "quick")
-CHOICES = {name: (name,) for name in ALL} | {"tp": ("tp", "tp-batch", "tp-wide"), "all": ALL}  # of the command line
+ALL = ("small", "wide", "tp", "tp-batch", "tp-wide", "gpu", "gpus")
+CHOICES = {name: (name,) for name in SIZES if name != "quick"} | {
+    "tp": ("tp", "tp-batch", "tp-wide"),
+    "all": ALL,
+}  # of the command line
+
+
+def model_of(run: rp.Run) -> Model:
+    """The run's model, for the peers: with torch's own linear layers, as a user of theirs writes it."""
+    assert isinstance(run.model, rp.GPT)
+    return build_model(replace(run.model, linear="torch"), run.seed)
 
 
 def batches_of(run: rp.Run) -> TokenBatches:

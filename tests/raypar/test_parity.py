@@ -74,6 +74,18 @@ def test_positions(job_on, positions):
     assert verdict.bitwise, str(verdict)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "m", "recompute"),
+    [(rp.Mesh(pp=2), "1f1b", 4, "none"), (rp.Mesh(pp=2), "gpipe", 4, "full"), (rp.Mesh(dp=2), "gpipe", 1, "none")],
+)
+@pytest.mark.parametrize("linear", ["onednn", "torch"])
+def test_layers_large_enough_for_onednn(job_on, mesh, schedule, m, recompute, linear):
+    model = rp.GPT(layers=2, hidden=256, heads=4, seq=256, linear=linear)
+    changes = {"model": model, "mesh": mesh, "micro_batch_size": 2, "microbatches": m, "recompute": recompute}
+    verdict = rp.verify(tiny(2, **changes, schedule=schedule, steps=2), job_on(2))
+    assert verdict.bitwise, str(verdict)
+
+
 def mlp():
     return [nn.Linear(6, 16), nn.Sequential(nn.Tanh(), nn.Linear(16, 16)), nn.Linear(16, 3)]
 

@@ -21,16 +21,15 @@ from torch.distributed.tensor.parallel import (
 )
 
 import raypar as rp
-from raypar.actors.models.build import build_model
 from raypar.actors.optim import build_optimizer
 from tests.bench.trainer import LocalTrainer
-from tests.bench.workload import batches_of
+from tests.bench.workload import batches_of, model_of
 
 
 def divided(run: rp.Run, *, sequence: bool) -> LocalTrainer:
     """One of the ranks that the environment tells of (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
     dist.init_process_group("gloo")
-    model = build_model(run.model, run.seed)
+    model = model_of(run)
     module = nn.Sequential(*model.materialize(range(len(model.names)), run.seed))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parallelize_module(module, mesh, _plan(len(model.names), sequence=sequence))

@@ -11,17 +11,16 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 import raypar as rp
-from raypar.actors.models.build import build_model
 from raypar.actors.optim import build_optimizer
 from tests.bench.trainer import LocalTrainer
-from tests.bench.workload import batches_of
+from tests.bench.workload import batches_of, model_of
 
 
 def pipeline(run: rp.Run, schedule: str, chunks: int) -> LocalTrainer:
     """One of the two ranks that the environment tells of; rank r holds every stage s with s % 2 == r."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = build_model(run.model, run.seed)
+    model = model_of(run)
     parts = model.stages("even", ranks * chunks)
     stages: list[Any] = []
     named: dict[str, nn.Parameter] = {}

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 import raypar as rp
-from raypar.actors.models.build import build_model
 from raypar.actors.optim import build_optimizer
 from tests.bench.trainer import Step
-from tests.bench.workload import batches_of
+from tests.bench.workload import batches_of, model_of
 
 
 def whole_model(
@@ -24,7 +23,7 @@ def whole_model(
 
     ``wrap`` makes the model a replica of several, which average their gradients in the last microbatch's backward.
     """
-    model = build_model(run.model, run.seed)
+    model = model_of(run)
     module = nn.Sequential(*model.materialize(range(len(model.names)), run.seed)).to(device)
     optimizer = build_optimizer(run.optim, dict(module.named_parameters()))
     assert optimizer is not None, "a model has parameters"
