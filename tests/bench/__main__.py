@@ -63,14 +63,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name in ("rounds", "steps"):
         if (number := getattr(chosen, name)) is not None and number < 1:
             parser.error(f"--{name} must be at least 1")
+    if not sizes_of(chosen):
+        parser.error(f"--size {chosen.size}: none of {', '.join(chosen.only)} takes part in it")
     return chosen
 
 
 def sizes_of(chosen: argparse.Namespace) -> list[Size]:
-    """What is run; of all sizes those of GPUs only where there are so many."""
+    """What is run: sizes in which somebody named takes part, and those of GPUs only where there are so many."""
     if chosen.quick:
         return [SIZES["quick"]]
-    return [SIZES[name] for name in CHOICES[chosen.size] if SIZES[name].gpus <= torch.cuda.device_count()]
+    sizes = [SIZES[name] for name in CHOICES[chosen.size] if SIZES[name].gpus <= torch.cuda.device_count()]
+    named = [CONTESTANTS[name] for name in chosen.only or CONTESTANTS]
+    return [size for size in sizes if any(contestant.fits(size) for contestant in named)]
 
 
 def measure(chosen: argparse.Namespace, found: Findings) -> None:
@@ -78,16 +82,17 @@ def measure(chosen: argparse.Namespace, found: Findings) -> None:
     sizes, quick = sizes_of(chosen), chosen.quick
     rounds, launches = (2, 0) if quick else (chosen.rounds, chosen.launches)
     open_corpus(rp.Text())  # converted once, before anybody's launch is measured
-    launched = [contestant for contestant in entered(sizes[0], chosen.only) if contestant.launched]
-    seconds = time_launches(launched, sizes[0], launches, chosen.out)
+    seconds = dict[str, list[float]]()
+    for size in sizes:
+        launched = [one for one in entered(size, chosen.only) if one.launched and one.name not in seconds]
+        seconds |= time_launches(launched, size, launches, chosen.out)
     with local_ray():
         for size in sizes:
             steps = 1 if quick else chosen.steps or size.steps
             tracks = run_rounds(size, entered(size, chosen.only), rounds, steps, chosen.out)
             found.heats.append(Heat(size, rounds, steps, tracks))
-            if size == sizes[0]:
-                for name in seconds:
-                    tracks[name].launches = seconds[name]
+            for name in tracks.keys() & seconds.keys():
+                tracks[name].launches = seconds.pop(name)
         if not chosen.only:
             found.overhead = measure_overhead(50 if quick else 500)
             found.groups = measure_groups((2, 4), NBYTES[::3] if quick else NBYTES, 3 if quick else 15)

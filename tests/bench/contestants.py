@@ -37,7 +37,7 @@ class Contestant:
     limit: str | None = None
     chunks: int = 0
     launched: bool = False
-    kinds: tuple[Kind, ...] = ("cpus",)
+    kinds: tuple[Kind, ...] = ("replicas",)
 
     @property
     def ours(self) -> bool:
@@ -57,7 +57,7 @@ _REPLICAS: dict[str, Any] = {"layout": "replicas", "limit": "pair-halves"}
 
 
 def _replicas(
-    name: str, what: str, *, launched: bool = False, kinds: tuple[Kind, ...] = ("cpus",), **settings: Any
+    name: str, what: str, *, launched: bool = False, kinds: tuple[Kind, ...] = ("replicas",), **settings: Any
 ) -> Contestant:
     """raypar's replicas."""
     common: dict[str, Any] = {"settings": settings, "launched": launched, "kinds": kinds, **_REPLICAS}
@@ -68,6 +68,7 @@ def _pipelines(schedule: str, torchs: str, *, chunks: int = 1, launched: bool = 
     """torch's pipeline and raypar's, in the same schedule."""
     settings = {"schedule": schedule}
     common: dict[str, Any] = {"layout": "pipeline", "limit": "pair", "chunks": chunks, "launched": launched}
+    common |= {"kinds": ("pipelines",)}
     return (
         Contestant(f"torch-{schedule}", f"torch {torchs}", "pipelining", settings=settings, processes=2, **common),
         Contestant(f"raypar-{schedule}", f"raypar pp=2 {schedule}", "raypar", settings=settings, **common),
@@ -84,22 +85,24 @@ def _tensors(suffix: str, what: str, *, sequence: bool) -> tuple[Contestant, Con
     )
 
 
-_EVERYWHERE: tuple[Kind, ...] = ("cpus", "tensors", "gpu", "gpus")
-_TWO: tuple[Kind, ...] = ("cpus", "gpus")
+_EVERYWHERE: tuple[Kind, ...] = ("replicas", "pipelines", "tensors", "gpu", "gpus")
+_TWO: tuple[Kind, ...] = ("replicas", "gpus")
 REFERENCE = "plain"  # whose losses everybody's are held against
 
 CONTESTANTS = {
     contestant.name: contestant
     for contestant in (
         Contestant(REFERENCE, "one process", "plain", "whole", launched=True, kinds=_EVERYWHERE),
-        Contestant("raypar-one", "raypar, one actor", "raypar", "whole", limit=REFERENCE, kinds=("cpus", "gpu")),
+        Contestant("raypar-one", "raypar, one actor", "raypar", "whole", limit=REFERENCE, kinds=("replicas", "gpu")),
         Contestant("pair-halves", "limit of dp", "plain", "replicas", processes=2, apart=True, kinds=_TWO),
         Contestant("torch-ddp", "torch DDP", "ddp", processes=2, launched=True, kinds=_TWO, **_REPLICAS),
         Contestant("ray-train", "Ray Train, DDP", "ray-train", launched=True, **_REPLICAS),
         _replicas("raypar-dp", "all_reduce", launched=True, kinds=_TWO),
         _replicas("raypar-zero", "zero=1", zero=1),
         _replicas("raypar-ps", "parameter_server", data_parallel="parameter_server"),
-        Contestant("pair", "limit of pp and tp", "plain", "whole", processes=2, apart=True, kinds=("cpus", "tensors")),
+        Contestant(
+            "pair", "limit of pp and tp", "plain", "whole", processes=2, apart=True, kinds=("pipelines", "tensors")
+        ),
         *_pipelines("gpipe", "GPipe"),
         *_pipelines("1f1b", "1F1B", launched=True),
         *_pipelines("interleaved", "Interleaved1F1B, v=2", chunks=2),

@@ -27,7 +27,8 @@ from tests.bench.tables import Table, write_block
 from tests.bench.trainer import LocalTrainer, serve
 from tests.bench.workload import SIZES, Size, model_of, run_of
 
-SMALL, WIDE, TP, GPU, GPUS = (SIZES[name] for name in ("small", "wide", "tp", "gpu", "gpus"))
+NAMES = ("dp", "dp-wide", "pp", "pp-wide", "tp", "gpu", "gpus")
+SMALL, WIDE, PP, PP_WIDE, TP, GPU, GPUS = (SIZES[name] for name in NAMES)
 TENSORS = ["torch-tp", "raypar-tp", "torch-tp-sequence", "raypar-tp-sequence"]
 
 
@@ -35,9 +36,12 @@ TENSORS = ["torch-tp", "raypar-tp", "torch-tp-sequence", "raypar-tp-sequence"]
 
 
 def test_everybody_takes_part_where_the_model_has_enough_layers():
-    assert [contestant.name for contestant in entered(SMALL)] == [name for name in CONTESTANTS if name not in TENSORS]
-    left_out = set(CONTESTANTS) - {contestant.name for contestant in entered(WIDE)}
-    assert left_out == {"torch-interleaved", "raypar-interleaved", *TENSORS}
+    replicas = ["plain", "raypar-one", "pair-halves", "torch-ddp", "ray-train", "raypar-dp", "raypar-zero", "raypar-ps"]
+    assert [contestant.name for contestant in entered(SMALL)] == replicas
+    assert [contestant.name for contestant in entered(WIDE)] == replicas
+    schedules = [f"{whose}-{name}" for name in ("gpipe", "1f1b", "interleaved") for whose in ("torch", "raypar")]
+    assert [contestant.name for contestant in entered(PP)] == ["plain", "pair", *schedules]
+    assert [contestant.name for contestant in entered(PP_WIDE)] == ["plain", "pair", *schedules[:4]], "of two layers"
     assert [contestant.name for contestant in entered(TP)] == ["plain", "pair", *TENSORS]
     assert [contestant.name for contestant in entered(GPU)] == ["plain", "raypar-one"]
     assert [contestant.name for contestant in entered(GPUS)] == ["plain", "pair-halves", "torch-ddp", "raypar-dp"]
@@ -57,8 +61,8 @@ def test_gpus_that_are_not_here(monkeypatch, capsys, there, size, says):
     with pytest.raises(SystemExit):
         parse(["--size", size])
     assert f"--size {size}: {says}" in capsys.readouterr().err
-    names = ["small", "wide", "tp", "tp-batch", "tp-wide", "gpu"]
-    assert [size.name for size in sizes_of(parse([]))] == names[: 5 + there]
+    names = ["dp", "dp-wide", "pp", "pp-wide", "tp", "tp-batch", "tp-wide", "gpu"]
+    assert [size.name for size in sizes_of(parse([]))] == names[: 7 + there]
 
 
 def test_the_machine_says_which_gpus_are_here():
@@ -67,7 +71,7 @@ def test_the_machine_says_which_gpus_are_here():
 
 
 def test_those_named_bring_their_limit_and_the_reference():
-    names = [contestant.name for contestant in entered(SMALL, ["raypar-1f1b", "torch-1f1b"])]
+    names = [contestant.name for contestant in entered(PP, ["raypar-1f1b", "torch-1f1b"])]
     assert names == ["plain", "pair", "torch-1f1b", "raypar-1f1b"]
     assert [contestant.name for contestant in entered(SMALL, ["torch-ddp"])] == ["plain", "pair-halves", "torch-ddp"]
 
@@ -80,8 +84,8 @@ def test_a_step_takes_the_same_samples_in_every_layout(layout):
 
 
 def test_the_limit_of_a_pipeline_is_less_its_bubble():
-    assert CONTESTANTS["torch-1f1b"].ideal(SMALL) == 8 / 9
-    assert CONTESTANTS["raypar-interleaved"].ideal(SMALL) == 16 / 17
+    assert CONTESTANTS["torch-1f1b"].ideal(PP) == 8 / 9
+    assert CONTESTANTS["raypar-interleaved"].ideal(PP) == 16 / 17
     assert CONTESTANTS["torch-ddp"].ideal(SMALL) == 1.0
 
 
@@ -103,7 +107,7 @@ def test_peers_compute_with_torchs_own_linear_layers():
     assert linear_layers(nn.Sequential(*model.materialize([1, 9], 0))) == {nn.Linear}
     ours = build_model(run.model, 0)
     assert linear_layers(nn.Sequential(*ours.materialize([1, 9], 0))) == {Linear}
-    for name, size in (("small-torch", SMALL), ("wide-torch", WIDE)):
+    for name, size in (("dp-torch", SMALL), ("dp-wide-torch", WIDE), ("pp-torch", PP)):
         assert replace(SIZES[name], name=size.name, model=size.model) == size, "and so does raypar's there"
         assert replace(size.model, linear="torch") == SIZES[name].model
 
@@ -111,8 +115,10 @@ def test_peers_compute_with_torchs_own_linear_layers():
 def test_the_command_line():
     chosen = parse(["--size", "wide", "--only", "plain,torch-ddp"])
     assert chosen.only == ["plain", "torch-ddp"]
-    assert sizes_of(chosen) == [WIDE]
-    assert sizes_of(parse([]))[:2] == [SMALL, WIDE]
+    assert sizes_of(chosen) == [WIDE, PP_WIDE], "one process runs in both"
+    assert sizes_of(parse(["--size", "small", "--only", "torch-ddp"])) == [SMALL]
+    assert sizes_of(parse(["--only", "raypar-interleaved"])) == [PP]
+    assert sizes_of(parse(["--size", "small"])) == [SMALL, PP]
     assert [size.name for size in sizes_of(parse(["--size", "tp"]))] == ["tp", "tp-batch", "tp-wide"]
     assert sizes_of(parse(["--quick"])) == [SIZES["quick"]]
     assert {contestant.name for contestant in entered(SIZES["quick"])} == set(CONTESTANTS), "it tries everybody"
@@ -120,7 +126,11 @@ def test_the_command_line():
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [(["--only", "torch-dp"], "no contestant torch-dp"), (["--rounds", "0"], "--rounds must be at least 1")],
+    [
+        (["--only", "torch-dp"], "no contestant torch-dp"),
+        (["--size", "tp", "--only", "torch-ddp"], "--size tp: none of torch-ddp takes part in it"),
+        (["--rounds", "0"], "--rounds must be at least 1"),
+    ],
 )
 def test_a_mistake_is_told(arguments, says, capsys):
     with pytest.raises(SystemExit):

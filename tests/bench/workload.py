@@ -13,7 +13,9 @@ from raypar.actors.models.model import Model
 # whole: all of the model in one process; pipeline: half of the layers in each of two; replicas: half of the batch;
 # tensors: half of every layer
 Layout = Literal["whole", "pipeline", "replicas", "tensors"]
-Kind = Literal["cpus", "tensors", "gpu", "gpus"]  # who takes part: most of them, those of tp, those of so many GPUs
+# who takes part: of replicas, pipelines or tensor parallelism on CPUs, or those of so many GPUs. Not all at once: idle
+# contestants wake up, too
+Kind = Literal["replicas", "pipelines", "tensors", "gpu", "gpus"]
 RANKS = 2
 
 
@@ -34,7 +36,7 @@ class Size:
     batch: int = 16
     micro_batch_size: int = 2
     steps: int = 2
-    kinds: tuple[Kind, ...] = ("cpus",)
+    kinds: tuple[Kind, ...] = ("replicas",)
     gpus: int = 0
 
     @property
@@ -51,23 +53,30 @@ _WIDE = rp.GPT(layers=2, hidden=1024, heads=16, seq=16)
 SIZES = {
     size.name: size
     for size in (
-        Size("small", _SMALL),
-        Size("wide", _WIDE, steps=10),
+        Size("dp", _SMALL),
+        Size("dp-wide", _WIDE, steps=10),
+        Size("pp", _SMALL, kinds=("pipelines",)),
+        Size("pp-wide", _WIDE, steps=10, kinds=("pipelines",)),
         Size("tp", _SMALL, kinds=("tensors",)),
         Size("tp-batch", _SMALL, micro_batch_size=16, kinds=("tensors",)),
         Size("tp-wide", rp.GPT(layers=2, hidden=1024, heads=16, seq=64), kinds=("tensors",)),
         Size("gpu", rp.GPT(layers=12, hidden=768, heads=12, seq=512), kinds=("gpu",), gpus=1),
         Size("gpus", rp.GPT(layers=12, hidden=768, heads=12, seq=512), kinds=("gpus",), gpus=2),
-        Size("small-torch", replace(_SMALL, linear="torch")),  # raypar with the peers' linear layers, too
-        Size("wide-torch", replace(_WIDE, linear="torch"), steps=10),
-        Size("quick", rp.GPT(layers=4, hidden=64, heads=4, seq=64), kinds=("cpus", "tensors")),
+        Size("dp-torch", replace(_SMALL, linear="torch")),  # raypar with the peers' linear layers, too
+        Size("dp-wide-torch", replace(_WIDE, linear="torch"), steps=10),
+        Size("pp-torch", replace(_SMALL, linear="torch"), kinds=("pipelines",)),
+        Size("quick", rp.GPT(layers=4, hidden=64, heads=4, seq=64), kinds=("replicas", "pipelines", "tensors")),
     )
 }
-ALL = ("small", "wide", "tp", "tp-batch", "tp-wide", "gpu", "gpus")
-CHOICES = {name: (name,) for name in SIZES if name != "quick"} | {
+_TORCH = ("dp-torch", "dp-wide-torch", "pp-torch")
+ALL = tuple(name for name in SIZES if name not in (*_TORCH, "quick"))
+CHOICES = {name: (name,) for name in SIZES if name != "quick"} | {  # of the command line
+    "small": ("dp", "pp"),
+    "wide": ("dp-wide", "pp-wide"),
     "tp": ("tp", "tp-batch", "tp-wide"),
+    "torch": _TORCH,
     "all": ALL,
-}  # of the command line
+}
 
 
 def model_of(run: rp.Run) -> Model:
