@@ -40,7 +40,7 @@ class Linear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if not (_serves(input, self.weight) and _undisturbed(input)):
+        if not (_undisturbed(input) and _serves(input, self.weight)):
             return super().forward(input)
         out: Tensor = _Linear.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return out
@@ -91,6 +91,7 @@ def _undisturbed(x: Tensor) -> bool:
     return (
         type(x) is Tensor
         and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()  # of modes, as that which counts FLOPs
         and not torch.is_autocast_enabled("cpu")
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0

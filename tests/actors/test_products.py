@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from raypar.actors import products
 from raypar.actors.linears import Linears
@@ -115,6 +116,22 @@ def test_what_torch_does_to_a_call_is_done(counted, disturbed):
     x = torch.randn(*ROWS, IN)
     assert torch.equal(DISTURBED[disturbed](ours, x), DISTURBED[disturbed](plain, x))
     assert counted.calls == 0
+
+
+def test_who_counts_flops_sees_them(counted):
+    found = []
+    for layer in pair():
+        with FlopCounterMode(display=False) as flops:
+            layer(torch.randn(*ROWS, IN)).sum().backward()
+        found.append(flops.get_total_flops())
+    assert found[0] == found[1] > 0
+
+
+def test_it_can_be_compiled(counted):
+    ours, plain = pair()
+    x = torch.randn(*ROWS, IN)
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), plain(x))
 
 
 def test_gradients_of_gradients_are_those_of_nn_linear(counted):
