@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from raypar.actors.group import nbytes
-from raypar.actors.products import Linear, Products, products_of
+from raypar.actors.products import Linear, Product, Products, Use, of_weights, products_of, undisturbed
 
-_Use = tuple[Tensor, Tensor]  # a linear layer's input (rows, in), and the gradient of its output (rows, out)
 _Versions = tuple[int, int]  # of a use's tensors: how often they were written
 _Pair = tuple[Tensor, Tensor | None]  # the weight and the bias of a linear layer
 
@@ -28,10 +26,10 @@ class Owed:
     """
 
     def __init__(self) -> None:
-        self._uses: dict[_Pair, list[_Use]] = {}
-        self._versions: list[tuple[_Use, _Versions]] = []
+        self._uses: dict[_Pair, list[Use]] = {}
+        self._versions: list[tuple[Use, _Versions]] = []
 
-    def add(self, weight: Tensor, bias: Tensor | None, use: _Use) -> None:
+    def add(self, weight: Tensor, bias: Tensor | None, use: Use) -> None:
         """Leave a weight, and the bias that goes with it, for later."""
         self._uses.setdefault((weight, bias), []).append(use)
         self._versions.append((use, _versions(use)))
@@ -65,8 +63,8 @@ class Linears:
     (``make_in``). Only plain ``nn.Linear`` and ``Linear`` are taken over, without ``shared`` parameters, and nothing in
     modules that are to stay ``whole``. A layer is what it was where tensors are not kept as usual (torch's
     checkpointing), are cast (autocast), complex, or laid out in another way, where its bias is computed, and in
-    forward-mode differentiation.
-    Bits of gradients are those of an undivided backward: the same products, added up in the same order.
+    forward-mode differentiation. Bits of gradients are those of an undivided backward: the same products, added up in
+    the same order.
     """
 
     def __init__(
@@ -123,17 +121,19 @@ class Linears:
             self.owed = None
 
     def _linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
+        weight, bias = layer.weight, layer.bias
+        asked = not torch.compiler.is_compiling() and (self._halves or weight in self._wanted) and self.owed is None
+        if not asked or not _usual(weight, bias, x):
             return type(layer).forward(layer, x)
-        products, weight, bias = products_of(layer), layer.weight, layer.bias
         out: Tensor
-        if not (self._halves or weight in self._wanted) or self.owed is not None or not _usual(weight, bias, x):
-            out = type(layer).forward(layer, x)
-        elif self._halves:
-            out = _Halved.apply(self, products, (weight, bias), x, self._anchor)  # type: ignore[no-untyped-call]
+        if self._halves:
+            out = _Halved.apply(self, products_of(layer), (weight, bias), x, self._anchor)  # type: ignore[no-untyped-call]
         else:
-            out = _Placed.apply(self, products, x, weight, bias)  # type: ignore[no-untyped-call]
+            out = Product.apply(products_of(layer), self._place, x, weight, bias)  # type: ignore[no-untyped-call]
         return out
+
+    def _place(self, weight: Tensor) -> Tensor | None:
+        return _place(self.places, weight)
 
 
 class _Halved(torch.autograd.Function):
@@ -159,44 +159,21 @@ class _Halved(torch.autograd.Function):
         return None, None, None, inner, None
 
 
-class _Placed(torch.autograd.Function):
-    """``F.linear`` that makes the gradient of its weight where it is wanted."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, linears: Linears, products: Products, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        ctx.linears, ctx.products = linears, products
-        ctx.save_for_backward(x, weight)
-        return products.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        rows = gradient.flatten(0, -2)
-        inner = ctx.products.inner(rows, weight).view(x.shape) if ctx.needs_input_grad[2] else None
-        differentiable = torch.is_grad_enabled()  # somebody wants gradients of gradients
-        place = None if differentiable else _place(ctx.linears.places, weight)
-        return None, None, inner, *_of_weights([(x.flatten(0, -2), rows)], ctx.needs_input_grad[3:], place)
-
-
 class _Weights(torch.autograd.Function):
     """A scalar behind the weights of a linear layer; going back from it adds what they are owed."""
 
     @staticmethod
-    def forward(
-        ctx: Any, places: dict[Tensor, Tensor], uses: list[_Use], weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, places: dict[Tensor, Tensor], uses: list[Use], weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.uses, ctx.place = uses, _place(places, weight)
         return weight.new_empty(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         uses, ctx.uses = ctx.uses, None
-        return None, None, *_of_weights(uses, ctx.needs_input_grad[2:], ctx.place)
+        return None, None, *of_weights(uses, ctx.needs_input_grad[2:], ctx.place)
 
 
-def _versions(use: _Use) -> _Versions:
+def _versions(use: Use) -> _Versions:
     x, rows = use
     return x._version, rows._version
 
@@ -211,34 +188,13 @@ def _usual(weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:
         and weight.is_floating_point()  # not complex
         and x.dim() in (2, 3)
         and x.numel() > 1  # of a single number autograd takes another order
-        and type(x) is Tensor
+        and undisturbed(x)
         and x.is_contiguous()
         and weight.is_contiguous()
-        and not torch.is_autocast_enabled(x.device.type)
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
     )
 
 
 def _place(places: dict[Tensor, Tensor], weight: Tensor) -> Tensor | None:
     """Where the weight's gradient is to be made: once a step, while it has none."""
     return places.pop(weight, None) if weight.grad is None else None
-
-
-def _of_weights(
-    uses: list[_Use], wanted: tuple[bool, bool], place: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of a weight, in ``place`` if there is one, and of a bias; of several uses autograd adds up in the
-    order in which it comes to them."""
-    of_weight = of_bias = None
-    for x, rows in uses:
-        if wanted[0]:
-            # a window of its own: autograd takes over what nobody else refers to, and copies the rest
-            room = None if place is None or of_weight is not None else place.detach()
-            made = torch.mm(rows.t(), x) if room is None else torch.mm(rows.t(), x, out=room)
-            of_weight = made if of_weight is None else of_weight.add_(made)
-        if wanted[1]:
-            made = rows.sum(0)
-            of_bias = made if of_bias is None else of_bias.add_(made)
-    return of_weight, of_bias

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from raypar.actors.specs import LinearKind
+
+Use = tuple[Tensor, Tensor]  # a linear layer's input (rows, in), and the gradient of its output (rows, out)
+Place = Callable[[Tensor], Tensor | None]  # where the gradient of a weight is to be made, if its maker is not free
 
 _ONEDNN: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 _LEAST = 1 << 26  # multiplications: below, oneDNN and a function of our own take longer to call than the kernels save
@@ -40,9 +43,9 @@ class Linear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if not (_undisturbed(input) and _serves(input, self.weight)):
+        if not (undisturbed(input) and _serves(input, self.weight)):
             return super().forward(input)
-        out: Tensor = _Linear.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        out: Tensor = Product.apply(ONEDNN, _anywhere, input, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -51,24 +54,52 @@ def products_of(layer: nn.Linear) -> Products:
     return ONEDNN if isinstance(layer, Linear) else TORCH
 
 
-class _Linear(torch.autograd.Function):
-    """``F.linear`` by oneDNN's products."""
+class Product(torch.autograd.Function):
+    """``F.linear`` by some products; ``place`` says where the gradient of the weight is to be made, None: anywhere."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, products: Products, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.products, ctx.place = products, place
         ctx.save_for_backward(x, weight)
-        return ONEDNN.linear(x, weight, bias)
+        return products.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
-        of_input, of_weight, of_bias = ctx.needs_input_grad
-        return (
-            ONEDNN.inner(rows, weight).view(x.shape) if of_input else None,
-            torch.mm(rows.t(), x.flatten(0, -2)) if of_weight else None,
-            rows.sum(0) if of_bias else None,
-        )
+        inner = ctx.products.inner(rows, weight).view(x.shape) if ctx.needs_input_grad[2] else None
+        place = None if torch.is_grad_enabled() else ctx.place(weight)  # not for gradients of gradients
+        return None, None, inner, *of_weights([(x.flatten(0, -2), rows)], ctx.needs_input_grad[3:], place)
+
+
+def of_weights(
+    uses: Sequence[Use], wanted: tuple[bool, bool], place: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of a weight, in ``place`` if there is one, and of a bias; of several uses autograd adds up in the
+    order in which it comes to them."""
+    of_weight = of_bias = None
+    for x, rows in uses:
+        if wanted[0]:
+            # a window of its own: autograd takes over what nobody else refers to, and copies the rest
+            room = None if place is None or of_weight is not None else place.detach()
+            made = torch.mm(rows.t(), x) if room is None else torch.mm(rows.t(), x, out=room)
+            of_weight = made if of_weight is None else of_weight.add_(made)
+        if wanted[1]:
+            made = rows.sum(0)
+            of_bias = made if of_bias is None else of_bias.add_(made)
+    return of_weight, of_bias
+
+
+def undisturbed(x: Tensor) -> bool:
+    """Whether torch does nothing else to a call than to compute it, and to keep what a backward needs."""
+    return (
+        type(x) is Tensor
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()  # of modes, as that which counts FLOPs
+        and not torch.is_autocast_enabled(x.device.type)
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
 
 
 def _serves(x: Tensor, weight: Tensor) -> bool:
@@ -86,16 +117,8 @@ def _serves(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _undisturbed(x: Tensor) -> bool:
-    """Whether torch does nothing else to a call than to compute it, and to keep what a backward needs."""
-    return (
-        type(x) is Tensor
-        and not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()  # of modes, as that which counts FLOPs
-        and not torch.is_autocast_enabled("cpu")
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-    )
+def _anywhere(weight: Tensor) -> None:
+    """No place is wanted for the gradient."""
 
 
 def _torchs_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
