@@ -52,8 +52,12 @@ class Owed:
         self._versions.clear()
         while self._uses:
             pair = next(iter(self._uses))
-            root: Tensor = _Weights.apply(places, self._uses.pop(pair), *pair)  # type: ignore[no-untyped-call]
-            root.backward()
+            uses = self._uses.pop(pair)
+            if any(map(_hooked, pair)):
+                root: Tensor = _Weights.apply(places, uses, *pair)  # type: ignore[no-untyped-call]
+                root.backward()
+            else:
+                _add(places, uses, *pair)
 
 
 class Linears:
@@ -171,6 +175,24 @@ class _Weights(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         uses, ctx.uses = ctx.uses, None
         return None, None, *of_weights(uses, ctx.needs_input_grad[2:], ctx.place)
+
+
+def _add(places: dict[Tensor, Tensor], uses: list[Use], weight: Tensor, bias: Tensor | None) -> None:
+    """What going back from ``_Weights`` does where nobody listens, in a quarter of the time."""
+    wanted = weight.requires_grad, bias is not None and bias.requires_grad
+    with torch.no_grad():
+        for parameter, made in zip((weight, bias), of_weights(uses, wanted, _place(places, weight)), strict=True):
+            if parameter is None or made is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = made
+            else:
+                parameter.grad.add_(made)
+
+
+def _hooked(parameter: Tensor | None) -> bool:
+    """Whether somebody is to be called with the gradient of a weight."""
+    return parameter is not None and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _versions(use: Use) -> _Versions:

@@ -19,7 +19,7 @@ from raypar.actors.models.division import divide, outputs_of
 from raypar.actors.models.model import Model, undivided
 from raypar.actors.models.parallelize import divisions_of
 from raypar.actors.place import Place
-from raypar.actors.plan import Plan, performed
+from raypar.actors.plan import Plan
 from raypar.actors.split import Split
 from raypar.actors.stage import Stage
 from raypar.actors.ties import share, ties_of
@@ -117,7 +117,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
 def _halved(plan: Plan) -> dict[int, set[int]]:
     """By stage, the microbatches whose backwards are in halves, by their numbers in the whole step."""
     dp, found = plan.mesh.coordinate(plan.rank)["dp"], defaultdict[int, set[int]](set)
-    for stage, op, microbatch in performed(plan.model, plan.programs["train"]).rows[plan.world.pp(plan.rank)]:
+    for stage, op, microbatch in plan.rows["train"]:
         if op is Op.I and stage is not None and microbatch is not None:
             found[stage].add(microbatch * plan.mesh.dp + dp)
     return found

@@ -13,7 +13,6 @@ from raypar.actors.specs import GPT, SGD, AdamW, Batches, Layers, Llama, Text
 from raypar.actors.split import Split
 from raypar.actors.world import DataParallel, World, Zero
 from raypar.schedules.action import Action
-from raypar.schedules.early import with_early_sends
 from raypar.schedules.schedule import Schedule
 
 ProgramName = Literal["train", "evaluate"]
@@ -31,6 +30,7 @@ class Plan:
     name      unique to job and generation; the names of its groups begin with it
     rank      this actor's rank in the world
     programs  the lowered schedules by name; of their rows only this actor's is filled
+    rows      what this actor performs of each of them: its row, with some backwards in halves
     device    what every actor of the run computes on
     timeout   seconds that any wait on another actor may take
     """
@@ -42,6 +42,7 @@ class Plan:
     data: Text | Batches
     optim: AdamW | SGD
     programs: Mapping[ProgramName, Schedule]
+    rows: Mapping[ProgramName, tuple[Action, ...]]
     split: Split
     recompute: Recompute
     micro_batch_size: int
@@ -62,11 +63,6 @@ class Plan:
     def world(self) -> World:
         """All ranks of the run."""
         return World.of(self.mesh, self.data_parallel, self.servers, self.zero)
-
-
-def performed(model: GPT | Llama | Layers, schedule: Schedule) -> Schedule:
-    """A lowered schedule as actors perform it: with early sends, where backwards may be in halves."""
-    return schedule if isinstance(model, Layers) and not model.halves else with_early_sends(schedule)
 
 
 class Span(NamedTuple):

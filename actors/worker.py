@@ -15,7 +15,7 @@ from raypar.actors.courier import Courier
 from raypar.actors.group import Group, GroupError
 from raypar.actors.models.model import Values
 from raypar.actors.part import last_backwards
-from raypar.actors.plan import NonFiniteError, Plan, ProgramName, Span, StepResult, performed
+from raypar.actors.plan import NonFiniteError, Plan, ProgramName, Span, StepResult
 from raypar.actors.resident import Resident
 from raypar.actors.update import ballot_of
 from raypar.schedules.action import COMPUTE, RECVS, Action, Op
@@ -61,7 +61,6 @@ class Worker(Resident):
         part = self._parts.part
         self._stages = part.stages
         self._join(plan, groups, part, part.parameters, self._parts.update)
-        self._rows = {name: performed(plan.model, program).rows[self._pp] for name, program in plan.programs.items()}
         row = plan.programs["train"].rows[self._pp]
         self._names = {a._replace(op=op): a for a in row if a.op is Op.B for op in (Op.I, Op.W)}  # of its halves
         self._first, self._last = (set(last_backwards(part).values()) for part in (row[::-1], row))
@@ -95,7 +94,7 @@ class Worker(Resident):
         torch.set_grad_enabled(True)  # the thread that runs calls is not the one that ran __init__
         self._program, self._number = program, step
         self._schedule: Schedule = self._plan.programs[program]
-        self._row = self._rows[program]
+        self._row = self._plan.rows[program]
         self._courier = self._couriers[program]
         self._train = not self._schedule.forward_only
         self._computed: dict[int, Tensor] = {}  # losses that were not read yet

@@ -12,7 +12,6 @@ from typing import Any
 
 from raypar.actors.cut import Cut
 from raypar.actors.lr import lr_at
-from raypar.actors.plan import performed
 from raypar.actors.specs import Batches
 from raypar.ahead import Ahead
 from raypar.calls import Calls
@@ -22,6 +21,7 @@ from raypar.config import ConfigError, Run, reset_faults, world_of
 from raypar.errors import JobError
 from raypar.inside import Inside
 from raypar.patience import patience
+from raypar.performed import performed
 from raypar.plans import plans_of
 from raypar.program import Programs, programs_of
 from raypar.progress import display
@@ -42,7 +42,7 @@ class Job(Inside):
     run         what it was launched with, or reset to
     device      what its actors compute on: cpu or cuda
     num_actors  how many were launched; a run that it was reset to may need fewer
-    schedule    the schedule of a training step, as it is performed
+    schedule    the lowered schedule of a training step; actors perform some of its backwards in halves
     next_step   number of the step that comes next
     """
 
@@ -192,7 +192,8 @@ class Job(Inside):
         self._last: Report | None = None
         self._calls = Calls(self._handles, self._world, run.timeout)
         self._saver = Saver(run, self._calls, self._world)
-        plans = plans_of(run, programs, f"{self._name}@{self._generation}", self.device)
+        self._performed = performed(run, self.schedule)
+        plans = plans_of(run, programs, self._performed, f"{self._name}@{self._generation}", self.device)
         refs = [handle.start.remote(plan) for handle, plan in zip(self._handles, plans, strict=True)]
         launch = Calls(self._handles, self._world, max(run.timeout, _LAUNCH_SECONDS))
         self._holds: list[dict[str, Cut]] = self._guard(lambda: launch.gather(refs, "the launch"), patient=False)
@@ -260,8 +261,7 @@ class Job(Inside):
         if step is not None:
             with suppress(JobError):
                 self._demand_ready()
-                schedule = performed(self.run.model, self.schedule)
-                keep = partial(self._record.measured, step, schedule, self._world)
+                keep = partial(self._record.measured, step, self._performed, self._world)
                 self._saver.ask(("events", "ledger"), keep)
 
     def _let_go(self, *, hurried: bool = False) -> None:

@@ -5,60 +5,22 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from raypar.actors.plan import performed
-from raypar.actors.recompute import word_of
 from raypar.actors.specs import Transformer
-from raypar.actors.split import core_cost, split_layers, transformer_costs
+from raypar.actors.split import split_layers, transformer_costs
 from raypar.config import Run, world_of
+from raypar.performed import costs_on_paper, performed
 from raypar.report import Evaluation, Report
-from raypar.schedules.action import Op
 from raypar.schedules.schedule import Schedule
-from raypar.schedules.simulate import Costs, simulate
+from raypar.schedules.simulate import simulate
 from raypar.schedules.timeline import Timeline
 
 Rows = list[tuple[str, str]]
 
 
-class _Work(NamedTuple):
-    """What a microbatch costs a stage: its forward, what its backward runs again, what it can leave for W."""
-
-    forward: float
-    again: float
-    later: float
-
-
 def predicted(run: Run, schedule: Schedule) -> Timeline:
-    """The step on paper: a stage's forward lasts as its layers' FLOPs say, a backward twice as long.
-
-    The user's own Layers count as stages of equal length.
-    """
-    of_stage: dict[tuple[int, Op], float] = {}
-    for stage, (forward, again, later) in enumerate(_works(run, schedule.num_stages)):
-        backward = {Op.B: 2 * forward + again, Op.I: 2 * forward + again - later, Op.W: later}
-        of_stage |= {(stage, op): cost for op, cost in ({Op.F: forward} | backward).items()}
-    return simulate(performed(run.model, schedule), Costs(of_stage=of_stage))
-
-
-def _works(run: Run, num_stages: int) -> list[_Work]:
-    """A W makes the gradients of linear layers that are not divided, in layers that are not run again by themselves."""
-    halves = run.mesh.tensor_ranks == 1
-    if not isinstance(run.model, Transformer):
-        return [_Work(1.0, 1.0 if run.recompute == "full" else 0.0, 1.0 if halves else 0.0)] * num_stages
-    costs, body, core = transformer_costs(run.model), range(run.model.layers), core_cost(run.model)
-    scores = run.model.attention == "materialised" or run.model.dropout > 0  # else the kernel does it in any case
-    words = [word_of(run.recompute, body, layer) for layer in body]
-    again = [
-        {"none": 0.0, "selective": core if scores else 0.0, "full": cost}[word]
-        for word, cost in zip(words, costs, strict=True)
-    ]
-    alone = [word == "full" and run.recompute != "full" for word in words]
-    later = [cost - core if halves and not own else 0.0 for cost, own in zip(costs, alone, strict=True)]
-    return [
-        _Work(*(sum(each[layer] for layer in layers) for each in (costs, again, later)))
-        for layers in split_layers(run.split, costs, num_stages)
-    ]
+    """The step on paper, with the costs that FLOPs say."""
+    return simulate(performed(run, schedule), costs_on_paper(run, schedule.num_stages))
 
 
 def plan_rows(run: Run, schedule: Schedule) -> Rows:

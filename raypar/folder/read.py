@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -21,7 +21,6 @@ from raypar.program import MOST_BYTES
 from raypar.report import Report
 from raypar.schedules.action import Action, Op
 from raypar.schedules.check import check
-from raypar.schedules.early import with_early_sends
 from raypar.schedules.lower import lower
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.table import from_csv
@@ -197,7 +196,6 @@ def _measured(raw: bytes, schedule: Schedule | None) -> Latest:
     measured = _json(raw, _Measured)
     if schedule is None:
         return None, []
-    planned = {action for row in schedule.rows for action in row}
     faults, timelines = list[str](), list[Timeline]()
     for row in measured.timelines:
         events = list[Event]()
@@ -211,11 +209,22 @@ def _measured(raw: bytes, schedule: Schedule | None) -> Latest:
         faults += (
             f"has {event.action} on rank {event.rank}: {why}" for event in events for why in _odd(event, schedule)
         )
-        early = any(event.action.op is Op.I and event.action not in planned for event in events)
-        timelines.append(Timeline(with_early_sends(schedule) if early else schedule, tuple(events)))
+        timelines.append(Timeline(_as_performed(schedule, events), tuple(events)))
     if faults:
         raise _DamagedError(*faults[:_MOST_TOLD])
     return measured.step, timelines
+
+
+def _as_performed(schedule: Schedule, events: Sequence[Event]) -> Schedule:
+    """The schedule with rows as they were: of its backwards actors do some in halves."""
+    planned = {action for row in schedule.rows for action in row}
+    if not any(event.action.op is Op.I and event.action not in planned for event in events):
+        return schedule
+    rows: list[list[Action]] = [[] for _ in schedule.rows]
+    for event in events:
+        if event.bucket is None and event.rank < len(rows):
+            rows[event.rank].append(event.action)
+    return replace(schedule, rows=tuple(map(tuple, rows)))
 
 
 def _odd(event: Event, schedule: Schedule) -> Iterator[str]:

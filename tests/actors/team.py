@@ -15,6 +15,7 @@ from raypar.actors.specs import SGD, Batches, Layers
 from raypar.actors.transport.local_group import local_groups
 from raypar.actors.worker import Worker
 from raypar.config import Run, check_run
+from raypar.performed import performed
 from raypar.plans import plans_of
 
 
@@ -53,7 +54,8 @@ class Team:
 
     def _meet(self, run, groups):
         self.run = run
-        plans = plans_of(self.run, check_run(self.run), "t")
+        programs = check_run(self.run)
+        plans = plans_of(self.run, programs, performed(self.run, programs["train"]), "t")
         self.world = plans[0].world
         self.all = [Server() if rank in self.world.server_ranks else Worker() for rank in range(self.world.size)]
         self.workers, self.servers = self.all[: self.world.mesh.size], self.all[self.world.mesh.size :]

@@ -17,9 +17,9 @@ from torch import nn
 
 import raypar as rp
 from raypar.ahead import Ahead
+from raypar.performed import performed
 from raypar.schedules import text
 from raypar.schedules.action import Action
-from raypar.schedules.early import with_early_sends
 from raypar.schedules.measure import costs_of
 from raypar.schedules.moves import moves
 from raypar.schedules.simulate import simulate
@@ -93,7 +93,7 @@ def stored(summary):
 @pytest.mark.parametrize(("schedule", "m"), [("naive", 4), ("gpipe", 6), ("1f1b", 1), ("1f1b", 8), ("interleaved", 8)])
 def test_activations_in_flight_are_the_predicted_ones(job, schedule, m):
     job.reset(tiny(schedule=schedule, microbatches=m))
-    predicted = simulate(job.schedule).in_flight
+    predicted = simulate(performed(job.run, job.schedule)).in_flight
     report = job.step()
     assert report.in_flight == predicted == job.timeline().in_flight
     if schedule == "1f1b":
@@ -324,7 +324,7 @@ def test_an_overlay_predicts_a_step_with_the_costs_of_those_before_it(job):
     assert len({step.events for step in steps}) == 4
     overlay = job.overlay()
     assert overlay.measured == job.timeline() == steps[0]
-    assert overlay.predicted == simulate(with_early_sends(job.schedule), costs_of(*steps[1:3]))
+    assert overlay.predicted == simulate(performed(job.run, job.schedule), costs_of(*steps[1:3]))
     job.reset(tiny())
     job.step()
     assert job.overlay().predicted == simulate(job.timeline().schedule, costs_of(job.timeline()))

@@ -1,0 +1,164 @@
+"""Backwards in halves: gradients leave before the weights' gradients are made, which fill the waits of a pipeline."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from raypar.schedules.action import RECVS, SENDS, Action, Op
+from raypar.schedules.rules import partner
+from raypar.schedules.schedule import Schedule
+from raypar.schedules.simulate import Costs
+
+_OVERHEAD = 0.02  # of a backward: what it costs to do it in halves, on CPUs
+_FITS = 0.4  # of a W: a wait that is shorter is not worth to be filled, for it is then over late
+_BUDGET = 400_000  # actions that a search may try, about half a second
+
+
+def in_halves(schedule: Schedule, costs: Costs, *, hold: bool = True) -> Schedule:
+    """A lowered schedule as actors perform it: of some backwards ``2B7 2SEND_B7`` becomes ``2I7 2SEND_B7``, and ``2W7``
+    comes later, where the rank would wait (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", sections 2 and 3).
+
+    Which ones, a search finds out that performs the schedule on paper, with these costs: the last so many of each
+    rank. Every stage adds up its gradients in the order of before, so the numbers have the same bits, and sums over
+    replicas begin where they did. No rank holds more microbatches than that which held most, of which a W that is to
+    come counts as one; without ``hold`` each W follows its SEND. A schedule that has halves itself stays as it is.
+    """
+    if any(action.op in (Op.I, Op.W) for row in schedule.rows for action in row):
+        return schedule
+    paper = _Paper(schedule, costs, hold)
+    best = paper.attempt([0] * schedule.num_ranks)
+    for most in _steps(max(paper.sends)):
+        best = min(best, paper.attempt([min(most, sends) for sends in paper.sends]))
+    for rank, sends in enumerate(paper.sends):
+        for most in (0, *_steps(sends)):
+            if paper.spent < _BUDGET:
+                best = min(best, paper.attempt([*best.halved[:rank], most, *best.halved[rank + 1 :]]))
+    return replace(schedule, rows=tuple(map(tuple, best.rows)))
+
+
+def _steps(most: int) -> Iterator[int]:
+    """Some numbers up to ``most``, the last of which is ``most``: 1 to 8, and then every one half as large again."""
+    number = 1
+    while number < most:
+        yield number
+        number = max(number + 1, number * 3 // 2) if number >= 8 else number + 1
+    if most:
+        yield most
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """Rows with so many backwards of each rank in halves; the better one is over sooner, or has fewer halves."""
+
+    makespan: float
+    halved: list[int]
+    rows: list[list[Action]]
+
+    def __lt__(self, other: _Attempt) -> bool:
+        return (self.makespan, sum(self.halved)) < (other.makespan, sum(other.halved))
+
+
+class _Paper:
+    """Performs a schedule on paper, with the last backwards of each rank in halves."""
+
+    def __init__(self, schedule: Schedule, costs: Costs, hold: bool) -> None:
+        self._schedule, self._costs, self._hold = schedule, costs, hold
+        self._sends = [[at for at in range(1, len(row)) if _leaves(row, at)] for row in schedule.rows]
+        self._cost = {action: costs.of(action) for row in schedule.rows for action in row if action.op in _LASTING}
+        self._most = max(_most_held(row) for row in schedule.rows)
+        self.sends = [len(sends) for sends in self._sends]
+        self.spent = 0  # actions that were performed
+
+    def attempt(self, halved: list[int]) -> _Attempt:
+        """The rows, if so many backwards of each rank are in halves, and when they are over."""
+        self.spent += sum(map(len, self._schedule.rows))
+        ranks = [
+            _Rank(row, {at - 1 for at in sends[len(sends) - most :]})
+            for row, sends, most in zip(self._schedule.rows, self._sends, halved, strict=True)
+        ]
+        arrived: dict[Action, float] = {}  # by RECV: when its value is there
+        waiting = deque(range(len(ranks)))
+        while waiting:
+            waiting += self._advance(ranks[waiting.popleft()], arrived)
+        return _Attempt(max(rank.now for rank in ranks), halved, [rank.done for rank in ranks])
+
+    def _advance(self, rank: _Rank, arrived: dict[Action, float]) -> list[int]:
+        """Perform a rank's actions up to where it waits for others; these ranks may go on then."""
+        costs, placement, freed = self._costs, self._schedule.placement, []
+        while rank.at < len(rank.row):
+            action = rank.row[rank.at]
+            stage, op, _ = action
+            if op in RECVS:
+                if action not in arrived:
+                    break
+                while rank.later and rank.now + _FITS * self._later(rank) <= arrived[action]:
+                    self._pay(rank)
+                rank.now = max(rank.now, arrived[action])
+            elif op in SENDS:
+                there = partner(action)
+                arrived[there] = rank.now + costs.link
+                assert there.stage is not None
+                freed.append(placement[there.stage])
+            elif op is Op.B and rank.at in rank.halved:
+                action = action._replace(op=Op.I)
+                rank.later.append(action._replace(op=Op.W))
+            elif op is Op.F:
+                while rank.held >= self._most and rank.later:
+                    self._pay(rank)
+                rank.held += 1
+            else:
+                while any(stage in (None, later.stage) for later in rank.later):
+                    self._pay(rank)
+                rank.held -= op is Op.B
+            if op in _LASTING:
+                rank.now += self._lasts(action)
+            rank.done.append(action)
+            rank.at += 1
+            if rank.later and op in SENDS and not self._hold:
+                self._pay(rank)
+        else:
+            while rank.later:
+                self._pay(rank)
+        return freed
+
+    def _pay(self, rank: _Rank) -> None:
+        """Make the oldest of the weights' gradients that are to come."""
+        rank.now += self._later(rank)
+        rank.done.append(rank.later.popleft())
+        rank.held -= 1
+
+    def _later(self, rank: _Rank) -> float:
+        return self._lasts(rank.later[0])
+
+    def _lasts(self, action: Action) -> float:
+        if action.op not in (Op.I, Op.W):
+            return self._cost[action]
+        return self._costs.of(action) + _OVERHEAD / 2 * self._cost[action._replace(op=Op.B)]
+
+
+class _Rank:
+    """A rank on paper: its row, what it has done of it and what is to come, and what time it is there."""
+
+    def __init__(self, row: Sequence[Action], halved: set[int]) -> None:
+        self.row, self.halved, self.at, self.now, self.held = row, halved, 0, 0.0, 0
+        self.done: list[Action] = []
+        self.later: deque[Action] = deque()
+
+
+_LASTING = frozenset({Op.F, Op.B, Op.REDUCE_GRAD, Op.STEP})
+
+
+def _leaves(row: Sequence[Action], at: int) -> bool:
+    """Whether a gradient leaves there that was made right before."""
+    return row[at].op is Op.SEND_B and row[at - 1] == row[at]._replace(op=Op.B)
+
+
+def _most_held(row: Sequence[Action]) -> int:
+    """Most microbatches whose forward is done and whose backward is not, over the stages of a rank."""
+    held = most = 0
+    for action in row:
+        held += (action.op is Op.F) - (action.op is Op.B)
+        most = max(most, held)
+    return most
