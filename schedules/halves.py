@@ -13,65 +13,75 @@ from raypar.schedules.simulate import Costs
 
 _OVERHEAD = 0.02  # of a backward: what it costs to do it in halves, on CPUs
 _FITS = 0.4  # of a W: a wait that is shorter is not worth to be filled, for it is then over late
-_BUDGET = 400_000  # actions that a search may try, about half a second
+_BUDGET = 250_000  # actions that each half of a search may try: about half a second
 
 
 def in_halves(schedule: Schedule, costs: Costs, *, hold: bool = True) -> Schedule:
     """A lowered schedule as actors perform it: of some backwards ``2B7 2SEND_B7`` becomes ``2I7 2SEND_B7``, and ``2W7``
     comes later, where the rank would wait (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", sections 2 and 3).
 
-    Which ones, a search finds out that performs the schedule on paper, with these costs: the last so many of each
-    rank. Every stage adds up its gradients in the order of before, so the numbers have the same bits, and sums over
-    replicas begin where they did. No rank holds more microbatches than that which held most, of which a W that is to
-    come counts as one; without ``hold`` each W follows its SEND. A schedule that has halves itself stays as it is.
+    Which ones, and how many W a rank may leave at a time, a search finds out that performs the schedule on paper, with
+    these costs: the last so many of each rank. Every stage adds up its gradients in the order of before, so the numbers
+    have the same bits, and sums over replicas begin where they did. No rank holds more microbatches than that which
+    held most, of which a W that is to come counts as one; without ``hold`` each W follows its SEND. A schedule that has
+    halves itself stays as it is.
     """
     if any(action.op in (Op.I, Op.W) for row in schedule.rows for action in row):
         return schedule
-    paper = _Paper(schedule, costs, hold)
-    best = paper.attempt([0] * schedule.num_ranks)
-    for most in _steps(max(paper.sends)):
-        best = min(best, paper.attempt([min(most, sends) for sends in paper.sends]))
-    for rank, sends in enumerate(paper.sends):
-        for most in (0, *_steps(sends)):
+    paper = _Paper(schedule, costs)
+    best = paper.attempt([0] * schedule.num_ranks, 0)
+    for most in _down(max(paper.sends)):
+        for left in (*_down(paper.most_held), 0) if hold else (0,):
             if paper.spent < _BUDGET:
-                best = min(best, paper.attempt([*best.halved[:rank], most, *best.halved[rank + 1 :]]))
+                best = min(best, paper.attempt([min(most, sends) for sends in paper.sends], left))
+    for rank, sends in enumerate(paper.sends):
+        for most in (*_down(sends), 0):
+            if paper.spent < 2 * _BUDGET:
+                best = min(best, paper.attempt([*best.halved[:rank], most, *best.halved[rank + 1 :]], best.left))
     return replace(schedule, rows=tuple(map(tuple, best.rows)))
 
 
-def _steps(most: int) -> Iterator[int]:
-    """Some numbers up to ``most``, the last of which is ``most``: 1 to 8, and then every one half as large again."""
-    number = 1
-    while number < most:
-        yield number
-        number = max(number + 1, number * 3 // 2) if number >= 8 else number + 1
-    if most:
+def _down(most: int) -> Iterator[int]:
+    """Some numbers from ``most`` to 1: each a third smaller than the one before, and from 8 on all of them."""
+    while most:
         yield most
+        most = min(most - 1, most * 2 // 3) if most > 8 else most - 1
 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """Rows with so many backwards of each rank in halves; the better one is over sooner, or has fewer halves."""
+    """Rows with so many backwards of each rank in halves, and so many W left at a time.
 
-    makespan: float
+    The better one is over sooner; if not by a thousandth, the one that leaves less, or has fewer halves.
+    """
+
+    makespan: float  # in multiples of that without halves
+    left: int
     halved: list[int]
     rows: list[list[Action]]
 
     def __lt__(self, other: _Attempt) -> bool:
-        return (self.makespan, sum(self.halved)) < (other.makespan, sum(other.halved))
+        return self._rank < other._rank
+
+    @property
+    def _rank(self) -> tuple[float, int, float, int]:
+        return round(self.makespan, 3), self.left, self.makespan, sum(self.halved)
 
 
 class _Paper:
     """Performs a schedule on paper, with the last backwards of each rank in halves."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, hold: bool) -> None:
-        self._schedule, self._costs, self._hold = schedule, costs, hold
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self._schedule, self._costs = schedule, costs
         self._sends = [[at for at in range(1, len(row)) if _leaves(row, at)] for row in schedule.rows]
         self._cost = {action: costs.of(action) for row in schedule.rows for action in row if action.op in _LASTING}
-        self._most = max(_most_held(row) for row in schedule.rows)
+        self.most_held = max(_most_held(row) for row in schedule.rows)
         self.sends = [len(sends) for sends in self._sends]
         self.spent = 0  # actions that were performed
+        self._whole = 1.0
+        self._whole = self.attempt([0] * schedule.num_ranks, 0).makespan
 
-    def attempt(self, halved: list[int]) -> _Attempt:
+    def attempt(self, halved: list[int], left: int) -> _Attempt:
         """The rows, if so many backwards of each rank are in halves, and when they are over."""
         self.spent += sum(map(len, self._schedule.rows))
         ranks = [
@@ -81,10 +91,10 @@ class _Paper:
         arrived: dict[Action, float] = {}  # by RECV: when its value is there
         waiting = deque(range(len(ranks)))
         while waiting:
-            waiting += self._advance(ranks[waiting.popleft()], arrived)
-        return _Attempt(max(rank.now for rank in ranks), halved, [rank.done for rank in ranks])
+            waiting += self._advance(ranks[waiting.popleft()], arrived, left)
+        return _Attempt(max(rank.now for rank in ranks) / self._whole, left, halved, [rank.done for rank in ranks])
 
-    def _advance(self, rank: _Rank, arrived: dict[Action, float]) -> list[int]:
+    def _advance(self, rank: _Rank, arrived: dict[Action, float], left: int) -> list[int]:
         """Perform a rank's actions up to where it waits for others; these ranks may go on then."""
         costs, placement, freed = self._costs, self._schedule.placement, []
         while rank.at < len(rank.row):
@@ -105,7 +115,7 @@ class _Paper:
                 action = action._replace(op=Op.I)
                 rank.later.append(action._replace(op=Op.W))
             elif op is Op.F:
-                while rank.held >= self._most and rank.later:
+                while rank.held >= self.most_held and rank.later:
                     self._pay(rank)
                 rank.held += 1
             else:
@@ -116,7 +126,7 @@ class _Paper:
                 rank.now += self._lasts(action)
             rank.done.append(action)
             rank.at += 1
-            if rank.later and op in SENDS and not self._hold:
+            while len(rank.later) > left and op in SENDS:
                 self._pay(rank)
         else:
             while rank.later:
