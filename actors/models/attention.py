@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from raypar.actors.layers.dropout import Portions, divided
+from raypar.actors.models import causal
 from raypar.actors.models.fan import Fan
 from raypar.actors.models.model import Values
 from raypar.actors.models.positions import Alibi, Rope
@@ -49,6 +50,8 @@ class Core(nn.Module):
         bias = self._bias(q_BNSd)
         if self.kind == "materialised":
             return _materialised(q_BNSd, k_BKSd, v_BKSd, bias, self.drop)
+        if self._in_blocks(q_BNSd, k_BKSd, v_BKSd):
+            return causal.attend(q_BNSd, k_BKSd, v_BKSd)
         return _fused(q_BNSd, k_BKSd, v_BKSd, bias, self.dropout)
 
     def narrow(self, heads: int, portions: Portions) -> None:
@@ -60,10 +63,14 @@ class Core(nn.Module):
 
     def keeps_scores(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
         """Whether a backward would need (B, N, S, S) tensors: torch's kernels, but for the plain one, do without."""
-        if self.kind == "materialised":
-            return True
+        if self.kind == "materialised" or self._in_blocks(q_BNSd, k_BKSd, v_BKSd):
+            return self.kind == "materialised"
         settings = _settings(q_BNSd, k_BKSd, self._bias(q_BNSd), self.dropout)
         return torch._fused_sdp_choice(q_BNSd, k_BKSd, v_BKSd, **settings) == SDPBackend.MATH.value
+
+    def _in_blocks(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
+        plain = self.kind == "blocks" and self.alibi is None and not self.dropout
+        return plain and causal.serves(q_BNSd, k_BKSd, v_BKSd)
 
     def _bias(self, q_BNSd: Tensor) -> Tensor | None:
         return None if self.alibi is None else self.alibi.bias(q_BNSd.shape[2], q_BNSd)

@@ -100,7 +100,7 @@ class _BlockCore(_ContextCore):
             every = tokens.whole(q_BNSd.shape[2])
             ones = q_BNSd.new_ones((*q_BNSd.shape[:3], every))
             mask = divided(self.drop, {2: tokens}).train()(ones)
-        fused = self.kind == "fused" and mask is None and q_BNSd.device.type == "cpu"
+        fused = self.kind != "materialised" and mask is None and q_BNSd.device.type == "cpu"
         view = View(self.portions, self.group.rank, fused, self._bias_of(q_BNSd), mask)
         return attend(q_BNSd, k_BKSd, v_BKSd, view, self.carrier)
 

@@ -20,10 +20,10 @@ from tests.bench.workload import Size
 _UNKNOWN = "-"
 _LEGEND = (
     "Two processes of one thread each; the same weights, batches, AdamW and clipping for all. Peers and limits compute "
-    "with torch's linear layers, raypar's GPT with its own, by oneDNN. A limit is what two processes do side by side "
-    "that share nothing; that of pp is less the bubble, mv/(mv + p - 1). Memory is the peak during a step, of raypar's "
-    "replicas the larger one. A launch is from the start of the processes, Ray's included, to the end of the first "
-    "step. Losses are compared with one process' at every step, relatively; the largest difference counts."
+    "with torch's linear layers and attention, raypar's GPT with its own. A limit is what two processes do side by "
+    "side that share nothing; that of pp is less the bubble, mv/(mv + p - 1). Memory is the peak during a step, of "
+    "raypar's replicas the larger one. A launch is from the start of the processes, Ray's included, to the end of the "
+    "first step. Losses are compared with one process' at every step, relatively; the largest difference counts."
 )
 
 

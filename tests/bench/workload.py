@@ -62,9 +62,9 @@ SIZES = {
         Size("tp-wide", rp.GPT(layers=2, hidden=1024, heads=16, seq=64), kinds=("tensors",)),
         Size("gpu", rp.GPT(layers=12, hidden=768, heads=12, seq=512), kinds=("gpu",), gpus=1),
         Size("gpus", rp.GPT(layers=12, hidden=768, heads=12, seq=512), kinds=("gpus",), gpus=2),
-        Size("dp-torch", replace(_SMALL, linear="torch")),  # raypar with the peers' linear layers, too
-        Size("dp-wide-torch", replace(_WIDE, linear="torch"), steps=10),
-        Size("pp-torch", replace(_SMALL, linear="torch"), kinds=("pipelines",)),
+        Size("dp-torch", replace(_SMALL, linear="torch", attention="fused")),  # raypar with the peers' layers, too
+        Size("dp-wide-torch", replace(_WIDE, linear="torch", attention="fused"), steps=10),
+        Size("pp-torch", replace(_SMALL, linear="torch", attention="fused"), kinds=("pipelines",)),
         Size("quick", rp.GPT(layers=4, hidden=64, heads=4, seq=64), kinds=("replicas", "pipelines", "tensors")),
     )
 }
@@ -80,9 +80,9 @@ CHOICES = {name: (name,) for name in SIZES if name != "quick"} | {  # of the com
 
 
 def model_of(run: rp.Run) -> Model:
-    """The run's model, for the peers: with torch's own linear layers, as a user of theirs writes it."""
+    """The run's model, for the peers: with torch's own linear layers and attention, as a user of theirs writes it."""
     assert isinstance(run.model, rp.GPT)
-    return build_model(replace(run.model, linear="torch"), run.seed)
+    return build_model(replace(run.model, linear="torch", attention="fused"), run.seed)
 
 
 def batches_of(run: rp.Run) -> TokenBatches:

@@ -61,7 +61,7 @@ def models(mesh, layers):
         "dropout": st.sampled_from([0.0, 0.2]),
         "tied": st.booleans(),
         "positions": st.sampled_from(["learned", "sinusoidal", "hierarchical", "rope", "alibi"]),
-        "attention": st.sampled_from(["fused", "materialised"]),
+        "attention": st.sampled_from(["blocks", "fused", "materialised"]),
     }
     llama = st.builds(rp.Llama, **common, ffn=st.just(24), kv_heads=st.sampled_from([1, 2]))
     return st.one_of(st.builds(rp.GPT, **common), llama)

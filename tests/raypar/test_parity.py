@@ -78,9 +78,9 @@ def test_positions(job_on, positions):
     ("mesh", "schedule", "m", "recompute"),
     [(rp.Mesh(pp=2), "1f1b", 4, "none"), (rp.Mesh(pp=2), "gpipe", 4, "full"), (rp.Mesh(dp=2), "gpipe", 1, "none")],
 )
-@pytest.mark.parametrize("linear", ["onednn", "torch"])
-def test_layers_large_enough_for_onednn(job_on, mesh, schedule, m, recompute, linear):
-    model = rp.GPT(layers=2, hidden=256, heads=4, seq=256, linear=linear)
+@pytest.mark.parametrize(("linear", "attention"), [("onednn", "blocks"), ("torch", "fused")])
+def test_layers_large_enough_for_kernels_of_their_own(job_on, mesh, schedule, m, recompute, linear, attention):
+    model = rp.GPT(layers=2, hidden=256, heads=8, seq=256, linear=linear, attention=attention)
     changes = {"model": model, "mesh": mesh, "micro_batch_size": 2, "microbatches": m, "recompute": recompute}
     verdict = rp.verify(tiny(2, **changes, schedule=schedule, steps=2), job_on(2))
     assert verdict.bitwise, str(verdict)

@@ -182,7 +182,7 @@ def test_the_users_own_modules_are_told_apart_by_their_weights(trained):
 
 def test_scores_may_be_kept_or_not(trained, caplog):
     demand_resumable(tiny(model=replace(tiny().model, attention="materialised")), find(trained[0]))
-    assert caplog.messages == ["resumed with model.attention 'materialised', which was 'fused'"]
+    assert caplog.messages == ["resumed with model.attention 'materialised', which was 'blocks'"]
 
 
 def test_what_may_change_is_said(trained, caplog):

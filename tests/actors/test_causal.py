@@ -1,0 +1,164 @@
+"""Causal attention in blocks of queries: what the core says op by op, and torch's kernel where blocks do not serve."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from raypar.actors.models import causal
+from raypar.actors.models.attention import Core
+from raypar.actors.models.positions import Alibi
+
+B, N, S, d = 2, 8, 256, 16  # as few queries as blocks are for
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    with threads(1):
+        yield
+
+
+def values(batch=B, heads=N, kv_heads=None, seq=S, width=d, dtype=torch.float32, by_token=True):
+    """Queries, keys and values, laid out as projections leave them, or head by head."""
+    generator = torch.Generator().manual_seed(heads + seq)
+    made = []
+    for count in (heads, kv_heads or heads, kv_heads or heads):
+        x = torch.randn(batch, seq, count, width, generator=generator).to(dtype).transpose(1, 2)
+        made.append((x if by_token else x.contiguous()).requires_grad_())
+    return made
+
+
+def trained(attend, inputs):
+    """What it makes of inputs, and their gradients."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = attend(*leaves)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(out.shape, generator=generator).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
+
+
+def alike(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.linalg.vector_norm(one - other) <= 1e-6 * torch.linalg.vector_norm(other)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.integers(1, 3),
+    kv_heads=st.integers(1, 5),
+    shared=st.integers(1, 3),
+    seq=st.integers(1, 200),
+    width=st.integers(1, 40),
+    by_token=st.booleans(),
+)
+def test_it_is_what_the_core_says_op_by_op(batch, kv_heads, shared, seq, width, by_token):
+    inputs = values(batch, kv_heads * shared, kv_heads, seq, width, by_token=by_token)
+    exact = trained(Core("materialised", 0.0, None), [x.double() for x in inputs])
+    alike([x.double() for x in trained(causal.attend, inputs)], exact)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "seq"), [(8, 8, 256), (12, 4, 300), (7, 7, 513)])
+def test_the_core_takes_blocks_and_the_same_bits_for_every_sample_with_gradients_or_without(heads, kv_heads, seq):
+    inputs = values(3, heads, kv_heads, seq)
+    core = Core("blocks", 0.0, None)
+    made = trained(core, inputs)
+    assert all(map(torch.equal, made, trained(causal.attend, inputs)))
+    alike(made, trained(Core("fused", 0.0, None), inputs))
+    with torch.no_grad():
+        assert torch.equal(core(*inputs), made[0])
+        one = core(*(x[1:2] for x in inputs))
+    assert torch.equal(one, made[0][1:2])
+
+
+def test_nobody_sees_what_comes_later():
+    q, k, v = (x.detach() for x in values())
+    before = causal.attend(q, k, v)
+    for x in (q, k, v):
+        x[:, :, 100:] = 7.0
+    after = causal.attend(q, k, v)
+    assert torch.equal(after[:, :, :100], before[:, :, :100])
+    assert not torch.equal(after[:, :, 100:], before[:, :, 100:])
+
+
+def test_it_keeps_its_inputs_and_no_scores():
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        causal.attend(*values(seq=512))
+    assert kept == [B * N * 512 * d] * 3
+    assert not Core("blocks", 0.0, None).keeps_scores(*values())
+
+
+def test_what_it_returns_lies_by_token_and_may_be_written_into():
+    out = causal.attend(*values())
+    assert out.transpose(1, 2).is_contiguous()
+    out.mul_(2).sum().backward()
+    for x, gradient in zip(inputs := values(), torch.autograd.grad(causal.attend(*inputs).sum(), inputs), strict=True):
+        assert gradient.stride() == x.stride(), "no copy for a projection"
+
+
+def test_run_again_by_torchs_checkpointing_it_is_the_same():
+    inputs = values()
+    again = trained(lambda *leaves: checkpoint(causal.attend, *leaves, use_reentrant=False), inputs)
+    assert all(map(torch.equal, again, trained(causal.attend, inputs)))
+
+
+def test_gradients_of_gradients_are_refused():
+    q, k, v = values()
+    with pytest.raises(RuntimeError, match="use attention='materialised'"):
+        torch.autograd.grad(causal.attend(q, k, v).sum(), q, create_graph=True)
+
+
+@contextmanager
+def threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def nothing():
+    yield
+
+
+@pytest.mark.parametrize(
+    ("inputs", "around"),
+    [
+        (lambda: values(seq=255, heads=16), nothing),
+        (lambda: values(heads=7), nothing),
+        (lambda: values(dtype=torch.float64), nothing),
+        (lambda: values(dtype=torch.bfloat16), nothing),
+        (values, lambda: threads(2)),
+        (values, lambda: torch.autocast("cpu", torch.bfloat16)),
+        (values, lambda: FlopCounterMode(display=False)),
+    ],
+    ids=["short", "few", "float64", "bfloat16", "threads", "autocast", "counter"],
+)
+def test_what_blocks_do_not_serve_is_torchs_kernel(inputs, around):
+    inputs = [x.detach() for x in inputs()]
+    with around():
+        assert not causal.serves(*inputs)
+        assert torch.equal(Core("blocks", 0.0, None)(*inputs), Core("fused", 0.0, None)(*inputs))
+
+
+def test_with_biases_or_dropout_it_is_torchs_kernel(monkeypatch):
+    monkeypatch.setattr(causal, "attend", None)
+    inputs = [x.detach() for x in values()]
+    Core("blocks", 0.0, Alibi(N, S))(*inputs)
+    Core("blocks", 0.5, None)(*inputs)
+
+
+def test_vmap_and_compilation_see_torchs_kernel():
+    inputs = [x.detach() for x in values()]
+    core, fused = Core("blocks", 0.0, None), Core("fused", 0.0, None)
+    rows = torch.vmap(lambda *one: core(*(x[None] for x in one))[0])(*inputs)
+    torch.testing.assert_close(rows, fused(*inputs))
+    torch.testing.assert_close(torch.compile(core, backend="eager", fullgraph=True)(*inputs), fused(*inputs))
