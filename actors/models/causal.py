@@ -46,11 +46,10 @@ def attend(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
 class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
-        shared = q_BNSd.shape[1] // k_BKSd.shape[1]
-        q, k, v = _by_head(q_BNSd, shared), k_BKSd.contiguous(), v_BKSd.contiguous()
-        ctx.save_for_backward(q, k, v)
-        seen_BNSd = _by_token(q_BNSd)
+        ctx.save_for_backward(q_BNSd, k_BKSd, v_BKSd)
+        shared, seen_BNSd = q_BNSd.shape[1] // k_BKSd.shape[1], _by_token(q_BNSd)  # what stays before what does not
         out = _of_keys(seen_BNSd, shared)
+        q, k, v = _by_head(q_BNSd, shared), k_BKSd, v_BKSd
         blocks, scale = _blocks(k, shared), 1.0 / math.sqrt(k.shape[3])
         for heads in _some_heads(k, shared):
             k_ndS, v_nSd = k[heads].transpose(1, 2), v[heads]
@@ -65,11 +64,12 @@ class _Causal(torch.autograd.Function):
     def backward(ctx: Any, gradient_BNSd: Tensor) -> tuple[Tensor, ...]:
         if torch.is_grad_enabled():  # what follows would be a constant to who differentiates again
             raise RuntimeError("attention in blocks has no gradients of gradients: use attention='materialised'")
-        q, k, v = ctx.saved_tensors
-        shared = gradient_BNSd.shape[1] // k.shape[1]
-        gradient = _by_head(gradient_BNSd, shared)
-        dq_BNSd, dk_BKSd, dv_BKSd = _by_token(gradient_BNSd), _by_token(k), _by_token(v)
+        q_BNSd, k_BKSd, v_BKSd = ctx.saved_tensors
+        dq_BNSd, dk_BKSd, dv_BKSd = map(_by_token, ctx.saved_tensors)
+        shared = q_BNSd.shape[1] // k_BKSd.shape[1]
         dq = _of_keys(dq_BNSd, shared)
+        q, gradient = _by_head(q_BNSd, shared), _by_head(gradient_BNSd, shared)
+        k, v = k_BKSd, v_BKSd
         blocks, scale = _blocks(k, shared), 1.0 / math.sqrt(k.shape[3])
         backs = _backs(blocks, k)
         dk_nSd, dv_nSd = k.new_empty(2, *backs[-1].added.shape)
@@ -170,7 +170,7 @@ def _some_heads(k_BKSd: Tensor, shared: int) -> Iterator[tuple[int, slice]]:
 
 def _by_head(x_BNSd: Tensor, shared: int) -> Tensor:
     """(B, K, S R, d): head by head, and the queries of a token that share a key behind one another."""
-    return x_BNSd.contiguous() if shared == 1 else _of_keys(x_BNSd, shared).flatten(2, 3)
+    return x_BNSd if shared == 1 else _of_keys(x_BNSd, shared).flatten(2, 3)
 
 
 def _of_keys(x_BNSd: Tensor, shared: int) -> Tensor:
