@@ -47,12 +47,12 @@ class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
         ctx.save_for_backward(q_BNSd, k_BKSd, v_BKSd)
-        shared, seen_BNSd = q_BNSd.shape[1] // k_BKSd.shape[1], _by_token(q_BNSd)  # what stays before what does not
-        out = _of_keys(seen_BNSd, shared)
-        q, k, v = _by_head(q_BNSd, shared), k_BKSd, v_BKSd
-        blocks, scale = _blocks(k, shared), 1.0 / math.sqrt(k.shape[3])
-        for heads in _some_heads(k, shared):
-            k_ndS, v_nSd = k[heads].transpose(1, 2), v[heads]
+        seen_BNSd = _by_token(q_BNSd)  # before scratch is taken: what stays is not to lie behind that
+        shared, scale = q_BNSd.shape[1] // k_BKSd.shape[1], 1.0 / math.sqrt(k_BKSd.shape[3])
+        q, out = _by_head(q_BNSd, shared), _of_keys(seen_BNSd, shared)
+        blocks = _blocks(k_BKSd, shared)
+        for heads in _some_heads(k_BKSd, shared):
+            k_ndS, v_nSd = k_BKSd[heads].transpose(1, 2), v_BKSd[heads]
             pieces = q[heads].split(_SIDE * shared, 1), out[heads].split(_SIDE, 1)
             for block, q_nQd, out_ntRd in zip(blocks, *pieces, strict=True):
                 weights_nQT = block.weights(q_nQd, k_ndS, scale)
@@ -64,17 +64,15 @@ class _Causal(torch.autograd.Function):
     def backward(ctx: Any, gradient_BNSd: Tensor) -> tuple[Tensor, ...]:
         if torch.is_grad_enabled():  # what follows would be a constant to who differentiates again
             raise RuntimeError("attention in blocks has no gradients of gradients: use attention='materialised'")
-        q_BNSd, k_BKSd, v_BKSd = ctx.saved_tensors
-        dq_BNSd, dk_BKSd, dv_BKSd = map(_by_token, ctx.saved_tensors)
-        shared = q_BNSd.shape[1] // k_BKSd.shape[1]
-        dq = _of_keys(dq_BNSd, shared)
-        q, gradient = _by_head(q_BNSd, shared), _by_head(gradient_BNSd, shared)
-        k, v = k_BKSd, v_BKSd
-        blocks, scale = _blocks(k, shared), 1.0 / math.sqrt(k.shape[3])
-        backs = _backs(blocks, k)
-        dk_nSd, dv_nSd = k.new_empty(2, *backs[-1].added.shape)
-        for heads in _some_heads(k, shared):
-            k_nSd, v_nSd = k[heads], v[heads]
+        q_BNSd, k_BKSd, v_BKSd = saved = ctx.saved_tensors
+        dq_BNSd, dk_BKSd, dv_BKSd = map(_by_token, saved)
+        shared, scale = q_BNSd.shape[1] // k_BKSd.shape[1], 1.0 / math.sqrt(k_BKSd.shape[3])
+        q, gradient, dq = _by_head(q_BNSd, shared), _by_head(gradient_BNSd, shared), _of_keys(dq_BNSd, shared)
+        blocks = _blocks(k_BKSd, shared)
+        backs = _backs(blocks, k_BKSd)
+        dk_nSd, dv_nSd = k_BKSd.new_empty(2, *backs[-1].added.shape)
+        for heads in _some_heads(k_BKSd, shared):
+            k_nSd, v_nSd = k_BKSd[heads], v_BKSd[heads]
             k_ndS, v_ndS = k_nSd.transpose(1, 2), v_nSd.transpose(1, 2)
             pieces = (x[heads].split(_SIDE * shared, 1) for x in (q, gradient))
             every = [*zip(blocks, backs, *pieces, dq[heads].split(_SIDE, 1), strict=True)]
@@ -169,7 +167,7 @@ def _some_heads(k_BKSd: Tensor, shared: int) -> Iterator[tuple[int, slice]]:
 
 
 def _by_head(x_BNSd: Tensor, shared: int) -> Tensor:
-    """(B, K, S R, d): head by head, and the queries of a token that share a key behind one another."""
+    """(B, K, S R, d): of each head of keys, the queries of a token that share it behind one another."""
     return x_BNSd if shared == 1 else _of_keys(x_BNSd, shared).flatten(2, 3)
 
 
