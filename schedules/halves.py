@@ -79,7 +79,7 @@ class _Paper:
         self.sends = [len(sends) for sends in self._sends]
         self.spent = 0  # actions that were performed
         self._whole = 1.0
-        self._whole = self.attempt([0] * schedule.num_ranks, 0).makespan
+        self._whole = self.attempt([0] * schedule.num_ranks, 0).makespan or 1.0
 
     def attempt(self, halved: list[int], left: int) -> _Attempt:
         """The rows, if so many backwards of each rank are in halves, and when they are over."""

@@ -101,15 +101,16 @@ def linear_layers(module):
     return {type(part) for part in module.modules() if isinstance(part, nn.Linear)}
 
 
-def test_peers_compute_with_torchs_own_linear_layers():
+def test_peers_compute_with_torchs_own_layers():
     run = run_of(SMALL, "whole")
     model = model_of(run)
     assert linear_layers(nn.Sequential(*model.materialize([1, 9], 0))) == {nn.Linear}
+    assert model.spec.attention == "fused"
     ours = build_model(run.model, 0)
     assert linear_layers(nn.Sequential(*ours.materialize([1, 9], 0))) == {Linear}
     for name, size in (("dp-torch", SMALL), ("dp-wide-torch", WIDE), ("pp-torch", PP)):
         assert replace(SIZES[name], name=size.name, model=size.model) == size, "and so does raypar's there"
-        assert replace(size.model, linear="torch") == SIZES[name].model
+        assert replace(size.model, linear="torch", attention="fused") == SIZES[name].model
 
 
 def test_the_command_line():
