@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from raypar.schedules.action import RECVS, SENDS, Action, Op
-from raypar.schedules.rules import partner
+from raypar.schedules.rules import HOLDS, partner
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulate import Costs
 
 _OVERHEAD = 0.02  # of a backward: what it costs to do it in halves, on CPUs
-_FITS = 0.4  # of a W: a wait that is shorter is not worth to be filled, for it is then over late
+_FITS = 0.4  # of a W: a shorter wait is left alone, for to fill it would lengthen it by more
 _BUDGET = 250_000  # actions that each half of a search may try: about half a second
 
 
@@ -29,7 +29,7 @@ def in_halves(schedule: Schedule, costs: Costs, *, hold: bool = True) -> Schedul
     if any(action.op in (Op.I, Op.W) for row in schedule.rows for action in row):
         return schedule
     paper = _Paper(schedule, costs)
-    best = paper.attempt([0] * schedule.num_ranks, 0)
+    best = paper.whole
     for most in _down(max(paper.sends)):
         for left in (*_down(paper.most_held), 0) if hold else (0,):
             if paper.spent < _BUDGET:
@@ -78,8 +78,10 @@ class _Paper:
         self.most_held = max(_most_held(row) for row in schedule.rows)
         self.sends = [len(sends) for sends in self._sends]
         self.spent = 0  # actions that were performed
-        self._whole = 1.0
-        self._whole = self.attempt([0] * schedule.num_ranks, 0).makespan or 1.0
+        self._unit = 1.0
+        whole = self.attempt([0] * schedule.num_ranks, 0)
+        self._unit = whole.makespan or 1.0
+        self.whole = replace(whole, makespan=whole.makespan / self._unit)
 
     def attempt(self, halved: list[int], left: int) -> _Attempt:
         """The rows, if so many backwards of each rank are in halves, and when they are over."""
@@ -92,7 +94,7 @@ class _Paper:
         waiting = deque(range(len(ranks)))
         while waiting:
             waiting += self._advance(ranks[waiting.popleft()], arrived, left)
-        return _Attempt(max(rank.now for rank in ranks) / self._whole, left, halved, [rank.done for rank in ranks])
+        return _Attempt(max(rank.now for rank in ranks) / self._unit, left, halved, [rank.done for rank in ranks])
 
     def _advance(self, rank: _Rank, arrived: dict[Action, float], left: int) -> list[int]:
         """Perform a rank's actions up to where it waits for others; these ranks may go on then."""
@@ -169,6 +171,6 @@ def _most_held(row: Sequence[Action]) -> int:
     """Most microbatches whose forward is done and whose backward is not, over the stages of a rank."""
     held = most = 0
     for action in row:
-        held += (action.op is Op.F) - (action.op is Op.B)
+        held += HOLDS.get(action.op, 0)
         most = max(most, held)
     return most

@@ -63,8 +63,10 @@ class Core(nn.Module):
 
     def keeps_scores(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
         """Whether a backward would need (B, N, S, S) tensors: torch's kernels, but for the plain one, do without."""
-        if self.kind == "materialised" or self._in_blocks(q_BNSd, k_BKSd, v_BKSd):
-            return self.kind == "materialised"
+        if self.kind == "materialised":
+            return True
+        if self._in_blocks(q_BNSd, k_BKSd, v_BKSd):
+            return False
         settings = _settings(q_BNSd, k_BKSd, self._bias(q_BNSd), self.dropout)
         return torch._fused_sdp_choice(q_BNSd, k_BKSd, v_BKSd, **settings) == SDPBackend.MATH.value
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -124,18 +124,13 @@ def threads(count):
         torch.set_num_threads(before)
 
 
-@contextmanager
-def nothing():
-    yield
-
-
 @pytest.mark.parametrize(
     ("inputs", "around"),
     [
-        (lambda: values(seq=255, heads=16), nothing),
-        (lambda: values(heads=7), nothing),
-        (lambda: values(dtype=torch.float64), nothing),
-        (lambda: values(dtype=torch.bfloat16), nothing),
+        (lambda: values(seq=255, heads=16), nullcontext),
+        (lambda: values(heads=7), nullcontext),
+        (lambda: values(dtype=torch.float64), nullcontext),
+        (lambda: values(dtype=torch.bfloat16), nullcontext),
         (values, lambda: threads(2)),
         (values, lambda: torch.autocast("cpu", torch.bfloat16)),
         (values, lambda: FlopCounterMode(display=False)),
