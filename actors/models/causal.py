@@ -7,7 +7,6 @@ these, d width of a head; n heads of keys at once, Q queries of a block, T token
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,8 @@ _SIDE = 64  # tokens of a block of queries
 _ROOM = 1 << 17  # scores of a block, of some heads: 512 KiB, half of a cache of which a backward needs two halves
 _LEAST = 256  # tokens of a sequence, and
 _ROWS = 2048  # queries of all heads: for fewer torch's kernel is the faster one
+
+_Place = tuple[int, slice]  # of a sample, and some of its heads
 
 
 def serves(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
@@ -48,16 +49,16 @@ class _Causal(torch.autograd.Function):
     def forward(ctx: Any, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
         ctx.save_for_backward(q_BNSd, k_BKSd, v_BKSd)
         seen_BNSd = _by_token(q_BNSd)  # before scratch is taken: what stays is not to lie behind that
-        shared, scale = q_BNSd.shape[1] // k_BKSd.shape[1], 1.0 / math.sqrt(k_BKSd.shape[3])
-        q, out = _by_head(q_BNSd, shared), _of_keys(seen_BNSd, shared)
-        blocks = _blocks(k_BKSd, shared)
-        for heads in _some_heads(k_BKSd, shared):
-            k_ndS, v_nSd = k_BKSd[heads].transpose(1, 2), v_BKSd[heads]
-            pieces = q[heads].split(_SIDE * shared, 1), out[heads].split(_SIDE, 1)
-            for block, q_nQd, out_ntRd in zip(blocks, *pieces, strict=True):
-                weights_nQT = block.weights(q_nQd, k_ndS, scale)
-                torch.bmm(weights_nQT, v_nSd[:, : block.stop], out=block.made)
-                out_ntRd.copy_(block.made.view(out_ntRd.shape))
+        places, n, shared = _some_heads(q_BNSd, k_BKSd)
+        q, seen = _Near(q_BNSd, n, shared), _Near(seen_BNSd, n, shared)
+        k, v = _Near(k_BKSd, n), _Near(v_BKSd, n)
+        blocks = _blocks(q, k, v, seen, shared)
+        for place in places:
+            for near in (q, k, v):
+                near.fetch(place)
+            for block in blocks:
+                torch.bmm(block.weights(), block.v, out=block.made)
+            seen.put_back(place)
         return seen_BNSd
 
     @staticmethod
@@ -66,115 +67,130 @@ class _Causal(torch.autograd.Function):
             raise RuntimeError("attention in blocks has no gradients of gradients: use attention='materialised'")
         q_BNSd, k_BKSd, v_BKSd = saved = ctx.saved_tensors
         dq_BNSd, dk_BKSd, dv_BKSd = map(_by_token, saved)
-        shared, scale = q_BNSd.shape[1] // k_BKSd.shape[1], 1.0 / math.sqrt(k_BKSd.shape[3])
-        q, gradient, dq = _by_head(q_BNSd, shared), _by_head(gradient_BNSd, shared), _of_keys(dq_BNSd, shared)
-        blocks = _blocks(k_BKSd, shared)
-        backs = _backs(blocks, k_BKSd)
-        dk_nSd, dv_nSd = k_BKSd.new_empty(2, *backs[-1].added.shape)
-        for heads in _some_heads(k_BKSd, shared):
-            k_nSd, v_nSd = k_BKSd[heads], v_BKSd[heads]
-            k_ndS, v_ndS = k_nSd.transpose(1, 2), v_nSd.transpose(1, 2)
-            pieces = (x[heads].split(_SIDE * shared, 1) for x in (q, gradient))
-            every = [*zip(blocks, backs, *pieces, dq[heads].split(_SIDE, 1), strict=True)]
-            for block, back, q_nQd, gradient_nQd, dq_ntRd in reversed(every):
-                weights_nQT, slopes_nQT, made_nQd = block.weights(q_nQd, k_ndS, scale), back.slopes, block.made
-                torch.bmm(gradient_nQd, v_ndS[:, :, : block.stop], out=slopes_nQT)
-                back.add(dv_nSd, weights_nQT, gradient_nQd, 1.0)
+        places, n, shared = _some_heads(q_BNSd, k_BKSd)
+        q, gradient, dq = (_Near(x, n, shared) for x in (q_BNSd, gradient_BNSd, dq_BNSd))
+        k, v, dk, dv = (_Near(x, n) for x in (k_BKSd, v_BKSd, dk_BKSd, dv_BKSd))
+        backs = _backs(_blocks(q, k, v, dq, shared), gradient, dk, dv)
+        for place in places:
+            for near in (q, k, v, gradient):
+                near.fetch(place)
+            for block, gradient_nQd, slopes_nQT, dk_nTd, dv_nTd, beta in backs:
+                weights_nQT, scale = block.weights(), block.scale
+                torch.bmm(gradient_nQd, block.v.transpose(1, 2), out=slopes_nQT)
+                torch.baddbmm(dv_nTd, weights_nQT.transpose(1, 2), gradient_nQd, beta=beta, out=dv_nTd)
                 torch._softmax_backward_data(slopes_nQT, weights_nQT, -1, torch.float32, grad_input=slopes_nQT)
-                torch.baddbmm(made_nQd, slopes_nQT, k_nSd[:, : block.stop], beta=0, alpha=scale, out=made_nQd)
-                dq_ntRd.copy_(made_nQd.view(dq_ntRd.shape))
-                back.add(dk_nSd, slopes_nQT, q_nQd, scale)
-            dk_BKSd[heads].copy_(dk_nSd)
-            dv_BKSd[heads].copy_(dv_nSd)
+                torch.baddbmm(block.made, slopes_nQT, block.k, beta=0, alpha=scale, out=block.made)
+                torch.baddbmm(dk_nTd, slopes_nQT.transpose(1, 2), block.q, beta=beta, alpha=scale, out=dk_nTd)
+            for near in (dq, dk, dv):
+                near.put_back(place)
         return dq_BNSd, dk_BKSd, dv_BKSd
 
 
-class _Block(NamedTuple):
-    """Neighbouring queries, and scratch for what some heads make of them.
+class _Near:
+    """Some heads at a time of a tensor (B, N, S, d), in scratch that stays in a cache.
 
-    stop    the first token that none of them sees
-    scores  (n, Q, T)
-    corner  (n, Q, t): those with keys of tokens among them; ``later`` (Q, t) is -inf where such a key is later, else 0
-    made    (n, Q, d): what they see, or their gradient
+    rows_nSd  (n, S R, d): head by head, the queries of a token that share a head of keys behind one another
     """
 
-    stop: int
+    def __init__(self, x_BNSd: Tensor, n: int, shared: int = 1) -> None:
+        self._all_BKSRd = x_BNSd.unflatten(1, (-1, shared)).transpose(2, 3)
+        self._some_nSRd = x_BNSd.new_empty(n, *self._all_BKSRd.shape[2:])
+        self.rows_nSd = self._some_nSRd.flatten(1, 2)
+
+    def fetch(self, place: _Place) -> None:
+        self._some_nSRd.copy_(self._all_BKSRd[place])
+
+    def put_back(self, place: _Place) -> None:
+        self._all_BKSRd[place].copy_(self._some_nSRd)
+
+
+class _Block(NamedTuple):
+    """Neighbouring queries of some heads, and the keys and values that they see.
+
+    q       (n, Q, d)
+    k, v    (n, T, d)
+    made    (n, Q, d): what the queries make of that, or their own gradient
+    scores  (n, Q, T), in memory that all blocks have in common
+    corner  (n, Q, t): those with keys of tokens among them; ``later`` (Q, t) is -inf where such a key is later, else 0
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    made: Tensor
     scores: Tensor
     corner: Tensor
     later: Tensor
-    made: Tensor
+    scale: float
 
-    def weights(self, q_nQd: Tensor, k_ndS: Tensor, scale: float) -> Tensor:
-        """The softmax of the scores, (n, Q, T), where the scores were."""
-        scores = self.scores
-        torch.baddbmm(scores, q_nQd, k_ndS[:, :, : self.stop], beta=0, alpha=scale, out=scores)
+    def weights(self) -> Tensor:
+        """The softmax of the scores, where they were."""
+        torch.baddbmm(self.scores, self.q, self.k.transpose(1, 2), beta=0, alpha=self.scale, out=self.scores)
         self.corner.add_(self.later)
-        return torch.softmax(scores, -1, out=scores)
+        return torch.softmax(self.scores, -1, out=self.scores)
 
 
-def _blocks(k_BKSd: Tensor, shared: int) -> list[_Block]:
-    """The blocks of a sequence, in the same memory."""
-    n, S, d = _at_once(k_BKSd, shared), *k_BKSd.shape[2:]
-    scores, made = (k_BKSd.new_empty(n * _SIDE * shared * size) for size in (S, d))
-    later = k_BKSd.new_full((_SIDE, _SIDE), -math.inf).triu_(1).repeat_interleave(shared, 0)
+def _blocks(q: _Near, k: _Near, v: _Near, made: _Near, shared: int) -> list[_Block]:
+    """The blocks of a sequence, from its first token on."""
+    n, S, d = k.rows_nSd.shape
+    scores = k.rows_nSd.new_empty(n * _SIDE * shared * S)
+    later = k.rows_nSd.new_full((_SIDE, _SIDE), -math.inf).triu_(1).repeat_interleave(shared, 0)
     found = []
     for start in range(0, S, _SIDE):
         stop = min(start + _SIDE, S)
-        Q = (stop - start) * shared
+        queries, Q = slice(start * shared, stop * shared), (stop - start) * shared
         scores_nQT = scores[: n * Q * stop].view(n, Q, stop)
-        of_block = scores_nQT[:, :, start:], later[:Q, : stop - start], made[: n * Q * d].view(n, Q, d)
-        found.append(_Block(stop, scores_nQT, *of_block))
+        found.append(
+            _Block(
+                q.rows_nSd[:, queries],
+                k.rows_nSd[:, :stop],
+                v.rows_nSd[:, :stop],
+                made.rows_nSd[:, queries],
+                scores_nQT,
+                scores_nQT[:, :, start:],
+                later[:Q, : stop - start],
+                1.0 / math.sqrt(d),
+            )
+        )
     return found
 
 
 class _Back(NamedTuple):
-    """What a backward needs for a block besides: room for the gradient of its scores (n, Q, T), and for what it adds
-    to that of the keys or values that it sees (n, T, d). The block of the last token, which comes first, sees all."""
+    """What a backward needs of a block besides.
 
+    gradient  (n, Q, d): that of what the queries made
+    slopes    (n, Q, T): room for that of their scores
+    dk, dv    (n, T, d): those of the keys and values that they see, to which every block adds its part
+    beta      0 for the block that comes first: what is there is not of these heads
+    """
+
+    block: _Block
+    gradient: Tensor
     slopes: Tensor
-    added: Tensor
-    is_last: bool
-
-    def add(self, total_nSd: Tensor, scores_nQT: Tensor, x_nQd: Tensor, scale: float) -> None:
-        """Add this product to the total of all blocks."""
-        made = total_nSd if self.is_last else self.added
-        torch.baddbmm(made, scores_nQT.transpose(1, 2), x_nQd, beta=0, alpha=scale, out=made)
-        if not self.is_last:
-            total_nSd[:, : made.shape[1]].add_(made)
+    dk: Tensor
+    dv: Tensor
+    beta: float
 
 
-def _backs(blocks: list[_Block], k_BKSd: Tensor) -> list[_Back]:
-    """For blocks, in the same memory."""
-    n, S, d = blocks[-1].scores.shape[0], *k_BKSd.shape[2:]
-    slopes = k_BKSd.new_empty(max(block.scores.numel() for block in blocks))
-    added = k_BKSd.new_empty(n * S * d)
-    return [
-        _Back(slopes[: scores.numel()].view(scores.shape), added[: n * stop * d].view(n, stop, d), stop == S)
-        for stop, scores, *_ in blocks
-    ]
+def _backs(blocks: list[_Block], gradient: _Near, dk: _Near, dv: _Near) -> list[_Back]:
+    """For these, from the last one on: it sees all keys."""
+    room = blocks[-1].scores.new_empty(max(block.scores.numel() for block in blocks))
+    pieces = gradient.rows_nSd.split(blocks[0].q.shape[1], 1)
+    found = []
+    for block, of_block in zip(blocks, pieces, strict=True):
+        slopes, T = room[: block.scores.numel()].view_as(block.scores), block.k.shape[1]
+        seen = dk.rows_nSd[:, :T], dv.rows_nSd[:, :T]
+        found.append(_Back(block, of_block, slopes, *seen, 0.0 if block is blocks[-1] else 1.0))
+    return found[::-1]
 
 
-def _at_once(k_BKSd: Tensor, shared: int) -> int:
-    """How many heads of keys: a divisor of theirs."""
-    K, S = k_BKSd.shape[1:3]
+def _some_heads(q_BNSd: Tensor, k_BKSd: Tensor) -> tuple[list[_Place], int, int]:
+    """In which steps all heads are taken, how many heads of keys at once (a divisor of theirs), and R."""
+    (B, N, S, _), K = q_BNSd.shape, k_BKSd.shape[1]
+    shared = N // K
     most = max(1.0, 1.5 * _ROOM / (_SIDE * shared * S))
-    return max(n for n in range(1, K + 1) if K % n == 0 and n <= most)
-
-
-def _some_heads(k_BKSd: Tensor, shared: int) -> Iterator[tuple[int, slice]]:
-    n = _at_once(k_BKSd, shared)
-    return ((b, slice(first, first + n)) for b in range(k_BKSd.shape[0]) for first in range(0, k_BKSd.shape[1], n))
-
-
-def _by_head(x_BNSd: Tensor, shared: int) -> Tensor:
-    """(B, K, S R, d): of each head of keys, the queries of a token that share it behind one another."""
-    return x_BNSd if shared == 1 else _of_keys(x_BNSd, shared).flatten(2, 3)
-
-
-def _of_keys(x_BNSd: Tensor, shared: int) -> Tensor:
-    """A view (B, K, S, R, d)."""
-    of_keys: Tensor = x_BNSd.unflatten(1, (-1, shared)).transpose(2, 3)
-    return of_keys
+    n = max(n for n in range(1, K + 1) if K % n == 0 and n <= most)
+    return [(b, slice(first, first + n)) for b in range(B) for first in range(0, K, n)], n, shared
 
 
 def _by_token(like_BNSd: Tensor) -> Tensor:
