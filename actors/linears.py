@@ -5,16 +5,28 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.fan import Fan
 from raypar.actors.group import nbytes
-from raypar.actors.products import Linear, Product, Products, Use, of_weights, products_of, undisturbed
+from raypar.actors.products import (
+    Linear,
+    Pair,
+    Product,
+    Products,
+    Use,
+    of_input,
+    of_weights,
+    outputs,
+    products_of,
+    undisturbed,
+)
 
 _Versions = tuple[int, int]  # of a use's tensors: how often they were written
-_Pair = tuple[Tensor, Tensor | None]  # the weight and the bias of a linear layer
 
 _WORTH = 2 << 20  # bytes of a weight: to copy its gradient takes longer than to call a layer of here
 
@@ -26,7 +38,7 @@ class Owed:
     """
 
     def __init__(self) -> None:
-        self._uses: dict[_Pair, list[Use]] = {}
+        self._uses: dict[Pair, list[Use]] = {}
         self._versions: list[tuple[Use, _Versions]] = []
 
     def add(self, weight: Tensor, bias: Tensor | None, use: Use) -> None:
@@ -74,15 +86,16 @@ class Linears:
     def __init__(
         self, modules: Iterable[nn.Module], *, whole: Container[nn.Module] = (), shared: Container[Tensor] = ()
     ) -> None:
+        parts = [part for module in modules if module not in whole for part in module.modules()]
         self._layers = [
             part
-            for module in modules
-            if module not in whole
-            for part in module.modules()
+            for part in parts
             if isinstance(part, nn.Linear)
             and type(part) in (nn.Linear, Linear)
             and not any(p in shared for p in part.parameters(recurse=False))
         ]
+        self._fans = [part for part in parts if type(part) is Fan]
+        self._taken = set[nn.Module]()
         self._halves = False
         self._anchor = torch.empty(0, requires_grad=True)  # makes the outputs of halved layers parts of a graph
         self.owed: Owed | None = None  # of the backward under way
@@ -94,6 +107,10 @@ class Linears:
         for layer in self._layers:
             if nbytes(layer.weight) >= least and "forward" not in vars(layer):
                 layer.forward = partial(self._linear, layer)  # type: ignore[method-assign]
+                self._taken.add(layer)
+        for fan in self._fans:
+            if "forward" not in vars(fan):
+                fan.forward = partial(self._fan, fan)  # type: ignore[method-assign]
 
     def halve(self, halves: bool) -> None:
         """From here on, let the layers that were taken over leave their weights for later, or not. If they do, their
@@ -125,41 +142,62 @@ class Linears:
             self.owed = None
 
     def _linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        weight, bias = layer.weight, layer.bias
-        asked = not torch.compiler.is_compiling() and (self._halves or weight in self._wanted) and self.owed is None
-        if not asked or not _usual(weight, bias, x):
+        if not self._asked(x, layer):
             return type(layer).forward(layer, x)
-        out: Tensor
-        if self._halves:
-            out = _Halved.apply(self, products_of(layer), (weight, bias), x, self._anchor)  # type: ignore[no-untyped-call]
-        else:
-            out = Product.apply(products_of(layer), self._place, x, weight, bias)  # type: ignore[no-untyped-call]
+        (out,) = self._made(x, layer)
         return out
+
+    def _fan(self, fan: Fan, x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+        if not self._taken.issuperset(layers):
+            return type(fan).forward(fan, x, *layers)
+        if not (fan.are_one(x, layers) and self._asked(x, *layers)):
+            return fan.outputs(x, layers)
+        return self._made(x, *layers)
+
+    def _asked(self, x: Tensor, *layers: nn.Linear) -> bool:
+        """Whether something is wanted of these layers, and can be had."""
+        if torch.compiler.is_compiling() or self.owed is not None:
+            return False
+        wanted = self._halves or any(layer.weight in self._wanted for layer in layers)
+        return wanted and all(_usual(layer.weight, layer.bias, x) for layer in layers)
+
+    def _made(self, x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+        """What they make of one input; several are of one kind."""
+        products, pairs = products_of(layers[0]), [(layer.weight, layer.bias) for layer in layers]
+        outs: tuple[Tensor, ...]
+        if self._halves:
+            outs = _Halved.apply(self, products, pairs, x, self._anchor)  # type: ignore[no-untyped-call]
+        else:
+            outs = Product.apply(products, self._place, x, *chain.from_iterable(pairs))  # type: ignore[no-untyped-call]
+        return outs
 
     def _place(self, weight: Tensor) -> Tensor | None:
         return _place(self.places, weight)
 
 
 class _Halved(torch.autograd.Function):
-    """``F.linear`` whose weights come later.
+    """What layers make of one input; their weights come later.
 
-    They come in as a pair, which autograd takes for no input: of an input without a gradient it calls the hooks all the
+    They come in as pairs, which autograd takes for no input: of an input without a gradient it calls the hooks all the
     same, with None.
     """
 
     @staticmethod
-    def forward(ctx: Any, linears: Linears, products: Products, pair: _Pair, x: Tensor, anchor: Tensor) -> Tensor:
-        ctx.linears, ctx.products, (weight, ctx.bias) = linears, products, pair
-        ctx.save_for_backward(x, weight)
-        return products.linear(x, *pair)
+    def forward(
+        ctx: Any, linears: Linears, products: Products, pairs: list[Pair], x: Tensor, anchor: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.linears, ctx.products, ctx.biases = linears, products, [bias for _, bias in pairs]
+        ctx.save_for_backward(x, *(weight for weight, _ in pairs))
+        return outputs(products, x, pairs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        rows = gradient.flatten(0, -2)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        rows = [gradient.flatten(0, -2) for gradient in gradients]
         if ctx.linears.owed is not None:
-            ctx.linears.owed.add(weight, ctx.bias, (x.detach().flatten(0, -2), rows))
-        inner = ctx.products.inner(rows, weight).view(x.shape) if ctx.needs_input_grad[3] else None
+            for weight, bias, of_output in zip(weights, ctx.biases, rows, strict=True):
+                ctx.linears.owed.add(weight, bias, (x.detach().flatten(0, -2), of_output))
+        inner = of_input(ctx.products, rows, weights).view(x.shape) if ctx.needs_input_grad[3] else None
         return None, None, None, inner, None
 
 

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from raypar.actors.specs import LinearKind
 
+Pair = tuple[Tensor, Tensor | None]  # the weight (out, in) and the bias (out,) of a linear layer
 Use = tuple[Tensor, Tensor]  # a linear layer's input (rows, in), and the gradient of its output (rows, out)
 Place = Callable[[Tensor], Tensor | None]  # where the gradient of a weight is to be made, if its maker is not free
 
@@ -43,9 +44,10 @@ class Linear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if not (undisturbed(input) and _serves(input, self.weight)):
+        if not (undisturbed(input) and serves(input, self.weight)):
             return super().forward(input)
-        out: Tensor = Product.apply(ONEDNN, _anywhere, input, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        out: Tensor
+        (out,) = Product.apply(ONEDNN, anywhere, input, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -55,21 +57,59 @@ def products_of(layer: nn.Linear) -> Products:
 
 
 class Product(torch.autograd.Function):
-    """``F.linear`` by some products; ``place`` says where the gradient of the weight is to be made, None: anywhere."""
+    """What layers make of one input; their weights and biases come in turns. ``place`` says where the gradient of a
+    weight is to be made, None: anywhere."""
 
     @staticmethod
-    def forward(ctx: Any, products: Products, place: Place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, products: Products, place: Place, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
         ctx.products, ctx.place = products, place
-        ctx.save_for_backward(x, weight)
-        return products.linear(x, weight, bias)
+        ctx.save_for_backward(x, *parameters[::2])
+        return outputs(products, x, [*zip(parameters[::2], parameters[1::2], strict=True)])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        rows = gradient.flatten(0, -2)
-        inner = ctx.products.inner(rows, weight).view(x.shape) if ctx.needs_input_grad[2] else None
-        place = None if torch.is_grad_enabled() else ctx.place(weight)  # not for gradients of gradients
-        return None, None, inner, *of_weights([(x.flatten(0, -2), rows)], ctx.needs_input_grad[3:], place)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        rows, wanted = [gradient.flatten(0, -2) for gradient in gradients], iter(ctx.needs_input_grad[3:])
+        inner = of_input(ctx.products, rows, weights).view(x.shape) if ctx.needs_input_grad[2] else None
+        made: list[Tensor | None] = []
+        for weight, of_output in zip(weights, rows, strict=True):
+            place = None if torch.is_grad_enabled() else ctx.place(weight)  # not for gradients of gradients
+            made += of_weights([(x.flatten(0, -2), of_output)], (next(wanted), next(wanted)), place)
+        return None, None, inner, *made
+
+
+def outputs(products: Products, x: Tensor, layers: Sequence[Pair]) -> tuple[Tensor, ...]:
+    """What layers make of x (..., in): (..., out) of each. Several, without biases, are one product, and what they make
+    is columns of one tensor."""
+    if len(layers) == 1:
+        return (products.linear(x, *layers[0]),)
+    weights = [weight for weight, _ in layers]
+    made: tuple[Tensor, ...] = products.linear(x, torch.cat(weights), None).split([len(w) for w in weights], -1)
+    return made
+
+
+def of_input(products: Products, rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """The gradient of the input of layers (rows, in), by those of their outputs (rows, out): one product, where these
+    are columns of one tensor."""
+    whole = columns(rows) if len(rows) > 1 and not torch.is_grad_enabled() else None
+    if whole is not None:
+        return products.inner(whole, torch.cat([*weights]))
+    first, *others = (products.inner(of_output, weight) for of_output, weight in zip(rows, weights, strict=True))
+    return sum(others, start=first)
+
+
+def columns(parts: Sequence[Tensor]) -> Tensor | None:
+    """The tensor (..., all) whose columns these are, (..., some), one behind the other; None if there is none that is
+    contiguous."""
+    first, width = parts[0], sum(part.shape[-1] for part in parts)
+    whole = torch.empty((*first.shape[:-1], width), device="meta")
+    at = first.storage_offset()
+    for part in parts:
+        ours = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and part.storage_offset() == at
+        if not ours or part.shape[:-1] != first.shape[:-1] or part.stride() != whole.stride():
+            return None
+        at += part.shape[-1]
+    return first.as_strided(whole.shape, whole.stride())
 
 
 def of_weights(
@@ -102,22 +142,22 @@ def undisturbed(x: Tensor) -> bool:
     )
 
 
-def _serves(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN's product of ``x`` (..., k) and a weight of this size is there, and the faster one."""
+def serves(x: Tensor, *weights: Tensor) -> bool:
+    """Whether oneDNN's product of ``x`` (..., k) and weights of these sizes, together, is there, and the faster one."""
     rows = math.prod(x.shape[:-1])
     return (
         _ONEDNN is not None
         and rows >= _ROWS
-        and rows * weight.numel() >= _LEAST
-        and x.dtype == weight.dtype == torch.float32
-        and x.device.type == weight.device.type == "cpu"
+        and rows * sum(weight.numel() for weight in weights) >= _LEAST
+        and x.device.type == "cpu"
+        and x.dtype == torch.float32
         and x.is_contiguous()
-        and weight.is_contiguous()
+        and all(weight.dtype == x.dtype and weight.device == x.device and weight.is_contiguous() for weight in weights)
         and torch._C._get_mkldnn_enabled()
     )
 
 
-def _anywhere(weight: Tensor) -> None:
+def anywhere(weight: Tensor) -> None:
     """No place is wanted for the gradient."""
 
 
@@ -130,13 +170,13 @@ def _torchs_inner(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def _onednns_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if _ONEDNN is None or not _serves(x, weight):
+    if _ONEDNN is None or not serves(x, weight):
         return _torchs_linear(x, weight, bias)
     return _no_view(_ONEDNN(x, weight, bias, "none", [], ""))
 
 
 def _onednns_inner(rows: Tensor, weight: Tensor) -> Tensor:
-    if _ONEDNN is None or torch.is_grad_enabled() or not _serves(rows, weight):
+    if _ONEDNN is None or torch.is_grad_enabled() or not serves(rows, weight):
         return _torchs_inner(rows, weight)
     return _ONEDNN(rows, weight.t(), None, "none", [], "")
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypar.actors.fan import Fan
 from raypar.actors.group import Group
 from raypar.actors.layers.ops import all_gathered, begin_sum
 from raypar.actors.layers.tensor import own_outputs
-from raypar.actors.models.fan import Fan
 
 
 class ColumnParallelFan(Fan):

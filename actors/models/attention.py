@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
+from raypar.actors.fan import Fan
 from raypar.actors.layers.dropout import Portions, divided
 from raypar.actors.models import causal
-from raypar.actors.models.fan import Fan
 from raypar.actors.models.model import Values
 from raypar.actors.models.positions import Alibi, Rope
 from raypar.actors.portion import Portion
@@ -96,7 +96,7 @@ class Attention(nn.Module):
         self.k, self.v = linear(spec.hidden, kv, bias=False), linear(spec.hidden, kv, bias=False)
         self.core = Core(spec.attention, spec.dropout, between if isinstance(between, Alibi) else None)
         self.out = linear(spec.hidden, spec.hidden, bias=bias)
-        self.fan = Fan()
+        self.fan = Fan(together=spec.attention == "blocks")
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         q_BNSd, k_BKSd, v_BKSd = (

@@ -7,12 +7,13 @@ these, d width of a head; n heads of keys at once, Q queries of a block, T token
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from raypar.actors.products import undisturbed
+from raypar.actors.products import columns, undisturbed
 
 _SIDE = 64  # tokens of a block of queries
 _ROOM = 1 << 17  # scores of a block, of some heads: 512 KiB, half of a cache of which a backward needs two halves
@@ -66,7 +67,7 @@ class _Causal(torch.autograd.Function):
         if torch.is_grad_enabled():  # what follows would be a constant to who differentiates again
             raise RuntimeError("attention in blocks has no gradients of gradients: use attention='materialised'")
         q_BNSd, k_BKSd, v_BKSd = saved = ctx.saved_tensors
-        dq_BNSd, dk_BKSd, dv_BKSd = map(_by_token, saved)
+        dq_BNSd, dk_BKSd, dv_BKSd = _rooms(saved)
         places, n, shared = _some_heads(q_BNSd, k_BKSd)
         q, gradient, dq = (_Near(x, n, shared) for x in (q_BNSd, gradient_BNSd, dq_BNSd))
         k, v, dk, dv = (_Near(x, n) for x in (k_BKSd, v_BKSd, dk_BKSd, dv_BKSd))
@@ -191,6 +192,17 @@ def _some_heads(q_BNSd: Tensor, k_BKSd: Tensor) -> tuple[list[_Place], int, int]
     most = max(1.0, 1.5 * _ROOM / (_SIDE * shared * S))
     n = max(n for n in range(1, K + 1) if K % n == 0 and n <= most)
     return [(b, slice(first, first + n)) for b in range(B) for first in range(0, K, n)], n, shared
+
+
+def _rooms(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Room for gradients of these, token by token; if they are columns of one tensor, so is that."""
+    d = values[0].shape[-1]
+    rows = [x.transpose(1, 2).flatten(2) for x in values if x.stride(1) == d]
+    whole = columns(rows) if len(rows) == len(values) else None
+    if whole is None:
+        return tuple(map(_by_token, values))
+    made = torch.empty_like(whole).split([x.shape[-1] for x in rows], -1)
+    return tuple(x.unflatten(-1, (-1, d)).transpose(1, 2) for x in made)
 
 
 def _by_token(like_BNSd: Tensor) -> Tensor:

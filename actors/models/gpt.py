@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypar.actors.models.fan import Fan
+from raypar.actors.fan import Fan
 from raypar.actors.models.transformer import TransformerModel
 from raypar.actors.products import LINEARS
 from raypar.actors.specs import GPT, Transformer

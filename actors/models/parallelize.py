@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from raypar.actors.cut import Cut
+from raypar.actors.fan import Fan
 from raypar.actors.group import Group
 from raypar.actors.layers.columns import ColumnParallelFan
 from raypar.actors.layers.cross_entropy import vocab_parallel_cross_entropy
@@ -29,7 +30,6 @@ from raypar.actors.models.attention import Attention
 from raypar.actors.models.context import ContextParallel
 from raypar.actors.models.cube import CubeParallel
 from raypar.actors.models.division import Change, Division, Made, named, rows_of
-from raypar.actors.models.fan import Fan
 from raypar.actors.models.model import IGNORED, Kind, Model
 from raypar.actors.models.summa import SquareParallel
 from raypar.actors.plan import Plan
