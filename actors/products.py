@@ -68,6 +68,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        """Those of the input and of the parameters."""
         x, *weights = ctx.saved_tensors
         rows, wanted = [gradient.flatten(0, -2) for gradient in gradients], iter(ctx.needs_input_grad[3:])
         inner = of_input(ctx.products, rows, weights).view(x.shape) if ctx.needs_input_grad[2] else None
