@@ -28,14 +28,12 @@ class Fan(nn.Module):
         self.together = together
 
     def forward(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-        if any("forward" in vars(linear) for linear in linears):
+        if any("forward" in vars(linear) for linear in linears) or not self.are_one(x, linears):
             return tuple([linear(x) for linear in linears])
-        return self.outputs(x, linears)
+        return self.as_one(x, linears)
 
-    def outputs(self, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-        """Those of layers that compute what their class does."""
-        if not self.are_one(x, linears):
-            return tuple([linear(x) for linear in linears])
+    def as_one(self, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+        """What these layers make, by one product."""
         parameters = chain.from_iterable((linear.weight, linear.bias) for linear in linears)
         outs: tuple[Tensor, ...] = Product.apply(ONEDNN, anywhere, x, *parameters)  # type: ignore[no-untyped-call]
         return outs

@@ -148,11 +148,9 @@ class Linears:
         return out
 
     def _fan(self, fan: Fan, x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-        if not self._taken.issuperset(layers):
+        if not (self._taken.issuperset(layers) and fan.are_one(x, layers)):
             return type(fan).forward(fan, x, *layers)
-        if not (fan.are_one(x, layers) and self._asked(x, *layers)):
-            return fan.outputs(x, layers)
-        return self._made(x, *layers)
+        return self._made(x, *layers) if self._asked(x, *layers) else fan.as_one(x, layers)
 
     def _asked(self, x: Tensor, *layers: nn.Linear) -> bool:
         """Whether something is wanted of these layers, and can be had."""

@@ -48,12 +48,13 @@ def attend(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
 class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
+        """What the queries make of the values, block by block."""
         ctx.save_for_backward(q_BNSd, k_BKSd, v_BKSd)
         seen_BNSd = _by_token(q_BNSd)  # before scratch is taken: what stays is not to lie behind that
         places, n, shared = _some_heads(q_BNSd, k_BKSd)
         q, seen = _Near(q_BNSd, n, shared), _Near(seen_BNSd, n, shared)
         k, v = _Near(k_BKSd, n), _Near(v_BKSd, n)
-        blocks = _blocks(q, k, v, seen, shared)
+        blocks = _blocks(q, k, v, seen)
         for place in places:
             for near in (q, k, v):
                 near.fetch(place)
@@ -64,6 +65,7 @@ class _Causal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient_BNSd: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of all three; RuntimeError where gradients of gradients are wanted."""
         if torch.is_grad_enabled():  # what follows would be a constant to who differentiates again
             raise RuntimeError("attention in blocks has no gradients of gradients: use attention='materialised'")
         q_BNSd, k_BKSd, v_BKSd = saved = ctx.saved_tensors
@@ -71,7 +73,7 @@ class _Causal(torch.autograd.Function):
         places, n, shared = _some_heads(q_BNSd, k_BKSd)
         q, gradient, dq = (_Near(x, n, shared) for x in (q_BNSd, gradient_BNSd, dq_BNSd))
         k, v, dk, dv = (_Near(x, n) for x in (k_BKSd, v_BKSd, dk_BKSd, dv_BKSd))
-        backs = _backs(_blocks(q, k, v, dq, shared), gradient, dk, dv)
+        backs = _backs(_blocks(q, k, v, dq), gradient, dk, dv)
         for place in places:
             for near in (q, k, v, gradient):
                 near.fetch(place)
@@ -131,9 +133,10 @@ class _Block(NamedTuple):
         return torch.softmax(self.scores, -1, out=self.scores)
 
 
-def _blocks(q: _Near, k: _Near, v: _Near, made: _Near, shared: int) -> list[_Block]:
+def _blocks(q: _Near, k: _Near, v: _Near, made: _Near) -> list[_Block]:
     """The blocks of a sequence, from its first token on."""
     n, S, d = k.rows_nSd.shape
+    shared = q.rows_nSd.shape[1] // S
     scores = k.rows_nSd.new_empty(n * _SIDE * shared * S)
     later = k.rows_nSd.new_full((_SIDE, _SIDE), -math.inf).triu_(1).repeat_interleave(shared, 0)
     found = []

@@ -24,6 +24,7 @@ from raypar.actors.place import Host
 from raypar.actors.specs import GPT, Llama
 from raypar.actors.stage import Stage
 from raypar.actors.transport.local_group import local_groups
+from tests.actors.counted import threads
 from tests.actors.logical import in_threads
 
 S, B, H, A = 64, 3, 48, 4
@@ -33,10 +34,8 @@ SBH, ASSB = S * B * H, A * S * S * B
 @pytest.fixture(autouse=True)
 def one_thread():
     """Two of them wait for each other on a machine that is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with threads(1):
+        yield
 
 
 def block(kind=GPT, recompute=("none",), division=None, **changes):

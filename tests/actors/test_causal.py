@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from raypar.actors.models import causal
 from raypar.actors.models.attention import Core
 from raypar.actors.models.positions import Alibi
+from tests.actors.counted import threads
 
 B, N, S, d = 2, 8, 256, 16  # as few queries as blocks are for
 
@@ -112,16 +113,6 @@ def test_gradients_of_gradients_are_refused():
     q, k, v = values()
     with pytest.raises(RuntimeError, match="use attention='materialised'"):
         torch.autograd.grad(causal.attend(q, k, v).sum(), q, create_graph=True)
-
-
-@contextmanager
-def threads(count):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

@@ -10,33 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from raypar.actors import products
 from raypar.actors.fan import Fan
 from raypar.actors.linears import Linears
 from raypar.actors.models.attention import Attention
 from raypar.actors.products import Linear, columns
 from raypar.actors.specs import GPT
+from tests.actors.counted import threads
 
 B, S, IN = 2, 256, 256
 OUTS = (256, 128, 128)  # queries, and fewer keys and values: 2 ** 26 multiplications
-
-
-class Calls(list):
-    """oneDNN's products: the sizes of weights that came in."""
-
-    def __call__(self, x, weight, *others):
-        self.append(tuple(weight.shape))
-        return self.really(x, weight, *others)
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    calls = Calls()
-    calls.really = products._ONEDNN
-    if calls.really is None:
-        pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(products, "_ONEDNN", calls)
-    return calls
 
 
 class Projections(nn.Module):
@@ -82,19 +64,19 @@ def close(ours, theirs):
 
 
 @pytest.mark.parametrize("side_by_side", [True, False], ids=["columns", "apart"])
-def test_they_are_one_product_that_makes_what_each_layer_does(calls, side_by_side):
+def test_they_are_one_product_that_makes_what_each_layer_does(counted, side_by_side):
     ours = Projections()
     plain = Projections(kind=nn.Linear)
     given = gradients(side_by_side=side_by_side)
     made = trained(ours, ours.parameters(), given)
-    backwards = [(IN, sum(OUTS))] if side_by_side else [(IN, 256)]  # of the small ones torch makes the products
-    assert calls == [(sum(OUTS), IN), *backwards][: 2 if side_by_side else 1]
+    backwards = [(IN, sum(OUTS))] if side_by_side else []  # one by one they are too small for oneDNN
+    assert counted.weights == [(sum(OUTS), IN), *backwards]
     close(made, trained(plain.apart, plain.parameters(), given))
 
 
 @pytest.mark.parametrize("side_by_side", [True, False], ids=["columns", "apart"])
 @pytest.mark.parametrize("half", [True, False], ids=["halved", "placed"])
-def test_taken_over_they_have_the_same_bits(calls, half, side_by_side):
+def test_taken_over_they_have_the_same_bits(counted, half, side_by_side):
     whole = Projections()
     ours = deepcopy(whole)
     linears = Linears([ours])
@@ -112,7 +94,7 @@ def test_taken_over_they_have_the_same_bits(calls, half, side_by_side):
     assert sorted(seen) == [0, 0, 1, 1, 2, 2]
     with torch.no_grad():
         assert all(map(torch.equal, ours(torch.ones(B, S, IN)), whole(torch.ones(B, S, IN))))
-    assert (sum(OUTS), IN) in calls
+    assert (sum(OUTS), IN) in counted.weights
 
 
 def test_halved_they_leave_all_their_weights():
@@ -152,23 +134,23 @@ APART = {
 
 
 @pytest.mark.parametrize("case", APART)
-def test_elsewhere_each_is_called(calls, case):
+def test_elsewhere_each_is_called(counted, case):
     settings, change = APART[case]
     ours = Projections(**settings)
     change(ours)
     x = torch.randn(B, S, IN)
     assert all(map(torch.equal, ours(x), ours.apart(x)))
-    assert (sum(layer.out_features for layer in ours.layers), IN) not in calls
+    assert (sum(layer.out_features for layer in ours.layers), IN) not in counted.weights
 
 
-def test_whose_layer_is_replaced_it_is_called_by_halves_too(calls):
+def test_whose_layer_is_replaced_it_is_called_by_halves_too(counted):
     ours = Projections()
     replaced(ours)
     linears = Linears([ours])
     linears.take_over()
     linears.halve(True)
     ours(torch.randn(B, S, IN))
-    assert (sum(OUTS), IN) not in calls
+    assert (sum(OUTS), IN) not in counted.weights
 
 
 def test_gradients_of_gradients_are_those_of_the_layers():
@@ -181,15 +163,11 @@ def test_gradients_of_gradients_are_those_of_the_layers():
     close(found[:1], found[1:])
 
 
-def test_attention_in_blocks_makes_its_gradients_side_by_side(calls):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        attention = Attention(GPT(layers=1, hidden=IN, heads=8, seq=S), None, bias=True)
+def test_attention_in_blocks_makes_its_gradients_side_by_side(counted):
+    attention = Attention(GPT(layers=1, hidden=IN, heads=8, seq=S), None, bias=True)
+    with threads(1):
         attention(torch.randn(B, S, IN).requires_grad_()).sum().backward()
-    finally:
-        torch.set_num_threads(threads)
-    assert calls == [(3 * IN, IN), (IN, 3 * IN)]
+    assert counted.weights == [(3 * IN, IN), (IN, 3 * IN)]
 
 
 @given(

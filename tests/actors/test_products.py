@@ -18,26 +18,6 @@ from raypar.actors.products import Linear, products_of
 ROWS, IN, OUT = (2, 256), 256, 512  # 2 ** 26 multiplications: the smallest product that oneDNN makes
 
 
-class Counted:
-    """oneDNN's product, and how often it was called."""
-
-    def __init__(self):
-        self.calls, self.really = 0, products._ONEDNN
-
-    def __call__(self, *arguments):
-        self.calls += 1
-        return self.really(*arguments)
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    counted = Counted()
-    if counted.really is None:
-        pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(products, "_ONEDNN", counted)
-    return counted
-
-
 def pair(inputs=IN, outputs=OUT, bias=True, dtype=torch.float32):
     """A layer, and nn.Linear of the same weights."""
     torch.manual_seed(0)
