@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend
 from raypar.actors.fan import Fan
 from raypar.actors.layers.dropout import Portions, divided
 from raypar.actors.models import causal
+from raypar.actors.models.desk import Desk
 from raypar.actors.models.model import Values
 from raypar.actors.models.positions import Alibi, Rope
 from raypar.actors.portion import Portion
@@ -28,8 +29,9 @@ from raypar.actors.specs import AttentionKind, Transformer
 class Core(nn.Module):
     """Softmax(q k^T / sqrt(d)) v over what is not later: (B, N, S, d) and twice (B, K, S, d) -> (B, N, S, d)."""
 
-    def __init__(self, kind: AttentionKind, dropout: float, alibi: Alibi | None) -> None:
+    def __init__(self, kind: AttentionKind, dropout: float, alibi: Alibi | None, desk: Desk | None = None) -> None:
         super().__init__()
+        self.desk = desk or Desk()
         self.kind, self.alibi = kind, alibi
         self.drop: nn.Dropout = nn.Dropout(dropout)
         self.again = False
@@ -51,7 +53,7 @@ class Core(nn.Module):
         if self.kind == "materialised":
             return _materialised(q_BNSd, k_BKSd, v_BKSd, bias, self.drop)
         if self._in_blocks(q_BNSd, k_BKSd, v_BKSd):
-            return causal.attend(q_BNSd, k_BKSd, v_BKSd)
+            return causal.attend(q_BNSd, k_BKSd, v_BKSd, self.desk)
         return _fused(q_BNSd, k_BKSd, v_BKSd, bias, self.dropout)
 
     def narrow(self, heads: int, portions: Portions) -> None:
@@ -87,14 +89,14 @@ class Attention(nn.Module):
     tokens  which ones of the sequence are here
     """
 
-    def __init__(self, spec: Transformer, between: Rope | Alibi | None, *, bias: bool) -> None:
+    def __init__(self, spec: Transformer, between: Rope | Alibi | None, desk: Desk, *, bias: bool) -> None:
         super().__init__()
         self.width, self.tokens = spec.hidden // spec.heads, Portion()
         self._rope = between if isinstance(between, Rope) else None
         linear, kv = LINEARS[spec.linear], self.width * spec.num_kv_heads
         self.q = linear(spec.hidden, spec.hidden, bias=False)
         self.k, self.v = linear(spec.hidden, kv, bias=False), linear(spec.hidden, kv, bias=False)
-        self.core = Core(spec.attention, spec.dropout, between if isinstance(between, Alibi) else None)
+        self.core = Core(spec.attention, spec.dropout, between if isinstance(between, Alibi) else None, desk)
         self.out = linear(spec.hidden, spec.hidden, bias=bias)
         self.fan = Fan(together=spec.attention == "blocks")
 

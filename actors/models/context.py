@@ -79,7 +79,7 @@ class _ContextCore(Core):
     """A core whose queries, keys and values are those of the tokens here, (B, N, S, d) and twice (B, K, S, d)."""
 
     def __init__(self, core: Core, group: Group, portions: Sequence[Portion]) -> None:
-        super().__init__(core.kind, core.drop.p, core.alibi)
+        super().__init__(core.kind, core.drop.p, core.alibi, core.desk)
         self.group, self.portions = group, portions
 
     def _bias_of(self, q_BNSd: Tensor) -> Bias | None:
@@ -116,7 +116,7 @@ class _UlyssesCore(_ContextCore):
         ranks, heads = self.group.size, q_BNSd.shape[1]
         if (kv_heads := k_BKSd.shape[1]) % ranks:  # several members need the same one
             k_BKSd, v_BKSd = (part.repeat_interleave(ranks // kv_heads, 1) for part in (k_BKSd, v_BKSd))
-        inner = Core(self.kind, 0.0, None)
+        inner = Core(self.kind, 0.0, None, self.desk)
         if self.alibi is not None:
             first = self.group.rank * heads // ranks
             inner.alibi = self.alibi.part(first, first + heads // ranks)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from raypar.actors.cut import Cut
 from raypar.actors.deferred import on_meta, unfilled
 from raypar.actors.models.attention import Attention
+from raypar.actors.models.desk import Desk
 from raypar.actors.models.model import IGNORED, Divide, Model, TensorPlan, Values, undivided
 from raypar.actors.models.positions import Alibi, Rope, Sinusoidal, added, between
 from raypar.actors.products import LINEARS
@@ -107,7 +108,7 @@ class TransformerModel(Model):
         self.body = range(1, spec.layers + 1)
         self.costs = transformer_costs(spec)
         self.ties = (("embed.tokens.weight", "head.out.weight"),) if spec.tied else ()
-        super().__init__(on_meta(lambda: map(partial(self._layer, between(spec)), range(len(self.names)))))
+        super().__init__(on_meta(lambda: map(partial(self._layer, between(spec), Desk()), range(len(self.names)))))
 
     @abstractmethod
     def norm(self) -> nn.Module:
@@ -121,7 +122,7 @@ class TransformerModel(Model):
         """These layers, each weight drawn by a generator of its own, seeded by its logical name; whole, one by one, and
         then cut."""
         homes = {copy: home for home, copy in self.ties}
-        made = unfilled(lambda: map(partial(self._layer, between(self.spec)), layers))
+        made = unfilled(lambda: map(partial(self._layer, between(self.spec), Desk()), layers))
         for index, module in zip(layers, made, strict=True):
             cuts = divide(self.names[index], module)
             for inner, parameter in module.named_parameters():
@@ -137,14 +138,14 @@ class TransformerModel(Model):
         mean: Tensor = total / (labels_BS != IGNORED).sum().clamp(min=1)  # counted where the labels are: nobody waits
         return mean
 
-    def _layer(self, apart: Rope | Alibi | None, index: int) -> nn.Module:
+    def _layer(self, apart: Rope | Alibi | None, desk: Desk, index: int) -> nn.Module:
         """A layer; those that are given the same ``apart`` share its tables."""
         spec = self.spec
         if index == 0:
             return Embedding(spec)
         if index not in self.body:
             return Head(spec, self.norm())
-        attn = Attention(spec, apart, bias=self.bias)
+        attn = Attention(spec, apart, desk, bias=self.bias)
         return Block((self.norm(), self.norm()), attn, self.mlp(), spec.dropout)
 
     @torch.no_grad()

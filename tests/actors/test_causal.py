@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from raypar.actors.models import causal
 from raypar.actors.models.attention import Core
+from raypar.actors.models.desk import Desk
 from raypar.actors.models.positions import Alibi
 from tests.actors.counted import threads
 
@@ -44,6 +45,11 @@ def trained(attend, inputs):
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
 
 
+def attend(q, k, v, room=0):
+    """In blocks, with room for so many bytes of scores."""
+    return causal.attend(q, k, v, Desk(room))
+
+
 def alike(ours, theirs):
     for one, other in zip(ours, theirs, strict=True):
         assert torch.linalg.vector_norm(one - other) <= 1e-6 * torch.linalg.vector_norm(other)
@@ -61,7 +67,7 @@ def alike(ours, theirs):
 def test_it_is_what_the_core_says_op_by_op(batch, kv_heads, shared, seq, width, by_token):
     inputs = values(batch, kv_heads * shared, kv_heads, seq, width, by_token=by_token)
     exact = trained(Core("materialised", 0.0, None), [x.double() for x in inputs])
-    alike([x.double() for x in trained(causal.attend, inputs)], exact)
+    alike([x.double() for x in trained(attend, inputs)], exact)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "seq"), [(8, 8, 256), (12, 4, 300), (7, 7, 513)])
@@ -69,7 +75,7 @@ def test_the_core_takes_blocks_and_the_same_bits_for_every_sample_with_gradients
     inputs = values(3, heads, kv_heads, seq)
     core = Core("blocks", 0.0, None)
     made = trained(core, inputs)
-    assert all(map(torch.equal, made, trained(causal.attend, inputs)))
+    assert all(map(torch.equal, made, trained(attend, inputs)))
     alike(made, trained(Core("fused", 0.0, None), inputs))
     with torch.no_grad():
         assert torch.equal(core(*inputs), made[0])
@@ -79,40 +85,40 @@ def test_the_core_takes_blocks_and_the_same_bits_for_every_sample_with_gradients
 
 def test_nobody_sees_what_comes_later():
     q, k, v = (x.detach() for x in values())
-    before = causal.attend(q, k, v)
+    before = attend(q, k, v)
     for x in (q, k, v):
         x[:, :, 100:] = 7.0
-    after = causal.attend(q, k, v)
+    after = attend(q, k, v)
     assert torch.equal(after[:, :, :100], before[:, :, :100])
     assert not torch.equal(after[:, :, 100:], before[:, :, 100:])
 
 
-def test_it_keeps_its_inputs_and_no_scores():
+def test_autograd_keeps_its_inputs_and_no_scores():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
-        causal.attend(*values(seq=512))
+        attend(*values(seq=512))
     assert kept == [B * N * 512 * d] * 3
     assert not Core("blocks", 0.0, None).keeps_scores(*values())
 
 
 def test_what_it_returns_lies_by_token_and_may_be_written_into():
-    out = causal.attend(*values())
+    out = attend(*values())
     assert out.transpose(1, 2).is_contiguous()
     out.mul_(2).sum().backward()
-    for x, gradient in zip(inputs := values(), torch.autograd.grad(causal.attend(*inputs).sum(), inputs), strict=True):
+    for x, gradient in zip(inputs := values(), torch.autograd.grad(attend(*inputs).sum(), inputs), strict=True):
         assert gradient.stride() == x.stride(), "no copy for a projection"
 
 
 def test_run_again_by_torchs_checkpointing_it_is_the_same():
     inputs = values()
-    again = trained(lambda *leaves: checkpoint(causal.attend, *leaves, use_reentrant=False), inputs)
-    assert all(map(torch.equal, again, trained(causal.attend, inputs)))
+    again = trained(lambda *leaves: checkpoint(attend, *leaves, use_reentrant=False), inputs)
+    assert all(map(torch.equal, again, trained(attend, inputs)))
 
 
 def test_gradients_of_gradients_are_refused():
     q, k, v = values()
     with pytest.raises(RuntimeError, match="use attention='materialised'"):
-        torch.autograd.grad(causal.attend(q, k, v).sum(), q, create_graph=True)
+        torch.autograd.grad(attend(q, k, v).sum(), q, create_graph=True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,143 @@
+"""Where attention in blocks works: some heads of a sample at a time, in memory that stays in a cache.
+
+Shapes as in causal.py: S sequence, R queries of a token for one head of keys, d width of a head; n heads of keys at
+once, Q queries of a block, T tokens up to its last, t of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_SIDE = 64  # tokens of a block of queries
+_LINE = 16  # numbers: a product may add up otherwise where memory begins elsewhere in a line of a cache
+
+Place = tuple[int, slice]  # of a sample, and some of its heads of keys
+
+
+class Size(NamedTuple):
+    """Of the heads at work: n of keys, S tokens, R heads of queries for each of them, d numbers wide."""
+
+    n: int
+    S: int
+    R: int
+    d: int
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Of each block the first of its tokens, and the one behind its last."""
+        return [(start, min(start + _SIDE, self.S)) for start in range(0, self.S, _SIDE)]
+
+    @property
+    def scores(self) -> list[int]:
+        """How many scores each block has."""
+        return [self.n * (stop - start) * self.R * stop for start, stop in self.spans]
+
+
+class Heads:
+    """Some heads of a tensor (B, N, S, d).
+
+    rows_nSd  (n, S R, d): head by head, the queries of a token that share a head of keys behind one another
+    """
+
+    def __init__(self, like: Tensor, size: Size, shared: int) -> None:
+        self._some_nSRd = like.new_empty(size.n, size.S, shared, size.d)
+        self.rows_nSd = self._some_nSRd.flatten(1, 2)
+
+    def fetch(self, all_BKSRd: Tensor, place: Place) -> None:
+        """Read these."""
+        self._some_nSRd.copy_(all_BKSRd[place])
+
+    def put_back(self, all_BKSRd: Tensor, place: Place) -> None:
+        """Write what is here into the tensor."""
+        all_BKSRd[place].copy_(self._some_nSRd)
+
+
+class Scores(NamedTuple):
+    """Of a block: ``whole`` (n, Q, T), and of that ``corner`` (n, Q, t), with the keys of its own tokens."""
+
+    whole: Tensor
+    corner: Tensor
+
+
+class Block(NamedTuple):
+    """Neighbouring queries of some heads, and the keys and values that they see.
+
+    q, gradient   (n, Q, d), and that of what they make of keys and values
+    made          (n, Q, d): what they make, or their own gradient
+    k, v, dk, dv  (n, T, d), and their gradients, to which every block adds its part
+    scores        in memory that all blocks have in common
+    slopes        (n, Q, T): room for the scores' gradient
+    later         (Q, t): -inf where the key of a query's block is later than the query, else 0
+    beta          0 for the block whose gradients of keys and values come first, the last one, else 1
+    """
+
+    q: Tensor
+    gradient: Tensor
+    made: Tensor
+    k: Tensor
+    v: Tensor
+    dk: Tensor
+    dv: Tensor
+    scores: Scores
+    slopes: Tensor
+    later: Tensor
+    beta: float
+    scale: float
+
+    def look(self, scores: Scores) -> None:
+        """What the queries make of keys and values; of ``scores`` it makes the softmax."""
+        torch.bmm(self.weights(scores), self.v, out=self.made)
+
+    def weights(self, scores: Scores) -> Tensor:
+        """The softmax of the scores, in their memory."""
+        torch.baddbmm(scores.whole, self.q, self.k.transpose(1, 2), beta=0, alpha=self.scale, out=scores.whole)
+        scores.corner.add_(self.later)
+        return torch.softmax(scores.whole, -1, out=scores.whole)
+
+    def back(self, weights_nQT: Tensor) -> None:
+        """The gradients of queries, keys and values, from what ``weights`` returned."""
+        slopes_nQT = self.slopes
+        torch.bmm(self.gradient, self.v.transpose(1, 2), out=slopes_nQT)
+        torch.baddbmm(self.dv, weights_nQT.transpose(1, 2), self.gradient, beta=self.beta, out=self.dv)
+        torch._softmax_backward_data(slopes_nQT, weights_nQT, -1, torch.float32, grad_input=slopes_nQT)
+        torch.baddbmm(self.made, slopes_nQT, self.k, beta=0, alpha=self.scale, out=self.made)
+        torch.baddbmm(self.dk, slopes_nQT.transpose(1, 2), self.q, beta=self.beta, alpha=self.scale, out=self.dk)
+
+
+class Scratch:
+    """Memory for heads of one size, and the blocks of a sequence in it, from its first token on."""
+
+    def __init__(self, like: Tensor, size: Size) -> None:
+        self.size, shared = size, size.R
+        self.q, self.gradient, self.made = (Heads(like, size, shared) for _ in range(3))
+        self.k, self.v, self.dk, self.dv = (Heads(like, size, 1) for _ in range(4))
+        common, slopes = like.new_empty(max(size.scores)), like.new_empty(max(size.scores))
+        later = like.new_full((_SIDE, _SIDE), -math.inf).triu_(1).repeat_interleave(shared, 0)
+        self.blocks: list[Block] = []
+        for start, stop in size.spans:
+            queries = slice(start * shared, stop * shared)
+            scores = _scores(common, size, start, stop)
+            q, gradient, made = (heads.rows_nSd[:, queries] for heads in (self.q, self.gradient, self.made))
+            k, v, dk, dv = (heads.rows_nSd[:, :stop] for heads in (self.k, self.v, self.dk, self.dv))
+            room = slopes[: scores.whole.numel()].view_as(scores.whole)
+            hidden = later[: (stop - start) * shared, : stop - start]
+            beta = 0.0 if stop == size.S else 1.0
+            self.blocks.append(
+                Block(q, gradient, made, k, v, dk, dv, scores, room, hidden, beta, 1.0 / math.sqrt(size.d))
+            )
+
+
+def all_scores(like: Tensor, size: Size) -> list[Scores]:
+    """Memory for all blocks at once, each of which begins where a line of a cache does."""
+    rooms = [-(-count // _LINE) * _LINE for count in size.scores]
+    pieces = like.new_empty(sum(rooms)).split(rooms)
+    return [_scores(piece, size, *span) for piece, span in zip(pieces, size.spans, strict=True)]
+
+
+def _scores(memory: Tensor, size: Size, start: int, stop: int) -> Scores:
+    whole_nQT = memory[: size.n * (stop - start) * size.R * stop].view(size.n, (stop - start) * size.R, stop)
+    return Scores(whole_nQT, whole_nQT[:, :, start:])
