@@ -13,6 +13,7 @@ from torch import nn
 from raypar.actors.fan import Fan
 from raypar.actors.linears import Linears
 from raypar.actors.models.attention import Attention
+from raypar.actors.models.desk import Desk
 from raypar.actors.products import Linear, columns
 from raypar.actors.specs import GPT
 from tests.actors.counted import threads
@@ -164,7 +165,7 @@ def test_gradients_of_gradients_are_those_of_the_layers():
 
 
 def test_attention_in_blocks_makes_its_gradients_side_by_side(counted):
-    attention = Attention(GPT(layers=1, hidden=IN, heads=8, seq=S), None, bias=True)
+    attention = Attention(GPT(layers=1, hidden=IN, heads=8, seq=S), None, Desk(), bias=True)
     with threads(1):
         attention(torch.randn(B, S, IN).requires_grad_()).sum().backward()
     assert counted.weights == [(3 * IN, IN), (IN, 3 * IN)]
