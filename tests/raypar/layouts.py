@@ -139,8 +139,8 @@ def own_dice():
     def seed(number):
         dice().manual_seed(number)
 
-    def init(core, kind, p, alibi):
-        made(core, "materialised" if p else kind, p, alibi)
+    def init(core, kind, p, *others):
+        made(core, "materialised" if p else kind, p, *others)
 
     made = attention.Core.__init__
     with pytest.MonkeyPatch.context() as patch:
