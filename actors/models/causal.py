@@ -1,12 +1,11 @@
 """Causal attention on a CPU out of torch's batched products: some queries at a time, with all keys that they see.
 
-Shapes: B microbatch, S sequence, N heads of queries, K of keys and values, R = N / K queries of a token for one of
-these, d width of a head; n heads of keys at once, Q queries of a block, T tokens up to its last, t of its own.
+Shapes: B microbatch, S sequence, N heads of queries, K of keys and values, d width of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,9 +51,10 @@ class _Causal(torch.autograd.Function):
         ctx.desk, ctx.kept = desk, []
         seen_BNSd = _by_token(q_BNSd)
         places, size = _some_heads(q_BNSd, k_BKSd)
-        q, k, v, seen = _sharing(size.R, q_BNSd, k_BKSd, v_BKSd, seen_BNSd)
         waits = any(ctx.needs_input_grad)
         with desk.scratch(q_BNSd, size) as near:
+            q, k, v = near.q.grouped(q_BNSd), near.k.grouped(k_BKSd), near.v.grouped(v_BKSd)
+            seen = near.made.grouped(seen_BNSd)
             for place in places:
                 near.q.fetch(q, place)
                 near.k.fetch(k, place)
@@ -72,12 +72,13 @@ class _Causal(torch.autograd.Function):
         if torch.is_grad_enabled():  # what follows would be a constant to who differentiates again
             raise RuntimeError("attention in blocks has no gradients of gradients: use attention='materialised'")
         q_BNSd, k_BKSd, v_BKSd = saved = ctx.saved_tensors
-        made = _rooms(saved)
+        dq_BNSd, dk_BKSd, dv_BKSd = _rooms(saved)
         places, size = _some_heads(q_BNSd, k_BKSd)
-        q, k, v, gradient = _sharing(size.R, q_BNSd, k_BKSd, v_BKSd, gradient_BNSd)
-        dq, dk, dv = _sharing(size.R, *made)
         every, ctx.kept = ctx.kept, [None] * len(places)  # another backward of a retained graph makes them again
         with ctx.desk.scratch(q_BNSd, size) as near:
+            q, k, v = near.q.grouped(q_BNSd), near.k.grouped(k_BKSd), near.v.grouped(v_BKSd)
+            dq, dk, dv = near.made.grouped(dq_BNSd), near.dk.grouped(dk_BKSd), near.dv.grouped(dv_BKSd)
+            gradient = near.gradient.grouped(gradient_BNSd)
             for place, kept in zip(places, every, strict=True):
                 near.q.fetch(q, place)
                 near.k.fetch(k, place)
@@ -90,13 +91,7 @@ class _Causal(torch.autograd.Function):
                 near.dv.put_back(dv, place)
                 if kept:
                     ctx.desk.take_back(kept)
-        return *made, None
-
-
-def _sharing(shared: int, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, *like_q_BNSd: Tensor) -> Iterator[Tensor]:
-    """(B, K, S, R, d) of each: the heads of queries that share one of keys behind one another, R of keys being 1."""
-    for x_BNSd, count in ((q_BNSd, shared), (k_BKSd, 1), (v_BKSd, 1), *((x, shared) for x in like_q_BNSd)):
-        yield x_BNSd.unflatten(1, (-1, count)).transpose(2, 3)
+        return dq_BNSd, dk_BKSd, dv_BKSd, None
 
 
 def _some_heads(q_BNSd: Tensor, k_BKSd: Tensor) -> tuple[list[Place], Size]:

@@ -46,13 +46,12 @@ class Desk:
 
     def lend(self, like: Tensor, size: Size) -> Kept | None:
         """Memory for the scores of such heads, or None where there is no room."""
-        kept = None
-        while self._free and (kept is None or kept.size != size):
-            kept = self._free.pop()
-        if kept is None or kept.size != size:
+        self._free = [kept for kept in self._free if kept.size == size]
+        if not self._free:
             if self._room < like.itemsize * sum(size.scores) + sum(lent.bytes for lent in self._lent):
                 return None
-            kept = Kept(like, size)
+            self._free.append(Kept(like, size))
+        kept = self._free.pop()
         self._lent.add(kept)
         return kept
 

@@ -44,8 +44,14 @@ class Heads:
     """
 
     def __init__(self, like: Tensor, size: Size, shared: int) -> None:
+        self._shared = shared
         self._some_nSRd = like.new_empty(size.n, size.S, shared, size.d)
         self.rows_nSd = self._some_nSRd.flatten(1, 2)
+
+    def grouped(self, x_BNSd: Tensor) -> Tensor:
+        """(B, K, S, R, d), where places are found: by heads of keys, each with those of queries that share it."""
+        grouped_BKSRd: Tensor = x_BNSd.unflatten(1, (-1, self._shared)).transpose(2, 3)
+        return grouped_BKSRd
 
     def fetch(self, all_BKSRd: Tensor, place: Place) -> None:
         """Read these."""
