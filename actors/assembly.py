@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -76,10 +77,9 @@ def _shared(plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, 
     if not plan.world.sharded:
         channels = [Channel(dp.all_reduce, dp.host.all_reduce, dp.empty, here=True)]
         return channels, updater_of(plan, part, part.parameters, groups)
-    _demand_own_memory(part)  # their weights are moved
     channels = [_channel_to(dp, owner, dp.empty) for owner in range(dp.size)]
     updater = updater_of(plan, part, part.share(dp.rank), groups)
-    return channels, ShardedUpdate(updater, buckets, dp)
+    return channels, ShardedUpdate(updater, buckets, dp, _fixed(part))
 
 
 def _channel_to(group: Group, root: int, empty: Callable[[int, torch.dtype], Tensor]) -> Channel:
@@ -87,17 +87,28 @@ def _channel_to(group: Group, root: int, empty: Callable[[int, torch.dtype], Ten
     return Channel(partial(group.reduce, root=root), partial(group.host.reduce, root=root), empty, root == group.rank)
 
 
-def _demand_own_memory(part: Part) -> None:
-    """Raise ValueError if a weight stands in the same memory as another tensor of the layers."""
+def _fixed(part: Part) -> set[str]:
+    """The weights that share their memory with other tensors of the layers, which are not to lose sight of them.
+
+    Raises ValueError if two of them overlap, and are updated by different replicas.
+    """
     modules = [module for stage in part.stages.values() for module in stage.modules]
     tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
     there = Counter(tensor.untyped_storage()._cdata for tensor in tensors.values())
-    for name, parameter in part.parameters.items():
-        if there[parameter.untyped_storage()._cdata] > 1:
+    fixed = {name: p for name, p in part.parameters.items() if there[p.untyped_storage()._cdata] > 1}
+    for one, other in pairwise(sorted(fixed, key=lambda name: fixed[name].data_ptr())):
+        if part.owner_of[one] != part.owner_of[other] and _end(fixed[one]) > fixed[other].data_ptr():
             raise ValueError(
-                f"zero=1 moves weights, and {name} shares its memory with another tensor of its layers: "
-                "clone it there, or set zero to 0"
+                f"{one} and {other} overlap in memory, and with replicas each is updated by another one: "
+                "clone one of them, or set zero to 0"
             )
+    return set(fixed)
+
+
+def _end(tensor: Tensor) -> int:
+    """The address behind the last element."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _empty(device: torch.device, count: int, dtype: torch.dtype) -> Tensor:

@@ -49,7 +49,7 @@ class Plan:
     data_parallel: DataParallel
     bucket_mb: float
     servers: int
-    zero: Zero
+    zero: Zero | None
     sequence_parallel: bool
     context: Context
     clip: float | None

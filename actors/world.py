@@ -42,9 +42,11 @@ class World:
     sharded: bool = False
 
     @classmethod
-    def of(cls, mesh: Mesh, data_parallel: DataParallel, servers: int, zero: Zero) -> World:
-        """The world of a run with these fields."""
-        return cls(mesh, servers if data_parallel == "parameter_server" else 0, zero > 0 and mesh.dp * mesh.cp > 1)
+    def of(cls, mesh: Mesh, data_parallel: DataParallel, servers: int, zero: Zero | None) -> World:
+        """The world of a run with these fields; replicas share the update unless ``zero`` is 0."""
+        if data_parallel == "parameter_server":
+            return cls(mesh, servers)
+        return cls(mesh, sharded=zero != 0 and mesh.dp * mesh.cp > 1)
 
     @property
     def size(self) -> int:

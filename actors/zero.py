@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor
 
 from raypar.actors.buckets import Bucket
 from raypar.actors.copies import Read
-from raypar.actors.group import Group
+from raypar.actors.group import Group, Handle
 from raypar.actors.update import Updater
 
 
@@ -21,20 +21,21 @@ class ShardedUpdate:
     updater   of what this replica owns, in step with those of all replicas and pipeline ranks
     buckets   of all of this worker's parameters; their owners are replicas
     replicas  of this pipeline rank
+    fixed     the parameters that have to stay where they are; all others move into what is sent
     """
 
-    def __init__(self, updater: Updater, buckets: Sequence[Bucket], replicas: Group) -> None:
-        self._updater, self._buckets, self._replicas = updater, buckets, replicas
-        self._weights = [replicas.empty(bucket.elements, bucket.dtype) for bucket in buckets]
-        for bucket, weights in zip(buckets, self._weights, strict=True):
-            bucket.settle(weights)
+    def __init__(
+        self, updater: Updater, buckets: Sequence[Bucket], replicas: Group, fixed: Collection[str] = ()
+    ) -> None:
+        self._updater, self._replicas = updater, replicas
+        self._weights = [_Weights(bucket, replicas, fixed) for bucket in buckets]
 
     def step(self, step: int, ballot: Tensor | None) -> float:
         """As Updater.step; the sum of the ballots is at the first replica."""
         norm = self._updater.step(step, ballot if self._replicas.rank == 0 else None)
-        pairs = zip(self._buckets, self._weights, strict=True)
-        for handle in [self._replicas.broadcast(weights, bucket.owner) for bucket, weights in pairs]:
+        for handle, weights in [(weights.send(), weights) for weights in self._weights]:
             handle.wait()
+            weights.take()
         return norm
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -44,3 +45,25 @@ class ShardedUpdate:
     def load(self, read: Read) -> None:
         """As Updater.load, of what this replica owns."""
         self._updater.load(read)
+
+
+class _Weights:
+    """The weights of a bucket as one flat tensor. They live in it, unless one of them has to stay where it is."""
+
+    def __init__(self, bucket: Bucket, replicas: Group, fixed: Collection[str]) -> None:
+        self._bucket, self._replicas = bucket, replicas
+        self._flat = replicas.empty(bucket.elements, bucket.dtype)
+        self._inside = not any(name in fixed for name in bucket.parameters)
+        if self._inside:
+            bucket.settle(self._flat)
+
+    def send(self) -> Handle:
+        """From their owner to all others."""
+        if not self._inside and self._bucket.owner == self._replicas.rank:
+            self._flat.copy_(self._bucket.weights())
+        return self._replicas.broadcast(self._flat, self._bucket.owner)
+
+    def take(self) -> None:
+        """They are here."""
+        if not self._inside and self._bucket.owner != self._replicas.rank:
+            self._bucket.load(self._flat)

@@ -71,8 +71,9 @@ class Run:
     """gradients are reduced in buckets of so many MiB at most, each as soon as it is complete"""
     servers: Count = 1
     """parameter servers of each pipeline rank"""
-    zero: Zero = 0
-    """1 splits the optimizer over the replicas (ZeRO stage 1): less memory, less work, the same numbers"""
+    zero: Zero | None = None
+    """1 splits the optimizer over the replicas (ZeRO stage 1): less memory, less work, the same numbers; 0 does not;
+    None: 1, but with a parameter_server 0"""
     sequence_parallel: bool = False
     """with mesh.tp, norms and dropout are divided too, along the sequence: less memory, as many bytes"""
     context: Context = "ring"
@@ -182,7 +183,7 @@ def _server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
     if right("servers", "data_parallel") and run.servers > 1 and run.data_parallel != "parameter_server":
         yield f"servers is {run.servers}, but data_parallel is {run.data_parallel!r}: only a parameter_server has them"
     if right("zero", "data_parallel") and run.zero and run.data_parallel == "parameter_server":
-        yield f"zero is {run.zero}, but data_parallel is 'parameter_server': servers hold the optimizer, set zero to 0"
+        yield f"zero is {run.zero}, but data_parallel is 'parameter_server': servers hold the optimizer, leave zero out"
 
 
 def _share_faults(run: Run, schedule: Schedule, right: Callable[..., bool]) -> Iterator[str]:

@@ -18,7 +18,7 @@ def tensor_faults(
     if tp == 1:
         return
     if data_parallel == "parameter_server":
-        yield f"mesh.tp is {tp!r}, but servers hold whole weights: set data_parallel to 'all_reduce', zero=1 works too"
+        yield f"mesh.tp is {tp!r}, but servers hold whole weights: set data_parallel to 'all_reduce'"
     if isinstance(model, Layers):
         if isinstance(tp, str):
             yield f"mesh.tp is {tp!r}: your own layers are divided by a plan, over a number of actors: set it to 2, say"

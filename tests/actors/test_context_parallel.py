@@ -71,7 +71,7 @@ def test_any_positions(positions, context):
     "layout",
     [
         {"pp": 2},
-        {"dp": 2},
+        {"dp": 2, "zero": 0},
         {"tp": 2},
         {"tp": 2, "sequence_parallel": True},
         {"pp": 2, "dp": 2, "zero": 1},
@@ -96,7 +96,7 @@ def test_recomputing_changes_no_bit(context):
 
 
 def test_all_members_of_all_replicas_keep_the_same_weights_and_gradients():
-    team = team_of(2, dp=2)
+    team = team_of(2, dp=2, zero=0)
     team.step(0)
     first, *others = team.workers
     for name in first.holds():
@@ -106,7 +106,7 @@ def test_all_members_of_all_replicas_keep_the_same_weights_and_gradients():
 
 
 def test_gradients_are_summed_over_cp_and_dp_at_once_and_a_stage_sends_its_part_of_a_sequence():
-    team, m = team_of(2, pp=2, dp=2), 2
+    team, m = team_of(2, pp=2, dp=2, zero=0), 2
     team.step(0)
     gradients = sum(4 * (p.numel() + 1) for p in team.workers[0].parameters().values())  # and whether there is one
     assert team.ledger("dp")[0]["all_reduce"][1] == 2 * 3 * gradients // 4

@@ -18,7 +18,7 @@ from tests.actors.team import Team, linears
 LAYOUTS = {
     "alone": {},
     "pp": {"pp": 2},
-    "all_reduce": {"pp": 2, "dp": 2},
+    "all_reduce": {"pp": 2, "dp": 2, "zero": 0},
     "zero": {"pp": 2, "dp": 2, "zero": 1},
     "servers": {"pp": 2, "dp": 2, "servers": 2},
 }

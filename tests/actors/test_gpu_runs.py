@@ -110,7 +110,7 @@ def over_nccl(monkeypatch):
     [
         {"pp": 3},
         {"pp": 2, "schedule": "interleaved"},
-        {"pp": 2, "dp": 2, "clip": 0.5},
+        {"pp": 2, "dp": 2, "zero": 0, "clip": 0.5},
         {"pp": 2, "dp": 2, "zero": 1, "optim": AdamW(lr=0.01)},
         {"pp": 1, "dp": 2, "data_parallel": "parameter_server"},
     ],
@@ -133,7 +133,7 @@ def test_the_edges_of_a_run_are_connected_before_its_first_step(over_nccl):
 
 
 def test_what_the_host_needs_at_once_goes_through_the_host(over_nccl):
-    team = over_nccl(linears(4), 2, dp=2)
+    team = over_nccl(linears(4), 2, dp=2, zero=0)
     team.step(0)
     norms = team.groups["pp/0"][0].host.ledger.entries()["pp", "all_reduce"]
     assert norms.calls == 1
@@ -159,7 +159,8 @@ SERVERS = {"data_parallel": "parameter_server"}
 
 
 @pytest.mark.parametrize(
-    ("mode", "lost"), [({}, "all_reduce"), ({"zero": 1}, "reduce"), (SERVERS, "reduce"), (SERVERS, "broadcast")]
+    ("mode", "lost"),
+    [({"zero": 0}, "all_reduce"), ({"zero": 1}, "reduce"), (SERVERS, "reduce"), (SERVERS, "broadcast")],
 )
 def test_what_a_failed_transfer_left_reaches_no_weight(mode, lost):
     class DoubtfulTeam(Team):

@@ -66,7 +66,7 @@ def test_a_run_without_servers_has_none_whatever_their_number(mode, dp, servers,
 
 @pytest.mark.parametrize(
     ("pp", "dp", "zero", "owners", "updaters"),
-    [(2, 1, 1, 1, "pp"), (2, 2, 0, 1, "pp"), (1, 2, 1, 2, "dp"), (2, 2, 1, 2, "mesh")],
+    [(2, 1, 1, 1, "pp"), (2, 2, 0, 1, "pp"), (1, 2, 1, 2, "dp"), (2, 2, None, 2, "mesh")],
 )
 def test_who_updates_what(pp, dp, zero, owners, updaters):
     world = World.of(Mesh(pp=pp, dp=dp), "all_reduce", 1, zero)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 import torch
 from torch import nn
@@ -66,6 +68,8 @@ def test_without_replicas_it_changes_nothing():
 
 
 class Aliased(nn.Module):
+    """Its weight's memory is a buffer's, too."""
+
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(4, 4)
@@ -75,11 +79,35 @@ class Aliased(nn.Module):
         return self.inner(x) + x @ self.alias
 
 
-def test_a_weight_whose_memory_is_shared_is_refused():
-    """It is moved: its alias would keep the initial values."""
-    agrees(Team(lambda: [Aliased()], 1, 2, dp=2))
-    with pytest.raises(ValueError, match=r"layers\.0\.inner\.weight shares its memory with another tensor"):
-        Team(lambda: [Aliased()], 1, 2, dp=2, zero=1)
+class Packed(nn.Module):
+    """Weights side by side in one piece of memory, ``apart`` elements from start to start."""
+
+    def __init__(self, apart):
+        super().__init__()
+        memory = torch.randn(16 + apart)
+        self.one, self.other = nn.Parameter(memory[:16].view(4, 4)), nn.Parameter(memory[apart:][:16].view(4, 4))
+
+    def forward(self, x):
+        return (x @ self.one).sin() @ self.other
+
+
+@pytest.mark.parametrize("layer", [Aliased, lambda: Packed(16)], ids=["alias", "packed"])
+def test_a_weight_whose_memory_is_shared_stays_where_it_is(layer):
+    """Were it moved, its alias would keep the initial values."""
+    team = Team(lambda: [nn.Linear(4, 4), layer()], 1, 2, dp=2, zero=1)
+    agrees(team)
+    layers = [worker._parts.part.stages[0].modules[1] for worker in team.workers]
+    for tensors in ({**dict(layer.named_parameters()), **dict(layer.named_buffers())} for layer in layers):
+        assert any(
+            a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+            for a, b in combinations(tensors.values(), 2)
+        )
+
+
+def test_weights_that_overlap_have_one_owner_or_none_splits_them():
+    agrees(Team(lambda: [Packed(8)], 1, 2, dp=2, zero=0))
+    with pytest.raises(ValueError, match=r"layers\.0\.one and layers\.0\.other overlap in memory"):
+        Team(lambda: [Packed(8)], 1, 2, dp=2, zero=1)
 
 
 class Strided(nn.Module):

@@ -57,11 +57,11 @@ _REPLICAS: dict[str, Any] = {"layout": "replicas", "limit": "pair-halves"}
 
 
 def _replicas(
-    name: str, what: str, *, launched: bool = False, kinds: tuple[Kind, ...] = ("replicas",), **settings: Any
+    name: str, what: str = "", *, launched: bool = False, kinds: tuple[Kind, ...] = ("replicas",), **settings: Any
 ) -> Contestant:
     """raypar's replicas."""
     common: dict[str, Any] = {"settings": settings, "launched": launched, "kinds": kinds, **_REPLICAS}
-    return Contestant(name, f"raypar dp=2 {what}", "raypar", **common)
+    return Contestant(name, f"raypar dp=2{what}", "raypar", **common)
 
 
 def _pipelines(schedule: str, torchs: str, *, chunks: int = 1, launched: bool = False) -> tuple[Contestant, Contestant]:
@@ -97,9 +97,9 @@ CONTESTANTS = {
         Contestant("pair-halves", "limit of dp", "plain", "replicas", processes=2, apart=True, kinds=_TWO),
         Contestant("torch-ddp", "torch DDP", "ddp", processes=2, launched=True, kinds=_TWO, **_REPLICAS),
         Contestant("ray-train", "Ray Train, DDP", "ray-train", launched=True, **_REPLICAS),
-        _replicas("raypar-dp", "all_reduce", launched=True, kinds=_TWO),
-        _replicas("raypar-zero", "zero=1", zero=1),
-        _replicas("raypar-ps", "parameter_server", data_parallel="parameter_server"),
+        _replicas("raypar-dp", launched=True, kinds=_TWO),
+        _replicas("raypar-zero-0", " zero=0", zero=0),
+        _replicas("raypar-ps", " parameter_server", data_parallel="parameter_server"),
         Contestant(
             "pair", "limit of pp and tp", "plain", "whole", processes=2, apart=True, kinds=("pipelines", "tensors")
         ),

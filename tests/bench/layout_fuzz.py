@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, seed, settings
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from raypar.actors.mesh import AXES
+from raypar.config import world_of
 from tests.raypar.layouts import layouts, verdict_of
 
 
@@ -26,7 +27,10 @@ def kinds_of(run, verdict):
     """What a run is an example of."""
     yield from (f"{axis}={getattr(run.mesh, axis)}" for axis in AXES)
     yield from (run.schedule, run.model.kind, run.model.positions, run.data_parallel, run.optim.kind)
-    yield from (name for name in ("zero", "sequence_parallel") if getattr(run, name))
+    if run.sequence_parallel:
+        yield "sequence_parallel"
+    if world_of(run).sharded:
+        yield "zero"
     yield from (name for name in ("dropout", "tied") if getattr(run.model, name))
     yield f"recompute {run.recompute if isinstance(run.recompute, str) else 'by layer'}"
     yield "bitwise" if verdict.bitwise else "within bounds"

@@ -87,7 +87,7 @@ def layouts(draw):
         data=rp.Batches(more_tokens if grid else tokens),
         data_parallel=draw(st.sampled_from(["all_reduce"] * 3 + ["parameter_server"] * (not divided))),
         bucket_mb=draw(st.sampled_from([4.0, 0.005])),
-        zero=draw(st.sampled_from([0, 1])) if mesh.dp * mesh.cp > 1 else 0,
+        zero=draw(st.sampled_from([None, 0])) if mesh.dp * mesh.cp > 1 else None,
         context=draw(st.sampled_from(CONTEXTS)) if mesh.cp > 1 else CONTEXTS[0],
         sequence_parallel=draw(st.booleans()) if divided and not grid else False,
         optim=draw(st.sampled_from([rp.AdamW(lr=1e-2, eps=1e-4), rp.SGD(lr=0.1, momentum=0.9)])),

@@ -29,13 +29,16 @@ def tiny(**changes):
     return replace(run, **{"mesh": MESH, "steps": 5, "bucket_mb": 0.05, "data": text} | changes)
 
 
-@pytest.fixture(scope="module", params=["all_reduce", "parameter_server"])
+MODES = {"zero": {}, "all_reduce": {"zero": 0}, "parameter_server": {"data_parallel": "parameter_server"}}
+
+
+@pytest.fixture(scope="module", params=MODES)
 def job(request, job_of):
-    return job_of(tiny(data_parallel=request.param))
+    return job_of(tiny(**MODES[request.param]))
 
 
 def run_of(job, **changes):
-    return tiny(data_parallel=job.run.data_parallel, **changes)
+    return tiny(data_parallel=job.run.data_parallel, zero=job.run.zero, **changes)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -45,7 +45,7 @@ TEAMS = {
     "gpipe": lambda: Team(normed, 2, 3, "gpipe"),
     "1f1b": lambda: Team(linears(), 3, 4, "1f1b", recompute="full"),
     "interleaved": lambda: Team(linears(), 2, 4, "interleaved", optim=rp.AdamW(lr=0.1), clip=0.5),
-    "replicas": lambda: Team(linears(), 2, 2, "1f1b", dp=2),
+    "replicas": lambda: Team(linears(), 2, 2, "1f1b", dp=2, zero=0),
     "halves": lambda: Team(linears(), 2, 3, halved("1f1b", 2, 3), dp=2),
     "zero": lambda: Team(linears(), 2, 2, "gpipe", dp=2, zero=1, optim=rp.AdamW(lr=0.1)),
     "servers": lambda: Team(linears(), 2, 2, "1f1b", dp=2, data_parallel="parameter_server"),
