@@ -191,7 +191,7 @@ def test_the_table_of_speeds():
     assert rows["one process"] == ["2,050", "2,000 to 2,100", "-", "300", "5.0", "0"]
     assert rows["torch 1F1B"] == ["3,280", "3,200 to 3,360", "0.90", "200, 210", "-", "1e-02"]
     assert rows["raypar pp=2 1f1b"] == ["3,608", "3,520 to 3,696", "0.99", "200, 210", "-", "0"]
-    assert rows["raypar dp=2 all_reduce"] == ["failed", "-", "-", "-", "-", "-"]
+    assert rows["raypar dp=2"] == ["failed", "-", "-", "-", "-", "-"]
     assert rows["limit of dp"][-1] == "-"
 
 
@@ -199,7 +199,7 @@ def test_the_table_of_ratios():
     table = ratio_table(heat())
     assert list(table.header[1:]) == ["one process", "torch 1F1B"]
     assert [list(row) for row in table.rows] == [
-        ["raypar dp=2 all_reduce", "-", "-"],
+        ["raypar dp=2", "-", "-"],
         ["raypar pp=2 1f1b", "1.76", "1.10"],
     ]
 

@@ -51,5 +51,6 @@ def test_the_driver_sees_whole_weights(job_of, tmp_path):
     job.train(1)
     assert torch.equal(job.param("head.out.weight"), dict(job.weights())["head.out.weight"])
     assert list(job.ledger()) == ["pp=0 cp=0", "pp=0 cp=1"]
-    saved = job.save(tmp_path)
-    assert len(list(saved.glob("*.safetensors"))) == 1, "of equal replicas one writes"
+    assert len(list(job.save(tmp_path).glob("*.safetensors"))) == 2, "each its part of the optimizer"
+    job.reset(tiny(zero=0))
+    assert len(list(job.save(tmp_path / "whole").glob("*.safetensors"))) == 1, "of equal replicas one writes"
