@@ -37,4 +37,4 @@ def _timeline(schedule: Schedule, world: World, zero: float, rows: dict[int, Seq
         for rank, row in rows.items()
         for action, start, end, nbytes, bucket in row
     ]
-    return Timeline(schedule, tuple(sorted(events, key=lambda event: event.start)))
+    return Timeline(schedule, tuple(sorted(events, key=lambda event: event.start)), measured=True)

@@ -32,7 +32,7 @@ def text(
     A schedule is drawn with every action one slot long. In a timeline a slot is the shortest kind of action, and an
     action that lasts longer goes on with ``--``. ``F0`` is a forward of microbatch 0; the stage stands in front of
     it, ``3F0``, where ranks hold several. The last line tells makespan, bubble and the most activations each rank
-    holds at once.
+    holds at once; of a measured timeline in milliseconds.
 
     color  paint the cells by op, with ANSI escapes for a terminal
     width  cut the lines to so many characters, and say so; None cuts nothing
@@ -88,8 +88,19 @@ def plain(time: float) -> str:
     return f"{time:.6g}"
 
 
-def summary(timeline: Timeline, spelled: Callable[[float], str] = plain) -> str:
-    """One line: makespan, bubble, activations in flight; times are spelled so."""
+def milliseconds(seconds: float) -> str:
+    """A time as people read it."""
+    return f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 1 if seconds >= 1e-3 else 3}f} ms" if seconds else "0 ms"
+
+
+def spelling(timeline: Timeline) -> Callable[[float], str]:
+    """How its times are written."""
+    return milliseconds if timeline.measured else plain
+
+
+def summary(timeline: Timeline, spelled: Callable[[float], str] | None = None) -> str:
+    """One line: makespan, bubble, activations in flight; times are spelled so, or as is the timeline's way."""
+    spelled = spelled or spelling(timeline)
     held = timeline.in_flight
     flying = " ".join(map(str, held)) if len(held) <= 16 else f"at most {max(held)}"
     return f"{timeline.name}: makespan {spelled(timeline.makespan)}, bubble {timeline.bubble:.1%}, in flight {flying}"

@@ -7,17 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from raypar.schedules.draw import WIDTH, grid, summary
+from raypar.schedules.draw import WIDTH, grid, milliseconds, summary
 from raypar.schedules.save import save
 from raypar.schedules.schedule import MOST_DRAWN, ScheduleError
 from raypar.schedules.svg import picture
 from raypar.schedules.timeline import Timeline
 from raypar.schedules.trace import chrome_trace
-
-
-def milliseconds(seconds: float) -> str:
-    """A time as people read it."""
-    return f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 1 if seconds >= 1e-3 else 3}f} ms" if seconds else "0 ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,4 +72,4 @@ def _told(name: str, timeline: Timeline) -> Timeline:
         event._replace(actor=f"{event.actor} {name}", start=event.start - zero, end=event.end - zero)
         for event in timeline.events
     )
-    return Timeline(timeline.schedule, tuple(events))
+    return Timeline(timeline.schedule, tuple(events), timeline.measured)

@@ -9,7 +9,7 @@ from heapq import nsmallest
 
 from raypar.schedules.action import COMPUTE, Action, Op
 from raypar.schedules.axis import ticks
-from raypar.schedules.draw import plain, slot_length, summary
+from raypar.schedules.draw import plain, slot_length, spelling, summary
 from raypar.schedules.schedule import MOST_DRAWN, Schedule
 from raypar.schedules.simulate import UNIT, simulate
 from raypar.schedules.timeline import Event, Timeline
@@ -44,7 +44,7 @@ def svg(drawn: Schedule | Timeline, *, done: Collection[Action] | None = None, c
     if isinstance(drawn, Schedule):
         timeline = simulate(drawn, UNIT)
         return picture({"": timeline}, [summary(timeline)], None, done=done, cursor=cursor)
-    return picture({"": drawn}, [summary(drawn)], plain, done=done, cursor=cursor)
+    return picture({"": drawn}, [summary(drawn)], spelling(drawn), done=done, cursor=cursor)
 
 
 def picture(

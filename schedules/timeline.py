@@ -38,10 +38,13 @@ class Timeline:
 
     One event a rank at a time, but for buckets; of a layout with several replicas, one timeline shows one of them. A
     measured timeline may be incomplete, that of a failed step is.
+
+    measured  its times are a clock's, and are written as milliseconds; on paper they are in whatever unit costs have
     """
 
     schedule: Schedule
     events: tuple[Event, ...]
+    measured: bool = False
 
     def __repr__(self) -> str:
         """The grid, as a REPL shows it."""

@@ -209,7 +209,7 @@ def _measured(raw: bytes, schedule: Schedule | None) -> Latest:
         faults += (
             f"has {event.action} on rank {event.rank}: {why}" for event in events for why in _odd(event, schedule)
         )
-        timelines.append(Timeline(_as_performed(schedule, events), tuple(events)))
+        timelines.append(Timeline(_as_performed(schedule, events), tuple(events), measured=True))
     if faults:
         raise _DamagedError(*faults[:_MOST_TOLD])
     return measured.step, timelines

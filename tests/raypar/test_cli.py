@@ -245,15 +245,26 @@ def test_a_run_is_what_recipe_file_and_flags_say(monkeypatch, data, tmp_path, sa
     path.write_text('recipe = "gpt-tiny"\nsteps = 7\nseed = 3\n[model]\nlayers = 12\n[optim]\nkind = "sgd"\n')
     said("train", "--steps", 5, "--split", 3, 9, "--dry-run", "--clip", "None", path)
     said("train", path, "--optim.momentum", 0.5, "--model.tied", "--dry-run")
-    said("train", "gpt-tiny", "--optim.kind=sgd", "--mesh.pp", 4, "--bucket-mb", 0.1, "--dry-run")
+    said("train", "gpt-tiny", "--optim.kind=sgd", "--mesh.pp", 4, "--bucket-mb", 0.1, "--clip", "none", "--dry-run")
     said("train", path, "--model.kind", "llama", "--model.kv-heads", 2, "--optim.kind", "adamw", "--dry-run")
-    said("train", "llama-tiny", "--model.positions", "alibi", "--model.ffn", 90, "--dry-run")
+    said(
+        "train",
+        "llama-tiny",
+        "--model.positions",
+        "alibi",
+        "--model.ffn",
+        90,
+        "--zero=none",
+        "--recompute=none",
+        "--dry-run",
+    )
     first, second, third, fourth, fifth = seen
     assert (first.steps, first.seed, first.split, first.clip) == (5, 3, (3, 9), None)
     assert (first.model.layers, first.model.hidden, first.optim.kind) == (12, 32, "sgd")
     assert (second.steps, second.optim.momentum, second.model.tied) == (7, 0.5, True)
     assert (third.optim.lr, third.optim.warmup, third.optim.decay, third.mesh.pp) == (0.01, 2, "cosine", 4)
     assert (second.bucket_mb, third.bucket_mb) == (4.0, 0.1)
+    assert (second.clip, third.clip, fifth.zero, fifth.recompute) == (1.0, None, None, "none")
     assert fourth.model == Llama(layers=12, hidden=32, heads=4, kv_heads=2, seq=32, dropout=0.1)
     assert fifth.model == replace(recipe("llama-tiny").model, positions="alibi", ffn=90)
     assert type(first).__name__ == "Run"

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -90,6 +91,10 @@ def test_a_timeline_measures_compute_against_the_whole():
     assert (measured.name, measured.num_ranks) == ("1f1b", 2)
     ElementTree.fromstring(svg(measured))
     assert text(measured).count("F0") == 2
+    assert text(measured).splitlines()[-1].startswith("1f1b: makespan 8, bubble"), "in whatever unit that is"
+    clocked = replace(measured, measured=True)
+    assert text(clocked).splitlines()[-1].startswith("1f1b: makespan 8,000 ms, bubble")
+    assert "8,000 ms" in svg(clocked)
 
 
 def test_a_pause_much_longer_than_a_slot_is_drawn_at_once():
