@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,13 +55,14 @@ def test_what_is_written_is_read(begun, tmp_path):
     for line in (report(0), evaluation(1)):
         folder.write(line)
     assert len(read(tmp_path / "run").metrics) == 2, "every line is there at once"
-    folder.measured(0, [simulate(SCHEDULE)] * 2, {"pp=0": {("pp", "send"): Entry(2, 64)}})
+    measured = replace(simulate(SCHEDULE), measured=True)
+    folder.measured(0, [measured] * 2, {"pp=0": {("pp", "send"): Entry(2, 64)}})
     past = read(tmp_path / "run")
     resolved = plain_of(Run(mesh=Mesh(pp=2), optim=AdamW(lr=1e-5), folder=str(tmp_path / "run")))
     del resolved["folder"]  # another run of it wants another one
     assert past.config == resolved
     assert past.metrics == [{**report(0), "in_flight": [2, 1], "peak_memory": [5, 6]}, evaluation(1)]
-    assert (past.schedule, past.step, past.timelines) == (SCHEDULE, 0, [simulate(SCHEDULE)] * 2)
+    assert (past.schedule, past.step, past.timelines) == (SCHEDULE, 0, [measured] * 2)
     assert past.ledger == {"pp=0": {"pp send": (2, 64)}}
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "ledger.json", "log.txt", "metrics.jsonl", "run.toml", "schedule.csv", "timeline.json",

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -53,7 +54,7 @@ def test_all_of_it_is_read(past):
     assert found.metrics[0] == json.loads(json.dumps(REPORT.to_dict()))
     assert math.isnan(found.metrics[1]["val_loss"])
     assert found.schedule == SCHEDULE
-    assert found.timelines == [simulate(SCHEDULE)]
+    assert found.timelines == [replace(simulate(SCHEDULE), measured=True)]
     assert found.ledger == {"pp=0": {"pp send": (2, 64)}}
     assert [line.step for line in found.checkpoints] == [2]
 
