@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -96,12 +95,16 @@ def _fixed(part: Part) -> set[str]:
     tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
     there = Counter(tensor.untyped_storage()._cdata for tensor in tensors.values())
     fixed = {name: p for name, p in part.parameters.items() if there[p.untyped_storage()._cdata] > 1}
-    for one, other in pairwise(sorted(fixed, key=lambda name: fixed[name].data_ptr())):
-        if part.owner_of[one] != part.owner_of[other] and _end(fixed[one]) > fixed[other].data_ptr():
-            raise ValueError(
-                f"{one} and {other} overlap in memory, and with replicas each is updated by another one: "
-                "clone one of them, or set zero to 0"
-            )
+    reached: dict[int, tuple[int, str]] = {}  # by owner: how far its weights go, and the one that goes there
+    for name, parameter in sorted(fixed.items(), key=lambda item: item[1].data_ptr()):
+        own = part.owner_of[name]
+        for owner, (end, other) in reached.items():
+            if owner != own and end > parameter.data_ptr():
+                raise ValueError(
+                    f"{other} and {name} overlap in memory, and with replicas each is updated by another one: "
+                    "clone one of them, or set zero to 0"
+                )
+        reached[own] = max(reached.get(own, (0, "")), (_end(parameter), name))
     return set(fixed)
 
 

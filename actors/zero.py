@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from torch import Tensor
 
@@ -24,9 +24,7 @@ class ShardedUpdate:
     fixed     the parameters that have to stay where they are; all others move into what is sent
     """
 
-    def __init__(
-        self, updater: Updater, buckets: Sequence[Bucket], replicas: Group, fixed: Collection[str] = ()
-    ) -> None:
+    def __init__(self, updater: Updater, buckets: Sequence[Bucket], replicas: Group, fixed: Set[str]) -> None:
         self._updater, self._replicas = updater, replicas
         self._weights = [_Weights(bucket, replicas, fixed) for bucket in buckets]
 
@@ -50,10 +48,10 @@ class ShardedUpdate:
 class _Weights:
     """The weights of a bucket as one flat tensor. They live in it, unless one of them has to stay where it is."""
 
-    def __init__(self, bucket: Bucket, replicas: Group, fixed: Collection[str]) -> None:
+    def __init__(self, bucket: Bucket, replicas: Group, fixed: Set[str]) -> None:
         self._bucket, self._replicas = bucket, replicas
         self._flat = replicas.empty(bucket.elements, bucket.dtype)
-        self._inside = not any(name in fixed for name in bucket.parameters)
+        self._inside = fixed.isdisjoint(bucket.parameters)
         if self._inside:
             bucket.settle(self._flat)
 

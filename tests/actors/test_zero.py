@@ -104,10 +104,24 @@ def test_a_weight_whose_memory_is_shared_stays_where_it_is(layer):
         )
 
 
-def test_weights_that_overlap_have_one_owner_or_none_splits_them():
+def test_weights_that_overlap_are_refused_if_they_have_two_owners():
     agrees(Team(lambda: [Packed(8)], 1, 2, dp=2, zero=0))
     with pytest.raises(ValueError, match=r"layers\.0\.one and layers\.0\.other overlap in memory"):
         Team(lambda: [Packed(8)], 1, 2, dp=2, zero=1)
+
+
+class Nested(nn.Module):
+    """Between the starts of two weights that overlap there is a third one, inside the first."""
+
+    def __init__(self):
+        super().__init__()
+        memory = torch.randn(24)
+        self.a, self.b, self.c = (nn.Parameter(memory[start:end]) for start, end in ((0, 16), (2, 6), (8, 24)))
+
+
+def test_weights_that_overlap_are_found_wherever_others_are():
+    with pytest.raises(ValueError, match=r"layers\.0\.a and layers\.0\.c overlap in memory"):
+        Team(lambda: [Nested()], 1, 2, dp=2, zero=1)
 
 
 class Strided(nn.Module):
