@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from raypar.actors.buckets import Bucket
 from raypar.actors.context import tokens_of
 from raypar.actors.divided import Divided
 from raypar.actors.group import Group
+from raypar.actors.overlap import fixed_weights
 from raypar.actors.part import Part, buckets_of, build_part
 from raypar.actors.place import Place
 from raypar.actors.plan import Plan
@@ -78,40 +78,12 @@ def _shared(plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, 
         return channels, updater_of(plan, part, part.parameters, groups)
     channels = [_channel_to(dp, owner, dp.empty) for owner in range(dp.size)]
     updater = updater_of(plan, part, part.share(dp.rank), groups)
-    return channels, ShardedUpdate(updater, buckets, dp, _fixed(part))
+    return channels, ShardedUpdate(updater, buckets, dp, fixed_weights(part))
 
 
 def _channel_to(group: Group, root: int, empty: Callable[[int, torch.dtype], Tensor]) -> Channel:
     """The sums are at one member."""
     return Channel(partial(group.reduce, root=root), partial(group.host.reduce, root=root), empty, root == group.rank)
-
-
-def _fixed(part: Part) -> set[str]:
-    """The weights that share their memory with other tensors of the layers, which are not to lose sight of them.
-
-    Raises ValueError if two of them overlap, and are updated by different replicas.
-    """
-    modules = [module for stage in part.stages.values() for module in stage.modules]
-    tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
-    there = Counter(tensor.untyped_storage()._cdata for tensor in tensors.values())
-    fixed = {name: p for name, p in part.parameters.items() if there[p.untyped_storage()._cdata] > 1}
-    reached: dict[int, tuple[int, str]] = {}  # by owner: how far its weights go, and the one that goes there
-    for name, parameter in sorted(fixed.items(), key=lambda item: item[1].data_ptr()):
-        own = part.owner_of[name]
-        for owner, (end, other) in reached.items():
-            if owner != own and end > parameter.data_ptr():
-                raise ValueError(
-                    f"{other} and {name} overlap in memory, and with replicas each is updated by another one: "
-                    "clone one of them, or set zero to 0"
-                )
-        reached[own] = max(reached.get(own, (0, "")), (_end(parameter), name))
-    return set(fixed)
-
-
-def _end(tensor: Tensor) -> int:
-    """The address behind the last element."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _empty(device: torch.device, count: int, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,22 +79,17 @@ class Recording:
         return tensor
 
     def materialize(self, modules: Iterable[nn.Module], seed: int) -> None:
-        """Replace the meta parameters and buffers of ``modules`` by real ones on the CPU, in place."""
-        owners = [owner for module in modules for owner in module.modules()]
-        slots = [
-            (table, name, tensor)
-            for owner in owners
-            for table in (owner._parameters, owner._buffers)
-            for name, tensor in table.items()
-            if tensor is not None and tensor.is_meta
-        ]
+        """Replace the meta tensors of ``modules`` by real ones on the CPU, in place: parameters, buffers, and what is
+        an attribute and neither of both."""
+        parts = [part for module in modules for part in module.modules()]
+        slots = [slot for part in parts for slot in slots_of(part) if slot[2].is_meta]
         whole = {id(tensor): tensor for _, _, tensor in slots}  # a parameter that two modules share stays one object
         made = {
             key: as_kind_of(whole[key], value)
             for key, value in zip(whole, self.values(whole.values(), seed), strict=True)
         }
         for table, name, tensor in slots:
-            cast(dict[str, Tensor], table)[name] = made[id(tensor)]
+            table[name] = made[id(tensor)]
 
     def values(self, tensors: Iterable[Tensor], seed: int) -> list[Tensor]:
         """What meta tensors stand for, on the CPU, each a window on a storage that it may share with others; real
@@ -167,9 +162,24 @@ class _NoFilling(_Mode):
         return args[0] if _fills(func) else func(*args, **(kwargs or {}))
 
 
+def tables_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    """Where a module has its tensors: its parameters, its buffers, and its attributes, which it did not register."""
+    return module._parameters, module._buffers, vars(module)
+
+
+def slots_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Each tensor of a module itself: the table that it is in, its name there, and the tensor."""
+    for table in tables_of(module):
+        yield from ((table, name, value) for name, value in table.items() if isinstance(value, Tensor))
+
+
 def as_kind_of(tensor: Tensor, value: Tensor) -> Tensor:
-    """A value as a parameter that trains or not, or as a buffer, as ``tensor`` is one."""
-    return nn.Parameter(value.detach(), tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    """A value as a parameter, or as a plain tensor, that asks for gradients or not, as ``tensor`` is one; with what the
+    user noted on it."""
+    kind = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor.requires_grad_
+    made = kind(value.detach(), tensor.requires_grad)
+    vars(made).update(vars(tensor))
+    return made
 
 
 def on_meta(build: Callable[[], Iterable[nn.Module]]) -> list[nn.Module]:

@@ -52,20 +52,26 @@ class Handle:
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the op is over, at most ``timeout`` seconds (None: the group's own)."""
-        with self._waiting:
+        seconds = self._group.timeout if timeout is None else timeout
+        if not self._waiting.acquire(timeout=seconds):
+            raise self._group.fault(self._op, self._peer, plain_reason(TimeoutError(), seconds))
+        try:
             if self._error is not None:
                 raise self._error
-            if self._finish is None:
-                return
-            seconds = self._group.timeout if timeout is None else timeout
-            begin = time.perf_counter()
-            try:
-                self._finish(seconds)
-            except (RuntimeError, OSError) as error:  # a TimeoutError is an OSError
-                self._finish, self._error = None, self._group.fault(self._op, self._peer, plain_reason(error, seconds))
-                raise self._error from error
-            self._finish = None  # not before: an interrupted wait can be taken up again
-            self._group.ledger.spent(self._group.axis, self._op, time.perf_counter() - begin)
+            if self._finish is not None:
+                self._wait(self._finish, seconds)
+        finally:
+            self._waiting.release()
+
+    def _wait(self, finish: Finish, seconds: float) -> None:
+        begin = time.perf_counter()
+        try:
+            finish(seconds)
+        except Exception as error:
+            self._finish, self._error = None, self._group.fault(self._op, self._peer, plain_reason(error, seconds))
+            raise self._error from error
+        self._finish = None  # not before: an interrupted wait can be taken up again
+        self._group.ledger.spent(self._group.axis, self._op, time.perf_counter() - begin)
 
 
 class Group(ABC):
@@ -130,15 +136,13 @@ class Group(ABC):
     def reduce(self, tensor: Tensor, root: int, op: ReduceOp = "sum") -> Handle:
         """``tensor`` of ``root`` becomes the reduction; the other members' tensors stay as they are."""
         self._known(op, "reduce")
-        sent = 0 if self.rank == root else nbytes(tensor)
-        return self._run("reduce", root, sent, self._reduce, tensor, root, op)
+        return self._run("reduce", root, nbytes(tensor) * (self.rank != root), self._reduce, tensor, root, op)
 
     def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Handle:
         """``out`` (size * n, ...) of ``root`` becomes all members' tensors by rank; the others pass None."""
         if self.rank == root:
             self._fit(out, tensor, "gather: the root's out must hold size x tensor elements")
-        sent = 0 if self.rank == root else nbytes(tensor)
-        return self._run("gather", root, sent, self._gather, out, tensor, root)
+        return self._run("gather", root, nbytes(tensor) * (self.rank != root), self._gather, out, tensor, root)
 
     def scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Handle:
         """``out`` becomes this rank's part of the ``tensor`` (size * n, ...) of ``root``; the others pass None."""
@@ -158,12 +162,12 @@ class Group(ABC):
 
         ``count_as`` is the op that the ledger counts it under.
         """
-        self._other(dst, "send")
+        self._other(dst, tag, "send")
         return self._run(count_as, dst, nbytes(tensor), self._send, tensor, dst, tag)
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0, count_as: str = "recv") -> Handle:
         """Start receiving from rank ``src`` into ``tensor``, which has the shape and dtype of what was sent."""
-        self._other(src, "recv")
+        self._other(src, tag, "recv")
         return self._run(count_as, src, nbytes(tensor), self._recv, tensor, src, tag)
 
     # --- memory, and what takes its time on GPUs ---
@@ -266,9 +270,10 @@ class Group(ABC):
             known = ", ".join(REDUCTIONS)
             raise ValueError(f"group {self.name}: {op}: there is no reduction {reduction!r}: use one of {known}")
 
-    def _other(self, peer: int, op: str) -> None:
+    def _other(self, peer: int, tag: int, op: str) -> None:
         if peer == self.rank:
             raise ValueError(f"group {self.name}: {op}: rank {peer} is this member itself: name another one")
+        self._same(tag, abs(tag), f"{op}: a tag is 0 or more")
 
     def _same(self, found: object, wanted: object, rule: str) -> None:
         if found != wanted:

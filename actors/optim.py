@@ -35,8 +35,9 @@ def build_optimizer(spec: AdamW | SGD, parameters: Mapping[str, nn.Parameter]) -
     if not groups:
         return None
     if isinstance(spec, AdamW):
-        # the fused one takes every weight for dense, and updates other memory where one isn't
-        return _AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=all(map(is_dense, parameters.values())))
+        # the fused one takes every weight for dense, and updates other memory where one isn't; it has no complex ones
+        fused = all(is_dense(p) and p.is_floating_point() for p in parameters.values())
+        return _AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=fused)
     # not fused: on CPUs torch 2.13's fused SGD leaves half-precision weights as they are, and fails for a parameter
     # that gets its first gradient in a later step
     return _SGD(groups, lr=spec.lr, momentum=spec.momentum)

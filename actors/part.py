@@ -6,8 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
-from torch import nn
+from torch import Tensor, nn
 
 from raypar.actors.buckets import Bucket, pack
 from raypar.actors.cut import Cut
@@ -55,6 +56,16 @@ class Part:
     def share(self, owner: int) -> dict[str, nn.Parameter]:
         """The parameters of one owner."""
         return {name: p for name, p in self.parameters.items() if self.owner_of[name] == owner}
+
+    def fixed(self) -> dict[str, Tensor]:
+        """What no optimizer changes, by logical name: frozen parameters, and buffers."""
+        return {
+            f"{self.model.names[index]}.{inner}": tensor
+            for stage in self.stages.values()
+            for index, module in zip(stage.layers, stage.modules, strict=True)
+            for inner, tensor in chain(module.named_parameters(), module.named_buffers())
+            if not tensor.requires_grad
+        }
 
 
 def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:

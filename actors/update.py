@@ -133,10 +133,10 @@ class Updater:
 
     def _reduce_ties(self) -> None:
         """Home adds the copies' gradients to its own, in order, and sends the sum back."""
-        if self._group is None:
+        if self._group is None or not self._ties:
             return
-        rank = self._group.rank
-        for number, tie in enumerate(self._ties):
+        rank, ties = self._group.rank, self._used_ties(self._group)
+        for number, tie in ties:
             tag = _TIE_TAG + 2 * number
             if rank == tie.copy_rank:
                 self._group.send(self._gradient(tie.copy), tie.home_rank, tag, "send tied").wait()
@@ -145,12 +145,23 @@ class Updater:
                 other = torch.empty_like(gradient)
                 self._group.recv(other, tie.copy_rank, tag, "recv tied").wait()
                 gradient.add_(other)
-        for number, tie in enumerate(self._ties):
+        for number, tie in ties:
             tag = _TIE_TAG + 2 * number + 1
             if rank == tie.home_rank:
                 self._group.send(self._gradient(tie.home), tie.copy_rank, tag, "send tied").wait()
             elif rank == tie.copy_rank:
                 self._group.recv(self._gradient(tie.copy), tie.home_rank, tag, "recv tied").wait()
+
+    def _used_ties(self, group: Group) -> list[tuple[int, Tie]]:
+        """The ties of weights of which somebody has a gradient, with their numbers: weights that no microbatch has
+        used stay as they are, everywhere."""
+        made = torch.zeros(len(self._ties), dtype=torch.int64)
+        for number, tie in enumerate(self._ties):
+            ends = (tie.home_rank, tie.home), (tie.copy_rank, tie.copy)
+            made[number] = sum(at == group.rank and self._parameters[name].grad is not None for at, name in ends)
+        group.host.all_reduce(made).wait()
+        used = {tie.home for tie, count in zip(self._ties, made.tolist(), strict=True) if count}
+        return [(number, tie) for number, tie in enumerate(self._ties) if tie.home in used]
 
     def _gradient(self, name: str) -> Tensor:
         parameter = self._parameters[name]

@@ -73,6 +73,8 @@ class Worker(Resident):
         self._connect(part.ties)
         for owner in range(plan.world.owners):
             self._compare(owner, part.share(owner))
+        if "dp" in groups:
+            self._compare(0, part.fixed())
 
     def run(self, program: ProgramName, step: int, epoch: int | None = None) -> StepResult:
         """Perform the whole row of a program for a step; raises StaleError if it is of an earlier epoch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing, suppress
@@ -56,6 +57,7 @@ class Job(Inside):
         self._failure: str | None = None
         self._stepper: Stepper | None = None
         self._ahead: Ahead | None = None
+        self._training = threading.RLock()  # held by the thread that takes steps
         self._load(run, programs, found)
 
     # --- training ---
@@ -204,6 +206,14 @@ class Job(Inside):
         self._record.begin(run, self.schedule, self.next_step, self._name)
 
     def _train(self, count: int, most: int) -> Generator[Report | Evaluation]:
+        if not self._training.acquire(blocking=False):
+            raise JobError("another thread is taking steps of this job: take them all in one")
+        try:
+            yield from self._steps(count, most)
+        finally:
+            self._training.release()
+
+    def _steps(self, count: int, most: int) -> Generator[Report | Evaluation]:
         self._demand_ready()
         last = self.next_step + count
         # replicas that servers keep in step do not hear of a step that could not be made, and would take the next one

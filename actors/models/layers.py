@@ -10,11 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from raypar.actors.cut import Cut
-from raypar.actors.deferred import Recording, as_kind_of, on_meta, record, seeded
+from raypar.actors.deferred import Recording, as_kind_of, on_meta, record, seeded, slots_of
 from raypar.actors.models.model import Divide, Model, Values, undivided, unwrap
 from raypar.actors.models.module_plan import tensor_plan_of
 from raypar.actors.seeds import derive
 from raypar.actors.specs import Layers
+from raypar.actors.strays import has_strays
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +30,8 @@ class LayersModel(Model):
 
     def __init__(self, layers: Layers, seed: int) -> None:
         self._spec = layers
-        self._recording: Recording | None
-        try:
-            modules, self._recording = record(layers.fn, seed)
-        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            # A function that looks at its values needs real ones: the whole model is built here, for a moment.
-            log.info("the model can't be built without its weights (%s); every actor builds all of it", error)
-            modules, self._recording = _build_real(layers, seed), None
-        if not modules or not all(isinstance(module, nn.Module) for module in modules):
+        modules, self._recording = _built(layers, seed)
+        if not modules or not _are_modules(modules):
             raise ValueError(_NO_LAYERS)
         self.names = tuple(f"layers.{i}" for i in range(len(modules)))
         self.body = range(len(modules))
@@ -57,19 +52,18 @@ class LayersModel(Model):
         """Copies of these layers, which are divided first and then get their parts of the weights, of one layer's whole
         ones at a time. The skeleton stays whole: everybody counts by it."""
         own = _copied(self.skeleton, layers)
-        whole: dict[str, Tensor] = dict(own.named_parameters(remove_duplicate=False))
-        whole |= dict(own.named_buffers(remove_duplicate=False))
+        whole = {name: tensor for index in layers for *_, name, tensor in _slots(str(index), own[str(index)])}
         named = _divided(divide, own)
         cuts = {id(whole[name]): cut for name, cut in named.items()}
         made: dict[int, Tensor] = {}
         for index in layers:
-            slots = _slots(str(index), own[str(index)])
-            new = {id(whole[name]): whole[name] for _, _, name in slots if id(whole[name]) not in made}
+            slots = [slot for slot in _slots(str(index), own[str(index)]) if slot[2] in whole]
+            new = {id(whole[name]): whole[name] for *_, name, _ in slots if id(whole[name]) not in made}
             values = new.values() if self._recording is None else self._recording.values(new.values(), seed)
             for (key, tensor), value in zip(new.items(), values, strict=True):
                 part = value if key not in cuts else cuts[key].take(value).clone()
                 made[key] = tensor if part is tensor else as_kind_of(tensor, part)
-            for table, inner, name in slots:
+            for table, inner, name, _ in slots:
                 table[inner] = made[id(whole[name])]
             if any(name.startswith(f"{index}.") for name in named):
                 _annotate(own[str(index)])
@@ -85,6 +79,23 @@ class LayersModel(Model):
         return loss.reshape(())
 
 
+def _built(layers: Layers, seed: int) -> tuple[list[nn.Module], Recording | None]:
+    """The user's modules without their weights, and how to make these; or with them, if it can't be done otherwise."""
+    try:
+        modules, recording = record(layers.fn, seed)
+        if not _are_modules(modules) or not has_strays(modules):
+            return modules, recording
+        reason = "it has tensors that are more than a parameter, a buffer or an attribute"
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        reason = str(error)  # it looks at its values, say
+    log.info("the model can't be built without its weights (%s); every actor builds all of it, for a moment", reason)
+    return _build_real(layers, seed), None
+
+
+def _are_modules(built: Sequence[object]) -> bool:
+    return all(isinstance(module, nn.Module) for module in built)
+
+
 def _build_real(layers: Layers, seed: int) -> list[nn.Module]:
     with seeded(derive(seed, "build")):
         built = layers.fn()
@@ -97,8 +108,7 @@ def _copied(modules: Sequence[nn.Module], layers: Sequence[int]) -> nn.ModuleDic
     """Copies of these modules by index, with the same tensors; what they share, the copies share."""
     chosen = [modules[index] for index in layers]
     parts = [part for module in chosen for part in module.modules()]
-    tables = [table for part in parts for table in (part._parameters, part._buffers, vars(part))]
-    kept = {id(value): value for table in tables for value in table.values() if isinstance(value, Tensor)}
+    kept = {id(tensor): tensor for part in parts for _, _, tensor in slots_of(part)}
     return nn.ModuleDict({str(index): copy for index, copy in zip(layers, deepcopy(chosen, kept), strict=True)})
 
 
@@ -114,14 +124,12 @@ def _divided(divide: Divide, own: nn.ModuleDict) -> Mapping[str, Cut]:
     return cuts
 
 
-def _slots(prefix: str, layer: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
-    """Where the tensors of a layer stand: a module's table, the name there, and the name in all."""
+def _slots(prefix: str, layer: nn.Module) -> list[tuple[dict[str, Any], str, str, Tensor]]:
+    """Where the tensors of a layer stand: a module's table, the name there, the name in all, and the tensor."""
     return [
-        (table, inner, f"{path}.{inner}")
+        (table, inner, f"{path}.{inner}", tensor)
         for path, module in layer.named_modules(prefix=prefix)
-        for table in (module._parameters, module._buffers)
-        for inner, tensor in table.items()
-        if tensor is not None
+        for table, inner, tensor in slots_of(module)
     ]
 
 

@@ -16,6 +16,7 @@ from raypar.actors.split import Split, split_layers
 
 Values = tuple[Tensor, ...]  # what flows from layer to layer
 IGNORED = -100  # the ignore_index of torch's losses over classes
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]  # logits (T, V), labels (T,) -> the sum over tokens, a scalar
 
 Kind = Literal[
@@ -67,14 +68,13 @@ class Model(ABC):
         """The mean loss of a microbatch, a scalar, from the last layer's output."""
 
     def count(self, target: Values) -> int:
-        """The elements of a target that its loss is the mean of; those of an integer target that are -100 are left out.
+        """The elements of a target that its loss is the mean of; those of a signed integer target that are -100 are
+        left out.
 
         -100 is what torch's losses over classes ignore.
         """
         first = target[0]
-        if first.is_floating_point() or first.is_complex() or first.dtype == torch.bool:
-            return first.numel()
-        return int((first != IGNORED).sum())
+        return int((first != IGNORED).sum()) if first.dtype in _SIGNED else first.numel()
 
     def stages(self, split: Split, num_stages: int) -> tuple[range, ...]:
         """The layers of each stage."""

@@ -25,7 +25,7 @@ from raypar.actors.transport.slabs import Slab
 
 INLINE = 1 << 13  # bytes that a message carries itself: below, two copies through the kernel are cheaper than a slab
 NOTHING = torch.empty(0, dtype=torch.uint8)  # what a bell carries
-_HEAD = struct.Struct("<qqiiii")  # channel, total, slab (or _NO_SLAB), start in it, bytes, whether the lender waits
+_HEAD = struct.Struct("<qqiqqi")  # channel, total, slab (or _NO_SLAB), start in it, bytes, whether the lender waits
 _NO_SLAB = -1
 _HELLO = struct.Struct("<i")
 _ROOM = INLINE + _HEAD.size

@@ -386,3 +386,86 @@ def test_common_ways_to_build_need_no_values(name, caplog):
     with caplog.at_level(logging.INFO, logger="raypar"):
         LayersModel(Layers(BUILDS[name], nn.functional.mse_loss), 0)
     assert not caplog.text
+
+
+# --- tensors that no module has registered ---------------------------------------------------------------------------
+
+
+class Mixes(nn.Module):
+    """Has a tensor that it did not register, and finds it as ``keep`` says."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        mix = torch.arange(16.0).view(4, 4)
+        self.find = None
+        if keep == "attribute":
+            self.mix = mix
+        elif keep == "view of a weight":
+            self.mix = self.linear.weight.detach().t()
+        elif keep == "list":
+            self.mixes = [mix]
+        elif keep == "closure":
+            self.find = lambda: mix
+        elif keep == "list of a weight":
+            self.mixes = [self.linear.weight]
+        elif keep == "product with a weight":
+            self.mix = self.linear.weight * mix
+
+    def forward(self, x):
+        if self.find is not None:
+            return self.linear(x) @ self.find()
+        return self.linear(x) @ (self.mix if hasattr(self, "mix") else self.mixes[0])
+
+
+KEPT = ("attribute", "view of a weight", "list", "closure", "list of a weight", "product with a weight")
+
+
+@pytest.mark.parametrize("keep", KEPT)
+def test_a_tensor_that_is_not_registered_has_its_values(keep):
+    model = LayersModel(Layers(lambda: [nn.Linear(4, 4), Mixes(keep)], nn.functional.mse_loss), 3)
+    (mixes,) = model.materialize([1], 3)
+    x, weight, bias = torch.ones(2, 4), mixes.linear.weight, mixes.linear.bias
+    mix = torch.arange(16.0).view(4, 4)
+    wanted = {"view of a weight": weight.t(), "list of a weight": weight, "product with a weight": weight * mix}
+    assert torch.equal(mixes(x), (x @ weight.t() + bias) @ wanted.get(keep, mix))
+
+
+def test_a_tensor_that_is_an_attribute_is_no_reason_to_build_all_of_the_model(caplog):
+    with caplog.at_level(logging.INFO, logger="raypar"):
+        LayersModel(Layers(lambda: [Mixes("attribute"), Mixes("view of a weight")], nn.functional.mse_loss), 0)
+    assert not caplog.text
+
+
+def sevens(parameter):
+    parameter.grad.fill_(7.0)
+
+
+def test_hooks_and_notes_of_a_parameter_stay_with_it():
+    def build():
+        layer = nn.Linear(4, 4)
+        layer.weight.scale = 2.0
+        hooked = nn.Linear(4, 4)
+        hooked.weight.register_hook(lambda gradient: 0 * gradient)
+        hooked.bias.register_post_accumulate_grad_hook(sevens)
+        return [layer, hooked]
+
+    model = LayersModel(Layers(build, nn.functional.mse_loss), 3)
+    layer, hooked = model.materialize([0, 1], 3)
+    assert layer.weight.scale == 2.0
+    hooked(torch.ones(2, 4)).sum().backward()
+    assert not hooked.weight.grad.any()
+    assert hooked.bias.grad.tolist() == [7.0] * 4
+
+
+def test_a_parameter_keeps_its_class():
+    class Named(nn.Parameter):
+        pass
+
+    def build():
+        layer = nn.Linear(4, 4)
+        layer.weight = Named(layer.weight.data)
+        return [layer]
+
+    (layer,) = LayersModel(Layers(build, nn.functional.mse_loss), 3).materialize([0], 3)
+    assert type(layer.weight) is Named

@@ -252,6 +252,43 @@ def test_two_threads_may_wait_for_one_handle(backend):
     assert together(3, work) == [1.0, 1.0, None]
 
 
+def test_who_waits_beside_another_thread_has_a_deadline_of_his_own():
+    groups, got = shm_groups("x", 2), torch.zeros(1)
+    handle = groups[0].recv(got, 1)
+
+    def work(thread):
+        time.sleep(0.2 * thread)
+        begin = time.monotonic()
+        with pytest.raises(GroupError, match=r"nothing came within 0\.1 s" if thread else "failed"):
+            handle.wait(0.1 if thread else None)
+        return time.monotonic() - begin
+
+    assert together(2, work)[1] < 1.0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_negative_tag_is_refused(backend):
+    first, second = pairs(backend)
+    with pytest.raises(ValueError, match="send: a tag is 0 or more"):
+        first.send(torch.ones(1), 1, tag=-2)
+    with pytest.raises(ValueError, match="recv: a tag is 0 or more"):
+        second.recv(torch.ones(1), 0, tag=-2)
+
+
+def test_an_error_that_no_backend_knows_is_a_fault_too():
+    groups, got = shm_groups("x", 2), torch.zeros(1)
+    handle = groups[0].recv(got, 1)
+
+    def fails(seconds):
+        raise KeyError("unheard of")
+
+    handle._finish = fails
+    with pytest.raises(GroupError, match="unheard of"):
+        handle.wait()
+    with pytest.raises(GroupError, match="closed after an earlier fault"):
+        groups[0].recv(got, 1)
+
+
 def test_a_wait_that_was_interrupted_can_be_taken_up_again():
     groups, got, interrupts = shm_groups("x", 2), torch.zeros(1), [KeyboardInterrupt()]
     handle = groups[0].recv(got, 1)

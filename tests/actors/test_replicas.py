@@ -166,6 +166,57 @@ def test_tied_weights(pattern, pp, schedule, mode):
     agrees(Team(shared(pattern), pp, 6, schedule, dp=2, **MODES[mode], servers=1, bucket_mb=1e-4, **changes))
 
 
+class OnOff(nn.Module):
+    """Uses a linear layer only for positive sums, beside one that it always uses."""
+
+    def __init__(self, linear, on):
+        super().__init__()
+        self.linear, self.own, self.on = linear, nn.Linear(4, 4), on
+
+    def forward(self, x):
+        return self.linear(self.own(x)) if self.on() else self.own(x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pp", [1, 3])
+def test_a_tied_weight_that_no_batch_uses_stays_as_it_is(pp, mode):
+    """Decay and momentum would move it, were its gradient 0 and not None."""
+
+    def layers():
+        tied = nn.Linear(4, 4)
+        return [OnOff(tied, lambda: False) for _ in range(3)]
+
+    team = Team(layers, pp, 2, dp=2, **MODES[mode], optim=AdamW(lr=0.1))
+    before = team.weights()
+    agrees(team)
+    after = team.weights()
+    assert torch.equal(before["layers.0.linear.weight"], after["layers.0.linear.weight"])
+    assert not torch.equal(before["layers.0.own.weight"], after["layers.0.own.weight"])
+
+
+def test_a_tied_weight_that_one_stage_uses_has_its_gradient_in_all():
+    def layers():
+        tied = nn.Linear(4, 4)
+        return [OnOff(tied, on) for on in (lambda: False, lambda: False, lambda: True)]
+
+    agrees(Team(layers, 3, 2, optim=AdamW(lr=0.1)))
+
+
+def test_targets_without_a_sign_all_count():
+    """-100 is 156 in a byte, which is a class like others."""
+
+    def data(step, microbatch, dp):
+        x, _ = batch(step, microbatch, dp)
+        return x, torch.full((len(x),), 156 * dp, dtype=torch.uint8)
+
+    def loss(output, target):
+        return ((output[:, 0] - target / 156) ** 2).mean()
+
+    team = Team(linears(2), dp=2, data=data, loss=loss)
+    agrees(team)
+    assert {result.counts for result in team.step(2)} == {(), (3, 3, 3, 3)}
+
+
 @pytest.mark.parametrize("recompute", ["none", "full", ("full", "none", "full", "full")])
 @pytest.mark.parametrize("mode", MODES)
 def test_recomputing(recompute, mode):
@@ -400,6 +451,21 @@ def test_replicas_that_begin_with_other_weights_are_named(mode):
         UnequalReplicasError, match=r"the weights of .*pp=0 dp=1.* are not those of pp=0 dp=0: the model"
     ):
         Team(layers, pp=1, dp=3, **MODES[mode])
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("kind", ["frozen", "buffer"])
+def test_replicas_that_begin_with_other_frozen_weights_or_buffers_are_named(kind, zero):
+    def layers():
+        layer = nn.Linear(4, 4)
+        layer.register_buffer("shift", torch.full((4,), next(made)) if kind == "buffer" else torch.zeros(4))
+        if kind == "frozen":
+            layer.bias.requires_grad_(False).fill_(next(made))
+        return [layer]
+
+    made = itertools.count(1.0)
+    with pytest.raises(UnequalReplicasError, match="pp=0 dp=1"):
+        Team(layers, pp=1, dp=2, zero=zero)
 
 
 def test_a_gradient_that_comes_twice_is_refused():

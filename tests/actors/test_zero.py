@@ -124,6 +124,41 @@ def test_weights_that_overlap_are_found_wherever_others_are():
         Team(lambda: [Nested()], 1, 2, dp=2, zero=1)
 
 
+class Sliced(nn.Module):
+    """Its weights are columns of one matrix: what one has lies between what the other has."""
+
+    def __init__(self):
+        super().__init__()
+        memory = torch.randn(4, 8)
+        self.one, self.other = nn.Parameter(memory[:, :4]), nn.Parameter(memory[:, 4:])
+
+    def forward(self, x):
+        return (x @ self.one).sin() @ self.other
+
+
+def test_weights_that_lie_between_one_another_do_not_overlap():
+    team = Team(lambda: [Sliced()], 1, 2, dp=2, zero=1)
+    agrees(team)
+    assert set(team.workers[0]._parts.part.owner_of.values()) == {0, 1}
+
+
+class Unregistered(nn.Module):
+    """Its weight's memory is that of an attribute, too, that torch does not know of."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.alias = self.inner.weight.detach()
+
+    def forward(self, x):
+        return self.inner(x) + x @ self.alias
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_an_attribute_that_shares_a_weights_memory_sees_its_updates(zero):
+    agrees(Team(lambda: [Unregistered(), nn.Linear(4, 4)], 1, 2, dp=2, zero=zero))
+
+
 class Strided(nn.Module):
     def __init__(self):
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -33,6 +34,7 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float | None
 
 
 def worst_difference(losses: Sequence[float], reference: Sequence[float]) -> float | None:
-    """The largest relative difference of a step's loss from the reference's; None where there is nothing to compare."""
-    pairs = list(zip(losses, reference, strict=False))
-    return max(abs(loss - wanted) / abs(wanted) for loss, wanted in pairs) if pairs else None
+    """The largest relative difference of a step's loss from the reference's, infinite if a loss is not finite; None
+    where there is nothing to compare."""
+    found = [abs(loss - wanted) / abs(wanted) for loss, wanted in zip(losses, reference, strict=False)]
+    return (max(found) if all(map(math.isfinite, found)) else math.inf) if found else None

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import sys
 from dataclasses import replace
 
@@ -164,6 +165,7 @@ def test_ratios_are_formed_round_by_round():
 
 def test_the_worst_loss_counts():
     assert worst_difference([2.0, 4.0], [2.0, 5.0]) == pytest.approx(0.2)
+    assert worst_difference([2.0, math.nan], [2.0, 3.0]) == math.inf
     assert worst_difference([], [2.0]) is None
 
 

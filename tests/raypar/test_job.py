@@ -286,6 +286,30 @@ def test_any_shapes_between_stages(job):
     assert sent["pp=1"].bytes == 3 * 3 * 5 * 8 * 4, "one gradient back"
 
 
+def test_steps_are_taken_by_one_thread_at_a_time(job):
+    """Two would both take the step that comes next."""
+    job.reset(tiny(steps=50))
+    refused, reports = [], []
+
+    def work():
+        for _ in range(6):
+            try:
+                reports.append(job.step())
+            except rp.JobError as error:
+                refused.append(str(error))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert set(refused) == {"another thread is taking steps of this job: take them all in one"}
+    assert sorted(report.step for report in reports) == list(range(len(reports)))
+    losses = {report.step: report.loss for report in reports}
+    job.reset(tiny(steps=50))
+    assert losses == {step: job.step().loss for step in range(len(reports))}
+
+
 def test_a_stepper_whose_step_is_not_finite_is_over_and_the_job_goes_on(job):
     job.reset(tiny(optim=rp.SGD(lr=1e30), clip=None))
     job.step()
