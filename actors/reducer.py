@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -73,21 +73,18 @@ class Reducer:
         """For the time of a stage's first backward, in which gradients move in, and of its last, in which they are
         complete as they come.
 
-        ``left`` are the parameters whose gradients are still to come, if not all are: the others' are there.
+        ``left`` are the parameters whose gradients are still to come (None: all); those of the others are complete.
         """
         arrived = self._complete if last else self._made
-        hooks = []
-        for number, bucket in enumerate(self._buckets):
-            for name, parameter in bucket.parameters.items() if bucket.stage == stage else ():
-                if left is None or parameter in left:
-                    hooks.append(parameter.register_post_accumulate_grad_hook(partial(arrived, number, name)))
-                else:
-                    arrived(number, name, parameter)
-        try:
+        with ExitStack() as hooks:
+            for number, bucket in enumerate(self._buckets):
+                for name, parameter in bucket.parameters.items() if bucket.stage == stage else ():
+                    if left is None or parameter in left:
+                        hook = parameter.register_post_accumulate_grad_hook(partial(arrived, number, name))
+                        hooks.callback(hook.remove)
+                    else:
+                        arrived(number, name, parameter)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def places(self, stage: int) -> dict[Tensor, Tensor]:
         """Where the gradients of a stage's parameters live."""

@@ -8,7 +8,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +106,25 @@ def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wai
     return Actors(handles, group, owns, _driver(), share.device)
 
 
+def _in_lasting_thread(call: Callable[..., object], **settings: object) -> None:
+    """Make a call in a thread that lives as long as this process: the servers that Ray starts end with the thread that
+    has started them."""
+    if threading.current_thread() is threading.main_thread():
+        call(**settings)
+        return
+    made = Future[object]()
+
+    def lasting() -> None:
+        try:
+            made.set_result(call(**settings))
+        except BaseException as error:
+            made.set_exception(error)
+        threading.Event().wait()
+
+    threading.Thread(target=lasting, name="raypar's Ray", daemon=True).start()
+    made.result()
+
+
 def _driver() -> str:
     """This process in the Ray that it is connected to: another id after every ray.init."""
     return str(ray.get_runtime_context().get_worker_id())
@@ -163,7 +183,8 @@ def _connect() -> bool:
         return True
     old = os.umask(0o077)  # Ray writes its token with the process' umask
     try:
-        ray.init(
+        _in_lasting_thread(
+            ray.init,
             address="local",
             num_cpus=max(_cores(), _LEAST_SLOTS),
             namespace="raypar",

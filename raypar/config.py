@@ -22,6 +22,7 @@ from raypar.actors.specs import (
     SGD,
     AdamW,
     Batches,
+    BucketSize,
     Count,
     Layers,
     Llama,
@@ -67,7 +68,7 @@ class Run:
     """Text, or the user's own Batches"""
     data_parallel: DataParallel = "all_reduce"
     """how replicas share gradients: all_reduce among themselves, or a parameter_server that holds the optimizer"""
-    bucket_mb: Positive = 4.0
+    bucket_mb: BucketSize = 4.0
     """gradients are reduced in buckets of so many MiB at most, each as soon as it is complete"""
     servers: Count = 1
     """parameter servers of each pipeline rank"""

@@ -98,6 +98,10 @@ def run_of(table: Mapping[str, Any], base: Run | None = None) -> Run:
     """``load_run`` for what has been read already."""
     faults: list[str] = []
     rest = dict(table)
+    own = {part: table[part]["fn"] for part in ("model", "data") if "fn" in _part(table, part)}
+    if own:
+        how = "what has functions of yours is run in Python, launch(run, resume=...)"
+        raise ConfigError([f"{part}.fn is {brief(name)}: {how}" for part, name in own.items()])
     start = base or Run()
     if "recipe" in rest:
         try:
@@ -109,6 +113,11 @@ def run_of(table: Mapping[str, Any], base: Run | None = None) -> Run:
     if faults or any(fault.of_type for fault in wrong):
         raise ConfigError([*faults, *(fault.text for fault in wrong)])
     return run
+
+
+def _part(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = table.get(name)
+    return part if isinstance(part, Mapping) else {}
 
 
 def of_kind(name: str, kind: object, like: T) -> T:

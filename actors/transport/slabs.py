@@ -48,7 +48,8 @@ class Slab:
 class Pool:
     """The slabs of one member of a group of ``size``: those that pieces are copied into, and windows.
 
-    A window is a slab that a tensor of the member lives in: its pieces are lent as they stand.
+    A window is a slab that a tensor of the member lives in: its pieces are lent as they stand. It stays until the group
+    is dropped.
     """
 
     def __init__(self, size: int) -> None:
@@ -90,10 +91,12 @@ class Pool:
         return self._fds[slab.number]
 
     def _next(self) -> None:
-        if self._slabs and self._slabs[0].free:
-            self._slabs.rotate(-1)
+        free = next((slab for slab in self._slabs if slab.free), None)
+        if free is None:
+            free = self._new(SLAB)
         else:
-            self._slabs.append(self._new(SLAB))
+            self._slabs.remove(free)
+        self._slabs.append(free)
         self._end = 0
 
     def _new(self, count: int) -> Slab:

@@ -22,7 +22,7 @@ from raypar.toml import plain_of, toml_of
 
 log = logging.getLogger("raypar")
 
-_HEAD = "# The run with all its defaults, for raypar train; functions are told by their names only.\n\n"
+_HEAD = "# The run with all its defaults, for raypar train; functions are told by their names, and need Python.\n\n"
 _MOST = 1 << 30  # bytes of metrics that a resumed run goes on with
 
 

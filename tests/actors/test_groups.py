@@ -422,7 +422,7 @@ def test_a_wait_ends_at_its_deadline_and_says_with_whom(backend):
         GroupError, match=rf"group {backend}/x: recv with rank 2 failed: nothing came within 0.3 s"
     ) as caught:
         groups[0].recv(torch.zeros(4), 2).wait()
-    assert 0.25 < time.monotonic() - start < 0.8
+    assert 0.25 < time.monotonic() - start < 1.3
     assert (caught.value.op, caught.value.peer) == ("recv", 2)
     with pytest.raises(GroupError, match="closed after an earlier fault"):
         groups[0].all_reduce(torch.zeros(1))

@@ -401,3 +401,19 @@ def test_members_that_are_killed_or_stopped():
         [sys.executable, str(KILLS), "--kills", "4", "--stops", "1"], capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_message_that_is_read_late_keeps_one_slab_from_use_and_not_those_behind_it():
+    groups = shm_groups(3)
+    late, data = torch.arange(25_000.0), torch.ones(SLAB // 4)
+    sent = groups[0].send(late, 1, tag=9)
+    for _ in range(20):
+        got = torch.empty_like(data)
+        handle = groups[0].send(data, 2, tag=1)
+        groups[2].recv(got, 0, tag=1).wait()
+        handle.wait()
+    assert len(groups[0]._box._pool._slabs) <= 4
+    got = torch.empty_like(late)
+    groups[1].recv(got, 0, tag=9).wait()
+    sent.wait()
+    assert torch.equal(got, late)

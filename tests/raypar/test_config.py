@@ -99,6 +99,7 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        ({"bucket_mb": 1e308}, "bucket_mb is 1e+308: it must be at most 1e+06"),
         ({"schedule": "1f1f"}, "there is no schedule '1f1f': did you mean '1f1b'"),
         ({"schedule": "forward"}, "has no backward: it can evaluate but not train"),
         ({"schedule": "interleaved", "microbatches": 5}, "set microbatches to 4 or 6"),
@@ -467,6 +468,14 @@ def test_values_out_of_range_come_with_the_wrong_types_of_a_file(tmp_path):
 def test_what_is_not_toml_is_named_with_its_line(tmp_path, written, says):
     [fault] = toml_faults(tmp_path, written)
     assert says in fault
+
+
+@pytest.mark.parametrize("part", ["model", "data"])
+def test_a_run_of_functions_is_for_python(tmp_path, part):
+    """The run folder of one names them, but a name is no function."""
+    assert toml_faults(tmp_path, f'[{part}]\nfn = "__main__.fn"\nvalidate = 3') == [
+        f"{part}.fn is '__main__.fn': what has functions of yours is run in Python, launch(run, resume=...)"
+    ]
 
 
 def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path):

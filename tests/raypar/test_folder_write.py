@@ -245,7 +245,8 @@ def test_a_folder_that_can_not(folder, says, tmp_path, monkeypatch):
 def test_a_run_that_is_there_is_not_written_over_but_resumed(tmp_path):
     for name in ("run.toml", "metrics.jsonl", "schedule.csv", "timeline.json", "ledger.json"):
         (tmp_path / name).symlink_to("gone")
-        fix = f"resume it with --resume {tmp_path}, or give another folder"
+        how = f"--resume {tmp_path} (in Python launch(run, resume={str(tmp_path)!r}))"
+        fix = f"resume it with {how}, or give another folder"
         assert list(folder_faults(str(tmp_path), None)) == [
             f"folder {str(tmp_path)!r} holds a run already ({name}): {fix}"
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -423,3 +424,29 @@ def test_a_step_takes_no_less_than_it_took_its_actors():
     ahead = Ahead(calls, 1, 0)
     ahead.hand_over(0, 2)
     assert [ahead.collect()[1] for _ in range(2)] == [7.5, 7.5]
+
+
+FROM_A_THREAD = """
+import threading, time
+import raypar as rp
+
+if __name__ == "__main__":
+    found = []
+    thread = threading.Thread(target=lambda: found.append(rp.launch(rp.recipe("gpt-tiny"))))
+    thread.start()
+    thread.join()
+    time.sleep(1)
+    found[0].step()
+    found[0].close()
+    print("closed")
+"""
+
+
+def test_a_job_outlives_the_thread_that_launched_it(tmp_path):
+    """What Ray starts ends with the thread that has started it, so that is another one."""
+    (tmp_path / "script.py").write_text(FROM_A_THREAD)
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout.endswith("closed\n"), done.stderr
