@@ -158,7 +158,11 @@ class Text:
 
 @dataclass(frozen=True)
 class Batches:
-    """The user's own data: ``fn(step, microbatch, dp)`` returns ``(inputs, targets)``; a pure function."""
+    """The user's own data: ``fn(step, microbatch, dp)`` returns ``(inputs, targets)``, a microbatch of replica ``dp``.
+
+    A pure function: inputs and targets are asked for by different actors, which have to get the same batch. How many
+    samples it has is up to it; a run's ``micro_batch_size`` does not count.
+    """
 
     fn: Callable[[int, int, int], tuple[Any, Any]]
     """training batches; inputs and targets are tensors (or tuples of them) of one fixed shape"""

@@ -17,6 +17,7 @@ from raypar.config import Run, check_run, unrecorded
 from raypar.diagnosis import Diagnosis, diagnose
 from raypar.driver import Job
 from raypar.plain import Trained, train_plainly
+from raypar.purity import demand_pure
 from raypar.report import Report
 from raypar.schedules.action import Op
 from raypar.schedules.schedule import Schedule
@@ -143,6 +144,7 @@ def verify(run: Run, job: Job | None = None) -> Verdict:
     run = unrecorded(run)
     run = replace(run, device="cpu") if run.device == "auto" else run
     check_run(run)
+    demand_pure(run)
     plain = train_plainly(run)
     if job is not None:
         job.reset(run)

@@ -208,7 +208,7 @@ def _waiter(work: Any, then: Callable[[], object] | None, *keep: object) -> Fini
     """Wait for Gloo's work, then run ``then``. ``keep`` has to live as long: dropping it closes the connection."""
 
     def finish(timeout: float) -> None:
-        work.wait(timedelta(seconds=timeout))
+        work.wait(timedelta(seconds=max(0.001, timeout)))  # less is no deadline to torch
         if then is not None:
             then()
         del keep_alive[:]

@@ -23,6 +23,7 @@ LENT = 1 << 17  # bytes of a window's piece: below, to copy it is cheaper than t
 _WINDOW_BLOCK = 4 * SLAB  # bytes; nothing is copied to be given, so what counts is that each block costs messages
 _BELL = -1 << 62  # the channel of a message without contents: something that was lent is given back
 
+_DAY = 86_400.0  # seconds; a poll takes no more than some weeks
 _NOBODY: Mapping[int, object] = {}
 
 Parts = dict[int, Tensor]  # by peer
@@ -225,7 +226,7 @@ class Mailbox:
         self._watched = True
         self.lock.release()
         try:
-            ready = self._look() or self._poller.poll(math.ceil(seconds * 1000))
+            ready = self._look() or self._poller.poll(math.ceil(min(seconds, _DAY) * 1000))
         finally:
             self.lock.acquire()
             self._watched = False

@@ -5,6 +5,7 @@ Every op is a Flow: it posts pieces of what this member gives, and takes the pie
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -52,9 +53,10 @@ class ShmGroup(Group):
         super().__init__(name, axis, rank, size, timeout, ledger)
         self._others = [peer for peer in range(size) if peer != rank]
         self._issued, self._box = 0, Mailbox(rank, {})
+        deadline = time.monotonic() + connect_timeout
         try:
             self._box = Mailbox(rank, connect(store, rank, size, connect_timeout))
-            self._barrier()(connect_timeout)
+            self._barrier()(max(0.0, deadline - time.monotonic()))
         except (OSError, RuntimeError) as error:
             raise self.fault("connect", None, str(error) or type(error).__name__) from error
 

@@ -267,6 +267,26 @@ def test_who_waits_beside_another_thread_has_a_deadline_of_his_own():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_deadlines_of_half_a_millisecond_and_of_years(backend):
+    groups, got = make(backend, 2), torch.zeros(1)
+    begin = time.monotonic()
+    with pytest.raises(GroupError, match=r"nothing came within 0\.0005 s"):
+        groups[0].recv(got, 1).wait(0.0005)
+    assert time.monotonic() - begin < 1.3
+    groups = make(backend, 2)
+
+    def work(rank):
+        if rank == 0:
+            groups[0].recv(got, 1).wait(1e8)
+        else:
+            time.sleep(0.1)
+            groups[1].send(torch.ones(1), 0).wait(1e8)
+
+    together(2, work)
+    assert got.item() == 1.0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_negative_tag_is_refused(backend):
     first, second = pairs(backend)
     with pytest.raises(ValueError, match="send: a tag is 0 or more"):

@@ -205,6 +205,20 @@ def test_any_split_of_the_layers(job_on, split):
     assert verdict.bitwise, str(verdict)
 
 
+def test_batches_that_are_no_function_of_their_place_are_refused():
+    data = rp.Batches(lambda *_: (torch.randn(5, 6), torch.ones(5, 3)))
+    run = rp.Run(model=rp.Layers(mlp, nn.functional.mse_loss), data=data, mesh=rp.Mesh(pp=2))
+    with pytest.raises(rp.ConfigError, match=r"data\.fn gives another batch when it is asked for the same one again"):
+        rp.verify(run)
+
+
+def test_replicas_with_the_same_samples_are_told(job_on, caplog):
+    data = rp.Batches(lambda step, microbatch, dp: regression(step, microbatch, 0))
+    run = rp.Run(model=rp.Layers(mlp, nn.functional.mse_loss), data=data, mesh=rp.Mesh(dp=2), microbatches=2, steps=2)
+    assert rp.verify(run, job_on(2)).ok
+    assert "data.fn gives replicas 0 and 1 the same samples" in caplog.text
+
+
 def test_a_changed_weight_is_found(job_on, monkeypatch):
     """The comparison can fail: a plain process with another seed for dropout is not equal."""
     job, run = job_on(2), tiny(2)
