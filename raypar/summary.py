@@ -11,6 +11,7 @@ from raypar.actors.split import split_layers, transformer_costs
 from raypar.config import Run, world_of
 from raypar.performed import costs_on_paper, performed
 from raypar.report import Evaluation, Report
+from raypar.schedules.action import Op
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulate import simulate
 from raypar.schedules.timeline import Timeline
@@ -37,6 +38,9 @@ def plan_rows(run: Run, schedule: Schedule) -> Rows:
     if isinstance(run.model, Transformer):
         layers = split_layers(run.split, transformer_costs(run.model), schedule.num_stages)
         rows.append(("layers of each stage", _each(map(len, layers))))
+    halves = [sum(action.op is Op.I for action in row) for row in timeline.schedule.rows]
+    if any(halves) and timeline.schedule.rows != schedule.rows:
+        rows.append(("backwards in halves", f"{_each(halves)}: their weights' gradients (W) fill waits"))
     return [
         *rows,
         ("bubble", f"{timeline.bubble:.1%} predicted from FLOPs"),

@@ -9,12 +9,13 @@ import pytest
 from raypar.actors.specs import GPT, Llama
 from raypar.actors.split import core_cost, transformer_costs
 from raypar.config import Mesh, Run, check_run
-from raypar.performed import costs_on_paper
+from raypar.performed import costs_on_paper, performed
+from raypar.recipes import recipe
 from raypar.schedules.action import Action, Op
 from raypar.schedules.catalog import build
 from raypar.schedules.lower import lower
 from raypar.schedules.simulate import simulate
-from raypar.summary import predicted
+from raypar.summary import plan_rows, predicted
 
 GPTS = GPT(layers=4, hidden=64, heads=4, seq=128, attention="materialised")
 
@@ -54,3 +55,13 @@ def test_a_step_is_shorter_on_account_of_what_backwards_leave_for_later(recomput
     assert first + second == pytest.approx(backward)
     assert second == pytest.approx(later * (whole - 2 * model.hidden - core))
     assert (predicted(run, schedule).makespan < simulate(schedule, costs).makespan) == (later > 0)
+
+
+def test_a_dry_run_tells_of_backwards_that_are_done_in_halves():
+    run = replace(recipe("gpt-tiny"), mesh=Mesh(pp=2))
+    written = lower(build("1f1b", 2, run.microbatches))
+    halved = [sum(action.op is Op.I for action in row) for row in performed(run, written).rows]
+    assert any(halved)
+    assert dict(plan_rows(run, written))["backwards in halves"].startswith(" ".join(map(str, halved)) + ": ")
+    alone = replace(run, mesh=Mesh(pp=1))
+    assert "backwards in halves" not in dict(plan_rows(alone, lower(build("1f1b", 1, run.microbatches))))
