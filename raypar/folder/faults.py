@@ -36,7 +36,7 @@ def _faults(path: Path, resumed: Path | None) -> Iterator[str]:
     if not new and not _is_home(path, resumed):
         taken = [name for name in (RUN, METRICS, SCHEDULE, TIMELINE, LEDGER) if os.path.lexists(path / name)]
         if taken:
-            how = f"--resume {path} (in Python launch(run, resume={str(path)!r}))"
+            how = f"--resume {path} (in Python launch(run, resume=...))"
             yield f"holds a run already ({taken[0]}): resume it with {how}, or give another folder"
 
 

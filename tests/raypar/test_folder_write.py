@@ -245,7 +245,7 @@ def test_a_folder_that_can_not(folder, says, tmp_path, monkeypatch):
 def test_a_run_that_is_there_is_not_written_over_but_resumed(tmp_path):
     for name in ("run.toml", "metrics.jsonl", "schedule.csv", "timeline.json", "ledger.json"):
         (tmp_path / name).symlink_to("gone")
-        how = f"--resume {tmp_path} (in Python launch(run, resume={str(tmp_path)!r}))"
+        how = f"--resume {tmp_path} (in Python launch(run, resume=...))"
         fix = f"resume it with {how}, or give another folder"
         assert list(folder_faults(str(tmp_path), None)) == [
             f"folder {str(tmp_path)!r} holds a run already ({name}): {fix}"
