@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,28 +20,33 @@ def fixed_weights(part: Part) -> set[str]:
     modules = [one for stage in part.stages.values() for module in stage.modules for one in module.modules()]
     tensors = {id(tensor): tensor for module in modules for *_, tensor in slots_of(module)}
     there = Counter(map(_storage, tensors.values()))
-    fixed = {name: p for name, p in part.parameters.items() if there[_storage(p)] > 1}
-    names, seen = ["", *fixed], dict[int, Tensor]()
-    for index, (name, parameter) in enumerate(fixed.items(), 1):
-        marks = seen.setdefault(_storage(parameter), _unmarked(parameter))
-        own = _bytes_of(parameter, marks)
-        for other in (names[mark] for mark in own.unique().tolist() if mark):
+    fixed = defaultdict[int, list[str]](list)  # by storage
+    for name, parameter in part.parameters.items():
+        if there[_storage(parameter)] > 1:
+            fixed[_storage(parameter)].append(name)
+    for names in fixed.values():
+        if len({part.owner_of[name] for name in names}) > 1:
+            _demand_apart(part, names)
+    return {name for names in fixed.values() for name in names}
+
+
+def _demand_apart(part: Part, names: Sequence[str]) -> None:
+    """Raise ValueError if weights of one storage with different owners have elements in common."""
+    storage = part.parameters[names[0]].untyped_storage()
+    marks = torch.zeros(storage.nbytes(), dtype=torch.int32)  # for each byte: whose it is, counted from 1
+    for index, name in enumerate(names, 1):
+        own = _bytes_of(part.parameters[name], marks)
+        for other in (names[mark - 1] for mark in own.unique().tolist() if mark):
             if part.owner_of[other] != part.owner_of[name]:
                 raise ValueError(
                     f"{other} and {name} overlap in memory, and with replicas each is updated by another one: "
                     "clone one of them, or set zero to 0"
                 )
         own.fill_(index)
-    return set(fixed)
 
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _unmarked(tensor: Tensor) -> Tensor:
-    """A number for each byte of the memory that a tensor is part of."""
-    return torch.zeros(tensor.untyped_storage().nbytes(), dtype=torch.int32)
 
 
 def _bytes_of(tensor: Tensor, numbers: Tensor) -> Tensor:
