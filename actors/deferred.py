@@ -162,14 +162,10 @@ class _NoFilling(_Mode):
         return args[0] if _fills(func) else func(*args, **(kwargs or {}))
 
 
-def tables_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """Where a module has its tensors: its parameters, its buffers, and its attributes, which it did not register."""
-    return module._parameters, module._buffers, vars(module)
-
-
 def slots_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Each tensor of a module itself: the table that it is in, its name there, and the tensor."""
-    for table in tables_of(module):
+    """Each tensor of a module itself, a parameter, a buffer, or an attribute that it did not register: the table that
+    it is in, its name there, and the tensor."""
+    for table in (module._parameters, module._buffers, vars(module)):
         yield from ((table, name, value) for name, value in table.items() if isinstance(value, Tensor))
 
 
