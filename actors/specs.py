@@ -47,7 +47,7 @@ class Transformer:
     """of the angles of rope: the slowest pair turns by about 1 / rope_base a token"""
     attention: AttentionKind = "blocks"
     """fused is torch's kernel; blocks too, but for float32 on a thread of a CPU, where batched products of some queries
-    at a time are faster, some of whose scores, up to 16 MiB an actor, wait for their backward; materialised keeps those
+    at a time are faster, some of whose scores, up to 12 MiB an actor, wait for their backward; materialised keeps those
     of all pairs of tokens, as formulas count them"""
     linear: LinearKind = "onednn"
     """whose products linear layers take of float32 on CPUs: oneDNN's are some percent faster; torch is nn.Linear"""

@@ -36,6 +36,11 @@ _QUIET = {
     "RAY_COLOR_PREFIX": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",  # Ray's 15 lets any other process of the machine go first
+    # what nobody reads is written less often: ten times a second Ray's log monitor looks for new files, to send their
+    # lines to a driver that wants none, and every 5 s an agent asks all processes how they are, for a dashboard
+    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
+    "LOG_NAME_UPDATE_INTERVAL_S": "30",
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
 _PLACEMENT_SECONDS = 60.0
 _ANSWER_SECONDS = 5.0

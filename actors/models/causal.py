@@ -6,6 +6,7 @@ Shapes: B microbatch, S sequence, N heads of queries, K of keys and values, d wi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from raypar.actors.models.desk import Desk
 from raypar.actors.models.scratch import Place, Size
-from raypar.actors.products import columns, undisturbed
+from raypar.actors.products import undisturbed
 
 _ROOM = 1 << 17  # scores of a block, of some heads: 512 KiB, half of a cache of which a backward needs two halves
 _LEAST = 256  # tokens of a sequence, and
@@ -103,14 +104,17 @@ def _some_heads(q_BNSd: Tensor, k_BKSd: Tensor) -> tuple[list[Place], Size]:
 
 
 def _rooms(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Room for gradients of these, token by token; if they are columns of one tensor, so is that."""
-    d = values[0].shape[-1]
-    rows = [x.transpose(1, 2).flatten(2) for x in values if x.stride(1) == d]
-    whole = columns(rows) if len(rows) == len(values) else None
-    if whole is None:
+    """Room for gradients of these (B, N, S, d), token by token; as columns of one tensor where they are."""
+    B, _, S, d = values[0].shape
+    heads = [x.shape[1] for x in values]
+    starts = [x.storage_offset() - values[0].storage_offset() for x in values]
+    of_columns = (S * sum(heads) * d, d, sum(heads) * d, 1)
+    if starts != [d * before for before in accumulate(heads[:-1], initial=0)]:
         return tuple(map(_by_token, values))
-    made = torch.empty_like(whole).split([x.shape[-1] for x in rows], -1)
-    return tuple(x.unflatten(-1, (-1, d)).transpose(1, 2) for x in made)
+    if any(x.stride() != of_columns for x in values):
+        return tuple(map(_by_token, values))
+    whole = values[0].new_empty(B * of_columns[0])
+    return tuple([whole.as_strided(x.shape, of_columns, start) for x, start in zip(values, starts, strict=True)])
 
 
 def _by_token(like_BNSd: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raypar.actors.models.scratch import Scores, Scratch, Size, all_scores
 
-ROOM = 16 << 20  # bytes
+ROOM = 12 << 20  # bytes
 
 
 class Kept:

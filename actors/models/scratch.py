@@ -7,6 +7,7 @@ once, Q queries of a block, T tokens up to its last, t of its own.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ _SIDE = 64  # tokens of a block of queries
 _LINE = 16  # numbers: a product may add up otherwise where memory begins elsewhere in a line of a cache
 
 Place = tuple[int, slice]  # of a sample, and some of its heads of keys
+Span = tuple[int, int]  # of neighbouring tokens the first, and the one behind the last
 
 
 class Size(NamedTuple):
@@ -27,8 +29,8 @@ class Size(NamedTuple):
     d: int
 
     @property
-    def spans(self) -> list[tuple[int, int]]:
-        """Of each block the first of its tokens, and the one behind its last."""
+    def spans(self) -> list[Span]:
+        """The tokens of each block."""
         return [(start, min(start + _SIDE, self.S)) for start in range(0, self.S, _SIDE)]
 
     @property
@@ -38,15 +40,15 @@ class Size(NamedTuple):
 
 
 class Heads:
-    """Some heads of a tensor (B, N, S, d).
+    """Some heads of a tensor (B, N, S, d), in pieces of neighbouring tokens.
 
-    rows_nSd  (n, S R, d): head by head, the queries of a token that share a head of keys behind one another
+    rows  (n, t R, d) of each piece: head by head, the queries of a token that share a head of keys behind one another
     """
 
-    def __init__(self, like: Tensor, size: Size, shared: int) -> None:
+    def __init__(self, like: Tensor, size: Size, shared: int, spans: Sequence[Span]) -> None:
         self._shared = shared
-        self._some_nSRd = like.new_empty(size.n, size.S, shared, size.d)
-        self.rows_nSd = self._some_nSRd.flatten(1, 2)
+        self._pieces = [(slice(*span), like.new_empty(size.n, span[1] - span[0], shared, size.d)) for span in spans]
+        self.rows = [piece_ntRd.flatten(1, 2) for _, piece_ntRd in self._pieces]
 
     def grouped(self, x_BNSd: Tensor) -> Tensor:
         """(B, K, S, R, d), where places are found: by heads of keys, each with those of queries that share it."""
@@ -55,11 +57,13 @@ class Heads:
 
     def fetch(self, all_BKSRd: Tensor, place: Place) -> None:
         """Read these."""
-        self._some_nSRd.copy_(all_BKSRd[place])
+        for tokens, piece_ntRd in self._pieces:
+            piece_ntRd.copy_(all_BKSRd[(*place, tokens)])
 
     def put_back(self, all_BKSRd: Tensor, place: Place) -> None:
         """Write what is here into the tensor."""
-        all_BKSRd[place].copy_(self._some_nSRd)
+        for tokens, piece_ntRd in self._pieces:
+            all_BKSRd[(*place, tokens)].copy_(piece_ntRd)
 
 
 class Scores(NamedTuple):
@@ -118,17 +122,18 @@ class Scratch:
     """Memory for heads of one size, and the blocks of a sequence in it, from its first token on."""
 
     def __init__(self, like: Tensor, size: Size) -> None:
-        self.size, shared = size, size.R
-        self.q, self.gradient, self.made = (Heads(like, size, shared) for _ in range(3))
-        self.k, self.v, self.dk, self.dv = (Heads(like, size, 1) for _ in range(4))
+        self.size, shared, whole = size, size.R, [(0, size.S)]
+        self.q, self.gradient = (Heads(like, size, shared, whole) for _ in range(2))
+        self.k, self.v, self.dk, self.dv = (Heads(like, size, 1, whole) for _ in range(4))
+        self.made = Heads(like, size, shared, size.spans)  # products write faster into memory without gaps
         common, slopes = like.new_empty(max(size.scores)), like.new_empty(max(size.scores))
         later = like.new_full((_SIDE, _SIDE), -math.inf).triu_(1).repeat_interleave(shared, 0)
         self.blocks: list[Block] = []
-        for start, stop in size.spans:
+        for (start, stop), made in zip(size.spans, self.made.rows, strict=True):
             queries = slice(start * shared, stop * shared)
             scores = _scores(common, size, start, stop)
-            q, gradient, made = (heads.rows_nSd[:, queries] for heads in (self.q, self.gradient, self.made))
-            k, v, dk, dv = (heads.rows_nSd[:, :stop] for heads in (self.k, self.v, self.dk, self.dv))
+            q, gradient = (heads.rows[0][:, queries] for heads in (self.q, self.gradient))
+            k, v, dk, dv = (heads.rows[0][:, :stop] for heads in (self.k, self.v, self.dk, self.dv))
             room = slopes[: scores.whole.numel()].view_as(scores.whole)
             hidden = later[: (stop - start) * shared, : stop - start]
             beta = 0.0 if stop == size.S else 1.0

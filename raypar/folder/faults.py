@@ -16,6 +16,9 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 def folder_faults(folder: str, resumed: Path | None) -> Iterator[str]:
     """All that speaks against a folder for a run that goes on from the checkpoint ``resumed``, or from none."""
+    if not folder.strip():
+        yield f"folder {folder!r} has no name: give it one, or leave it out"
+        return
     try:
         yield from (f"folder {folder!r} {fault}" for fault in _faults(absolute(folder), resumed))
     except (OSError, RuntimeError, ValueError) as error:

@@ -60,6 +60,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             write_block(README.read_text(), "")  # told now, and not after a quarter of an hour
         except ValueError as error:
             parser.error(f"--readme: {error}")
+    if chosen.quick and chosen.size != "all":
+        parser.error(f"--quick has a size of its own: leave out one of --quick and --size {chosen.size}")
     for name in ("rounds", "steps"):
         if (number := getattr(chosen, name)) is not None and number < 1:
             parser.error(f"--{name} must be at least 1")

@@ -133,6 +133,7 @@ def test_the_command_line():
         (["--only", "torch-dp"], "no contestant torch-dp"),
         (["--size", "tp", "--only", "torch-ddp"], "--size tp: none of torch-ddp takes part in it"),
         (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--quick", "--size", "tp"], "--quick has a size of its own: leave out one of --quick and --size tp"),
     ],
 )
 def test_a_mistake_is_told(arguments, says, capsys):

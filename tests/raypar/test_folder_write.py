@@ -230,6 +230,8 @@ def test_a_folder_that_can_be_used(tmp_path, monkeypatch):
         ("a\0b", "has 'a\\x00b' in it"),
         ("~nobody-of-this-name/run", "has '~nobody-of-this-name' in it"),
         ("x" * 101, "has 'xxx"),
+        ("", "has no name: give it one, or leave it out"),
+        (" ", "has no name: give it one, or leave it out"),
     ],
 )
 def test_a_folder_that_can_not(folder, says, tmp_path, monkeypatch):
