@@ -109,9 +109,8 @@ def _rooms(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     heads = [x.shape[1] for x in values]
     starts = [x.storage_offset() - values[0].storage_offset() for x in values]
     of_columns = (S * sum(heads) * d, d, sum(heads) * d, 1)
-    if starts != [d * before for before in accumulate(heads[:-1], initial=0)]:
-        return tuple(map(_by_token, values))
-    if any(x.stride() != of_columns for x in values):
+    side_by_side = starts == [d * before for before in accumulate(heads[:-1], initial=0)]
+    if not side_by_side or any(x.stride() != of_columns for x in values):
         return tuple(map(_by_token, values))
     whole = values[0].new_empty(B * of_columns[0])
     return tuple([whole.as_strided(x.shape, of_columns, start) for x, start in zip(values, starts, strict=True)])
