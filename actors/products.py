@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from raypar.actors.processor import of_intel
 from raypar.actors.specs import LinearKind
 
 Pair = tuple[Tensor, Tensor | None]  # the weight (out, in) and the bias (out,) of a linear layer
@@ -49,6 +50,11 @@ class Linear(nn.Linear):
         out: Tensor
         (out,) = Product.apply(ONEDNN, anywhere, input, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return out
+
+
+def linear_of(kind: LinearKind) -> type[nn.Linear]:
+    """The class of a model's linear layers."""
+    return Linear if kind == "onednn" or (kind == "auto" and not of_intel()) else nn.Linear
 
 
 def products_of(layer: nn.Linear) -> Products:
@@ -188,4 +194,3 @@ def _no_view(out: Tensor) -> Tensor:
 
 TORCH = Products(_torchs_linear, _torchs_inner)
 ONEDNN = Products(_onednns_linear, _onednns_inner)
-LINEARS: Mapping[LinearKind, type[nn.Linear]] = {"onednn": Linear, "torch": nn.Linear}

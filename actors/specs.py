@@ -20,7 +20,7 @@ Steps = Annotated[int, Ge(0)]
 Decay = Literal["constant", "cosine", "linear"]
 Positions = Literal["learned", "sinusoidal", "hierarchical", "rope", "alibi"]
 AttentionKind = Literal["blocks", "fused", "materialised"]
-LinearKind = Literal["onednn", "torch"]
+LinearKind = Literal["auto", "onednn", "torch"]
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,9 @@ class Transformer:
     """fused is torch's kernel; blocks too, but for float32 on a thread of a CPU, where batched products of some queries
     at a time are faster, some of whose scores, up to 12 MiB an actor, wait for their backward; materialised keeps those
     of all pairs of tokens, as formulas count them"""
-    linear: LinearKind = "onednn"
-    """whose products linear layers take of float32 on CPUs: oneDNN's are some percent faster; torch is nn.Linear"""
+    linear: LinearKind = "auto"
+    """whose products linear layers take of float32 on CPUs: torch is nn.Linear; onednn takes oneDNN's where they are
+    large, some percent faster on an AMD EPYC; auto is torch on processors of Intel, whom MKL is for, else onednn"""
 
     @property
     def num_kv_heads(self) -> int:

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 _TOLD = (
     "model.attention",
+    "model.linear",
     "data",
     "microbatches",
     "micro_batch_size",

@@ -21,7 +21,7 @@ from raypar.actors.models.desk import Desk
 from raypar.actors.models.model import Values
 from raypar.actors.models.positions import Alibi, Rope
 from raypar.actors.portion import Portion
-from raypar.actors.products import LINEARS
+from raypar.actors.products import linear_of
 from raypar.actors.rerun import drawn_again, rerun
 from raypar.actors.specs import AttentionKind, Transformer
 
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         super().__init__()
         self.width, self.tokens = spec.hidden // spec.heads, Portion()
         self._rope = between if isinstance(between, Rope) else None
-        linear, kv = LINEARS[spec.linear], self.width * spec.num_kv_heads
+        linear, kv = linear_of(spec.linear), self.width * spec.num_kv_heads
         self.q = linear(spec.hidden, spec.hidden, bias=False)
         self.k, self.v = linear(spec.hidden, kv, bias=False), linear(spec.hidden, kv, bias=False)
         self.core = Core(spec.attention, spec.dropout, between if isinstance(between, Alibi) else None, desk)

@@ -5,6 +5,7 @@ Shapes: B microbatch, S sequence, N heads of queries, K of keys and values, d wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -14,11 +15,13 @@ from torch import Tensor
 
 from raypar.actors.models.desk import Desk
 from raypar.actors.models.scratch import Place, Size
+from raypar.actors.processor import of_intel
 from raypar.actors.products import undisturbed
 
 _ROOM = 1 << 17  # scores of a block, of some heads: 512 KiB, half of a cache of which a backward needs two halves
 _LEAST = 256  # tokens of a sequence, and
 _ROWS = 2048  # queries of all heads: for fewer torch's kernel is the faster one
+_OF_INTEL = 1 << 17  # numbers in them: for fewer it is that on Intel's processors
 
 
 def serves(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
@@ -28,6 +31,7 @@ def serves(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
         and q_BNSd.shape[1] * q_BNSd.shape[2] >= _ROWS
         and all(x.dtype == torch.float32 and x.device.type == "cpu" for x in (q_BNSd, k_BKSd, v_BKSd))
         and undisturbed(q_BNSd)
+        and (math.prod(q_BNSd.shape[1:]) >= _OF_INTEL or not of_intel())
         and torch.get_num_threads() == 1
         and torch.backends.mkl.is_available()
     )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from raypar.actors.fan import Fan
 from raypar.actors.models.transformer import TransformerModel
-from raypar.actors.products import LINEARS
+from raypar.actors.products import linear_of
 from raypar.actors.specs import GPT, Transformer
 
 
@@ -19,7 +19,7 @@ class MLP(nn.Module):
 
     def __init__(self, spec: Transformer) -> None:
         super().__init__()
-        linear = LINEARS[spec.linear]
+        linear = linear_of(spec.linear)
         self.up, self.down = linear(spec.hidden, spec.mlp_width), linear(spec.mlp_width, spec.hidden)
         self.fan = Fan()
 

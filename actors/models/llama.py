@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from raypar.actors.fan import Fan
 from raypar.actors.models.transformer import TransformerModel
-from raypar.actors.products import LINEARS
+from raypar.actors.products import linear_of
 from raypar.actors.specs import Llama, Transformer
 
 
@@ -19,7 +19,7 @@ class SwiGLU(nn.Module):
 
     def __init__(self, spec: Transformer) -> None:
         super().__init__()
-        linear, hidden, width = LINEARS[spec.linear], spec.hidden, spec.mlp_width
+        linear, hidden, width = linear_of(spec.linear), spec.hidden, spec.mlp_width
         self.gate, self.up = linear(hidden, width, bias=False), linear(hidden, width, bias=False)
         self.down = linear(width, hidden, bias=False)
         self.fan = Fan()

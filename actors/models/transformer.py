@@ -20,7 +20,7 @@ from raypar.actors.models.attention import Attention
 from raypar.actors.models.desk import Desk
 from raypar.actors.models.model import IGNORED, Divide, Model, TensorPlan, Values, undivided
 from raypar.actors.models.positions import Alibi, Rope, Sinusoidal, added, between
-from raypar.actors.products import LINEARS
+from raypar.actors.products import linear_of
 from raypar.actors.seeds import derive
 from raypar.actors.specs import Transformer
 from raypar.actors.split import transformer_costs
@@ -71,7 +71,7 @@ class Head(nn.Module):
     def __init__(self, spec: Transformer, norm: nn.Module) -> None:
         super().__init__()
         self.norm = norm
-        self.out = LINEARS[spec.linear](spec.hidden, spec.vocab, bias=False)
+        self.out = linear_of(spec.linear)(spec.hidden, spec.vocab, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         logits_BSV: Tensor = self.out(self.norm(x_BSD))

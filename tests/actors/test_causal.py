@@ -21,7 +21,8 @@ B, N, S, d = 2, 8, 256, 16  # as few queries as blocks are for
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def one_thread(monkeypatch):
+    monkeypatch.setattr(causal, "of_intel", lambda: False)
     with threads(1):
         yield
 
@@ -139,6 +140,14 @@ def test_what_blocks_do_not_serve_is_torchs_kernel(inputs, around):
     with around():
         assert not causal.serves(*inputs)
         assert torch.equal(Core("blocks", 0.0, None)(*inputs), Core("fused", 0.0, None)(*inputs))
+
+
+def test_on_processors_of_intel_blocks_are_for_more(monkeypatch):
+    few, more = (values(width=width) for width in (63, 64))  # 8 heads of 256 queries
+    assert causal.serves(*few)
+    monkeypatch.setattr(causal, "of_intel", lambda: True)
+    assert not causal.serves(*few)
+    assert causal.serves(*more)
 
 
 def test_with_biases_or_dropout_it_is_torchs_kernel(monkeypatch):

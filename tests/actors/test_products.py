@@ -11,9 +11,10 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from raypar.actors import products
+from raypar.actors import processor, products
 from raypar.actors.linears import Linears
-from raypar.actors.products import Linear, products_of
+from raypar.actors.processor import of_intel
+from raypar.actors.products import Linear, linear_of, products_of
 
 ROWS, IN, OUT = (2, 256), 256, 512  # 2 ** 26 multiplications: the smallest product that oneDNN makes
 
@@ -165,6 +166,22 @@ def test_a_layer_that_was_taken_over_has_the_bits_of_its_own(counted, half):
         for one, other in zip(made, trained(whole, x, gradient), strict=True):
             assert torch.equal(one, other)
     assert counted.calls == 8
+
+
+@pytest.mark.parametrize(("intel", "best"), [(True, nn.Linear), (False, Linear)])
+def test_the_processor_decides_where_nobody_else_does(monkeypatch, intel, best):
+    monkeypatch.setattr(products, "of_intel", lambda: intel)
+    assert linear_of("auto") is best
+    assert linear_of("onednn") is Linear
+    assert linear_of("torch") is nn.Linear
+
+
+def test_the_processor_is_known_where_linux_tells_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(processor, "_CPUINFO", tmp_path / "cpuinfo")
+    assert not of_intel.__wrapped__(), "no Linux"
+    for vendor, wanted in (("GenuineIntel", True), ("AuthenticAMD", False)):
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: 6\n")
+        assert of_intel.__wrapped__() == wanted
 
 
 def test_only_what_asks_for_it_goes_by_onednn():

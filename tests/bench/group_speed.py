@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -16,6 +17,7 @@ from torch import Tensor
 from raypar.actors import groups
 from raypar.actors.group import Group
 from raypar.actors.transport.gloo import GlooGroup, create_device
+from tests.bench.calm import calmly
 
 log = logging.getLogger(__name__)
 
@@ -125,11 +127,19 @@ def measure_groups(sizes: Sequence[int], nbytes: Sequence[int], rounds: int) -> 
             for op in OPS:
                 log.info("groups: %s among %d", op, size)
                 for count in nbytes:
-                    refs = [member.measure.remote(op, count, rounds) for member in members]
-                    found.append(Sample(op, size, count, _slowest(ray.get(refs, timeout=_TIMEOUT), op)))
+                    measured = calmly(partial(_ask, members, op, count, rounds))
+                    found.append(Sample(op, size, count, _slowest(measured.value, op)))
         finally:
             for member in members:
                 ray.kill(member)
+    return found
+
+
+def _ask(members: Sequence[Any], op: str, nbytes: int, rounds: int) -> list[dict[str, list[float]]]:
+    """What each member measures."""
+    found: list[dict[str, list[float]]] = ray.get(
+        [member.measure.remote(op, nbytes, rounds) for member in members], timeout=_TIMEOUT
+    )
     return found
 
 

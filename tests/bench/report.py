@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from tests.bench.calm import CALM
 from tests.bench.contestants import CONTESTANTS, REFERENCE, Contestant
 from tests.bench.figures import median_ratio, worst_difference
 from tests.bench.group_speed import KIB, MIB, Sample
@@ -57,11 +58,26 @@ class Findings:
         tables += [group_table(self.groups)] if self.groups else []
         drawn = [table.markdown() if markdown else table.text() for table in tables]
         overhead = [] if self.overhead is None else [overhead_line(self.overhead)]
-        return "\n\n".join([f"{self.machine} {_LEGEND}", *drawn, *overhead]) + "\n"
+        about = " ".join([str(self.machine), _LEGEND, *calm_line(self.heats)])
+        return "\n\n".join([about, *drawn, *overhead]) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: every round by itself."""
         return asdict(self)
+
+
+def calm_line(heats: Sequence[Heat]) -> list[str]:
+    """How calm a virtual machine was; nothing where nothing was measured."""
+    tracks = [track for heat in heats for track in heat.tracks.values()]
+    shares = [share for track in tracks for share in track.stolen]
+    if not shares:
+        return []
+    turns = sum(track.turns for track in tracks)
+    return [
+        f"Of {turns} turns {turns - len(shares)} were taken again: in them more than {CALM:.0%} of the cores' time was "
+        f"taken from this machine. In those that count it was {statistics.median(shares):.1%} at the median and "
+        f"{max(shares):.1%} at most."
+    ]
 
 
 def speed_table(heat: Heat) -> Table:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.bench.calm import calmly
 from tests.bench.contestants import Contestant
 from tests.bench.figures import mean_losses, tokens_per_s
 from tests.bench.processes import LAUNCH, ProcessError, start
@@ -23,6 +24,8 @@ class Track:
     """What was seen of one contestant.
 
     speeds    tokens/s of each round
+    stolen    share of the cores' time that was taken from the machine in each round
+    turns     that were taken for the rounds, those that were too restless included
     losses    of every step, from the first
     peaks     bytes: the most that each of its training processes held during a step
     waits     shares of the time of each round that it spent in an op, by communicating op; of raypar alone
@@ -31,6 +34,8 @@ class Track:
     """
 
     speeds: list[float] = field(default_factory=list)
+    stolen: list[float] = field(default_factory=list)
+    turns: int = 0
     losses: list[float] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
     waits: dict[str, list[float]] = field(default_factory=dict)
@@ -55,13 +60,12 @@ class _Entry:
         """A round of so many steps."""
 
         def work() -> None:
-            before = self._waited()
-            answers = self._processes.ask("train", self._step, steps, seconds=steps * _STEP)
-            self._note(answers, steps)
-            seconds = [answer["seconds"] / steps for answer in answers]
-            self.track.speeds.append(tokens_per_s(self._contestant, self._size, seconds))
-            for op, until in self._waited().items():
-                share = (until - before.get(op, 0.0)) / (max(seconds) * steps)
+            measured = calmly(lambda: self._turn(steps))
+            speed, shares = measured.value
+            self.track.speeds.append(speed)
+            self.track.stolen.append(measured.stolen)
+            self.track.turns += measured.attempts
+            for op, share in shares.items():
                 self.track.waits.setdefault(op, []).append(share)
 
         self._attempt(work)
@@ -77,6 +81,16 @@ class _Entry:
 
     def close(self) -> None:
         self._processes.close()
+
+    def _turn(self, steps: int) -> tuple[float, dict[str, float]]:
+        """Tokens/s of so many steps, and the shares of their time that were spent in each op."""
+        before = self._waited()
+        answers = self._processes.ask("train", self._step, steps, seconds=steps * _STEP)
+        self._note(answers, steps)
+        seconds = [answer["seconds"] / steps for answer in answers]
+        whole = max(seconds) * steps
+        shares = {op: (until - before.get(op, 0.0)) / whole for op, until in self._waited().items()}
+        return tokens_per_s(self._contestant, self._size, seconds), shares
 
     def _waited(self) -> dict[str, float]:
         """Seconds that raypar has spent in each op so far."""

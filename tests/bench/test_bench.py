@@ -1,8 +1,10 @@
 """The bench's own code: who takes part, its figures, its tables, and processes that crash or hang. No timings."""
 
 import io
+import itertools
 import json
 import math
+import os
 import sys
 from dataclasses import replace
 
@@ -15,6 +17,7 @@ from raypar.actors.models.build import build_model
 from raypar.actors.products import Linear
 from raypar.parity import train_plainly
 from tests.bench.__main__ import parse, sizes_of
+from tests.bench.calm import ATTEMPTS, Measured, calmly, seconds_stolen
 from tests.bench.contestants import CONTESTANTS, entered
 from tests.bench.figures import mean_losses, median_ratio, tokens_per_s, worst_difference
 from tests.bench.group_speed import MIB, Sample
@@ -170,6 +173,30 @@ def test_the_worst_loss_counts():
     assert worst_difference([], [2.0]) is None
 
 
+# --- a machine that is shared ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shares", "value", "attempts"),
+    [([0.0], 0, 1), ([0.5, 0.001, 0.9], 1, 2), ([0.5, 0.3, 0.2, 0.4, 0.9, 0.0], 2, ATTEMPTS)],
+)
+def test_what_was_disturbed_is_measured_again_and_the_calmest_counts(monkeypatch, shares, value, attempts):
+    clock, cores = iter(range(100)), os.cpu_count()
+    monkeypatch.setattr("tests.bench.calm.time.perf_counter", lambda: next(clock))  # a second an attempt
+    stolen = iter([seconds * cores for share in shares for seconds in (0.0, share)])
+    numbers = itertools.count()
+    assert calmly(lambda: next(numbers), lambda: next(stolen)) == Measured(
+        value, pytest.approx(min(shares[:attempts])), attempts
+    )
+
+
+def test_stolen_time_is_read_where_linux_tells_it(monkeypatch, tmp_path):
+    monkeypatch.setattr("tests.bench.calm._STAT", tmp_path / "stat")
+    assert seconds_stolen() == 0.0, "no Linux"
+    (tmp_path / "stat").write_text("cpu  9 9 9 9 9 9 9 250 9 9\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
+    assert seconds_stolen() == 250 / os.sysconf("SC_CLK_TCK")
+
+
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
@@ -254,6 +281,14 @@ def test_findings_are_json_and_a_busy_machine_is_named():
     assert "not to be published" in found.text()
     assert "a Ray actor holds 270 MiB, a plain process 220 MiB" in found.text(markdown=True)
     assert "not to be published" not in Findings(Machine(load=0.1)).text()
+
+
+def test_a_table_says_how_calm_its_machine_was():
+    tracks = {"plain": Track([1.0, 1.0], [0.001, 0.012], 3), "pair": Track([1.0, 1.0], [0.004, 0.002], 2)}
+    text = Findings(Machine(), [Heat(PP, 2, 1, tracks)]).text()
+    assert "Of 5 turns 1 were taken again: in them more than 2% of the cores' time" in text
+    assert "it was 0.3% at the median and 1.2% at most." in text
+    assert "turns" not in Findings(Machine()).text()
 
 
 def test_the_block_of_a_page_is_replaced():

@@ -80,8 +80,8 @@ def test_positions(job_on, positions):
 )
 @pytest.mark.parametrize(("linear", "attention"), [("onednn", "blocks"), ("torch", "fused")])
 def test_layers_large_enough_for_kernels_of_their_own(job_on, mesh, schedule, m, recompute, linear, attention):
-    model = rp.GPT(layers=2, hidden=256, heads=8, seq=256, linear=linear, attention=attention)
-    changes = {"model": model, "mesh": mesh, "micro_batch_size": 2, "microbatches": m, "recompute": recompute}
+    model = rp.GPT(layers=2, hidden=256, heads=8, seq=512, linear=linear, attention=attention)
+    changes = {"model": model, "mesh": mesh, "micro_batch_size": 1, "microbatches": m, "recompute": recompute}
     verdict = rp.verify(tiny(2, **changes, schedule=schedule, steps=2), job_on(2))
     assert verdict.bitwise, str(verdict)
 

@@ -180,9 +180,12 @@ def test_the_users_own_modules_are_told_apart_by_their_weights(trained):
     assert len(faults) == 3, "what is left of the optimizer's state is of no use"
 
 
-def test_scores_may_be_kept_or_not(trained, caplog):
-    demand_resumable(tiny(model=replace(tiny().model, attention="materialised")), find(trained[0]))
-    assert caplog.messages == ["resumed with model.attention 'materialised', which was 'blocks'"]
+@pytest.mark.parametrize(
+    ("field", "value", "was"), [("attention", "materialised", "blocks"), ("linear", "torch", "auto")]
+)
+def test_how_a_model_computes_may_change(trained, caplog, field, value, was):
+    demand_resumable(tiny(model=replace(tiny().model, **{field: value})), find(trained[0]))
+    assert caplog.messages == [f"resumed with model.{field} '{value}', which was '{was}'"]
 
 
 def test_what_may_change_is_said(trained, caplog):
