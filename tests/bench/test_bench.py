@@ -14,7 +14,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.actors.models.build import build_model
-from raypar.actors.products import Linear
+from raypar.actors.products import linear_of
 from raypar.parity import train_plainly
 from tests.bench.__main__ import parse, sizes_of
 from tests.bench.calm import ATTEMPTS, Measured, calmly, seconds_stolen
@@ -112,7 +112,7 @@ def test_peers_compute_with_torchs_own_layers():
     assert linear_layers(nn.Sequential(*model.materialize([1, 9], 0))) == {nn.Linear}
     assert model.spec.attention == "fused"
     ours = build_model(run.model, 0)
-    assert linear_layers(nn.Sequential(*ours.materialize([1, 9], 0))) == {Linear}
+    assert linear_layers(nn.Sequential(*ours.materialize([1, 9], 0))) == {linear_of("auto")}
     for name, size in (("dp-torch", SMALL), ("dp-wide-torch", WIDE), ("pp-torch", PP)):
         assert replace(SIZES[name], name=size.name, model=size.model) == size, "and so does raypar's there"
         assert replace(size.model, linear="torch", attention="fused") == SIZES[name].model
