@@ -97,7 +97,7 @@ def measure(chosen: argparse.Namespace, found: Findings) -> None:
                 tracks[name].launches = seconds.pop(name)
         if not chosen.only:
             found.overhead = measure_overhead(50 if quick else 500)
-            found.groups = measure_groups((2, 4), NBYTES[::3] if quick else NBYTES, 3 if quick else 15)
+            found.groups = measure_groups((2, 4), NBYTES[::3] if quick else NBYTES, 3 if quick else 5)
 
 
 def write(found: Findings, folder: Path) -> None:

@@ -23,8 +23,9 @@ log = logging.getLogger(__name__)
 
 KIB, MIB = 1 << 10, 1 << 20
 NBYTES = (4 * KIB, 32 * KIB, 256 * KIB, 512 * KIB, MIB, 4 * MIB, 16 * MIB)
-_PER_SAMPLE = 4 * MIB  # a sample repeats the operation until so many bytes have gone through it ...
-_MOST_REPEATS = 50  # ... but no more often
+_PER_SAMPLE = 128 * MIB  # a sample repeats the operation until so many bytes have gone through it ...
+_REPEATS = 20, 500  # ... but no less and no more often
+_WARM_UP = 10  # per cent of the repeats that come before, and are not timed
 _TIMEOUT = 60.0  # seconds
 
 
@@ -96,7 +97,14 @@ class Member:
         return found
 
     def _sample(self, group: Group, op: str, held: Buffers) -> float:
-        repeats = max(1, min(_MOST_REPEATS, _PER_SAMPLE // (held.whole.numel() * held.whole.element_size())))
+        """Seconds of one operation: the mean of so many that it doesn't count how the scheduler found the members.
+
+        What stands on one core with its peer is moved away from there some 10 ms later.
+        """
+        least, most = _REPEATS
+        repeats = max(least, min(most, _PER_SAMPLE // held.whole.nbytes))
+        for number in range(repeats * _WARM_UP // 100):
+            OPS[op](group, held, number)
         group.barrier().wait()
         start = time.perf_counter()
         for number in range(repeats):

@@ -128,7 +128,8 @@ def group_table(samples: Sequence[Sample]) -> Table:
     rows = [[f"{op}, {size}", *(_group_cell(found[size, op, nbytes]) for nbytes in columns)] for size, op in kinds]
     title = (
         "Groups of Ray actors on this machine: raypar's CPU group in us (how many times as long Gloo takes), by the "
-        "bytes of the whole tensor; p2p is half of the way there and back"
+        "bytes of the whole tensor: means of 20 to 500 in a row, and their median over the rounds; p2p is half of the "
+        "way there and back"
     )
     return Table(title, ["operation, members", *(_nbytes(nbytes) for nbytes in columns)], rows)
 
