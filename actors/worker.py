@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raypar.actors.assembly import assemble
 from raypar.actors.courier import Courier
-from raypar.actors.group import Group, GroupError
+from raypar.actors.group import Group, GroupError, nbytes
 from raypar.actors.models.model import Values
 from raypar.actors.part import last_backwards
 from raypar.actors.plan import NonFiniteError, Plan, ProgramName, Span, StepResult
@@ -117,7 +117,7 @@ class Worker(Resident):
         """Perform one action, as soon as what it needs is there; raises ActionError."""
         self._place.enter()
         start = self._place.mark()
-        self._now = self._names.get(action, action)
+        self._now, self._moved = self._names.get(action, action), 0
         try:
             self._perform[action.op](action)
         except NonFiniteError:
@@ -125,7 +125,7 @@ class Worker(Resident):
             raise
         except Exception as error:
             raise self._failed(str(self._now), self._peer(action), error) from None
-        self._events.append(Span(action, start, self._place.mark()))
+        self._events.append(Span(action, start, self._place.mark(), self._moved))
         if self._notes is not None and (made := self._made(action)):
             self._notes.made[action] = made
 
@@ -198,11 +198,14 @@ class Worker(Resident):
 
     def _send(self, action: Action) -> None:
         """Roughly ``peer.held[RECV] = held.pop(F or I)``."""
-        self._courier.send(action, self._take(action))
+        values = self._take(action)
+        self._moved = sum(map(nbytes, values))
+        self._courier.send(action, values)
 
     def _receive(self, action: Action) -> None:
         """Roughly ``held[RECV] = what the peer sent``."""
-        self._held[action] = self._courier.receive(action)
+        values = self._held[action] = self._courier.receive(action)
+        self._moved = sum(map(nbytes, values))
 
     def _reduce(self, action: Action) -> None:
         """Roughly ``all_reduce(gradients)``: started here at the latest, and waited for by STEP."""

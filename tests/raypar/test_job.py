@@ -20,7 +20,7 @@ import raypar as rp
 from raypar.ahead import Ahead
 from raypar.performed import performed
 from raypar.schedules import text
-from raypar.schedules.action import Action
+from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action
 from raypar.schedules.measure import costs_of
 from raypar.schedules.moves import moves
 from raypar.schedules.simulate import simulate
@@ -330,6 +330,17 @@ def test_the_timeline_of_training_outlives_an_evaluation(job):
     job.evaluate()
     assert job.timeline().events == before
     assert "B3" in text(job.timeline(), width=None)
+
+
+def test_a_timeline_says_what_every_message_moved(job):
+    job.reset(tiny())
+    job.step()
+    for rank in (0, 1):
+        own = [event for event in job.timeline().events if event.rank == rank]
+        for op, messages in (("send", SENDS), ("recv", RECVS)):
+            moved = sum(event.bytes for event in own if event.action.op in messages)
+            assert moved == counts(job, op)[f"pp={rank}"].bytes > 0
+        assert not any(event.bytes for event in own if event.action.op in COMPUTE)
 
 
 def test_a_reset_forgets_what_was_measured(job):
