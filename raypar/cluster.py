@@ -29,7 +29,7 @@ from raypar.errors import JobError
 
 log = logging.getLogger(__name__)
 
-_LEAST_SLOTS = 8  # actors that a laptop of any size may be asked for: they share its cores
+_LEAST_SLOTS = 16  # actors that a laptop of any size may be asked for: they share its cores
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SCHEDULER_EVENTS": "0",

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import raypar as rp
+from raypar import cluster
+from raypar.config import world_of
 
 SERVED = {"data_parallel": "parameter_server"}
 
@@ -139,3 +141,8 @@ def test_a_stopped_replica_is_named_by_who_waits_for_it_and_by_the_driver(job_of
             job.train()
     finally:
         job.close()
+
+
+def test_a_laptop_has_room_for_three_stages_of_two_replicas_and_their_servers():
+    run = rp.Run(mesh=rp.Mesh(pp=3, dp=2), data_parallel="parameter_server")
+    assert world_of(run).size == 9 <= cluster._LEAST_SLOTS
