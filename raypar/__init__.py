@@ -9,38 +9,39 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from raypar.actors.disk import CheckpointError
-    from raypar.actors.mesh import Mesh
-    from raypar.actors.plan import NonFiniteError
-    from raypar.actors.specs import GPT, SGD, AdamW, Batches, Layers, Llama, Text
-    from raypar.config import ConfigError, Run
-    from raypar.driver import Job
-    from raypar.errors import ActorDiedError, JobError, StalledError
-    from raypar.parity import Verdict, verify
-    from raypar.recipes import recipe
-    from raypar.report import Evaluation, Report
+    from raypar.actors.errors import CheckpointError, NonFiniteError
+    from raypar.actors.mesh.mesh import Mesh
+    from raypar.actors.specs.data import Batches, Text
+    from raypar.actors.specs.model import GPT, Layers, Llama
+    from raypar.actors.specs.optim import SGD, AdamW
+    from raypar.cli.repl import tab_completion
+    from raypar.config.recipes import recipe
+    from raypar.config.run import Run
+    from raypar.errors import ActorDiedError, ConfigError, JobError, StalledError
+    from raypar.job.job import Job
+    from raypar.job.launch import launch
+    from raypar.parity.verify import Verdict, verify
+    from raypar.reporting.report import Evaluation, Report
     from raypar.schedules.catalog import register as register_schedule
-    from raypar.start import launch
-    from raypar.stepping.repl import tab_completion
     from raypar.stepping.replay import Replayed, replay
     from raypar.stepping.stepper import Stepper
 
 _HOMES = {
-    "raypar.actors.disk": ("CheckpointError",),
-    "raypar.actors.mesh": ("Mesh",),
-    "raypar.actors.plan": ("NonFiniteError",),
-    "raypar.actors.specs": ("GPT", "SGD", "AdamW", "Batches", "Layers", "Llama", "Text"),
-    "raypar.config": ("ConfigError", "Run"),
-    "raypar.driver": ("Job",),
+    "raypar.actors.files": ("CheckpointError",),
+    "raypar.actors.mesh.mesh": ("Mesh",),
+    "raypar.actors.worker.plan": ("NonFiniteError",),
+    "raypar.actors.specs.model": ("GPT", "SGD", "AdamW", "Batches", "Layers", "Llama", "Text"),
+    "raypar.config.run": ("ConfigError", "Run"),
+    "raypar.job.job": ("Job",),
     "raypar.errors": ("ActorDiedError", "JobError", "StalledError"),
-    "raypar.recipes": ("recipe",),
-    "raypar.report": ("Evaluation", "Report"),
+    "raypar.config.recipes": ("recipe",),
+    "raypar.reporting.report": ("Evaluation", "Report"),
     "raypar.schedules.catalog": ("register as register_schedule",),
-    "raypar.start": ("launch",),
-    "raypar.stepping.repl": ("tab_completion",),
+    "raypar.job.launch": ("launch",),
+    "raypar.cli.repl": ("tab_completion",),
     "raypar.stepping.replay": ("Replayed", "replay"),
     "raypar.stepping.stepper": ("Stepper",),
-    "raypar.parity": ("Verdict", "verify"),
+    "raypar.parity.verify": ("Verdict", "verify"),
 }
 _HOME_OF = {words.split()[-1]: (module, words.split()[0]) for module, names in _HOMES.items() for words in names}
 

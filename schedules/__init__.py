@@ -11,20 +11,20 @@ from __future__ import annotations
 
 from raypar.schedules.action import Action, Op
 from raypar.schedules.catalog import CATALOG, build, names, register
-from raypar.schedules.check import check
-from raypar.schedules.draw import text
-from raypar.schedules.entry import Entry
-from raypar.schedules.faults import CheckError, Fault
-from raypar.schedules.lower import lower
-from raypar.schedules.measure import costs_of
-from raypar.schedules.overlay import Overlay
+from raypar.schedules.checking.check import check
+from raypar.schedules.checking.counterexample import demand_sound
+from raypar.schedules.checking.errors import CheckError, Fault
+from raypar.schedules.drawing.chrome_trace import chrome_trace
+from raypar.schedules.drawing.overlay import Overlay
+from raypar.schedules.drawing.svg import svg
+from raypar.schedules.drawing.text import text
+from raypar.schedules.generators.entry import Entry
+from raypar.schedules.passes.lower import lower
 from raypar.schedules.schedule import Schedule, ScheduleError
-from raypar.schedules.shrink import demand_sound
-from raypar.schedules.simulate import Costs, simulate
-from raypar.schedules.svg import svg
-from raypar.schedules.table import from_csv, to_csv
+from raypar.schedules.simulation.measured_costs import costs_of
+from raypar.schedules.simulation.simulate import Costs, simulate
 from raypar.schedules.timeline import Event, Timeline
-from raypar.schedules.trace import chrome_trace
+from raypar.schedules.torch_csv import from_csv, to_csv
 
 __all__ = [
     "CATALOG",

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from raypar.schedules import forward, gpipe, interleaved, naive, named_code, one_f_one_b
-from raypar.schedules.entry import Entry, failure, name_of
+from raypar.schedules import user_code
+from raypar.schedules.generators import forward_only, gpipe, interleaved, naive, one_f_one_b
+from raypar.schedules.generators.entry import Entry, Sizes, failure, name_of
 from raypar.schedules.schedule import Schedule, ScheduleError
-from raypar.schedules.sizes import Sizes
 
 G = TypeVar("G", bound=Callable[..., Any])
 
@@ -26,7 +26,7 @@ _TABLE = {  # of this process: ``register`` adds to it
         interleaved.SIZES,
         default_chunks=2,
     ),
-    "forward": Entry(forward.forward, "forwards only, for evaluation", forward.SIZES, forward_only=True),
+    "forward": Entry(forward_only.forward, "forwards only, for evaluation", forward_only.SIZES, forward_only=True),
 }
 
 CATALOG: Mapping[str, Entry] = MappingProxyType(_TABLE)
@@ -83,9 +83,9 @@ def entry_of(word: str, catalog: Mapping[str, Entry] = CATALOG) -> Entry:
     """
     if word in catalog:
         return catalog[word]
-    if named_code.names_code(word):
-        return named_code.entry_of(word)
-    offered = named_code.installed() if catalog is CATALOG else {}
+    if user_code.names_code(word):
+        return user_code.entry_of(word)
+    offered = user_code.installed() if catalog is CATALOG else {}
     if word not in offered:
         raise _unknown(word, [*catalog, *offered])
     try:

@@ -48,13 +48,13 @@ class Timeline:
 
     def __repr__(self) -> str:
         """The grid, as a REPL shows it."""
-        from raypar.schedules.draw import text  # drawing a timeline takes all other files of this folder
+        from raypar.schedules.drawing.text import text  # drawing a timeline takes all other files of this folder
 
         return text(self) if len(self.events) <= MOST_DRAWN else f"<Timeline of {self.schedule.title}>"
 
     def _repr_svg_(self) -> str:
         """The picture that a notebook shows."""
-        from raypar.schedules.svg import svg
+        from raypar.schedules.drawing.svg import svg
 
         return svg(self)
 
@@ -63,7 +63,7 @@ class Timeline:
 
         Raises ScheduleError for another ending, OSError if the file can't be written.
         """
-        from raypar.schedules.save import drawings, save
+        from raypar.schedules.drawing.files import drawings, save
 
         return save(path, drawings(self))
 

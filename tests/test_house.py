@@ -111,7 +111,7 @@ def test_imports_go_raypar_to_actors_to_schedules():
         ("actors/a.py", "import ray"),
         ("actors/layers/a.py", "if TYPE_CHECKING:\n    from ray.util import collective"),
         ("actors/a.py", "import raypar"),
-        ("actors/a.py", "from raypar.config import Run"),
+        ("actors/a.py", "from raypar.config.run import Run"),
         ("actors/layers/a.py", "from ...config import Run"),
         ("actors/a.py", "from schedules import action"),
         ("raypar/repl.py", "import ray"),
@@ -129,7 +129,7 @@ def test_a_wrong_import_is_seen(path, source):
         ("actors/a.py", "import torch\nfrom raypar import schedules\nfrom .specs import GPT\nimport rayon"),
         ("actors/groups.py", "from ray.util import collective"),
         ("actors/layers/a.py", "from ..mesh import Mesh\nfrom . import ops"),
-        ("raypar/calls.py", "import ray\nfrom raypar.actors.worker import Worker\nfrom .config import Run"),
+        ("raypar/calls.py", "import ray\nfrom raypar.actors.worker.worker import Worker\nfrom .config import Run"),
         ("tests/test_a.py", "import ray, torch\nfrom raypar import driver"),
     ],
 )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypar.actors.portion import Portion
+from raypar.actors.sharding import Portion
 
 Portions = Mapping[int, Portion]  # by dim, of which -1 is the last; of others all is here
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from raypar.actors.models.base import Model
 from raypar.actors.models.gpt import GPTModel
-from raypar.actors.models.layers import LayersModel
 from raypar.actors.models.llama import LlamaModel
-from raypar.actors.models.model import Model
-from raypar.actors.specs import GPT, Layers, Llama
+from raypar.actors.models.user_layers import LayersModel
+from raypar.actors.specs.model import GPT, Layers, Llama
 
 
 def build_model(spec: GPT | Llama | Layers, seed: int) -> Model:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypar.actors.fan import Fan
+from raypar.actors.layers.linear import Fan, linear_of
 from raypar.actors.models.transformer import TransformerModel
-from raypar.actors.products import linear_of
-from raypar.actors.specs import Llama, Transformer
+from raypar.actors.specs.model import Llama, Transformer
 
 
 class SwiGLU(nn.Module):

@@ -14,16 +14,17 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from raypar.actors.cut import Cut
-from raypar.actors.deferred import on_meta, unfilled
-from raypar.actors.models.attention import Attention
-from raypar.actors.models.desk import Desk
-from raypar.actors.models.model import IGNORED, Divide, Model, TensorPlan, Values, undivided
-from raypar.actors.models.positions import Alibi, Rope, Sinusoidal, added, between
-from raypar.actors.products import linear_of
-from raypar.actors.seeds import derive
-from raypar.actors.specs import Transformer
-from raypar.actors.split import transformer_costs
+from raypar.actors.layers.attention import Attention
+from raypar.actors.layers.attention_scratch import Desk
+from raypar.actors.layers.linear import linear_of
+from raypar.actors.layers.positions import Alibi, Rope, Sinusoidal, added, between
+from raypar.actors.models.base import IGNORED, Divide, Model, TensorPlan, undivided
+from raypar.actors.models.deferred_init import on_meta, unfilled
+from raypar.actors.models.partition import transformer_costs
+from raypar.actors.rng import derive
+from raypar.actors.sharding import Cut
+from raypar.actors.specs.model import Transformer
+from raypar.actors.tensors import Values
 
 
 class Embedding(nn.Module):

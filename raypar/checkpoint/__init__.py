@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypar.actors.disk import CheckpointError
+from raypar.actors.errors import CheckpointError
 from raypar.checkpoint.check import verified, verify
 from raypar.checkpoint.find import Listed, ls, newest
 from raypar.checkpoint.manifest import Manifest, manifest_of

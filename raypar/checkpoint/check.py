@@ -7,13 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from raypar.actors.disk import CheckpointError, plain_size, read_plain, sha256_of, told
-from raypar.actors.shards import ShardFile, read_header
-from raypar.actors.slices import Logical
+from raypar.actors.checkpoint.logical import Logical
+from raypar.actors.checkpoint.shards import ShardFile, read_header
+from raypar.actors.errors import CheckpointError
+from raypar.actors.files import plain_size, read_plain, sha256_of, told
 from raypar.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest, decode
-from raypar.checkpoint.names import step_of
-from raypar.fields import brief
-from raypar.schedules.faults import first_of
+from raypar.config.fields import brief
+from raypar.paths import step_of
+from raypar.schedules.drawing.cells import first_of
 
 Expected = dict[str, tuple[str, tuple[int, ...]]]
 

@@ -6,10 +6,11 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from raypar.actors.disk import CheckpointError, told
+from raypar.actors.errors import CheckpointError
+from raypar.actors.files import told
 from raypar.checkpoint.check import look, verified
 from raypar.checkpoint.manifest import Manifest
-from raypar.checkpoint.names import checkpoints
+from raypar.paths import checkpoints
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from annotated_types import Ge, Lt
 from pydantic import FailFast, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-from raypar.actors.disk import CheckpointError
-from raypar.actors.shards import ShardFile, is_plain
-from raypar.actors.slices import Logical, Slice, Stored
-from raypar.fields import brief
-from raypar.schedules.faults import first_of
+from raypar.actors.checkpoint.logical import Logical, Slice, Stored
+from raypar.actors.checkpoint.shards import ShardFile, is_plain
+from raypar.actors.errors import CheckpointError
+from raypar.config.fields import brief
+from raypar.schedules.drawing.cells import first_of
 
 MANIFEST = "manifest.json"
 MAX_BYTES = 64 << 20  # a slice takes about 120

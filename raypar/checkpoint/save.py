@@ -11,10 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from raypar.actors.disk import CheckpointError, exchange, sync_folder, told, write_whole
+from raypar.actors.errors import CheckpointError
+from raypar.actors.files import exchange, sync_folder, told, write_whole
 from raypar.checkpoint.check import file_faults
 from raypar.checkpoint.manifest import MANIFEST, Manifest, decode, encode
-from raypar.checkpoint.names import aside_of, checkpoints, is_aside, name_of
+from raypar.paths import aside_of, checkpoints, is_aside, name_of
 
 log = logging.getLogger(__name__)
 

@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from raypar.actors.device import place_of
 from raypar.actors.models.build import build_model
-from raypar.actors.models.model import Values
-from raypar.actors.place import place_of
-from raypar.actors.specs import GPT, Layers, Llama
-from raypar.actors.stage import Stage
-from raypar.config import ConfigError
-from raypar.fields import brief, field_faults
-from raypar.model_faults import model_faults
-from raypar.schedules.faults import first_of
+from raypar.actors.pipeline.stage import Stage
+from raypar.actors.specs.model import GPT, Layers, Llama
+from raypar.actors.tensors import Values
+from raypar.config.fields import brief, field_faults
+from raypar.config.toml import run_of
+from raypar.config.validate.model import model_faults
+from raypar.errors import ConfigError
+from raypar.schedules.drawing.cells import first_of
 from raypar.stepping.recording import Recorded, read_recording
-from raypar.toml import run_of
 
 Tensors = Mapping[str, Tensor]
 

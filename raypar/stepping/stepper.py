@@ -7,24 +7,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypar.actors.mesh import Axis
-from raypar.actors.plan import NonFiniteError, StepResult
-from raypar.actors.world import World
-from raypar.calls import Calls
+from raypar.actors.errors import NonFiniteError
+from raypar.actors.mesh.mesh import Axis
+from raypar.actors.mesh.world import World
+from raypar.actors.specs.results import StepResult
+from raypar.cluster.calls import Calls
+from raypar.cluster.interrupts import patience
 from raypar.errors import JobError
-from raypar.patience import patience
-from raypar.report import Report
+from raypar.reporting.report import Report
 from raypar.schedules.action import COMPUTE, Action, Op
-from raypar.schedules.draw import text
-from raypar.schedules.moves import Board, Move, MoveError, Why, maker_of, makes_tensors
+from raypar.schedules.drawing.svg import svg
+from raypar.schedules.drawing.text import text
 from raypar.schedules.rules import rank_of
 from raypar.schedules.schedule import Schedule, Written
-from raypar.schedules.svg import svg
-from raypar.stepping.recorder import Recorder
+from raypar.schedules.step_board import Board, Move, MoveError, Why, maker_of, makes_tensors
+from raypar.stepping.recording import Recorder
 from raypar.stepping.views import Ready, State, Taken
 
 if TYPE_CHECKING:
-    from raypar.actors.looks import Seen
+    from raypar.actors.inspect.step import Seen
 
 
 class Stepper:

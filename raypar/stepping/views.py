@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from raypar.schedules.action import Action, Op
-from raypar.schedules.grid import lines
-from raypar.schedules.moves import Move
+from raypar.schedules.drawing.cells import lines
+from raypar.schedules.step_board import Move
 
 if TYPE_CHECKING:
-    from raypar.actors.looks import Held
+    from raypar.actors.inspect.step import Held
 
 _HEAD = ("weights", "gradients", "optimizer", "peak", "in flight", "values for other actions")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from raypar.actors import products
-from tests.actors.counted import Counted
+from raypar.actors.layers import linear as products
+from tests.support.counted import Counted
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from pathlib import Path
 SCRIPT = """
 import sys
 import torch
-from tests.actors.team import Team, linears, mse
+from tests.support.team import Team, linears, mse
 from raypar.actors.models.build import build_model
-from raypar.actors.specs import GPT, AdamW, Layers, Llama
+from raypar.actors.specs.model import GPT, AdamW, Layers, Llama
 build_model(GPT(layers=1, hidden=8, heads=2, seq=4, vocab=5, tied=True), 0).materialize(range(3), 0)
 for positions in ("sinusoidal", "hierarchical", "rope", "alibi"):
     model = Llama(layers=2, hidden=8, heads=2, kv_heads=1, seq=4, vocab=5, dropout=0.1, positions=positions)

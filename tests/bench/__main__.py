@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import raypar as rp
-from raypar.actors.data import open_corpus
+from raypar.actors.data.token_batches import open_corpus
 from tests.bench.contestants import CONTESTANTS, entered
 from tests.bench.group_speed import NBYTES, measure_groups
 from tests.bench.launches import time_launches

@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from raypar.actors.place import Cuda, Host, Place
+from raypar.actors.device import Cuda, Host, Place
 from tests.bench.contestants import CONTESTANTS, Contestant
 from tests.bench.trainer import LocalTrainer, Trainer, serve
 from tests.bench.workload import SIZES, Size, run_of

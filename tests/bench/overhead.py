@@ -16,7 +16,7 @@ import raypar as rp
 
 _WARM = 20  # steps before those that count
 _TIMEOUT = 60.0  # seconds
-_MEMORY = "import torch; from raypar.actors.memory import PeakMemory; print(PeakMemory().read())"
+_MEMORY = "import torch; from raypar.actors.device import PeakMemory; print(PeakMemory().read())"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Idle:
     """An actor that has imported torch and does nothing."""
 
     def memory(self) -> int:
-        from raypar.actors.memory import PeakMemory
+        from raypar.actors.device import PeakMemory
 
         return PeakMemory().read()
 

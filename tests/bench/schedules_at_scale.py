@@ -16,7 +16,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from raypar.schedules import build, check, lower
+from raypar.schedules import build
+from raypar.schedules.checking import check
+from raypar.schedules.passes import lower
 
 T = TypeVar("T")
 

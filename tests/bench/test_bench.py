@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import raypar as rp
+from raypar.actors.layers.linear import linear_of
 from raypar.actors.models.build import build_model
-from raypar.actors.products import linear_of
-from raypar.parity import train_plainly
+from raypar.parity.verify import train_plainly
 from tests.bench.__main__ import parse, sizes_of
 from tests.bench.calm import ATTEMPTS, Measured, calmly, seconds_stolen
 from tests.bench.contestants import CONTESTANTS, entered

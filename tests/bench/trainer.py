@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol, TextIO
 
-from raypar.actors.place import Host, Place
+from raypar.actors.device import Host, Place
 
 Step = Callable[[int], float | None]  # takes a step by its number; its mean loss, None where it is not known
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import raypar as rp
-from raypar.actors.data import TokenBatches, open_corpus
+from raypar.actors.data.token_batches import TokenBatches, open_corpus
+from raypar.actors.models.base import Model
 from raypar.actors.models.build import build_model
-from raypar.actors.models.model import Model
 
 # whole: all of the model in one process; pipeline: half of the layers in each of two; replicas: half of the batch;
 # tensors: half of every layer

@@ -18,9 +18,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from raypar.actors.reductions import reduce_in_order
-from raypar.actors.transport.gloo import create_device
-from raypar.actors.transport.local_group import LocalHub
+from raypar.actors.collective.gloo import create_device
+from raypar.actors.collective.local import LocalHub
+from raypar.actors.collective.reductions import reduce_in_order
 
 PATIENCE = 30.0
 

@@ -20,9 +20,9 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import raypar as rp
-from raypar.actors.place import Cuda
-from raypar.actors.transport.staged import StagedGroup
-from tests.actors.team import Team, linears
+from raypar.actors.collective.staged import StagedGroup
+from raypar.actors.device import Cuda
+from tests.support.team import Team, linears
 
 CPU = torch.device("cpu")
 COPIES = ("aten::_to_copy", "aten::copy_")

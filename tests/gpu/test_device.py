@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from raypar.actors.transport.device import agree, capability
+from raypar.actors.collective.connect import agree, capability
 from tests.gpu.ops import together
 
 

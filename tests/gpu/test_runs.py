@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import raypar as rp
-from raypar.parity import relative_error, train_plainly
+from raypar.parity.verify import relative_error, train_plainly
 
 MESHES = [rp.Mesh(), rp.Mesh(pp=2), rp.Mesh(dp=2), rp.Mesh(pp=2, dp=2)]
 CPU_CLOSE = 1e-4  # relative: a CPU's kernels add up in another order than a GPU's, and SGD makes no more of it

@@ -7,8 +7,8 @@ import logging
 import pytest
 import torch
 
-from raypar.actors.transport import staged
-from raypar.actors.transport.local_group import local_groups
+from raypar.actors.collective import staged
+from raypar.actors.collective.local import local_groups
 from tests.gpu.ops import check_every_op, check_nothing, strided, together
 
 
@@ -50,4 +50,4 @@ def test_it_is_said_aloud_once(caplog):
     staged._warn.cache_clear()
     with caplog.at_level(logging.WARNING):
         staged_groups(3)
-    assert [record.name for record in caplog.records] == ["raypar.actors.transport.staged"]
+    assert [record.name for record in caplog.records] == ["raypar.actors.collective.staged"]

@@ -11,7 +11,7 @@ def said(capsys):
     """Run a command line; returns exit code, standard output, standard error."""
 
     def run(*words):
-        from raypar.cli import main
+        from raypar.cli.main import main
 
         capsys.readouterr()
         code = main([str(word) for word in words])
@@ -56,7 +56,7 @@ def job_on(cluster):
 def job_of(job_on):
     """A function from a run to its job, on actors that are there if possible: a launch takes seconds, a reset does
     not."""
-    from raypar.config import world_of
+    from raypar.config.run import world_of
 
     def job(run, **words):
         job = job_on(world_of(run).size)
@@ -69,6 +69,6 @@ def job_of(job_on):
 @pytest.fixture
 def plain_once(monkeypatch):
     """``verify`` trains in a plain process once for all layouts of a run."""
-    from tests.plain import trained
+    from tests.support.plain import trained
 
-    monkeypatch.setattr("raypar.parity.train_plainly", trained)
+    monkeypatch.setattr("raypar.parity.verify.train_plainly", trained)

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 import raypar as rp
-from raypar.schedules import CATALOG, Schedule, ScheduleError, build, check, lower, names, register
+from raypar.schedules import CATALOG, Schedule, ScheduleError, build, names, register
 from raypar.schedules.action import Action, Op
 from raypar.schedules.catalog import entry_of
-from raypar.schedules.sizes import Sizes
+from raypar.schedules.checking import check
+from raypar.schedules.generators.entry import Sizes
+from raypar.schedules.passes import lower
 
 WAVE = """\
 def wave(num_ranks, num_microbatches):
@@ -99,7 +101,7 @@ def test_a_name_that_can_not_be_one_is_refused(name):
 def test_all_faults_of_a_registration_are_said_at_once():
     with pytest.raises(ScheduleError) as raised:
         register("1f1b")(lambda: None)
-    assert "it is taken by raypar.schedules.one_f_one_b.one_f_one_b" in str(raised.value)
+    assert "it is taken by raypar.schedules.generators.one_f_one_b.one_f_one_b" in str(raised.value)
     assert "can't generate schedules (too many positional arguments)" in str(raised.value)
     with pytest.raises(ScheduleError, match="7 can't generate schedules"):
         register("seven")(7)

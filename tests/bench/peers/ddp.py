@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import raypar as rp
-from raypar.actors.place import Place
+from raypar.actors.device import Place
 from tests.bench.peers.whole import whole_model
 from tests.bench.trainer import LocalTrainer
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import raypar as rp
-from raypar.actors.optim import build_optimizer
+from raypar.actors.optim.optimizer import build_optimizer
 from tests.bench.trainer import LocalTrainer
 from tests.bench.workload import batches_of, model_of
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 import raypar as rp
-from raypar.actors.optim import build_optimizer
+from raypar.actors.optim.optimizer import build_optimizer
 from tests.bench.trainer import LocalTrainer
 from tests.bench.workload import batches_of, model_of
 

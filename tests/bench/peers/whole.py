@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import raypar as rp
-from raypar.actors.optim import build_optimizer
+from raypar.actors.optim.optimizer import build_optimizer
 from tests.bench.trainer import Step
 from tests.bench.workload import batches_of, model_of
 

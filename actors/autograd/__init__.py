@@ -1,0 +1,1 @@
+"""Backward passes and recomputation on top of torch's autograd engine."""

@@ -1,0 +1,1 @@
+"""What an actor writes into a checkpoint and reads from one: shards of logical tensors."""

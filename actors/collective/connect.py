@@ -1,0 +1,119 @@
+"""Connecting a group: over what its members have in common, CPUs or GPUs, one node or several."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from raypar.actors.collective import cupy_nccl, nccl
+from raypar.actors.collective.cupy_nccl import CupyGroup
+from raypar.actors.collective.gloo import GlooGroup, create_device
+from raypar.actors.collective.group import Group, GroupError
+from raypar.actors.collective.nccl import NcclGroup
+from raypar.actors.collective.shm.group import ShmGroup
+from raypar.actors.collective.shm.links import same_place
+from raypar.actors.collective.staged import StagedGroup
+
+Backend = Literal["cpu", "nccl", "cupy", "staged"]
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What one member can do.
+
+    gpu   the id of its GPU, the same in every process and container; "" for a CPU
+    nccl  whether its torch talks over NCCL
+    cupy  whether its cupy does
+    """
+
+    gpu: str
+    nccl: bool
+    cupy: bool
+
+
+def capability(device: torch.device) -> Capability:
+    """What this process can do with a device."""
+    if device.type != "cuda":
+        return Capability("", nccl=False, cupy=False)
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    return Capability(gpu, nccl.is_available(), cupy_nccl.is_available())
+
+
+def agree(store: Store, name: str, rank: int, size: int, own: Capability) -> Backend:
+    """What the members of a group talk over: each tells the others what it can do, and all come to one result.
+
+    Raises ValueError, at every member, if some have a GPU and some don't.
+    """
+    store.set(f"capability/{rank}", json.dumps(asdict(own)))
+    everyone = [Capability(**json.loads(store.get(f"capability/{peer}"))) for peer in range(size)]
+    return backend_for(name, everyone)
+
+
+def backend_for(name: str, everyone: list[Capability]) -> Backend:
+    """What members who can do this talk over, by rank."""
+    without = [rank for rank, member in enumerate(everyone) if not member.gpu]
+    if len(without) == len(everyone):
+        return "cpu"
+    if without:
+        raise ValueError(
+            f"group {name}: rank{'s' if len(without) > 1 else ''} {', '.join(map(str, without))} of {len(everyone)} "
+            "have no GPU, the others do: give all of them one, or none"
+        )
+    if max(Counter(member.gpu for member in everyone).values()) > 1:
+        return "staged"
+    if all(member.nccl for member in everyone):
+        return "nccl"
+    return "cupy" if all(member.cupy for member in everyone) else "staged"
+
+
+log = logging.getLogger(__name__)
+TIMEOUT = 60.0  # seconds for every member to come; also those of a wait, until its owner has another wish
+_AXIS = "default"  # likewise
+
+
+def cpu_group(name: str, rank: int, size: int, store: Store, address: str) -> Group:
+    """A group for tensors on the host; ``address`` is this node's own. Raises GroupError."""
+    try:
+        together = same_place(store, rank, size)
+    except (OSError, RuntimeError) as error:
+        raise GroupError(name, "connect", None, str(error) or type(error).__name__) from error
+    if together:
+        return ShmGroup(name, _AXIS, rank, size, TIMEOUT, store=store, connect_timeout=TIMEOUT)
+    log.info("group %s: its members are on several nodes, so it goes over TCP", name)
+    device = _gloo_device(address)
+    return GlooGroup(name, _AXIS, rank, size, TIMEOUT, store=store, device=device, connect_timeout=TIMEOUT)
+
+
+def gpu_group(
+    name: str, rank: int, size: int, store: Store, address: str, device: torch.device, own: Capability
+) -> Group:
+    """A group for tensors on ``device``, over the fastest that every member has; a CPU group is beside it.
+
+    own  what this member can do
+
+    Raises GroupError.
+    """
+    try:
+        backend = agree(store, name, rank, size, own)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise GroupError(name, "connect", None, str(error) or type(error).__name__) from error
+    host = cpu_group(name, rank, size, PrefixStore("host", store), address)
+    log.info("group %s goes over %s", name, backend)
+    if backend == "staged":
+        return StagedGroup(host, device)
+    kind = NcclGroup if backend == "nccl" else CupyGroup
+    below = PrefixStore("gpu", store)
+    return kind(name, _AXIS, rank, size, TIMEOUT, store=below, device=device, host=host, connect_timeout=TIMEOUT)
+
+
+@functools.cache
+def _gloo_device(address: str) -> Any:
+    """One Gloo device a process: every group shares its event loop and listener."""
+    return create_device(address)

@@ -1,0 +1,237 @@
+"""The GPU backend over cupy: the communicator of Ray's own NCCLGroup, with what that one lacks.
+
+Ray's group issues to cupy's current stream instead of torch's and never lets torch wait for it, has neither deadlines
+nor abort, makes an actor a pair of ranks, and knows no all_to_all, gather or scatter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypar.actors.collective.gpu import GpuGroup
+from raypar.actors.collective.group import Finish
+from raypar.actors.collective.reductions import ReduceOp
+from raypar.actors.collective.watcher import Transfer
+from raypar.actors.tensors import row_size, staged
+
+# Names in cupy.cuda.nccl. Only reductions care: everything else moves as bytes.
+_OPS: dict[ReduceOp, str] = {"sum": "NCCL_SUM", "product": "NCCL_PROD", "min": "NCCL_MIN", "max": "NCCL_MAX"}
+_DTYPES = {
+    torch.float64: "NCCL_FLOAT64",
+    torch.float32: "NCCL_FLOAT32",
+    torch.float16: "NCCL_FLOAT16",
+    torch.bfloat16: "NCCL_BFLOAT16",
+    torch.int64: "NCCL_INT64",
+    torch.int32: "NCCL_INT32",
+    torch.int8: "NCCL_INT8",
+    torch.uint8: "NCCL_UINT8",
+}
+
+
+class CupyGroup(GpuGroup):
+    """A group over ``cupy.cuda.nccl.NcclCommunicator``, cupy 14 or newer.
+
+    cupy can't limit what a communicator takes of the GPU: with many edges set NCCL_MAX_CTAS, or waiting receives may
+    leave no room to compute.
+    """
+
+    def _prepare(self) -> None:
+        self._nccl = _nccl()
+
+    def _connect(self, name: str, rank: int, size: int, *, edge: bool) -> Any:
+        key = f"uid/{name}"
+        if rank == 0:
+            self._store.set(key, self._nccl.get_unique_id().hex())
+        uid = bytes.fromhex(self._store.get(key).decode())
+        return _Lane(self._nccl, self._nccl.NcclCommunicator(size, uid, rank), self.device)
+
+    def _put(self, edge: _Lane, flat: Tensor) -> Transfer:
+        return edge.issue(lambda comm, stream: self._send_part(comm, _bytes(flat), 1, stream))
+
+    def _take(self, edge: _Lane, flat: Tensor) -> Transfer:
+        return edge.issue(lambda comm, stream: self._recv_part(comm, _bytes(flat), 0, stream))
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
+        how = self._reduction(tensor, op, "all_reduce")
+        if not tensor.numel():
+            return self._nothing()
+        flat, back = staged(tensor)
+        pointer, count = flat.data_ptr(), flat.numel()
+        transfer = self._all.issue(lambda comm, stream: comm.allReduce(pointer, pointer, count, *how, stream))
+        return self._issued(transfer, back, flat)
+
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
+        if not out.numel():
+            return self._nothing()
+        flat, back = staged(out)
+        part = tensor.contiguous()
+        give, take = _bytes(part), _bytes(flat)
+        transfer = self._all.issue(
+            lambda comm, stream: comm.allGather(give.data_ptr(), take.data_ptr(), give.numel(), self._uint8, stream)
+        )
+        return self._issued(transfer, back, flat, part)
+
+    def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
+        how = self._reduction(tensor, op, "reduce_scatter")
+        if not out.numel():
+            return self._nothing()
+        flat, back = staged(out)
+        source = tensor.contiguous()
+        transfer = self._all.issue(
+            lambda comm, stream: comm.reduceScatter(source.data_ptr(), flat.data_ptr(), flat.numel(), *how, stream)
+        )
+        return self._issued(transfer, back, flat, source)
+
+    def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
+        if not row_size(tensor):
+            return self._nothing()
+        flat, back = staged(out)
+        source = tensor.contiguous()
+        give, take = dict(enumerate(source.split(ins))), dict(enumerate(flat.split(outs)))
+        return self._issued(self._exchange(give, take), back, flat, source)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> Finish:
+        if not tensor.numel():
+            return self._nothing()
+        flat, back = staged(tensor)
+        data = _bytes(flat)
+        pointer, count = data.data_ptr(), data.numel()
+        transfer = self._all.issue(
+            lambda comm, stream: comm.broadcast(pointer, pointer, count, self._uint8, root, stream)
+        )
+        return self._issued(transfer, back, flat)
+
+    def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
+        how = self._reduction(tensor, op, "reduce")
+        if not tensor.numel():
+            return self._nothing()
+        flat, back = staged(tensor)
+        pointer, count = flat.data_ptr(), flat.numel()
+        transfer = self._all.issue(lambda comm, stream: comm.reduce(pointer, pointer, count, *how, root, stream))
+        return self._issued(transfer, back if self.rank == root else None, flat)
+
+    def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
+        if not tensor.numel():
+            return self._nothing()
+        part = tensor.contiguous()
+        if out is None or self.rank != root:
+            return self._issued(self._exchange({root: part}, {}), None, part)
+        flat, back = staged(out)
+        take = dict(enumerate(flat.view(-1).chunk(self.size)))
+        return self._issued(self._exchange({root: part}, take), back, flat, part)
+
+    def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
+        if not out.numel():
+            return self._nothing()
+        flat, back = staged(out)
+        if tensor is None or self.rank != root:
+            return self._issued(self._exchange({}, {root: flat}), back, flat)
+        source = tensor.contiguous()
+        give = dict(enumerate(source.view(-1).chunk(self.size)))
+        return self._issued(self._exchange(give, {root: flat}), back, flat, source)
+
+    # --- NCCL's calls ---
+
+    def _exchange(self, give: dict[int, Tensor], take: dict[int, Tensor]) -> Transfer:
+        """Send to some ranks and receive from some, this one among them, as one op."""
+
+        def call(comm: Any, stream: int) -> None:
+            for peer, part in give.items():
+                self._send_part(comm, _bytes(part), peer, stream)
+            for peer, part in take.items():
+                self._recv_part(comm, _bytes(part), peer, stream)
+
+        lane: _Lane = self._all
+        return lane.issue(call)
+
+    def _send_part(self, comm: Any, data: Tensor, peer: int, stream: int) -> None:
+        if data.numel():
+            comm.send(data.data_ptr(), data.numel(), self._uint8, peer, stream)
+
+    def _recv_part(self, comm: Any, data: Tensor, peer: int, stream: int) -> None:
+        if data.numel():
+            comm.recv(data.data_ptr(), data.numel(), self._uint8, peer, stream)
+
+    @property
+    def _uint8(self) -> int:
+        number: int = self._nccl.NCCL_UINT8
+        return number
+
+    def _reduction(self, tensor: Tensor, op: ReduceOp, name: str) -> tuple[int, int]:
+        """NCCL's numbers for a dtype and a reduction."""
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"group {self.name}: {name}: NCCL can't reduce {tensor.dtype}: use {', '.join(map(str, _DTYPES))}"
+            )
+        return getattr(self._nccl, _DTYPES[tensor.dtype]), getattr(self._nccl, _OPS[op])
+
+
+class _Lane:
+    """A communicator and the stream of its ops, which waits for torch's current one before each."""
+
+    def __init__(self, nccl: Any, comm: Any, device: torch.device) -> None:
+        self._nccl, self._comm, self._device = nccl, comm, device
+        self._stream = torch.cuda.Stream(device, priority=-1)  # small kernels, for which others wait
+        self._lock = threading.Lock()
+        self._aborted = False
+
+    def issue(self, call: Callable[[Any, int], object]) -> Transfer:
+        """Start the op that ``call(communicator, stream)`` makes of one or several NCCL calls."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._nccl.groupStart()
+        try:
+            call(self._comm, self._stream.cuda_stream)
+        finally:
+            self._nccl.groupEnd()
+        return _Recorded(self, self._stream.record_event(), self._device)
+
+    def demand_sound(self) -> None:
+        """Raise RuntimeError for what NCCL found wrong meanwhile."""
+        with self._lock:  # not while the communicator is being freed
+            if not self._aborted:
+                self._comm.check_async_error()
+
+    def abort(self) -> None:
+        with self._lock:
+            if not self._aborted:
+                self._aborted = True
+                self._comm.abort()
+
+
+class _Recorded:
+    """The end of an op on a lane as a Transfer."""
+
+    def __init__(self, lane: _Lane, event: torch.cuda.Event, device: torch.device) -> None:
+        self._lane, self._event, self._device = lane, event, device
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def over(self) -> bool:
+        self._lane.demand_sound()
+        done: bool = self._event.query()
+        return done
+
+
+def is_available() -> bool:
+    """Whether cupy is installed and has found NCCL."""
+    try:
+        return bool(getattr(_nccl(), "available", False))
+    except ImportError:
+        return False
+
+
+def _nccl() -> Any:
+    """cupy's own module; imported when wanted, for it is an extra."""
+    return importlib.import_module("cupy.cuda.nccl")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as bytes (n,)."""
+    return tensor.view(-1).view(torch.uint8)

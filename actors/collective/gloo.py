@@ -1,0 +1,218 @@
+"""The CPU backend: one private torch ProcessGroupGloo a group, built over any torch Store.
+
+What torch's Gloo lacks is made up for here: a real abort, deadlines on every wait, reduce_scatter by all-to-all with
+additions in rank order, and tensors of any strides.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d as c10d
+
+from raypar.actors.collective.group import Finish, Group
+from raypar.actors.collective.ledger import Ledger
+from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
+from raypar.actors.tensors import nbytes, row_size, staged
+
+_OPS: dict[ReduceOp, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+_ABORT_TAG = (1 << 31) - 1
+_SMALL_TAG = _ABORT_TAG - 1
+_SMALL = 1 << 15  # bytes of all members' tensors together that an all_reduce exchanges directly
+_NEVER = timedelta(days=1)  # torch's own limit for ops that nobody waits for; our deadlines are on the waits
+
+
+class GlooGroup(Group):
+    """A group over ``torch.distributed.ProcessGroupGloo``.
+
+    store    where the members meet; its keys must not have been used by an earlier group
+    device   one Gloo device (event loop and listener) of the process, shared by all its groups
+
+    The constructor returns once every member is connected, or raises within ``connect_timeout`` seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        axis: str,
+        rank: int,
+        size: int,
+        timeout: float,
+        *,
+        store: Store,
+        device: Any,
+        connect_timeout: float = 60.0,
+        ledger: Ledger | None = None,
+    ) -> None:
+        super().__init__(name, axis, rank, size, timeout, ledger)
+        gloo: Any = dist.ProcessGroupGloo  # torch types only a part of it
+        options = gloo._Options()
+        options._devices, options._threads, options._timeout = [device], 1, timedelta(seconds=connect_timeout)
+        self._pg: Any = None
+        try:
+            self._pg = gloo(store, rank, size, options)
+            self._pg.barrier().wait(timedelta(seconds=connect_timeout))
+        except (RuntimeError, TimeoutError) as error:
+            raise self.fault("connect", None, str(error).splitlines()[0]) from error
+        self._pg.set_timeout(_NEVER)
+
+    def abort(self) -> None:
+        """Close every connection of the group; takes some milliseconds."""
+        # ProcessGroupGloo.abort() and shutdown() do nothing (torch 2.13), but a wait that expires closes every
+        # connection of the group, at both ends. A peer already lost fails at once without closing the rest: try all.
+        self._closed = True
+        for peer in range(self.size if self._pg is not None else 0):
+            if peer != self.rank:
+                try:
+                    self._pg.recv([torch.zeros(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+                except RuntimeError:
+                    continue
+
+    def _all_reduce_bytes(self, tensor: Tensor) -> int:
+        return (self.size - 1) * nbytes(tensor) if self._is_small(tensor) else super()._all_reduce_bytes(tensor)
+
+    def _is_small(self, tensor: Tensor) -> bool:
+        return self.size * nbytes(tensor) <= _SMALL
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
+        if self._is_small(tensor):
+            return self._all_reduce_directly(tensor, op)
+        flat, back = staged(tensor)
+        options = c10d.AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        return _waiter(self._pg.allreduce([flat], options), back, flat)
+
+    def _all_reduce_directly(self, tensor: Tensor, op: ReduceOp) -> Finish:
+        """Everybody sends to everybody and adds in rank order: a third of the latency of Gloo's ring, whose steps wake
+        one more thread each."""
+        parts = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype)
+        parts[self.rank] = tensor.reshape(-1)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        works = [self._pg.recv([parts[rank]], rank, _SMALL_TAG) for rank in others]
+        works += [self._pg.send([parts[self.rank]], rank, _SMALL_TAG) for rank in others]
+
+        def finish(timeout: float) -> None:
+            deadline = time.monotonic() + timeout
+            for work in works:
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            reduce_in_order(list(parts), op, tensor)
+
+        return finish
+
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
+        flat, back = staged(out)
+        part = tensor.contiguous()
+        pieces = list(flat.view(-1).chunk(self.size)) if flat.numel() else [flat] * self.size
+        work = self._pg.allgather([pieces], [part.view(-1)]) if flat.numel() else self._pg.barrier()
+        return _waiter(work, back, flat, part)
+
+    def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
+        # Gloo's own reduce_scatter takes three times as long, and adds in an order that depends on the ring.
+        source, parts = tensor.contiguous().view(-1), torch.empty(tensor.numel(), dtype=tensor.dtype)
+        work = self._pg.alltoall_base(parts, source, [], [])
+
+        def add() -> None:
+            reduce_in_order(list(parts.view(self.size, -1)), op, out)
+
+        return _waiter(work, add if out.numel() else None, parts, source)
+
+    def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
+        flat, back = staged(out)
+        source = tensor.contiguous()
+        if not row_size(source):
+            return _waiter(self._pg.barrier(), None)
+        return _waiter(self._pg.alltoall_base(flat, source, outs, ins), back, flat, source)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> Finish:
+        flat, back = staged(tensor)
+        options = c10d.BroadcastOptions()
+        options.rootRank = root
+        return _waiter(self._pg.broadcast([flat], options), back, flat)
+
+    def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
+        flat, back = staged(tensor)
+        if self.rank != root:
+            flat, back = flat.clone(), None  # Gloo reduces inside the members' buffers
+        options = c10d.ReduceOptions()
+        options.reduceOp, options.rootRank = _OPS[op], root
+        return _waiter(self._pg.reduce([flat], options), back, flat)
+
+    def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
+        if out is None or not tensor.numel():
+            part, pieces, back = tensor.contiguous().view(-1), [], None
+        else:
+            flat, back = staged(out)
+            part, pieces = tensor.contiguous().view(-1), [list(flat.view(-1).chunk(self.size))]
+        if not tensor.numel():
+            return _waiter(self._pg.barrier(), None)
+        options = c10d.GatherOptions()
+        options.rootRank = root
+        return _waiter(self._pg.gather(pieces, [part], options), back, part, pieces)
+
+    def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
+        flat, back = staged(out)
+        pieces = [] if tensor is None else [list(tensor.contiguous().view(-1).chunk(self.size))]
+        if not out.numel():
+            return _waiter(self._pg.barrier(), None)
+        options = c10d.ScatterOptions()
+        options.rootRank = root
+        return _waiter(self._pg.scatter([flat.view(-1)], pieces, options), back, flat, pieces)
+
+    def _barrier(self) -> Finish:
+        return _waiter(self._pg.barrier(), None)
+
+    def _send(self, tensor: Tensor, dst: int, tag: int) -> Finish:
+        source = tensor.contiguous()
+        return _waiter(self._pg.send([source], dst, tag), None, source)
+
+    def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
+        flat, back = staged(tensor)
+        return _waiter(self._pg.recv([flat], src, tag), back, flat)
+
+
+def create_device(host: str) -> Any:
+    """A Gloo device bound to an IP address of this node (torch's default resolves the host name, often loopback).
+
+    Its event loop runs as a batch thread. Otherwise it preempts the thread that computes in the middle of a send, finds
+    the connection locked by it, and spins until the scheduler's next tick: milliseconds, where cores are scarce.
+    """
+    before = _threads()
+    device = dist.ProcessGroupGloo.create_device(hostname=host)
+    for thread in _threads() - before:
+        os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+    return device
+
+
+def _threads() -> set[int]:
+    """The threads of this process (Linux; elsewhere none are known)."""
+    if not sys.platform.startswith("linux"):
+        return set()
+    return {int(entry.name) for entry in Path("/proc/self/task").iterdir()}
+
+
+def _waiter(work: Any, then: Callable[[], object] | None, *keep: object) -> Finish:
+    """Wait for Gloo's work, then run ``then``. ``keep`` has to live as long: dropping it closes the connection."""
+
+    def finish(timeout: float) -> None:
+        work.wait(timedelta(seconds=max(0.001, timeout)))  # less is no deadline to torch
+        if then is not None:
+            then()
+        del keep_alive[:]
+
+    keep_alive = list(keep)
+    return finish

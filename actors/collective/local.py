@@ -1,0 +1,156 @@
+"""Groups for tests: members that are threads of one process, and a group that fails on request."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from raypar.actors.collective.group import Finish, Group, Handle
+from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
+
+
+class LocalHub:
+    """Where the threads of one local group meet: mailboxes by (source, destination, key)."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[tuple[int, int, object], deque[Tensor | None]] = defaultdict(deque)
+        self._changed = threading.Condition()
+        self._aborted = False
+
+    def put(self, src: int, dst: int, key: object, tensor: Tensor | None) -> None:
+        copy = None if tensor is None else tensor.detach().clone()
+        with self._changed:
+            self._boxes[src, dst, key].append(copy)
+            self._changed.notify_all()
+
+    def take(self, src: int, dst: int, key: object, deadline: float) -> Tensor | None:
+        """The oldest tensor in the box; TimeoutError after ``deadline`` (monotonic seconds), RuntimeError on abort."""
+        with self._changed:
+            while not (box := self._boxes[src, dst, key]):
+                if self._aborted:
+                    raise RuntimeError("the group was aborted")
+                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                    raise TimeoutError
+            tensor = box.popleft()
+            if not box:
+                del self._boxes[src, dst, key]
+            return tensor
+
+    def abort(self) -> None:
+        with self._changed:
+            self._aborted = True
+            self._changed.notify_all()
+
+
+class LocalGroup(Group):
+    """A group whose members are threads that share a ``LocalHub``; sums are added in rank order."""
+
+    def __init__(self, hub: LocalHub, axis: str, rank: int, size: int, timeout: float = 30.0) -> None:
+        self._hub, self._issued = hub, 0
+        super().__init__(f"local/{axis}", axis, rank, size, timeout)
+
+    def abort(self) -> None:
+        self._closed = True
+        self._hub.abort()
+
+    def _exchange(
+        self, parts: dict[int, Tensor | None], sources: list[int], done: Callable[[list[Tensor]], object]
+    ) -> Finish:
+        """Give ``parts`` to their ranks; on finish pass what ``sources`` gave, in this order, to ``done``."""
+        self._issued += 1
+        key = ("collective", self._issued)
+        for dst, part in parts.items():
+            self._hub.put(self.rank, dst, key, part)
+
+        def finish(timeout: float) -> None:
+            deadline = time.monotonic() + timeout
+            got = [self._hub.take(src, self.rank, key, deadline) for src in sources]
+            done([tensor for tensor in got if tensor is not None])
+
+        return finish
+
+    def _everyone(self) -> list[int]:
+        return list(range(self.size))
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
+        parts: dict[int, Tensor | None] = dict.fromkeys(self._everyone(), tensor)
+        return self._exchange(parts, self._everyone(), lambda got: reduce_in_order(got, op, tensor))
+
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
+        parts: dict[int, Tensor | None] = dict.fromkeys(self._everyone(), tensor)
+        return self._exchange(parts, self._everyone(), lambda got: _fill(out, got))
+
+    def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
+        pieces = tensor.reshape(self.size, -1)
+        parts: dict[int, Tensor | None] = {rank: pieces[rank] for rank in self._everyone()}
+        return self._exchange(parts, self._everyone(), lambda got: reduce_in_order(got, op, out))
+
+    def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
+        parts: dict[int, Tensor | None] = dict(enumerate(tensor.split(ins)))
+        return self._exchange(parts, self._everyone(), lambda got: _fill(out, got))
+
+    def _broadcast(self, tensor: Tensor, root: int) -> Finish:
+        if self.rank == root:
+            return self._exchange({rank: tensor for rank in self._everyone() if rank != root}, [], lambda got: None)
+        return self._exchange({}, [root], lambda got: tensor.copy_(got[0]))
+
+    def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
+        sources = self._everyone() if self.rank == root else []
+        return self._exchange({root: tensor}, sources, lambda got: reduce_in_order(got, op, tensor) if got else None)
+
+    def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
+        sources = self._everyone() if self.rank == root else []
+        return self._exchange({root: tensor}, sources, lambda got: None if out is None else _fill(out, got))
+
+    def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
+        parts: dict[int, Tensor | None] = {}
+        if tensor is not None and self.rank == root:
+            parts = dict(enumerate(tensor.reshape(self.size, -1)))
+        return self._exchange(parts, [root], lambda got: out.copy_(got[0].view_as(out)))
+
+    def _barrier(self) -> Finish:
+        return self._exchange(dict.fromkeys(self._everyone()), self._everyone(), lambda got: None)
+
+    def _send(self, tensor: Tensor, dst: int, tag: int) -> Finish:
+        self._hub.put(self.rank, dst, tag, tensor)
+        return lambda timeout: None
+
+    def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
+        def finish(timeout: float) -> None:
+            got = self._hub.take(src, self.rank, tag, time.monotonic() + timeout)
+            assert got is not None
+            tensor.copy_(got)
+
+        return finish
+
+
+class FailingGroup(LocalGroup):
+    """A local group whose ``op`` raises on its ``nth`` call (counted from 1), like a backend that lost a peer."""
+
+    def __init__(
+        self, hub: LocalHub, axis: str, rank: int, size: int, *, op: str, nth: int, timeout: float = 30.0
+    ) -> None:
+        super().__init__(hub, axis, rank, size, timeout)
+        self._op, self._left = op, nth
+
+    def _run(self, op: str, peer: int | None, sent: int, start: Callable[..., Finish], *args: object) -> Handle:
+        if op == self._op:
+            self._left -= 1
+            if self._left == 0:
+                raise self.fault(op, peer, "injected fault")
+        return super()._run(op, peer, sent, start, *args)
+
+
+def local_groups(axis: str, size: int, timeout: float = 30.0) -> list[LocalGroup]:
+    """The members of one local group, by rank; give each to a thread of its own."""
+    hub = LocalHub()
+    return [LocalGroup(hub, axis, rank, size, timeout) for rank in range(size)]
+
+
+def _fill(out: Tensor, parts: list[Tensor]) -> None:
+    out.copy_(torch.cat([part.reshape(-1) for part in parts]).view_as(out))

@@ -1,0 +1,238 @@
+"""Groups between Ray actors: our backends registered with ``ray.util.collective``, and joining them.
+
+Ray's stock GLOO backend shares one process group between all groups of an actor (its sums are wrong where groups
+overlap) and knows no tags, handles, deadlines or abort; what its NCCL backend lacks is said in cupy_nccl.py.
+``register_collective_backend`` is the public way to others: ``RayparCpu`` and ``RayparGpu`` are what Ray sees,
+``.group`` is the Group that raypar uses. Of CPUs it goes over shared memory if all its members are on one node, else
+over Gloo; of GPUs over NCCL, by torch or by cupy, or through the host, as its members agree.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from ray.experimental import internal_kv
+from ray.util import collective
+from ray.util.collective import types
+from ray.util.collective.backend_registry import _global_registry, register_collective_backend
+from ray.util.collective.collective_group.base_collective_group import BaseGroup
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from raypar.actors.collective.connect import TIMEOUT, capability, cpu_group, gpu_group
+from raypar.actors.collective.group import Group, GroupError
+from raypar.actors.collective.ledger import Ledger
+from raypar.actors.collective.reductions import ReduceOp
+
+BACKEND, GPU_BACKEND = "RAYPAR_CPU", "RAYPAR_GPU"
+CPU = torch.device("cpu")
+_NAMESPACE = b"raypar"
+_OPS: dict[types.ReduceOp, ReduceOp] = {
+    types.ReduceOp.SUM: "sum",
+    types.ReduceOp.PRODUCT: "product",
+    types.ReduceOp.MIN: "min",
+    types.ReduceOp.MAX: "max",
+}
+
+
+def join(
+    name: str,
+    axis: str,
+    size: int,
+    rank: int,
+    timeout: float,
+    ledger: Ledger | None = None,
+    device: torch.device = CPU,
+) -> Group:
+    """Join a group from inside an actor; returns when every member has.
+
+    name     unique to run, axis, index and generation: a name is never used twice, also after a failed attempt
+    timeout  seconds any wait in the group may take
+    device   where the tensors are; all members name one kind
+
+    Raises GroupError if a member does not come within a minute.
+    """
+    register()
+    backend = BACKEND if device.type == "cpu" else GPU_BACKEND
+    with _current(device):
+        # this takes milliseconds; create_collective_group, from the driver, 0.6 s and a detached actor a group
+        collective.init_collective_group(size, rank, types.Backend(backend), name)
+    group: Group = collective.get_group_handle(name).group
+    ledger = Ledger() if ledger is None else ledger
+    for one in (group, group.host):
+        one.axis, one.timeout, one.ledger = axis, timeout, ledger
+    return group
+
+
+def leave(name: str) -> None:
+    """Drop a group of this actor, closed or not; its name stays used."""
+    if collective.is_group_initialized(name):
+        collective.destroy_collective_group(name)
+
+
+def close_together(groups: Mapping[str, Group]) -> None:
+    """Tie an actor's groups: a fault in one aborts them all, so that no neighbour waits for its deadline."""
+
+    def abort_all() -> None:
+        for group in groups.values():
+            group.abort()
+
+    for group in groups.values():
+        group.on_fault = group.host.on_fault = abort_all
+
+
+def register() -> None:
+    """Make the backends known to this process (driver or actor)."""
+    for backend in (RayparCpu, RayparGpu):
+        if not _global_registry.is_registered(backend.backend()):
+            register_collective_backend(backend.backend(), backend)
+
+
+class KVStore(Store):
+    """A torch Store over Ray's internal key-value store: no port, no server, no first rank that has to live."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self._prefix = prefix
+
+    def set(self, key: str, value: Any) -> None:
+        data = value if isinstance(value, bytes) else str(value).encode()
+        internal_kv._internal_kv_put(self._name(key), data, overwrite=True, namespace=_NAMESPACE)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        value: bytes = internal_kv._internal_kv_get(self._name(key), namespace=_NAMESPACE)
+        return value
+
+    def check(self, keys: list[str]) -> bool:
+        return all(internal_kv._internal_kv_exists(self._name(key), namespace=_NAMESPACE) for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=TIMEOUT)) -> None:
+        end, pause = time.monotonic() + timeout.total_seconds(), 0.0005
+        while not self.check(keys):
+            if time.monotonic() > end:
+                raise TimeoutError(f"a member did not come within {timeout.total_seconds():g} s")
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.02)
+
+    def clear(self) -> None:
+        """Delete every key: a later group must not dial this one's addresses."""
+        internal_kv._internal_kv_del(self._name(""), del_by_prefix=True, namespace=_NAMESPACE)
+
+    def _name(self, key: str) -> bytes:
+        return f"{self._prefix}/{key}".encode()
+
+
+class _Translated(BaseGroup):
+    """What ``ray.util.collective`` holds: its own calls work too, translated to the Group."""
+
+    def __init__(self, world_size: int, rank: int, group_name: str) -> None:
+        super().__init__(world_size, rank, group_name)
+        self._store = KVStore(f"{ray.get_runtime_context().get_job_id()}/{group_name}")
+        self.group = self._connected(group_name, rank, world_size, self._store)
+        self._clear()
+
+    @abstractmethod
+    def _connected(self, name: str, rank: int, size: int, store: KVStore) -> Group:
+        """The Group, once every member is there."""
+
+    def _clear(self) -> None:
+        if self.rank == 0:
+            self._store.clear()
+
+    def destroy_group(self) -> None:
+        self.group.abort()
+
+    def allreduce(self, tensor: list[Tensor], allreduce_options: Any = None) -> None:
+        self._each(tensor, lambda t: self.group.all_reduce(t, _op(allreduce_options)).wait())
+
+    def barrier(self, barrier_options: Any = None) -> None:
+        self.group.barrier().wait()
+
+    def reduce(self, tensor: list[Tensor], reduce_options: Any = None) -> None:
+        self._each(tensor, lambda t: self.group.reduce(t, reduce_options.root_rank, _op(reduce_options)).wait())
+
+    def broadcast(self, tensor: list[Tensor], broadcast_options: Any = None) -> None:
+        self._each(tensor, lambda t: self.group.broadcast(t, broadcast_options.root_rank).wait())
+
+    def allgather(self, tensor_list: list[list[Tensor]], tensor: list[Tensor], allgather_options: Any = None) -> None:
+        out = tensor[0].new_empty((self.world_size, *tensor[0].shape))
+        self.group.all_gather(out, tensor[0]).wait()
+        for target, part in zip(tensor_list[0], out, strict=True):
+            target.copy_(part)
+
+    def reducescatter(
+        self, tensor: list[Tensor], tensor_list: list[list[Tensor]], reducescatter_options: Any = None
+    ) -> None:
+        parts = tensor[0].new_empty((self.world_size, *tensor[0].shape))
+        for part, source in zip(parts, tensor_list[0], strict=True):
+            part.copy_(source)
+        self.group.reduce_scatter(tensor[0], parts, _op(reducescatter_options)).wait()
+
+    def send(self, tensor: list[Tensor], send_options: Any) -> None:
+        self._each(tensor, lambda t: self.group.send(t, send_options.dst_rank).wait())
+
+    def recv(self, tensor: list[Tensor], recv_options: Any) -> None:
+        self._each(tensor, lambda t: self.group.recv(t, recv_options.src_rank).wait())
+
+    def _each(self, tensors: list[Tensor], op: Callable[[Tensor], None]) -> None:
+        if len(tensors) != 1:
+            raise GroupError(self.group_name, "call", None, "one tensor a call: an actor has one device")
+        op(tensors[0])
+
+
+class RayparCpu(_Translated):
+    """Groups of CPUs."""
+
+    @classmethod
+    def backend(cls) -> str:
+        return BACKEND
+
+    @classmethod
+    def check_backend_availability(cls) -> bool:
+        return bool(dist.is_available() and dist.is_gloo_available())
+
+    def _connected(self, name: str, rank: int, size: int, store: KVStore) -> Group:
+        return cpu_group(name, rank, size, store, _address())
+
+
+class RayparGpu(_Translated):
+    """Groups of GPUs: each member's is the current one of the thread that joins."""
+
+    @classmethod
+    def backend(cls) -> str:
+        return GPU_BACKEND
+
+    @classmethod
+    def check_backend_availability(cls) -> bool:
+        return RayparCpu.check_backend_availability() and torch.cuda.is_available()
+
+    def destroy_group(self) -> None:
+        super().destroy_group()
+        self._clear()  # of edges that were connected later
+
+    def _connected(self, name: str, rank: int, size: int, store: KVStore) -> Group:
+        device = torch.device("cuda", torch.cuda.current_device())
+        return gpu_group(name, rank, size, store, _address(), device, capability(device))
+
+
+def _op(options: Any) -> ReduceOp:
+    return "sum" if options is None else _OPS[options.reduceOp]
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """A backend's constructor is not told its device: it takes the thread's current one."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+
+
+def _address() -> str:
+    """The node's own address, not loopback: members may be on other nodes."""
+    return str(ray.util.get_node_ip_address())

@@ -1,0 +1,1 @@
+"""The shared-memory backend: groups of actors on one node."""

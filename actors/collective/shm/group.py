@@ -1,0 +1,274 @@
+"""The CPU group of members that live on one node: tensors move through shared memory.
+
+Every op is a Flow: it posts pieces of what this member gives, and takes the pieces that the others posted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from raypar.actors.collective.group import Finish, Group
+from raypar.actors.collective.ledger import Ledger
+from raypar.actors.collective.reductions import ReduceOp
+from raypar.actors.collective.shm.flow import Flow, Pieces, Step, always, nothing
+from raypar.actors.collective.shm.links import INLINE, connect
+from raypar.actors.collective.shm.mailbox import LENT, Mailbox, Parts
+from raypar.actors.collective.shm.ops import Swap, by_shares, reduce_parts
+from raypar.actors.collective.shm.slabs import SLAB
+from raypar.actors.tensors import nbytes, row_size, staged
+
+Fold = Callable[[slice, Parts], object]  # what to do with these elements of the peers' tensors
+WHOLE = slice(None)  # all of a tensor that is one piece: it need not be sliced, which takes 3 us
+Back = Callable[[], object] | None
+
+
+class ShmGroup(Group):
+    """A group whose members are all in one ``links.place()``.
+
+    store  where the members meet; its keys must not have been used by an earlier group
+
+    An async op moves on whenever any op of the group is started or waited for. The constructor returns once every
+    member is connected, or raises within ``connect_timeout`` seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        axis: str,
+        rank: int,
+        size: int,
+        timeout: float,
+        *,
+        store: Store,
+        connect_timeout: float = 60.0,
+        ledger: Ledger | None = None,
+    ) -> None:
+        super().__init__(name, axis, rank, size, timeout, ledger)
+        self._others = [peer for peer in range(size) if peer != rank]
+        self._issued, self._box = 0, Mailbox(rank, {})
+        deadline = time.monotonic() + connect_timeout
+        try:
+            self._box = Mailbox(rank, connect(store, rank, size, connect_timeout))
+            self._barrier()(max(0.0, deadline - time.monotonic()))
+        except (OSError, RuntimeError) as error:
+            raise self.fault("connect", None, str(error) or type(error).__name__) from error
+
+    def empty(self, count: int, dtype: torch.dtype) -> Tensor:
+        return self._box.window(count * dtype.itemsize).view(dtype)
+
+    def abort(self) -> None:
+        self._closed = True
+        self._box.abort()
+
+    # --- the ops: what this member gives to whom, and what it makes of what it gets ---
+
+    def _all_reduce_bytes(self, tensor: Tensor) -> int:
+        return (self.size - 1) * nbytes(tensor) if self._is_direct(tensor) else super()._all_reduce_bytes(tensor)
+
+    def _is_direct(self, tensor: Tensor) -> bool:
+        """Whether everybody gives everything to everybody: one round, and for two members not a byte more.
+
+        A large window is not copied to be given, and then shares are less work.
+        """
+        pair = self.size == 2 and (nbytes(tensor) <= SLAB or not self._box.is_window(tensor))
+        return nbytes(tensor) <= INLINE or pair
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
+        whole, back = staged(tensor)
+        flat = whole.view(-1)
+        if not self._is_direct(tensor):
+            channels = self._channel(), self._channel()
+            return self._start(by_shares(self._box, self.rank, self.size, flat, op, channels), back)
+
+        def fold(piece: slice, parts: Parts) -> None:
+            own = _at(flat, piece)
+            reduce_parts(own, own, parts, self.rank, op)
+
+        give = [(flat, self._others)]
+        return self._exchange(give, self._from_all(flat.numel()), flat.dtype, fold, back, lend=False)
+
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
+        whole, back = staged(out)
+        rows, part = whole.view(self.size, tensor.numel()), tensor.contiguous().view(-1)
+        rows[self.rank].copy_(part)
+        return self._exchange([(part, self._others)], self._from_all(part.numel()), part.dtype, _fill(rows), back)
+
+    def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
+        whole, back = staged(out)
+        flat, rows = whole.view(-1), tensor.contiguous().view(self.size, out.numel())
+
+        def fold(piece: slice, parts: Parts) -> None:
+            reduce_parts(_at(flat, piece), _at(rows[self.rank], piece), parts, self.rank, op)
+
+        if self.size == 1:
+            flat.copy_(rows[0])
+        give = [(rows[peer], [peer]) for peer in self._others]
+        return self._exchange(give, self._from_all(flat.numel()), flat.dtype, fold, back)
+
+    def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
+        whole, back = staged(out)
+        row = row_size(out)
+        targets = whole.view(-1).split([count * row for count in outs])
+        sources = tensor.contiguous().view(-1).split([count * row for count in ins])
+        targets[self.rank].copy_(sources[self.rank])
+        give = [(sources[peer], [peer]) for peer in self._others]
+        take = {peer: targets[peer].numel() for peer in self._others}
+        return self._exchange(give, take, whole.dtype, _fill(targets), back)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> Finish:
+        whole, back = staged(tensor)
+        flat = whole.view(-1)
+        if self.rank == root:
+            return self._exchange([(flat, self._others)], {}, flat.dtype, nothing, None, self._box.block(flat))
+        return self._exchange([], {root: flat.numel()}, flat.dtype, _fill({root: flat}), back, self._box.block(flat))
+
+    def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
+        whole, back = staged(tensor)
+        flat = whole.view(-1)
+
+        def fold(piece: slice, parts: Parts) -> None:
+            own = _at(flat, piece)
+            reduce_parts(own, own, parts, self.rank, op)
+
+        if self.rank != root:
+            return self._exchange([(flat, [root])], {}, flat.dtype, nothing, None, self._box.block(flat))
+        return self._exchange([], self._from_all(flat.numel()), flat.dtype, fold, back, self._box.block(flat))
+
+    def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
+        part = tensor.contiguous().view(-1)
+        if out is None or self.rank != root:
+            return self._exchange([(part, [root])], {}, part.dtype, nothing, None)
+        whole, back = staged(out)
+        rows = whole.view(self.size, part.numel())
+        rows[root].copy_(part)
+        return self._exchange([], self._from_all(part.numel()), part.dtype, _fill(rows), back)
+
+    def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
+        whole, back = staged(out)
+        flat = whole.view(-1)
+        if tensor is None or self.rank != root:
+            return self._exchange([], {root: flat.numel()}, flat.dtype, _fill({root: flat}), back)
+        rows = tensor.contiguous().view(self.size, flat.numel())
+        flat.copy_(rows[root])
+        return self._exchange([(rows[peer], [peer]) for peer in self._others], {}, flat.dtype, nothing, back)
+
+    def _barrier(self) -> Finish:
+        token = torch.zeros(1)
+        return self._exchange([(token, self._others)], self._from_all(1), token.dtype, nothing, None)
+
+    def _send(self, tensor: Tensor, dst: int, tag: int) -> Finish:
+        flat = tensor.detach().contiguous().view(-1)
+        piece = SLAB // flat.element_size()
+        with self._box.lock:  # another send with this tag comes before or after
+            for start in range(0, flat.numel(), piece):
+                self._box.post(tag, nbytes(flat), flat[start : start + piece], (dst,))
+
+        def sent(k: int) -> bool:
+            return self._box.sent((dst,)) and self._box.given(flat)
+
+        return nothing if sent(0) else self._start(Pieces(1, [Step(sent, nothing)], [dst]), None)
+
+    def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
+        whole, back = staged(tensor)
+        flat, totals = whole.view(-1), {src: nbytes(whole)}
+        fill, queue, piece = _fill({src: flat}), (src, tag), SLAB // flat.element_size()
+
+        def use(k: int) -> None:
+            self._box.take(tag, totals, flat.dtype, partial(fill, slice(k * piece, (k + 1) * piece)))
+
+        if 0 < flat.numel() <= piece:
+            flow: Flow = Swap(self._box, tag, [], totals, flat.dtype, partial(fill, WHOLE), peers=(src,), queue=queue)
+        else:
+            step = Step(lambda _: self._box.have(tag, totals), use)
+            flow = Pieces(-(-flat.numel() // piece), [step], (src,), queue=queue)
+        self._box.await_pieces(flow)
+        return self._finish(flow, back)
+
+    # --- inside ---
+
+    def _exchange(
+        self,
+        give: Sequence[tuple[Tensor, Sequence[int]]],
+        take: Mapping[int, int],
+        dtype: torch.dtype,
+        fold: Fold,
+        back: Back,
+        block: int = SLAB,
+        lend: bool = True,
+    ) -> Finish:
+        """Give flat tensors to these peers, and fold in so many elements of those, in pieces of so many bytes.
+
+        lend  whether windows may be read where they stand; not if they are folded into
+        """
+        channel = self._channel()
+        piece = block // dtype.itemsize
+        counts = [*take.values(), *[flat.numel() for flat, _ in give]]
+        longest = max(counts, default=0)
+        totals = {peer: count * dtype.itemsize for peer, count in take.items() if count}
+        involved = {*take, *chain.from_iterable(peers for _, peers in give)}
+        if longest <= piece:
+            some = give if all(counts) else [(flat, peers) for flat, peers in give if flat.numel()]
+            swap = Swap(self._box, channel, some, totals, dtype, partial(fold, WHOLE), peers=involved, lend=lend)
+            return self._start(swap, back)
+        copies = not (lend and all(self._box.is_window(flat) for flat, _ in give))
+
+        def sources(k: int) -> dict[int, int]:
+            return {peer: total for peer, total in totals.items() if take[peer] > k * piece}
+
+        def post(k: int) -> None:
+            for flat, peers in give:
+                if flat.numel() > k * piece:
+                    last = nbytes(flat[(k + 1) * piece :]) < LENT  # of those that are lent
+                    self._box.post(
+                        channel, nbytes(flat), flat[k * piece : (k + 1) * piece], peers, lend=lend, ring=last
+                    )
+
+        def use(k: int) -> None:
+            where = slice(k * piece, (k + 1) * piece)
+            self._box.take(channel, sources(k), dtype, lambda parts: fold(where, parts))
+
+        steps = [
+            Step(always, post),
+            Step(lambda k: self._box.have(channel, sources(k)), use),
+            Step(lambda k: self._box.sent(involved) and all(self._box.given(flat) for flat, _ in give), nothing),
+        ]
+        return self._start(Pieces(-(-longest // piece), steps, involved, copies=copies), back)
+
+    def _start(self, flow: Flow, back: Back) -> Finish:
+        self._box.start(flow)
+        return self._finish(flow, back)
+
+    def _finish(self, flow: Flow, back: Back) -> Finish:
+        def finish(timeout: float) -> None:
+            self._box.wait(flow, timeout)
+            if back is not None:
+                back()
+
+        return finish
+
+    def _channel(self) -> int:
+        """A new one for a collective, the same on every member; the tags of p2p are channels too, from 0."""
+        self._issued += 1
+        return -self._issued
+
+    def _from_all(self, count: int) -> dict[int, int]:
+        return dict.fromkeys(self._others, count)
+
+
+def _at(flat: Tensor, piece: slice) -> Tensor:
+    return flat if piece is WHOLE else flat[piece]
+
+
+def _fill(targets: Mapping[int, Tensor] | Sequence[Tensor] | Tensor) -> Fold:
+    def fold(piece: slice, parts: Parts) -> None:
+        for peer, part in parts.items():
+            _at(targets[peer], piece).copy_(part)
+
+    return fold

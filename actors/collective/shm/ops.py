@@ -1,0 +1,121 @@
+"""An all_reduce through shared memory in which each member reduces a share and gives the result to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
+from raypar.actors.collective.shm.flow import Flow, Pieces, Step, always, nothing
+from raypar.actors.collective.shm.mailbox import Mailbox, Parts, Use
+from raypar.actors.tensors import nbytes
+
+
+class Swap(Flow):
+    """Give flat tensors to these peers, and let ``use`` have what those in ``totals`` give, so many bytes each.
+
+    lend  whether windows may be read where they stand
+    """
+
+    def __init__(
+        self,
+        box: Mailbox,
+        channel: int,
+        give: Sequence[tuple[Tensor, Sequence[int]]],
+        totals: Mapping[int, int],
+        dtype: torch.dtype,
+        use: Use,
+        *,
+        peers: Collection[int],
+        lend: bool = True,
+        queue: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(peers, queue)
+        self._box, self._channel, self._give = box, channel, give
+        self._totals, self._dtype, self._use, self._lend = totals, dtype, use, lend
+        self._lent = [flat for flat, _ in give if lend and box.is_window(flat)]
+        self._posted, self._used = not give, not totals
+
+    def needs(self, peer: int) -> bool:
+        """Not one who has given what it had to, and was sent what it had to get: it may leave before the others."""
+        gives = peer in self._totals and not self._used and not self._box.have(self._channel, [peer])
+        gets = any(peer in peers for _, peers in self._give)
+        return gives or (gets and not (self._posted and self._box.sent([peer]) and not self._lent))
+
+    def _advance(self, most: int) -> bool:
+        moved = False
+        if not self._posted:
+            if not most:
+                return False
+            for flat, peers in self._give:
+                self._box.post(self._channel, nbytes(flat), flat, peers, lend=self._lend)
+            self._posted = True
+            self.ahead = int(len(self._lent) < len(self._give))
+        if not self._used and self._box.have(self._channel, self._totals):
+            self._box.take(self._channel, self._totals, self._dtype, self._use)
+            self._used = moved = True
+        if self._used and self._box.sent(self.peers) and all(map(self._box.given, self._lent)):
+            self.over, self.ahead = True, 0
+            return True
+        return moved
+
+
+_PAIRS: dict[ReduceOp, Callable[..., object]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, channels: tuple[int, int]) -> Pieces:
+    """The flow that turns ``flat`` (contiguous, one dim) into the reduction; 2(N-1)/N of its bytes cross a member.
+
+    What is in a window is read where it stands, so there the op is over only when all have read it.
+    """
+    given, reduced = channels
+    block = box.block(flat) // flat.element_size()
+    others = [peer for peer in range(size) if peer != rank]
+
+    def share(k: int, owner: int) -> Tensor:
+        part = flat[k * block : (k + 1) * block]
+        each = -(-part.numel() // size)
+        return part[owner * each : (owner + 1) * each]
+
+    total = nbytes(flat)  # said with every share: that of another tensor may be as long
+    totals = dict.fromkeys(others, total)
+
+    def give(k: int) -> None:
+        for peer in others:
+            box.post(given, total, share(k, peer), [peer], ring=False)
+
+    def reduce(k: int) -> None:
+        own = share(k, rank)
+        box.take(given, totals, own.dtype, lambda parts: reduce_parts(own, own, parts, rank, op))
+        box.post(reduced, total, own, others)
+
+    def collect(k: int) -> None:
+        box.take(reduced, totals, flat.dtype, lambda parts: fill(k, parts))
+
+    def fill(k: int, parts: Parts) -> None:
+        for peer, part in parts.items():
+            share(k, peer).copy_(part)
+
+    steps = [
+        Step(always, give),
+        Step(lambda k: box.have(given, others), reduce),
+        Step(lambda k: box.have(reduced, others), collect),
+        Step(lambda k: box.sent(others) and box.given(flat), nothing),
+    ]
+    return Pieces(-(-flat.numel() // block), steps, others, copies=not box.is_window(flat))
+
+
+def reduce_parts(out: Tensor, own: Tensor, parts: Parts, rank: int, op: ReduceOp) -> None:
+    """``out`` becomes the reduction of what member ``rank`` has itself and of the others' parts, in rank order."""
+    everyone = [own if member == rank else parts[member] for member in range(len(parts) + 1)]
+    if len(everyone) == 2:
+        _PAIRS[op](*everyone, out=out)
+    else:
+        reduce_in_order(everyone, op, out)

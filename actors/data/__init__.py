@@ -1,0 +1,1 @@
+"""From text files and user functions to the batches of a step."""

@@ -1,0 +1,294 @@
+"""Text files as one array of token ids: found, converted once into the cache folder, and memory-mapped.
+
+Needs numpy only: the driver checks the data without torch. A cache entry is ``tokens/<key>.bin`` (ids, little endian)
+and ``tokens/<key>.json``, written last. The key covers names, sizes and modification times of the sources and the
+tokenizer's content, so an entry never goes stale, and two processes that convert at once write the same bytes.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import itertools
+import json
+import logging
+import os
+import sysconfig
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from raypar.actors.errors import FaultsError
+from raypar.actors.files import expanded, read_named
+
+log = logging.getLogger(__name__)
+Tokens: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
+
+_FORMAT = 1  # part of every key: raise it when the conversion changes
+_MOST_TOKENIZER = 1 << 30  # bytes of its file
+_CHUNK = 1 << 20  # bytes that are read and encoded at once
+_SKIPPED = "below a folder or a glob, hidden files, .bin files and files with a NUL in their first 8 KiB are skipped"
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"})
+
+
+class TextError(FaultsError, ValueError):
+    """What is wrong with the user's text."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about an array of tokens: the JSON of a cache entry."""
+
+    dtype: str  # numpy's name: "|u1" (bytes), "<u2" or "<u4"
+    count: int  # tokens
+    vocab: int  # 256 for bytes, the tokenizer's size, or max_id + 1 for .bin
+    max_id: int  # largest id that occurs
+    sha256: str  # of the array
+    fingerprint: str  # of the sources (relative names, sizes, contents) and the tokenizer
+
+
+@dataclass(frozen=True)
+class _File:
+    name: str  # relative to what the user named, so that it is the same on every machine
+    path: Path
+    size: int
+    mtime: int  # ns
+    named: bool  # by the user himself: taken as it is, text or not
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    encode: Callable[[bytes], Tokens]
+    dtype: str
+    vocab: int
+
+
+def open_tokens(setting: str, path: str, tokenizer: str | None, cache: str | None) -> tuple[Tokens, Facts]:
+    """The tokens of ``path`` (see ``Text.path``) as a 1-d read-only memory map, and what is known about them.
+
+    setting  what the user calls this path ("path" or "val_path"), for messages
+    cache    the cache folder; None is $XDG_CACHE_HOME/raypar or ~/.cache/raypar
+
+    Raises TextError with all faults of path, tokenizer and cache folder.
+    """
+    faults: list[str] = []
+    folder = expanded(cache or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/raypar").absolute() / "tokens"
+    is_bin = path.endswith(".bin")  # token ids already: mapped in place, only its facts are kept in the cache
+    files = _sources(setting, path, folder, faults)
+    tokenizer_sha = _tokenizer_sha(tokenizer, faults)
+    key = hashlib.sha256(repr((_FORMAT, files, is_bin or tokenizer_sha)).encode()).hexdigest()[:32]
+    data = files[0].path if is_bin and files else folder / f"{key}.bin"
+    facts = None if faults else _read_facts(folder / f"{key}.json", data)
+    if facts is None:
+        encoder = None if tokenizer_sha is None else _encoder(tokenizer, faults)
+        _make_folder(folder, faults)
+        if faults or encoder is None:
+            raise TextError(faults)
+        log.info("converting %s %r: %d files, %d bytes", setting, path, len(files), sum(file.size for file in files))
+        try:
+            facts = _scan(files[0]) if is_bin else _convert(files, encoder, tokenizer_sha or "", data)
+            with _aside(folder / f"{key}.json") as out:
+                out.write(json.dumps(asdict(facts), indent=1).encode())
+        except (OSError, ValueError) as error:
+            raise TextError([f"{setting}: {path!r} cannot be converted ({error}): repair that"]) from error
+    if not facts.count:
+        raise TextError([f"{setting}: {path!r} is empty ({_SKIPPED}): give files with text in them"])
+    return np.memmap(data, np.dtype(facts.dtype), mode="r"), facts
+
+
+def _sources(setting: str, path: str, cache: Path, faults: list[str]) -> list[_File]:
+    """The files that ``path`` names, sorted by name, without those of the cache; what is wrong goes to ``faults``."""
+    files: list[_File] = []
+    try:
+        target = expanded(path)
+        root, names = _find(path, target)
+        base, cache = root.resolve(), cache.resolve()
+        for name in sorted(names):
+            file = base / name
+            if (named := root / name == target) or not file.is_relative_to(cache):
+                stat = file.stat()
+                files.append(_File(name, file, stat.st_size, stat.st_mtime_ns, named))
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL in the name, a loop of links
+        faults.append(f"{setting}: {path!r} cannot be read ({error}): correct the path")
+        return []
+    if locked := [file.name for file in files if not os.access(file.path, os.R_OK)]:
+        faults.append(f"{setting}: no permission to read {', '.join(locked[:9])} ({len(locked)} in all): chmod +r")
+    if not any(file.size for file in files):
+        faults.append(f"{setting}: {path!r} is empty ({_SKIPPED}): give files with text in them")
+    if path.endswith(".bin") and files and files[0].size % 2:
+        faults.append(f"{setting}: {path!r} has an odd size, {files[0].size} bytes: write its tokens as uint16")
+    return files
+
+
+def _find(path: str, target: Path) -> tuple[Path, list[str]]:
+    """A folder, and the files that ``path`` names, relative to it and with "/" between folders."""
+    if path == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        return root, [name for name in _below(root, _NOT_STDLIB) if name.endswith(".py")]
+    if path and target.is_file():
+        return target.parent, [target.name]
+    if path and target.is_dir() and not path.endswith(".bin"):
+        return target, list(_below(target))
+    if not glob.has_magic(path):
+        raise FileNotFoundError("there is no such file or folder")
+    if path.endswith(".bin"):
+        raise FileNotFoundError("a .bin file is named by its own path, one alone")
+    root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), target.parts))
+    # glob and not pathlib, whose ** takes hidden files and, before Python 3.13, no files at the end
+    found = [Path(name) for name in glob.glob(str(target), recursive=True)]  # noqa: PTH207
+    if not (names := [file.relative_to(root).as_posix() for file in found if file.is_file()]):
+        raise FileNotFoundError("the pattern matches no file")
+    return root, names
+
+
+def _below(root: Path, without: frozenset[str] = frozenset()) -> Iterator[str]:
+    """All regular files below ``root`` that are not hidden; links to folders are not followed."""
+
+    def fail(error: OSError) -> None:
+        raise error  # os.walk would leave out a folder that it cannot read
+
+    for folder, folders, names in os.walk(root, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
+        inside = f"{Path(folder).relative_to(root).as_posix()}/".removeprefix("./")
+        seen = (name for name in names if not name.startswith("."))  # strings: there may be thousands, on every actor
+        yield from (inside + name for name in seen if os.path.isfile(f"{folder}/{name}"))  # noqa: PTH113
+
+
+def _is_text(file: _File) -> bool:
+    with file.path.open("rb") as source:
+        return file.named or (file.path.suffix != ".bin" and b"\0" not in source.read(8 << 10))
+
+
+def _tokenizer_sha(tokenizer: str | None, faults: list[str]) -> str | None:
+    """sha256 of the tokenizer file, "" for bytes, None where the file cannot be read."""
+    try:
+        return "" if tokenizer is None else hashlib.sha256(read_named(expanded(tokenizer), _MOST_TOKENIZER)).hexdigest()
+    except (OSError, ValueError) as error:
+        faults.append(f"tokenizer: {tokenizer!r} cannot be read ({error}): correct the path, or leave it out for bytes")
+        return None
+
+
+def _encoder(tokenizer: str | None, faults: list[str]) -> _Encoder | None:
+    if tokenizer is None:
+        return _Encoder(lambda text: np.frombuffer(text, np.uint8), "|u1", 256)
+    try:
+        from tokenizers import Tokenizer  # optional: needed for the first conversion only
+
+        model = Tokenizer.from_file(str(expanded(tokenizer)))
+    except ImportError:
+        faults.append("tokenizer: it needs the tokenizers package: pip install tokenizers")
+        return None
+    except Exception as error:  # tokenizers raises Exception itself
+        faults.append(f"tokenizer: {tokenizer!r} is not a tokenizers JSON file ({error}): give a tokenizer.json")
+        return None
+    model.no_truncation()  # a file made for inference may cut every text at 512 tokens,
+    model.no_padding()  # or fill it up
+    vocab = max(model.get_vocab().values(), default=-1) + 1  # more than get_vocab_size() if the ids have holes
+    dtype = "<u2" if vocab <= 1 << 16 else "<u4"
+
+    def encode(text: bytes) -> Tokens:
+        try:
+            ids = model.encode(text.decode(errors="replace"), add_special_tokens=False).ids
+        except Exception as error:  # as above: a word that it has no token for, say
+            raise ValueError(f"the tokenizer fails: {error}") from error
+        return np.array(ids, dtype)
+
+    return _Encoder(encode, dtype, vocab)
+
+
+def _convert(files: list[_File], encoder: _Encoder, tokenizer_sha: str, data: Path) -> Facts:
+    """Write the tokens of all text files, one after the other, to ``data``. Memory: a few chunks."""
+    sources, tokens, count, max_id = hashlib.sha256(tokenizer_sha.encode()), hashlib.sha256(), 0, 0
+    texts = [file for file in files if file.size and _is_text(file)]
+    with _aside(data) as out:
+        for number, file in enumerate(texts):
+            sources.update(repr((file.name, file.size)).encode())
+            for chunk in _chunks(file, sources, last=number == len(texts) - 1):
+                ids = encoder.encode(chunk)
+                out.write(ids.tobytes())
+                tokens.update(ids.tobytes())
+                count, max_id = count + len(ids), max(max_id, int(ids.max(initial=0)))
+    return Facts(encoder.dtype, count, encoder.vocab, max_id, tokens.hexdigest(), sources.hexdigest())
+
+
+def _chunks(file: _File, sources: hashlib._Hash, last: bool) -> Iterator[bytes]:
+    """The file in pieces that end where a line does; it gets a final newline unless it has one or is the ``last``."""
+    rest = b""
+    for block in _blocks(file):
+        sources.update(block)
+        rest += block
+        if len(rest) >= _CHUNK:
+            cut = _cut(rest)
+            yield rest[:cut]
+            rest = rest[cut:]
+    if rest:
+        yield rest if last or rest.endswith(b"\n") else rest + b"\n"
+
+
+def _cut(text: bytes) -> int:
+    """Where to cut: behind the last newline, else before the last space, else between two UTF-8 characters."""
+    if line := text.rfind(b"\n") + 1:
+        return line
+    if (space := text.rfind(b" ")) > 0:
+        return space
+    # continuation bytes are 0b10xxxxxx, three of them to a character at most
+    return next((cut for cut in range(len(text) - 1, len(text) - 5, -1) if text[cut] & 0xC0 != 0x80), len(text))
+
+
+def _scan(file: _File) -> Facts:
+    """The facts of a ``.bin`` file, which stays where it is."""
+    tokens, max_id = hashlib.sha256(), 0
+    for block in _blocks(file):
+        tokens.update(block)
+        max_id = max(max_id, int(np.frombuffer(block, "<u2").max()))
+    identity = hashlib.sha256(repr((file.name, file.size, tokens.hexdigest())).encode()).hexdigest()
+    return Facts("<u2", file.size // 2, max_id + 1, max_id, tokens.hexdigest(), identity)
+
+
+def _blocks(file: _File) -> Iterator[bytes]:
+    """The file's bytes. Raises OSError if it is not, or no longer, the file that was listed."""
+    with file.path.open("rb") as source:
+        while block := source.read(_CHUNK):
+            yield block
+        stat = os.fstat(source.fileno())
+    if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime):
+        raise OSError(f"{file.path} changed while it was being read")
+
+
+def _make_folder(folder: Path, faults: list[str]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError("no permission")
+    except (OSError, ValueError) as error:
+        faults.append(f"cache: {str(folder)!r} cannot be written to ({error}): set cache to a folder that can")
+
+
+def _read_facts(path: Path, data: Path) -> Facts | None:
+    """The facts of an entry; None if there is none, or one that is not whole."""
+    try:
+        facts = Facts(**json.loads(path.read_bytes()))
+        whole = data.stat().st_size == facts.count * np.dtype(facts.dtype).itemsize
+    except (OSError, ValueError, TypeError):
+        return None
+    return facts if whole else None
+
+
+@contextmanager
+def _aside(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that becomes ``path`` only when it is complete and on the disk."""
+    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with aside.open("xb") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)

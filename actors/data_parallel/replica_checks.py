@@ -1,0 +1,102 @@
+"""Whether replicas are alike: a digest of their weights, compared before the first step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from raypar.actors.collective.group import Group
+from raypar.actors.models.deferred_init import slots_of
+
+
+def fixed_weights(
+    layers: Iterable[nn.Module], parameters: Mapping[str, nn.Parameter], owner_of: Mapping[str, int]
+) -> set[str]:
+    """Find the weights that must stay where they are, because another tensor of the layers shares their memory.
+
+    Args:
+        layers: every layer of this actor.
+        parameters: its trainable parameters by logical name.
+        owner_of: the replica that updates each of them.
+
+    Returns:
+        The logical names of those weights.
+
+    Raises:
+        ValueError: two weights have elements in common and are updated by different replicas.
+    """
+    modules = [module for layer in layers for module in layer.modules()]
+    tensors = {id(tensor): tensor for module in modules for *_, tensor in slots_of(module)}
+    there = Counter(map(_storage, tensors.values()))
+    fixed = defaultdict[int, list[str]](list)  # by storage
+    for name, parameter in parameters.items():
+        if there[_storage(parameter)] > 1:
+            fixed[_storage(parameter)].append(name)
+    for names in fixed.values():
+        if len({owner_of[name] for name in names}) > 1:
+            _demand_apart({name: parameters[name] for name in names}, owner_of)
+    return {name for names in fixed.values() for name in names}
+
+
+def _demand_apart(weights: Mapping[str, nn.Parameter], owner_of: Mapping[str, int]) -> None:
+    """Raise ValueError if weights of one storage with different owners have elements in common."""
+    names = list(weights)
+    storage = weights[names[0]].untyped_storage()
+    marks = torch.zeros(storage.nbytes(), dtype=torch.int32)  # for each byte: whose it is, counted from 1
+    for index, name in enumerate(names, 1):
+        own = _bytes_of(weights[name], marks)
+        for other in (names[mark - 1] for mark in own.unique().tolist() if mark):
+            if owner_of[other] != owner_of[name]:
+                raise ValueError(
+                    f"{other} and {name} overlap in memory, and with replicas each is updated by another one: "
+                    "clone one of them, or set zero to 0"
+                )
+        own.fill_(index)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes_of(tensor: Tensor, numbers: Tensor) -> Tensor:
+    """Those of the numbers that belong to the bytes of the tensor."""
+    size = tensor.element_size()
+    strides = [size * stride for stride in tensor.stride()]
+    return numbers.as_strided((*tensor.shape, size), (*strides, 1), size * tensor.storage_offset())
+
+
+_WORDS = 4  # int64s of a sha256
+
+
+class UnequalReplicasError(RuntimeError):
+    """Replicas that do not begin with the same weights."""
+
+
+def digest(weights: Mapping[str, Tensor]) -> bytes:
+    """sha256 over names, dtypes, shapes and bytes."""
+    total = hashlib.sha256()
+    for name, weight in weights.items():
+        total.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
+        total.update(weight.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
+    return total.digest()
+
+
+def demand_equal(weights: Mapping[str, Tensor], group: Group, labels: Sequence[str]) -> None:
+    """Compare weights with those of the other members of a group, whose names are ``labels``.
+
+    Raises UnequalReplicasError, on every member alike.
+    """
+    words = torch.frombuffer(bytearray(digest(weights)), dtype=torch.int64)
+    found = torch.empty(group.size * _WORDS, dtype=torch.int64)
+    group.host.all_gather(found, words).wait()
+    first, *others = found.view(group.size, _WORDS)
+    unequal = [label for label, other in zip(labels[1:], others, strict=True) if not torch.equal(first, other)]
+    if unequal:
+        raise UnequalReplicasError(
+            f"the weights of {', '.join(unequal)} are not those of {labels[0]}: the model must be built alike in every "
+            "process (a layer drew its weights from a generator that the run's seed does not reach, say)"
+        )

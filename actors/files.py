@@ -1,0 +1,171 @@
+"""Files that are there whole or not at all, and reading that follows no link and opens no device."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import os
+import stat
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from uuid import uuid4
+
+from raypar.actors.errors import CheckpointError
+
+
+def exhaust(work: Iterator[object], spare: float) -> None:
+    """Do ``work``, a piece with each ``next``: for ``spare`` seconds only where a core is free, then like other work.
+
+    With 0 seconds, and where no thread can give way (Linux's SCHED_IDLE can), it is other work from the start. Raises
+    what the work raises. A piece should take long beside what Python does between two, and let the GIL go meanwhile:
+    who waits for the GIL waits for a thread that gives way to everybody.
+    """
+    if spare > 0 and sys.platform.startswith("linux"):
+        thread = _Spare(work)
+        thread.start()
+        thread.join(spare)
+        thread.late.set()
+        thread.join()
+        if thread.error is not None:
+            raise thread.error
+    deque(work, maxlen=0)
+
+
+class _Spare(threading.Thread):
+    """Does pieces of work until it is ``late``. There is no way back from SCHED_IDLE, so it is a thread of its own."""
+
+    def __init__(self, work: Iterator[object]) -> None:
+        super().__init__(name="raypar-spare", daemon=True)
+        self._work = work
+        self.late = threading.Event()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        except OSError:
+            return
+        try:
+            while not self.late.is_set() and next(self._work, self) is not self:
+                pass
+        except BaseException as error:
+            self.error = error
+
+
+_PIECE = 1 << 20  # bytes that are hashed and then written while they are still in the cache
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_FIXES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
+    errno.EACCES: "give a folder that may be written",
+    errno.EPERM: "give a folder that may be written",
+    errno.EROFS: "give a folder that may be written",
+    errno.ENAMETOOLONG: "give a shorter path",
+    errno.ENOTDIR: "give a path that is a folder",
+    errno.EEXIST: "give a path that is a folder",
+    errno.ENOENT: "give a path that is there, and that every node sees",
+}
+
+
+@contextmanager
+def told(doing: str) -> Iterator[None]:
+    """What the disk refuses, as a CheckpointError that says what for, why, and what helps."""
+    try:
+        yield
+    except OSError as error:
+        fix = _FIXES.get(error.errno or 0)
+        raise CheckpointError([f"{doing} ({error.strerror or error})" + (f": {fix}" if fix else "")]) from error
+    except ValueError as error:  # a NUL in a path
+        raise CheckpointError([f"{doing} ({error}): give another path"]) from error
+
+
+def write_whole(path: Path, parts: Iterable[memoryview], spare: float = 0.0) -> tuple[int, str]:
+    """Write a file beside its place, sync and rename it; returns its bytes and their sha256, hashed on their way.
+
+    For ``spare`` seconds it takes only cores that nothing else wants. The folder has yet to be synced. Nothing is left
+    if it fails. Raises OSError.
+    """
+    aside = path.with_name(f".{uuid4().hex}")
+    digest = hashlib.sha256()
+    out = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            exhaust(_written(out, parts, digest), spare)
+            size = os.fstat(out).st_size
+        finally:
+            os.close(out)
+        aside.rename(path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink()
+        raise
+    return size, digest.hexdigest()
+
+
+def _written(out: int, parts: Iterable[memoryview], digest: hashlib._Hash) -> Iterator[None]:
+    """Hash and write a piece with each ``next``, and sync with the last."""
+    for part in parts:
+        for start in range(0, len(part), _PIECE):
+            piece = part[start : start + _PIECE]
+            digest.update(piece)
+            while piece:
+                piece = piece[os.write(out, piece) :]
+            yield
+    os.fsync(out)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder outlive a power cut. Raises OSError."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Swap what two paths name, at once (Linux's renameat2). Raises OSError, where the file system can't too."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None or rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        code = errno.ENOSYS if rename is None else ctypes.get_errno()
+        cant = code in (errno.ENOSYS, errno.EINVAL)
+        raise OSError(code, "it exists, and can't be replaced here: remove it first" if cant else os.strerror(code))
+
+
+def expanded(path: str | Path) -> Path:
+    """A path with its home; one that nobody has is left as it is written, where pathlib's ``expanduser`` raises."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111
+
+
+def plain_size(path: Path) -> int:
+    """Bytes of a plain file. Raises OSError, also for a link, a folder, a pipe or a device."""
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no plain file")
+    return found.st_size
+
+
+def read_plain(path: Path, limit: int) -> bytes:
+    """All of a plain file of at most ``limit`` bytes. Raises OSError."""
+    if (size := plain_size(path)) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit} bytes")
+    with path.open("rb") as file:
+        return file.read(size)  # takes so much memory beforehand
+
+
+def read_named(path: Path, limit: int) -> bytes:
+    """``read_plain`` of a file that the user has named, who may well name a link. Raises OSError, or ValueError."""
+    return read_plain(Path(os.path.realpath(path, strict=True)), limit)
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a plain file, in hex. Raises OSError."""
+    plain_size(path)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

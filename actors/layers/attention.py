@@ -1,0 +1,154 @@
+"""Causal self-attention, with as many heads of keys and values as of queries or fewer.
+
+Shapes: B microbatch, S sequence, D hidden, N heads, K heads of keys and values, d width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+
+from raypar.actors.autograd.recompute import drawn_again, rerun
+from raypar.actors.layers import attention_blocks
+from raypar.actors.layers.attention_scratch import Desk
+from raypar.actors.layers.dropout import Portions, divided
+from raypar.actors.layers.linear import Fan, linear_of
+from raypar.actors.layers.positions import Alibi, Rope
+from raypar.actors.sharding import Portion
+from raypar.actors.specs.model import AttentionKind, Transformer
+from raypar.actors.tensors import Values
+
+
+class Core(nn.Module):
+    """Softmax(q k^T / sqrt(d)) v over what is not later: (B, N, S, d) and twice (B, K, S, d) -> (B, N, S, d)."""
+
+    def __init__(self, kind: AttentionKind, dropout: float, alibi: Alibi | None, desk: Desk | None = None) -> None:
+        super().__init__()
+        self.desk = desk or Desk()
+        self.kind, self.alibi = kind, alibi
+        self.drop: nn.Dropout = nn.Dropout(dropout)
+        self.again = False
+
+    def forward(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
+        """What each query sees."""
+        if self.again and torch.is_grad_enabled() and self.keeps_scores(q_BNSd, k_BKSd, v_BKSd):
+            return _again(self.attend, q_BNSd, k_BKSd, v_BKSd, draws=self.dropout > 0)
+        return self.attend(q_BNSd, k_BKSd, v_BKSd)
+
+    @property
+    def dropout(self) -> float:
+        """The probability that holds now."""
+        return self.drop.p if self.training else 0.0
+
+    def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
+        """As forward, whatever is kept for the backward."""
+        bias = self._bias(q_BNSd)
+        if self.kind == "materialised":
+            return _materialised(q_BNSd, k_BKSd, v_BKSd, bias, self.drop)
+        if self._in_blocks(q_BNSd, k_BKSd, v_BKSd):
+            return attention_blocks.attend(q_BNSd, k_BKSd, v_BKSd, self.desk)
+        return _fused(q_BNSd, k_BKSd, v_BKSd, bias, self.dropout)
+
+    def narrow(self, heads: int, portions: Portions) -> None:
+        """Go on with a part of what so many heads see; ``portions`` are those of the dims of (B, N, S, S)."""
+        if self.alibi is not None and (own := portions.get(1)) is not None:
+            self.alibi = self.alibi.part(own.own[0] * heads // own.of, (own.own[-1] + 1) * heads // own.of)
+        if self.drop.p:
+            self.drop, self.kind = divided(self.drop, portions), "materialised"
+
+    def keeps_scores(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
+        """Whether a backward would need (B, N, S, S) tensors: torch's kernels, but for the plain one, do without."""
+        if self.kind == "materialised":
+            return True
+        if self._in_blocks(q_BNSd, k_BKSd, v_BKSd):
+            return False
+        settings = _settings(q_BNSd, k_BKSd, self._bias(q_BNSd), self.dropout)
+        return torch._fused_sdp_choice(q_BNSd, k_BKSd, v_BKSd, **settings) == SDPBackend.MATH.value
+
+    def _in_blocks(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
+        plain = self.kind == "blocks" and self.alibi is None and not self.dropout
+        return plain and attention_blocks.serves(q_BNSd, k_BKSd, v_BKSd)
+
+    def _bias(self, q_BNSd: Tensor) -> Tensor | None:
+        return None if self.alibi is None else self.alibi.bias(q_BNSd.shape[2], q_BNSd)
+
+
+class Attention(nn.Module):
+    """Projections around a core: (B, S, D) -> (B, S, D).
+
+    The projections in have no bias. That of the keys would shift a softmax, which changes nothing: its gradient is
+    rounding noise, and Adam would turn that into steps of full size.
+
+    tokens  which ones of the sequence are here
+    """
+
+    def __init__(self, spec: Transformer, between: Rope | Alibi | None, desk: Desk, *, bias: bool) -> None:
+        super().__init__()
+        self.width, self.tokens = spec.hidden // spec.heads, Portion()
+        self._rope = between if isinstance(between, Rope) else None
+        linear, kv = linear_of(spec.linear), self.width * spec.num_kv_heads
+        self.q = linear(spec.hidden, spec.hidden, bias=False)
+        self.k, self.v = linear(spec.hidden, kv, bias=False), linear(spec.hidden, kv, bias=False)
+        self.core = Core(spec.attention, spec.dropout, between if isinstance(between, Alibi) else None, desk)
+        self.out = linear(spec.hidden, spec.hidden, bias=bias)
+        self.fan = Fan(together=spec.attention == "blocks")
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        q_BNSd, k_BKSd, v_BKSd = (
+            y_BSE.unflatten(-1, (-1, self.width)).transpose(1, 2) for y_BSE in self.fan(x_BSD, self.q, self.k, self.v)
+        )
+        if self._rope is not None:
+            q_BNSd, k_BKSd = self._rope.turn(q_BNSd, self.tokens), self._rope.turn(k_BKSd, self.tokens)
+        out: Tensor = self.out(self.core(q_BNSd, k_BKSd, v_BKSd).transpose(1, 2).flatten(2))
+        return out
+
+
+def _again(attend: Callable[..., Tensor], *inputs: Tensor, draws: bool) -> Tensor:
+    """``attend(*inputs)``, of which only the inputs are kept."""
+    redraw = drawn_again(inputs[0].device) if draws else None
+
+    def again(*leaves: Tensor) -> Values:
+        if redraw is not None:
+            redraw()
+        return (attend(*leaves),)
+
+    (y_BNSd,) = rerun(lambda *values: (attend(*values),), again, inputs)
+    return y_BNSd
+
+
+def _settings(q_BNSd: Tensor, k_BKSd: Tensor, bias: Tensor | None, dropout: float) -> dict[str, Any]:
+    return {
+        "attn_mask": None if bias is None else bias[None],
+        "dropout_p": dropout,
+        "is_causal": bias is None,
+        "enable_gqa": q_BNSd.shape[1] != k_BKSd.shape[1],
+    }
+
+
+def _fused(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
+    """The core by the kernel that torch chooses."""
+    return F.scaled_dot_product_attention(q_BNSd, k_BKSd, v_BKSd, **_settings(q_BNSd, k_BKSd, bias, dropout))
+
+
+def _materialised(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, drop: nn.Module) -> Tensor:
+    """The core, op by op. Of its (B, N, S, S) tensors it keeps the softmax, and with dropout the mask and the product.
+
+    The queries that share a key stand below each other, so that no key is copied.
+    """
+    B, N, S, d = q_BNSd.shape
+    K = k_BKSd.shape[1]
+    q_BKRd = (q_BNSd / math.sqrt(d)).reshape(B, K, N // K * S, d)
+    scores_BNSS = (q_BKRd @ k_BKSd.transpose(-2, -1)).view(B, N, S, S)
+    if bias is None:
+        later_SS = torch.ones(S, S, dtype=torch.bool, device=q_BNSd.device).triu(1)
+        scores_BNSS.masked_fill_(later_SS, -math.inf)
+    else:
+        scores_BNSS.add_(bias)
+    weights_BNSS: Tensor = drop(scores_BNSS.softmax(dim=-1))
+    return (weights_BNSS.view(B, K, N // K * S, S) @ v_BKSd).view(B, N, S, d)

@@ -1,0 +1,1 @@
+"""The mesh of ranks: its named axes, tensor-parallel grids, and the members of every group."""

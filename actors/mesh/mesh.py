@@ -1,0 +1,102 @@
+"""The mesh: named axes, the coordinates of every actor, and the members of every group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from raypar.actors.mesh.grid import Grid, GridSpelling, grid_of
+from raypar.actors.specs.types import Count
+
+Axis = Literal["pp", "dp", "cp", "tp", "ep", "edp"]
+AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many ways each axis splits the work; ``pp * dp * cp * tp`` actors.
+
+    Ranks count with tp innermost (neighbours on the fastest links), then cp, dp and pp.
+    """
+
+    pp: Count = 1
+    """pipeline ranks"""
+    dp: Count = 1
+    """data-parallel replicas"""
+    cp: Count = 1
+    """parts of the sequence"""
+    tp: Count | GridSpelling = 1
+    """shards of a layer: a number, or a grid: 2d:2x2, 2.5d:2x2x1 (a square, and its depth), 3d:2x2x2"""
+    ep: Count = 1
+    """expert groups, carved out of dp x cp x tp: it adds no actors"""
+
+    @property
+    def size(self) -> int:
+        """Number of actors."""
+        return self.pp * self.dp * self.cp * self.tensor_ranks
+
+    @property
+    def grid(self) -> Grid | None:
+        """The grid of the tensor ranks; None if they are a number."""
+        return grid_of(self.tp) if isinstance(self.tp, str) else None
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Number of tensor ranks."""
+        return grid_of(self.tp).size if isinstance(self.tp, str) else self.tp
+
+    def ways(self, axis: Axis) -> int:
+        """How many ways an axis splits the work."""
+        count: int = self.tensor_ranks if axis == "tp" else getattr(self, axis)
+        return count
+
+    def coordinate(self, rank: int) -> dict[Axis, int]:
+        """Where a rank stands on each axis."""
+        out: dict[Axis, int] = {}
+        for axis in reversed(AXES):
+            rank, out[axis] = divmod(rank, self.ways(axis))
+        return {axis: out[axis] for axis in AXES}
+
+    def rank(self, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """The rank at a coordinate."""
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tensor_ranks + tp
+
+    def label(self, rank: int) -> str:
+        """A rank's name in messages: ``pp=1``, or ``pp=1 dp=0 tp=3`` where more axes than pp are split."""
+        coordinate = self.coordinate(rank)
+        return " ".join(f"{axis}={coordinate[axis]}" for axis in AXES if axis == "pp" or self.ways(axis) > 1)
+
+    def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
+        """The members of every group of an axis, in the order of their coordinate on it.
+
+        Expert groups are runs of neighbours within a pipeline stage; ``edp`` joins ranks that hold the same experts.
+        """
+        inner = self.dp * self.cp * self.tensor_ranks
+        if axis == "ep":
+            return tuple(tuple(range(first, first + self.ep)) for first in range(0, self.size, self.ep))
+        if axis == "edp":
+            return tuple(
+                tuple(range(stage * inner + first, (stage + 1) * inner, self.ep))
+                for stage in range(self.pp)
+                for first in range(self.ep)
+            )
+        stride = 1
+        for inside in AXES[AXES.index(axis) + 1 :]:
+            stride *= self.ways(inside)
+        size = self.ways(axis)
+        starts = (rank for rank in range(self.size) if self.coordinate(rank)[axis] == 0)
+        return tuple(tuple(start + i * stride for i in range(size)) for start in starts)
+
+    def replicas(self, rank: int) -> tuple[int, tuple[int, ...]]:
+        """The index of, and the ranks in, the group of all that hold the same weights as a rank: those that differ on
+        dp and cp only."""
+        at = self.coordinate(rank)
+        members = (self.rank(at["pp"], dp, cp, at["tp"]) for dp in range(self.dp) for cp in range(self.cp))
+        return at["pp"] * self.tensor_ranks + at["tp"], tuple(members)
+
+    def group_of(self, axis: Axis, rank: int) -> tuple[int, tuple[int, ...]]:
+        """The index of a rank's group among the axis' groups, and its members."""
+        for index, members in enumerate(self.groups(axis)):
+            if rank in members:
+                return index, members
+        raise ValueError(f"rank {rank} is outside a mesh of {self.size} actors")

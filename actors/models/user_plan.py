@@ -1,0 +1,152 @@
+"""A user's plan of dividing modules, by patterns of their names: what it comes to, and what can be wrong with it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from torch import nn
+
+from raypar.actors.models.base import Kind, TensorPlan
+from raypar.actors.models.parallel_plan import named
+
+
+class Divisible(NamedTuple):
+    """A kind of plan.
+
+    of     the modules that it is for
+    steps  what becomes of them
+    dims   along which dim each of their parameters is cut
+    size   the attribute of a module that says how many there are to divide
+    """
+
+    of: type[nn.Module]
+    steps: tuple[Kind, ...]
+    dims: Mapping[str, int] = {}
+    size: str = ""
+
+
+_COLUMN = {"weight": 0, "bias": 0}
+_KINDS: Mapping[str, Divisible] = {
+    "column": Divisible(nn.Linear, ("column", "copy"), _COLUMN, "out_features"),
+    "row": Divisible(nn.Linear, ("row",), {"weight": 1}, "in_features"),
+    "column_gather_output": Divisible(nn.Linear, ("column", "copy", "gather"), _COLUMN, "out_features"),
+    "embedding": Divisible(nn.Embedding, ("vocab",), {"weight": 0}, "num_embeddings"),
+    "dropout": Divisible(nn.Dropout, ("dropout",)),
+    "shared": Divisible(nn.Module, ("shared",)),
+}
+
+
+def tensor_plan_of(plan: Mapping[str, str]) -> TensorPlan:
+    """What becomes of which modules, in the order of application; kinds that are not known are left out."""
+    return tuple((pattern, step) for pattern, kind in plan.items() if kind in _KINDS for step in _KINDS[kind].steps)
+
+
+def plan_faults(plan: Mapping[str, str], layers: Mapping[str, nn.Module], tp: int) -> Iterator[str]:
+    """Everything that keeps ``layers``, which have names and shapes only, from being divided ``tp`` ways by a plan."""
+    whole = nn.ModuleDict({layer.rpartition(".")[2]: module for layer, module in layers.items()})
+    known: dict[str, str] = {}  # by the first name of a module: its kind
+    for pattern, kind in plan.items():
+        if kind not in _KINDS:
+            yield f"model.plan: {pattern!r} is {kind!r}, which is no kind: use {_near(kind)}"
+            continue
+        chosen = {f"layers.{inner}": module for inner, module in named(whole, "layers", pattern)}
+        if not chosen:
+            yield f"model.plan: {pattern!r} names no module: use {_nearest_names(pattern, whole)}"
+        unfit = {name: fault for name, module in chosen.items() if (fault := _unfit(kind, module))}
+        if unfit:
+            name, fault = next(iter(unfit.items()))
+            yield f"model.plan: {pattern!r} is {kind!r}, but {name} {fault}"
+        if twice := [name for name in chosen if name in known]:
+            yield f"model.plan: {pattern!r} names {twice[0]}, which another pattern names, too: change one of them"
+        known |= {name: kind for name in chosen if name not in known and name not in unfit}
+    for name in [name for name, kind in known.items() if kind == "shared"]:
+        if inside := [other for other in known if other.startswith(f"{name}.")]:
+            kind = known[inside[0]]
+            yield f"model.plan: {name} is 'shared', but {inside[0]} in it is {kind!r}: name what is beside it"
+    kinds = {whole.get_submodule(name.removeprefix("layers.")): kind for name, kind in known.items()}
+    yield from _size_faults(known, whole, tp)
+    yield from _tie_faults(kinds, whole)
+
+
+def embedding_faults(layers: Mapping[str, nn.Module], *, alone: bool) -> Iterator[str]:
+    """Options of embeddings that can't be kept, in layers that are ``alone`` or have copies on other actors."""
+    for name, layer in layers.items():
+        for path, module in layer.named_modules(prefix=name):
+            if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                continue
+            if module.sparse:
+                yield f"{path} has sparse gradients, which are not added up and clipped as others are: leave it out"
+            if module.max_norm is not None and not alone:
+                yield f"{path} has max_norm, which changes the weights of one actor alone: leave it out"
+
+
+def _unfit(kind: str, module: nn.Module) -> str | None:
+    """Why a module can't be divided as a plan says, with the fix."""
+    wanted = _KINDS[kind].of
+    if wanted is nn.Module:
+        return None
+    if type(module) is not wanted:
+        return f"is a {type(module).__name__}: name an nn.{wanted.__name__}, inside of it perhaps"
+    if extra := {name for name, _ in module.named_parameters()} - {"weight", "bias"}:
+        return f"has the parameter {min(extra)!r}: leave it out of the plan"
+    if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
+        what = "which counts ids that other actors have"
+        return f"has scale_grad_by_freq, {what}: leave it out of the plan, or that out of the embedding"
+    return None
+
+
+def _size_faults(known: Mapping[str, str], whole: nn.Module, tp: int) -> Iterator[str]:
+    """What can't be divided ``tp`` ways, and what would be divided unequally where that won't do."""
+    dropping = "dropout" in known.values()
+    for name, kind in known.items():
+        if not (attribute := _KINDS[kind].size):
+            continue
+        size = int(getattr(whole.get_submodule(name.removeprefix("layers.")), attribute))
+        equal = kind == "column_gather_output" or (kind == "column" and dropping)
+        if size < tp:
+            fix = f"set it to {size} at most, or leave it out of the plan"
+            yield f"mesh.tp is {tp}, but {name} has {attribute} {size}: {fix}"
+        elif equal and size % tp:
+            reason = "its outputs are gathered" if kind != "column" else "the plan has dropout of equal parts"
+            fix = f"use {size // tp * tp} or {size // tp * tp + tp}, or leave it out of the plan"
+            yield f"mesh.tp {tp} does not divide {name}'s {attribute} {size}, and {reason}: {fix}"
+
+
+def _tie_faults(kinds: Mapping[nn.Module, str], whole: nn.Module) -> Iterator[str]:
+    """One weight in several modules that the plan treats in different ways."""
+    shared = {part for module, kind in kinds.items() if kind == "shared" for part in module.modules()}
+    first: dict[nn.Parameter, tuple[str, str]] = {}
+    for path, module in whole.named_modules(prefix="layers"):
+        dims = _KINDS[kinds[module]].dims if module in kinds else {}
+        for inner, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name, how = f"{path}.{inner}", "shared" if module in shared else "not divided"
+            how = f"divided along dim {dims[inner]}" if inner in dims else how
+            home, before = first.setdefault(parameter, (name, how))
+            if how != before:
+                yield (
+                    f"model.plan: {home} and {name} are one weight, but it is {before} and {how}: divide both "
+                    "alike, an embedding by ids and a linear layer by columns, say"
+                )
+
+
+def _near(kind: str) -> str:
+    close = difflib.get_close_matches(kind, _KINDS, n=1, cutoff=0.5)
+    return repr(close[0]) if close else " or ".join(map(repr, _KINDS))
+
+
+def _nearest_names(pattern: str, whole: nn.Module) -> str:
+    """The names that end as a pattern does, or else those that are most like it; with ``*`` for numbers."""
+    names = [name for name, _ in whole.named_modules(prefix="layers", remove_duplicate=False) if name != "layers"]
+    starred = list(dict.fromkeys(map(_starred, names)))
+    near = [name for name in starred if name.rpartition(".")[2] == pattern.rpartition(".")[2]]
+    near = near or difflib.get_close_matches(_starred(pattern), starred, n=3, cutoff=0.6) or starred
+    return " or ".join(map(repr, near[:3]))
+
+
+def _starred(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -1,0 +1,1 @@
+"""The optimizer: clipping by the global norm, the vote, the learning rate, the update."""

@@ -1,0 +1,170 @@
+"""The end of a step: tied gradients, the vote, the global norm, clipping and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from raypar.actors.checkpoint.snapshot import Read
+from raypar.actors.collective.group import Group
+from raypar.actors.data.batches import correction
+from raypar.actors.errors import NonFiniteError
+from raypar.actors.models.tied_weights import Tie
+from raypar.actors.optim.lr import lr_at
+from raypar.actors.optim.optimizer import build_optimizer, gradient_norms, keep, kept_by, set_lr
+from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.tensor_parallel.gradients import Divided
+
+_TIE_TAG = 1 << 30  # above every tag of a schedule's messages
+
+
+class Update(Protocol):
+    """How a step ends, once the gradients are summed over the replicas."""
+
+    def step(self, step: int, ballot: Tensor | None) -> float | None: ...
+
+    def state(self) -> Iterator[tuple[str, str, Tensor]]: ...
+
+    def load(self, read: Read) -> None: ...
+
+
+class Updater:
+    """The optimizer of one actor's parameters, in step with everybody else's.
+
+    parameters  this actor's, by logical name
+    names       every logical parameter of the model: the order in which the norm is added up, on every layout
+    ties        between different ranks; both ends see the sum of the gradients and make the same update
+    group       of all that update parts of one model: the pipeline's ranks, or all servers; None if there is only one
+    tensors     which parameters are parts of logical ones, and who has the others
+    clip        largest global norm, None for no clipping
+    steps       of the whole run, for the learning rate
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        names: Sequence[str],
+        ties: Sequence[Tie],
+        group: Group | None,
+        tensors: Divided,
+        optim: AdamW | SGD,
+        clip: float | None,
+        steps: int,
+    ) -> None:
+        self._parameters, self._names, self._ties, self._group = parameters, names, ties, group
+        self._tensors, self._spec, self._clip, self._steps = tensors, optim, clip, steps
+        self._places = {name: place for place, name in enumerate(names)}
+        self._optimizer = build_optimizer(optim, parameters)
+
+    def step(self, step: int, ballot: Tensor | None) -> float:
+        """Update the parameters; returns the global gradient norm before clipping.
+
+        ``ballot`` is what ``ballot_of`` says, summed over the replicas; on one member of the group, on the others None.
+
+        Raises NonFiniteError, on every actor alike and before anybody has changed a weight, if the norm is not finite
+        or a replica votes no.
+        """
+        self._tensors.complete(self._parameters)
+        self._reduce_ties()
+        norms, scale, against = self._all_norms(ballot)
+        if scale != 1.0:
+            for parameter in self._parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+            norms, _, _ = self._all_norms(ballot)
+        total = torch.linalg.vector_norm(norms)
+        if not torch.isfinite(total):
+            bad = [name for name, norm in zip(self._names, norms.tolist(), strict=True) if not norm < float("inf")]
+            raise NonFiniteError(
+                f"step {step}: the gradient of {bad[0] if bad else 'the whole model'} is not finite "
+                f"({len(bad)} of {len(self._names)} parameters); no weight was changed: lower the learning rate or clip"
+            )
+        if against:
+            raise NonFiniteError(f"step {step}: the loss is not finite; no weight was changed: look at the batch")
+        if self._clip is not None and self._clip / (total + 1e-6) < 1.0:  # else torch multiplies by 1
+            torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._clip, total, foreach=False)
+        if self._optimizer is not None:
+            set_lr(self._optimizer, lr_at(self._spec, step, self._steps))
+            self._optimizer.step()
+        return float(total)
+
+    def state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """The parameters that are updated here, and what the optimizer keeps for them: name, what, and the tensor."""
+        yield from ((name, "", parameter) for name, parameter in self._parameters.items())
+        if self._optimizer is not None:
+            yield from kept_by(self._optimizer, self._parameters)
+
+    def load(self, read: Read) -> None:
+        """Go on with what an optimizer has kept; the parameters are loaded by who holds them."""
+        if self._optimizer is not None:
+            keep(self._optimizer, self._spec.kind, self._parameters, read)
+
+    def _all_norms(self, ballot: Tensor | None) -> tuple[Tensor, float, float]:
+        """The gradient norm of every logical parameter, in order; what the gradients lack of the mean over tokens, as
+        a factor; and how many replicas vote no.
+
+        Each of these numbers has one home, so adding zeros changes no bit.
+        """
+        numbers = torch.zeros(len(self._names) + 2)
+        if ballot is not None:
+            tokens, expected, against = ballot.tolist()
+            numbers[-2], numbers[-1] = correction(tokens, expected), against
+        made = {name: p.grad for name, p in self._parameters.items() if name in self._places and p.grad is not None}
+        if made:
+            norms = self._tensors.norms(list(made), gradient_norms(list(made.values())).cpu())
+            numbers[[self._places[name] for name in made]] = norms
+        if self._group is not None:
+            self._group.host.all_reduce(numbers).wait()
+        norms, (scale, against) = numbers[:-2], numbers[-2:].tolist()
+        return norms, scale, against
+
+    def _reduce_ties(self) -> None:
+        """Home adds the copies' gradients to its own, in order, and sends the sum back."""
+        if self._group is None or not self._ties:
+            return
+        rank, ties = self._group.rank, self._used_ties(self._group)
+        for number, tie in ties:
+            tag = _TIE_TAG + 2 * number
+            if rank == tie.copy_rank:
+                self._group.send(self._gradient(tie.copy), tie.home_rank, tag, "send tied").wait()
+            elif rank == tie.home_rank:
+                gradient = self._gradient(tie.home)
+                other = torch.empty_like(gradient)
+                self._group.recv(other, tie.copy_rank, tag, "recv tied").wait()
+                gradient.add_(other)
+        for number, tie in ties:
+            tag = _TIE_TAG + 2 * number + 1
+            if rank == tie.home_rank:
+                self._group.send(self._gradient(tie.home), tie.copy_rank, tag, "send tied").wait()
+            elif rank == tie.copy_rank:
+                self._group.recv(self._gradient(tie.copy), tie.home_rank, tag, "recv tied").wait()
+
+    def _used_ties(self, group: Group) -> list[tuple[int, Tie]]:
+        """The ties of weights of which somebody has a gradient, with their numbers: weights that no microbatch has
+        used stay as they are, everywhere."""
+        made = torch.zeros(len(self._ties), dtype=torch.int64)
+        for number, tie in enumerate(self._ties):
+            ends = (tie.home_rank, tie.home), (tie.copy_rank, tie.copy)
+            made[number] = sum(at == group.rank and self._parameters[name].grad is not None for at, name in ends)
+        group.host.all_reduce(made).wait()
+        used = {tie.home for tie, count in zip(self._ties, made.tolist(), strict=True) if count}
+        return [(number, tie) for number, tie in enumerate(self._ties) if tie.home in used]
+
+    def _gradient(self, name: str) -> Tensor:
+        parameter = self._parameters[name]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
+
+def ballot_of(tokens: int, expected: float, *, sound: bool) -> Tensor:
+    """What the last stage of a replica contributes to the end of a step, to be summed over the replicas.
+
+    tokens    target elements of its step
+    expected  how many it was expected to have, see TokenMean
+    sound     its vote: its losses are finite
+    """
+    return torch.tensor([tokens, expected, not sound], dtype=torch.float64)  # fp32 is not exact above 2**24 tokens

@@ -1,0 +1,234 @@
+"""One pipeline stage: its layers, their forward and backward for a microbatch, and what is kept in between."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from raypar.actors.autograd.backward import Tail
+from raypar.actors.autograd.recompute import Buffers, LayerAgain, Then, Twice
+from raypar.actors.device import Place
+from raypar.actors.inspect.recording import Listener
+from raypar.actors.layers.attention import Core
+from raypar.actors.models.base import Model
+from raypar.actors.pipeline.weight_grad import Linears, Owed
+from raypar.actors.rng import derive
+from raypar.actors.specs.recompute import Recompute, word_of
+from raypar.actors.tensor_parallel.linear import ColumnParallelFan
+from raypar.actors.tensor_parallel.plan_guard import is_divided
+from raypar.actors.tensor_parallel.sequence import Gathering
+from raypar.actors.tensors import Values, as_values
+
+
+class Stage:
+    """Consecutive layers of a model on one actor.
+
+    layers     their indices in the model; ``modules`` are the layers themselves, in the same order
+    place      where the modules are, and what they are given
+    is_last    the stage ends in the loss
+    recompute  "full": keep only a microbatch's inputs and run its forward again before its backward (GPipe, Huang et
+               al. 2019, section 2.3); else a word for each layer of the model's body, or one for all of them: a "full"
+               layer keeps its own inputs, a "selective" one all but what its attention's core makes of queries, keys
+               and values, and of gathered inputs its own part (Korthikanti et al. 2022, sections 4.2.2 and 5)
+    halved     the microbatches whose ``backward_input`` leaves weights for ``backward_weight``; it costs a little
+    shared     parameters that stand in several places on this actor
+
+    Microbatches go by their number in the whole step, over all replicas. Dropout and other randomness is seeded by
+    (seed, step, microbatch, layer), so it does not depend on the layout, on the order of microbatches, or on
+    recomputation.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        layers: Sequence[int],
+        modules: Sequence[nn.Module],
+        *,
+        place: Place,
+        is_last: bool,
+        recompute: Recompute,
+        seed: int,
+        halved: Container[int] = (),
+        shared: Container[Tensor] = (),
+    ) -> None:
+        self.model, self.layers, self.modules = model, tuple(layers), tuple(modules)
+        self.is_last, self.recompute, self.seed = is_last, recompute == "full", seed
+        words = {index: word_of(recompute, model.body, index) for index in self.layers}
+        self._again = {
+            index: LayerAgain(module)
+            for index, module in zip(self.layers, self.modules, strict=True)
+            if words[index] == "full" and not self.recompute
+        }
+        for index, module in zip(self.layers, self.modules, strict=True):
+            for part in module.modules():
+                for one in (part, vars(part).get("gathering")):
+                    if isinstance(one, (Core, Gathering, ColumnParallelFan)):
+                        one.again = words[index] == "selective"
+        again = [module for index, module in zip(self.layers, self.modules, strict=True) if index in self._again]
+        self._linears = Linears(self.modules if model.halves else (), whole=again, shared=shared)
+        self._halved = halved
+        if halved:
+            self._linears.take_over()
+        self._owed: dict[int, Owed] = {}  # by microbatch: what the second half of its backward has to do
+        self._place = place
+        self._train = True
+        self._twice = Twice()  # with the inputs: the first layer may write into them
+        self._buffers = Buffers(*self.modules)
+        # of a microbatch: inputs; the graph, or buffers and target, for those who run it again
+        self._saved: dict[int, tuple[Values, Tail | None, Then, Values]] = {}
+        self._looked = False  # whether the loss's graph is known to be one
+        self.listener: Listener | None = None  # to the step that is open
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """The microbatches whose forward is done and whose backward is not."""
+        return (*self._saved, *self._owed)
+
+    def make_gradients_in(self, places: Mapping[Tensor, Tensor]) -> None:
+        """Let the first gradients of a step be made in these tensors, by parameter, where that spares a copy."""
+        self._linears.make_in(places)
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """What torch would save of the layers, by logical name."""
+        for index, module in zip(self.layers, self.modules, strict=True):
+            yield from ((f"{self.model.names[index]}.{name}", value) for name, value in module.state_dict().items())
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters by logical name."""
+        return {
+            f"{self.model.names[index]}.{inner}": parameter
+            for index, module in zip(self.layers, self.modules, strict=True)
+            for inner, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What layers keep beside their parameters and torch would save, by logical name: a BatchNorm's statistics."""
+        return {
+            f"{self.model.names[index]}.{inner}": buffer
+            for index, module in zip(self.layers, self.modules, strict=True)
+            for inner, buffer in module.named_buffers()
+            if inner in module.state_dict()
+        }
+
+    def begin(self, *, train: bool) -> None:
+        """Open a step, of training or of evaluation; what an interrupted one left behind is dropped."""
+        self._saved.clear()
+        self._owed.clear()
+        self._linears.begin()
+        self.listener = None
+        self._train = train
+        for module in self.modules:
+            module.train(train)
+
+    def forward(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
+        """The outputs for ``inputs`` (the last stage: its loss, a scalar), without history; for training keep what the
+        backward needs."""
+        if self.listener is not None:
+            return self.listener.forward(self._forward, step, microbatch, inputs, target)
+        return self._forward(step, microbatch, inputs, target)
+
+    def backward(self, step: int, microbatch: int, gradients: Values) -> Values:
+        """Add this microbatch's gradients to the parameters'; return those of the floating inputs, in their order.
+
+        ``gradients`` has one tensor for every floating output; the last stage gets its loss's weight, a scalar.
+        """
+        if self.listener is not None:
+            return self.listener.backward(self._backward, step, microbatch, gradients)
+        return self._backward(step, microbatch, gradients)
+
+    def backward_input(self, step: int, microbatch: int, gradients: Values) -> Values:
+        """The first half of ``backward``: the same gradients of the inputs, but weights may be left for later.
+
+        Who listens is told of the whole, which is done here and now.
+        """
+        if self.listener is not None:
+            return self.backward(step, microbatch, gradients)
+        return self._backward_input(step, microbatch, gradients)
+
+    def owed(self, microbatch: int) -> frozenset[Tensor]:
+        """The parameters whose gradients wait for ``backward_weight``."""
+        return self._owed[microbatch].parameters if microbatch in self._owed else frozenset()
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The second half of ``backward``: add what is left of the gradients to the parameters'."""
+        if microbatch in self._owed:
+            self._owed.pop(microbatch).pay(self._linears.places)
+
+    def _forward(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
+        if not self._train:
+            with torch.no_grad():
+                return self._apply(step, microbatch, target, *inputs)
+        if self.recompute:
+            forward = partial(self._apply, step, microbatch, target)
+            outputs, then = self._buffers.keep(partial(self._twice.without_history, forward, inputs))
+            self._saved[microbatch] = (inputs, None, then, target)
+            return outputs
+        inputs, outputs = self._with_history(step, microbatch, inputs, target)
+        self._saved[microbatch] = (inputs, _tail(outputs), {}, ())
+        return tuple(value.detach() for value in outputs)
+
+    def _backward(self, step: int, microbatch: int, gradients: Values) -> Values:
+        found = self._backward_input(step, microbatch, gradients)
+        self.backward_weight(microbatch)
+        return found
+
+    def _backward_input(self, step: int, microbatch: int, gradients: Values) -> Values:
+        inputs, tail, then, target = self._saved.pop(microbatch)
+        if self.recompute:
+            with self._buffers.as_then(then):
+                inputs, outputs = self._with_history(step, microbatch, inputs, target)
+            tail = _tail(outputs)
+            del outputs
+        if tail is not None:
+            with self._linears.postponed() as self._owed[microbatch]:
+                tail.backward(gradients)
+        return tuple(_gradient(value) for value in inputs if value.requires_grad)
+
+    def _with_history(self, step: int, microbatch: int, inputs: Values, target: Values) -> tuple[Values, Values]:
+        """The inputs as the leaves of a graph, and the outputs at its end. Nobody wants gradients of the data."""
+        wanted = self.layers[0] > 0
+        self._linears.halve(microbatch in self._halved)
+        leaves = tuple([value.detach().requires_grad_(wanted and value.is_floating_point()) for value in inputs])
+        outputs = self._twice.with_history(partial(self._apply, step, microbatch, target), leaves)
+        if self.is_last and not self._looked:
+            self._demand_gradient(leaves, outputs[0])
+            self._looked = True
+        return leaves, outputs
+
+    def _demand_gradient(self, inputs: Values, loss: Tensor) -> None:
+        """ValueError for a loss that nothing learns from, or from a part of the outputs alone."""
+        learns = any(value.requires_grad for value in inputs) or bool(self.parameters())
+        if learns and not loss.requires_grad:
+            raise ValueError(
+                "the loss has no gradient: compute it from the last layer's output, without detach or no_grad"
+            )
+        if is_divided(loss):
+            raise ValueError(
+                "the loss is made of what each actor of tp has a part of: end the model with what the plan calls a "
+                "'row' or 'column_gather_output'"
+            )
+
+    def _apply(self, step: int, microbatch: int, target: Values, *values: Tensor) -> Values:
+        for index, module in zip(self.layers, self.modules, strict=True):
+            reseed = partial(self._place.seed, derive(self.seed, "layer", step, microbatch, index))
+            reseed()
+            again = self._again.get(index) if torch.is_grad_enabled() else None
+            try:
+                values = as_values(module(*values)) if again is None else again(values, reseed)
+            except Exception as error:
+                error.add_note(f"(in layers.{index})")
+                raise
+        return (self.model.loss(values, target),) if self.is_last else values
+
+
+def _tail(outputs: Values) -> Tail:
+    """Nobody goes back from numbers that are not floating."""
+    return Tail(tuple([value for value in outputs if value.is_floating_point()]))
+
+
+def _gradient(value: Tensor) -> Tensor:
+    return torch.zeros_like(value) if value.grad is None else value.grad

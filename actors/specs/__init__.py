@@ -1,0 +1,1 @@
+"""Plain descriptions of models, data and optimizers, and the results that actors report. No torch."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism: column and row linear layers, vocabulary-parallel loss, sequence parallelism."""

@@ -1,0 +1,61 @@
+"""Cross-entropy of logits whose vocabulary is divided over a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypar.actors.collective.group import Group
+from raypar.actors.sharding import Cut
+from raypar.actors.tensor_parallel.plan_guard import mark
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, cut: Cut, group: Group, ignored: int) -> Tensor:
+    """The sum of -log softmax(logits)[label] over the tokens whose label is not ``ignored``, a scalar, replicated.
+
+    No member ever has the logits of the whole vocabulary. RuntimeError for labels that are not in it (on a GPU the
+    device fails, as torch's does).
+
+    logits  (T, own part of V)
+    labels  (T,) int64, replicated
+    cut     which part of V is here, along dim 0
+    """
+    vocab = cut.whole[0]
+    known = ((labels >= 0) & (labels < vocab)) | (labels == ignored)
+    torch._assert_async(known.all(), f"a label is out of bounds: give 0 to {vocab - 1}, or {ignored} to leave it out")
+    out: Tensor = _CrossEntropy.apply(logits, labels, cut.spans[0], group, ignored)  # type: ignore[no-untyped-call]
+    return mark(out, divided=False)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Three all_reduces of a number a token: the largest logit, the sum of exponentials, the label's own logit.
+
+    The backward needs none: softmax - 1 at the label, of the own part. Half-precision logits are taken as fp32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, span: tuple[int, int], group: Group, ignored: int) -> Tensor:
+        """Three small all_reduces: of the largest logit, of the sum of exponents, and of the label's logit."""
+        exact = logits if logits.dtype == torch.float64 else logits.float()
+        largest = exact.amax(-1)
+        group.all_reduce(largest, "max").wait()
+        shifted = exact - largest.unsqueeze(-1)
+        where = (labels - span[0]).clamp(0, span[1] - span[0] - 1).unsqueeze(-1)
+        own = (labels >= span[0]) & (labels < span[1])
+        label = shifted.gather(-1, where).squeeze(-1).masked_fill(~own, 0.0)
+        total = shifted.exp_().sum(-1)
+        group.all_reduce(total).wait()
+        group.all_reduce(label).wait()
+        counts = labels != ignored
+        ctx.save_for_backward(shifted.div_(total.unsqueeze(-1)), where, own, counts)
+        ctx.dtype = logits.dtype
+        return (total.log() - label).masked_fill(~counts, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        softmax, where, own, counts = ctx.saved_tensors
+        made = softmax.scatter_add(-1, where, -own.unsqueeze(-1).to(softmax.dtype))
+        made = made.mul_((counts * gradient).unsqueeze(-1))
+        return made.to(ctx.dtype), None, None, None, None

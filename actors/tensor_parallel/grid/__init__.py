@@ -1,0 +1,1 @@
+"""Tensor parallelism on grids: SUMMA in 2D and 2.5D, and 3D."""

@@ -1,0 +1,75 @@
+"""LayerNorm and RMSNorm of vectors that are divided over a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypar.actors.collective.autograd import all_gathered
+from raypar.actors.collective.group import Group
+from raypar.actors.sharding import Cut
+
+
+class DividedNorm(nn.Module):
+    """A LayerNorm or RMSNorm of which each member has a part of every vector: (..., own part) -> (..., own part).
+
+    cut    what of the weight (D,) is here; of the bias the same
+    group  whose members have the parts
+    """
+
+    def __init__(self, whole: nn.LayerNorm | nn.RMSNorm, cut: Cut, group: Group) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(cut.shape, dtype=whole.weight.dtype))
+        biased = isinstance(whole, nn.LayerNorm) and whole.bias is not None
+        self.bias = nn.Parameter(torch.empty_like(self.weight)) if biased else None
+        self._centred, self._group = isinstance(whole, nn.LayerNorm), group
+        self._whole, self._eps = cut.whole[0], whole.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        eps = torch.finfo(x.dtype).eps if self._eps is None else self._eps  # as RMSNorm
+        out: Tensor = self.weight * normalised(x, self._whole, eps, self._group, centred=self._centred)
+        return out if self.bias is None else out + self.bias
+
+
+def normalised(x: Tensor, whole: int, eps: float, group: Group, *, centred: bool) -> Tensor:
+    """x / sqrt(mean(x^2) + eps), with ``centred`` of x - mean(x): means over the ``whole`` of a vector, of which the
+    members have parts along the last dim."""
+    out: Tensor = _Normalised.apply(x, whole, eps, group, centred)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Normalised(torch.autograd.Function):
+    """One message of a number or two a token, forwards and backwards: a part's squares, and with ``centred`` its mean.
+
+    Squares are those of differences from the part's own mean, so that none is large (Chan et al. 1979). Half precision
+    is computed in fp32. Of the forward only the result is kept, which its user keeps too, and the divisor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, whole: int, eps: float, group: Group, centred: bool) -> Tensor:
+        exact = x if x.dtype == torch.float64 else x.float()
+        own = exact.mean(-1, keepdim=True) if centred else exact.new_zeros(())
+        numbers = [(exact - own).square().sum(-1, keepdim=True), *([own] if centred else [])]
+        squares, *means = all_gathered(group, 0, torch.stack(numbers)[None]).unbind(1)
+        mean = means[0].mean(0) if centred else own
+        between = x.shape[-1] * (means[0] - mean).square().sum(0) if centred else 0.0
+        scale = torch.rsqrt((squares.sum(0) + between) / whole + eps)
+        out = ((exact - mean) * scale).to(x.dtype)
+        ctx.save_for_backward(out, scale)
+        ctx.whole, ctx.group, ctx.centred = whole, group, centred
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        out, scale = ctx.saved_tensors
+        exact, y = gradient.to(scale.dtype), out.to(scale.dtype)
+        sums = [(exact * y).sum(-1, keepdim=True)]
+        if ctx.centred:
+            sums.append(exact.sum(-1, keepdim=True))
+        total = torch.stack(sums)
+        ctx.group.all_reduce(total).wait()
+        along, *mean = total / ctx.whole
+        made = exact - y * along - mean[0] if ctx.centred else exact - y * along
+        return (made * scale).to(gradient.dtype), None, None, None, None

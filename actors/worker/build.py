@@ -1,0 +1,252 @@
+"""From a plan to a worker's parts: its stages with their weights, its optimizer, its batches."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from raypar.actors.collective.group import Group, Groups
+from raypar.actors.context_parallel.sequence import tokens_of
+from raypar.actors.data.batches import BatchSource, ContextSource, TokenMean, batch_source
+from raypar.actors.data_parallel.buckets import Bucket, pack, share_out
+from raypar.actors.data_parallel.parameter_server import ServedUpdate
+from raypar.actors.data_parallel.reducer import Channel, Reducer
+from raypar.actors.data_parallel.replica_checks import fixed_weights
+from raypar.actors.data_parallel.zero1 import ShardedUpdate
+from raypar.actors.device import Place
+from raypar.actors.layers.dropout import Portions
+from raypar.actors.models.base import Model, undivided
+from raypar.actors.models.build import build_model
+from raypar.actors.models.parallel_plan import divide, outputs_of
+from raypar.actors.models.partition import Split
+from raypar.actors.models.tied_weights import Tie, share, ties_of
+from raypar.actors.optim.step import Update, Updater
+from raypar.actors.pipeline.stage import Stage
+from raypar.actors.sharding import Cut
+from raypar.actors.specs.model import Layers
+from raypar.actors.tensor_parallel.gradients import Divided
+from raypar.actors.tensors import nbytes
+from raypar.actors.worker.parallelize import divisions_of
+from raypar.actors.worker.plan import Plan
+from raypar.schedules.action import Action, Op
+from raypar.schedules.schedule import Schedule
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Part:
+    """A pipeline rank's part of the model.
+
+    stages      by number
+    parameters  by logical name; a tied weight whose home is on this rank too stands there only once
+    owner_of    who updates each parameter of the model, among the owners (see World) of its pipeline rank
+    ties        between different pipeline ranks; their ranks are those of the owners in the group of all updaters
+    cuts        what is here of each parameter that is divided over tp, by logical name
+    partial     the parameters whose gradients are, over which groups: see Division
+    outputs     what is here of the outputs of layers and of some modules in them, by logical name: see Division
+    """
+
+    model: Model
+    stages: dict[int, Stage]
+    parameters: dict[str, nn.Parameter]
+    owner_of: dict[str, int]
+    ties: list[Tie]
+    cuts: Mapping[str, Cut]
+    partial: Mapping[str, Groups]
+    outputs: Mapping[str, Portions]
+
+    def share(self, owner: int) -> dict[str, nn.Parameter]:
+        """The parameters of one owner."""
+        return {name: p for name, p in self.parameters.items() if self.owner_of[name] == owner}
+
+    def fixed(self) -> dict[str, Tensor]:
+        """What no optimizer changes, by logical name: frozen parameters, and buffers."""
+        return {
+            f"{self.model.names[index]}.{inner}": tensor
+            for stage in self.stages.values()
+            for index, module in zip(stage.layers, stage.modules, strict=True)
+            for inner, tensor in chain(module.named_parameters(), module.named_buffers())
+            if not tensor.requires_grad
+        }
+
+
+def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
+    """Build the stages of this actor's pipeline rank, of each its part in its groups. Only its own weights are made:
+    on the host, the same bits for every place, and then moved there."""
+    model = build_model(plan.model, plan.seed)
+    divisions = divisions_of(plan, model, groups)
+    train = plan.programs["train"]
+    parts = model.stages(plan.split, train.num_stages)
+    own = train.stages_of(plan.world.pp(plan.rank))
+    indices = [index for number in own for index in parts[number]]
+    made = model.materialize(indices, plan.seed, partial(divide, divisions) if divisions else undivided)
+    modules = dict(zip(indices, made, strict=True))
+    place.settle(modules.values())
+    ties, same = ties_of(model, homes_of(model, plan.split, train))
+    share(model, modules, same)
+    places = Counter(p for module in modules.values() for _, p in module.named_parameters(remove_duplicate=False))
+    halved = _halved(plan)
+    shared = frozenset(parameter for parameter, count in places.items() if count > 1)
+    stages = {
+        number: Stage(
+            model,
+            parts[number],
+            [modules[index] for index in parts[number]],
+            place=place,
+            is_last=number == train.num_stages - 1,
+            recompute=plan.recompute,
+            seed=plan.seed,
+            halved=halved[number],
+            shared=shared,
+        )
+        for number in own
+    }
+    parameters = {
+        name: parameter
+        for stage in stages.values()
+        for name, parameter in stage.parameters().items()
+        if name not in same
+    }
+    owner_of = {
+        name: owner
+        for sizes in sizes_of(model, plan.split, train).values()
+        for name, owner in share_out(sizes, plan.world.owners).items()
+    }
+    world = plan.world
+    ties = [
+        Tie(
+            home=tie.home,
+            home_rank=world.owner_rank(tie.home_rank, owner_of[tie.home]),
+            copy=tie.copy,
+            copy_rank=world.owner_rank(tie.copy_rank, owner_of[tie.copy]),
+        )
+        for tie in ties
+    ]
+    cuts = {name: cut for division in divisions for name, cut in division.cuts.items()}
+    partials = {name: over for division in divisions for name, over in division.partial.items()}
+    return Part(model, stages, parameters, owner_of, ties, cuts, partials, outputs_of(divisions))
+
+
+def _halved(plan: Plan) -> dict[int, set[int]]:
+    """By stage, the microbatches whose backwards are in halves, by their numbers in the whole step."""
+    dp, found = plan.mesh.coordinate(plan.rank)["dp"], defaultdict[int, set[int]](set)
+    for stage, op, microbatch in plan.rows["train"]:
+        if op is Op.I and stage is not None and microbatch is not None:
+            found[stage].add(microbatch * plan.mesh.dp + dp)
+    return found
+
+
+def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -> list[Bucket]:
+    """These parameters of a part in buckets, in the order in which a step completes their gradients."""
+    row, limit = plan.programs["train"].rows[plan.world.pp(plan.rank)], int(plan.bucket_mb * _MIB)
+    buckets = []
+    for number in last_backwards(row):
+        members = {name: p for name, p in part.stages[number].parameters().items() if name in parameters}
+        buckets += pack(number, members, part.owner_of, limit)
+    return buckets
+
+
+def last_backwards(row: tuple[Action, ...]) -> dict[int, Action]:
+    """The last backward of each stage in a row, in their order.
+
+    A weight that stages of one rank share belongs to the first of them, whose last backward needs those of the others:
+    then its gradient is complete.
+    """
+    last: dict[int, Action] = {}
+    for action in row:
+        if action.stage is not None and action.op in (Op.B, Op.W):
+            last.pop(action.stage, None)
+            last[action.stage] = action
+    return last
+
+
+def homes_of(model: Model, split: Split, schedule: Schedule) -> dict[int, int]:
+    """The pipeline rank of each layer."""
+    parts = model.stages(split, schedule.num_stages)
+    return {index: schedule.placement[number] for number, part in enumerate(parts) for index in part}
+
+
+def sizes_of(model: Model, split: Split, schedule: Schedule) -> dict[int, dict[str, int]]:
+    """Bytes of the parameters of each pipeline rank, by logical name."""
+    homes = homes_of(model, split, schedule)
+    _, same = ties_of(model, homes)
+    sizes: defaultdict[int, dict[str, int]] = defaultdict(dict)
+    for index, (layer, module) in enumerate(zip(model.names, model.skeleton, strict=True)):
+        for inner, parameter in module.named_parameters():
+            name = f"{layer}.{inner}"
+            if parameter.requires_grad and name not in same:
+                sizes[homes[index]][name] = nbytes(parameter)
+    return sizes
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What one worker works with.
+
+    mean     what its microbatches weigh
+    reducer  None with neither replicas nor servers
+    """
+
+    part: Part
+    update: Update
+    source: BatchSource
+    mean: TokenMean
+    reducer: Reducer | None
+
+
+def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
+    """Build this rank's part of the run. Only its own weights are made."""
+    part = build_part(plan, place, groups)
+    m, num_dp = plan.programs["train"].num_microbatches, plan.mesh.dp
+    source = batch_source(plan.data, plan.model, plan.micro_batch_size, m, num_dp, plan.seed)
+    mean = TokenMean(part.model, source, m, num_dp)
+    if plan.mesh.cp > 1:
+        source = ContextSource(source, tokens_of(plan.context, plan.mesh.cp)[plan.mesh.coordinate(plan.rank)["cp"]])
+    if not plan.world.reduces:
+        return Assembly(part, updater_of(plan, part, part.parameters, groups), source, mean, None)
+    buckets = buckets_of(plan, part, part.parameters)
+    channels, update = _shared(plan, part, buckets, groups)
+    reducer = Reducer(buckets, channels, place)
+    for number, stage in part.stages.items():
+        stage.make_gradients_in(reducer.places(number))
+    return Assembly(part, update, source, mean, reducer)
+
+
+def updater_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter], groups: Mapping[str, Group]) -> Updater:
+    """The update of these parameters of a part, in step with everybody else's."""
+    names, group = part.model.parameter_names(), groups.get(plan.world.updaters)
+    tensors = Divided(part.cuts, part.partial, groups.get("tp"), watched=isinstance(plan.model, Layers))
+    return Updater(parameters, names, part.ties, group, tensors, plan.optim, plan.clip, plan.steps)
+
+
+def _shared(plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, Group]) -> tuple[list[Channel], Update]:
+    """Where gradients are summed, and how a step ends, with replicas or servers."""
+    if plan.world.servers:
+        servers = [groups[f"ps{index}"] for index in range(plan.world.servers)]
+        channels = [_channel_to(group, group.size - 1, partial(_empty, group.device)) for group in servers]
+        return channels, ServedUpdate(buckets, servers)
+    dp = groups["dp"]
+    if not plan.world.sharded:
+        channels = [Channel(dp.all_reduce, dp.host.all_reduce, dp.empty, here=True)]
+        return channels, updater_of(plan, part, part.parameters, groups)
+    channels = [_channel_to(dp, owner, dp.empty) for owner in range(dp.size)]
+    updater = updater_of(plan, part, part.share(dp.rank), groups)
+    layers = [module for stage in part.stages.values() for module in stage.modules]
+    fixed = fixed_weights(layers, part.parameters, part.owner_of)
+    return channels, ShardedUpdate(updater, buckets, dp, fixed)
+
+
+def _channel_to(group: Group, root: int, empty: Callable[[int, torch.dtype], Tensor]) -> Channel:
+    """The sums are at one member."""
+    return Channel(partial(group.reduce, root=root), partial(group.host.reduce, root=root), empty, root == group.rank)
+
+
+def _empty(device: torch.device, count: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(count, dtype=dtype, device=device)

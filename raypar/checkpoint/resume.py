@@ -1,0 +1,143 @@
+"""Resuming: which checkpoint is meant, whether a run can go on from it, and whether it may save others."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from raypar.actors.checkpoint.logical import DTYPES, Logical
+from raypar.actors.errors import CheckpointError
+from raypar.checkpoint.check import verified, verify
+from raypar.checkpoint.find import Found, listed, newest
+from raypar.checkpoint.manifest import MANIFEST
+from raypar.checkpoint.save import Save
+from raypar.config.fields import brief
+from raypar.config.run import Run, check_run
+from raypar.config.schedule import Programs
+from raypar.config.toml import flat, plain_of
+from raypar.errors import ConfigError
+from raypar.paths import CHECKPOINTS, absolute, checkpoints_in, step_of
+
+log = logging.getLogger(__name__)
+
+_TOLD = (
+    "model.attention",
+    "model.linear",
+    "data",
+    "microbatches",
+    "micro_batch_size",
+    "mesh.dp",
+    "optim",
+    "clip",
+    "steps",
+)  # may change
+
+
+def find(path: Path) -> Found:
+    """The checkpoint at a path; of a folder of them, or of a run, the newest sound one.
+
+    Raises ConfigError if there is none.
+    """
+    path = checkpoints_in(absolute(path))
+    one = step_of(path.name) is not None or os.path.lexists(path / MANIFEST)
+    try:
+        found = Found(path, verified(path)) if one else newest(path)
+    except CheckpointError as error:
+        what = f"resume {str(path)!r}" if one else "resume"  # what is wrong with a folder names it
+        raise ConfigError([f"{what}: {fault}" for fault in error.faults]) from error
+    if found is None:
+        raise ConfigError([f"resume {str(path)!r}: there is no sound checkpoint in it: give another folder, or none"])
+    return found
+
+
+def prepared(run: Run, resume: str | Path | Found | None) -> tuple[Programs, Found | None]:
+    """The run's schedules, and the checkpoint that it goes on from if there is one.
+
+    Raises ConfigError with all that is wrong with the run, with going on from there, or with the run's folder.
+    """
+    found = find(Path(resume)) if isinstance(resume, str | Path) else resume
+    programs = check_run(run, None if found is None else found.path)
+    if found is not None:
+        demand_resumable(run, found)
+    demand_room(run, 0 if found is None else found.manifest.step)
+    return programs, found
+
+
+def demand_resumable(run: Run, found: Found) -> None:
+    """Raise ConfigError with all that keeps a run from going on from a checkpoint; log what else is not as it was."""
+    was, now = flat(found.manifest.run), flat(plain_of(run))
+    changed = [name for name in now if name in was and was[name] != now[name]]
+    mine = "model.fn" in now and "model.fn" in was  # of the user's own modules only the weights can be compared
+    faults = [
+        f"{name} is {brief(now[name])}, but {brief(was[name])} in the checkpoint: give the same"
+        for name in changed
+        if name in ("seed", "optim.kind") or (name.startswith("model.") and not mine and not name.startswith(_TOLD))
+    ]
+    if ("model.fn" in now) != ("model.fn" in was):
+        faults.append("model is the user's own Layers in one of them only: give the run that was saved")
+    if not any(fault.startswith("model") for fault in faults):
+        stored = found.manifest.tensors
+        if "optim.kind" in changed:  # said once, and not of every tensor that it keeps
+            stored = {name: logical for name, logical in stored.items() if not name.startswith("optim.")}
+        faults += _tensor_faults(run, stored)
+    if faults:
+        raise ConfigError([f"resume {str(found.path)!r}: {fault}" for fault in faults])
+    for name in changed:
+        if name.startswith(_TOLD):
+            log.warning("resumed with %s %s, which was %s", name, brief(now[name]), brief(was[name]))
+
+
+def demand_room(run: Run, step: int) -> None:
+    """Raise ConfigError if checkpoints of a run that begins at ``step`` can't be saved, or would not be the newest."""
+    if run.folder is None:
+        return
+    folder = absolute(run.folder) / CHECKPOINTS
+    try:
+        Save(folder, step).abort()
+        later = next((path for other, path in listed(folder) if other > step and not verify(path)), None)
+    except CheckpointError as error:
+        raise ConfigError([f"folder: {fault}" for fault in error.faults]) from error
+    if later is not None:
+        fix = "resume from it, or give another folder"
+        raise ConfigError([f"folder {str(folder)!r} has {later.name!r}, and this run begins at step {step}: {fix}"])
+
+
+def _tensor_faults(run: Run, stored: Mapping[str, Logical]) -> Iterator[str]:
+    """What the model's tensors are against what is stored."""
+    from raypar.actors.checkpoint.snapshot import buffer_name, logical_name
+    from raypar.actors.models.build import build_model
+    from raypar.actors.optim.optimizer import KEPT
+
+    model = build_model(run.model, run.seed)
+    layers = list(zip(model.names, model.skeleton, strict=True))
+    every = {f"{layer}.{inner}": p for layer, module in layers for inner, p in module.named_parameters()}
+    weights = {name: every[name] for name in model.parameter_names()}
+    wanted = {name: (DTYPES[str(p.dtype).removeprefix("torch.")], tuple(p.shape)) for name, p in weights.items()}
+    beside = {name: logical for name, logical in stored.items() if name.startswith(("optim.", "buffers."))}
+    there = {name: (logical.dtype, logical.shape) for name, logical in stored.items() if name not in beside}
+    for name in sorted(wanted.keys() | there.keys()):
+        if name not in there or name not in wanted:
+            yield f"weight {brief(name)} is {'not in it' if name in wanted else 'in it, but not in the model'}"
+        elif there[name] != wanted[name]:
+            (one, here), (other, was) = wanted[name], there[name]
+            yield f"weight {brief(name)} is {one} {list(here)}, but {other} {list(was)} in the checkpoint"
+    shapes = {
+        buffer_name(0, f"{layer}.{inner}"): tuple(buffer.shape)
+        for layer, module in layers
+        for inner, buffer in module.named_buffers()
+        if inner in module.state_dict()
+    }
+    yield from (f"{brief(name)} is not in it" for name in shapes if name not in beside)
+    for name, logical in beside.items():
+        head, _, rest = name.partition(".")
+        weight, _, kept = rest.rpartition(".")
+        if head == "buffers":
+            fits = shapes.get(buffer_name(0, rest.partition(".")[2])) == logical.shape
+        else:
+            fits = kept in KEPT[run.optim.kind] and weight in weights
+            fits = fits and logical.shape == (() if kept == "step" else wanted[weight][1])
+            fits = fits and all(logical_name(weight, other) in beside for other in KEPT[run.optim.kind])
+        if not fits:
+            yield f"{brief(name)}, {logical.dtype} {list(logical.shape)}, belongs to another model or optimizer"

@@ -1,0 +1,67 @@
+"""The commands about checkpoints on disk: ``raypar ckpt ls`` and ``raypar ckpt verify``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import tyro
+
+from raypar.actors.errors import CheckpointError
+from raypar.checkpoint import find
+from raypar.checkpoint.check import verify as faults_of
+from raypar.errors import ConfigError
+from raypar.paths import checkpoints_in, step_of
+
+Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+Checkpoint = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
+
+
+class Outcome(NamedTuple):
+    """What to say, and whether every checkpoint is sound as far as was looked."""
+
+    text: str
+    sound: bool
+
+
+def run(words: Sequence[str]) -> Outcome:
+    """``raypar ckpt``. Raises ConfigError if there is nothing at a path that can be looked at."""
+    try:
+        return tyro.extras.subcommand_cli_from_dict(
+            {"ls": ls, "verify": verify}, prog="raypar ckpt", description="Look after checkpoints.", args=list(words)
+        )
+    except CheckpointError as error:
+        raise ConfigError(error.faults) from error
+
+
+def ls(folder: Folder) -> Outcome:
+    """List the checkpoints in a folder, or of a run, the newest first; their shards are not read."""
+    listed = find.ls(checkpoints_in(folder))
+    lines = [
+        f"{line.path.name}  {line.size / 2**20:,.1f} MiB  {line.tensors:,} tensors{_marked(line.faults)}"
+        for line in listed
+    ]
+    return Outcome("\n".join(lines) or "no checkpoints", not any(line.faults for line in listed))
+
+
+def verify(path: Checkpoint) -> Outcome:
+    """Read every byte of a checkpoint, or of all in a folder or of a run, and tell all that is wrong."""
+    if step_of(path.absolute().name) is None:
+        paths = [found for _, found in find.listed(checkpoints_in(path))]
+        if not paths:
+            raise ConfigError([f"there is no checkpoint in {str(path)!r}: give another path"])
+    else:
+        paths = [path]
+    verdicts = {one: faults_of(one) for one in paths}
+    return Outcome("\n".join(_told(verdicts)), not any(verdicts.values()))
+
+
+def _told(verdicts: dict[Path, list[str]]) -> Iterator[str]:
+    for path, faults in verdicts.items():
+        yield f"{path}: {'NOT SOUND' if faults else 'ok'}"
+        yield from (f"- {fault}" for fault in faults)
+
+
+def _marked(faults: list[str]) -> str:
+    return f"  NOT SOUND: {faults[0]}" if faults else ""

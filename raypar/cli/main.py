@@ -1,0 +1,239 @@
+"""The command line: ``raypar train``, ``step``, ``verify``, ``draw``, ``check``, ``simulate``, ``report`` and more."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raypar.reporting.summary import Rows
+
+OK, DIFFERENT, MISTAKE, FAILED, NOT_FINITE, INTERRUPTED, TERMINATED = 0, 1, 2, 4, 6, 130, 143
+
+HELP = """\
+usage: raypar COMMAND [...]
+
+Train PyTorch models in parallel with Ray actors.
+
+with actors:
+  raypar train [RECIPE|FILE.toml] [flags]       train; recipes: gpt-tiny, gpt-small (default), gpt-124m,
+                                                llama-tiny, llama-small
+  raypar step [RECIPE|FILE.toml] [flags]        a Python REPL in which you take a step action by action (gpt-tiny)
+  raypar verify [RECIPE|FILE.toml] [flags]      compare a few steps with one plain process, bit by bit
+
+on paper, in no time:
+  raypar draw SCHEDULE|FILE.csv [flags]         draw a schedule: text, SVG, CSV, Chrome trace
+  raypar check SCHEDULE|FILE.csv [flags]        prove that a schedule can run
+  raypar simulate SCHEDULE|FILE.csv [flags]     how long a schedule takes, and how much of it is bubble
+  SCHEDULE may be code of yours: my.py:function or package.module:function
+
+checkpoints, which raypar train --folder FOLDER writes:
+  raypar ckpt ls FOLDER                         list them
+  raypar ckpt verify PATH                       read every byte of one, or of all in a folder
+
+run folders, which raypar train --folder RUN writes:
+  raypar report RUN [-o report.html]            one HTML file: losses, speed, times, memory, messages
+  raypar trace RUN [-o trace.json]              the latest measured step, for ui.perfetto.dev
+
+  raypar COMMAND --help                         the flags of a command
+  raypar --version
+
+examples:
+  raypar train gpt-tiny --mesh.pp 4 --schedule interleaved --folder runs/first
+  raypar train gpt-tiny --mesh.dp 2 --data-parallel parameter_server --trace step.json
+  raypar train --model.layers 12 --data.path 'books/*.txt' --optim.kind sgd --dry-run
+  raypar train gpt-small --folder runs/second --save-every 20 --keep-last 3 --track tensorboard
+  raypar train --resume runs/second
+  raypar step gpt-tiny --schedule gpipe --microbatches 4
+  raypar report runs/second
+  raypar verify --schedule gpipe
+  raypar draw 1f1b --ranks 4 --microbatches 8 --out 1f1b.svg
+
+exit codes:
+  0    done
+  1    verify found a difference; ckpt found a checkpoint that is not sound
+  2    a mistake in flags, file or schedule; each is listed with its fix, and no step was taken
+  4    the run failed: an actor died, stalled, or raised an error
+  6    the gradients became infinite or NaN
+  130  stopped with Ctrl-C; the actors are gone
+  143  ended by SIGTERM; the actors are gone
+"""
+
+_PAPER = ("draw", "check", "simulate")
+_RUNS = ("train", "step", "verify")
+_DISK = ("ckpt", "report", "trace")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code, see HELP. ``argv`` is what stands behind ``raypar``."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _command(words)
+    except SystemExit as stop:  # tyro has said what is wrong with a flag, or has shown its help
+        if stop.code == signal.SIGTERM:
+            return _fail("terminated", TERMINATED)
+        _say("", end="")
+        return stop.code if isinstance(stop.code, int) else MISTAKE
+    except BrokenPipeError:
+        if not {"-h", "--help"} & set(words):  # tyro's help; what this file prints, _say looks after
+            raise
+        return _hush()
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+
+
+def _command(words: list[str]) -> int:
+    if not words:
+        return _fail(f"a command is missing\n\n{HELP}", MISTAKE)
+    command, rest = words[0], words[1:]
+    if command in _PAPER:
+        return _on_paper(command, rest)
+    if command in _RUNS:
+        with _messages(), _terminable():
+            return _with_actors(command, rest)
+    if command in _DISK:
+        return _on_disk(command, rest)
+    if command in ("-h", "--help", "help"):
+        return _say(HELP, end="")
+    if command == "--version":
+        return _say(f"raypar {version('raypar')}")
+    close = difflib.get_close_matches(command, (*_PAPER, *_RUNS, *_DISK), n=1)
+    guess = f"did you mean {close[0]!r}?" if close else "see raypar --help"
+    return _fail(f"there is no command {command!r}: {guess}", MISTAKE)
+
+
+def _on_paper(command: str, words: list[str]) -> int:
+    from raypar.cli import schedules
+    from raypar.schedules.schedule import ScheduleError
+
+    try:
+        if command == "draw":
+            return _say(schedules.draw(words, terminal=sys.stdout.isatty()))
+        return _say(schedules.prove(words) if command == "check" else schedules.measure(words))
+    except ScheduleError as error:
+        return _fail(str(error), MISTAKE)
+
+
+def _on_disk(command: str, words: list[str]) -> int:
+    from raypar.cli import checkpoints, run_folder
+    from raypar.errors import ConfigError
+
+    try:
+        if command != "ckpt":
+            return _say(run_folder.run(command, words))
+        outcome = checkpoints.run(words)
+    except ConfigError as error:
+        return _fail(error.faults[0] if len(error.faults) == 1 else f"{len(error.faults)} mistakes:\n{error}", MISTAKE)
+    _say(outcome.text)
+    return OK if outcome.sound else DIFFERENT
+
+
+def _with_actors(command: str, words: list[str]) -> int:
+    from raypar.actors.errors import NonFiniteError
+    from raypar.cli import train
+    from raypar.errors import ConfigError, JobError
+
+    try:
+        if command == "verify":
+            verdict = train.verify(words)
+            _say(str(verdict))
+            return OK if verdict.ok else DIFFERENT
+        if command == "step":
+            train.step(words)
+            return OK
+        outcome = train.train(words, terminal=sys.stdout.isatty())
+        if isinstance(outcome, train.Plan):
+            return _say(f"{outcome.picture}\n\n{_table(outcome.rows)}\n\nok: this run can start; no actor was started")
+        return _say(_table(outcome))
+    except ConfigError as error:
+        count = "a mistake" if len(error.faults) == 1 else f"{len(error.faults)} mistakes"
+        return _fail(f"{count}, no step was taken:\n{error}", MISTAKE)
+    except NonFiniteError as error:
+        return _fail(str(error), NOT_FINITE)
+    except JobError as error:
+        return _fail(str(error).partition("\nTraceback ")[0], FAILED)
+
+
+@contextmanager
+def _messages() -> Iterator[None]:
+    """What raypar logs goes to standard error as it is, for the time of a command."""
+    logger, handler = logging.getLogger("raypar"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.level, logger.propagate = before
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM unwinds as Ctrl-C does, so that the actors end."""
+    came = False
+
+    def end(number: int, frame: object) -> None:
+        nonlocal came
+        came = True
+        sys.exit(number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if came:  # Ray, if it waits at that moment, makes another exit of it
+            sys.exit(signal.SIGTERM)
+
+
+def _table(rows: Rows) -> str:
+    """Rows as a table for a terminal, else as plain lines."""
+    if not sys.stdout.isatty():
+        return "\n".join(f"{name + ':':<22} {figure}" for name, figure in rows)
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False)
+    for name, figure in rows:
+        table.add_row(name, figure)
+    console = Console()
+    with console.capture() as captured:
+        console.print(table, highlight=False)
+    return captured.get().rstrip("\n")
+
+
+def _say(text: str, end: str = "\n") -> int:
+    """Print for the user; a reader who has gone away, as head does, is no error."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        return _hush()
+    except OSError as error:
+        _hush()
+        return _fail(f"standard output can't be written ({error.strerror})", FAILED)
+    return OK
+
+
+def _hush() -> int:
+    """Let what is still to be flushed go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return OK
+
+
+def _fail(text: str, code: int) -> int:
+    print(f"raypar: {text}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

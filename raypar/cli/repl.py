@@ -1,0 +1,126 @@
+"""A REPL on a job and its stepper, with tab completion that offers the actions that make sense."""
+
+from __future__ import annotations
+
+import code
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from raypar.errors import ConfigError, JobError
+from raypar.job.inspection import Inside
+from raypar.schedules.catalog import names
+from raypar.schedules.schedule import ScheduleError
+from raypar.schedules.step_board import MoveError, makes_tensors
+from raypar.stepping.stepper import Stepper
+
+if TYPE_CHECKING:
+    from raypar.job.job import Job
+
+_CALL = re.compile(r"""(\w+)\.(do|run_to|why|peek|swap|param|grad)\(\s*["']([\w.-]*)$""")
+_TOLD = (ConfigError, ScheduleError, MoveError, JobError, StopIteration, KeyboardInterrupt)  # their text says it all
+
+HELP = """\
+job is the run on its actors, s the stepper of its next step:
+  s.next()  s.run(5)  s.run_to("1B0")   on in the schedule's own order
+  s.ready()  s.do("0F1")                on in any order that is possible
+  s.why("0B0")                          what an action waits for
+  s.peek("0F0")  s.state()              what was made, what is held
+  s.swap("1f1b")                        another order for what is left
+  s.rewind()  s.abort()                 back to the step's start; as if never begun
+  s.finish()                            the rest; its report
+Tab completes, also inside of do("; s = job.stepper() opens the next step;
+Ctrl-D leaves"""
+
+Namespace = dict[str, Any]
+
+
+def interact(job: Job) -> None:
+    """A console on standard input, with ``job``, its stepper ``s`` and ``rp``, until the input ends."""
+    import raypar
+
+    namespace: Namespace = {"job": job, "s": job.stepper(), "rp": raypar, "__name__": "__console__"}
+    tab_completion(namespace)
+    with suppress(SystemExit):  # exit() leaves the console
+        _Console(namespace).interact(banner=f"{HELP}\n\n{namespace['s']!r}", exitmsg="")
+
+
+def tab_completion(namespace: Namespace) -> None:
+    """Complete names of a namespace, and actions inside of ``s.do("`` and its like, in this process' REPL.
+
+    ``raypar.tab_completion(globals())`` in your own one; in IPython it adds to what there is.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is not None:
+        shell.set_hook(
+            "complete_command", lambda _, event: matches(namespace, event.line) or [], re_key=f".*{_CALL.pattern}"
+        )
+        return
+    with suppress(ImportError):  # a Python without readline
+        import readline
+        import rlcompleter
+
+        names_of = rlcompleter.Completer(namespace).complete
+        readline.set_completer(_completer(namespace, readline.get_line_buffer, names_of))
+        readline.parse_and_bind("tab: complete")
+
+
+def matches(namespace: Namespace, line: str) -> list[str] | None:
+    """What may stand at the end of a line that is inside of the call of a stepper's or job's method; None if it is
+    not."""
+    found = _CALL.search(line)
+    owner = namespace.get(found[1]) if found else None
+    offered = None if found is None else _offered(owner, found[2])
+    if found is None or offered is None:
+        return None
+    return [str(one) for one in offered if str(one).startswith(found[3])]
+
+
+def _offered(owner: object, method: str) -> Iterable[object] | None:
+    """What makes sense in quotes in a call of a method."""
+    if isinstance(owner, Inside):
+        return owner.parameters if method in ("param", "grad") else None
+    if not isinstance(owner, Stepper):
+        return None
+    if method == "do":
+        return owner.ready()
+    if method == "run_to":
+        return owner.left
+    if method == "why":
+        return (*owner.left, *owner.done)
+    if method == "peek":
+        return [action for action in owner.done if makes_tensors(action)]
+    return names() if method == "swap" else None
+
+
+def _completer(
+    namespace: Namespace, line: Callable[[], str], names_of: Callable[[str, int], str | None]
+) -> Callable[[str, int], str | None]:
+    """readline asks for the first, second, ... completion of a word until there is none."""
+
+    def complete(word: str, number: int) -> str | None:
+        inside = matches(namespace, line())
+        if inside is None:
+            return names_of(word, number)
+        return inside[number] if number < len(inside) else None  # readline closes the quotes
+
+    return complete
+
+
+class _Console(code.InteractiveConsole):
+    """Tells a user's mistake by its text; anything else with its traceback, without the console's own frames."""
+
+    def showsyntaxerror(self, filename: str | None = None, **_: object) -> None:
+        self.write("".join(traceback.format_exception_only(sys.exc_info()[1])))
+
+    def showtraceback(self) -> None:
+        kind, error, trace = sys.exc_info()
+        if isinstance(error, _TOLD):
+            self.write(f"{type(error).__name__}: {error}".removesuffix(": ") + "\n")
+        else:
+            inner = trace.tb_next if trace is not None else None
+            self.write("".join(traceback.format_exception(kind, error, inner)))

@@ -1,0 +1,188 @@
+"""The commands that need no actors, no torch and no Ray: draw, check and simulate a schedule."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import tyro
+
+from raypar.actors.specs.types import SEND_WINDOW
+from raypar.config.schedule import Loaded, load
+from raypar.schedules.catalog import CATALOG
+from raypar.schedules.checking.errors import CheckError
+from raypar.schedules.drawing.cells import lines, padded, widest
+from raypar.schedules.drawing.files import drawings, save
+from raypar.schedules.drawing.text import WIDTH, summary, text
+from raypar.schedules.passes.lower import Order, lower
+from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.simulation.simulate import Costs, simulate
+
+A = TypeVar("A", bound="PaperArgs")
+Format = Literal["text", "svg", "csv", "json"]
+
+_SUFFIXES: dict[Format, str] = {"text": ".txt", "svg": ".svg", "csv": ".csv", "json": ".json"}
+_RANKS, _MICROBATCHES = 4, 8
+
+
+@dataclass(frozen=True)
+class PaperArgs:
+    schedule: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCHEDULE|FILE.csv|FILE.py:FUNCTION")]
+    """a name, a CSV file as torch.distributed.pipelining and raypar draw write it, or a function that generates rows"""
+    ranks: int | None = None
+    """pipeline ranks; None: 4, or what the file has"""
+    microbatches: int | None = None
+    """microbatches of a step; None: 8, or what the file has"""
+    chunks: int | None = None
+    """stages a rank holds; None is the schedule's own default"""
+
+
+@dataclass(frozen=True)
+class DrawArgs(PaperArgs):
+    format: Format | None = None
+    """a grid, a picture, torch's table or a trace for ui.perfetto.dev; None goes by the name of --out, else text"""
+    lowered: bool = False
+    """with the communication: SEND, RECV and the closing STEP"""
+    out: Annotated[Path | None, tyro.conf.arg(aliases=("-o",))] = None
+    """write to this file, not to the screen"""
+
+
+@dataclass(frozen=True)
+class CheckArgs(PaperArgs):
+    blocking: bool = False
+    """prove it for sends that block until they are received, not for raypar's own, which do not"""
+    order: Order = "just_in_time"
+    """where the communication goes, if the file has none: one_sweep is safe with sends that block"""
+
+
+@dataclass(frozen=True)
+class SimulateArgs(PaperArgs):
+    f: float = 1.0
+    """what a forward lasts, in any unit"""
+    b: float = 2.0
+    """what a full backward lasts"""
+    i: float = 1.0
+    """what the input half of a backward lasts"""
+    w: float = 1.0
+    """what the weight half of a backward lasts"""
+    link: float = 0.0
+    """from the end of a compute action to the arrival of its value on another rank"""
+    format: Literal["text", "json"] = "text"
+    """json: one object for programs to read"""
+
+
+def draw(words: Sequence[str], terminal: bool) -> str:
+    """``raypar draw``: the drawing, or where it went; coloured and cut to its width for a terminal."""
+    args = _parse(DrawArgs, words, "draw", "Draw a schedule.")
+    schedule = _load(args).schedule
+    if args.lowered:
+        schedule = lower(schedule)
+    color = terminal and args.out is None
+    kinds = drawings(schedule)
+    kinds[".txt"] = lambda: _rows(schedule) if args.lowered else _grid(schedule, color)
+    suffix = _SUFFIXES[args.format] if args.format else (args.out.suffix if args.out else "") or ".txt"
+    if args.out is None:
+        return kinds[suffix]().rstrip("\n")
+    try:
+        save(args.out, kinds, suffix)
+    except OSError as error:
+        reason = f"--out {str(args.out)!r} can't be written ({error.strerror}): give another path"
+        raise ScheduleError(reason) from error
+    return f"{schedule.name} is drawn in {args.out}"
+
+
+def prove(words: Sequence[str]) -> str:
+    """``raypar check``: what was proved; raises ScheduleError with what does not hold."""
+    what = "Prove that a schedule can run: nothing missing, nothing twice, everything in order, no deadlock."
+    args = _parse(CheckArgs, words, "check", what)
+    loaded = _load(args)
+    try:
+        schedule = loaded.lowered(args.order, send_capacity=0 if args.blocking else SEND_WINDOW)
+    except CheckError as error:
+        sweepable = args.blocking and args.order != "one_sweep" and not loaded.schedule.lowered
+        if sweepable and all(fault.rule == "deadlock" for fault in error.faults):
+            raise ScheduleError(f"{error}\nwith sends that block, take --order one_sweep") from error
+        raise
+    sends = "sends that block until they are received" if args.blocking else f"{SEND_WINDOW} sends under way to a peer"
+    held = " ".join(map(str, simulate(schedule).in_flight))
+    return (
+        f"ok: {_sizes(schedule)}, {schedule.num_actions} actions\n"
+        f"    complete, in order, each SEND with its RECV and received in the order in which it is sent,\n"
+        f"    no deadlock with {sends}; activations in flight {held}"
+    )
+
+
+def measure(words: Sequence[str]) -> str:
+    """``raypar simulate``: makespan, bubble and activations in flight of a schedule as it would run."""
+    args = _parse(SimulateArgs, words, "simulate", "Run a schedule on paper: how long it takes, how much is bubble.")
+    given = {name: getattr(args, name) for name in ("f", "b", "i", "w", "link")}
+    wrong = [f"--{name} is {cost}: it must be 0 or more" for name, cost in given.items() if not 0 <= cost < math.inf]
+    if wrong:
+        raise ScheduleError("\n".join(wrong))
+    schedule = _load(args).lowered()
+    timeline = simulate(schedule, Costs(**given), send_capacity=SEND_WINDOW)
+    if args.format == "text":
+        return f"{_sizes(schedule)}\n{summary(timeline)}"
+    figures: dict[str, Any] = {
+        "schedule": schedule.name,
+        "ranks": schedule.num_ranks,
+        "stages": schedule.num_stages,
+        "microbatches": schedule.num_microbatches,
+        "costs": given,
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "busy": [timeline.busy(rank) for rank in range(schedule.num_ranks)],
+        "in_flight": list(timeline.in_flight),
+    }
+    return json.dumps(figures)
+
+
+def _parse(kind: type[A], words: Sequence[str], command: str, what: str) -> A:
+    known = "\n".join(f"  {name:<12} {entry.summary}" for name, entry in CATALOG.items())
+    return tyro.cli(
+        kind,
+        config=(tyro.conf.FlagCreatePairsOff,),
+        args=words,
+        prog=f"raypar {command}",
+        description=f"{what}\n\nSchedules:\n{known}",
+    )
+
+
+def _load(args: PaperArgs) -> Loaded:
+    """The schedule; raises ScheduleError, also if a file is not of the sizes that were asked for."""
+    ranks = _RANKS if args.ranks is None else args.ranks
+    microbatches = _MICROBATCHES if args.microbatches is None else args.microbatches
+    loaded = load(args.schedule, ranks, microbatches, args.chunks)
+    schedule = loaded.schedule
+    faults = [
+        f"schedule {schedule.name!r} has {has} {name}, not {wanted}: leave --{name} out for a file"
+        for name, has, wanted in (
+            ("ranks", schedule.num_ranks, args.ranks),
+            ("microbatches", schedule.num_microbatches, args.microbatches),
+        )
+        if wanted is not None and has != wanted
+    ]
+    if faults:
+        raise ScheduleError("\n".join(faults))
+    return loaded
+
+
+def _grid(schedule: Schedule, color: bool) -> str:
+    return text(schedule, color=color, width=shutil.get_terminal_size().columns if color else WIDTH)
+
+
+def _rows(schedule: Schedule) -> str:
+    """Every action in its order; the columns are places in the row, not times."""
+    rows = [[str(action) for action in row] for row in schedule.rows]
+    labels = [f"rank {rank}" for rank in range(schedule.num_ranks)]
+    return "\n".join(lines(labels, padded(rows, widest(cell for row in rows for cell in row))))
+
+
+def _sizes(schedule: Schedule) -> str:
+    counts = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
+    return f"{schedule.name}, {counts}"

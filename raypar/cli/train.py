@@ -1,0 +1,261 @@
+"""The commands that train: their flags are the fields of Run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar, get_args, get_type_hints
+
+import tyro
+
+from raypar.actors.errors import CheckpointError
+from raypar.actors.specs.data import Text
+from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.optim import SGD, AdamW
+from raypar.cli.output_files import file_faults, growing_file, whole_file
+from raypar.config.run import Run, check_run, unrecorded, world_of
+from raypar.config.toml import of_kind, read_table, run_of
+from raypar.errors import ConfigError, JobError
+from raypar.paths import absolute, checkpoints_in, home_of
+from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.summary import Rows, closing_rows, plan_rows
+from raypar.schedules.drawing.chrome_trace import chrome_trace
+from raypar.schedules.drawing.text import text
+from raypar.schedules.user_code import names_code
+
+if TYPE_CHECKING:
+    from raypar.checkpoint.find import Found
+    from raypar.job.job import Job
+    from raypar.parity.verify import Verdict
+
+A = TypeVar("A", bound="RunArgs")
+
+_VERIFIED_STEPS = 5
+
+
+@dataclass(frozen=True)
+class RunArgs(Run):
+    """A Run with what a command line can say: no functions, and a word for where to start from."""
+
+    model: GPT | Llama = field(default_factory=GPT)
+    schedule: str = "1f1b"
+    """naive, gpipe, 1f1b, interleaved, a CSV file, or code of yours as my.py:function; see raypar draw --help"""
+    data: Text = field(default_factory=Text)
+    optim: AdamW | SGD = field(default_factory=AdamW)
+    base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE|FILE.toml")] = ""
+    """the run that the flags change: gpt-tiny, gpt-small, gpt-124m, llama-tiny, llama-small, or a TOML file"""
+
+    def run(self) -> Run:
+        """The run alone."""
+        return Run(**{field.name: getattr(self, field.name) for field in fields(Run)})
+
+
+@dataclass(frozen=True)
+class TrainArgs(RunArgs):
+    log: Path | None = None
+    """a file for one line of JSON a step and an evaluation; overwritten if it exists"""
+    trace: Path | None = None
+    """a file for the trace of the last step, for ui.perfetto.dev; overwritten if it exists"""
+    dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
+    """check everything and draw the schedule, but start no actor"""
+    resume: Path | None = None
+    """go on from this checkpoint, or the newest sound one in this folder (a run's will do); without RECIPE|FILE.toml
+    with its run, too, in its folder"""
+    wait_for_nodes: float = 0.0
+    """seconds that a cluster with too few CPUs is given for its autoscaler to bring more"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A dry run's outcome: the picture of its schedule, and its figures."""
+
+    picture: str
+    rows: Rows
+
+
+def train(words: Sequence[str], terminal: bool) -> Plan | Rows:
+    """``raypar train``: the closing figures, or the plan of a dry run.
+
+    Raises ConfigError before any actor starts, JobError or NonFiniteError after that.
+    """
+    start = next((_found(path) for path in _values_of("--resume", words) if path), None)
+    known = {} if start is None else {str(start.path): _its_run(start)}
+    args = _parse(TrainArgs, words, "train", "Train a model on actors.", next(iter(known), "gpt-small"), known=known)
+    if args.base in known and names_code(args.schedule) and not [*_values_of("--schedule", words)]:
+        fix = f"if you trust it, say --schedule {args.schedule}"
+        raise ConfigError([f"schedule {args.schedule!r} is code, and the checkpoint alone can't make it run: {fix}"])
+    run, faults = args.run(), [*file_faults("--log", args.log), *file_faults("--trace", args.trace)]
+    try:
+        schedule = check_run(run, None if start is None else start.path)["train"]
+    except ConfigError as error:
+        raise ConfigError([*error.faults, *faults]) from None
+    if start is not None and start.manifest.step >= run.steps:
+        faults.append(f"{start.path.name} is the end of a run of {run.steps} steps: give more --steps to go on")
+    if faults:
+        raise ConfigError([*faults, *_misfits(run, start)])
+    if args.dry_run:
+        return Plan(text(schedule, color=terminal), plan_rows(run, schedule))
+    from raypar.job.launch import launch  # torch and Ray: not for mistakes, and not for a dry run
+
+    began = time.perf_counter()
+    with (
+        growing_file("--log", args.log) as log,
+        whole_file("--trace", args.trace) as trace,
+        launch(run, wait_for_nodes=args.wait_for_nodes, resume=start) as job,
+    ):
+
+        def write(outcome: Report | Evaluation) -> None:
+            log(json.dumps(outcome.to_dict()) + "\n")
+
+        launched = time.perf_counter() - began
+        try:
+            reports = job.train(on=write, ahead=1)
+        except KeyboardInterrupt:
+            _keep(job)
+            raise
+        if args.trace is not None:
+            trace(json.dumps(chrome_trace(*job.timelines())))
+        evaluation = job.evaluate()
+        write(evaluation)
+        wall = time.perf_counter() - began
+        files = {"log": args.log, "trace": args.trace, "folder": Path(run.folder) if run.folder else None}
+        return closing_rows(run, schedule, reports, evaluation, launched, wall, files)
+
+
+def _keep(job: Job) -> None:
+    """Save what an interrupted run has come to, if it has a folder and its actors can still be asked."""
+    run, log = job.run, logging.getLogger("raypar")
+    if run.folder is None or not job.next_step:
+        return
+    try:
+        saved = job.save(checkpoints_in(absolute(run.folder)), run.keep_last)
+    except (CheckpointError, JobError) as error:
+        log.warning("interrupted, and nothing was saved: %s", error)
+    else:
+        log.info("saved as %s; raypar train --resume %s goes on from there", saved.name, run.folder)
+
+
+def _misfits(run: Run, start: Found | None) -> list[str]:
+    """What else keeps a run from going on from a checkpoint."""
+    if start is None:
+        return []
+    from raypar.checkpoint.resume import demand_resumable
+
+    try:
+        demand_resumable(run, start)
+    except ConfigError as error:
+        return error.faults
+    return []
+
+
+def verify(words: Sequence[str]) -> Verdict:
+    """``raypar verify``: whether the layout computes what one plain process does. Raises what ``train`` raises."""
+    what = "Train a few steps on actors and in one plain process, and compare all losses, gradients and weights."
+    run = unrecorded(_parse(RunArgs, words, "verify", what, "gpt-tiny", {"steps": _VERIFIED_STEPS}).run())
+    check_run(run)
+    told = run.steps, world_of(run).size, run.mesh, run.schedule, run.microbatches
+    logging.getLogger("raypar").info("%d steps in this process, then on %d actors: %s, %s of %d microbatches", *told)
+    from raypar.parity.verify import verify as verified
+
+    return verified(run)
+
+
+def step(words: Sequence[str]) -> None:
+    """``raypar step``: a REPL on the run's first step. Raises what ``train`` raises."""
+    what = "Step through a schedule by hand, on actors, in a Python REPL."
+    run = _parse(RunArgs, words, "step", what, "gpt-tiny").run()
+    check_run(run)
+    from raypar.cli.repl import interact
+    from raypar.job.launch import launch
+
+    with launch(run) as job:
+        interact(job)
+
+
+def _found(path: str) -> Found:
+    from raypar.checkpoint.resume import find  # numpy: not without need
+
+    return find(Path(path))
+
+
+def _its_run(found: Found) -> Run:
+    """The run that a checkpoint is of, in the folder that it lies in: that may have been moved."""
+    run, home = run_of(found.manifest.run), home_of(found.path)
+    return run if home is None else replace(run, folder=str(home))
+
+
+def _parse(
+    kind: type[A],
+    words: Sequence[str],
+    command: str,
+    what: str,
+    fallback: str,
+    table: dict[str, int] | None = None,
+    known: Mapping[str, Run] | None = None,
+) -> A:
+    """The flags over the run they start from: a recipe, changed by ``table``, a file, or one that is ``known`` by name.
+
+    The defaults of the flags are that run's, so it has to be known first. It is the first word; if it turns out to
+    stand somewhere else, the words are read again.
+    """
+
+    def parse(base: str) -> A:
+        """The words over the run of this name; tyro ends the process if it can't read them."""
+        default = known[base] if known and base in known else _base(base, table or {})
+        for model_kind in _values_of("--model.kind", words):
+            default = replace(default, model=of_kind("model", model_kind, default.model))
+        for optimizer_kind in _values_of("--optim.kind", words):
+            default = replace(default, optim=of_kind("optim", optimizer_kind, default.optim))
+        parts = {field.name: getattr(default, field.name) for field in fields(Run)}
+        parsed: A = tyro.cli(
+            kind,
+            config=(tyro.conf.AvoidSubcommands,),
+            args=_read_none(words),
+            default=kind(**parts, base=base),
+            prog=f"raypar {command}",
+            description=f"{what} Flags change the recipe or the file; their defaults below are those of {base}.",
+        )
+        return parsed
+
+    first = words[0] if words and not words[0].startswith("-") else fallback
+    args = parse(first)
+    return args if args.base == first else parse(args.base)
+
+
+def _base(name: str, table: dict[str, int]) -> Run:
+    if Path(name).suffix == ".toml":
+        return run_of(table | read_table(Path(name)))
+    try:
+        return run_of({"recipe": name} | table)
+    except ConfigError as error:
+        raise ConfigError([f"{fault}; or give a file whose name ends in .toml" for fault in error.faults]) from None
+
+
+def _read_none(words: Sequence[str]) -> list[str]:
+    """``--clip none``, as files say it, in the word that tyro knows: None."""
+    hints = ((name, get_args(hint)) for name, hint in get_type_hints(Run).items())
+    optional = {f"--{name}" for name, kinds in hints if type(None) in kinds and str not in kinds}
+
+    def may_be_none(flag: str) -> bool:
+        return flag[:2] + flag[2:].replace("-", "_") in optional
+
+    read = []
+    for before, word in zip(["", *words], words, strict=False):
+        flag, _, value = word.partition("=")
+        if word == "none" and may_be_none(before):
+            read.append("None")
+        else:
+            read.append(f"{flag}=None" if value == "none" and may_be_none(flag) else word)
+    return read
+
+
+def _values_of(flag: str, words: Sequence[str]) -> Iterator[str]:
+    for word, after in zip(words, [*words, ""][1:], strict=True):
+        if word == flag:
+            yield after
+        elif word.startswith(f"{flag}="):
+            yield word.partition("=")[2]

@@ -1,0 +1,1 @@
+"""Where Ray is talked to: connecting, placing actors, calling them."""

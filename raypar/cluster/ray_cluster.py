@@ -1,0 +1,258 @@
+"""Where actors live: connecting to a cluster, placing them, ending them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raypar.actors.errors import first_line
+from raypar.actors.mesh.world import World
+from raypar.actors.specs.types import DeviceChoice, DeviceKind
+from raypar.cluster.devices import Share, demand_build, share_of
+from raypar.errors import ConfigError, JobError
+
+log = logging.getLogger(__name__)
+
+_LEAST_SLOTS = 16  # actors that a laptop of any size may be asked for: they share its cores
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SCHEDULER_EVENTS": "0",
+    "RAY_COLOR_PREFIX": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # Ray's 15 lets any other process of the machine go first
+    # what nobody reads is written less often: ten times a second Ray's log monitor looks for new files, to send their
+    # lines to a driver that wants none, and every 5 s an agent asks all processes how they are, for a dashboard
+    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
+    "LOG_NAME_UPDATE_INTERVAL_S": "30",
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",
+}
+_PLACEMENT_SECONDS = 60.0
+_ANSWER_SECONDS = 5.0
+_LOOK = 0.5  # seconds between two looks at it
+
+
+@dataclass
+class Actors:
+    """The actors of a job, by rank, and what has to be given back after them."""
+
+    handles: list[Any]
+    group: PlacementGroup
+    owns_cluster: bool
+    driver: str
+    device: DeviceKind
+
+    def reachable(self) -> bool:
+        """Whether this process is still connected to the Ray that the actors live in."""
+        return ray.is_initialized() and _driver() == self.driver
+
+    def end(self) -> None:
+        """Kill the actors, free their places, and stop Ray if the job started it. Once is enough, twice no harm."""
+        handles, self.handles = self.handles, []
+        if not handles or not self.reachable():  # with its Ray went the actors
+            return
+        for handle in handles:
+            ray.kill(handle)
+        remove_placement_group(self.group)
+        if self.owns_cluster:
+            ray.shutdown()
+
+
+def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wait_for_nodes: float = 0.0) -> Actors:
+    """An actor of this class for each rank of the world, placed all together or not at all.
+
+    Each has one CPU, and of the GPUs what ``share_of`` says.
+
+    Uses the Ray that this process is connected to, else the cluster of RAY_ADDRESS, else starts one on this machine.
+    A cluster that is too small is given ``wait_for_nodes`` seconds to grow; what asks for the places also asks its
+    autoscaler for nodes. Raises ConfigError if there is no room, JobError if Ray does not start.
+    """
+    built = torch.backends.cuda.is_built()  # the actors' torch is the same build
+    demand_build(device, built=built)
+    with _own_sigterm():
+        owns = _connect()
+    try:
+        if wait_for_nodes <= 0:
+            _demand_room(world)
+        gpus = int(ray.cluster_resources().get("GPU", 0.0))
+        share = share_of(device, world.size, gpus, built=built, grows=wait_for_nodes > 0)
+        if owns and "RAY_ADDRESS" not in os.environ and world.size > _cores():
+            log.warning("%d actors share the %d cores of this machine", world.size, _cores())
+        group = placement_group(_bundles(world, share), strategy="PACK", name=job)
+        try:
+            patience = max(wait_for_nodes, _PLACEMENT_SECONDS)
+            end = time.monotonic() + patience
+            while not group.wait(_LOOK):  # in turns: Ray does not hear Ctrl-C while it waits
+                if time.monotonic() > end:
+                    raise ConfigError([_no_room(world, f"they were not free within {patience:g} s", share.gpus)])
+            handles = [_actor(hosted, group, rank, world, job, share) for rank in range(world.size)]
+        except BaseException:
+            remove_placement_group(group)
+            raise
+    except BaseException:
+        if owns:
+            ray.shutdown()
+        raise
+    return Actors(handles, group, owns, _driver(), share.device)
+
+
+def _in_lasting_thread(call: Callable[..., object], **settings: object) -> None:
+    """Make a call in a thread that lives as long as this process: the servers that Ray starts end with the thread that
+    has started them."""
+    if threading.current_thread() is threading.main_thread():
+        call(**settings)
+        return
+    made = Future[object]()
+
+    def lasting() -> None:
+        try:
+            made.set_result(call(**settings))
+        except BaseException as error:
+            made.set_exception(error)
+        threading.Event().wait()
+
+    threading.Thread(target=lasting, name="raypar's Ray", daemon=True).start()
+    made.result()
+
+
+def _driver() -> str:
+    """This process in the Ray that it is connected to: another id after every ray.init."""
+    return str(ray.get_runtime_context().get_worker_id())
+
+
+def _bundles(world: World, share: Share) -> list[dict[str, float]]:
+    """What is placed together. Of parts of a GPU every actor has a bundle of its own: they have to be of one GPU.
+
+    Else a tensor group shares a bundle, and a bundle is always on one node: its links are the fastest.
+    """
+    mesh, together = world.mesh, _bundled(world, share)
+    each = {"CPU": 1.0, "GPU": share.gpus} if share.gpus else {"CPU": 1.0}
+    bundle = {name: amount * together for name, amount in each.items()}
+    return [bundle] * (mesh.size // together) + [each] * len(world.server_ranks)
+
+
+def _bundled(world: World, share: Share) -> int:
+    """Workers in a bundle."""
+    return world.mesh.tensor_ranks if share.gpus in (0.0, 1.0) else 1
+
+
+def _actor(cls: type, group: PlacementGroup, rank: int, world: World, job: str, share: Share) -> Any:
+    # a retried backward would count its gradients twice: recovery is the driver's
+    decorate: Any = ray.remote  # its types know nothing of concurrency groups
+    kept = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"ctl": 2, "disk": 1}}
+    remote = decorate(num_cpus=1, num_gpus=share.gpus, **kept)(cls)
+    size, together = world.mesh.size, _bundled(world, share)
+    bundle = rank // together if rank < size else size // together + rank - size
+    place = PlacementGroupSchedulingStrategy(group, bundle)
+    return remote.options(name=f"{job} {world.label(rank)}", scheduling_strategy=place).remote()
+
+
+def _cores() -> int:
+    return os.cpu_count() or 1
+
+
+def _connect() -> bool:
+    """Connect to Ray if need be; whether the cluster is ours to stop."""
+    if ray.is_initialized():
+        return False
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        try:
+            _demand_answer(address)
+            ray.init(address=address, namespace="raypar", log_to_driver=False, logging_level=logging.ERROR)
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = f"no cluster answers there ({first_line(error)})"
+            raise ConfigError([f"RAY_ADDRESS is {address!r}, but {reason}"]) from error
+        return True
+    old = os.umask(0o077)  # Ray writes its token with the process' umask
+    try:
+        _in_lasting_thread(
+            ray.init,
+            address="local",
+            num_cpus=max(_cores(), _LEAST_SLOTS),
+            namespace="raypar",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=256 * 2**20,  # tensors never go through it
+        )
+    except Exception as error:  # Ray raises all kinds, Exception itself among them
+        ray.shutdown()
+        raise JobError(
+            f"Ray does not start on this machine ({first_line(error)}): "
+            "see that /tmp (or RAY_TMPDIR) has room, and that no broken Ray is left running (ray stop)"
+        ) from error
+    except BaseException:  # Ctrl-C: parts of it run already
+        ray.shutdown()
+        raise
+    finally:
+        os.umask(old)
+    return True
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Leave SIGTERM to the handler of before, or else to Python's of Ray's two, which unwinds.
+
+    The one below it aborts the process after 3 s, in the middle of its end.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        handler = before if callable(before) else signal.getsignal(signal.SIGTERM)
+        if handler and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _demand_answer(address: str) -> None:
+    """Raise OSError if nothing listens at ``host:port``: Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
+
+
+def demand_shippable(*parts: object) -> None:
+    """Raise ConfigError for what can't be sent to actors: a function that closes over a lock, say."""
+    try:
+        ray.cloudpickle.dumps(parts)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise ConfigError(
+            [f"model or data can't be sent to actors ({reason}): make such things inside the function"]
+        ) from None
+
+
+def _demand_room(world: World) -> None:
+    if ray.cluster_resources().get("CPU", 0.0) < world.size:
+        raise ConfigError([_no_room(world, "use a smaller mesh or a larger cluster, or wait for its nodes")])
+
+
+def _no_room(world: World, why: str, gpus: float = 0.0) -> str:
+    """``gpus`` are those of an actor."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    wanted = {"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 1.0}
+    need = " and ".join(f"{world.size * amount:g} {name}s" for name, amount in wanted.items())
+    units = {name: f" {name}s" if gpus else "" for name in wanted}
+    have = " and ".join(f"{total.get(name, 0):g}{unit} ({free.get(name, 0):g} free)" for name, unit in units.items())
+    nodes = sum(1 for node in ray.nodes() if node["Alive"])
+    servers = f" ({len(world.server_ranks)} of them servers)" if world.servers else ""
+    return (
+        f"mesh: {world.size} actors{servers} need {need}, the cluster has {have} "
+        f"on {nodes} node{'s' if nodes != 1 else ''}: {why}"
+    )

@@ -1,0 +1,84 @@
+"""Runs by name, to start from."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.optim import AdamW
+from raypar.config.run import Run
+from raypar.errors import ConfigError
+
+
+def gpt_tiny() -> Run:
+    """Seconds: for tests, and to try things. Dropout and clipping are on, so that they are tried too."""
+    return Run(
+        model=GPT(layers=8, hidden=32, heads=4, seq=32, dropout=0.1),
+        mesh=Mesh(pp=2),
+        microbatches=4,
+        micro_batch_size=2,
+        optim=AdamW(lr=3e-3, warmup=2, decay="cosine"),
+        steps=20,
+        eval_steps=2,
+    )
+
+
+def gpt_small() -> Run:
+    """Minutes on two CPU cores: 6.5 million parameters over the bytes of Python's standard library."""
+    return Run(
+        model=GPT(layers=8, hidden=256, heads=8, seq=256),
+        mesh=Mesh(pp=2),
+        microbatches=8,
+        micro_batch_size=2,
+        optim=AdamW(lr=1e-3, warmup=10, decay="cosine"),
+        steps=100,
+        eval_every=50,
+        eval_steps=4,
+    )
+
+
+def gpt_124m() -> Run:
+    """The size of GPT-2 small (Radford et al. 2019, table 2): for machines that have hours, or GPUs to come."""
+    return Run(
+        model=GPT(layers=12, hidden=768, heads=12, seq=1024, vocab=50257, tied=True),
+        mesh=Mesh(pp=4),
+        microbatches=16,
+        micro_batch_size=4,
+        optim=AdamW(lr=6e-4, warmup=100, decay="cosine"),
+        split="balanced",
+        steps=2000,
+        eval_every=200,
+        eval_steps=4,
+    )
+
+
+def llama_tiny() -> Run:
+    """gpt-tiny as a Llama, whose keys and values have half as many heads."""
+    return replace(gpt_tiny(), model=Llama(layers=8, hidden=32, heads=4, kv_heads=2, seq=32, dropout=0.1))
+
+
+def llama_small() -> Run:
+    """gpt-small as a Llama of 6.0 million parameters."""
+    return replace(gpt_small(), model=Llama(layers=8, hidden=256, heads=8, kv_heads=4, seq=256))
+
+
+RECIPES: dict[str, Callable[[], Run]] = {
+    "gpt-tiny": gpt_tiny,
+    "gpt-small": gpt_small,
+    "gpt-124m": gpt_124m,
+    "llama-tiny": llama_tiny,
+    "llama-small": llama_small,
+}
+
+
+def recipe(name: str, **changes: Any) -> Run:
+    """A run by name, with these fields changed. Raises ConfigError for a name that is not known."""
+    if name not in RECIPES:
+        close = difflib.get_close_matches(name, RECIPES, n=1)
+        guess = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError([f"there is no recipe {name!r}: {guess}known are {', '.join(RECIPES)}"])
+    return replace(RECIPES[name](), **changes)

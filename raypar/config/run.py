@@ -1,0 +1,240 @@
+"""A run as plain, frozen data, and everything that can be wrong with it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le
+
+from raypar.actors.context_parallel.sequence import Context
+from raypar.actors.data.token_batches import data_faults
+from raypar.actors.files import expanded
+from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.mesh.world import DataParallel, World, Zero
+from raypar.actors.models.partition import Split, split_faults
+from raypar.actors.specs.data import Batches, Text
+from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
+from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.specs.recompute import Recompute, recompute_faults
+from raypar.actors.specs.types import BucketSize, Count, DeviceChoice, DeviceKind, Positive, Steps
+from raypar.config.fields import field_faults
+from raypar.config.schedule import Programs, programs_of, schedule_faults
+from raypar.config.validate.model import length_faults, model_faults
+from raypar.config.validate.outputs import Tracker, folder_faults, track_faults
+from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
+from raypar.errors import ConfigError
+from raypar.schedules.schedule import Schedule, ScheduleError
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run: what is trained, on which actors, in which order, for how long."""
+
+    model: GPT | Llama | Layers = field(default_factory=GPT)
+    """what is trained: a GPT, a Llama, or the user's own Layers"""
+    mesh: Mesh = field(default_factory=Mesh)
+    """how the work is split; ``Mesh(pp=2)`` is two pipeline ranks"""
+    schedule: str | Schedule = "1f1b"
+    """a name (naive, gpipe, 1f1b, interleaved, registered ones), a CSV file, code as my.py:function, or a Schedule"""
+    chunks: Count | None = None
+    """stages a rank holds; None is the schedule's own default (2 for interleaved, else 1)"""
+    microbatches: Count = 4
+    """a step's batch is so many microbatches on each replica ..."""
+    micro_batch_size: Count = 2
+    """... of so many samples each"""
+    data: Text | Batches = field(default_factory=Text)
+    """Text, or the user's own Batches"""
+    data_parallel: DataParallel = "all_reduce"
+    """how replicas share gradients: all_reduce among themselves, or a parameter_server that holds the optimizer"""
+    bucket_mb: BucketSize = 4.0
+    """gradients are reduced in buckets of so many MiB at most, each as soon as it is complete"""
+    servers: Count = 1
+    """parameter servers of each pipeline rank"""
+    zero: Zero | None = None
+    """1 splits the optimizer over the replicas (ZeRO stage 1): less memory, less work, the same numbers; 0 does not;
+    None: 1, but with a parameter_server 0"""
+    sequence_parallel: bool = False
+    """with mesh.tp, norms and dropout are divided too, along the sequence: less memory, as many bytes"""
+    context: Context = "ring"
+    """with mesh.cp, how attention reaches all tokens: ring, all_gather, ulysses (by heads), or rsa (full scores)"""
+    optim: AdamW | SGD = field(default_factory=AdamW)
+    """AdamW or SGD, with the learning-rate schedule"""
+    clip: Positive | None = 1.0
+    """largest global gradient norm; None does not clip"""
+    recompute: Recompute = "none"
+    """full keeps only the inputs of a stage and runs its forward again before its backward; selective runs attention's
+    core again; or a word for each layer, where full keeps that layer's inputs"""
+    split: Split = "even"
+    """layers to stages: even, balanced by cost, or a count for each stage"""
+    seed: int = 0
+    """of initial weights, data order and dropout"""
+    steps: Count = 100
+    """length of the run; the learning rate decays over it"""
+    eval_every: Steps = 0
+    """evaluate every so many steps, and at the end; 0: only at the end"""
+    eval_steps: Count = 4
+    """steps of an evaluation: so many times ``microbatches`` microbatches"""
+    folder: str | None = None
+    """a folder for all that the run leaves behind: configuration, metrics, schedule, timeline, log, checkpoints"""
+    save_every: Steps = 0
+    """save a checkpoint there every so many steps, and at the end; 0: only at the end"""
+    keep_last: Count | None = None
+    """so many checkpoints stay, the newest ones; None keeps all"""
+    track: tuple[Tracker, ...] = ()
+    """who is told of every step: tensorboard (files in the folder), wandb, mlflow, ray (the cluster's dashboard)"""
+    threads: Annotated[int, Ge(1), Le(1024)] = 1
+    """CPU threads of an actor"""
+    device: DeviceChoice = "auto"
+    """what actors compute on: cpu, cuda (GPUs, shared if they are fewer), or auto: GPUs if each actor gets its own"""
+    timeout: Annotated[float, Gt(0), Le(1e6)] = 300.0
+    """seconds that an actor may wait for another one before the run fails"""
+
+
+def check_run(run: Run, resumed: Path | None = None) -> Programs:
+    """The run's schedules, lowered and checked; raises ConfigError with all that is wrong with the run.
+
+    ``resumed`` is the checkpoint that it goes on from: only such a run may use a folder that holds one.
+    A field of a wrong type or out of its range is a fault by itself; what it is compared with is then left out.
+    """
+    wrong = list(field_faults(run))
+
+    def right(*paths: str) -> bool:
+        """Whether all these fields, and what is in them, are what they are declared to be."""
+        pairs = ((f"{path}.", f"{fault.path}.") for path in paths for fault in wrong)
+        return not any(one.startswith(other) or other.startswith(one) for one, other in pairs)
+
+    faults = [fault.text for fault in wrong]
+    faults += [*model_faults(run.model, right), *_mesh_faults(run.mesh, right), *_server_faults(run, right)]
+    if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
+        faults += tensor_faults(run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel)
+    if right("mesh.tp", "data", "micro_batch_size") and isinstance(run.mesh.tp, str):
+        faults += batch_faults(run.mesh.tp, run.data, run.micro_batch_size)
+    if right("model", "mesh.cp", "mesh.tp", "context", "sequence_parallel"):
+        faults += context_faults(run.model, run.mesh, run.context, sequence=run.sequence_parallel)
+    programs: Programs | None = None
+    if right("schedule", "mesh.pp", "microbatches", "chunks"):
+        reduces = right("mesh", "data_parallel", "servers", "zero") and world_of(run).reduces
+        try:
+            programs = programs_of(run.schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=reduces)
+            misfits = _layer_faults(run, programs["train"].num_stages, right)
+            faults += misfits or _share_faults(run, programs["train"], right)
+        except ScheduleError as error:
+            faults += [str(error), *_layer_faults(run, run.mesh.pp * (run.chunks or 1), right)]
+    elif right("schedule"):
+        faults += schedule_faults(run.schedule)
+    if right("data"):
+        faults += _data_faults(run, right)
+    if right("folder") and run.folder is not None:
+        faults += folder_faults(run.folder, resumed)
+    if right("folder", "track"):
+        faults += track_faults(run.track, run.folder)
+    if right("folder", "save_every") and run.save_every and run.folder is None:
+        faults.append(f"save_every is {run.save_every}, but there is no folder for checkpoints: give one")
+    if faults or programs is None:
+        raise ConfigError(faults)
+    return programs
+
+
+def world_of(run: Run) -> World:
+    """All ranks of a run: its workers, and its parameter servers if it has any."""
+    return World.of(run.mesh, run.data_parallel, run.servers, run.zero)
+
+
+def unrecorded(run: Run) -> Run:
+    """The run, but it leaves nothing behind."""
+    return replace(run, folder=None, save_every=0, track=())
+
+
+def reset_faults(run: Run, actors: int, device: DeviceKind) -> Iterator[str]:
+    """Why a run can't begin on so many actors, which compute on ``device`` and are there already."""
+    if (wanted := world_of(run).size) > actors:
+        yield f"reset keeps the actors: the run needs {wanted}, there are {actors}; launch anew for more"
+    if run.device not in ("auto", device):
+        yield f"reset keeps the actors: device must stay {device!r}; launch anew for {run.device!r}"
+
+
+def _mesh_faults(mesh: Mesh, right: Callable[..., bool]) -> Iterator[str]:
+    if right("mesh.ep") and mesh.ep > 1:
+        yield f"mesh.ep is {mesh.ep}: expert parallelism does not compute yet: set it to 1"
+
+
+def _server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
+    if right("servers", "data_parallel") and run.servers > 1 and run.data_parallel != "parameter_server":
+        yield f"servers is {run.servers}, but data_parallel is {run.data_parallel!r}: only a parameter_server has them"
+    if right("zero", "data_parallel") and run.zero and run.data_parallel == "parameter_server":
+        yield f"zero is {run.zero}, but data_parallel is 'parameter_server': servers hold the optimizer, leave zero out"
+
+
+def _share_faults(run: Run, schedule: Schedule, right: Callable[..., bool]) -> Iterator[str]:
+    """Servers without a parameter; a rank that has none is left its one server."""
+    if not right("servers", "data_parallel", "zero", "mesh", "model", "split") or world_of(run).servers < 2:
+        return
+    from raypar.actors.models.build import build_model  # imports torch: only for more than one server
+    from raypar.actors.worker.build import sizes_of
+
+    sizes = sizes_of(build_model(run.model, run.seed), run.split, schedule)
+    fewest, pp = min((len(sizes.get(pp, {})), pp) for pp in range(schedule.num_ranks))
+    if run.servers > fewest:
+        fix = f"use {max(1, fewest)} at most"
+        yield f"servers is {run.servers}, but pp={pp} has {fewest} parameters, and each is on one server: {fix}"
+
+
+def _layer_faults(run: Run, num_stages: int, right: Callable[..., bool]) -> list[str]:
+    """What is wrong with the split, with recompute, and with a plan, which all speak of the model's layers."""
+    transformer = isinstance(run.model, Transformer)
+    if not right("model.layers" if transformer else "model"):
+        return []
+    faults: list[str] = []
+    if isinstance(run.model, Transformer):
+        count = run.model.layers
+    else:
+        from raypar.actors.models.build import build_model  # imports torch: only for what only torch can count
+        from raypar.actors.models.user_plan import embedding_faults, plan_faults
+
+        try:
+            model = build_model(run.model, run.seed)
+        except Exception as error:
+            return [f"model.fn failed: {type(error).__name__}: {error}"]
+        count = len(model.body)
+        layers = dict(zip(model.names, model.skeleton, strict=True))
+        copied = (right("mesh.dp") and run.mesh.dp > 1) or (right("mesh.tp") and run.mesh.tensor_ranks > 1)
+        faults += embedding_faults(layers, alone=not copied and run.data_parallel != "parameter_server")
+        faults += plan_faults(run.model.plan, layers, run.mesh.tensor_ranks if right("mesh.tp") else 1)
+    faults += split_faults(run.split, count, num_stages) if right("split") else []
+    if right("recompute"):
+        faults += recompute_faults(run.recompute, count, has_core=transformer)
+    return faults
+
+
+def _data_faults(run: Run, right: Callable[..., bool]) -> list[str]:
+    """What is wrong with the text, for a model that takes everything where its own sizes are wrong."""
+    if isinstance(run.data, Batches):
+        return [*length_faults(run.model, run.data)] if right("model.seq") else []
+    seq = run.model.seq if right("model.seq") else 1
+    if seq is None:
+        return [
+            "data is text, but the model has no sequence length: give Layers(seq=..., vocab=...), or data=Batches(fn)"
+        ]
+    vocab = run.model.vocab if right("model.vocab") else sys.maxsize
+    return [f"data.{fault}" for fault in data_faults(run.data, seq, vocab)]
+
+
+def rooted(data: Text | Batches) -> Text | Batches:
+    """Paths as this process sees them: an actor may have another working directory."""
+    if isinstance(data, Batches):
+        return data
+
+    def root(path: str | None) -> str | None:
+        return path if path is None else str(expanded(path).absolute())
+
+    return replace(
+        data,
+        path=data.path if data.path == "stdlib" else str(root(data.path)),
+        val_path=data.val_path if data.val_path == "stdlib" else root(data.val_path),
+        tokenizer=root(data.tokenizer),
+        cache=root(data.cache),
+    )

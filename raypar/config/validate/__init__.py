@@ -1,0 +1,1 @@
+"""What crosses several specs of a run and can be wrong."""

@@ -1,0 +1,73 @@
+"""Why a run can't leave its things in a folder, as far as that is known before it starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from itertools import dropwhile
+from pathlib import Path
+from typing import Literal
+
+from raypar.config.fields import brief
+from raypar.paths import LEDGER, METRICS, RUN, SCHEDULE, TIMELINE, absolute, home_of
+
+Tracker = Literal["tensorboard", "wandb", "mlflow", "ray"]
+
+_PACKAGES: dict[Tracker, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+
+
+def track_faults(track: Sequence[Tracker], folder: str | None) -> Iterator[str]:
+    """Why trackers can't be told of a run that leaves its things in ``folder``."""
+    for name in track:
+        package = _PACKAGES.get(name)
+        if package is not None and package not in sys.modules and not _installed(package):
+            yield f"track has {name!r}, but there is no package {package}: pip install {package}"
+    if "tensorboard" in track and folder is None:
+        yield "track has 'tensorboard', which writes into the run's folder: give a folder"
+
+
+def _installed(package: str) -> bool:
+    """Whether there is such a package, and not just a folder of this name: W&B leaves one."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+
+
+def folder_faults(folder: str, resumed: Path | None) -> Iterator[str]:
+    """All that speaks against a folder for a run that goes on from the checkpoint ``resumed``, or from none."""
+    if not folder.strip():
+        yield f"folder {folder!r} has no name: give it one, or leave it out"
+        return
+    try:
+        yield from (f"folder {folder!r} {fault}" for fault in _faults(absolute(folder), resumed))
+    except (OSError, RuntimeError, ValueError) as error:
+        yield f"folder {folder!r} can't be used ({getattr(error, 'strerror', None) or error}): give another path"
+
+
+def _faults(path: Path, resumed: Path | None) -> Iterator[str]:
+    line = (*reversed(path.parents), path)
+    new = list(dropwhile(os.path.lexists, line))
+    for name in dict.fromkeys([*(step.name for step in new), path.name]):
+        if not _NAME.fullmatch(name):
+            yield f"has {brief(name)} in it: use up to 100 letters, digits, '.', '_' and '-', and no leading dot"
+    above = new[0].parent if new else path
+    if not above.is_dir():
+        yield f"can't be made: {str(above)!r} is no folder: give another path"
+    elif not os.access(above, os.W_OK | os.X_OK):
+        yield f"can't be written: there is no permission for {str(above)!r}: give another path"
+    if not new and not _is_home(path, resumed):
+        taken = [name for name in (RUN, METRICS, SCHEDULE, TIMELINE, LEDGER) if os.path.lexists(path / name)]
+        if taken:
+            how = f"--resume {path} (in Python launch(run, resume=...))"
+            yield f"holds a run already ({taken[0]}): resume it with {how}, or give another folder"
+
+
+def _is_home(path: Path, resumed: Path | None) -> bool:
+    """Whether the checkpoint to go on from lies in this run folder."""
+    home = None if resumed is None else home_of(resumed)
+    return home is not None and home.resolve() == path.resolve()

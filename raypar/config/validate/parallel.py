@@ -1,0 +1,129 @@
+"""What can be wrong with dividing a model over the tensor-parallel axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from raypar.actors.context_parallel.sequence import Context, pieces_of
+from raypar.actors.mesh.grid import grid_of
+from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.mesh.world import DataParallel
+from raypar.actors.specs.data import Batches, Text
+from raypar.actors.specs.model import GPT, Layers, Llama
+from raypar.config.validate.model import heads_near, multiples_near
+
+
+def context_faults(model: GPT | Llama | Layers, mesh: Mesh, context: Context, *, sequence: bool) -> Iterator[str]:
+    """Everything that keeps the sequences of a model from being divided ``mesh.cp`` ways."""
+    cp = mesh.cp
+    if cp == 1:
+        return
+    if isinstance(model, Layers):
+        yield f"mesh.cp is {cp}: the user's own Layers can't be divided by tokens, only a GPT or Llama: set it to 1"
+        return
+    if model.seq % (pieces := pieces_of(context, cp)):
+        what = f"mesh.cp {cp}: context {context!r} cuts a sequence into {pieces} pieces"
+        yield f"{what}, but model.seq is {model.seq}: use {multiples_near(model.seq, pieces)}"
+    elif sequence and mesh.grid is None and model.seq // cp % mesh.tensor_ranks:
+        whole = pieces * mesh.tensor_ranks
+        yield (
+            f"sequence_parallel: mesh.cp x mesh.tp = {cp * mesh.tensor_ranks} does not divide model.seq {model.seq}: "
+            f"use {multiples_near(model.seq, whole)}"
+        )
+    if context == "ulysses":
+        yield from _head_faults(model, cp, mesh.tensor_ranks if mesh.grid is None else mesh.grid.side)
+
+
+def _head_faults(model: GPT | Llama, cp: int, tp: int) -> Iterator[str]:
+    """Of heads that are divided ``tp`` ways already; of a grid that is its side."""
+    if model.heads % (cp * tp):
+        yield (
+            f"context 'ulysses' divides heads: mesh.cp x mesh.tp = {cp * tp} does not divide model.heads "
+            f"{model.heads}: use {multiples_near(model.heads, cp * tp)} heads, or context 'ring'"
+        )
+    here = max(1, model.num_kv_heads // tp)
+    if model.num_kv_heads != model.heads and here % cp and cp % here:
+        yield (
+            f"context 'ulysses': of mesh.cp {cp} and the {here} heads of keys and values of a tensor rank one must "
+            "divide the other: change model.kv_heads, or use context 'ring'"
+        )
+
+
+def grid_faults(model: GPT | Llama, tp: str, *, sequence: bool) -> Iterator[str]:
+    """Everything that keeps a model from being divided over the grid ``tp``; a vocabulary need not be a multiple."""
+    grid, named = grid_of(tp), f"mesh.tp is {tp!r}"
+    if sequence:
+        yield f"sequence_parallel: {named}, which divides norms and dropout already: set it to false"
+    if model.heads % grid.side:
+        near = heads_near(model.heads, grid.side, model.hidden)
+        yield f"{named}, but {grid.side} does not divide model.heads {model.heads}: use {near}"
+    if isinstance(model, Llama) and model.num_kv_heads % grid.side:
+        near = multiples_near(model.num_kv_heads, grid.side)
+        yield f"{named}, but {grid.side} does not divide model.kv_heads {model.num_kv_heads}: use {near}"
+    inputs = grid.side**2 if grid.kind == "3d" else grid.side  # into how many parts those of a matrix go
+    if model.hidden % inputs:
+        near = multiples_near(model.hidden, inputs)
+        yield f"{named}, but {inputs} does not divide model.hidden {model.hidden}: use {near}"
+    if isinstance(model, Llama) and model.mlp_width % inputs:
+        near = multiples_near(model.mlp_width, inputs)
+        yield f"{named}, but {inputs} does not divide model.ffn {model.mlp_width}: use {near}"
+    if model.vocab < grid.side:
+        yield f"{named}, but model.vocab {model.vocab} is less than {grid.side}: set it to {grid.side} at least"
+
+
+def batch_faults(tp: str, data: Text | Batches, micro_batch_size: int) -> Iterator[str]:
+    """Microbatches that the grid ``tp`` does not divide; of the user's own batches the first one is looked at."""
+    parts = grid_of(tp).batch_parts
+    fix = f"of which mesh.tp {tp!r} can't make {parts} equal parts: use"
+    if isinstance(data, Text):
+        if micro_batch_size % parts:
+            yield f"micro_batch_size is {micro_batch_size}, {fix} {multiples_near(micro_batch_size, parts)}"
+        return
+    for name, fn in (("data.fn", data.fn), ("data.validate", data.validate)):
+        try:
+            batch: Any = fn(0, 0, 0) if fn is not None else ()
+            sizes = {len(value) for values in batch for value in (values if isinstance(values, tuple) else (values,))}
+        except Exception:  # the actors tell, with its trace; here its files may be missing
+            continue
+        for size in sorted(size for size in sizes if size % parts):
+            yield f"{name} returns {size} samples, {fix} {multiples_near(size, parts)}"
+
+
+def tensor_faults(
+    model: GPT | Llama | Layers, tp: int | str, data_parallel: DataParallel, *, sequence: bool
+) -> Iterator[str]:
+    """Everything that keeps a model from being divided ``tp`` ways, or over the grid ``tp``; a vocabulary need not be a
+    multiple, and what is a multiple of the heads is one of ``tp`` too. A user's plan is checked with the modules."""
+    if tp == 1:
+        return
+    if data_parallel == "parameter_server":
+        yield f"mesh.tp is {tp!r}, but servers hold whole weights: set data_parallel to 'all_reduce'"
+    if isinstance(model, Layers):
+        if isinstance(tp, str):
+            yield f"mesh.tp is {tp!r}: your own layers are divided by a plan, over a number of actors: set it to 2, say"
+        elif not model.plan:
+            yield (
+                f"mesh.tp is {tp}, but of your own layers it is not known how to divide them: "
+                'give Layers(plan={"layers.*.up": "column", "layers.*.down": "row"}), say, or set it to 1'
+            )
+        if sequence:
+            yield "sequence_parallel: of your own layers it is not known where the sequence is: set it to False"
+        return
+    if isinstance(tp, str):
+        yield from grid_faults(model, tp, sequence=sequence)
+        return
+    if model.heads % tp:
+        near = heads_near(model.heads, tp, model.hidden)
+        fewer = next(fewer for fewer in range(tp - 1, 0, -1) if model.heads % fewer == 0)
+        yield f"mesh.tp {tp} does not divide model.heads {model.heads}: use {near}, or set mesh.tp to {fewer}"
+    if model.num_kv_heads != model.heads and model.num_kv_heads % tp and tp % model.num_kv_heads:
+        fewer = max(kv for kv in range(1, tp) if tp % kv == 0)
+        yield f"mesh.tp {tp}, model.kv_heads {model.num_kv_heads}: one must divide the other, use {fewer} or {tp}"
+    if isinstance(model, Llama) and model.mlp_width % tp:
+        yield f"mesh.tp {tp} does not divide model.ffn {model.mlp_width}: use {multiples_near(model.mlp_width, tp)}"
+    if sequence and model.seq % tp:
+        near = multiples_near(model.seq, tp)
+        yield f"sequence_parallel: mesh.tp {tp} does not divide model.seq {model.seq}: use {near}"
+    if model.vocab < tp:
+        yield f"mesh.tp {tp} is more than model.vocab {model.vocab}: set it to {model.vocab} at most"

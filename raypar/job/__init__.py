@@ -1,0 +1,1 @@
+"""The job: a run on its actors."""

@@ -1,0 +1,268 @@
+"""Why a tensor of a layout is not that of one plain process: the errors that parallel programs are known to make."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from raypar.parity.compare import are_alike, norm_of
+
+FIT = 1e-3  # relative residual: an explanation that leaves less explains it
+
+
+class Piece(NamedTuple):
+    """What one actor has of a logical tensor, and what it should have.
+
+    actor  its name in messages
+    at     where it stands on each axis of the mesh
+    ours   None: it has nothing
+    """
+
+    actor: str
+    at: Mapping[str, int]
+    ours: Tensor | None
+    wanted: Tensor
+
+    def elsewhere(self, axis: str) -> dict[str, int]:
+        """Where it stands on the other axes."""
+        return {name: index for name, index in self.at.items() if name != axis}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tensor that is wrong.
+
+    pieces    one for each actor that has, or should have, a part of it
+    sizes     by name what may be missing or too much as a factor: of each axis of the mesh, and "microbatches"
+    backward  it is a gradient
+    vectors   weights of one dim that may have been added to it, by logical name
+    """
+
+    pieces: Sequence[Piece]
+    sizes: Mapping[str, int]
+    backward: bool
+    vectors: Mapping[str, Tensor]
+
+    @property
+    def ours(self) -> list[Tensor]:
+        return [piece.ours for piece in self.pieces if piece.ours is not None]
+
+    @property
+    def wanted(self) -> list[Tensor]:
+        return [piece.wanted for piece in self.pieces]
+
+    @property
+    def axes(self) -> list[str]:
+        """The axes that the pieces are on."""
+        return [axis for axis in self.pieces[0].at if len({piece.at[axis] for piece in self.pieces}) > 1]
+
+    def groups(self, axis: str) -> list[list[Piece]]:
+        """The pieces of actors that differ on one axis only, and should have the same."""
+        found: list[list[Piece]] = []
+        for piece in self.pieces:
+            other = (group for group in found if group[0].elsewhere(axis) == piece.elsewhere(axis))
+            alike = next((group for group in other if torch.equal(group[0].wanted, piece.wanted)), None)
+            if alike is None:
+                found.append([piece])
+            else:
+                alike.append(piece)
+        return found
+
+
+def cause_of(case: Case) -> str:
+    """The likely cause, a sentence: the first explanation that fits."""
+    return next((says for explain in _EXPLANATIONS if (says := explain(case)) is not None), _UNKNOWN)
+
+
+_UNKNOWN = "not a multiple of the right one, nor a part of it: look at what this layer does first"
+
+
+class _Factor(NamedTuple):
+    """What a factor ``size ** power`` says of outputs (None: it can't be there), and of gradients."""
+
+    size: str
+    power: int
+    forward: str | None
+    backward: str
+
+    @property
+    def spelled(self) -> str:
+        return self.size if self.power > 0 else f"1/{self.size}"
+
+    def says(self, case: Case) -> str | None:
+        return self.backward if case.backward else self.forward
+
+    def is_in(self, r: float, case: Case) -> bool:
+        """Whether r is this factor."""
+        size = case.sizes.get(self.size, 1)
+        return size > 1 and abs(r / size**self.power - 1) < FIT
+
+
+_FACTORS = (
+    _Factor("tp", 1, "summed over tp once too often", "what all of tp have alike was summed over tp: reduced twice"),
+    _Factor(
+        "tp", -1, "an all_reduce over tp is missing (Megatron's g)", "an all_reduce over tp is missing (Megatron's f)"
+    ),
+    _Factor("cp", 1, "summed over cp once too often", "what all of cp have alike was summed over cp: reduced twice"),
+    _Factor("cp", -1, "not summed over cp", "not reduced over cp, or averaged over it twice"),
+    _Factor("dp", 1, None, "summed over dp, and not averaged"),
+    _Factor("dp", -1, None, "not reduced over dp, or averaged over it twice"),
+    _Factor("microbatches", 1, None, "summed over microbatches, and not averaged"),
+    _Factor("microbatches", -1, None, "averaged over microbatches twice"),
+)
+
+
+def _nothing(case: Case) -> str | None:
+    without = [piece.actor for piece in case.pieces if piece.ours is None]
+    if not without:
+        return None
+    cut = "nothing comes back to here: the graph is cut behind it, by a detach or no_grad"
+    return f"{', '.join(without)}: {cut if case.backward else 'it made no such output'}"
+
+
+def _misshapen(case: Case) -> str | None:
+    for piece in case.pieces:
+        assert piece.ours is not None
+        if piece.ours.shape != piece.wanted.shape:
+            shapes = f"shape {list(piece.ours.shape)}, and should have {list(piece.wanted.shape)}"
+            return f"{piece.actor} has {shapes}: not gathered, or divided twice"
+    return None
+
+
+def _not_finite(case: Case) -> str | None:
+    bad = [piece.actor for piece in case.pieces if piece.ours is not None and not piece.ours.isfinite().all()]
+    return f"not finite on {', '.join(bad)}: an overflow, or a division by 0" if bad else None
+
+
+def _zero(case: Case) -> str | None:
+    if sum(map(norm_of, case.ours)) > 1e-6 * sum(map(norm_of, case.wanted)):
+        return None
+    return "0 everywhere: detached, or masked"
+
+
+def _multiple(case: Case) -> str | None:
+    """Ours is r times the right one."""
+    products = sum(float((o.double() * w.double()).sum()) for o, w in zip(case.ours, case.wanted, strict=True))
+    r = products / (sum(norm_of(wanted) ** 2 for wanted in case.wanted) or math.inf)
+    if not r or not are_alike(case.ours, [r * wanted.double() for wanted in case.wanted], FIT):
+        return None
+    if abs(r - 1) < FIT:
+        return "almost right: another precision, another eps, or another order of additions"
+    if abs(r + 1) < FIT:
+        return "the sign is wrong"
+    factors = [factor for factor in _FACTORS if factor.is_in(r, case) and factor.says(case)]
+    told = [f"{factor.spelled} times the right one: {factor.says(case)}" for factor in factors]
+    return "; or ".join(told) or f"{r:.4g} times the right one: a factor is missing, or one too many"
+
+
+def _parts_of_a_sum(case: Case) -> str | None:
+    """Actors that should all have the sum have each their own part of it."""
+    for axis in case.axes:
+        groups = case.groups(axis)
+        sums = [
+            torch.stack([piece.ours.double() for piece in group if piece.ours is not None]).sum(0) for group in groups
+        ]
+        several = all(len(group) > 1 for group in groups)
+        if groups and several and are_alike(sums, [group[0].wanted for group in groups], FIT):
+            return f"each member of {axis} has its own part of a sum: {_missing_sum(axis, case)}"
+    return None
+
+
+def _other_members(case: Case) -> str | None:
+    """Every actor has what another one should have."""
+    places = [_places(piece.ours, case.wanted) for piece in case.pieces]
+    if not all(places) or all(index in found for index, found in enumerate(places)):
+        return None
+    index = next(index for index, found in enumerate(places) if index not in found)
+    wrong, right = case.pieces[index].actor, case.pieces[places[index][0]].actor
+    return f"{wrong} has the part of {right}: a gather or scatter in the wrong order"
+
+
+def _other_order(case: Case) -> str | None:
+    """The parts of a dim stand in another order."""
+    for count in sorted(set(case.sizes.values()) | {2 * case.sizes.get("cp", 1)}):
+        for dim in range(case.wanted[0].dim()):
+            orders = [_order(piece.ours, piece.wanted, dim, count) for piece in case.pieces]
+            order = next((order for order in orders if order and order != sorted(order)), None)
+            if order and all(orders):
+                stands = ", ".join(map(str, order))
+                return f"the {count} parts of dim {dim} stand in the order {stands}: a gather in the wrong order"
+    return None
+
+
+def _some_right(case: Case) -> str | None:
+    right = [p.actor for p in case.pieces if p.ours is not None and are_alike([p.ours], [p.wanted], FIT)]
+    wrong = [piece.actor for piece in case.pieces if piece.actor not in right]
+    return (
+        f"right on {', '.join(right)}, wrong on {', '.join(wrong)}: what do only these do?" if right and wrong else None
+    )
+
+
+def _added(case: Case) -> str | None:
+    """What is too much is a bias."""
+    differences = [ours.double() - wanted.double() for ours, wanted in zip(case.ours, case.wanted, strict=True)]
+    for name, vector in case.vectors.items():
+        if any(difference.shape[-1:] != vector.shape for difference in differences) or not norm_of(vector):
+            continue
+        rows = [vector.double().expand_as(difference) for difference in differences]
+        times = sum(float((d * row).sum()) for d, row in zip(differences, rows, strict=True))
+        times /= sum(norm_of(row) ** 2 for row in rows)
+        if (
+            round(times)
+            and abs(times - round(times)) < 0.01
+            and are_alike(differences, [times * row for row in rows], 0.01)
+        ):
+            return f"{name} is added {round(times) + 1} times"
+    return None
+
+
+def _unlike(case: Case) -> str | None:
+    """Actors that should have the same do not."""
+    for axis in case.axes:
+        for group in case.groups(axis):
+            first, *others = [piece.ours for piece in group if piece.ours is not None]
+            if not all(are_alike([other], [first], FIT) for other in others):
+                return f"the members of {axis} should have the same, and do not: {_missing_sum(axis, case)}"
+    return None
+
+
+def _missing_sum(axis: str, case: Case) -> str:
+    """What 1/axis says: there every member has the same part."""
+    missing = next((factor for factor in _FACTORS if (factor.size, factor.power) == (axis, -1)), None)
+    return (missing and missing.says(case)) or f"not summed over {axis}"
+
+
+_EXPLANATIONS: tuple[Callable[[Case], str | None], ...] = (
+    _nothing,
+    _misshapen,
+    _not_finite,
+    _zero,
+    _multiple,
+    _parts_of_a_sum,
+    _other_members,
+    _other_order,
+    _some_right,
+    _added,
+    _unlike,
+)
+
+
+def _places(ours: Tensor | None, wanted: Sequence[Tensor]) -> list[int]:
+    """Which of the right ones this is."""
+    assert ours is not None
+    return [index for index, one in enumerate(wanted) if are_alike([ours], [one], FIT)]
+
+
+def _order(ours: Tensor | None, wanted: Tensor, dim: int, count: int) -> list[int] | None:
+    """Which part of the right one along a dim each part is; None if one is none of them."""
+    if ours is None or count < 2 or wanted.shape[dim] % count:
+        return None
+    right = wanted.chunk(count, dim)
+    found = [next(iter(_places(part, right)), None) for part in ours.chunk(count, dim)]
+    order = [index for index in found if index is not None]
+    return order if sorted(order) == list(range(count)) else None

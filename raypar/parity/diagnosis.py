@@ -1,0 +1,149 @@
+"""Where a layout begins to differ from one plain process, and why: a step once more on both, layer by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from raypar.actors.errors import NonFiniteError
+from raypar.actors.inspect.activations import Spot
+from raypar.actors.layers.dropout import Portions
+from raypar.actors.mesh.mesh import AXES
+from raypar.config.run import Run, world_of
+from raypar.parity.causes import Case, Piece, cause_of
+from raypar.parity.compare import norm_of, relative_error, scales_of
+from raypar.parity.reference import Watched, watch_plainly
+
+if TYPE_CHECKING:
+    from raypar.job.job import Job
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The first tensor that differs, in the order in which a step makes them.
+
+    place  "output of blocks.1 in microbatch 0, forward", say; "" if in the steps that were looked at nothing differs
+    error  relative to its norm
+    cause  the likely one, a sentence
+    steps  that were looked at; it is in the last one
+    """
+
+    place: str
+    error: float
+    cause: str
+    steps: tuple[int, ...]
+
+    def __str__(self) -> str:
+        if not self.place:
+            looked = " and ".join(map(str, self.steps))
+            return f"layer by layer nothing differs in step {looked}: look at the update, and at what a later step does"
+        where = f"{self.place}, in step {self.steps[-1]}"
+        wrong = f"differs by {self.error:.3g} of its norm" if math.isfinite(self.error) else "is not there as it should"
+        return f"begins with: {where}: {wrong}\nlikely cause: {self.cause}"
+
+
+class _Compared(NamedTuple):
+    """A logical tensor, and what the actors have of it.
+
+    scale  what its error is relative to
+    """
+
+    name: str
+    wanted: Tensor
+    scale: float
+    backward: bool
+    pieces: list[Piece]
+
+    @property
+    def error(self) -> float:
+        """Relative norm of the difference; where several actors have the same, the root of their mean square."""
+        if any(piece.ours is None for piece in self.pieces):
+            return math.inf
+        apart = sum(
+            relative_error(piece.ours, piece.wanted, 1.0) ** 2 for piece in self.pieces if piece.ours is not None
+        )
+        copies = sum(piece.wanted.numel() for piece in self.pieces) / max(1, self.wanted.numel())
+        return math.sqrt(apart / (copies or 1.0)) / (self.scale or 1.0)
+
+
+def diagnose(job: Job, run: Run, allowed: float, drifted: float, later: int) -> Diagnosis:
+    """Take step 0 of the run once more, and step ``later`` if nothing differs there.
+
+    Outputs in the order of the layers, then their gradients on the way back, microbatch by microbatch; then the
+    gradients of the weights, without clipping: a wrong one would change them all. Every tensor is fetched to here until
+    one differs.
+
+    allowed  the relative difference that is right in step 0, ``drifted`` in a later one
+
+    Raises what Job.step raises.
+    """
+    steps = tuple(sorted({0, later}))
+    for number, step in enumerate(steps):
+        job.reset(run if step else replace(run, clip=None))
+        found = _first(job, step, drifted if step else allowed)
+        if found is not None:
+            return Diagnosis(found[0].name, found[0].error, cause_of(found[1]), steps[: number + 1])
+    return Diagnosis("", 0.0, "", steps)
+
+
+def _first(job: Job, step: int, allowed: float) -> tuple[_Compared, Case] | None:
+    """The first tensor of a step that differs by more."""
+    run = job.run
+    for _ in range(step):
+        job.step()
+    stepper = job.stepper()
+    modules = job.watch()
+    with suppress(NonFiniteError):
+        stepper.finish()
+    plain = watch_plainly(run, step, modules)
+    for one in chain(_made(job, plain), _gradients(job, plain)):
+        if not one.error <= allowed:
+            sizes = {axis: len(run.mesh.groups(axis)[0]) for axis in AXES}
+            vectors = {name: weight for name, weight in plain.weights.items() if weight.dim() == 1}
+            return one, Case(one.pieces, sizes | {"microbatches": run.microbatches}, one.backward, vectors)
+    return None
+
+
+def _made(job: Job, plain: Watched) -> Iterator[_Compared]:
+    """What the layers make, and the gradients there; fetched for one way of one microbatch at a time."""
+    there: dict[Spot, dict[int, Portions]] = {}  # who has which part of an output
+    for (_, backward), same in groupby(plain.tensors, lambda spot: (spot.microbatch, spot.backward)):
+        spots = list(same)
+        for spot, ours in zip(spots, job.sights(spots), strict=True):
+            wanted, output = plain.tensors[spot], spot._replace(backward=False)
+            if not backward:
+                there[spot] = {rank: sight.portions for rank, sight in ours.items()}
+            pieces = [
+                _piece(job, rank, ours[rank].tensor if rank in ours else None, _taken(wanted, portions))
+                for rank, portions in there[output].items()
+            ]
+            if pieces:  # else nobody keeps it: the loss, where each has some tokens only
+                yield _Compared(str(spot), wanted, norm_of(wanted), backward, pieces)
+
+
+def _gradients(job: Job, plain: Watched) -> Iterator[_Compared]:
+    """The gradients of the weights."""
+    made = {name: gradient for name, gradient in plain.gradients.items() if gradient is not None}
+    scales = scales_of(made, plain.layers)
+    for name, wanted in made.items():
+        pieces = [_piece(job, rank, ours, cut.take(wanted)) for rank, (cut, ours) in job.grads(name).items()]
+        nobody = [Piece("nobody", {}, None, wanted)]
+        yield _Compared(f"gradient of {name}", wanted, scales[name], True, pieces or nobody)
+
+
+def _piece(job: Job, rank: int, ours: Tensor | None, wanted: Tensor) -> Piece:
+    world = world_of(job.run)
+    at = world.mesh.coordinate(rank) if rank < world.mesh.size else {}  # not of a server
+    return Piece(world.label(rank), {str(axis): index for axis, index in at.items()}, ours, wanted)
+
+
+def _taken(whole: Tensor, portions: Portions) -> Tensor:
+    for dim, portion in portions.items():
+        whole = portion.take(whole, dim)
+    return whole

@@ -1,0 +1,181 @@
+"""A run in one plain process: a loop that a reader can check. Torch, the model, an optimizer; no schedule, no stage, no
+group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from raypar.actors.data.batches import TokenMean, batch_source, correction
+from raypar.actors.device import Place, place_of
+from raypar.actors.inspect.activations import LOSS, Spot, Watch
+from raypar.actors.models.build import build_model
+from raypar.actors.optim.lr import lr_at
+from raypar.actors.optim.optimizer import build_optimizer, set_lr
+from raypar.actors.rng import derive
+from raypar.actors.tensors import as_values
+from raypar.config.run import Run
+from raypar.errors import ConfigError
+from raypar.reporting.report import mean_loss
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a plain process ends with: the loss and gradient norm of every step, the weights by logical name, and the
+    gradients of the first step, clipped.
+
+    tied    a weight stands in more than one layer
+    layers  their logical names
+    """
+
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    gradients: dict[str, Tensor | None]
+    weights: dict[str, Tensor]
+    tied: bool
+    layers: tuple[str, ...]
+
+
+class Watched(NamedTuple):
+    """A step of a plain process, looked into.
+
+    tensors    in the order in which they came, on the host
+    gradients  of the weights, clipped, by logical name; ``weights`` are those of before the step
+    layers     their logical names
+    """
+
+    tensors: dict[Spot, Tensor]
+    gradients: dict[str, Tensor | None]
+    weights: dict[str, Tensor]
+    layers: tuple[str, ...]
+
+
+def train_plainly(run: Run) -> Trained:
+    """The run in this process: one model, the microbatches of all replicas one after the other."""
+    with _threads(run.threads):
+        plain = _Plain(run)
+        losses, norms, gradients = [], [], dict[str, Tensor | None]()
+        for step in range(run.steps):
+            loss, norm = plain.step(step)
+            losses.append(loss)
+            norms.append(norm)
+            gradients = gradients or plain.gradients()
+        return Trained(
+            tuple(losses), tuple(norms), gradients, plain.weights(), bool(plain.model.ties), plain.model.names
+        )
+
+
+def watch_plainly(run: Run, step: int, modules: Iterable[str] = ()) -> Watched:
+    """The run up to a step, and in that step what every layer makes, and every module of these logical names."""
+    with _threads(run.threads):
+        plain = _Plain(run)
+        for number in range(step):
+            plain.step(number)
+        weights = {name: weight.clone() for name, weight in plain.weights().items()}
+        layers = plain.model.names
+        watch = Watch(dict(zip(layers, plain.layers, strict=True)), {module: {} for module in modules})
+        plain.step(step, watch)
+        tensors = {spot: sight.tensor for spot, sight in watch.seen.items()}
+        return Watched(tensors, plain.gradients(), weights, layers)
+
+
+class _Plain:
+    """One model, whole, and its optimizer."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._place = run, _place_of(run)
+        self.model = build_model(run.model, run.seed)
+        self.layers = self.model.materialize(range(len(self.model.names)), run.seed)
+        self._place.settle(self.layers)
+        self._parameters = _named(self.model.names, self.layers, {copy: home for home, copy in self.model.ties})
+        self._optimizer = build_optimizer(run.optim, self._parameters)
+        m, num_dp = run.microbatches, run.mesh.dp
+        self._source = batch_source(run.data, run.model, run.micro_batch_size, m, num_dp, run.seed)
+        self._mean = TokenMean(self.model, self._source, m, num_dp)
+
+    def step(self, step: int, watch: Watch | None = None) -> tuple[float, float]:
+        """Train a step; its loss, and its gradient norm before clipping."""
+        run, num_dp, parameters = self._run, self._run.mesh.dp, self._parameters
+        losses, counts = list[float](), list[int]()
+        for parameter in parameters.values():
+            parameter.grad = None
+        for number in range(run.microbatches * num_dp):
+            with nullcontext() if watch is None else watch.of(number):
+                loss, count = self._microbatch(step, number, watch)
+            losses.append(loss)
+            counts.append(count)
+        _scale(parameters, correction(sum(counts), num_dp * self._mean.expected))
+        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), run.clip or float("inf"), foreach=False)
+        if self._optimizer is not None:
+            set_lr(self._optimizer, lr_at(run.optim, step, run.steps))
+            self._optimizer.step()
+        return mean_loss(losses, counts), float(norm)
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Those of the latest step, clipped, by logical name."""
+        return {name: None if p.grad is None else p.grad.cpu() for name, p in self._parameters.items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """By logical name."""
+        return {name: parameter.detach().cpu() for name, parameter in self._parameters.items()}
+
+    def _microbatch(self, step: int, number: int, watch: Watch | None) -> tuple[float, int]:
+        """Forward and backward of a microbatch; its loss, and the elements that this is the mean of."""
+        microbatch, dp = divmod(number, self._run.mesh.dp)
+        values = self._place.to(self._source.inputs("train", step, microbatch, dp))
+        target = self._place.to(self._source.targets("train", step, microbatch, dp))
+        for index, layer in enumerate(self.layers):
+            torch.manual_seed(derive(self._run.seed, "layer", step, number, index))
+            values = as_values(layer(*values))
+        loss, count = self.model.loss(values, target), self.model.count(target)
+        weight = self._mean.weight(count).to(loss)
+        if watch is not None:
+            watch.keep(Spot(LOSS, number), loss)
+            watch.keep(Spot(LOSS, number, backward=True), weight)
+        if loss.requires_grad:
+            loss.backward(weight)
+        return loss.item(), count
+
+
+def _place_of(run: Run) -> Place:
+    try:
+        return place_of("cuda" if run.device == "cuda" else "cpu")
+    except RuntimeError as error:
+        raise ConfigError([f"device is 'cuda', and the plain process has no GPU ({error}): verify on 'cpu'"]) from error
+
+
+def _scale(parameters: dict[str, nn.Parameter], factor: float) -> None:
+    """Multiply the gradients, if there is need to."""
+    for parameter in parameters.values():
+        if factor != 1.0 and parameter.grad is not None:
+            parameter.grad.mul_(factor)
+
+
+def _named(names: tuple[str, ...], layers: list[nn.Module], home_of: dict[str, str]) -> dict[str, nn.Parameter]:
+    """The trainable parameters by logical name, with tied ones made one."""
+    parameters: dict[str, nn.Parameter] = {}
+    for layer_name, layer in zip(names, layers, strict=True):
+        for inner, parameter in list(layer.named_parameters()):
+            name = f"{layer_name}.{inner}"
+            if name in home_of:
+                owner, _, last = inner.rpartition(".")
+                layer.get_submodule(owner)._parameters[last] = parameters[home_of[name]]
+            elif parameter.requires_grad:
+                parameters[name] = parameter
+    return parameters
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)

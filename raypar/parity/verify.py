@@ -1,0 +1,284 @@
+"""Does the layout compute what one plain process computes? The same steps on both, compared tensor by tensor."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from raypar.actors.data.batches import FunctionSource
+from raypar.actors.data_parallel.replica_checks import digest
+from raypar.actors.optim.lr import lr_at
+from raypar.actors.specs.data import Batches
+from raypar.actors.specs.optim import AdamW
+from raypar.config.run import Run, check_run, unrecorded
+from raypar.errors import ConfigError
+from raypar.job.job import Job
+from raypar.job.launch import launch
+from raypar.parity.compare import norm_of, relative_error, scales_of
+from raypar.parity.diagnosis import Diagnosis, diagnose
+from raypar.parity.reference import Trained, train_plainly
+from raypar.reporting.report import Report
+from raypar.schedules.action import Op
+from raypar.schedules.schedule import Schedule
+
+log = logging.getLogger(__name__)
+
+
+def demand_pure(run: Run) -> None:
+    """Ask for the first batch of two replicas twice; a warning if it is the same for both.
+
+    Raises ConfigError if it is another one the second time: inputs and targets, which different actors ask for, would
+    not belong together.
+    """
+    if not isinstance(run.data, Batches):
+        return
+    source = FunctionSource(run.data)
+
+    def batch(dp: int) -> bytes:
+        place = 0, 0, dp
+        values = source.inputs("train", *place) + source.targets("train", *place)
+        return digest({str(number): value for number, value in enumerate(values)})
+
+    first = [batch(dp) for dp in range(min(2, run.mesh.dp))]
+    if [batch(dp) for dp in range(len(first))] != first:
+        raise ConfigError(
+            [
+                "data.fn gives another batch when it is asked for the same one again: make it a function of "
+                "(step, microbatch, dp) alone, with torch.Generator().manual_seed(...) of these for what is random"
+            ]
+        )
+    if len(set(first)) < len(first):
+        log.warning("data.fn gives replicas 0 and 1 the same samples: have it look at dp")
+
+
+CLOSE = 1e-6  # relative difference where the same numbers are added in another order
+DRIFTED = 1e-3  # the same for weights that AdamW has updated from such gradients
+NOISY = 1.0  # the same for weights whose gradients are nothing but rounding, of what AdamW can have moved them apart
+_WHY = " of how far AdamW can move it: its gradient is rounding noise"
+
+
+class Bounds(NamedTuple):
+    """The largest relative differences that are right."""
+
+    loss: float
+    gradient: float
+    weight: float
+
+
+BITWISE, TIED, REPLICAS = Bounds(0.0, 0.0, 0.0), Bounds(CLOSE, CLOSE, DRIFTED), Bounds(CLOSE, CLOSE, DRIFTED)
+DIVIDED = Bounds(1e-5, 2e-5, DRIFTED)  # products of parts of a layer, added up
+ON_GPUS = Bounds(1e-5, 1e-5, 1e-2)  # kernels that add up in an order of the moment
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that is not the same: a loss, a norm, a gradient or a weight; and by how much, relative to its norm.
+
+    allowed  the largest error that is right
+    step     of the run; a weight is that of behind it
+    """
+
+    what: str
+    error: float
+    allowed: float = 0.0
+    step: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.allowed
+
+    def __str__(self) -> str:
+        return f"{self.what} differs by {self.error:.3g} of its norm"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What ``verify`` found. ``differences``: losses and norms first, then gradients and weights by logical name; none
+    means bitwise equal.
+
+    Sums of more than two numbers depend on the order of their additions. Where that order is not the one process' own,
+    the right answer is not bitwise:
+
+    - a tied model adds the gradients of its two ends once a step; losses, norms and the first step's gradients may
+      differ by 1e-6. A weight may by 1e-3: AdamW divides a gradient by its own size, so that one which is only rounding
+      noise moves its weight by a full step
+    - replicas add their microbatches first; the same holds. With two microbatches in all, one a replica, there is one
+      addition, and no difference is allowed
+    - a schedule that makes a stage's gradients of weights in another order than that of the microbatches: likewise
+    - tensor and context parallelism add up parts of products, and of sums over tokens: losses may differ by 1e-5, norms
+      and the first step's gradients by 2e-5, weights by 1e-3
+    - outputs that are not contiguous arrive in their order in memory, and gradients in that of the outputs. Where one
+      process would have another order, kernels may add up in another order, too; no bounds are made for that
+    - on GPUs, where kernels add up in any order: 1e-5, and of a weight 1e-2
+
+    The weights of all replicas must always be the same bits.
+
+    A gradient that is 0 in exact arithmetic, as that of a bias of keys, is only rounding noise: it is judged against
+    the norm of all gradients of its layer. AdamW makes steps of full size of it, on both sides: where a weight may
+    differ at all, such a one may by 1 of what two weights can have moved apart.
+
+    ``diagnosis``: of a verdict that is not ok, where the layout begins to differ, and the likely cause.
+    """
+
+    steps: int
+    gradients: int
+    weights: int
+    losses: tuple[float, ...]
+    differences: tuple[Difference, ...]
+    replicas: int = 1
+    diagnosis: Diagnosis | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether no difference is larger than what is allowed for it."""
+        return all(difference.ok for difference in self.differences)
+
+    @property
+    def bitwise(self) -> bool:
+        return not self.differences
+
+    @property
+    def worst(self) -> float:
+        """The largest relative difference, 0 if bitwise equal."""
+        return max((difference.error for difference in self.differences), default=0.0)
+
+    def __str__(self) -> str:
+        losses = f"{len(self.losses)} losses and gradient norms"
+        weights = f"{self.weights} weights{f' on {self.replicas} replicas' if self.replicas > 1 else ''}"
+        checked = f"{losses}, {self.gradients} gradients of step 0 and {weights} after {self.steps} steps"
+        if self.bitwise:
+            return f"bitwise equal: {checked}"
+        if not self.ok:
+            wrong = [difference for difference in self.differences if not difference.ok]
+            found = f"{len(wrong)} differences in {checked}; first: {wrong[0]}; worst {self.worst:.3g}"
+            return found if self.diagnosis is None else f"{found}\n{self.diagnosis}"
+        kinds: dict[float, list[Difference]] = {}
+        for difference in self.differences:
+            kinds.setdefault(difference.allowed, []).append(difference)
+        worst = [max(same, key=lambda difference: difference.error) for _, same in sorted(kinds.items())]
+        bounds = ", ".join(
+            f"{one.what} {one.error:.3g} (bound {one.allowed:g}{_WHY if one.allowed == NOISY else ''})" for one in worst
+        )
+        return f"equal within bounds: {checked}\nlargest differences, of the tensor's norm: {bounds}"
+
+
+def verify(run: Run, job: Job | None = None) -> Verdict:
+    """Train ``run.steps`` steps on the layout and in one plain process; compare every loss, gradient norm and weight,
+    and the gradients of the first step.
+
+    Give a job with actors enough to use them. Device "auto" is CPUs, whose bits are everywhere the same; with "cuda"
+    the plain process uses a GPU of its own. Raises ConfigError as ``launch`` does.
+    """
+    run = unrecorded(run)
+    run = replace(run, device="cpu") if run.device == "auto" else run
+    check_run(run)
+    demand_pure(run)
+    plain = train_plainly(run)
+    if job is not None:
+        job.reset(run)
+        return _judge(job, plain)
+    with launch(run) as own:
+        return _judge(own, plain)
+
+
+def _judge(job: Job, plain: Trained) -> Verdict:
+    """The verdict; one that is not ok with its diagnosis."""
+    verdict = _compare(job, plain)
+    if verdict.ok:
+        return verdict
+    run, bounds = job.run, _allowed(job.run, job.schedule, plain.tied)
+    later = min(difference.step for difference in verdict.differences if not difference.ok)
+    return replace(verdict, diagnosis=diagnose(job, run, bounds.gradient, max(bounds.gradient, bounds.weight), later))
+
+
+def _compare(job: Job, plain: Trained) -> Verdict:
+    run = job.run
+    bounds = _allowed(run, job.schedule, plain.tied)
+    reports, gradients = list[Report](), dict[str, Tensor | None]()
+    for _ in range(run.steps):
+        reports.append(job.step())
+        gradients = gradients or job.gradients()
+    figures: list[_Pair] = []
+    for r, loss, norm in zip(reports, plain.losses, plain.grad_norms, strict=True):
+        figures.append(_Pair(f"loss of step {r.step}", _exact(r.loss), _exact(loss), bounds.loss, r.step))
+        figures.append(
+            _Pair(f"gradient norm of step {r.step}", _exact(r.grad_norm), _exact(norm), bounds.gradient, r.step)
+        )
+    scales = scales_of({name: _dense(gradient) for name, gradient in plain.gradients.items()}, plain.layers)
+    figures += [
+        _Pair(f"gradient {name} of step 0", _dense(gradients[name]), _dense(wanted), bounds.gradient, 0, scales[name])
+        for name, wanted in plain.gradients.items()
+    ]
+    last = max(0, run.steps - 1)
+    noise = {name for name, wanted in plain.gradients.items() if norm_of(_dense(wanted)) < scales[name]}
+    drifts = noise if bounds.weight and isinstance(run.optim, AdamW) else set()
+    weights = [
+        _Pair(f"weight {name}", weight, plain.weights[name], NOISY, last, _apart(run, weight))
+        if name in drifts
+        else _Pair(f"weight {name}", weight, plain.weights[name], bounds.weight, last)
+        for name, weight in job.weights()
+    ]
+    replicas = [
+        _Pair(f"weight {name} of dp={dp}, beside dp=0,", other, pair.found, 0.0, last)
+        for dp in range(1, run.mesh.dp)
+        for (name, other), pair in zip(job.weights(dp), weights, strict=True)
+    ]
+    differences = [
+        Difference(pair.what, relative_error(pair.found, pair.wanted, pair.scale), pair.allowed, pair.step)
+        for pair in (*figures, *weights, *replicas)
+        if not torch.equal(pair.found, pair.wanted)
+    ]
+    return Verdict(
+        len(reports), len(plain.gradients), len(plain.weights), plain.losses, tuple(differences), run.mesh.dp
+    )
+
+
+class _Pair(NamedTuple):
+    """What is compared. ``scale``: what the error is relative to, the norm of ``wanted`` if it is None."""
+
+    what: str
+    found: Tensor
+    wanted: Tensor
+    allowed: float
+    step: int
+    scale: float | None = None
+
+
+def _allowed(run: Run, schedule: Schedule, tied: bool) -> Bounds:
+    if run.device == "cuda":
+        return Bounds(*map(max, DIVIDED, ON_GPUS)) if run.mesh.tensor_ranks * run.mesh.cp > 1 else ON_GPUS
+    if run.mesh.tensor_ranks * run.mesh.cp > 1:
+        return DIVIDED
+    if (run.mesh.dp > 1 and run.microbatches * run.mesh.dp > 2) or not _in_order(schedule):
+        return REPLICAS
+    return TIED if tied else BITWISE
+
+
+def _in_order(schedule: Schedule) -> bool:
+    """Whether every stage adds up the gradients of its weights in the order of the microbatches."""
+    orders: defaultdict[int | None, list[int]] = defaultdict(list)
+    for row in schedule.rows:
+        for stage, op, microbatch in row:
+            if op in (Op.B, Op.W) and microbatch is not None:
+                orders[stage].append(microbatch)
+    return all(order == sorted(order) for order in orders.values())
+
+
+def _apart(run: Run, weight: Tensor) -> float:
+    """How far AdamW can have moved two weights apart: each by the learning rate, in every element and step."""
+    return 2 * sum(lr_at(run.optim, step, run.steps) for step in range(run.steps)) * math.sqrt(weight.numel())
+
+
+def _exact(figure: float) -> Tensor:
+    return torch.tensor(figure, dtype=torch.float64)
+
+
+def _dense(gradient: Tensor | None) -> Tensor:
+    """A gradient that nobody made as an empty tensor, which is equal to itself only."""
+    return torch.empty(0) if gradient is None else gradient

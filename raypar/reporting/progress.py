@@ -1,0 +1,117 @@
+"""Progress of a long run: a live bar on a terminal, plain lines elsewhere, and a summary at the end."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from raypar.config.run import Run
+from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.run_folder.append import heard
+
+log = logging.getLogger("raypar")
+
+
+class Display(Protocol):
+    """Shows what a run produces, as it comes."""
+
+    def show(self, outcome: Report | Evaluation) -> None: ...
+
+
+@contextmanager
+def display(run: Run, steps: int) -> Iterator[Display]:
+    """A bar if standard error is a terminal, otherwise log lines; for a run that ends after ``steps`` steps."""
+    if not sys.stderr.isatty():
+        with _heard():
+            yield _Lines(steps)
+        return
+    columns = (
+        TextColumn("[bold]{task.description}"),
+        BarColumn(16),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        yield _Bar(progress, steps)
+
+
+@contextmanager
+def _heard() -> Iterator[None]:
+    """Let a script that has not set up logging see the lines all the same."""
+    if heard():
+        yield
+        return
+    handler, level = logging.StreamHandler(), log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+class _Bar:
+    def __init__(self, progress: Progress, steps: int) -> None:
+        self._progress, self._steps = progress, steps
+        self._task = progress.add_task("train", total=steps, figures="")
+
+    def show(self, outcome: Report | Evaluation) -> None:
+        if isinstance(outcome, Report):
+            self._progress.update(self._task, completed=outcome.step + 1, figures=_figures(outcome))
+        else:
+            self._progress.console.print(_validation(outcome), highlight=False)
+
+
+class _Lines:
+    """About fifty lines a run, and never two within a second unless it is short."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._every, self._last = steps, max(1, steps // 50), 0.0
+        self._recent = deque[float](maxlen=50)  # milliseconds a step
+
+    def show(self, outcome: Report | Evaluation) -> None:
+        if isinstance(outcome, Evaluation):
+            log.info("%s", _validation(outcome))
+            return
+        self._recent.append(outcome.step_ms)
+        if outcome.step % self._every == 0 or outcome.step + 1 == self._steps:
+            now = time.monotonic()
+            if self._steps <= 50 or now - self._last >= 1.0 or outcome.step + 1 == self._steps:
+                self._last = now
+                left = median(self._recent) * (self._steps - outcome.step - 1) / 1e3
+                place = f"step {outcome.step + 1:{len(str(self._steps))}}/{self._steps}"
+                log.info("%s  %s  %s left", place, _figures(outcome), _clock(left))
+
+
+def _figures(report: Report) -> str:
+    """A step in a line; memory is that of the rank that has most."""
+    return (
+        f"loss {_short(report.loss, 4)}  grad {_short(report.grad_norm, 3)}  {report.tokens_per_s:,.0f} tokens/s  "
+        f"bubble {report.bubble:.0%}  {max(report.peak_memory, default=0) / 2**30:.2f} GiB"
+    )
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def _short(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}" if abs(value) < 1e4 else f"{value:.3g}"
+
+
+def _validation(evaluation: Evaluation) -> str:
+    return (
+        f"after step {evaluation.step}: validation loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}"
+    )

@@ -1,0 +1,99 @@
+"""What is told of a run while it goes: its folder, and its trackers."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+from raypar.actors.errors import first_line
+from raypar.actors.mesh.world import World
+from raypar.actors.specs.results import Span
+from raypar.config.run import Run
+from raypar.config.toml import plain_of
+from raypar.config.validate.outputs import Tracker
+from raypar.paths import absolute
+from raypar.reporting.report import Evaluation, Moved, Report, ledger_of, timelines_of
+from raypar.reporting.run_folder.write import Folder
+from raypar.reporting.trackers.registry import sink_of
+from raypar.reporting.trackers.tracker import Sink
+from raypar.schedules.schedule import Schedule
+
+log = logging.getLogger(__name__)
+
+_SECRETS = re.compile(r"(?i)((?:key|token|secret|password)[\w.-]*[\"']?\s*[:=]\s*[\"']?|://)([^\s,\"'@/]+)(@?)")
+
+
+class Record:
+    """Told of a run's begin, of every outcome, and of its end; nothing that goes wrong here ends the run.
+
+    Raises ConfigError if the run's folder can't be made or is another job's.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._folder = None if run.folder is None else Folder(run.folder)
+        self._sinks: dict[str, Sink] = {}
+        self._step: int | None = None  # the latest, of which nothing but its report is known yet
+
+    def begin(self, run: Run, schedule: Schedule, step: int, name: str) -> None:
+        """The run begins, or goes on, at ``step``; ``name`` is the job's."""
+        if self._folder is not None:
+            self._folder.begin(run, schedule, step)
+        title = name if run.folder is None else absolute(run.folder).name
+        for tracker in run.track:
+            self._tell(tracker, partial(self._add, tracker, title, run, step))
+
+    def write(self, outcome: Report | Evaluation) -> None:
+        """A step was taken, or an evaluation."""
+        line = outcome.to_dict()
+        if isinstance(outcome, Report):
+            self._step = outcome.step
+        if self._folder is not None:
+            self._folder.write(line)
+        for tracker, sink in list(self._sinks.items()):
+            self._tell(tracker, partial(sink.write, line, outcome.step))
+
+    def unmeasured(self) -> int | None:
+        """The latest step, if its times are to be kept and nobody was told so yet."""
+        step, self._step = self._step, None
+        return None if self._folder is None else step
+
+    def measured(
+        self, step: int, schedule: Schedule, world: World, rows: Sequence[Sequence[Span]], moved: Sequence[Moved]
+    ) -> None:
+        """Keep the times of a step, of which ``rows`` are each rank's spans, and what each rank has moved so far."""
+        if self._folder is not None:
+            self._folder.measured(step, timelines_of(schedule, world, rows), ledger_of(world, moved))
+
+    def close(self) -> None:
+        """The run is over. Twice does no harm."""
+        for tracker, sink in list(self._sinks.items()):
+            self._tell(tracker, sink.close)
+        self._sinks.clear()
+        if self._folder is not None:
+            self._folder.close()
+
+    def _add(self, tracker: Tracker, title: str, run: Run, step: int) -> None:
+        sink = self._sinks[tracker] = sink_of(tracker, title, run.folder, step)
+        sink.begin(plain_of(run))
+
+    def _tell(self, tracker: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            log.warning("%s is told no more of this run (%s)", tracker, _without_secrets(first_line(error)))
+            with suppress(Exception):
+                if (sink := self._sinks.pop(tracker, None)) is not None:
+                    sink.close()
+
+
+def _without_secrets(text: str) -> str:
+    """A tracker's words without what stands for a key, a token, a secret or a password, and no name in a URL."""
+
+    def hide(found: re.Match[str]) -> str:
+        url = found[1] == "://"
+        return found[0] if url and not found[3] else f"{found[1]}***{found[3]}"
+
+    return _SECRETS.sub(hide, text)

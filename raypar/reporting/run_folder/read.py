@@ -1,0 +1,260 @@
+"""Reading a run folder. Nothing in it is believed: a link, a device, what is too long or of another kind is a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from annotated_types import Ge, Le
+from pydantic import AllowInfNan, FailFast, TypeAdapter, ValidationError
+
+from raypar.actors.errors import CheckpointError
+from raypar.actors.files import read_plain
+from raypar.actors.specs.types import SEND_WINDOW
+from raypar.checkpoint.find import Listed, ls
+from raypar.config.fields import brief
+from raypar.config.schedule import MOST_BYTES
+from raypar.config.toml import parsed
+from raypar.errors import ConfigError
+from raypar.paths import CHECKPOINTS, LEDGER, METRICS, RUN, SCHEDULE, TIMELINE, absolute, holds_run
+from raypar.reporting.report import Report
+from raypar.schedules.action import Action, Op
+from raypar.schedules.checking.check import check
+from raypar.schedules.passes.lower import lower
+from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.timeline import Event, Timeline
+from raypar.schedules.torch_csv import from_csv
+
+T = TypeVar("T")
+Number = Annotated[int, Ge(0), Le(2**63 - 1)]
+Figure = Annotated[float, AllowInfNan(False), Ge(-1e15), Le(1e15)]
+Numbers = Annotated[tuple[Number, ...], FailFast()]  # an error takes a hundred times the memory of a digit
+Latest = tuple[int | None, list[Timeline]]
+Ledger = dict[str, dict[str, tuple[Number, Number]]]
+
+_MOST = {RUN: 1 << 20, METRICS: 1 << 30, SCHEDULE: MOST_BYTES, TIMELINE: 1 << 30, LEDGER: 64 << 20}  # bytes
+_LONGEST = 1 << 20  # bytes of a line of metrics
+_MOST_ACTIONS = 8  # on a stage for a microbatch: F, I and W, and what comes and goes
+_MOST_TOLD = 10  # faults of one file
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a run has left behind.
+
+    config       the resolved run as plain tables; functions are texts
+    metrics      a dict a step (``Report.to_dict``) and an evaluation (``Evaluation.to_dict``: it has ``val_loss``)
+    schedule     of a training step, lowered; None if it was not written
+    step, timelines  the latest step that was measured, as ``job.timelines()`` returns it; None and [] if none was
+    ledger       what each actor moved: (calls, bytes) by "axis op"
+    checkpoints  the newest first; their shards were not read
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    schedule: Schedule | None
+    step: int | None
+    timelines: list[Timeline]
+    ledger: Ledger
+    checkpoints: list[Listed]
+
+
+@dataclass(frozen=True)
+class _Step(Report):
+    """A report that can be drawn: only what a training that fails does is infinite."""
+
+    step: Number
+    lr: Figure
+    tokens: Number
+    tokens_per_s: Figure
+    step_ms: Figure
+    bubble: Figure
+    overlap: Figure | None
+    in_flight: Numbers
+    peak_memory: Numbers
+
+
+@dataclass(frozen=True)
+class _Validation:
+    step: Number
+    val_loss: float
+    perplexity: float
+    tokens: Number
+
+
+@dataclass(frozen=True)
+class _Row:
+    actions: Annotated[list[tuple[Number, str, str, Figure, Figure, Number, Number | None]], FailFast()]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    step: Number
+    timelines: Annotated[list[_Row], FailFast()]
+
+
+class _DamagedError(Exception):
+    """What is wrong with one file, a sentence each."""
+
+    def __init__(self, *faults: str) -> None:
+        self.faults = faults
+
+
+def read(folder: Path) -> Past:
+    """All that a run folder holds. Raises ConfigError with all faults.
+
+    Files that a run has not come to write are no fault, nor is a last line of metrics that is not whole: a run may
+    have been killed.
+    """
+    folder, faults = absolute(folder), list[str]()
+
+    def part(name: str, parse: Callable[[bytes], T], missing: T) -> T:
+        """What one file says; ``missing`` if it is not there, or if it is damaged, which is added to the faults."""
+        try:
+            return parse(read_plain(folder / name, _MOST[name]))
+        except FileNotFoundError:
+            return missing
+        except _DamagedError as error:
+            faults.extend(f"{name} {fault}" for fault in error.faults)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            faults.append(f"{name} can't be read ({why})")
+        return missing
+
+    if "\0" in str(folder) or not holds_run(folder):
+        raise ConfigError(
+            [f"{str(folder)!r} is no run folder: it has no {RUN}; give one that raypar train has written"]
+        )
+    config: dict[str, Any] = part(RUN, _config, {})
+    schedule: Schedule | None = part(SCHEDULE, lambda raw: _schedule(raw, config), None)
+    latest: Latest = None, []
+    latest = part(TIMELINE, lambda raw: _measured(raw, schedule), latest)
+    metrics: list[dict[str, Any]] = part(METRICS, _metrics, [])
+    ledger: Ledger = part(LEDGER, _ledger, {})
+    checkpoints: list[Listed] = []
+    try:
+        if (folder / CHECKPOINTS).is_symlink():
+            faults.append(f"{CHECKPOINTS} is a link: put the folder itself there")
+        elif (folder / CHECKPOINTS).exists():
+            checkpoints = ls(folder / CHECKPOINTS)
+    except CheckpointError as error:
+        faults += error.faults
+    if faults:
+        raise ConfigError([f"run folder {str(folder)!r}: {fault}" for fault in faults])
+    return Past(folder, config, metrics, schedule, *latest, ledger, checkpoints)
+
+
+def _config(raw: bytes) -> dict[str, Any]:
+    try:
+        config = parsed(raw)
+    except ValueError as error:
+        raise _DamagedError(f"is not TOML ({error})") from error
+    tables = [isinstance(config.get(name), dict) for name in ("model", "mesh", "data", "optim")]
+    if not all(tables) or not isinstance(config.get("steps"), int):
+        raise _DamagedError("is not that of a raypar run")
+    return config
+
+
+def _schedule(raw: bytes, config: dict[str, Any]) -> Schedule:
+    named = config.get("schedule")
+    try:
+        schedule = from_csv(raw.decode(), Path(named).stem if isinstance(named, str) else "schedule")
+        cells = schedule.num_stages * schedule.num_microbatches
+        if cells > schedule.num_actions:
+            raise _DamagedError("is no schedule of a training step: it leaves microbatches out")
+        if _MOST_ACTIONS * (cells + schedule.num_ranks) < schedule.num_actions:
+            raise _DamagedError("is no schedule of a training step: it has actions more than once")
+        schedule = lower(schedule)
+        check(schedule, send_capacity=SEND_WINDOW)
+    except (ScheduleError, UnicodeDecodeError) as error:
+        raise _DamagedError(f"is no schedule that can run ({error})") from error
+    return schedule
+
+
+def _metrics(raw: bytes) -> list[dict[str, Any]]:
+    lines, faults = list[dict[str, Any]](), list[str]()
+    for number, line in enumerate(raw.split(b"\n")[:-1], start=1):  # behind the last newline a line may be torn
+        try:
+            if len(line) > _LONGEST:
+                raise _DamagedError(f"is longer than {_LONGEST} bytes")
+            plain = _json(line, dict[str, Any])
+            lines.append(plain)
+            _json(line, _Validation if "val_loss" in plain else _Step)
+        except _DamagedError as error:
+            faults += [f"line {number} {fault}" for fault in error.faults]
+            if len(faults) >= _MOST_TOLD:
+                break
+    if faults:
+        raise _DamagedError(*faults)
+    return lines
+
+
+def _measured(raw: bytes, schedule: Schedule | None) -> Latest:
+    measured = _json(raw, _Measured)
+    if schedule is None:
+        return None, []
+    faults, timelines = list[str](), list[Timeline]()
+    for row in measured.timelines:
+        events = list[Event]()
+        for rank, actor, spelled, start, end, size, bucket in row.actions:
+            try:
+                action = Action.parse(spelled)
+            except ValueError as error:
+                faults.append(f"has {error}")
+                continue
+            events.append(Event(rank, actor, action, start, end, size, bucket))
+        faults += (
+            f"has {event.action} on rank {event.rank}: {why}" for event in events for why in _odd(event, schedule)
+        )
+        timelines.append(Timeline(_as_performed(schedule, events), tuple(events), measured=True))
+    if faults:
+        raise _DamagedError(*faults[:_MOST_TOLD])
+    return measured.step, timelines
+
+
+def _as_performed(schedule: Schedule, events: Sequence[Event]) -> Schedule:
+    """The schedule with rows as they were: of its backwards actors do some in halves."""
+    planned = {action for row in schedule.rows for action in row}
+    if not any(event.action.op is Op.I and event.action not in planned for event in events):
+        return schedule
+    rows: list[list[Action]] = [[] for _ in schedule.rows]
+    for event in events:
+        if event.bucket is None and event.rank < len(rows):
+            rows[event.rank].append(event.action)
+    return replace(schedule, rows=tuple(map(tuple, rows)))
+
+
+def _odd(event: Event, schedule: Schedule) -> Iterator[str]:
+    """Why a schedule can't have left such an event behind."""
+    stage, _, microbatch = event.action
+    if event.rank >= schedule.num_ranks or (stage or 0) >= schedule.num_stages:
+        yield f"the schedule has {schedule.num_ranks} ranks and {schedule.num_stages} stages"
+    if (microbatch or 0) >= schedule.num_microbatches:
+        yield f"the schedule has {schedule.num_microbatches} microbatches"
+    if event.end < event.start:
+        yield "it ends before it starts"
+
+
+def _ledger(raw: bytes) -> Ledger:
+    return _json(raw, Ledger)
+
+
+def _json(raw: bytes, kind: Callable[..., T]) -> T:
+    """What a JSON text says, if it is of this kind. NaN and infinite are numbers here: a loss may be."""
+    try:
+        found: T = _reader(kind).validate_json(raw, strict=True)
+    except ValidationError as error:
+        told = [(".".join(map(str, one["loc"])), one) for one in error.errors(include_url=False)[:_MOST_TOLD]]
+        raise _DamagedError(
+            *(f"has {at or 'a text'}: {brief(one['input'])}: {one['msg']}" for at, one in told)
+        ) from error
+    return found
+
+
+@cache
+def _reader(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)

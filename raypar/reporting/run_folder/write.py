@@ -1,0 +1,125 @@
+"""Writing a run folder. Once the run goes on, a disk that refuses is a warning."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from raypar.actors.collective.ledger import Entry
+from raypar.actors.errors import CheckpointError
+from raypar.actors.files import read_plain, sync_folder, told, write_whole
+from raypar.config.run import Run
+from raypar.config.toml import plain_of, toml_of
+from raypar.errors import ConfigError
+from raypar.paths import LEDGER, LOG, METRICS, RUN, SCHEDULE, TIMELINE, absolute
+from raypar.reporting.run_folder.append import Lines, LogFile
+from raypar.schedules.schedule import Schedule
+from raypar.schedules.timeline import Timeline
+from raypar.schedules.torch_csv import to_csv
+
+log = logging.getLogger("raypar")
+
+_HEAD = "# The run with all its defaults, for raypar train; functions are told by their names, and need Python.\n\n"
+_MOST = 1 << 30  # bytes of metrics that a resumed run goes on with
+
+
+class Folder:
+    """The run folder of a job: it is there, and nobody else's, when this is made. Raises ConfigError if it can't be."""
+
+    def __init__(self, folder: str) -> None:
+        self._path, self._warned = absolute(folder), False
+        self._metrics: Lines | None = None
+        try:
+            with told(f"folder {folder!r} can't be written"):
+                self._path.mkdir(parents=True, exist_ok=True)
+                self._log = Lines(self._path / LOG)
+                try:
+                    self._log.lock()
+                except BlockingIOError as error:
+                    self._log.close()
+                    raise CheckpointError([f"folder {folder!r}: another job writes to it: give another"]) from error
+        except CheckpointError as error:
+            raise ConfigError(error.faults) from error
+        self._handler = LogFile(self._log)
+        log.addHandler(self._handler)
+
+    def begin(self, run: Run, schedule: Schedule, step: int) -> None:
+        """Write what is known at once: a run that goes on after ``step`` steps keeps their metrics, and no later."""
+        path = self._path
+
+        def write() -> None:
+            config = plain_of(run)
+            del config["folder"]  # another run of it wants another one
+            if not isinstance(run.schedule, str):
+                config["schedule"] = str(path / SCHEDULE)
+            for name in (TIMELINE, LEDGER):  # of steps that are taken once more, and maybe of another schedule
+                (path / name).unlink(missing_ok=True)
+            _write(path / SCHEDULE, to_csv(schedule))
+            _write(path / METRICS, kept(path / METRICS, step) if step else "")
+            self._metrics = Lines(path / METRICS)
+            _write(path / RUN, _HEAD + toml_of(config))
+            sync_folder(path)
+
+        self._try(write)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Add a line to the metrics."""
+        if (metrics := self._metrics) is not None:
+            self._try(lambda: metrics.add(json.dumps(line) + "\n"))
+
+    def measured(
+        self, step: int, timelines: Sequence[Timeline], ledger: Mapping[str, Mapping[tuple[str, str], Entry]]
+    ) -> None:
+        """Keep the times of a step, and what was moved so far."""
+        rows = [
+            {"actions": [[e.rank, e.actor, str(e.action), e.start, e.end, e.bytes, e.bucket] for e in timeline.events]}
+            for timeline in timelines
+        ]
+        moved = {
+            actor: {f"{axis} {op}": [entry.calls, entry.bytes] for (axis, op), entry in table.items()}
+            for actor, table in ledger.items()
+        }
+
+        def write() -> None:
+            _write(self._path / TIMELINE, json.dumps({"step": step, "timelines": rows}))
+            _write(self._path / LEDGER, json.dumps(moved))
+
+        self._try(write)
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        log.removeHandler(self._handler)
+        self._log.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                log.warning("%s can't be written (%s), the training goes on", self._path, error.strerror or error)
+
+
+def kept(path: Path, step: int) -> str:
+    """The lines of metrics that ``step`` steps have left behind: no later ones, and none that is not whole."""
+    try:
+        raw = read_plain(path, _MOST)
+    except FileNotFoundError:
+        return ""
+    lines = []
+    for line in raw.decode(errors="replace").split("\n")[:-1]:
+        with suppress(ValueError, RecursionError, AttributeError, TypeError):
+            plain = json.loads(line)
+            if plain.get("step") < step + ("val_loss" in plain):  # an evaluation counts the steps before it
+                lines.append(line + "\n")
+    return "".join(lines)
+
+
+def _write(path: Path, text: str) -> None:
+    write_whole(path, [memoryview(text.encode(errors="replace"))])

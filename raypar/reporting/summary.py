@@ -1,0 +1,88 @@
+"""What a finished run, or one that could start, comes to: rows of a name and its figure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from raypar.actors.models.partition import split_layers, transformer_costs
+from raypar.actors.specs.model import Transformer
+from raypar.config.run import Run, world_of
+from raypar.planner.cost_model import costs_on_paper, performed
+from raypar.reporting.report import Evaluation, Report
+from raypar.schedules.action import Op
+from raypar.schedules.schedule import Schedule
+from raypar.schedules.simulation.simulate import simulate
+from raypar.schedules.timeline import Timeline
+
+Rows = list[tuple[str, str]]
+
+
+def predicted(run: Run, schedule: Schedule) -> Timeline:
+    """The step on paper, with the costs that FLOPs say."""
+    return simulate(performed(run, schedule), costs_on_paper(run, schedule.num_stages))
+
+
+def plan_rows(run: Run, schedule: Schedule) -> Rows:
+    """What a run would do."""
+    timeline = predicted(run, schedule)
+    samples = run.mesh.dp * run.microbatches * run.micro_batch_size
+    replicas = f"{run.mesh.dp} replicas x " if run.mesh.dp > 1 else ""
+    seq = run.model.seq
+    tokens = "" if seq is None else f" x {seq:,} tokens = {samples * seq:,} tokens"
+    batch = f"{replicas}{run.microbatches} microbatches x {run.micro_batch_size} samples{tokens}"
+    rows = [("actors", str(world_of(run).size)), ("steps", f"{run.steps:,} of {batch}")]
+    if world_of(run).servers:
+        rows.append(("parameter servers", f"{run.servers} for each of {run.mesh.pp} pipeline ranks"))
+    if isinstance(run.model, Transformer):
+        layers = split_layers(run.split, transformer_costs(run.model), schedule.num_stages)
+        rows.append(("layers of each stage", _each(map(len, layers))))
+    halves = [sum(action.op is Op.I for action in row) for row in timeline.schedule.rows]
+    if any(halves) and timeline.schedule.rows != schedule.rows:
+        rows.append(("backwards in halves", f"{_each(halves)}: their weights' gradients (W) fill waits"))
+    return [
+        *rows,
+        ("bubble", f"{timeline.bubble:.1%} predicted from FLOPs"),
+        ("activations in flight", f"{_each(timeline.in_flight)} predicted"),
+    ]
+
+
+def closing_rows(
+    run: Run,
+    schedule: Schedule,
+    reports: Sequence[Report],
+    evaluation: Evaluation,
+    launch_seconds: float,
+    wall_seconds: float,
+    files: Mapping[str, Path | None],
+) -> Rows:
+    """What a finished run has come to; the first step, which also warms up, does not count for speed.
+
+    ``files`` were written, by what they are.
+    """
+    timeline, last = predicted(run, schedule), reports[-1]
+    steady = reports[1:] or reports
+    held = [max(counts) for counts in zip(*(report.in_flight for report in reports), strict=True)]
+    memory = [max(sizes) for sizes in zip(*(report.peak_memory for report in reports), strict=True)]
+    speed = statistics.median(report.tokens_per_s for report in steady)
+    bubble = statistics.median(report.bubble for report in steady)
+    hidden = [report.overlap for report in steady if report.overlap is not None]
+    named = (f"pp={rank} {size / 2**20:,.0f} MiB" for rank, size in enumerate(memory))
+    return [
+        ("steps", f"{len(reports):,}"),
+        ("train loss", f"{last.loss:.4f}"),
+        ("validation loss", f"{evaluation.loss:.4f}"),
+        ("perplexity", f"{evaluation.perplexity:.2f}"),
+        ("tokens/s", f"{speed:,.0f} (median)"),
+        ("bubble", f"{bubble:.1%} measured, {timeline.bubble:.1%} predicted from FLOPs"),
+        *([("reduction hidden", f"{statistics.median(hidden):.0%} behind compute (median)")] if hidden else []),
+        ("activations in flight", f"{_each(held)} measured, {_each(timeline.in_flight)} predicted"),
+        ("peak memory", ", ".join(named)),
+        ("wall time", f"{wall_seconds:.1f} s, of which launch {launch_seconds:.1f} s"),
+        *((name, str(path)) for name, path in files.items() if path is not None),
+    ]
+
+
+def _each(counts: Iterable[int]) -> str:
+    return " ".join(map(str, counts))

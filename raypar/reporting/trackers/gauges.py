@@ -1,0 +1,39 @@
+"""Ray's own metrics: gauges that the dashboard of a cluster, or a Prometheus beside it, shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.util.metrics import Gauge
+
+
+def gauge(name: str, what: str, tags: tuple[str, ...]) -> Gauge:
+    """A figure for the cluster's dashboard."""
+    return Gauge(name, what, tags)
+
+
+_GAUGES = {
+    "loss": "training loss of the latest step",
+    "grad_norm": "global gradient norm of the latest step",
+    "tokens_per_s": "tokens a second of the latest step",
+    "bubble": "share of the actors' time without compute in the latest step",
+}
+
+
+class Gauges:
+    """Sets ``raypar_loss`` and others, tagged ``run``; the memory of each pipeline rank is tagged ``pp``, too."""
+
+    def __init__(self, run: str) -> None:
+        self._tags = {"run": run}
+        self._gauges = {name: gauge(f"raypar_{name}", what, ("run",)) for name, what in _GAUGES.items()}
+        self._memory = gauge("raypar_peak_memory_bytes", "largest memory of an actor in the latest step", ("run", "pp"))
+
+    def begin(self, config: dict[str, Any]) -> None: ...
+
+    def write(self, outcome: dict[str, Any], step: int) -> None:
+        for name in self._gauges.keys() & outcome.keys():
+            self._gauges[name].set(outcome[name], self._tags)
+        for pp, size in enumerate(outcome.get("peak_memory", ())):
+            self._memory.set(size, self._tags | {"pp": str(pp)})
+
+    def close(self) -> None: ...

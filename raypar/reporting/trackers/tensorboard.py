@@ -1,0 +1,29 @@
+"""TensorBoard: event files in the run folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from raypar.config.toml import flat
+from raypar.reporting.trackers.tracker import scalars
+
+
+class TensorBoard:
+    """Writes event files into a folder; what was written there for ``step`` and later is taken back."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._writer: Any = SummaryWriter(str(folder), purge_step=step or None)
+
+    def begin(self, config: dict[str, Any]) -> None:
+        rows = (f"| {name} | {str(value).replace('|', '/')} |" for name, value in flat(config).items())
+        self._writer.add_text("config", "\n".join(["| field | value |", "| --- | --- |", *rows]))
+
+    def write(self, outcome: dict[str, Any], step: int) -> None:
+        for name, value in scalars(outcome).items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()

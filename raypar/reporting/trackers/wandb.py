@@ -1,0 +1,26 @@
+"""Weights & Biases. Where it sends figures, and whether at all, its own environment says (WANDB_MODE and others)."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from raypar.reporting.trackers.tracker import scalars
+
+
+class Wandb:
+    """A run of W&B; ``folder`` is where it keeps its files, None its own choice."""
+
+    def __init__(self, name: str, folder: str | None) -> None:
+        self._name, self._folder = name, folder
+        self._run: Any = None
+
+    def begin(self, config: dict[str, Any]) -> None:
+        self._run = importlib.import_module("wandb").init(name=self._name, dir=self._folder, config=config)
+
+    def write(self, outcome: dict[str, Any], step: int) -> None:
+        self._run.log({"step": step, **scalars(outcome)})  # its own step may not go back, ours may
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()

@@ -1,0 +1,156 @@
+"""The rules that can be held against one row alone: completeness, placement, order, memory, the closing STEP."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import islice
+
+from raypar.schedules.action import RECVS, SENDS, Action, Op
+from raypar.schedules.checking.errors import Fault
+from raypar.schedules.rules import HOLDS, crosses, needs
+from raypar.schedules.schedule import Schedule
+
+MOST_LISTED = 8
+
+# One bit for each thing that is there once for a stage and a microbatch; B brings both of its halves.
+_BIT = {Op.F: 1, Op.I: 2, Op.W: 4, Op.SEND_F: 8, Op.RECV_F: 16, Op.SEND_B: 32, Op.RECV_B: 64}
+_BITS = {**_BIT, Op.B: _BIT[Op.I] | _BIT[Op.W]}
+
+
+class RowCheck:
+    """Goes through one row. ``faults`` is what it found, ``reduced`` the stages whose gradients the row reduces.
+
+    It remembers one number for each stage and microbatch of the row it is in, nothing of other rows.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, max_in_flight: int | None) -> None:
+        self.faults: list[Fault] = []
+        self.reduced: set[int] = set()
+        self._schedule, self._rank = schedule, rank
+        self._bound = None if schedule.forward_only else max_in_flight
+        self._expected = {stage: _expected(stage, schedule) for stage in schedule.stages_of(rank)}
+        self._done: dict[int, defaultdict[int, int]] = {stage: defaultdict(int) for stage in self._expected}
+        self._weights = dict.fromkeys(self._expected, 0)
+        self._num_steps = 0
+        self._held = 0
+
+    def run(self) -> RowCheck:
+        """Look at every action of the row, then at what the row lacks."""
+        for index, action in enumerate(self._schedule.rows[self._rank]):
+            if self._num_steps and (action.op in SENDS or action.op in RECVS):
+                sentence = f"{action} stands behind the STEP, in which every rank waits for all others: put it before"
+                self._fault(index, "step", sentence)
+            if action.microbatch is not None:
+                self._perform(index, action)
+            elif action.op is Op.STEP:
+                self._step(index)
+            else:
+                self._whole_stage(index, action)
+        for stage in self._expected:
+            self._missing(stage)
+        if self._schedule.lowered and not self._schedule.forward_only and not self._num_steps:
+            self._fault(None, "step", "the row has no STEP: lower the schedule, it closes every row with one")
+        return self
+
+    def _perform(self, index: int, action: Action) -> None:
+        stage, op, microbatch = action
+        done = self._done.get(stage) if stage is not None else None
+        if done is None or stage is None or microbatch is None:
+            self._misplaced(index, action)
+            return
+        bits = _BITS[op]
+        if not 0 <= microbatch < self._schedule.num_microbatches:
+            sentence = f"{action}: the step has {self._schedule.num_microbatches} microbatches only"
+            self._fault(index, "complete", sentence)
+            return
+        if done[microbatch] & bits:
+            self._fault(index, "complete", f"{action} is done a second time")
+        elif bits & ~self._expected[stage]:
+            self._fault(index, "pairing", f"{action} has no counterpart: nothing crosses to another rank there")
+        for need in needs(action, self._schedule):
+            assert need.stage is not None
+            provider = self._done.get(need.stage)
+            if provider is not None and not provider[microbatch] & _BIT[need.op]:
+                self._fault(index, "order", f"{action} needs {need}, which is not done before it")
+        done[microbatch] |= bits
+        self._weights[stage] += bits & _BIT[Op.W] > 0
+        if op in HOLDS:
+            self._hold(index, action)
+
+    def _hold(self, index: int, action: Action) -> None:
+        self._held += HOLDS[action.op]
+        if self._bound is not None and self._held > self._bound:
+            self._fault(index, "in flight", f"{action} makes it {self._held} activations, the bound is {self._bound}")
+            self._bound = None
+
+    def _step(self, index: int) -> None:
+        self._num_steps += 1
+        if self._schedule.forward_only:
+            self._fault(index, "step", "STEP in an evaluation, which has no gradients: take it out")
+        elif self._num_steps > 1:
+            self._fault(index, "step", "STEP is done a second time")
+        else:
+            late = len(self._expected) * self._schedule.num_microbatches - sum(self._weights.values())
+            if late > 0:
+                self._fault(index, "step", f"STEP stands before {late} weight gradients (B or W) of its rank")
+
+    def _whole_stage(self, index: int, action: Action) -> None:
+        stage, op, _ = action
+        if stage not in self._expected:
+            self._misplaced(index, action)
+        elif op is Op.REDUCE_GRAD:
+            assert stage is not None
+            if stage in self.reduced:
+                self._fault(index, "reduce", f"{action} is done a second time")
+            self.reduced.add(stage)
+            if self._num_steps:
+                self._fault(
+                    index, "step", f"{action} stands behind the STEP, which needs what it reduces: put it before"
+                )
+            late = self._schedule.num_microbatches - self._weights[stage]
+            if late > 0:
+                self._fault(index, "reduce", f"{action} stands before {late} weight gradients (B or W) of its stage")
+
+    def _missing(self, stage: int) -> None:
+        done, expected, whole = self._done[stage], self._expected[stage], self._schedule.num_microbatches
+        num_missing = whole - sum(bits == expected for bits in done.values())
+        if num_missing <= 0:
+            return
+        lacking = (mb for mb in range(whole) if expected & ~done.get(mb, 0))
+        by_kind: defaultdict[int, list[int]] = defaultdict(list)
+        for microbatch in islice(lacking, MOST_LISTED):
+            by_kind[expected & ~done.get(microbatch, 0)].append(microbatch)
+        for kind, microbatches in by_kind.items():
+            which = ", ".join(map(str, microbatches))
+            more = f" ({num_missing} microbatches of this stage lack something)" if num_missing > MOST_LISTED else ""
+            self._fault(None, "complete", f"stage {stage} has no {_spell(kind)} of microbatch {which}{more}")
+
+    def _misplaced(self, index: int, action: Action) -> None:
+        placement = self._schedule.placement
+        if action.stage is not None and action.stage < len(placement):
+            sentence = f"{action} belongs on rank {placement[action.stage]}, which holds stage {action.stage}"
+        else:
+            sentence = f"{action}: the schedule has {len(placement)} stages only"
+        self._fault(index, "placement", sentence)
+
+    def _fault(self, index: int | None, rule: str, sentence: str) -> None:
+        self.faults.append(Fault(self._rank, index, rule, sentence))
+
+
+def _expected(stage: int, schedule: Schedule) -> int:
+    """The bits that each microbatch of a stage must have in the end."""
+    bits = _BIT[Op.F] if schedule.forward_only else _BIT[Op.F] | _BITS[Op.B]
+    if schedule.lowered:
+        backward = 0 if schedule.forward_only else ~0
+        if stage > 0 and crosses(stage, stage - 1, schedule):
+            bits |= _BIT[Op.RECV_F] | (backward & _BIT[Op.SEND_B])
+        if stage + 1 < schedule.num_stages and crosses(stage, stage + 1, schedule):
+            bits |= _BIT[Op.SEND_F] | (backward & _BIT[Op.RECV_B])
+    return bits
+
+
+def _spell(kind: int) -> str:
+    ops = [op for op, bit in _BIT.items() if kind & bit]
+    if Op.I in ops and Op.W in ops:
+        ops = [Op.B if op is Op.I else op for op in ops if op is not Op.W]
+    return " and ".join(op.value for op in ops)

@@ -1,0 +1,1 @@
+"""A schedule or a timeline as text, SVG, Chrome trace or CSV."""

@@ -1,0 +1,70 @@
+"""Writing drawings to files: the end of a path's name says which kind, and a file is there whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from uuid import uuid4
+
+from raypar.schedules.drawing.chrome_trace import chrome_trace
+from raypar.schedules.drawing.svg import svg
+from raypar.schedules.drawing.text import text
+from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.simulation.simulate import UNIT, simulate
+from raypar.schedules.timeline import Timeline
+from raypar.schedules.torch_csv import to_csv
+
+
+def drawings(drawn: Schedule | Timeline) -> dict[str, Callable[[], str]]:
+    """What can be made of a schedule or a timeline, by the suffix of its file."""
+    kinds = {".svg": lambda: svg(drawn), ".txt": lambda: text(drawn, width=None)}
+    if isinstance(drawn, Schedule):
+        return {
+            **kinds,
+            ".csv": lambda: to_csv(drawn),
+            ".json": lambda: json.dumps(chrome_trace(simulate(drawn, UNIT))),
+        }
+    return {**kinds, ".json": lambda: json.dumps(chrome_trace(drawn))}
+
+
+def save(path: str | Path, kinds: Mapping[str, Callable[[], str]], suffix: str | None = None) -> Path:
+    """Write the kind of drawing that ``suffix``, or else the path's own, asks for; returns the path.
+
+    Raises ScheduleError if there is no such kind, and OSError if the file can't be written.
+    """
+    target = Path(path)
+    kind = target.suffix if suffix is None else suffix
+    if kind not in kinds:
+        *others, last = kinds
+        raise ScheduleError(f"{str(target)!r} says no kind of drawing: end it in {', '.join(others)} or {last}")
+    write_text(target, kinds[kind]().rstrip("\n") + "\n")
+    return target
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file beside its place, sync and rename it. Nothing is left if that fails; raises OSError."""
+    if is_stream(path):
+        path.write_text(text, encoding="utf-8", errors="replace")
+        return
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(path.parent))
+    aside = path.with_name(f".{path.name}.{uuid4().hex}")
+    try:
+        with aside.open("x", encoding="utf-8", errors="replace") as file:  # a name in it may be no text
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink()
+        raise
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a device or a pipe is there: it takes what is written, and nothing must be put in its place."""
+    return path.exists() and not path.is_file() and not path.is_dir()

@@ -1,0 +1,216 @@
+"""The schedule as a picture: ranks are lanes, actions are boxes to scale."""
+
+from __future__ import annotations
+
+import colorsys
+import html
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from heapq import nsmallest
+
+from raypar.schedules.action import COMPUTE, Action, Op
+from raypar.schedules.drawing.text import plain, slot_length, spelling, summary
+from raypar.schedules.schedule import MOST_DRAWN, Schedule
+from raypar.schedules.simulation.simulate import UNIT, simulate
+from raypar.schedules.timeline import Event, Timeline
+
+_ROUND = (1.0, 2.0, 5.0, 10.0)
+
+
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten from ``low`` to ``high``, at most so many; none of an empty range."""
+    span = high - low
+    if not (math.isfinite(low) and math.isfinite(high) and span > 0 and most >= 1):
+        return []
+    finest = span / most
+    power = 10.0 ** math.floor(math.log10(finest))
+    step = next(power * factor for factor in _ROUND if power * factor >= finest * (1 - 1e-9))
+    while (found := _multiples(low, high, step)) and len(found) > most:
+        step *= 2  # both ends are round, which makes one more
+    return found
+
+
+def _multiples(low: float, high: float, step: float) -> list[float]:
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
+LANE, GAP, MARGIN, HEADING, SLOT, FINEST = 26, 6, 72, 22, 28, 1
+PAGE, LEAST = 1000, 15  # a picture is as wide as a page has room, if that leaves a slot so much
+_TICK, _LETTER, _KEY = 90, 8.6, 120  # between two ticks; a letter of a heading; a key of the legend
+# Hue and saturation; a rank's chunks differ in lightness.
+_HUES = {Op.F: (0.59, 0.62), Op.B: (0.38, 0.45), Op.I: (0.48, 0.50), Op.W: (0.11, 0.75)}
+_NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "its input half", Op.W: "its weight half"}
+_GREY = "#868e96"
+_THIN = 4  # of what goes on beside the actions
+_FAINT, _PALE = 0.45, 0.4
+_PAPER, _INK = 'class="raypar-paper" fill="#ffffff"', 'class="raypar-ink" fill="#343a40"'
+_DARK = (
+    "<style>@media (prefers-color-scheme: dark) "
+    "{ .raypar-paper { fill: #16181d } .raypar-ink { fill: #dee2e6 } }</style>"
+)
+
+
+def svg(drawn: Schedule | Timeline, *, done: Collection[Action] | None = None, cursor: Action | None = None) -> str:
+    """Draw a schedule, or a timeline, as standalone SVG on its own background, light or dark as the reader's page is.
+
+    A schedule is drawn with every action one slot long, a timeline to its own scale, with an axis. Boxes are coloured
+    by op, and lighter for later chunks of a rank; the number is the microbatch, and pointing at a box tells the rest.
+    Waiting for a value, reducing gradients (a thin line for each bucket) and STEP are grey. Beyond ``MOST_DRAWN``
+    events the picture is cut, and says so.
+
+    done   actions that have happened, of a step under way: the others are pale
+    cursor the one that comes next: it has a frame
+    """
+    if isinstance(drawn, Schedule):
+        timeline = simulate(drawn, UNIT)
+        return picture({"": timeline}, [summary(timeline)], None, done=done, cursor=cursor)
+    return picture({"": drawn}, [summary(drawn)], spelling(drawn), done=done, cursor=cursor)
+
+
+def picture(
+    timelines: Mapping[str, Timeline],
+    headings: Sequence[str],
+    spelled: Callable[[float], str] | None = None,
+    *,
+    done: Collection[Action] | None = None,
+    cursor: Action | None = None,
+) -> str:
+    """Timelines of one schedule in one picture, by their names: a rank has a lane for each, on one axis.
+
+    The first is drawn in full colour, the others are pale. ``spelled`` writes the times; None draws no axis.
+    """
+    return "\n".join(_Picture(timelines, headings, spelled, done, cursor).lines())
+
+
+class _Picture:
+    def __init__(
+        self,
+        timelines: Mapping[str, Timeline],
+        headings: Sequence[str],
+        spelled: Callable[[float], str] | None,
+        done: Collection[Action] | None,
+        cursor: Action | None,
+    ) -> None:
+        self._done, self._cursor = done, cursor
+        self._timelines, self._names = list(timelines.values()), list(timelines)
+        self._schedule, self._spelled = self._timelines[0].schedule, spelled
+        span, slot = max(timeline.makespan for timeline in self._timelines), slot_length(self._timelines[0])
+        self._scale = min(SLOT / slot, max(LEAST / slot, (PAGE - MARGIN - GAP) / span)) if span else 1.0
+        visible = [
+            (event.start - zero, place, event)
+            for place, (timeline, zero) in enumerate((one, one.start) for one in self._timelines)
+            for event in timeline.events
+            if (event.end - event.start) * self._scale > FINEST
+        ]
+        self._boxes = nsmallest(MOST_DRAWN, visible, key=lambda box: box[0])
+        if len(self._boxes) < len(visible):
+            headings = [*headings, f"(the first {MOST_DRAWN} of {len(visible)} boxes)"]
+            span = max(start + event.end - event.start for start, _, event in self._boxes)
+        self._span, self._headings, self._top = span, headings, 18 + HEADING * len(headings)
+        self._bottom = self._top + self._schedule.num_ranks * self._pitch
+        drawn = {event.action.op for _, _, event in self._boxes}
+        self._keys = [(_color(op, 0), f"{op.value} {name}") for op, name in _NAMES.items() if op in drawn]
+        if drawn - COMPUTE:
+            self._keys.append((_GREY, "waiting, reducing, STEP"))
+        least = max(_LETTER * max(map(len, headings)) + 2 * GAP, MARGIN + _KEY * (len(self._keys) + 0.5))
+        self._width = max(MARGIN + self._scale * span + GAP, least)
+
+    @property
+    def _pitch(self) -> int:
+        """From a rank to the next."""
+        return len(self._timelines) * (LANE + 2) - 2 + GAP * len(self._timelines)
+
+    def lines(self) -> Iterator[str]:
+        """All of the SVG."""
+        axis = 0 if self._spelled is None else 22
+        width, height, title = round(self._width), self._bottom + axis + 26, html.escape("; ".join(self._headings))
+        yield (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img" '
+            f'viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif" font-size="12" '
+            f'style="max-width: 100%; height: auto">'
+        )
+        yield f"<title>{title}</title>"
+        yield _DARK
+        yield f'<rect {_PAPER} width="{width}" height="{height}" rx="8"/>'
+        for line, heading in enumerate(self._headings):
+            font = f'x="{2 * GAP}" y="{24 + line * HEADING}" font-size="14" font-weight="{400 if line else 600}"'
+            yield f"<text {_INK} {font}>{html.escape(heading)}</text>"
+        yield from self._axis()
+        yield from self._lanes()
+        for start, place, event in self._boxes:
+            yield self._box(start, place, event)
+        yield from self._legend(height - 10)
+        yield "</svg>"
+
+    def _axis(self) -> Iterator[str]:
+        if self._spelled is None:
+            return
+        room = self._scale * self._span
+        for tick in ticks(0.0, self._span, 1 + int(room / _TICK)):
+            x = MARGIN + tick * self._scale
+            yield (
+                f'<path d="M{x:.1f} {self._top - 4}V{self._bottom}" stroke="{_GREY}" stroke-opacity="0.35"/>'
+                f'<text {_INK} x="{x:.1f}" y="{self._bottom + 14}" font-size="11" '
+                f'text-anchor="{"middle" if x < self._width - 24 else "end"}">{html.escape(self._spelled(tick))}</text>'
+            )
+
+    def _lanes(self) -> Iterator[str]:
+        wide = self._scale * self._span
+        for rank in range(self._schedule.num_ranks):
+            for place, name in enumerate(self._names):
+                y, label = self._y(rank, place), name if place else f"rank {rank}"
+                size = ' font-size="11"' if place else ""
+                yield f'<text {_INK} x="{2 * GAP}" y="{y + 17}"{size}>{html.escape(label)}</text>'
+                yield (
+                    f'<rect class="raypar-lane" x="{MARGIN}" y="{y}" width="{wide:.1f}" height="{LANE}" rx="4" '
+                    f'fill="{_GREY}" fill-opacity="0.13"/>'
+                )
+
+    def _box(self, start: float, place: int, event: Event) -> str:
+        x, y = MARGIN + start * self._scale, self._y(event.rank, place)
+        length = event.end - event.start
+        width = length * self._scale - FINEST
+        computes, height = event.action.op in COMPUTE, LANE if event.bucket is None else _THIN
+        pale = place > 0 or (self._done is not None and event.action not in self._done)
+        label, ink = str(event.action.microbatch) if computes else "", _INK if pale else 'fill="#fff"'
+        number = f'<text {ink} x="{x + width / 2:.1f}" y="{y + 17}" text-anchor="middle">{label}</text>'
+        opacity = (1.0 if computes else _FAINT) * (_PALE if pale else 1.0)
+        faint = "" if opacity == 1.0 else f' fill-opacity="{opacity:.2g}"'
+        frame = f' stroke="{_GREY}" stroke-width="3"' if event.action == self._cursor else ""
+        return (
+            f'<g><title>{self._tip(start, place, event)}</title><rect x="{x:.1f}" y="{y + LANE - height}" '
+            f'width="{width:.1f}" height="{height}" rx="3" fill="{self._fill(event)}"{faint}{frame}/>'
+            f"{number if 0 < 7 * len(label) <= width else ''}</g>"
+        )
+
+    def _tip(self, start: float, place: int, event: Event) -> str:
+        spelled, name = self._spelled or plain, self._names[place]
+        bucket = "" if event.bucket is None else f" (bucket {event.bucket})"
+        who = f"{event.action}{bucket} on {event.actor}{f', {name}' if name else ''}"
+        return html.escape(f"{who}: {spelled(start)} to {spelled(start + event.end - event.start)}")
+
+    def _fill(self, event: Event) -> str:
+        stage, op, _ = event.action
+        if stage is None or op not in _HUES:
+            return _GREY
+        stages = self._schedule.stages_of(event.rank)
+        return _color(op, stages.index(stage) / len(stages))
+
+    def _legend(self, y: float) -> Iterator[str]:
+        for place, (color, name) in enumerate(self._keys):
+            x = MARGIN + _KEY * place
+            yield (
+                f'<rect class="raypar-key" x="{x}" y="{y - 9}" width="10" height="10" rx="2" fill="{color}"/>'
+                f'<text {_INK} x="{x + 15}" y="{y}" font-size="11">{name}</text>'
+            )
+
+    def _y(self, rank: int, place: int) -> int:
+        return self._top + rank * self._pitch + place * (LANE + 2)
+
+
+def _color(op: Op, later: float) -> str:
+    """The colour of an op, lighter for a later chunk: 0 is the first, below 1 the last."""
+    hue, saturation = _HUES[op]
+    red, green, blue = (round(255 * part) for part in colorsys.hls_to_rgb(hue, 0.38 + 0.2 * later, saturation))
+    return f"#{red:02x}{green:02x}{blue:02x}"

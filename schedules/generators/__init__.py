@@ -1,0 +1,1 @@
+"""The published schedules, one generator a file: sizes in, rows of compute actions out."""

@@ -1,0 +1,36 @@
+"""Forward only: evaluation and inference over the stages of a training run."""
+
+from __future__ import annotations
+
+from raypar.schedules.action import Action, Op
+from raypar.schedules.generators.entry import Sizes
+from raypar.schedules.schedule import Schedule
+
+SIZES = Sizes(max_chunks=None, hint="set chunks to 1 or more")
+
+
+def forward(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """Every forward and no backward, stage ``chunk * p + rank``, in rounds of p microbatches.
+
+    Any number of microbatches runs, the last round may be short. Nothing is kept for a backward, so a rank holds no
+    activation beyond the one it works on.
+
+    With 4 ranks, 8 microbatches::
+
+        rank 0  F0 F1 F2 F3 F4 F5 F6 F7
+        rank 1     F0 F1 F2 F3 F4 F5 F6 F7
+        rank 2        F0 F1 F2 F3 F4 F5 F6 F7
+        rank 3           F0 F1 F2 F3 F4 F5 F6 F7
+        forward: makespan 11, bubble 27.3%, in flight 0 0 0 0
+    """
+    SIZES.demand("forward", num_ranks, num_microbatches, num_chunks)
+    return Schedule.of("forward", (_row(rank, num_ranks, num_microbatches, num_chunks) for rank in range(num_ranks)))
+
+
+def _row(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Action]:
+    return [
+        Action(stage, Op.F, mb)
+        for first in range(0, num_microbatches, num_ranks)
+        for stage in range(rank, num_ranks * num_chunks, num_ranks)
+        for mb in range(first, min(first + num_ranks, num_microbatches))
+    ]

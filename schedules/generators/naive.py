@@ -1,0 +1,30 @@
+"""The pipeline without pipelining: the reference that every other schedule is measured against."""
+
+from __future__ import annotations
+
+from raypar.schedules.action import Action, Op
+from raypar.schedules.generators.entry import Sizes
+from raypar.schedules.schedule import Schedule
+
+SIZES = Sizes()
+
+
+def naive(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Each microbatch walks all stages forth and back before the next one starts.
+
+    One rank works at a time, so with times tF and tB the makespan is m p (tF + tB) and the bubble 1 - 1/p.
+    A rank never holds more than one activation.
+
+    With 4 ranks, 2 microbatches::
+
+        rank 0  F0                   B0 F1                   B1
+        rank 1     F0             B0       F1             B1
+        rank 2        F0       B0             F1       B1
+        rank 3           F0 B0                   F1 B1
+        naive: makespan 16, bubble 75.0%, in flight 1 1 1 1
+    """
+    SIZES.demand("naive", num_ranks, num_microbatches)
+    return Schedule.of(
+        "naive",
+        ([Action(rank, op, mb) for mb in range(num_microbatches) for op in (Op.F, Op.B)] for rank in range(num_ranks)),
+    )

@@ -1,0 +1,132 @@
+"""Lowering: from the rows that compute to the rows that run, one small pass each."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import replace
+from typing import Literal
+
+from raypar.schedules.action import SENDS, STEP, Action, Op
+from raypar.schedules.rules import awaited, partner, provides, rank_of, send_of, travels
+from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.simulation.sweep import Sweep
+
+Order = Literal["just_in_time", "one_sweep"]
+Rows = list[list[Action]]
+
+
+def lower(
+    schedule: Schedule, order: Order = "just_in_time", *, reduce_grad: bool = False, step: bool = True
+) -> Schedule:
+    """Complete a schedule: SEND and RECV, then REDUCE_GRAD if asked for, then the closing STEP.
+
+    ``order`` says where the communication goes, see ``just_in_time`` and ``one_sweep``. What a schedule has already
+    is left as it is: lowering twice changes nothing, and a file of torch with its communication gets its STEP.
+    An evaluation gets neither REDUCE_GRAD nor STEP.
+
+    Raises ScheduleError if a value is needed that nobody computes.
+    """
+    passes = {"just_in_time": just_in_time, "one_sweep": one_sweep}
+    if order not in passes:
+        raise ScheduleError(f"there is no order {order!r}: take 'just_in_time' or 'one_sweep'")
+    rows = [list(row) for row in schedule.rows] if schedule.lowered else passes[order](schedule)
+    if not schedule.forward_only:
+        if reduce_grad:
+            rows = [_with_reduce_grad(row) for row in rows]
+        if step:
+            rows = [row if STEP in row else [*row, STEP] for row in rows]
+    return replace(schedule, rows=tuple(map(tuple, rows)), lowered=True)
+
+
+def just_in_time(schedule: Schedule) -> Rows:
+    """SEND right after the compute that makes the value, RECV right before the compute that needs it.
+
+    Nothing is received earlier than needed, with one exception: NCCL has no tags, so between two ranks values must
+    be received in the order in which they are sent. Where they are used in another order, the RECVs of what was
+    sent before are pulled forward.
+
+    Safe if sends do not block. Proof: take any order of all compute actions that the dependencies allow, put each
+    SEND behind its compute and let each rank receive before the compute that needs it. The value of a RECV was
+    computed before, since its consumer is allowed now, and so was its SEND; a RECV that was pulled forward belongs
+    to an earlier SEND of the same row. So no RECV waits for a SEND that comes later in that order, and no rank waits
+    for itself around a cycle. With sends that block the SEND waits for its RECV too, and the proof breaks: 1F1B
+    then has neighbours that both send. Take ``one_sweep`` there.
+    """
+    rows: Rows = []
+    sent: defaultdict[tuple[int, int], deque[Action]] = defaultdict(deque)
+    for rank, computes in enumerate(schedule.rows):
+        row: list[Action] = []
+        for action in computes:
+            row.append(action)
+            for value in provides(action):
+                if travels(value, schedule):
+                    send = send_of(value)
+                    row.append(send)
+                    recv = partner(send)
+                    sent[rank, rank_of(recv, schedule)].append(recv)
+        rows.append(row)
+    return [_with_recvs(rank, row, sent, schedule) for rank, row in enumerate(rows)]
+
+
+def one_sweep(schedule: Schedule) -> Rows:
+    """SEND and its RECV are written to the two rows at one instant of one sweep over all ranks.
+
+    Safe even if every send blocks until it is received. Proof: all rows are parts of one sequence, in which each
+    RECV stands right behind its SEND. Go through the sequence: whatever is next is next on its own rank too, as all
+    earlier actions are done, and for a SEND so is its RECV on the other rank. The same argument holds for any
+    capacity, so the order is deadlock free on every transport; the price is that a rank receives, and may wait,
+    before it needs the value.
+    """
+    rows: Rows = [[] for _ in schedule.rows]
+    sweep = Sweep(schedule)
+    for rank, _, action in sweep:
+        rows[rank].append(action)
+        for value in provides(action):
+            if travels(value, schedule):
+                send = send_of(value)
+                recv = partner(send)
+                rows[rank].append(send)
+                rows[rank_of(recv, schedule)].append(recv)
+    for wait in sweep.waits():
+        raise ScheduleError(f"schedule {schedule.name!r}: rank {wait.rank} at {wait.action} waits for {wait.reason}")
+    return rows
+
+
+def _with_recvs(
+    rank: int, row: list[Action], sent: defaultdict[tuple[int, int], deque[Action]], schedule: Schedule
+) -> list[Action]:
+    full: list[Action] = []
+    pulled_forward: set[Action] = set()
+    for action in row:
+        need = awaited(action, schedule)
+        if need is not None:
+            wanted = partner(send_of(need))
+            if wanted in pulled_forward:
+                pulled_forward.remove(wanted)
+            else:
+                queue = sent[rank_of(need, schedule), rank]
+                while queue and queue[0] != wanted:
+                    pulled_forward.add(queue[0])
+                    full.append(queue.popleft())
+                if not queue:
+                    raise ScheduleError(f"schedule {schedule.name!r}: {action} needs {need}, which nobody computes")
+                full.append(queue.popleft())
+        full.append(action)
+    return full
+
+
+def _with_reduce_grad(row: list[Action]) -> list[Action]:
+    """REDUCE_GRAD behind the last weight gradient of each stage that has none yet.
+
+    The SEND of that backward goes first: the rank before waits for it.
+    """
+    reduced = {action.stage for action in row if action.op is Op.REDUCE_GRAD}
+    last = {action.stage: index for index, action in enumerate(row) if action.op is Op.B or action.op is Op.W}
+    full = list(row)
+    for stage, index in sorted(last.items(), key=lambda item: item[1], reverse=True):
+        place = index + 1
+        while place < len(row) and row[place].op in SENDS:
+            place += 1
+        if stage not in reduced:
+            full.insert(place, Action(stage, Op.REDUCE_GRAD, None))
+    return full

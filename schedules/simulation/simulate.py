@@ -1,0 +1,119 @@
+"""The simulation: when each action would happen, if the costs were these."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from raypar.schedules.action import RECVS, SENDS, Action, Op
+from raypar.schedules.rules import awaited, partner, provides, rank_of, travels
+from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.simulation.sweep import Sweep
+from raypar.schedules.timeline import Event, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds (or any other unit) that the actions last; the rest of the ops cost nothing.
+
+    link       from the end of a compute action to the arrival of its value on another rank
+    of_stage   exceptions: what an op costs on a stage, ``{(3, Op.F): 1.5}``
+    of_action  exceptions to them: what one action costs
+    """
+
+    f: float = 1.0
+    b: float = 2.0
+    i: float = 1.0
+    w: float = 1.0
+    reduce_grad: float = 0.0
+    step: float = 0.0
+    link: float = 0.0
+    of_stage: Mapping[tuple[int, Op], float] = field(default_factory=dict)
+    of_action: Mapping[Action, float] = field(default_factory=dict)
+
+    def of(self, action: Action) -> float:
+        """What the action costs its rank."""
+        stage, op, _ = action
+        if self.of_action and action in self.of_action:
+            return self.of_action[action]
+        if stage is not None and (stage, op) in self.of_stage:
+            return self.of_stage[stage, op]
+        cost: float = getattr(self, _FIELD[op]) if op in _FIELD else 0.0
+        return cost
+
+
+_FIELD = {Op.F: "f", Op.B: "b", Op.I: "i", Op.W: "w", Op.REDUCE_GRAD: "reduce_grad", Op.STEP: "step"}
+
+#: Every compute action lasts one slot.
+UNIT = Costs(b=1.0)
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None, *, send_capacity: int | None = None) -> Timeline:
+    """Run a schedule on paper: every rank performs its row in order, each action as soon as it can.
+
+    Works before lowering, where a value reaches another rank ``costs.link`` after its compute, and after it. Then a
+    SEND takes no time of its rank, unless ``of_stage`` says so, its value arrives ``costs.link`` later, and a RECV
+    lasts as long as the rank has to wait for a value that is under way. ``send_capacity`` is the one of ``check``:
+    SENDs wait for room, and with 0 for their RECV, and then both last ``costs.link``.
+
+    Raises ScheduleError if the ranks wait for one another for ever.
+    """
+    clock = _Clock(schedule, costs or Costs(), send_capacity)
+    sweep = Sweep(schedule, send_capacity)
+    actors = [f"pp={rank}" for rank in range(schedule.num_ranks)]
+    events = []
+    for rank, _, action in sweep:
+        start, end = clock.perform(rank, action)
+        events.append(Event(rank, actors[rank], action, start, end))
+    waits = sweep.waits()
+    if waits:
+        first = waits[0]
+        raise ScheduleError(
+            f"schedule {schedule.name!r} does not come to its end: rank {first.rank} at {first.action} "
+            f"waits for {first.reason} (check tells more)"
+        )
+    return Timeline(schedule, tuple(events))
+
+
+class _Clock:
+    """The time of every rank, and of every value under way."""
+
+    def __init__(self, schedule: Schedule, costs: Costs, send_capacity: int | None) -> None:
+        self._schedule, self._costs, self._capacity = schedule, costs, send_capacity
+        self._now = [0.0] * schedule.num_ranks
+        self._left: dict[Action, float] = {}
+        # When the places for values between two ranks become free, the next one first.
+        free_at_first = [0.0] * (send_capacity or 0)
+        self._room: defaultdict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(free_at_first))
+
+    def perform(self, rank: int, action: Action) -> tuple[float, float]:
+        """Start and end of the action, which is the next one of its rank."""
+        start, cost = self._now[rank], self._costs.of(action)
+        if action.op in SENDS and self._capacity is not None:
+            receiver = rank_of(partner(action), self._schedule)
+            if self._capacity == 0:
+                start, cost = max(start, self._now[receiver]), self._costs.link
+            else:
+                start = max(start, self._room[rank, receiver].popleft())
+        end = start + cost
+        need = awaited(action, self._schedule)
+        if need is not None:
+            start, end = self._receive(rank, action, need, start, cost)
+        for value in provides(action):
+            if travels(value, self._schedule):
+                self._left[value] = start if self._capacity == 0 else end
+        self._now[rank] = end
+        return start, end
+
+    def _receive(self, rank: int, action: Action, need: Action, start: float, cost: float) -> tuple[float, float]:
+        left = self._left.pop(need)
+        arrival = left + self._costs.link
+        if action.op not in RECVS:
+            start = max(start, arrival)
+            return start, start + cost
+        start = max(start, left)
+        end = max(start, arrival)
+        if self._capacity:
+            self._room[rank_of(need, self._schedule), rank].append(end)
+        return start, end

@@ -1,0 +1,104 @@
+"""Generators that a word names: a function of a file, of a module, or of an installed package.
+
+``path/to/file.py:function``, ``package.module:function``, or a name of the entry point group ``raypar.schedules``.
+It is the user's own code: to name it is to run it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import zlib
+from collections.abc import Callable, Mapping
+from importlib.util import decode_source
+from pathlib import Path
+from traceback import extract_tb
+from types import ModuleType
+from typing import Any
+
+from raypar.schedules.generators.entry import Entry, failure
+from raypar.schedules.schedule import ScheduleError
+
+GROUP = "raypar.schedules"
+
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def names_code(word: str) -> bool:
+    """Whether a word names a function, not a schedule of the catalog."""
+    return ":" in word or word.endswith(".py")
+
+
+def entry_of(word: str) -> Entry:
+    """The generator that a word names. A file is run anew each time, so an edit counts at once.
+
+    Raises ScheduleError for what can't be found, and for code that fails, with its line.
+    """
+    where, _, function = word.rpartition(":")
+    is_file = where.endswith(".py")
+    if not _MODULE.fullmatch(function) or not (is_file or _MODULE.fullmatch(where)):
+        fix = "write path/to/file.py:function or package.module:function"
+        raise ScheduleError(f"schedule {word!r} names no function: {fix}")
+    module = _run(Path(where).expanduser(), word) if is_file else _imported(where, word)
+    found: Any = module
+    for part in function.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise ScheduleError(f"schedule {word!r}: {where} has no function {function!r}{_others(function, module)}")
+    try:
+        return Entry.of(found)
+    except ScheduleError as error:
+        raise ScheduleError(f"schedule {word!r}: {error}") from error
+
+
+def installed() -> Mapping[str, Callable[[], Any]]:
+    """What installed packages offer: for each name what loads it."""
+    from importlib.metadata import entry_points  # for names only that nobody knows: it takes longer than this file
+
+    return {point.name: point.load for point in entry_points(group=GROUP)}
+
+
+def _run(path: Path, word: str) -> ModuleType:
+    """A file as a module of a private name: nothing else is called so, and no cache is written beside the file."""
+    try:
+        source = decode_source(path.read_bytes())
+    except OSError as error:
+        raise ScheduleError(f"schedule {word!r}: {path} can't be read ({error.strerror}): correct the path") from error
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ScheduleError(
+            f"schedule {word!r}: {path} is not a text of Python ({error}): write it in UTF-8"
+        ) from error
+    file = str(path.absolute())
+    module = ModuleType(f"_raypar_{path.stem}_{zlib.crc32(file.encode()):08x}")
+    module.__file__ = file
+    sys.modules[module.__name__] = module  # dataclasses look themselves up there
+    try:
+        exec(compile(source, file, "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module.__name__]
+        raise ScheduleError(f"schedule {word!r}: {path} {failure(error, file)}") from error
+    return module
+
+
+def _imported(name: str, word: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            fix = f"install it, or name its file: {name.replace('.', '/')}.py:{word.rpartition(':')[2]}"
+            raise ScheduleError(f"schedule {word!r}: there is no module {name!r}: {fix}") from error
+        file = error.filename if isinstance(error, SyntaxError) else extract_tb(error.__traceback__)[-1].filename
+        raise ScheduleError(f"schedule {word!r}: {name} {failure(error, file)}") from error
+
+
+def _others(function: str, module: ModuleType) -> str:
+    """What the user may have meant, of the functions that a module defines itself."""
+    import difflib  # for a typing error only
+
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    own = [name for name in own if callable(getattr(module, name))]
+    close = difflib.get_close_matches(function, own, n=1)
+    if close:
+        return f": did you mean {close[0]!r}?"
+    return f": it has {', '.join(own[:8])}" if own else ": define it there, at the top level"

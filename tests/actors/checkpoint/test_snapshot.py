@@ -1,0 +1,178 @@
+"""What actors put into checkpoints, and that training goes on from it bit for bit: on threads, without Ray."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+import torch
+from torch import nn
+
+from raypar.actors.checkpoint.shards import read_shard
+from raypar.actors.checkpoint.snapshot import Copies
+from raypar.actors.errors import CheckpointError
+from raypar.actors.specs.optim import SGD, AdamW
+from tests.support.snapshots import loaded, saved
+from tests.support.team import Team, linears
+
+LAYOUTS = {
+    "alone": {},
+    "pp": {"pp": 2},
+    "all_reduce": {"pp": 2, "dp": 2, "zero": 0},
+    "zero": {"pp": 2, "dp": 2, "zero": 1},
+    "servers": {"pp": 2, "dp": 2, "servers": 2},
+}
+OPTIMIZERS = {"adamw": AdamW(lr=0.01, warmup=4), "sgd": SGD(lr=0.01), "plain sgd": SGD(momentum=0.0)}
+
+
+def team_of(layers=None, pp=1, m=2, **changes):
+    servers = changes.pop("servers", 0)
+    if servers:
+        changes |= {"data_parallel": "parameter_server", "servers": servers}
+    return Team(layers or linears(6), pp, m, **{"steps": 4} | changes)
+
+
+def outcome(team, steps):
+    """Losses and norms of some steps, then the weights of every replica."""
+    results = [[(result.losses, result.grad_norm) for result in team.step(step)] for step in steps]
+    return results, [team.weights(dp) for dp in range(team.world.mesh.dp)]
+
+
+def same(one, other):
+    assert one[0] == other[0]
+    for mine, theirs in zip(one[1], other[1], strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(weight, theirs[name]) for name, weight in mine.items())
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_training_goes_on_bitwise(layout, optim, tmp_path):
+    team = team_of(**layout, optim=optim)
+    outcome(team, range(2))
+    tensors = saved(team, tmp_path)
+    wanted = outcome(team, range(2, 4))
+    same(outcome(loaded(team_of(**layout, optim=optim), tmp_path, tensors), range(2, 4)), wanted)
+
+
+def test_the_comparison_can_fail(tmp_path):
+    team = team_of()
+    outcome(team, range(2))
+    weights = {name: logical for name, logical in saved(team, tmp_path).items() if not name.startswith("optim.")}
+    wanted = outcome(team, range(2, 4))
+    with pytest.raises(AssertionError):
+        same(outcome(loaded(team_of(), tmp_path, weights), range(2, 4)), wanted)
+
+
+@pytest.mark.parametrize("there", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("here", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_layout_reads_what_another_has_written(here, there, tmp_path):
+    team = team_of(**here, optim=AdamW())
+    outcome(team, range(2))
+    tensors = saved(team, tmp_path)
+    other = loaded(team_of(**there, optim=AdamW()), tmp_path, tensors)
+    (tmp_path / "again").mkdir()
+    again = saved(other, tmp_path / "again")
+    assert {name: one.shape for name, one in again.items()} == {name: one.shape for name, one in tensors.items()}
+    assert len([name for name in tensors if name.startswith("optim.")]) == 3 * 12
+    weights = team.weights()
+    for dp in range(other.world.mesh.dp):
+        assert all(torch.equal(weight, weights[name]) for name, weight in other.weights(dp).items())
+
+
+def test_each_tensor_is_written_once_and_a_tied_one_under_its_home(tmp_path):
+    def tied():
+        layers = linears(4)()
+        layers[3][0].weight = layers[0][0].weight
+        return layers
+
+    team = team_of(tied, pp=2, optim=AdamW())
+    outcome(team, range(2))
+    tensors = saved(team, tmp_path)
+    assert all(len(logical.slices) == 1 for logical in tensors.values())
+    assert "layers.0.0.weight" in tensors
+    assert not [name for name in tensors if "layers.3.0.weight" in name]
+    wanted = outcome(team, range(2, 4))
+    same(outcome(loaded(team_of(tied, pp=2, optim=AdamW()), tmp_path, tensors), range(2, 4)), wanted)
+
+
+def norms():
+    return [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4)]
+
+
+def test_buffers_are_each_replicas_own(tmp_path):
+    team = team_of(norms, dp=2)
+    outcome(team, range(2))
+    tensors = saved(team, tmp_path)
+    assert tensors["buffers.dp1.layers.0.1.running_mean"].shape == (4,)
+    wanted = [{name: b.clone() for name, b in worker._stages[0].buffers().items()} for worker in team.workers]
+    assert not torch.equal(*(buffers["layers.0.1.running_mean"] for buffers in wanted))
+    wider = loaded(team_of(norms, dp=3), tmp_path, tensors)
+    for worker, buffers in zip(wider.workers, [*wanted, wanted[0]], strict=True):
+        found = worker._stages[0].buffers()
+        assert all(torch.equal(found[name], buffer) for name, buffer in buffers.items())
+
+
+def test_a_copy_is_of_the_moment_it_was_taken(tmp_path):
+    copies, weight = Copies(), torch.zeros(3)
+    copies.take([("w", weight)])
+    weight += 1
+    _, slices = copies.write(tmp_path, "a.safetensors")
+    assert slices.keys() == {"w"}
+    assert torch.equal(read_shard(tmp_path, "a.safetensors")["w"], torch.zeros(3))
+
+
+@pytest.mark.parametrize("slowest", [1e-3, 1e12])
+def test_beside_steps_the_same_is_written(slowest, tmp_path, monkeypatch):
+    monkeypatch.setattr("raypar.actors.checkpoint.snapshot._SLOWEST", slowest)
+    monkeypatch.setattr("raypar.actors.files._PIECE", 1000)
+    copies, weights = Copies(), {"w": torch.randn(1234), "b": torch.randn(3)}
+    written = []
+    for number, beside in enumerate((False, True)):
+        copies.take(weights.items())
+        written.append(copies.write(tmp_path, f"{number}", beside=beside))
+    (first, slices), (second, again) = written
+    assert (first.size, first.sha256, slices) == (second.size, second.sha256, again)
+    assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
+
+
+def test_a_full_disk_beside_steps_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    copies = Copies()
+    copies.take([("w", torch.ones(1000000))])
+    with monkeypatch.context() as patched:
+        patched.setattr("raypar.actors.files.os.write", full)
+        with pytest.raises(CheckpointError, match="free some space"):
+            copies.write(tmp_path, "a.safetensors", beside=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_room_is_made_ahead_kept_and_made_anew_for_more(tmp_path):
+    copies, odd = Copies(), [("a", torch.ones(3, dtype=torch.bool)), ("b", torch.tensor(2.0)), ("c", torch.ones(0))]
+    copies.make_room(odd)
+    places = []
+    for tensors in (odd, odd, [*odd, ("d", torch.randn(5, 4, dtype=torch.float64).T)]):
+        copies.take(tensors)
+        places.append(copies._room.result().data_ptr())
+        file, _ = copies.write(tmp_path, f"{len(places)}")
+        found = read_shard(tmp_path, file.name)
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors)
+        assert len(found) == len(tensors)
+    assert places[0] == places[1]
+    assert copies._room.result().nbytes == 3 * 64 - 64 + 192
+
+
+def test_a_copy_that_fails_is_told_by_who_writes_it(tmp_path):
+    def refuse():
+        yield "w", torch.zeros(3)
+        raise MemoryError("enough")
+
+    copies = Copies()
+    copies.take(refuse())
+    with pytest.raises(CheckpointError, match=r"can't be copied \(MemoryError: enough\)"):
+        copies.write(tmp_path, "a.safetensors")
+    copies.take([])
+    assert copies.write(tmp_path, "a.safetensors") is None
+    assert not list(tmp_path.iterdir())

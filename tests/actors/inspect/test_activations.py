@@ -1,0 +1,137 @@
+"""Watching what layers make: tensors, their parts, their order; and nothing is left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from raypar.actors.inspect.activations import LOSS, Spot, Watch
+from raypar.actors.models.parallel_plan import Division, outputs_of
+from raypar.actors.sharding import Portion
+from raypar.actors.specs.model import GPT
+from tests.support.team import Team
+from tests.support.tensor_teams import longer
+
+MODEL = GPT(layers=2, hidden=16, heads=4, seq=8, vocab=11)
+
+
+def watched(team):
+    """Step 0 of a team, with every actor watched."""
+    for actor in team.workers:
+        actor.open(0)
+        actor.watch()
+    for one in team.each(lambda actor: [actor.perform(action) for action in actor._row]):
+        assert not isinstance(one, Exception), one
+
+
+def team_of(**changes):
+    return Team(None, 1, 2, model=MODEL, data=longer, **changes)
+
+
+def test_outputs_and_gradients_in_the_order_of_a_step():
+    layers = {"a": nn.Linear(3, 3), "b": nn.Sequential(nn.Tanh(), nn.Linear(3, 2))}
+    watch = Watch(layers, {"b.1": {-1: Portion.at(1, 2)}})
+    assert watch.names == ("a", "b", "b.1")
+    x = torch.randn(4, 3)
+    with watch.of(5):
+        out = layers["b"](layers["a"](x))
+        out.backward(torch.ones(4, 2))
+    order = ["a", "b.1", "b"]
+    assert list(watch.seen) == [Spot(n, 5) for n in order] + [Spot(n, 5, backward=True) for n in ("b.1", "b", "a")]
+    assert torch.equal(watch.seen[Spot("b", 5)].tensor, out)
+    assert torch.equal(watch.seen[Spot("b", 5, backward=True)].tensor, torch.ones(4, 2))
+    assert watch.seen[Spot("b.1", 5)].portions == {1: Portion.at(1, 2)}
+    before = dict(watch.seen)
+    layers["b"](layers["a"](x)).sum().backward()
+    assert watch.seen == before, "outside of its time it hears nothing"
+    assert not any(module._forward_hooks for layer in layers.values() for module in layer.modules())
+
+
+def test_what_a_layer_makes_is_kept_as_it_was():
+    layers = {"a": nn.Linear(3, 3), "b": nn.ReLU(inplace=True)}
+    watch = Watch(layers, {})
+    with watch.of(0):
+        made = layers["a"](torch.randn(4, 3))
+        kept = made.detach().clone()
+        layers["b"](made).sum().backward()
+    assert torch.equal(watch.seen[Spot("a", 0)].tensor, kept)
+    assert watch.seen[Spot("a", 0, backward=True)].tensor.shape == (4, 3)
+
+
+def test_a_module_in_two_places_is_left_out():
+    shared = nn.Linear(3, 3)
+    assert Watch({"a": shared, "b": nn.Tanh(), "c": shared}, {}).names == ("b",)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", ("full", "none"), "selective"])
+def test_recomputing_shows_the_same(recompute):
+    """Every spot once, whatever is computed twice."""
+    teams = [team_of(recompute=one, schedule="gpipe") for one in ("none", recompute)]
+    for team in teams:
+        watched(team)
+    plain, other = (team.workers[0]._stages[0].listener.seen for team in teams)
+    layers = 4
+    assert len(plain) == len(other) == 2 * 2 * (layers + 1)
+    assert all(torch.equal(sight.tensor, other[spot].tensor) for spot, sight in plain.items())
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+def test_parts_make_up_what_one_actor_has(sequence):
+    alone, team = team_of(), team_of(tp=2, sequence_parallel=sequence)
+    for one in (alone, team):
+        watched(one)
+    names = team.workers[0]._stages[0].listener.names
+    assert {"embed.tokens", "blocks.0.attn.q", "blocks.1.mlp.down", "head.out", "head"} <= set(names)
+    spots = [Spot(name, 1, backward) for name in ("embed", "blocks.0", "head", LOSS) for backward in (False, True)]
+    (wholes,) = [actor.sights(spots) for actor in alone.workers]
+    for sights in [actor.sights(spots) for actor in team.workers]:
+        for spot, whole, sight in zip(spots, wholes, sights, strict=True):
+            part = whole.tensor
+            for dim, portion in sight.portions.items():
+                part = portion.take(part, dim)
+            torch.testing.assert_close(sight.tensor, part, msg=str(spot))
+            divided = spot.module == "head" or (sequence and spot.module != LOSS)
+            assert (sight.tensor.numel() < whole.tensor.numel()) == divided
+    assert team.workers[0].sights([Spot("embed", 9)]) == [None]
+
+
+def test_the_next_step_is_not_watched():
+    team = team_of(tp=2)
+    watched(team)
+    team.step(1)
+    stages = [stage for actor in team.workers for stage in actor._stages.values()]
+    assert all(stage.listener is None for stage in stages)
+
+
+@pytest.mark.parametrize(
+    ("spot", "says"),
+    [
+        (Spot("blocks.1", 0), "output of blocks.1 in microbatch 0, forward"),
+        (Spot("layers.3", 2, backward=True, number=1), "gradient at output 1 of layers.3 in microbatch 2, backward"),
+        (Spot(LOSS, 4), "the loss in microbatch 4, forward"),
+    ],
+)
+def test_spots_are_told_in_words(spot, says):
+    assert str(spot) == says
+
+
+class Fake(Division):
+    """Divides nothing, but says that it does."""
+
+    changes = property(lambda self: {})
+
+    def __init__(self, flow, outputs):
+        super().__init__(None)
+        self.flow, self.outputs = flow, outputs
+
+
+def test_one_division_within_the_other():
+    """By tokens and then by columns, and by tokens twice."""
+    tokens = Portion(4, (0, 3))
+    outer = Fake({1: tokens}, {"a": {1: tokens}, "b": {1: tokens}})
+    inner = Fake({1: Portion.at(1, 2)}, {"a": {-1: Portion.at(1, 2)}, "a.q": {-1: Portion.at(1, 2)}})
+    found = outputs_of([outer, inner])
+    assert found["a"] == found["a.q"] == {1: tokens, -1: Portion.at(1, 2)}
+    assert found["b"] == {1: Portion(4, (3,))}
+    assert outputs_of([]) == {}

@@ -1,0 +1,119 @@
+"""Positions: the formulas of their papers, and what attention makes of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from raypar.actors.layers.positions import ALPHA, Alibi, Hierarchical, Rope, Sinusoidal, alibi_slopes
+from raypar.actors.models.build import build_model
+from raypar.actors.sharding import Portion
+from raypar.actors.specs.model import GPT, Llama
+
+EVERY = ("learned", "sinusoidal", "hierarchical", "rope", "alibi")
+
+
+def made(spec, seed=0):
+    model = build_model(spec, seed)
+    return model.materialize(range(len(model.names)), seed)
+
+
+def logits(layers, ids):
+    for layer in layers:
+        ids = layer(ids)
+    return ids
+
+
+@pytest.mark.parametrize("width", [6, 7])
+def test_sinusoidal_is_the_formula_of_the_paper(width):
+    table = Sinusoidal(9, width)(5, torch.empty(0))
+    assert table.shape == (5, width)
+    for at in range(5):
+        for i in range(width):
+            angle = at / 10_000 ** (2 * (i // 2) / width)
+            assert table[at, i].item() == pytest.approx(math.cos(angle) if i % 2 else math.sin(angle), abs=1e-6)
+
+
+def test_hierarchical_is_the_formula_of_its_author_and_begins_with_the_table_itself():
+    module = Hierarchical(4, 3)
+    with torch.no_grad():
+        module.weight.normal_(generator=torch.Generator().manual_seed(1))
+    p, table = module.weight, module(14)
+    u = (p - ALPHA * p[0]) / (1 - ALPHA)
+    assert table.shape == (14, 3)
+    torch.testing.assert_close(table[:4], p)
+    for at in range(14):
+        torch.testing.assert_close(table[at], ALPHA * u[at // 4] + (1 - ALPHA) * u[at % 4])
+    assert torch.equal(module(3), table[:3])
+    assert len({tuple(row.tolist()) for row in table}) == 14
+
+
+@pytest.mark.parametrize(("seq", "rows"), [(1, 1), (16, 4), (17, 5)])
+def test_a_hierarchical_table_has_the_root_of_the_rows(seq, rows):
+    embed, *_ = made(GPT(layers=1, hidden=8, heads=2, seq=seq, positions="hierarchical"))
+    assert len(embed.positions.weight) == rows
+
+
+def test_rope_turns_pairs_so_that_a_product_depends_on_the_distance_only():
+    q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    rope = Rope(12, 8, 100.0)
+    turned_q, turned_k = (rope.turn(x.expand(1, 1, 12, 8), Portion())[0, 0] for x in (q, k))
+    products = turned_q @ turned_k.T
+    for distance in range(-11, 12):
+        diagonal = products.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-5, rtol=0)
+    turned = torch.view_as_complex(torch.stack((q[:4], q[4:]), -1)) * torch.exp(
+        1j * 7 * 100.0 ** (-torch.arange(4) / 4)
+    )
+    torch.testing.assert_close(turned_q[7], torch.cat((turned.real, turned.imag)))
+
+
+def test_the_slopes_of_alibi_are_those_of_its_authors():
+    assert alibi_slopes(8) == [2.0**-k for k in range(1, 9)]
+    assert alibi_slopes(1) == [2.0**-8]
+    assert alibi_slopes(6) == [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]
+    for heads in range(1, 40):
+        slopes = alibi_slopes(heads)
+        assert len(set(slopes)) == heads
+        assert all(0 < slope < 1 for slope in slopes)
+
+
+def test_the_bias_of_alibi_is_the_distance_times_the_slope():
+    bias = Alibi(2, 5).bias(3, torch.empty(0))
+    inf = math.inf
+    wanted = torch.tensor([[0, -inf, -inf], [-1, 0, -inf], [-2, -1, 0]])
+    assert torch.equal(bias, torch.stack((wanted / 16, wanted / 256)))
+
+
+@pytest.mark.parametrize("positions", EVERY)
+@pytest.mark.parametrize("kind", [GPT, Llama])
+def test_every_kind_of_positions_tells_the_order_of_tokens_and_nothing_of_what_comes(kind, positions):
+    layers = made(kind(layers=1, hidden=16, heads=4, seq=12, vocab=20, positions=positions))
+    with torch.no_grad():
+        layers[1].attn.q.weight.mul_(50)
+        layers[1].attn.k.weight.mul_(50)
+    ids = torch.randint(20, (2, 12), generator=torch.Generator().manual_seed(3))
+    out = logits(layers, ids)
+    swapped = ids[:, [1, 0, *range(2, 12)]]
+    moved = (logits(layers, swapped)[:, 2:] - out[:, 2:]).abs().max()
+    assert moved > 1e-5, "but for the positions one block sees a set"
+    assert torch.allclose(logits(layers, ids[:, :7]), out[:, :7], atol=1e-6), "a shorter sequence is a beginning"
+    parameters = [name for name, _ in layers[0].named_parameters()]
+    assert parameters == ["tokens.weight", *(["positions.weight"] if positions in ("learned", "hierarchical") else [])]
+    assert not any(layer.state_dict().keys() - dict(layer.named_parameters()).keys() for layer in layers)
+
+
+@pytest.mark.parametrize("positions", EVERY)
+def test_a_sequence_beyond_the_models_is_refused(positions):
+    layers = made(GPT(layers=1, hidden=8, heads=2, seq=4, vocab=5, positions=positions))
+    with pytest.raises(ValueError, match="a sequence has 5 tokens, but the model's seq is 4: set it to 5"):
+        layers[0](torch.zeros(1, 5, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("positions", ["rope", "alibi"])
+def test_the_blocks_of_an_actor_share_one_table(positions):
+    _, *blocks, _ = made(GPT(layers=3, hidden=8, heads=2, seq=4, positions=positions))
+    held = {id(block.attn._rope or block.attn.core.alibi) for block in blocks}
+    assert len(held) == 1

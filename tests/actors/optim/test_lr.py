@@ -1,0 +1,77 @@
+"""The learning rate of every step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raypar.actors.optim.lr import lr_at
+from raypar.actors.optim.optimizer import build_optimizer, gradient_norms, set_lr
+from raypar.actors.specs.optim import SGD, AdamW
+
+
+def rates(spec, steps):
+    return [lr_at(spec, step, steps) for step in range(steps)]
+
+
+def test_constant_is_constant():
+    assert rates(SGD(lr=0.5), 4) == [0.5] * 4
+
+
+def test_warm_up_is_linear_and_ends_at_the_peak():
+    assert rates(AdamW(lr=8.0, warmup=4), 6) == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
+
+
+def test_linear_decay_reaches_its_end_at_the_last_step():
+    assert rates(AdamW(lr=1.0, decay="linear", final=0.5), 5) == [1.0, 0.875, 0.75, 0.625, 0.5]
+
+
+def test_cosine_is_half_way_in_the_middle():
+    found = rates(AdamW(lr=1.0, decay="cosine", final=0.0), 5)
+    assert found == pytest.approx([(1 + math.cos(math.pi * step / 4)) / 2 for step in range(5)])
+
+
+@given(
+    st.integers(0, 30),
+    st.integers(1, 40),
+    st.sampled_from(["constant", "cosine", "linear"]),
+    st.floats(0, 1),
+    st.integers(0, 90),
+)
+def test_any_rate_lies_between_zero_and_the_peak_and_decay_never_rises(warmup, steps, decay, final, step):
+    spec = AdamW(lr=2.0, warmup=warmup, decay=decay, final=final)
+    now, later = lr_at(spec, step, steps), lr_at(spec, step + 1, steps)
+    assert 0 <= now <= 2.0
+    if step >= warmup:
+        assert later <= now
+        assert now >= 2.0 * final - 1e-12
+    else:
+        assert later >= now
+    if step >= max(steps, warmup + 1) and decay != "constant":
+        assert now == pytest.approx(2.0 * final), "past the end it stays"
+
+
+@pytest.mark.parametrize("spec", [AdamW(lr=0.1, weight_decay=0.5), SGD(lr=0.1, weight_decay=0.5)])
+def test_only_tensors_of_two_dims_decay(spec):
+    parameters = {"w": torch.nn.Parameter(torch.ones(2, 2)), "b": torch.nn.Parameter(torch.ones(2))}
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = build_optimizer(spec, parameters)
+    set_lr(optimizer, 0.2)
+    optimizer.step()
+    assert torch.allclose(parameters["w"], torch.full((2, 2), 0.9))  # 1 - lr * decay
+    assert torch.equal(parameters["b"], torch.ones(2))
+
+
+def test_no_parameters_no_optimizer():
+    assert build_optimizer(AdamW(), {}) is None
+
+
+def test_the_norms_of_gradients_are_in_single_precision():
+    gradients = [torch.tensor([3.0, 4.0, 0.0]), torch.tensor([[6.0], [8.0]], dtype=torch.bfloat16)]
+    assert gradient_norms(gradients).tolist() == [5.0, 10.0]
+    assert gradient_norms(gradients).dtype == torch.float32

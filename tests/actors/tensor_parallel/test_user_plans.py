@@ -1,0 +1,451 @@
+"""Users' modules divided by a plan compute what one plain process computes: on threads, without Ray."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from raypar.actors.collective.autograd import copy_to
+from raypar.actors.collective.local import local_groups
+from raypar.actors.errors import ActionError
+from raypar.actors.specs.data import Batches
+from raypar.actors.specs.model import Layers
+from raypar.actors.tensor_parallel.sequence import Entrance
+from raypar.config.run import Run, check_run
+from raypar.errors import ConfigError
+from raypar.parity.verify import train_plainly
+from tests.support.own_layers import cross_entropy, mse, own_generator, team_of
+from tests.support.snapshots import loaded, read
+from tests.support.tensor_teams import agrees
+
+
+class Mixer(nn.Module):
+    """MLP-Mixer (Tolstikhin et al. 2021, section 2): an MLP over tokens, one over channels: (B, S, D) -> (B, S, D)."""
+
+    def __init__(self, s=5, d=8, tokens=8, channels=12, p=0.0):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(d), nn.LayerNorm(d)])
+        self.mlps = nn.ModuleList([
+            nn.Sequential(nn.Linear(n, width), nn.GELU(), nn.Dropout(p), nn.Linear(width, n))
+            for n, width in ((s, tokens), (d, channels))
+        ])  # fmt: skip
+
+    def forward(self, x_BSD):
+        x_BSD = x_BSD + self.mlps[0](self.norms[0](x_BSD).mT).mT
+        return x_BSD + self.mlps[1](self.norms[1](x_BSD))
+
+
+MIXER = {
+    "layers.*.mlps.*.0": "column",
+    "layers.*.mlps.*.2": "dropout",
+    "layers.*.mlps.*.3": "row",
+    "layers.4": "column_gather_output",
+}
+
+
+def mixer(**sizes):
+    return lambda: [nn.Sequential(nn.Linear(3, 8)), *(Mixer(**sizes) for _ in range(3)), nn.Linear(8, 4)]
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp", "zero"), [(2, 1, 1, 0), (4, 1, 1, 0), (2, 2, 1, 0), (2, 2, 2, 0), (2, 1, 2, 1)]
+)
+def test_every_layout_computes_what_one_process_does(tp, pp, dp, zero):
+    agrees(team_of(mixer(), MIXER, tp, pp, dp, zero=zero))
+
+
+def test_dropout_of_a_part_is_a_part_of_dropout():
+    """Every member draws the whole mask. Threads share torch's generator, so one of them is asked."""
+    team = team_of(mixer(p=0.4), MIXER)
+    layer = team.all[1]._stages[0].modules[1].mlps[1][2]
+    torch.manual_seed(3)
+    part = layer(torch.ones(2, 8, 6))
+    torch.manual_seed(3)
+    assert torch.equal(part, nn.functional.dropout(torch.ones(2, 8, 12), 0.4)[..., 6:])
+
+
+@pytest.mark.parametrize("recompute", ["full", ("none", "full", "full", "none", "full")], ids=str)
+def test_recomputing_changes_no_bit(recompute):
+    weights = []
+    for word in ("none", recompute):
+        team = team_of(mixer(), MIXER, pp=2, recompute=word)
+        team.step(0)
+        weights.append(team.weights())
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+
+
+class Attention(nn.Module):
+    """As users write it: heads by -1, q, k and v of one input, a norm of each head's queries, a frozen scale."""
+
+    def __init__(self, d=16, width=4):
+        super().__init__()
+        self.width = width
+        self.q, self.k, self.v = (nn.Linear(d, d, bias=False) for _ in range(3))
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(d, d)
+        self.out.bias.requires_grad_(False)
+        self.register_buffer("scale", torch.linspace(1, 2, d).sqrt())
+
+    def forward(self, x_BSD):
+        q, k, v = (one(x_BSD).unflatten(-1, (-1, self.width)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        core = nn.functional.scaled_dot_product_attention(self.norm(q), k, v)
+        return x_BSD + self.scale * self.out(input=core.transpose(1, 2).flatten(-2))
+
+
+ATTENTION = {"layers.*.[qkv]": "column", "layers.*.norm": "shared", "layers.*.out": "row"}
+
+
+def tokens(step, microbatch, dp):
+    generator = torch.Generator().manual_seed(100 * step + microbatch + 1000 * dp)
+    ids = torch.randint(11, (2, 5), generator=generator)
+    return ids, ids.roll(1)
+
+
+def decoder():
+    """Tied over layers; the embedding's row for padding gets gradients as a head's only."""
+    embedding, head = nn.Embedding(12, 16, padding_idx=7), nn.Linear(16, 12, bias=False)
+    head.weight = embedding.weight
+    return [embedding, Attention(), Attention(), head]
+
+
+DECODER = {"layers.0": "embedding", **ATTENTION, "layers.3": "column_gather_output"}
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp", "zero"), [(2, 1, 1, 0), (4, 2, 1, 0), (2, 2, 2, 1)])
+def test_attention_with_tied_embeddings(tp, pp, dp, zero):
+    agrees(team_of(decoder, DECODER, tp, pp, dp, loss=cross_entropy, data=tokens, zero=zero))
+
+
+class Tied(nn.Module):
+    """A weight, a module and a list that stand twice in one layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.up = nn.Linear(8, 6)
+        self.again, self.down = self.up, nn.Linear(6, 8)
+        self.unseen = [self.up]
+
+    def forward(self, ids_BS):
+        x_BSD = self.embed(ids_BS)
+        for up in (self.up, self.again, *self.unseen):
+            x_BSD = x_BSD + self.down(up(x_BSD).tanh())
+        return self.head(x_BSD)
+
+
+def test_what_stands_twice_in_a_layer_stays_one():
+    plan = {"layers.0.embed": "embedding", "layers.0.up": "column", "layers.0.down": "row"}
+    team = team_of(lambda: [Tied()], plan | {"layers.0.head": "column"}, loss=cross_entropy, data=tokens, m=1)
+    layer = team.all[1]._stages[0].modules[0]
+    assert layer.embed.weight is layer.head.weight
+    assert layer.up is layer.again is layer.unseen[0]
+    agrees(team_of(tied, plan | {"layers.0.head": "column_gather_output"}, loss=cross_entropy, data=twelve))
+
+
+def tied():
+    layer = Tied()
+    layer.embed, layer.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+    layer.head.weight = layer.embed.weight
+    return [layer]
+
+
+def twelve(step, microbatch, dp):
+    return tokens(step, microbatch, dp)
+
+
+def test_what_users_have_put_on_a_module_stays():
+    seen = []
+
+    def fn():
+        up = nn.Linear(3, 6)
+        up.name = "mine"
+        up.register_buffer("calls", torch.zeros(1))
+        up.register_forward_hook(lambda module, inputs, output: seen.append((module.calls.add_(1), output.shape)))
+        return [nn.Sequential(up, nn.Linear(6, 4))]
+
+    team = team_of(fn, {"layers.0.0": "column", "layers.0.1": "row"})
+    team.step(0)
+    assert [actor._stages[0].modules[0][0].name for actor in team.all] == ["mine", "mine"]
+    assert [(float(calls), shape) for calls, shape in seen] == [(2.0, (2, 5, 3))] * 4
+
+
+def shared_layers():
+    """A layer that stands twice, and a part that two layers share."""
+    first, second = Mixer(), Mixer()
+    second.mlps[0] = first.mlps[0]
+    return [nn.Linear(3, 8), first, second, first]
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_layers_that_share_modules(pp):
+    plan = {"layers.*.mlps.*.0": "column", "layers.*.mlps.*.3": "row"}
+    agrees(team_of(shared_layers, plan, pp=pp, loss=lambda out, t: mse(out[..., :4], t)))
+
+
+def test_shares_may_be_uneven_and_values_may_be_divided_between_stages():
+    """Seven features on four members, over a boundary of stages."""
+
+    def fn():
+        return [nn.Linear(3, 7), nn.Sequential(nn.Tanh(), nn.Linear(7, 4))]
+
+    agrees(team_of(fn, {"layers.0": "column", "layers.1.1": "row"}, tp=4, pp=2))
+
+
+def looks(w):
+    return bool((w > 0).any())
+
+
+def without_meta():
+    layers = decoder()
+    looks(layers[1].q.weight)
+    return layers
+
+
+def drawn():
+    layers = decoder()
+    own_generator(layers[2].q.weight)
+    return layers
+
+
+HELD = decoder()
+
+
+@pytest.mark.parametrize("fn", [decoder, without_meta, drawn, lambda: HELD], ids=["meta", "real", "generator", "made"])
+def test_weights_have_the_bits_of_the_whole_model(fn):
+    team = team_of(fn, DECODER, tp=4, loss=cross_entropy, data=tokens)
+    found, wanted = team.weights(), train_plainly(replace(team.run, steps=0)).weights
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(weight, wanted[name]) for name, weight in found.items())
+    for actor in team.all:
+        *_, attention, head = actor._stages[0].modules
+        assert torch.equal(attention.scale, torch.linspace(1, 2, 16).sqrt())
+        assert not attention.out.bias.requires_grad
+        assert (attention.q.weight.shape, head.weight.shape, head.out_features) == ((4, 16), (3, 16), 3)
+        assert attention.q.weight.untyped_storage().nbytes() == 4 * 4 * 16, "nothing of the others' stays"
+        assert team.run.model.plan == DECODER
+
+
+def test_a_step_sends_what_the_textbook_says():
+    """An attention: one all_reduce forward and one backward, q, k and v together; of b*s*h elements. The embedding's
+    forward, and the head's backward and gathered logits; the norm's, and what is shared, once a step."""
+    tp, m, attentions, wide, vocab = 4, 3, 2, 2 * 5 * 16 * 4, 12
+    team = team_of(decoder, DECODER, tp, m=m, loss=cross_entropy, data=tokens)
+    team.step(0)
+    ring, weights = 2 * (tp - 1), len(team.weights())
+    shared = attentions * 2 * 4 * 4
+    sums = m * (2 * attentions + 2), m * (2 * attentions + 2) * wide
+    gathered = m, m * (tp - 1) * 2 * 5 * (vocab // tp) * 4
+    assert (
+        team.ledger("tp")
+        == [{"all_reduce": (sums[0] + 2, ring * (sums[1] + shared + weights * 8) // tp), "all_gather": gathered}] * tp
+    )
+
+
+@pytest.mark.parametrize(("here", "there"), [(1, 2), (2, 1), (2, 4)])
+def test_another_number_of_parts_reads_what_was_written(here, there, tmp_path):
+    first, second = (team_of(decoder, DECODER, tp, loss=cross_entropy, data=tokens) for tp in (here, there))
+    first.step(0)
+    written = read(first, tmp_path / "a")
+    read(loaded(second, tmp_path / "a", written[1]), tmp_path / "b")
+    again = read(second, tmp_path / "b")
+    assert written[0].keys() == again[0].keys()
+    assert all(torch.equal(tensor, again[0][name]) for name, tensor in written[0].items())
+
+
+# --- what is entered ---
+
+
+def test_layers_that_are_given_the_same_tensor_enter_once():
+    (group,) = local_groups("tp", 1)
+    entrance = Entrance(lambda x: copy_to(x, group))
+    x = torch.ones(3, requires_grad=True)
+    assert entrance(x) is entrance(x)
+    with torch.no_grad():
+        assert (without := entrance(x)).grad_fn is None
+    assert entrance(x) is not without, "history is not lost"
+    y = x * 2
+    before = entrance(y)
+    y.add_(1)
+    assert entrance(y) is not before, "it was written into"
+    assert torch.equal(entrance(y), y)
+    z = torch.ones(3)
+    first = entrance(z)
+    assert entrance(z.requires_grad_()) is not first
+
+
+# --- what is wrong ---
+
+
+def wrong(plan, tp=2, fn=decoder, **changes):
+    run = Run(model=Layers(fn, cross_entropy, plan=plan), data=Batches(tokens))
+    with pytest.raises(ConfigError) as caught:
+        check_run(replace(run, mesh=replace(run.mesh, tp=tp), **changes))
+    return list(caught.value.faults)
+
+
+def odd():
+    plain = decoder()[1:3]
+    extra = nn.Linear(8, 8)
+    extra.gain = nn.Parameter(torch.ones(8))
+    return [*plain, extra, nn.Embedding(8, 8, scale_grad_by_freq=True), nn.Linear(8, 3), nn.Dropout(0.1)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ({}, 'mesh.tp is 2, but of your own layers it is not known how to divide them: give Layers(plan={"layers.*.up'),
+        ({"layers.0.q": "colum"}, "model.plan: 'layers.0.q' is 'colum', which is no kind: use 'column'"),
+        (
+            {"layers.0.q": "x"},
+            "is 'x', which is no kind: use 'column' or 'row' or 'column_gather",
+        ),
+        ({"layers.*.attn.q": "column"}, "'layers.*.attn.q' names no module: use 'layers.*.q'"),
+        ({"layers.9.q": "column"}, "'layers.9.q' names no module: use 'layers.*.q'"),
+        (
+            {"layers.*": "column"},
+            "'layers.*' is 'column', but layers.0 is a Attention: name an nn.Linear, inside of it",
+        ),
+        ({"layers.0.q": "embedding"}, "layers.0.q is a Linear: name an nn.Embedding"),
+        ({"layers.0.q": "dropout"}, "layers.0.q is a Linear: name an nn.Dropout"),
+        ({"layers.2": "column"}, "layers.2 has the parameter 'gain': leave it out of the plan"),
+        ({"layers.3": "embedding"}, "layers.3 has scale_grad_by_freq, which counts ids that other actors have"),
+        (
+            {"layers.0": "shared", "layers.0.q": "column"},
+            "layers.0 is 'shared', but layers.0.q in it is 'column'",
+        ),
+        ({"layers.*.q": "column", "layers.0.[qk]": "row"}, "'layers.0.[qk]' names layers.0.q, which another pattern"),
+        (
+            {"layers.4": "column_gather_output"},
+            "mesh.tp 2 does not divide layers.4's out_features 3, and its outputs",
+        ),
+    ],
+)
+def test_a_wrong_plan_is_named_with_its_fix(plan, says):
+    assert any(says in fault for fault in wrong(plan, fn=odd)), wrong(plan, fn=odd)
+
+
+def test_all_faults_at_once():
+    plan = {"layers.0": "embeding", "layers.*.[qkv]": "column", "layers.*.o": "row"}
+    faults = wrong(plan, tp=32, sequence_parallel=True)
+    assert len(faults) == 9
+    assert "sequence_parallel: of your own layers it is not known where the sequence is: set it to False" in faults
+    assert (
+        "mesh.tp is 32, but layers.1.q has out_features 16: set it to 16 at most, or leave it out of the plan" in faults
+    )
+
+
+def test_dropout_of_uneven_parts_is_refused():
+    assert wrong(MIXER, tp=4, fn=mixer(channels=14))[0] == (
+        "mesh.tp 4 does not divide layers.1.mlps.1.0's out_features 14, and the plan has dropout of equal parts: "
+        "use 12 or 16, or leave it out of the plan"
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "how"),
+    [
+        ({"layers.0": "embedding"}, "divided along dim 0 and not divided"),
+        ({"layers.0": "embedding", "layers.3": "row"}, "divided along dim 0 and divided along dim 1"),
+        ({"layers.0": "shared"}, "shared and not divided"),
+    ],
+)
+def test_both_ends_of_a_tied_weight_are_divided_alike(plan, how):
+    assert wrong(plan) == [
+        f"model.plan: layers.0.weight and layers.3.weight are one weight, but it is {how}: divide both alike, an "
+        "embedding by ids and a linear layer by columns, say"
+    ]
+
+
+def test_a_plan_is_looked_at_before_anything_is_divided():
+    """A run is written with tp=1 first."""
+    (fault,) = wrong({"layers.*.up": "column"}, tp=1)
+    assert fault.startswith("model.plan: 'layers.*.up' names no module: use 'layers.*.out'")
+
+
+def failed(fn, plan, **changes):
+    team = team_of(fn, plan, **{"loss": lambda out, t: mse(out[..., :4], t)} | changes)
+    errors = team.each(lambda actor: actor.run("train", 0))
+    assert all(isinstance(error, ActionError) for error in errors)
+    return str(next(error for error in errors if not error.secondary))
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ({"layers.1.0": "column"}, "0F0 failed: RuntimeError: mat1 and mat2 shapes"),
+        ({"layers.1.0": "column"}, "of what a column linear layer makes, an actor has only a part: view it with -1"),
+        ({"layers.1.2": "row"}, "layers.1.2 of 6 inputs has 3 of them here and is given 6"),
+        (
+            {"layers.1.0": "column", "layers.1.2": "row"},
+            "STEP failed: ValueError: the gradient of layers.1.1.weight",
+        ),
+    ],
+)
+def test_a_plan_that_forgets_something_is_noticed(plan, says):
+    def fn():
+        return [nn.Linear(3, 8), nn.Sequential(nn.Linear(8, 6), nn.PReLU(), nn.Linear(6, 8))]
+
+    assert says in failed(fn, plan)
+
+
+class Dropping(nn.Module):
+    """Dropout before, inside and behind an MLP, which stands beside a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.before, self.inside, self.behind = nn.Dropout(0.1), nn.Dropout(0.1), nn.Dropout(0.1)
+
+    def forward(self, x):
+        hidden = torch.relu_(self.up(self.before(self.norm(x))))
+        return x + self.behind(self.down(self.inside(hidden)))
+
+
+UP_DOWN = {"layers.1.up": "column", "layers.1.down": "row"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ({}, "layers.1.inside is dropout of what each actor of tp has a part of, and all would drop alike: name it"),
+        (
+            {"layers.1.inside": "dropout", "layers.1.behind": "dropout"},
+            "layers.1.behind is 'dropout' in the plan, but what it is given is whole on every actor of tp: leave",
+        ),
+        (
+            {"layers.1.inside": "dropout", "layers.1.norm": "shared"},
+            "layers.1.norm is 'shared' in the plan, but what it is given is whole on every actor of tp: leave it out",
+        ),
+    ],
+)
+def test_a_plan_that_names_what_is_whole_or_forgets_what_is_not_is_noticed(plan, says):
+    def fn():
+        return [nn.Linear(3, 8), Dropping()]
+
+    assert says in failed(fn, UP_DOWN | plan, recompute="none")
+    assert says in failed(fn, UP_DOWN | plan, recompute="full")
+
+
+def test_a_model_that_ends_in_a_part_is_noticed():
+    def fn():
+        return [nn.Linear(3, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 8))]
+
+    says = "the loss is made of what each actor of tp has a part of: end the model with what the plan calls a 'row'"
+    assert says in failed(fn, {"layers.1.1": "column"}, loss=lambda out, t: out.pow(2).mean())
+
+
+def test_dropout_of_wholes_and_parts_in_one_layer():
+    """Threads share a generator, so that without dropout weights agree, and with it nobody complains of the plan."""
+
+    def fn():
+        return [nn.Linear(3, 8), Dropping()]
+
+    team = team_of(fn, UP_DOWN | {"layers.1.inside": "dropout"}, loss=lambda out, t: mse(out[..., :4], t))
+    stage = team.all[0]._stages[0]
+    assert type(stage.modules[1].inside) is not nn.Dropout
+    assert type(stage.modules[1].before) is type(stage.modules[1].behind) is nn.Dropout
+    errors = team.each(lambda actor: actor.run("train", 0))
+    assert not any("dropout" in str(error) for error in errors if isinstance(error, Exception))

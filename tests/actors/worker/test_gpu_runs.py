@@ -1,0 +1,211 @@
+"""Runs on GPUs, without one: on a device of torch's that is pretended, and over NCCL played by threads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from raypar.actors.collective import nccl
+from raypar.actors.collective.group import GroupError
+from raypar.actors.collective.local import LocalGroup, LocalHub, local_groups
+from raypar.actors.collective.nccl import NcclGroup
+from raypar.actors.device import Cuda, Host
+from raypar.actors.errors import ActionError
+from raypar.actors.pipeline.p2p import Courier
+from raypar.actors.specs.optim import AdamW
+from tests.gpu import fakes
+from tests.gpu.ops import together
+from tests.support.team import Team, linears
+
+ROOT = Path(__file__).parents[3]
+CPU = torch.device("cpu")
+CLOSE = 2e-6  # relative; attention and RMSNorm have other kernels for the pretended device
+
+# --- on a device of its own ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pretended():
+    """What tests/gpu/pretend.py found; a process of its own, for it registers a device."""
+    done = subprocess.run([sys.executable, "-m", "tests.gpu.pretend"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_no_tensor_of_the_host_meets_one_of_the_device_and_every_bit_is_the_cpus(pretended):
+    assert len(pretended["differences"]) == 13
+    for layout, (worst, misplaced) in pretended["differences"].items():
+        assert worst <= (CLOSE if "gpt" in layout or "llama" in layout else 0.0), layout
+        assert not misplaced, layout
+
+
+def test_recomputing_draws_the_same_dropout(pretended):
+    assert pretended["recomputed"]
+
+
+def test_the_host_waits_for_nothing_before_the_end_of_a_step(pretended):
+    """Of one rank: it reads its losses, and then the norms."""
+    reads = pretended["reads"]
+    assert reads.pop("STEP") == 2
+    assert len(reads) == 8
+    assert set(reads.values()) == {0}
+
+
+def test_what_is_measured(pretended):
+    assert pretended["times"] == {"within": True, "buckets": 8, "busy": True, "overlap": True, "peak": 12345}
+
+
+# --- over NCCL -------------------------------------------------------------------------------------------------------
+
+
+class NcclTeam(Team):
+    """A Team whose groups are torch's NCCL groups, and CPU groups beside them."""
+
+    def _groups(self):
+        for rank in range(self.world.size):
+            for _, axis, name, members in self.world.memberships(rank):
+                if members[0] == rank:
+                    yield name, self._nccl(axis, len(members))
+
+    def _nccl(self, axis, size):
+        hosts, store = local_groups(axis, size, 10.0), dist.HashStore()
+
+        def member(rank):
+            return NcclGroup("g", axis, rank, size, 10.0, store=store, device=CPU, host=hosts[rank])
+
+        return together(size, member)
+
+    def close(self):
+        for members in self.groups.values():
+            for group in members:
+                group.abort()
+
+
+@pytest.fixture
+def over_nccl(monkeypatch):
+    """Makes NcclTeams, and closes them."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", fakes.FakeProcessGroup, raising=False)
+    for name in nccl._ENVIRONMENT:
+        monkeypatch.setenv(name, "as it was")
+    teams = []
+
+    def make(*args, **changes):
+        teams.append(NcclTeam(*args, **changes))
+        return teams[-1]
+
+    yield make
+    for team in teams:
+        team.close()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp": 3},
+        {"pp": 2, "schedule": "interleaved"},
+        {"pp": 2, "dp": 2, "zero": 0, "clip": 0.5},
+        {"pp": 2, "dp": 2, "zero": 1, "optim": AdamW(lr=0.01)},
+        {"pp": 1, "dp": 2, "data_parallel": "parameter_server"},
+    ],
+)
+def test_edges_without_tags_bring_everything_where_it_belongs(over_nccl, layout):
+    ours, theirs = over_nccl(linears(6), **layout), Team(linears(6), **layout)
+    for team in (ours, theirs):
+        for number in range(2):
+            team.step(number)
+    other = theirs.weights()
+    assert all(torch.equal(weight, other[name]) for name, weight in ours.weights().items())
+
+
+def test_the_edges_of_a_run_are_connected_before_its_first_step(over_nccl):
+    team = over_nccl(linears(6), 3)
+    before = [set(group._edges) for group in team.groups["pp/0"]]
+    assert before == [{(0, 1), (1, 0)}, {(0, 1), (1, 0), (1, 2), (2, 1)}, {(1, 2), (2, 1)}], "and no more than those"
+    team.step(0)
+    assert [set(group._edges) for group in team.groups["pp/0"]] == before
+
+
+def test_what_the_host_needs_at_once_goes_through_the_host(over_nccl):
+    team = over_nccl(linears(4), 2, dp=2, zero=0)
+    team.step(0)
+    norms = team.groups["pp/0"][0].host.ledger.entries()["pp", "all_reduce"]
+    assert norms.calls == 1
+    assert ("pp", "all_reduce") not in team.groups["pp/0"][0].ledger.entries()
+    assert ("pp", "send shapes") in team.groups["pp/0"][0].host.ledger.entries()
+
+
+class Doubtful(LocalGroup):
+    """As on a GPU: waits succeed, and only ``synchronize`` knows that an op has failed: each of the kind ``lost``."""
+
+    lost, issued = None, frozenset()
+
+    def _run(self, op, *rest):
+        self.issued |= {op}
+        return super()._run(op, *rest)
+
+    def synchronize(self, timeout=None):
+        if self.lost in self.issued:
+            raise self.fault(self.lost, None, "the peer is gone")
+
+
+SERVERS = {"data_parallel": "parameter_server"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "lost"),
+    [({"zero": 0}, "all_reduce"), ({"zero": 1}, "reduce"), (SERVERS, "reduce"), (SERVERS, "broadcast")],
+)
+def test_what_a_failed_transfer_left_reaches_no_weight(mode, lost):
+    class DoubtfulTeam(Team):
+        def _groups(self):
+            for name, members in super()._groups():
+                hub = LocalHub()
+                yield name, [Doubtful(hub, one.axis, one.rank, one.size, 5.0) for one in members]
+
+    team = DoubtfulTeam(linears(4), 1, dp=2, **mode)
+    team.step(0)
+    kept = team.workers if lost == "broadcast" else team.all  # what servers send they have taken already
+    before = [weight.clone() for actor in kept for weight in actor.parameters().values()]
+    for members in team.groups.values():
+        doubting = members[-1:] if (mode, lost) == (SERVERS, "reduce") else members  # of those the server is the last
+        for group in doubting:
+            group.lost, group.issued = lost, frozenset()
+    errors = team.each(lambda actor: actor.run("train", 1))
+    assert all(isinstance(error, ActionError) and error.secondary for error in errors)
+    assert "the peer is gone" in {error.reason for error in errors}
+    after = [weight for actor in kept for weight in actor.parameters().values()]
+    assert all(map(torch.equal, before, after))
+
+
+def test_a_gpu_group_takes_its_cpu_group_with_it(over_nccl):
+    team = over_nccl(linears(4), 2)
+    group = team.groups["pp/0"][0]
+    group.abort()
+    with pytest.raises(GroupError, match="closed after an earlier fault"):
+        group.host.barrier()
+
+
+class Careful(Host):
+    """A host that posts receives as a GPU does."""
+
+    ahead = Cuda.ahead
+
+
+def test_receives_are_posted_ahead_from_the_second_step_on(monkeypatch):
+    """In the first one a GPU loads its kernels."""
+    expected = []
+    monkeypatch.setattr(Courier, "expect", lambda self, action: expected.append(action))
+    team = Team(linears(4), 2)
+    for worker in team.workers:
+        worker._place = Careful()
+    team.step(0)
+    team.step(0, "evaluate")
+    assert expected == [], "of each program"
+    team.step(1)
+    assert len(expected) == 8

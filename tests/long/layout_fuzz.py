@@ -1,0 +1,67 @@
+"""Random layouts of small models, with threads as actors: do they compute what one plain process computes?
+
+    python tests/long/layout_fuzz.py [--number 300] [--seed 0]
+
+Prints how many were taken of each kind, and the smallest run that differs, with its diagnosis. Exit code 1 if there is
+one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from hypothesis import HealthCheck, given, seed, settings
+
+from raypar.actors.mesh.mesh import AXES
+from raypar.config.run import world_of
+from tests.support.layouts import layouts, verdict_of
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+
+def kinds_of(run, verdict):
+    """What a run is an example of."""
+    yield from (f"{axis}={getattr(run.mesh, axis)}" for axis in AXES)
+    yield from (run.schedule, run.model.kind, run.model.positions, run.data_parallel, run.optim.kind)
+    if run.sequence_parallel:
+        yield "sequence_parallel"
+    if world_of(run).sharded:
+        yield "zero"
+    yield from (name for name in ("dropout", "tied") if getattr(run.model, name))
+    yield f"recompute {run.recompute if isinstance(run.recompute, str) else 'by layer'}"
+    yield "bitwise" if verdict.bitwise else "within bounds"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    told = parser.parse_args()
+    counts: Counter[str] = Counter()
+    start = time.perf_counter()
+
+    @seed(told.seed)
+    @settings(max_examples=told.number, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(layouts())
+    def compare(run):
+        verdict = verdict_of(run)
+        counts.update(kinds_of(run, verdict))
+        assert verdict.ok, str(verdict)
+
+    try:
+        compare()
+    except AssertionError as error:
+        print(error, *error.__notes__, sep="\n")
+        return 1
+    finally:
+        print(", ".join(f"{kind} {count}" for kind, count in sorted(counts.items())))
+        print(f"{time.perf_counter() - start:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

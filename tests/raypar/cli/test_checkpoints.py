@@ -1,0 +1,116 @@
+"""Checkpoints on the command line: ``raypar ckpt``, ``raypar train --folder`` and ``--resume``."""
+
+from __future__ import annotations
+
+import argparse
+import random
+
+import pytest
+
+from raypar.job.job import Job
+from raypar.reporting.run_folder.read import read
+from tests.support.checkpoints import flip, save_at
+
+
+def test_ls_is_the_newest_first_and_marks_what_is_not_sound(said, tmp_path):
+    assert said("ckpt", "ls", tmp_path) == (0, "no checkpoints\n", "")
+    for step in (1, 20):
+        save_at(tmp_path, step)
+    code, out, _ = said("ckpt", "ls", tmp_path)
+    assert (code, [line.split()[0] for line in out.splitlines()]) == (0, ["step-00000020", "step-00000001"])
+    assert "3 tensors" in out
+    flip(tmp_path / "step-00000001" / "manifest.json", random.Random(0))
+    code, out, _ = said("ckpt", "ls", tmp_path)
+    assert code == 1
+    assert [("NOT SOUND: manifest.json" in line) for line in out.splitlines()] == [False, True]
+
+
+def test_verify_reads_one_or_all(said, tmp_path):
+    paths = [save_at(tmp_path, step) for step in (1, 2)]
+    assert said("ckpt", "verify", paths[0]) == (0, f"{paths[0]}: ok\n", "")
+    flip(paths[0] / "pp0.safetensors", random.Random(0))
+    wrong = f"{paths[0]}: NOT SOUND\n- 'pp0.safetensors' was changed: its sha256 is another one\n"
+    assert said("ckpt", "verify", paths[0]) == (1, wrong, "")
+    assert said("ckpt", "verify", tmp_path) == (1, f"{paths[1]}: ok\n{wrong}", "")
+    assert said("ckpt", "verify", paths[1]) == (0, f"{paths[1]}: ok\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("ckpt", "ls", "nowhere"), "raypar: 'nowhere' can't be read (No such file or directory)"),
+        (("ckpt", "verify", "nowhere"), "raypar: 'nowhere' can't be read (No such file or directory)"),
+        (("ckpt", "verify", "."), "there is no checkpoint in '.': give another path"),
+        (("ckpt",), "ckpt"),
+        (("ckpt", "rm", "x"), "ckpt"),
+        (("train", "--resume", "nowhere"), "- resume: '"),
+        (("train", "--resume"), "--resume"),
+        (("train", "gpt-tiny", "--save-every", "2"), "save_every is 2, but there is no folder for checkpoints"),
+    ],
+)
+def test_a_mistake_is_told(said, words, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = said(*words)
+    assert code == 2
+    assert says in err
+    assert "Traceback" not in err
+
+
+def test_train_leaves_a_folder_and_goes_on_in_it(said, cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ("gpt-tiny", "--data.path", argparse.__file__, "--steps", 4)
+    code, out, err = said("train", *words, "--folder", "a/run", "--save-every", 2, "--keep-last", 2)
+    assert code == 0, err
+    assert dict(line.split(": ", 1) for line in out.splitlines())["folder"].strip() == "a/run"
+    whole = read(tmp_path / "a" / "run")
+    assert [line["step"] for line in whole.metrics] == [0, 1, 2, 3, 4]
+    assert (whole.step, whole.config["steps"], [line.step for line in whole.checkpoints]) == (3, 4, [4, 2])
+    assert {event.actor for event in whole.timelines[0].events} == set(whole.ledger) == {"pp=0", "pp=1"}
+    assert whole.ledger["pp=0"]["pp send"][0] == 4 * 4, "microbatches x steps"
+    assert "INFO starting 2 actors\n" in (tmp_path / "a" / "run" / "log.txt").read_text()
+    assert said("ckpt", "verify", "a/run")[0] == 0
+    code, out, err = said("train", "--resume", "a/run")
+    assert code == 2
+    assert "step-00000004 is the end of a run of 4 steps: give more --steps to go on" in err
+    err = said("train", "--resume", "a/run", "--model.hidden", 64)[2]
+    assert "2 mistakes" in err and "model.hidden is 64, but 32 in the checkpoint" in err
+    err = said("train", *words, "--folder", "a/run", "--dry-run")[2]
+    assert "holds a run already (run.toml): resume it with --resume" in err
+    assert "save_every is 2, but" in said("train", "a/run/run.toml", "--dry-run")[2], "another run wants its own folder"
+    assert said("train", "a/run/run.toml", "--folder", "other", "--dry-run")[0] == 0
+    assert not (tmp_path / "other").exists()
+    (tmp_path / "a" / "run").rename(tmp_path / "moved")
+    flip(tmp_path / "moved" / "checkpoints" / "step-00000004" / "pp0.safetensors", random.Random(0))
+    code, out, err = said("train", "--resume", "moved")
+    assert code == 0, err
+    assert "step-00000004 is skipped:" in err
+    rest = read(tmp_path / "moved")
+    keys = ("step", "loss", "val_loss", "grad_norm", "lr")
+    assert [[line.get(key) for key in keys] for line in rest.metrics] == [
+        [line.get(key) for key in keys] for line in whole.metrics
+    ]
+    assert "folder" not in rest.config
+    assert not (tmp_path / "a" / "run").exists()
+    assert said("ckpt", "verify", "moved") == (
+        0,
+        "".join(f"moved/checkpoints/step-0000000{step}: ok\n" for step in (4, 2)),
+        "",
+    ), "the damaged one was replaced"
+
+
+def test_ctrl_c_saves_what_a_run_with_a_folder_has_come_to(said, cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train = Job.train
+
+    def interrupted(job, **how):
+        train(job, steps=3, **how)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Job, "train", interrupted)
+    code, _, err = said("train", "gpt-tiny", "--data.path", argparse.__file__, "--steps", 5, "--folder", "run")
+    assert code == 130
+    assert "saved as step-00000003; raypar train --resume run goes on from there" in err
+    monkeypatch.setattr(Job, "train", train)
+    code, _, err = said("train", "--resume", "run")
+    assert code == 0, err
+    assert [line["step"] for line in read(tmp_path / "run").metrics] == [0, 1, 2, 3, 4, 5]

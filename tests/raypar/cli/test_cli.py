@@ -1,0 +1,467 @@
+"""The command line: what it prints, where, and how it ends. In this process, but for what only a process can show."""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raypar.actors.errors import NonFiniteError
+from raypar.actors.specs.model import Llama
+from raypar.cli import main as cli
+from raypar.cli import schedules as paper
+from raypar.cli import train as commands
+from raypar.cli.output_files import whole_file
+from raypar.config.recipes import recipe
+from raypar.errors import JobError
+from raypar.parity.verify import Difference, Verdict
+from raypar.schedules import build, to_csv
+from raypar.schedules.passes import lower
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Flags for a small text."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "a.txt").write_text("to be or not to be, that is the question\n" * 200)
+    return ["--data.path", str(folder / "a.txt"), "--data.cache", str(folder / "cache")]
+
+
+def process(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "raypar.cli.main", *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+
+# --- in general ------------------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_command_and_exit_code(said):
+    code, out, _ = said("--help")
+    assert code == 0
+    for word in ("train", "verify", "draw", "check", "simulate", "exit codes:", "130", "143", "gpt-124m"):
+        assert word in out
+    assert said("--version") == (0, "raypar 0.1.0\n", "")
+
+
+def test_a_wrong_command_is_guessed(said):
+    code, out, err = said("trian")
+    assert (code, out, err) == (2, "", "raypar: there is no command 'trian': did you mean 'train'?\n")
+    assert said()[0] == 2
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "draw", "check", "simulate"])
+def test_every_command_has_help(said, command):
+    code, out, err = said(command, "--help")
+    assert (code, err) == (0, "")
+    assert f"usage: raypar {command}" in out
+
+
+def test_the_help_of_train_explains_every_flag(said):
+    _, out, _ = said("train", "gpt-tiny", "--help")
+    for word in ("--model.layers", "number of transformer blocks", "--mesh.pp", "pipeline ranks", "--split"):
+        assert word in out
+    assert "(default: 0.003)" in out  # the recipe's, not the class' own
+    assert "--optim.momentum" in said("train", "--optim.kind", "sgd", "--help")[1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("draw",),
+        ("draw", "1f1b", "--ranks", "x"),
+        ("draw", "1f1b", "--format", "png"),
+        ("train", "--modle.layers", "3"),
+        ("train", "--steps", "2.5"),
+        ("verify", "--log", "x.jsonl"),
+    ],
+)
+def test_a_wrong_flag_is_a_mistake(said, words):
+    code, out, err = said(*words)
+    assert (code, out) == (2, "")
+    assert "raypar" in err
+    assert "Traceback" not in err
+
+
+# --- on paper --------------------------------------------------------------------------------------------------------
+
+
+def test_draw_writes_text_csv_svg_and_traces(said, tmp_path):
+    code, out, _ = said("draw", "gpipe", "--ranks", 2, "--microbatches", 2)
+    assert code == 0
+    assert out.splitlines()[0] == "rank 0  F0 F1       B0 B1"
+    schedule = build("1f1b", 4, 8)
+    assert said("draw", "1f1b", "--format", "csv")[1] == to_csv(schedule)
+    assert said("draw", "1f1b", "--format", "csv", "--lowered")[1] == to_csv(lower(schedule))
+    assert said("draw", "1f1b", "--lowered")[1].startswith("rank 0  0F0      0SEND_F0 ")
+    assert json.loads(said("draw", "1f1b", "--format", "json")[1])["traceEvents"]
+    for name, start in (("a.svg", "<svg"), ("a.csv", "0F0,"), ("a.json", "{"), ("a.txt", "rank 0")):
+        assert said("draw", "1f1b", "--out", tmp_path / name)[0] == 0
+        assert (tmp_path / name).read_text().startswith(start)
+    assert said("draw", tmp_path / "a.csv")[1].splitlines()[:4] == said("draw", "1f1b")[1].splitlines()[:4]
+
+
+def test_a_device_or_a_pipe_is_written_and_not_replaced(said, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb") as reader:
+        assert said("draw", "1f1b", "--format", "csv", "--out", pipe)[0] == 0
+        assert reader.read() == to_csv(build("1f1b", 4, 8)).encode()
+        with whole_file("--trace", pipe) as write:
+            write("a trace")
+        assert reader.read() == b"a trace"
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_check_says_what_it_proved(said, tmp_path):
+    code, out, _ = said("check", "interleaved", "--ranks", 2, "--microbatches", 4, "--chunks", 3)
+    assert code == 0
+    assert out.startswith("ok: interleaved, 2 ranks, 6 stages, 4 microbatches")
+    assert "8 sends under way" in out
+    assert said("check", "1f1b", "--blocking", "--order", "one_sweep")[0] == 0
+    path = tmp_path / "halves.csv"
+    path.write_text("0F0,0I0,0W0\n1F0,1I0,1W0\n")
+    code, out, _ = said("check", path)
+    assert code == 0
+    assert out.endswith("activations in flight 1 1\n")
+    path = tmp_path / "swapped.csv"
+    path.write_text("0F0,0B0\n1B0,1F0\n")
+    code, out, err = said("check", path)
+    assert (code, out) == (2, "")
+    assert "order: rank 1, action 0: 1B0" in err
+
+
+def test_check_finds_what_blocking_sends_would_do(said):
+    code, _, err = said("check", "1f1b", "--blocking")
+    assert code == 2
+    assert "deadlock: rank" in err
+    assert "take --order one_sweep" in err
+
+
+def test_simulate_measures(said):
+    assert said("simulate", "1f1b", "--ranks", 2, "--microbatches", 4)[1:] == (
+        "1f1b, 2 ranks, 2 stages, 4 microbatches\n1f1b: makespan 15, bubble 20.0%, in flight 2 1\n",
+        "",
+    )
+    code, out, _ = said("simulate", "gpipe", "--b", 1, "--format", "json")
+    figures = json.loads(out)
+    assert code == 0
+    assert figures["makespan"] == 22
+    assert figures["bubble"] == pytest.approx(6 / 22)
+    assert figures["in_flight"] == [8, 8, 8, 8]
+    assert float(json.loads(said("simulate", "gpipe", "--link", 1, "--format", "json")[1])["makespan"]) == 30 + 6 + 3
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("draw", "1f1f"), "there is no schedule '1f1f': did you mean '1f1b'?"),
+        (("draw", "1f1b.svg"), "a file is a table, FILE.csv, or a function, FILE.py:FUNCTION"),
+        (("draw", "gone.csv"), "schedule file 'gone.csv' can't be read (No such file or directory)"),
+        (("draw", "1f1b", "--ranks", "0", "--microbatches", "0"), "set ranks to 1 or more; microbatches=0"),
+        (("draw", "1f1b", "--out", "/no/such/folder/a.svg"), "can't be written"),
+        (
+            ("draw", "gpipe", "--ranks", "99999", "--microbatches", "99999"),
+            "99999 ranks x 99999 microbatches x 1 chunks",
+        ),
+        (("simulate", "1f1b", "--f", "-1", "--link", "nan"), "--f is -1.0: it must be 0 or more\n--link is nan"),
+        (("check", "two.csv", "--ranks", "3", "--microbatches", "2"), "has 2 ranks, not 3: leave --ranks out"),
+    ],
+)
+def test_mistakes_on_paper(said, tmp_path, monkeypatch, words, says):
+    monkeypatch.chdir(tmp_path)
+    Path("two.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    code, out, err = said(*words)
+    assert (code, out) == (2, "")
+    assert says in err
+
+
+def test_paper_commands_bring_in_neither_torch_nor_ray():
+    code = (
+        "import sys; from raypar.cli.main import main\n"
+        "for words in (['draw', '1f1b'], ['check', '1f1b'], ['simulate', '1f1b']): assert main(words) == 0\n"
+        "assert not {'torch', 'ray', 'numpy', 'pydantic'} & set(sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_exit_codes_and_streams_of_a_process():
+    run = process("draw", "1f1f")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("raypar: there is no schedule '1f1f'")
+
+
+@pytest.mark.parametrize("words", ["draw 1f1b --microbatches 4000 --format csv", "train --help"])
+def test_a_reader_who_goes_away_is_no_error(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "raypar.cli.main", *words.split()]
+    with subprocess.Popen(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE) as run:
+        os.close(writer)
+        _, err = run.communicate(timeout=60)
+    assert (run.returncode, err) == (0, b"")
+
+
+def test_a_full_disk_under_standard_output_is_told():
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        run = subprocess.run(
+            [sys.executable, "-m", "raypar.cli.main", "draw", "1f1b"],
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (run.returncode, run.stderr) == (
+        4,
+        "raypar: standard output can't be written (No space left on device)\n",
+    )
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_draws_and_starts_nothing(said, data, monkeypatch):
+    monkeypatch.setitem(sys.modules, "raypar.job.launch", None)
+    code, out, err = said("train", "gpt-tiny", *data, "--schedule", "interleaved", "--dry-run")
+    assert code == 0, err
+    assert out.startswith("rank 0  0F0 0F1 2F0")
+    assert "layers of each stage:  2 2 2 2" in out
+    assert "20 of 4 microbatches x 2 samples x 32 tokens = 256 tokens" in out
+
+
+def test_a_run_is_what_recipe_file_and_flags_say(monkeypatch, data, tmp_path, said):
+    seen = []
+    monkeypatch.setattr(
+        commands, "check_run", lambda run, resumed: seen.append(run) or {"train": lower(build("1f1b", 2, 4))}
+    )
+    path = tmp_path / "run.toml"
+    path.write_text('recipe = "gpt-tiny"\nsteps = 7\nseed = 3\n[model]\nlayers = 12\n[optim]\nkind = "sgd"\n')
+    said("train", "--steps", 5, "--split", 3, 9, "--dry-run", "--clip", "None", path)
+    said("train", path, "--optim.momentum", 0.5, "--model.tied", "--dry-run")
+    said("train", "gpt-tiny", "--optim.kind=sgd", "--mesh.pp", 4, "--bucket-mb", 0.1, "--clip", "none", "--dry-run")
+    said("train", path, "--model.kind", "llama", "--model.kv-heads", 2, "--optim.kind", "adamw", "--dry-run")
+    said(
+        "train",
+        "llama-tiny",
+        "--model.positions",
+        "alibi",
+        "--model.ffn",
+        90,
+        "--zero=none",
+        "--recompute=none",
+        "--dry-run",
+    )
+    first, second, third, fourth, fifth = seen
+    assert (first.steps, first.seed, first.split, first.clip) == (5, 3, (3, 9), None)
+    assert (first.model.layers, first.model.hidden, first.optim.kind) == (12, 32, "sgd")
+    assert (second.steps, second.optim.momentum, second.model.tied) == (7, 0.5, True)
+    assert (third.optim.lr, third.optim.warmup, third.optim.decay, third.mesh.pp) == (0.01, 2, "cosine", 4)
+    assert (second.bucket_mb, third.bucket_mb) == (4.0, 0.1)
+    assert (second.clip, third.clip, fifth.zero, fifth.recompute) == (1.0, None, None, "none")
+    assert fourth.model == Llama(layers=12, hidden=32, heads=4, kv_heads=2, seq=32, dropout=0.1)
+    assert fifth.model == replace(recipe("llama-tiny").model, positions="alibi", ffn=90)
+    assert type(first).__name__ == "Run"
+
+
+def test_all_mistakes_in_a_run_are_listed(said, tmp_path):
+    code, out, err = said(
+        "train", "gpt-tiny", "--mesh.pp", 9, "--mesh.cp", 0, "--steps", 0, "--optim.lr", "nan", "--model.heads", 5,
+        "--schedule", "1f1b", "--data.path", tmp_path / "gone", "--log", tmp_path / "no" / "log.jsonl",
+    )  # fmt: skip
+    assert (code, out) == (2, "")
+    for says in (
+        "7 mistakes, no step was taken", "9 stages for 8 layers", "mesh.cp is 0", "steps is 0", "optim.lr is nan",
+        "use 4 heads", f"data.path: '{tmp_path / 'gone'}' cannot", "there is no folder",
+    ):  # fmt: skip
+        assert says in err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ("gpt-tny",),
+            "did you mean 'gpt-tiny'? known are gpt-tiny, gpt-small, gpt-124m, llama-tiny, llama-small; or give a file",
+        ),
+        (("gone.toml",), "'gone.toml' can't be read"),
+        (("--steps", "3", "gone.toml"), "'gone.toml' can't be read"),
+        (("--model.kind", "bert"), "model.kind is 'bert': use 'gpt' or 'llama'"),
+        (("llama-tiny", "--model.kv-heads", "3"), "model.kv_heads 3 does not divide model.heads 4: use 2, say"),
+        (("--optim.kind", "adam"), "optim.kind is 'adam': use 'adamw' or 'sgd'"),
+        (("gpt-tiny", "--log", "."), "--log '.' is a folder"),
+        (("gpt-tiny", "--trace", "."), "--trace '.' is a folder"),
+        (("gpt-tiny", "--trace", "no/such/trace.json"), "--trace 'no/such/trace.json': there is no folder 'no/such'"),
+        (("gpt-tiny", "--servers", "2"), "servers is 2, but data_parallel is 'all_reduce'"),
+    ],
+)
+def test_mistakes_of_a_run(said, words, says):
+    code, out, err = said("train", *words)
+    assert (code, out) == (2, "")
+    assert says in err
+
+
+def raising(error):
+    def call(*words, **flags):
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (JobError("actor pp=1: action 1F0 failed: boom\nTraceback (most recent call last):\n  x"), 4),
+        (NonFiniteError("the gradients of step 3 are not finite"), 6),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_how_a_run_can_fail(said, monkeypatch, error, code, command):
+    monkeypatch.setattr(commands, command, raising(error))
+    found, out, err = said(command)
+    assert (found, out) == (code, "")
+    assert err.strip() == f"raypar: {str(error).splitlines()[0] if str(error) else 'interrupted'}"
+
+
+def test_ctrl_c_on_paper(said, monkeypatch):
+    monkeypatch.setattr(paper, "draw", raising(KeyboardInterrupt()))
+    assert said("draw", "1f1b")[0] == 130
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError(), Exception("no port\nhint")])
+def test_a_ray_that_does_not_start_is_a_failed_run(said, monkeypatch, data, error):
+    cluster = importlib.import_module("raypar.cluster.ray_cluster")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(cluster.ray, "init", raising(error))
+    code, out, err = said("train", "gpt-tiny", *data)
+    assert (code, out) == (4, "")
+    assert err.splitlines()[-1].startswith("raypar: Ray does not start on this machine (")
+    assert "Traceback" not in err
+
+
+def test_sigterm_ends_a_run_and_its_actors(data, tmp_path):
+    path = tmp_path / "log.jsonl"
+    words = ["train", "gpt-tiny", *data, "--steps", "1000000", "--mesh.pp", "1", "--log", str(path)]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    command = [sys.executable, "-m", "raypar.cli.main", *words]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as run:
+        while run.poll() is None and not (path.exists() and path.read_text()):
+            time.sleep(0.1)
+        run.send_signal(signal.SIGTERM)
+        _, err = run.communicate(timeout=60)
+    assert run.returncode == 143, err
+    assert err.endswith("raypar: terminated\n")
+    assert "Traceback" not in err
+
+
+def test_sigterm_is_one_whatever_ray_makes_of_it(said, monkeypatch):
+    def waits(command, words):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except SystemExit:
+            sys.exit(1)  # so ray.get does
+
+    monkeypatch.setattr(cli, "_with_actors", waits)
+    before = signal.getsignal(signal.SIGTERM)
+    assert said("train", "gpt-tiny") == (143, "", "raypar: terminated\n")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_run_is_logged_and_summed_up(said, cluster, data, tmp_path):
+    path = tmp_path / "log.jsonl"
+    code, out, err = said("train", "gpt-tiny", *data, "--steps", 3, "--eval-every", 2, "--log", path)
+    assert code == 0, err
+    assert [line.split()[1] for line in err.splitlines() if line.startswith("step")] == ["1/3", "2/3", "3/3"]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    steps, evaluations = [x for x in lines if "loss" in x], [x for x in lines if "val_loss" in x]
+    assert [line["step"] for line in steps] == [0, 1, 2]
+    assert [line["step"] for line in evaluations] == [2, 3]
+    assert all({"loss", "tokens", "tokens_per_s", "step_ms", "grad_norm"} <= set(line) for line in steps)
+    assert [line["tokens"] for line in steps] == [256] * 3
+    summary = dict(line.split(": ", 1) for line in out.splitlines())
+    assert summary["train loss"].strip() == f"{steps[-1]['loss']:.4f}"
+    assert summary["validation loss"].strip() == f"{evaluations[-1]['val_loss']:.4f}"
+    assert summary["activations in flight"].strip() == "2 2 measured, 2 2 predicted"
+    assert "12.6% predicted" in summary["bubble"]
+    assert summary["log"].strip() == str(path)
+
+
+def test_a_run_of_replicas_and_servers_is_traced(said, cluster, data, tmp_path):
+    path, log = tmp_path / "step.json", tmp_path / "log.jsonl"
+    path.write_text("of another run")
+    code, out, err = said(
+        "train", "gpt-tiny", *data, "--steps", 2, "--mesh.pp", 1, "--mesh.dp", 2, "--data-parallel", "parameter_server",
+        "--trace", path, "--log", log,
+    )  # fmt: skip
+    assert code == 0, err
+    summary = dict(line.split(": ", 1) for line in out.splitlines())
+    assert "reduction hidden" not in summary, "with servers the weights are waited for too"
+    assert summary["trace"].strip() == str(path)
+    assert sorted(tmp_path.iterdir()) == [log, path], "nothing is left beside it"
+    events = json.loads(path.read_text())["traceEvents"]
+    named = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert named == {"pp=0 dp=0", "pp=0 dp=1", "server 0 of pp=0"}
+    assert [json.loads(line)["overlap"] for line in log.read_text().splitlines()[:2]] == [None, None]
+
+
+def test_a_failed_run_leaves_the_old_trace(said, monkeypatch, data, tmp_path):
+    start = importlib.import_module("raypar.job.launch")
+    monkeypatch.setattr(start, "launch", raising(JobError("enough")))
+    path = tmp_path / "step.json"
+    path.write_text("of another run")
+    assert said("train", "gpt-tiny", *data, "--trace", path)[0] == 4
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("step.json", "of another run")]
+
+
+def test_a_dry_run_counts_replicas_and_servers(said, data):
+    words = ("--mesh.dp", 3, "--data-parallel", "parameter_server", "--servers", 2, "--dry-run")
+    code, out, err = said("train", "gpt-tiny", *data, *words)
+    assert code == 0, err
+    assert "20 of 3 replicas x 4 microbatches x 2 samples x 32 tokens = 768 tokens" in out
+    assert "parameter servers:     2 for each of 2 pipeline ranks" in out
+
+
+def test_verify_compares_with_one_process(said, cluster, data):
+    code, out, err = said("verify", *data, "--steps", 2)
+    assert (code, out) == (
+        0,
+        "bitwise equal: 2 losses and gradient norms, 109 gradients of step 0 and 109 weights after 2 steps\n",
+    ), err
+
+
+def test_verify_tells_the_first_difference(said, monkeypatch):
+    found = Verdict(
+        2, 9, 9, (1.0, 2.0), (Difference("weight blocks.0.mlp", 1e-7), Difference("weight x", 1e-6, allowed=1e-5))
+    )
+    monkeypatch.setattr(commands, "verify", lambda words: found)
+    code, out, _ = said("verify")
+    assert code == 1
+    assert "1 differences in 2 losses and gradient norms, 9 gradients of step 0 and 9 weights after 2 steps; " in out
+    assert "first: weight blocks.0.mlp differs by 1e-07 of its norm; worst 1e-06" in out
+    close = Verdict(2, 9, 9, (1.0, 2.0), found.differences[1:])
+    assert close.ok
+    assert str(close).endswith("largest differences, of the tensor's norm: weight x 1e-06 (bound 1e-05)")
+    assert not Verdict(2, 9, 9, (1.0, 2.0), (Difference("loss", float("nan"), allowed=1e-6),)).ok
+
+
+def test_verify_takes_five_steps_unless_told(said, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(commands, "check_run", lambda run: seen.append(run.steps) or raising(JobError("enough"))())
+    path = tmp_path / "run.toml"
+    path.write_text('recipe = "gpt-tiny"')
+    (tmp_path / "seven.toml").write_text("steps = 7")
+    for words in ((), ("--steps", 3), ("gpt-small",), (path,), (tmp_path / "seven.toml",)):
+        assert said("verify", *words)[0] == 4
+    assert seen == [5, 3, 5, 5, 7]

@@ -1,0 +1,480 @@
+"""Jobs that go wrong: what is said, how soon, and that nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import raypar as rp
+from raypar.cluster.ray_cluster import _own_sigterm
+
+pytestmark = pytest.mark.usefixtures("by_value", "ctrl_c")
+
+
+@pytest.fixture(scope="module")
+def ctrl_c():
+    """SIGINT interrupts, here and in programs started from here, also where a shell in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Trouble(nn.Module):
+    """A linear layer that counts its forwards, sleeps before each, and raises at one of them."""
+
+    def __init__(self, fails_at=0, sleep=0.0):
+        super().__init__()
+        self.inner, self.calls, self.fails_at, self.sleep = nn.Linear(4, 4), 0, fails_at, sleep
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise ZeroDivisionError("the user's own message")
+        time.sleep(self.sleep)
+        return self.inner(x)
+
+
+def batch(step, microbatch, dp):
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + microbatch))
+    return x, x.sin()
+
+
+def poisoned(step, microbatch, dp):
+    x, y = batch(step, microbatch, dp)
+    return x, y * float("inf") if step == 1 and microbatch == 2 else y
+
+
+def run_of(fn, data=batch, **changes):
+    fields = {"mesh": rp.Mesh(pp=2), "microbatches": 4, "optim": rp.SGD(lr=0.1), "steps": 5, "timeout": 60.0}
+    return rp.Run(model=rp.Layers(fn, nn.functional.mse_loss), data=rp.Batches(data), **(fields | changes))
+
+
+def pids(job):
+    from raypar.cluster.calls import ray
+
+    def pid(worker):
+        return os.getpid()
+
+    return ray.get([handle.__ray_call__.remote(pid) for handle in job._handles])
+
+
+def gone(pid, within=5.0):
+    """Whether a process has ended (a zombie has)."""
+    end = time.monotonic() + within
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@contextmanager
+def later(seconds, act):
+    """Do something while a step runs; yields the list that gets the time of it."""
+    done = []
+
+    def do():
+        done.append(time.monotonic())
+        act()
+
+    timer = threading.Timer(seconds, do)
+    timer.start()
+    try:
+        yield done
+    finally:
+        timer.cancel()
+
+
+# --- launches that fail, wait, or are slow ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["interrupted", "in vain"])
+def test_a_launch_that_waits_for_room_leaves_no_claim_behind(cluster, monkeypatch, how):
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+    claims = [claim for claim in placement_group_table().values() if claim["state"] == "CREATED"]
+    held = sum(bundle["CPU"] for claim in claims for bundle in claim["bundles"].values())
+    start, taken = time.monotonic(), placement_group([{"CPU": 15.0 - held}])
+    assert taken.wait(30)
+    try:
+        if how == "interrupted":
+            with later(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
+                rp.launch(run_of(lambda: [nn.Linear(4, 4)] * 2))
+        else:
+            monkeypatch.setattr("raypar.cluster.ray_cluster._PLACEMENT_SECONDS", 1.0)
+            with pytest.raises(
+                rp.ConfigError, match=r"2 actors need 2 CPUs, the cluster has 16 \(1 free\).*within 1 s"
+            ):
+                rp.launch(run_of(lambda: [nn.Linear(4, 4)] * 2))
+        assert time.monotonic() - start < 10, "Ctrl-C was not heard"
+        names = {claim["name"] for claim in claims}
+        later_ones = [claim for claim in placement_group_table().values() if claim["name"] not in names | {""}]
+        assert {claim["state"] for claim in later_ones} == {"REMOVED"}
+    finally:
+        remove_placement_group(taken)
+
+
+def test_a_handler_of_sigterm_outlives_rays():
+    def mine(number, frame):
+        pass
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        with _own_sigterm():
+            signal.signal(signal.SIGTERM, lambda number, frame: None)
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def broken():
+    raise ZeroDivisionError("while building")
+
+
+def test_a_model_that_can_be_built_only_here_fails_the_launch_with_its_message(cluster):
+    home = os.getpid()
+
+    def only_here():
+        if os.getpid() != home:
+            raise KeyError("not at home")
+        return [nn.Linear(4, 4), nn.Linear(4, 4)]
+
+    with pytest.raises(rp.JobError, match="the launch failed: KeyError: 'not at home'"):
+        rp.launch(run_of(only_here))
+    with pytest.raises(rp.ConfigError, match=r"model.fn failed: ZeroDivisionError: while building"):
+        rp.launch(run_of(broken))
+    for nothing in (lambda: nn.Linear(4, 4), lambda: None, list):
+        with pytest.raises(rp.ConfigError, match=r"model.fn must return a list of nn.Modules, one or more"):
+            rp.launch(run_of(nothing))
+
+
+def test_a_short_timeout_does_not_hold_for_the_launch(cluster):
+    home = os.getpid()
+
+    def slowly():
+        if os.getpid() != home:
+            time.sleep(2.5)  # an actor's start takes a second or more besides
+        return [nn.Linear(4, 4), nn.Linear(4, 4)]
+
+    with rp.launch(run_of(slowly, timeout=0.5)) as job:
+        assert job.step().step == 0
+
+
+# --- numbers that are not finite -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def poisoned_job(job_of):
+    return job_of(run_of(lambda: [nn.Linear(4, 4), nn.Linear(4, 4)], data=poisoned))
+
+
+def test_a_loss_that_is_not_finite_changes_nothing_and_the_job_goes_on(poisoned_job):
+    job = poisoned_job
+    job.step()
+    before = dict(job.weights())
+    with pytest.raises(rp.NonFiniteError, match=r"step 1: the gradient of layers.0.weight is not finite \(4 of 4"):
+        job.step()
+    assert job.next_step == 1
+    after = dict(job.weights())
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+    job.next_step = 2  # past the bad batch
+    assert job.step().step == 2
+    after = dict(job.weights())
+    assert not torch.equal(before["layers.0.weight"], after["layers.0.weight"])
+
+
+def test_steps_handed_over_ahead_are_refused_behind_one_that_could_not_be_made(poisoned_job):
+    job = poisoned_job
+    with pytest.raises(rp.NonFiniteError, match="step 1: "):
+        job.train(6, ahead=3)
+    assert job.next_step == 1
+    before = dict(job.weights())
+    with pytest.raises(rp.NonFiniteError, match="step 1: "):
+        job.step()
+    assert all(torch.equal(weight, before[name]) for name, weight in job.weights())
+    job.next_step = 2  # past the bad batch
+    assert [report.step for report in job.train(2, ahead=1)] == [2, 3]
+
+
+def test_an_actor_without_an_answer_is_blamed_only_where_nobody_has_an_error_of_his_own():
+    from ray.exceptions import RayTaskError
+
+    from raypar.actors.errors import ActionError
+    from raypar.actors.mesh.world import World
+    from raypar.cluster.calls import Calls
+
+    def verdict(secondary):
+        error = RayTaskError("step", "", ActionError("pp=0", "0F0", None, "it", secondary, ""))
+        return str(Calls([], World(rp.Mesh(pp=2)), 1.0)._verdict({0: error}, [1], "step 0"))
+
+    assert verdict(secondary=True).startswith(
+        "actor pp=1 gives no answer, stopped or out of reach, during step 0; seen from the others: actor pp=0: "
+    )
+    assert verdict(secondary=False).startswith("actor pp=0: action 0F0 failed: it (during step 0)")
+
+
+# --- a user's exception ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_an_exception_in_a_layer_names_actor_action_and_message(job_of, schedule):
+    job = job_of(run_of(lambda: [nn.Linear(4, 4), Trouble(fails_at=7)], schedule=schedule))
+    actors = pids(job)
+    job.step()
+    start = time.monotonic()
+    with pytest.raises(rp.JobError) as caught:
+        job.step()
+    assert time.monotonic() - start < 5
+    text = str(caught.value)
+    assert text.startswith(
+        "actor pp=1: action 1F2 failed: ZeroDivisionError: the user's own message (in layers.1) (during step 1)"
+    )
+    assert 'raise ZeroDivisionError("the user' in text, "where it happened"
+    with pytest.raises(rp.JobError, match=r"this job is over \(actor pp=1: action 1F2 failed.*launch the run again"):
+        job.step()
+    assert all(map(gone, actors))
+
+
+# --- a dead actor, a stopped actor -----------------------------------------------------------------------------------
+
+
+def test_a_killed_actor_is_named_within_seconds_and_nothing_is_left(cluster, capsys):
+    with rp.launch(run_of(lambda: [nn.Linear(4, 4), Trouble(sleep=0.5)])) as job:
+        actors = pids(job)
+        with later(0.7, lambda: os.kill(actors[1], signal.SIGKILL)) as killed:
+            with pytest.raises(rp.ActorDiedError, match=r"actor pp=1 died during step 0"):
+                job.step()
+            took = time.monotonic() - killed[0]
+        with capsys.disabled():
+            print(f" [raised {took:.2f} s after the kill]", end="")
+        assert took < 5
+        with pytest.raises(rp.JobError, match="this job is over"):
+            job.step()
+        assert all(map(gone, actors))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_actor_is_noticed_by_the_timeout_and_gone_after_close(cluster, capsys, victim):
+    timeout = 1.5
+    run = run_of(lambda: [Trouble(sleep=0.2), Trouble(sleep=0.2)], microbatches=8, timeout=timeout)
+    with rp.launch(run) as job:
+        actors = pids(job)
+        try:
+            with later(0.5, lambda: os.kill(actors[victim], signal.SIGSTOP)) as stopped:
+                with pytest.raises(rp.JobError, match=rf"pp={victim}") as caught:
+                    for _ in range(20):
+                        job.step()
+                took = time.monotonic() - stopped[0]
+            with capsys.disabled():
+                print(f" [raised {took:.2f} s after the stop: {str(caught.value).splitlines()[0]}]", end="")
+            assert took < timeout + 4
+            assert all(map(gone, actors)), "also the stopped one"
+        finally:
+            for pid in actors:
+                if not gone(pid, 0.1):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_waits_for_the_step_and_leaves_a_usable_job(job_of, caplog):
+    slow = run_of(lambda: [Trouble(sleep=0.05), Trouble(sleep=0.05)], steps=8)
+    job, seen = job_of(slow), []
+    with later(0.6, press), pytest.raises(KeyboardInterrupt):
+        job.train(on=seen.append, ahead=1)
+    assert 0 < job.next_step < 8
+    assert "Ctrl-C: waiting for the actors to finish" in caplog.text
+    assert [report.step for report in seen] == list(range(len(seen)))
+    with later(0.1, press), pytest.raises(KeyboardInterrupt):
+        job.step()
+    assert job.next_step > len(seen), "the step that was under way counts"
+    stepper = job.stepper()
+    with later(0.1, press), pytest.raises(KeyboardInterrupt):
+        stepper.run()
+    assert not stepper.ready(), "the moves that were under way count"
+    stepper.finish()
+    job.train()
+    interrupted = dict(job.weights())
+    job.reset(slow)
+    job.train()
+    assert all(torch.equal(weight, interrupted[name]) for name, weight in job.weights())
+
+
+class Pressing:
+    """An actor during the ``at``-th of whose calls Ctrl-C is pressed."""
+
+    def __init__(self, handle, at):
+        self.handle, self.left = handle, at
+
+    def __getattr__(self, method):
+        called = getattr(self.handle, method)
+
+        def remote(*args):
+            self.left -= 1
+            if not self.left:
+                press()
+            return called.remote(*args)
+
+        return SimpleNamespace(remote=remote, options=called.options)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_that_was_handed_over_counts_whenever_ctrl_c_comes(job_of, rank):
+    """Also in between the calls that hand it over, when only some of the actors have it."""
+    run = run_of(lambda: [Trouble(), Trouble()], steps=6)
+    job = job_of(run)
+    losses = [report.loss for report in job.train()]
+    for at in (1, 2, 3):
+        job.reset(run)
+        handles = job._calls._handles
+        job._calls._handles = [Pressing(handle, at) if i == rank else handle for i, handle in enumerate(handles)]
+        with pytest.raises(KeyboardInterrupt):
+            job.train(ahead=1)
+        job._calls._handles = handles
+        done = job.next_step
+        assert 0 < done < 6
+        assert [report.loss for report in job.train()] == losses[done:]
+
+
+def test_a_second_ctrl_c_ends_the_job(job_of):
+    job = job_of(run_of(lambda: [Trouble(sleep=0.5), Trouble(sleep=0.5)]))
+    actors, start = pids(job), time.monotonic()
+    with later(0.3, press), later(0.6, press), pytest.raises(KeyboardInterrupt):
+        job.step()
+    assert time.monotonic() - start < 2, "a step takes longer"
+    with pytest.raises(rp.JobError, match=r"this job is over \(it was interrupted while its actors worked"):
+        job.step()
+    assert all(map(gone, actors))
+
+
+# --- a program and the cluster it started ----------------------------------------------------------------------------
+
+PROGRAM = """
+import json, os, signal, sys, threading, time
+import torch
+from torch import nn
+import raypar as rp
+
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+    def forward(self, x):
+        time.sleep(SLEEP)
+        return self.inner(x)
+
+def batch(step, microbatch, dp):
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+    return x, x.sin()
+
+SLEEP = {sleep}
+run = rp.Run(model=rp.Layers(lambda: [Slow(), Slow()], nn.functional.mse_loss), data=rp.Batches(batch),
+             mesh=rp.Mesh(pp={pp}), microbatches=2, optim=rp.SGD(lr=0.1), steps=3)
+with rp.launch(run) as job:
+    import ray
+    pids = ray.get([h.__ray_call__.remote(lambda w: os.getpid()) for h in job._handles])
+    session = ray._private.worker._global_node.get_session_dir_path()
+    print(json.dumps({{"pids": pids, "session": session}}), flush=True)
+    {body}
+"""
+
+ENDS = {
+    "to the end": ("0.0", "job.train()", 0, ""),
+    "an actor killed": (
+        "0.5",
+        "threading.Timer(0.7, lambda: os.kill(pids[1], signal.SIGKILL)).start(); job.train()",
+        1,
+        "ActorDiedError: actor pp=1 died during step",
+    ),
+    "interrupted": (
+        "0.5",
+        "threading.Timer(0.7, lambda: os.kill(os.getpid(), signal.SIGINT)).start(); job.train()",
+        None,
+        "KeyboardInterrupt",
+    ),
+    "terminated, and slow to end": (
+        "0.5",
+        "close = job.close; job.close = lambda: (time.sleep(3.5), close()); "
+        "threading.Timer(0.7, lambda: os.kill(os.getpid(), signal.SIGTERM)).start(); job.train()",
+        1,  # as Ray's Python handler has it; its other one would abort after 3 s
+        "",
+    ),
+}
+
+
+def of_session(session):
+    """Processes that name a Ray session in their command line or environment."""
+    name, found = Path(session).name.encode(), {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line, environment = (entry / "cmdline").read_bytes(), (entry / "environ").read_bytes()
+                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            except OSError:
+                continue
+            if (name in line or name in environment) and state != "Z":
+                found[int(entry.name)] = line.replace(b"\0", b" ").decode()[:100]
+    return found
+
+
+def environment():
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    return kept | {"RAY_AUTH_MODE": "disabled"}
+
+
+def said(script):
+    """What a program said, and its return code."""
+    return subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment(), timeout=90)
+
+
+def performed(script):
+    """What a program said, its return code, and what of its Ray session is left within ten seconds."""
+    done = said(script)
+    end = time.monotonic() + 10
+    told = json.loads(done.stdout.splitlines()[0])
+    while (left := of_session(told["session"])) and time.monotonic() < end:
+        time.sleep(0.1)
+    return done, told, left
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """All programs at once: they mostly wait."""
+    folder = tmp_path_factory.mktemp("programs")
+    with ThreadPoolExecutor() as pool:
+        futures = {}
+        for number, (end, (sleep, body, _, _)) in enumerate(ENDS.items()):
+            script = folder / f"program{number}.py"
+            script.write_text(PROGRAM.format(sleep=sleep, body=body, pp=2 if "pids[1]" in body else 1))
+            futures[end] = pool.submit(performed, script)
+        yield futures
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_program_that_ends_leaves_no_process_and_no_shared_memory(programs, end):
+    _, _, code, says = ENDS[end]
+    done, told, left = programs[end].result()
+    assert says in done.stderr, done.stderr
+    assert done.returncode == code or code is None, done.stderr
+    assert not left
+    assert all(map(gone, told["pids"]))
+    marks = [Path(told["session"]).name, *map(str, told["pids"])]
+    assert not [path for path in Path("/dev/shm").iterdir() if any(mark in path.name for mark in marks)]

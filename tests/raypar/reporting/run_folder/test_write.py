@@ -1,0 +1,288 @@
+"""Writing a run folder: what is in it, what is refused before a run starts, and a disk that fills while it goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raypar.actors.collective.ledger import Entry
+from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.specs.data import Batches, Text
+from raypar.actors.specs.model import GPT, Layers
+from raypar.actors.specs.optim import AdamW
+from raypar.config.run import Run, check_run
+from raypar.config.toml import load_run, plain_of, toml_of
+from raypar.config.validate.outputs import folder_faults
+from raypar.errors import ConfigError
+from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.run_folder.append import heard
+from raypar.reporting.run_folder.read import read
+from raypar.reporting.run_folder.write import Folder
+from raypar.schedules import build
+from raypar.schedules.passes import lower
+from raypar.schedules.simulation import simulate
+
+SCHEDULE = lower(build("1f1b", 2, 4))
+LOG = logging.getLogger("raypar")
+
+
+def report(step):
+    return Report(step, 2.5, 1.0, 1e-3, 256, 1e3, 256.0, 0.2, None, (2, 1), (5, 6)).to_dict()
+
+
+def evaluation(step):
+    return Evaluation(step, 2.5, 64, 0.5).to_dict()
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """Begin a run in a folder; all folders are closed at the end."""
+    opened = []
+
+    def begin(step=0, path=tmp_path / "run", **changes):
+        opened.append(Folder(str(path)))
+        opened[-1].begin(Run(folder=str(path), **changes), SCHEDULE, step)
+        return opened[-1]
+
+    yield begin
+    for folder in opened:
+        folder.close()
+
+
+def test_what_is_written_is_read(begun, tmp_path):
+    folder = begun(mesh=Mesh(pp=2), optim=AdamW(lr=1e-5))
+    for line in (report(0), evaluation(1)):
+        folder.write(line)
+    assert len(read(tmp_path / "run").metrics) == 2, "every line is there at once"
+    measured = replace(simulate(SCHEDULE), measured=True)
+    folder.measured(0, [measured] * 2, {"pp=0": {("pp", "send"): Entry(2, 64)}})
+    past = read(tmp_path / "run")
+    resolved = plain_of(Run(mesh=Mesh(pp=2), optim=AdamW(lr=1e-5), folder=str(tmp_path / "run")))
+    del resolved["folder"]  # another run of it wants another one
+    assert past.config == resolved
+    assert past.metrics == [{**report(0), "in_flight": [2, 1], "peak_memory": [5, 6]}, evaluation(1)]
+    assert (past.schedule, past.step, past.timelines) == (SCHEDULE, 0, [measured] * 2)
+    assert past.ledger == {"pp=0": {"pp send": (2, 64)}}
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "ledger.json", "log.txt", "metrics.jsonl", "run.toml", "schedule.csv", "timeline.json",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(),
+        Run(split=(3, 5), clip=None, model=GPT(dropout=0.5, tied=True), track=("ray",)),
+        Run(data=Text('/tmp/"a"\\\x7f\n\u00e9\U0001f600.txt'), keep_last=3),
+    ],
+)
+def test_a_run_is_made_again_from_its_toml(run, tmp_path):
+    (tmp_path / "run.toml").write_text(toml_of(plain_of(run)), encoding="utf-8")
+    assert plain_of(load_run(tmp_path / "run.toml")) == plain_of(run)
+
+
+def test_a_schedule_of_the_users_own_is_named_by_its_file(begun, tmp_path):
+    begun(schedule=build("gpipe", 2, 4))
+    assert load_run(tmp_path / "run" / "run.toml").schedule == str(tmp_path / "run" / "schedule.csv")
+
+
+def test_functions_are_told_by_their_names(begun, tmp_path):
+    begun(model=Layers(print, len), data=Batches(print))
+    assert read(tmp_path / "run").config["model"]["loss"] == "builtins.len"
+    with pytest.raises(ConfigError, match=r"model\.fn"):
+        load_run(tmp_path / "run" / "run.toml")
+
+
+def test_a_resumed_run_keeps_the_metrics_of_the_steps_before_it(begun, tmp_path):
+    folder = begun()
+    for step in range(6):
+        folder.write(report(step))
+        folder.write(evaluation(step + 1))
+    folder.measured(5, [simulate(SCHEDULE)], {})
+    folder.close()
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('[1]\n{"step": "x"}\n{"step"')
+    begun(4).write(report(4))
+    past = read(tmp_path / "run")
+    assert [(line["step"], "val_loss" in line) for line in past.metrics] == [
+        *((step + val, bool(val)) for step in range(4) for val in (0, 1)), (4, False),
+    ]  # fmt: skip
+    assert (past.step, past.timelines) == (None, []), "it is of a step that will be taken once more"
+
+
+def test_two_jobs_do_not_share_a_folder(begun, tmp_path):
+    begun()
+    with pytest.raises(ConfigError, match="another job writes to it: give another"):
+        Folder(str(tmp_path / "run"))
+
+
+def test_what_is_logged_is_there_with_its_time(begun, tmp_path):
+    folder = begun()
+    LOG.warning("careful")
+    logging.getLogger("raypar.checkpoint.background_save").error("worse")
+    folder.close()
+    LOG.warning("not any more")
+    first, second = (tmp_path / "run" / "log.txt").read_text().splitlines()
+    assert first.split(" ", 1)[1] == "WARNING careful"
+    assert second.split(" ", 1)[1] == "ERROR worse"
+    assert len(first.split()[0]) == len("2026-11-21T18:36:22+0000")
+
+
+def test_a_script_without_logging_still_sees_warnings_and_progress(tmp_path):
+    code = (
+        "import sys, logging\nfrom raypar.reporting.run_folder.write import Folder\n"
+        "from raypar.reporting.run_folder.append import heard\n"
+        "Folder(sys.argv[1])\nlogging.getLogger('raypar.x').warning('careful')\nassert not heard()"
+    )
+    run = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "careful\n")
+    assert heard(), "pytest listens"
+
+
+# --- a disk that fills -----------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_fills_is_one_warning_and_no_half_line(begun, tmp_path, monkeypatch, caplog):
+    folder = begun()
+    folder.write(report(0))
+    write = os.write
+
+    def full(file, data):
+        if len(data) > 9:
+            return write(file, data[:9])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    folder.write(report(1))
+    folder.write(report(2))
+    folder.measured(2, [simulate(SCHEDULE)], {})
+    monkeypatch.undo()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path / 'run'} can't be written (No space left on device), the training goes on"
+    ]
+    folder.write(report(3))
+    assert [line["step"] for line in read(tmp_path / "run").metrics] == [0, 3]
+    assert not (tmp_path / "run" / "timeline.json").exists()
+
+
+def test_a_disk_that_is_full_from_the_beginning_is_a_warning_too(tmp_path, monkeypatch, caplog):
+    folder = Folder(str(tmp_path / "run"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        folder.begin(Run(), SCHEDULE, 0)
+    folder.write(report(0))
+    folder.close()
+    assert "No space left on device" in caplog.text
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["log.txt"]
+
+
+FULL = """
+import logging, resource, sys
+from raypar.config.run import Run
+from raypar.reporting.run_folder.write import Folder
+from raypar.schedules import build, lower, simulate
+schedule = lower(build("1f1b", 2, 4))
+folder = Folder(sys.argv[1])
+folder.begin(Run(), schedule, 0)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+for step in range(100):
+    folder.write({"step": step, "val_loss": 1.5, "perplexity": 2.5, "tokens": 64})
+    logging.getLogger("raypar").info("x" * 100)
+folder.measured(1, [simulate(schedule)] * 9, {})
+folder.close()
+"""
+
+
+def test_files_that_may_not_grow_end_with_a_whole_line(tmp_path):
+    """The system's own limit, on everything at once."""
+    run = subprocess.run([sys.executable, "-c", FULL, tmp_path / "run"], capture_output=True, text=True)
+    told = f"{tmp_path / 'run'} can't be written (File too large), the training goes on\n"
+    assert (run.returncode, run.stderr) == (0, told)
+    assert [line["step"] for line in read(tmp_path / "run").metrics] == list(range(31))
+    assert set((tmp_path / "run" / "log.txt").read_text().splitlines()[:-1]) <= {"x"}, "info is not logged here"
+    assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")], "nothing half is left"
+
+
+# --- before a run starts ---------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_can_be_used(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "is there").mkdir()
+    (tmp_path / "link").symlink_to("is there")
+    for folder in (str(tmp_path / "a" / "b.1"), "run_2-x", "./c", "../x", "is there/run", "link/run", str(tmp_path)):
+        assert not list(folder_faults(folder, None)), folder
+    assert {path.name for path in tmp_path.iterdir()} == {"is there", "link"}, "nothing was made"
+
+
+@pytest.mark.parametrize(
+    ("folder", "says"),
+    [
+        ("a b", "has 'a b' in it: use up to 100 letters, digits, '.', '_' and '-', and no leading dot"),
+        (".hidden/run", "has '.hidden' in it"),
+        ("x/\u0661", "has '\u0661' in it"),
+        ("x;rm", "has 'x;rm' in it"),
+        ("file/run", "can't be made: "),
+        ("file", "can't be made: "),
+        ("dangling/run", "can't be made: "),
+        ("dangling", "can't be made: "),
+        ("loop/run", "can't be made: "),
+        ("a\0b", "has 'a\\x00b' in it"),
+        ("~nobody-of-this-name/run", "has '~nobody-of-this-name' in it"),
+        ("x" * 101, "has 'xxx"),
+        ("", "has no name: give it one, or leave it out"),
+        (" ", "has no name: give it one, or leave it out"),
+    ],
+)
+def test_a_folder_that_can_not(folder, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("dangling").symlink_to("gone")
+    Path("loop").symlink_to("loop")
+    faults = list(folder_faults(folder, None))
+    assert len(faults) == 1
+    assert faults[0].startswith(f"folder {folder!r} {says}"), faults
+
+
+def test_a_run_that_is_there_is_not_written_over_but_resumed(tmp_path):
+    for name in ("run.toml", "metrics.jsonl", "schedule.csv", "timeline.json", "ledger.json"):
+        (tmp_path / name).symlink_to("gone")
+        how = f"--resume {tmp_path} (in Python launch(run, resume=...))"
+        fix = f"resume it with {how}, or give another folder"
+        assert list(folder_faults(str(tmp_path), None)) == [
+            f"folder {str(tmp_path)!r} holds a run already ({name}): {fix}"
+        ]
+        (tmp_path / name).unlink()
+    (tmp_path / "run.toml").touch()
+    assert not list(folder_faults(str(tmp_path), tmp_path / "checkpoints" / "step-00000001"))
+    assert list(folder_faults(str(tmp_path), tmp_path / "step-00000001"))
+
+
+def test_it_is_told_with_all_other_faults(tmp_path):
+    (tmp_path / "run.toml").touch()
+    with pytest.raises(ConfigError) as caught:
+        check_run(Run(folder=str(tmp_path), seed=1.5))
+    assert len(caught.value.faults) == 2
+
+
+@pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl"])
+def test_nothing_is_written_through_a_link(name, tmp_path, caplog):
+    other = tmp_path / "other"
+    other.write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(other)
+    if name == "log.txt":
+        with pytest.raises(ConfigError, match="can't be written"):
+            Folder(str(tmp_path / "run"))
+    else:
+        folder = Folder(str(tmp_path / "run"))
+        folder.begin(Run(), SCHEDULE, 0)
+        folder.write(report(0))
+        folder.close()
+    assert other.read_text() == "mine"

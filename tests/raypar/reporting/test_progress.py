@@ -1,0 +1,53 @@
+"""What is shown while a run goes on."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from raypar.config.run import Run
+from raypar.reporting.progress import display
+from raypar.reporting.report import Evaluation, Report
+
+REPORT = Report(0, 2.53591, 0.12345, 1e-3, 256, 2503.4, 1500.0, 0.147, None, (2, 1), (558 << 20, 515 << 20))
+
+
+@pytest.fixture
+def lines(caplog):
+    """Show outcomes of a run; returns the lines."""
+
+    def show(steps, *outcomes):
+        caplog.clear()
+        with caplog.at_level(logging.INFO), display(Run(), steps) as shown:
+            for outcome in outcomes:
+                shown.show(outcome)
+        return [record.getMessage() for record in caplog.records]
+
+    return show
+
+
+def test_a_line_has_what_one_wants_to_know(lines):
+    assert lines(42, REPORT, Evaluation(1, 2.5, 64, 0.5)) == [
+        "step  1/42  loss 2.5359  grad 0.123  2,503 tokens/s  bubble 15%  0.54 GiB  0:01:02 left",
+        "after step 1: validation loss 2.5000, perplexity 12.18",
+    ]
+
+
+def test_what_is_left_goes_by_the_median_step(lines):
+    slow = [replace(REPORT, step=step, step_ms=1e6 if step == 0 else 2e3) for step in range(4)]
+    assert [line.split("  ")[-1] for line in lines(4, *slow)] == [
+        "0:50:00 left", "0:16:42 left", "0:00:02 left", "0:00:00 left",
+    ]  # fmt: skip
+
+
+def test_a_line_is_short(lines):
+    worst = replace(
+        REPORT, step=999_998, loss=-1.23456e30, grad_norm=1e38, tokens_per_s=1234567.8, bubble=1.0,
+        step_ms=1e7, peak_memory=(80 << 30,),
+    )  # fmt: skip
+    (line,) = lines(999_999, worst)
+    assert len(line) < 110
+    (line,) = lines(999_999, replace(worst, step=0, loss=-1234.5678, grad_norm=1234.5678, step_ms=300.0))
+    assert len(line) < 110

@@ -1,0 +1,139 @@
+"""Backwards in halves: what leaves before one is over, what fills the waits, and what that is worth on paper."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypar.schedules import build
+from raypar.schedules.action import Op
+from raypar.schedules.checking import check
+from raypar.schedules.passes import lower
+from raypar.schedules.passes.split_backward import in_halves
+from raypar.schedules.rules import provides
+from raypar.schedules.simulation.simulate import Costs, simulate
+from tests.support.schedules import legal_schedules, spelled
+
+COSTS = Costs(f=1.0, b=2.0, i=1.0, w=1.0)
+BACKWARDS = (Op.B, Op.I, Op.W)
+ROUNDING = 1e-9
+
+
+def performed(name, ranks, microbatches, costs=COSTS, **how):
+    return in_halves(lower(build(name, ranks, microbatches), reduce_grad=how.pop("reduce_grad", False)), costs, **how)
+
+
+def shorter(name, ranks, microbatches, costs=COSTS, **how):
+    """By how much, and with what the ranks hold before and after."""
+    before, after = (
+        simulate(schedule, costs)
+        for schedule in (
+            lower(build(name, ranks, microbatches), reduce_grad=how.get("reduce_grad", False)),
+            performed(name, ranks, microbatches, costs, **how),
+        )
+    )
+    return before.makespan - after.makespan, before.in_flight, after.in_flight
+
+
+def test_gradients_leave_between_the_halves_of_a_backward():
+    assert spelled(performed("1f1b", 2, 2, reduce_grad=True)) == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD STEP",
+        "1RECV_F0 1F0 1I0 1SEND_B0 1RECV_F1 1F1 1I1 1SEND_B1 1W0 1W1 1REDUCE_GRAD STEP",
+    ]
+    assert spelled(performed("1f1b", 2, 2, hold=False))[1] == (
+        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1I1 1SEND_B1 1W1 STEP"
+    )
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (3, 6), (4, 8), (4, 16), (8, 16)])
+def test_1f1b_is_zb_h1(ranks, microbatches):
+    """Of (p - 1) (F + B) of waits (p - 1) (F + I - W) are left, in the memory of 1F1B (Qi et al. 2023, table 2)."""
+    saved, before, after = shorter("1f1b", ranks, microbatches)
+    assert saved == pytest.approx(2 * (ranks - 1))
+    assert max(after) == max(before) == ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "least"),
+    [("gpipe", 2, 8, 0.9), ("gpipe", 4, 8, 2.9), ("interleaved", 2, 8, 2), ("interleaved", 4, 8, 5)],
+)
+def test_other_pipelines_are_over_earlier_too(name, ranks, microbatches, least):
+    saved, before, after = shorter(name, ranks, microbatches)
+    assert saved >= least
+    assert max(after) <= max(before)
+
+
+@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved"])
+def test_what_leaves_nothing_for_later_stays_whole(name):
+    """Divided layers do all in I, and a single rank sends nothing."""
+    whole = lower(build(name, 2, 4))
+    assert in_halves(whole, Costs(f=1.0, b=2.0, i=2.0, w=0.0)) == whole
+    if name != "interleaved":
+        assert performed(name, 1, 4) == lower(build(name, 1, 4))
+
+
+def test_halves_of_a_schedule_of_its_own_are_left_as_they_are():
+    once = performed("1f1b", 2, 4)
+    assert in_halves(once, COSTS) is once
+
+
+def test_a_large_schedule_is_searched_in_bounded_time():
+    saved, _, _ = shorter("1f1b", 16, 256)
+    assert saved > 0
+
+
+def order_of(row):
+    """The microbatches of each stage in the order in which gradients of weights are made."""
+    found = defaultdict(list)
+    for stage, op, microbatch in row:
+        if op in (Op.B, Op.W):
+            found[stage].append(microbatch)
+    return found
+
+
+def same_step(before, after):
+    """Each rank does the same, sends and receives in the same order, and adds up gradients in the same order."""
+    for row, halved in zip(before.rows, after.rows, strict=True):
+        provided = [{value for action in one for value in provides(action)} for one in (row, halved)]
+        assert provided[0] == provided[1]
+        assert [a for a in halved if a.op not in BACKWARDS] == [a for a in row if a.op not in BACKWARDS]
+        assert order_of(halved) == order_of(row)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    name=st.sampled_from(["naive", "gpipe", "1f1b", "interleaved"]),
+    ranks=st.integers(1, 5),
+    rounds=st.integers(1, 4),
+    order=st.sampled_from(["just_in_time", "one_sweep"]),
+    reduce_grad=st.booleans(),
+    hold=st.booleans(),
+    last=st.floats(0.5, 2.0),
+)
+def test_it_is_the_same_step_and_never_later(name, ranks, rounds, order, reduce_grad, hold, last):
+    schedule = lower(build(name, ranks, ranks * rounds), order, reduce_grad=reduce_grad)
+    end = schedule.num_stages - 1
+    costs = Costs(
+        i=1.1, w=0.9, of_stage={(end, Op.F): last, (end, Op.B): 2 * last, (end, Op.I): last, (end, Op.W): last}
+    )
+    after = in_halves(schedule, costs, hold=hold)
+    before = simulate(schedule, costs)
+    check(after, send_capacity=0 if order == "one_sweep" else None, max_in_flight=max(before.in_flight))
+    same_step(schedule, after)
+    assert simulate(after, costs).makespan <= before.makespan + ROUNDING
+    if not hold:
+        assert simulate(after, costs).in_flight == before.in_flight
+
+
+@settings(max_examples=80, deadline=None)
+@given(schedule=legal_schedules(), reduce_grad=st.booleans())
+def test_any_schedule_stays_the_same_step(schedule, reduce_grad):
+    if schedule.forward_only:
+        return
+    lowered = lower(schedule, reduce_grad=reduce_grad)
+    after = in_halves(lowered, COSTS)
+    check(after, max_in_flight=max(simulate(lowered, COSTS).in_flight))
+    same_step(lowered, after)

@@ -1,0 +1,91 @@
+"""A step on paper, taken by hand: what is ready, why something is not, and schedules that take over."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raypar.schedules.action import STEP, Action
+from raypar.schedules.catalog import build
+from raypar.schedules.passes.lower import lower
+from raypar.schedules.rules import needs, provides
+from raypar.schedules.schedule import ScheduleError
+from raypar.schedules.step_board import Board, MoveError, moves
+
+
+def board(name="gpipe", ranks=2, microbatches=3):
+    return Board(lower(build(name, ranks, microbatches)))
+
+
+@given(
+    name=st.sampled_from(["naive", "gpipe", "1f1b", "interleaved"]),
+    ranks=st.integers(1, 4),
+    rounds=st.integers(1, 2),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_whatever_is_ready_can_be_taken_and_the_step_comes_to_its_end(name, ranks, rounds, seed):
+    schedule = lower(build(name, ranks, ranks * rounds), reduce_grad=bool(seed % 2))
+    played, draw, there = Board(schedule), random.Random(seed), set()
+    while played.left:
+        ready = played.ready()
+        assert played.left[0] in ready, "the schedule's own next move is always one"
+        for move in played.left:
+            mine = {value for action in move.names for value in provides(action)}
+            met = all(need in there | mine for action in move.names for need in needs(action, schedule))
+            waits = move.head == STEP and len(played.left) > 1
+            assert (move in ready) == (met and not waits)
+        one = draw.choice(played.left)
+        assert set(played.why(one.head).causes) <= {move.head for move in ready}
+        taken = played.demand_ready(draw.choice(ready).head)
+        played.take(taken)
+        there |= {value for action in taken.names for value in provides(action)}
+    assert sorted(map(str, played.done)) == sorted({str(action) for row in schedule.rows for action in row})
+
+
+def test_why_goes_back_to_the_cause():
+    played = board()
+    assert repr(played.why("0B0")).splitlines() == [
+        '0B0 waits for 0F0, which is ready: do("0F0")',
+        "0B0 waits for 1SEND_B0 + 0RECV_B0",
+        "  which waits for 1B0",
+        "    which waits for 1F0",
+        "      which waits for 0SEND_F0 + 1RECV_F0",
+        '        which waits for 0F0, which is ready: do("0F0")',
+    ]
+    assert played.why("0F2").status == "ready"
+    assert played.why("1RECV_F0").asked == Action.parse("1RECV_F0")
+    assert "and for 10 moves more" in repr(played.why("STEP"))
+
+
+@pytest.mark.parametrize("other", ["naive", "gpipe", "1f1b"])
+@pytest.mark.parametrize("at", [0, 3, 8, 18])
+def test_a_swapped_schedule_orders_what_is_left(other, at):
+    played = board("gpipe")
+    for _ in range(at):
+        played.take(played.left[0])
+    done, left = played.done, played.left
+    played.swap(lower(build(other, 2, 3)))
+    assert played.done == done
+    assert set(played.left) == set(left)
+    names = [action for move in moves(played.schedule) for action in move.names]
+    assert [name for name in names if name not in done] == [name for move in played.left for name in move.names]
+    assert other in played.schedule.name
+
+
+def test_names_of_swapped_schedules_do_not_pile_up():
+    played = board()
+    played.take(played.left[0])
+    for other in ("1f1b", "gpipe", "naive"):
+        played.swap(lower(build(other, 2, 3)))
+    assert played.schedule.name == "gpipe then naive"
+
+
+def test_what_can_not_take_over_is_refused_with_all_faults():
+    played = board()
+    with pytest.raises(ScheduleError, match="3 ranks, the step has 2; it has 3 stages, the step has 2; it has 4 micro"):
+        played.swap(lower(build("gpipe", 3, 4)))
+    with pytest.raises(MoveError, match="no action 5F0"):
+        played.find("5F0")

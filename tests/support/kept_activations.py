@@ -1,0 +1,49 @@
+"""Elements that a block keeps for its backward, counted."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from raypar.actors.device import Host
+from raypar.actors.models.base import undivided
+from raypar.actors.models.build import build_model
+from raypar.actors.pipeline.stage import Stage
+from raypar.actors.specs.model import GPT
+from raypar.actors.tensor_parallel.sequence import Kept
+
+S, B, H, A = 64, 3, 48, 4
+SBH, ASSB = S * B * H, A * S * S * B
+
+
+def block(kind=GPT, recompute=("none",), division=None, **changes):
+    """A stage of one block, its input, and a gradient for its output; of what ``division`` makes of it a part."""
+    sizes = {"layers": 1, "hidden": H, "heads": A, "seq": S, "vocab": 7, "attention": "materialised"}
+    model = build_model(kind(**(sizes | changes)), 0)
+    divide = division(model).divide if division else undivided
+    stage = Stage(
+        model, [1], model.materialize([1], 0, divide), place=Host(), is_last=False, recompute=recompute, seed=0
+    )
+    stage.begin(train=True)
+    x, gradient = (torch.randn(B, S, H, generator=torch.Generator().manual_seed(n)) for n in range(2))
+    return stage, x, gradient
+
+
+COUNTED = threading.local()  # what this thread's forward keeps, by address
+
+
+def count(tensor):
+    here = tensor.part if isinstance(tensor, Kept) else tensor
+    COUNTED.held[here.untyped_storage().data_ptr()] = here
+    return tensor
+
+
+def kept(stage, x):
+    """Elements that a forward keeps, weights left out; what shares its memory counts once."""
+    own = {parameter.untyped_storage().data_ptr() for module in stage.modules for parameter in module.parameters()}
+    COUNTED.held = {}
+    with saved_tensors_hooks(count, lambda tensor: tensor):
+        stage.forward(0, 0, (x,), ())
+    return sum(tensor.untyped_storage().nbytes() / 4 for at, tensor in COUNTED.held.items() if at not in own)

@@ -1,0 +1,153 @@
+"""Any layout of a small model, for Hypothesis; and threads as actors whose dropout is drawn as that of processes.
+
+A new axis, or a new spelling of one, is a line in ``meshes``: what does not go together, the config refuses.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from itertools import product
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import reject
+from hypothesis import strategies as st
+
+import raypar as rp
+from raypar.actors.context_parallel.sequence import Context
+from raypar.actors.device import Host
+from raypar.actors.layers import attention
+from raypar.actors.mesh.mesh import Mesh
+from raypar.config.run import check_run
+from raypar.errors import ConfigError
+from tests.support.thread_jobs import TeamJob
+
+MOST_ACTORS = 8
+CONTEXTS = get_args(Context)
+SEQ, VOCAB = 8, 11
+
+
+def tokens(step, microbatch, dp):
+    """Two sequences; some labels are left out, in no two microbatches as many."""
+    generator = torch.Generator().manual_seed(100 * step + microbatch + 1000 * dp)
+    ids = torch.randint(VOCAB, (2, SEQ + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    labels[0, : microbatch % 3] = -100
+    return ids[:, :-1], labels
+
+
+def more_tokens(step, microbatch, dp):
+    """Four sequences, for grids that divide a batch by so many."""
+    parts = [tokens(step, microbatch, dp + 100 * half) for half in range(2)]
+    return tuple(torch.cat(both) for both in zip(*parts, strict=True))
+
+
+def meshes():
+    """The smallest first: that is where Hypothesis looks for a small example."""
+    axes = {"tp": (2, 1, 4, "2d:2x2", "2.5d:2x2x2", "3d:2x2x2"), "cp": (1, 2, 4), "pp": (1, 2, 3, 4), "dp": (1, 2)}
+    every = [Mesh(**dict(zip(axes, sizes, strict=True))) for sizes in product(*axes.values())]
+    return st.sampled_from(sorted((mesh for mesh in every if mesh.size <= MOST_ACTORS), key=lambda mesh: mesh.size))
+
+
+def models(mesh, layers):
+    heads = st.sampled_from([4, 2] if mesh.tensor_ranks <= 2 else [4])
+    common = {
+        "layers": st.just(layers),
+        "hidden": st.just(16),
+        "heads": heads,
+        "seq": st.just(SEQ),
+        "vocab": st.just(VOCAB),
+        "dropout": st.sampled_from([0.0, 0.2]),
+        "tied": st.booleans(),
+        "positions": st.sampled_from(["learned", "sinusoidal", "hierarchical", "rope", "alibi"]),
+        "attention": st.sampled_from(["blocks", "fused", "materialised"]),
+    }
+    llama = st.builds(rp.Llama, **common, ffn=st.just(24), kv_heads=st.sampled_from([1, 2]))
+    return st.one_of(st.builds(rp.GPT, **common), llama)
+
+
+def recomputes(layers):
+    word = st.sampled_from(["none", "selective", "full"])
+    return st.one_of(word, st.tuples(*[word] * layers))
+
+
+@st.composite
+def layouts(draw):
+    """A run that the config allows."""
+    mesh, schedule = draw(meshes()), draw(st.sampled_from(["1f1b", "gpipe", "interleaved", "naive"]))
+    interleaved = schedule == "interleaved"
+    layers = draw(st.integers(max(2, mesh.pp * (1 + interleaved)), 8 if interleaved else 4))
+    divided, grid = mesh.tensor_ranks > 1, isinstance(mesh.tp, str)
+    run = rp.Run(
+        model=draw(models(mesh, layers)),
+        mesh=mesh,
+        schedule=schedule,
+        microbatches=draw(st.sampled_from([1, 2, 3])) * (mesh.pp if interleaved else 1),
+        data=rp.Batches(more_tokens if grid else tokens),
+        data_parallel=draw(st.sampled_from(["all_reduce"] * 3 + ["parameter_server"] * (not divided))),
+        bucket_mb=draw(st.sampled_from([4.0, 0.005])),
+        zero=draw(st.sampled_from([None, 0])) if mesh.dp * mesh.cp > 1 else None,
+        context=draw(st.sampled_from(CONTEXTS)) if mesh.cp > 1 else CONTEXTS[0],
+        sequence_parallel=draw(st.booleans()) if divided and not grid else False,
+        optim=draw(st.sampled_from([rp.AdamW(lr=1e-2, eps=1e-4), rp.SGD(lr=0.1, momentum=0.9)])),
+        clip=draw(st.sampled_from([None, 0.5])),
+        recompute=draw(recomputes(layers)),
+        steps=2,
+        timeout=20.0,
+    )
+    try:
+        check_run(run)
+    except ConfigError:
+        reject()
+    return run
+
+
+def verdict_of(run):
+    """What verify says of a run whose actors are threads."""
+    with own_dice():
+        job = TeamJob(run)
+        try:
+            return rp.verify(run, job)
+        finally:
+            job.close()
+
+
+@contextmanager
+def own_dice():
+    """Give every thread random numbers of its own, as every actor has: torch has one generator for a process.
+
+    Attention's fused kernel can't be given one: with dropout it is replaced by the materialised one, here and in the
+    plain process.
+    """
+    local = threading.local()
+
+    def dice():
+        if not hasattr(local, "generator"):
+            local.generator = torch.Generator()
+        return local.generator
+
+    def dropout(x, p=0.5, training=True, inplace=False):
+        if not training or not p:
+            return x
+        return x * torch.empty(x.shape, dtype=x.dtype).bernoulli_(1 - p, generator=dice()).div_(1 - p)
+
+    def drawn_again(device):
+        state = dice().get_state()
+        return lambda: dice().set_state(state)
+
+    def seed(number):
+        dice().manual_seed(number)
+
+    def init(core, kind, p, *others):
+        made(core, "materialised" if p else kind, p, *others)
+
+    made = attention.Core.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "dropout", dropout)
+        patch.setattr(torch, "manual_seed", seed)
+        patch.setattr(Host, "seed", lambda self, number: seed(number))
+        patch.setattr(attention, "drawn_again", drawn_again)
+        patch.setattr(attention.Core, "__init__", init)
+        yield

@@ -1,0 +1,127 @@
+"""The actors of a run as threads of one process, over local groups."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import torch
+from torch import nn
+
+from raypar.actors.collective.local import local_groups
+from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.sharding import joined
+from raypar.actors.specs.data import Batches
+from raypar.actors.specs.model import Layers
+from raypar.actors.specs.optim import SGD
+from raypar.actors.worker.server import Server
+from raypar.actors.worker.worker import Worker
+from raypar.config.run import Run, check_run
+from raypar.job.plans import plans_of
+from raypar.planner.cost_model import performed
+
+
+def batch(step, microbatch, dp):
+    generator = torch.Generator().manual_seed(100 * step + microbatch + 1000 * dp)
+    x = torch.randn(3, 4, generator=generator)
+    return x, x.sin()
+
+
+def mse(output, target):
+    return nn.functional.mse_loss(output, target)
+
+
+@cache
+def linears(count=4):
+    return lambda: [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(count)]
+
+
+class Team:
+    """The actors of a run by rank; a call goes to all of them at once, each in a thread of its own.
+
+    ``groups`` are those of the pipeline's ranks, instead of new ones.
+    """
+
+    def __init__(self, fn, pp=2, m=4, schedule="1f1b", loss=mse, data=batch, dp=1, tp=1, cp=1, groups=None, **changes):
+        fields = {"optim": SGD(lr=0.1), "clip": None, "steps": 3, "timeout": 10.0, "data": Batches(data, data)}
+        fields |= {"model": Layers(fn, loss, halves=True), "schedule": schedule, "microbatches": m}
+        self._meet(Run(mesh=Mesh(pp=pp, dp=dp, cp=cp, tp=tp), **(fields | changes)), groups)
+
+    @classmethod
+    def of(cls, run):
+        """The actors of any run."""
+        team = cls.__new__(cls)
+        team._meet(run, None)
+        return team
+
+    def _meet(self, run, groups):
+        self.run = run
+        programs = check_run(self.run)
+        plans = plans_of(self.run, programs, performed(self.run, programs["train"]), "t")
+        self.world = plans[0].world
+        self.all = [Server() if rank in self.world.server_ranks else Worker() for rank in range(self.world.size)]
+        self.workers, self.servers = self.all[: self.world.mesh.size], self.all[self.world.mesh.size :]
+        self.groups = dict(self._groups()) | ({"pp/0": groups} if groups else {})
+        for result in self.each(lambda actor: actor.setup(*self._told(plans, actor)) or True):
+            if isinstance(result, Exception):
+                raise result
+
+    def _groups(self):
+        for rank in range(self.world.size):
+            for _, axis, name, members in self.world.memberships(rank):
+                if members[0] == rank:
+                    yield name, local_groups(axis, len(members), 10.0)
+
+    def _told(self, plans, actor):
+        rank = self.all.index(actor)
+        memberships = self.world.memberships(rank)
+        return plans[rank], {key: self.groups[name][members.index(rank)] for key, _, name, members in memberships}
+
+    def each(self, call):
+        """What ``call(actor)`` returned or raised, by rank."""
+        with ThreadPoolExecutor(len(self.all)) as pool:
+            futures = [pool.submit(call, actor) for actor in self.all]
+            return [future.exception(30) or future.result() for future in futures]
+
+    def step(self, number=0, program="train"):
+        results = self.each(lambda actor: actor.run(program, number))
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+    def weights(self, dp=0):
+        """Copies of a replica's weights, whole."""
+        found = {}
+        for rank in self.world.replica(dp):
+            group = [self.all[one] for one in self.world.tensor_group(rank)]
+            held = [worker.holds() for worker in group]
+            for name in held[0]:
+                parts = [worker.parameter(name) for worker in group]
+                found[name] = joined([cuts[name] for cuts in held], parts).clone()
+        return found
+
+    def gradients(self):
+        """Copies of the gradients that the optimizers saw, whole."""
+        found = {}
+        for rank in self.world.server_ranks or range(0, self.world.mesh.size, self.run.mesh.tensor_ranks):
+            group = [self.all[one] for one in (self.world.tensor_group(rank) if not self.servers else (rank,))]
+            held = [actor.holds() for actor in group]
+            for name in held[0]:
+                parts = [actor.gradient(name) for actor in group]
+                if found.get(name) is None:
+                    found[name] = None if parts[0] is None else joined([cuts[name] for cuts in held], parts).clone()
+        return found
+
+    def ledger(self, axis):
+        """What every actor sent over the groups of an axis: [calls, bytes] by op."""
+        tables = []
+        for actor in self.all:
+            total = {}
+            for group in actor._groups.values():
+                for (at, op), entry in group.ledger.entries().items():
+                    if at == axis:
+                        calls, count = total.get(op, (0, 0))
+                        total[op] = (calls + entry.calls, count + entry.bytes)
+            tables.append(total)
+        return tables

@@ -1,0 +1,118 @@
+"""Without Ray: a Stepper, or what verify asks of a Job, over the actors of a Team, each in a thread of its own."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor, wait
+from copy import deepcopy
+
+from raypar.config.schedule import programs_of
+from raypar.job.inspection import Inside
+from raypar.reporting.report import report_of
+from raypar.stepping.recording import Recorder
+from raypar.stepping.stepper import Stepper
+from tests.support.team import Team
+
+
+class Handle:
+    """As Ray's: ``handle.method.remote(...)``, one call after the other; what comes back is a copy."""
+
+    def __init__(self, actor):
+        self._actor, self._thread = actor, ThreadPoolExecutor(1)
+
+    def close(self):
+        self._thread.shutdown()
+
+    def __getattr__(self, name):
+        method, submit = getattr(self._actor, name), self._thread.submit
+        return type("Method", (), {"remote": staticmethod(lambda *args: submit(lambda: deepcopy(method(*args))))})
+
+
+class Calls:
+    def __init__(self, handles):
+        self._handles = handles
+
+    def some(self, ranks, method, *args, what):
+        return self.gather([getattr(self._handles[rank], method).remote(*args) for rank in ranks], what)
+
+    def all(self, method, *args, what):
+        return self.gather([getattr(handle, method).remote(*args) for handle in self._handles], what)
+
+    def one(self, rank, method, *args, what):
+        return self.gather([getattr(self._handles[rank], method).remote(*args)], what)[0]
+
+    def gather(self, refs, what, ranks=None):
+        wait(refs, 30)
+        return [ref.result(0) for ref in refs]
+
+
+class Hands:
+    """Steps of a team, one after the other."""
+
+    def __init__(self, team):
+        self.team, self.next_step = team, 0
+        self._handles = [Handle(actor) for actor in team.all]
+        self.calls = Calls(self._handles)
+        self.schedule = self.lowered(team.run.schedule)
+
+    def close(self):
+        for handle in self._handles:
+            handle.close()
+
+    def lowered(self, schedule):
+        run = self.team.run
+        reduces = self.team.world.reduces
+        return programs_of(schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=reduces)["train"]
+
+    def stepper(self):
+        world = self.team.world
+        return Stepper(
+            self.schedule,
+            self.next_step,
+            world,
+            self._handles,
+            self.calls,
+            guard=lambda call: call(),
+            commit=self.commit,
+            lowered=self.lowered,
+            recorder=Recorder(self.team.run, "cpu", world, self.calls),
+        )
+
+    def commit(self, results, seconds):
+        report = report_of(self.next_step, 0.0, seconds, results, self.team.world)
+        self.next_step += 1
+        return report
+
+
+class TeamJob(Inside):
+    """A Job as far as verify asks for one: of any run, ``reset`` as often as wanted."""
+
+    def __init__(self, run):
+        self._hands = None
+        self.reset(run)
+
+    def reset(self, run):
+        self.close()
+        self.run, self._hands, self._failure, self._last = run, Hands(Team.of(run)), None, None
+        self._world, self._calls, self.schedule = self._hands.team.world, self._hands.calls, self._hands.schedule
+        self._holds = [actor.holds() for actor in self._hands.team.all]
+
+    @property
+    def next_step(self):
+        return self._hands.next_step
+
+    def step(self):
+        results = self._calls.all("run", "train", self.next_step, what="a step")
+        return self._hands.commit(results, 1.0)
+
+    def stepper(self):
+        return self._hands.stepper()
+
+    def close(self):
+        if self._hands is not None:
+            self._hands.close()
+
+    def _guard(self, call):
+        return call()
+
+    def _demand_open(self):
+        pass
