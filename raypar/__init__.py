@@ -27,21 +27,22 @@ if TYPE_CHECKING:
     from raypar.stepping.stepper import Stepper
 
 _HOMES = {
-    "raypar.actors.files": ("CheckpointError",),
+    "raypar.actors.errors": ("CheckpointError", "NonFiniteError"),
     "raypar.actors.mesh.mesh": ("Mesh",),
-    "raypar.actors.worker.plan": ("NonFiniteError",),
-    "raypar.actors.specs.model": ("GPT", "SGD", "AdamW", "Batches", "Layers", "Llama", "Text"),
-    "raypar.config.run": ("ConfigError", "Run"),
-    "raypar.job.job": ("Job",),
-    "raypar.errors": ("ActorDiedError", "JobError", "StalledError"),
+    "raypar.actors.specs.data": ("Batches", "Text"),
+    "raypar.actors.specs.model": ("GPT", "Layers", "Llama"),
+    "raypar.actors.specs.optim": ("SGD", "AdamW"),
+    "raypar.cli.repl": ("tab_completion",),
     "raypar.config.recipes": ("recipe",),
+    "raypar.config.run": ("Run",),
+    "raypar.errors": ("ActorDiedError", "ConfigError", "JobError", "StalledError"),
+    "raypar.job.job": ("Job",),
+    "raypar.job.launch": ("launch",),
+    "raypar.parity.verify": ("Verdict", "verify"),
     "raypar.reporting.report": ("Evaluation", "Report"),
     "raypar.schedules.catalog": ("register as register_schedule",),
-    "raypar.job.launch": ("launch",),
-    "raypar.cli.repl": ("tab_completion",),
     "raypar.stepping.replay": ("Replayed", "replay"),
     "raypar.stepping.stepper": ("Stepper",),
-    "raypar.parity.verify": ("Verdict", "verify"),
 }
 _HOME_OF = {words.split()[-1]: (module, words.split()[0]) for module, names in _HOMES.items() for words in names}
 
