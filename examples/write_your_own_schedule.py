@@ -14,9 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import raypar as rp
-from raypar.schedules import Costs, Schedule, ScheduleError, build, demand_sound, from_csv, to_csv
-from raypar.schedules.passes import lower
-from raypar.schedules.simulation import simulate
+from raypar.schedules import Costs, Schedule, ScheduleError, build, demand_sound, from_csv, lower, simulate, to_csv
 
 
 @rp.register_schedule("eager", summary="1f1b with twice the warm-up, for slow links")

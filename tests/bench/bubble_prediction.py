@@ -15,8 +15,7 @@ from os import getloadavg
 from statistics import median
 
 import raypar as rp
-from raypar.schedules import Timeline, costs_of
-from raypar.schedules.simulation import simulate
+from raypar.schedules import Timeline, costs_of, simulate
 from tests.bench.local_ray import local_ray, quiet
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved")

@@ -16,9 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from raypar.schedules import build
-from raypar.schedules.checking import check
-from raypar.schedules.passes import lower
+from raypar.schedules import build, check, lower
 
 T = TypeVar("T")
 

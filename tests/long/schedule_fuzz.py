@@ -15,8 +15,7 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
-from raypar.schedules import CheckError, Schedule
-from raypar.schedules.checking import check
+from raypar.schedules import CheckError, Schedule, check
 from raypar.schedules.checking.counterexample import demand_sound
 from tests.support.event_check import unsound
 from tests.support.mutants import mutated, random_schedule

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 
 import raypar as rp
-from raypar.schedules import CATALOG, Schedule, ScheduleError, build, names, register
+from raypar.schedules import CATALOG, Schedule, ScheduleError, build, check, lower, names, register
 from raypar.schedules.action import Action, Op
 from raypar.schedules.catalog import entry_of
-from raypar.schedules.checking import check
 from raypar.schedules.generators.entry import Sizes
-from raypar.schedules.passes import lower
 
 WAVE = """\
 def wave(num_ranks, num_microbatches):

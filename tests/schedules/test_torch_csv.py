@@ -4,10 +4,8 @@ from unittest import mock
 
 import pytest
 
-from raypar.schedules import Schedule, ScheduleError, build, from_csv, to_csv
+from raypar.schedules import Schedule, ScheduleError, build, check, from_csv, lower, to_csv
 from raypar.schedules.action import COMPUTE, STEP, Action, Op
-from raypar.schedules.checking import check
-from raypar.schedules.passes import lower
 
 theirs = pytest.importorskip("torch.distributed.pipelining.schedules")
 stages = pytest.importorskip("torch.distributed.pipelining.stage")

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from raypar.schedules import Schedule, ScheduleError, build
+from raypar.schedules import Schedule, ScheduleError, build, lower
 from raypar.schedules.action import STEP, Action, Op
-from raypar.schedules.passes import lower
 
 Rows = list[list[Action]]
 ONE_MICROBATCH = [Op.F, Op.B, Op.I, Op.W, Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B]

@@ -21,8 +21,7 @@ from raypar.cli.output_files import whole_file
 from raypar.config.recipes import recipe
 from raypar.errors import JobError
 from raypar.parity.verify import Difference, Verdict
-from raypar.schedules import build, to_csv
-from raypar.schedules.passes import lower
+from raypar.schedules import build, lower, to_csv
 
 ROOT = Path(__file__).parents[3]
 

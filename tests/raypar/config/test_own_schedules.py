@@ -9,8 +9,7 @@ from raypar.cli import train as commands
 from raypar.cli.main import main
 from raypar.config.run import check_run
 from raypar.config.toml import plain_of, run_of
-from raypar.schedules import Schedule, build
-from raypar.schedules.passes import lower
+from raypar.schedules import Schedule, build, lower
 
 CODE = """\
 def wave(num_ranks, num_microbatches):

@@ -13,8 +13,7 @@ from raypar.config.run import Run, check_run
 from raypar.errors import ConfigError
 from raypar.reporting.record import Record, _without_secrets
 from raypar.reporting.report import Evaluation, Report
-from raypar.schedules import build
-from raypar.schedules.passes import lower
+from raypar.schedules import build, lower
 
 REPORT = Report(7, 2.5, 1.0, 1e-3, 256, 1e3, 256.0, 0.25, None, (2, 1), (5, 6))
 EVALUATION = Evaluation(8, 1.0, 64, 0.5)

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from raypar.schedules import CheckError, Schedule, ScheduleError, build
+from raypar.schedules import CheckError, Schedule, ScheduleError, build, check, lower
 from raypar.schedules.action import COMPUTE, RECVS, STEP, Action, Op
-from raypar.schedules.checking import check
 from raypar.schedules.drawing.cells import MOST_SHOWN
-from raypar.schedules.passes import lower
 from raypar.schedules.rules import needs, partner, provides, rank_of
 
 

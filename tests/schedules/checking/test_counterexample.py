@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypar.schedules import CheckError, Schedule, build
+from raypar.schedules import CheckError, Schedule, build, check, lower
 from raypar.schedules.action import Action, Op
-from raypar.schedules.checking import check
 from raypar.schedules.checking import counterexample as shrink
 from raypar.schedules.checking.counterexample import demand_sound, part_of
-from raypar.schedules.passes import lower
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ from collections import Counter
 
 import pytest
 
-from raypar.schedules import Schedule, build
-from raypar.schedules.passes import lower
+from raypar.schedules import Schedule, build, lower
 from tests.long.schedule_fuzz import disagreements
 from tests.support.event_check import unsound
 

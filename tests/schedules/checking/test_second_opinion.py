@@ -7,12 +7,9 @@ import networkx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypar.schedules import CheckError, Costs, Schedule
+from raypar.schedules import CheckError, Costs, Schedule, check, lower, simulate
 from raypar.schedules.action import RECVS, SENDS, WHOLE_STAGE, Action, Op
-from raypar.schedules.checking import check
-from raypar.schedules.passes import lower
 from raypar.schedules.rules import awaited, needs, partner, provides, rank_of, travels
-from raypar.schedules.simulation import simulate
 from tests.support.schedules import legal_schedules
 
 

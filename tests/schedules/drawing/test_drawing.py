@@ -12,13 +12,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from raypar.schedules import CATALOG, Costs, Event, Schedule, Timeline, build, chrome_trace, text
+from raypar.schedules import CATALOG, Costs, Event, Schedule, Timeline, build, chrome_trace, lower, simulate, svg, text
 from raypar.schedules.action import COMPUTE, RECVS, STEP, Action, Op
-from raypar.schedules.drawing import svg
 from raypar.schedules.drawing.cells import excerpt
-from raypar.schedules.passes import lower
 from raypar.schedules.schedule import MOST_DRAWN
-from raypar.schedules.simulation import simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 DRAWN = {"naive": (4, 2), "interleaved": (2, 4)}

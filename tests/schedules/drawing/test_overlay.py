@@ -5,12 +5,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from raypar.schedules import Costs, Overlay, Schedule, ScheduleError, Timeline, build
+from raypar.schedules import Costs, Overlay, Schedule, ScheduleError, Timeline, build, lower, simulate
 from raypar.schedules.action import Action, Op
 from raypar.schedules.drawing.text import milliseconds
-from raypar.schedules.passes import lower
 from raypar.schedules.schedule import MOST_DRAWN
-from raypar.schedules.simulation import simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 SCHEDULE = lower(build("1f1b", 2, 2))

@@ -2,11 +2,8 @@
 
 import pytest
 
-from raypar.schedules import CATALOG, Costs, Entry, Schedule, ScheduleError, build, names
+from raypar.schedules import CATALOG, Costs, Entry, Schedule, ScheduleError, build, check, lower, names, simulate
 from raypar.schedules.action import COMPUTE, Action, Op
-from raypar.schedules.checking import check
-from raypar.schedules.passes import lower
-from raypar.schedules.simulation import simulate
 
 RANKS = range(1, 9)
 TF, TB = 3.0, 5.0

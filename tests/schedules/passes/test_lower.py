@@ -2,11 +2,8 @@
 
 import pytest
 
-from raypar.schedules import Costs, Schedule, ScheduleError, build
+from raypar.schedules import Costs, Schedule, ScheduleError, build, check, lower, simulate
 from raypar.schedules.action import COMPUTE, Action, Op
-from raypar.schedules.checking import check
-from raypar.schedules.passes import lower
-from raypar.schedules.simulation import simulate
 from tests.support.schedules import spelled
 
 

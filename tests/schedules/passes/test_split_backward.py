@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypar.schedules import build
+from raypar.schedules import build, check, lower
 from raypar.schedules.action import Op
-from raypar.schedules.checking import check
-from raypar.schedules.passes import lower
 from raypar.schedules.passes.split_backward import in_halves
 from raypar.schedules.rules import provides
 from raypar.schedules.simulation.simulate import Costs, simulate

@@ -2,10 +2,8 @@
 
 import pytest
 
-from raypar.schedules import Costs, Event, Schedule, Timeline, build, costs_of
+from raypar.schedules import Costs, Event, Schedule, Timeline, build, costs_of, lower, simulate
 from raypar.schedules.action import STEP, Action, Op
-from raypar.schedules.passes import lower
-from raypar.schedules.simulation import simulate
 
 
 def known(schedule, link=0.25):

@@ -23,9 +23,7 @@ from raypar.reporting.html.markup import Markup, element, joined
 from raypar.reporting.html.page import page
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.run_folder.read import Past
-from raypar.schedules import Costs, build, to_csv
-from raypar.schedules.passes import lower
-from raypar.schedules.simulation import simulate
+from raypar.schedules import Costs, build, lower, simulate, to_csv
 
 SCHEDULE = lower(build("1f1b", 2, 4))
 EVIL = '<script>alert("1")</script>'

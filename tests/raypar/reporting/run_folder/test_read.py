@@ -14,9 +14,7 @@ import pytest
 from raypar.errors import ConfigError
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.run_folder.read import read
-from raypar.schedules import build, to_csv
-from raypar.schedules.passes import lower
-from raypar.schedules.simulation import simulate
+from raypar.schedules import build, lower, simulate, to_csv
 from tests.support.checkpoints import save_at
 
 REPORT = Report(0, 2.5, 1.0, 1e-3, 256, 1e3, 256.0, 0.2, None, (2, 1), (5, 6))

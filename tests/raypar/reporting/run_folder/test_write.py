@@ -24,9 +24,7 @@ from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.run_folder.append import heard
 from raypar.reporting.run_folder.read import read
 from raypar.reporting.run_folder.write import Folder
-from raypar.schedules import build
-from raypar.schedules.passes import lower
-from raypar.schedules.simulation import simulate
+from raypar.schedules import build, lower, simulate
 
 SCHEDULE = lower(build("1f1b", 2, 4))
 LOG = logging.getLogger("raypar")
