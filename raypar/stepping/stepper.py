@@ -99,11 +99,11 @@ class Stepper:
         Raises MoveError if it is not done or makes no tensors.
         """
         self._demand_midway()
-        wanted = maker_of(self.why(action).asked)
+        wanted = maker_of(self.why(action).asked, (*self.done, *self.left))
         if wanted not in self.done:
             raise MoveError(f"{wanted} is not done: there is nothing to see yet\n{self.why(wanted)!r}")
         if not makes_tensors(wanted):
-            what = "hands no gradient on" if wanted.op is Op.B else "makes no tensors of its own"
+            what = "hands no gradient on" if wanted.op in (Op.B, Op.I) else "makes no tensors of its own"
             raise MoveError(f"{wanted} {what}: look at job.grad(name) for the gradient of a weight")
         mesh = self._world.mesh
         places: dict[Axis, int] = {"dp": dp, "cp": cp, "tp": tp}
