@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from raypar.stepping.recording import Recorder
 from raypar.stepping.views import Ready, State, Taken
 
 if TYPE_CHECKING:
-    from raypar.actors.inspect.step import Seen
+    from raypar.actors.inspect.step import Held, Seen
 
 
 class Stepper:
@@ -115,7 +116,12 @@ class Stepper:
     def state(self) -> State:
         """What every actor holds."""
         self._demand_midway()
-        return State(self._guard(lambda: self._calls.all("held", what="looking at the actors")))
+        found: list[Held] = self._guard(lambda: self._calls.all("held", what="looking at the actors"))
+        whole = {action._replace(op=Op.I): action for action in self.done if action.op is Op.B}
+        return State(
+            replace(held, values={whole.get(value, value): size for value, size in held.values.items()})
+            for held in found
+        )
 
     def __repr__(self) -> str:
         moves = f"{len(self._board.taken)} of {len(self._board.taken) + len(self._board.left)} moves done"

@@ -18,7 +18,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.job.training_loop import Ahead
-from raypar.schedules import text
+from raypar.schedules import build, text
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action
 from raypar.schedules.simulation.measured_costs import costs_of
 from raypar.schedules.simulation.simulate import simulate
@@ -408,7 +408,8 @@ def test_a_step_by_hand_has_the_bits_of_a_compiled_one_whatever_is_done_on_its_w
     weights = dict(job.weights())
     job.reset(run)
     stepper = job.stepper()
-    stepper.run_to("1B0")
+    stepper.run_to("1I0")
+    assert torch.equal(stepper.peek("1I0").tensor, stepper.run_to("0RECV_B0") and stepper.peek("1SEND_B0").tensor)
     assert stepper.peek("0F1").tensor.shape == stepper.peek("1RECV_F1").tensor.shape
     assert [held.actor for held in stepper.state()] == ["pp=0", "pp=1"]
     stepper.swap("1f1b")
