@@ -115,10 +115,11 @@ def test_replicas_go_on_bitwise(job_of, tmp_path, changes):
 
 def test_a_disk_that_fails_warns_and_training_goes_on(trained, monkeypatch, tmp_path, caplog):
     *_, job = trained
-    real = job._saver
+    real = job._loop._saver
     monkeypatch.setattr(real, "_run", replace(job.run, folder=str(tmp_path), steps=100))
-    beside = job._calls.beside
-    monkeypatch.setattr(job._calls, "beside", lambda method, folder, *args: beside(method, f"{folder}/gone", *args))
+    calls = job._loop.loaded.calls
+    beside = calls.beside
+    monkeypatch.setattr(calls, "beside", lambda method, folder, *args: beside(method, f"{folder}/gone", *args))
     with caplog.at_level(logging.WARNING):
         reports = job.train(2)
         real._wait()

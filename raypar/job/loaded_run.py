@@ -1,0 +1,31 @@
+"""A run as it is loaded on a job's actors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raypar.actors.mesh.world import World
+from raypar.cluster.calls import Calls
+from raypar.config.run import Run
+from raypar.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run, and the actors of a job that take part in it.
+
+    schedule   the lowered schedule of a training step
+    performed  the same as actors perform it, with backwards in halves
+    world      all ranks of the run
+    handles    of the actors, by rank
+    calls      on these actors
+    """
+
+    run: Run
+    schedule: Schedule
+    performed: Schedule
+    world: World
+    handles: Sequence[Any]
+    calls: Calls
