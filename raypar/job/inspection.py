@@ -33,7 +33,7 @@ class Inspection:
     def __init__(self, lifetime: Lifetime, loaded: LoadedRun, holds: Sequence[Mapping[str, Cut]]) -> None:
         self._guard, self._demand_open, self._holds = lifetime.guard, lifetime.demand_open, holds
         self._run, self._world, self._calls = loaded.run, loaded.world, loaded.calls
-        self._performed = loaded.performed
+        self._performed, self._skeleton = loaded.performed, loaded.skeleton
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
@@ -51,9 +51,7 @@ class Inspection:
 
         A copy goes by the name of its home.
         """
-        from raypar.actors.models.build import build_model
-
-        homes = {copy: home for home, copy in build_model(self._run.model, self._run.seed).ties}
+        homes = self._skeleton.homes
         for rank in self._world.replica(dp):
             ranks = self._world.tensor_group(rank)
             held = self._guard(partial(self._calls.some, ranks, "parameters", what="fetching weights"))

@@ -17,6 +17,7 @@ from raypar.cluster.calls import Calls
 from raypar.cluster.ray_cluster import Actors, demand_shippable
 from raypar.config.run import Run, reset_faults, world_of
 from raypar.config.schedule import Programs
+from raypar.config.skeleton import Skeleton
 from raypar.errors import ConfigError
 from raypar.job.inspection import Inspection
 from raypar.job.lifetime import Lifetime
@@ -51,12 +52,19 @@ class Job:
     """
 
     def __init__(
-        self, run: Run, programs: Programs, actors: Actors, name: str, record: Record, found: Found | None = None
+        self,
+        run: Run,
+        programs: Programs,
+        skeleton: Skeleton,
+        actors: Actors,
+        name: str,
+        record: Record,
+        found: Found | None = None,
     ) -> None:
         self.device, self.num_actors = actors.device, len(actors.handles)
         self._name, self._generation = name, 1
         self._lifetime = Lifetime(actors, self.close)
-        loaded = self._loaded(run, programs)
+        loaded = self._loaded(run, programs, skeleton)
         self._loop = TrainingLoop(self._lifetime, self.device, loaded, record)
         self._inspection = Inspection(self._lifetime, loaded, self._start(loaded, programs, found))
 
@@ -200,11 +208,11 @@ class Job:
         Their nodes, shares of GPUs and names in Ray's dashboard stay. Raises ConfigError, before anything is changed.
         """
         self._loop.demand_ready()
-        programs, found = prepared(run, resume)
+        programs, skeleton, found = prepared(run, resume)
         if faults := list(reset_faults(run, self.num_actors, self.device)):
             raise ConfigError(faults)
         demand_shippable(run.model, run.data)
-        self._lifetime.guard(partial(self._exchange, run, programs, found, Record(run)))
+        self._lifetime.guard(partial(self._exchange, run, programs, skeleton, found, Record(run)))
 
     def close(self) -> None:
         """Finish the save under way; end the actors, and Ray if the launch started it. More than once does no harm."""
@@ -223,22 +231,22 @@ class Job:
 
     # --- loading a run ---
 
-    def _exchange(self, run: Run, programs: Programs, found: Found | None, record: Record) -> None:
+    def _exchange(self, run: Run, programs: Programs, skeleton: Skeleton, found: Found | None, record: Record) -> None:
         """Load another run on the actors in the place of the one that they have."""
         self._loop.keep_times()
         self._loop.close()
         self._loop.loaded.calls.all("leave", what="the end of the run before")
         self._generation += 1
-        loaded = self._loaded(run, programs)
+        loaded = self._loaded(run, programs, skeleton)
         self._loop.exchange(loaded, record)
         self._inspection = Inspection(self._lifetime, loaded, self._start(loaded, programs, found))
 
-    def _loaded(self, run: Run, programs: Programs) -> LoadedRun:
+    def _loaded(self, run: Run, programs: Programs, skeleton: Skeleton) -> LoadedRun:
         """A run and the actors that it needs; nothing is told to them yet."""
         world, schedule = world_of(run), programs["train"]
         calls = self._lifetime.calls_on(world, run.timeout)
         handles = self._lifetime.handles(world.size)
-        return LoadedRun(run, schedule, performed(run, schedule), world, handles, calls)
+        return LoadedRun(run, schedule, performed(run, schedule), world, handles, calls, skeleton)
 
     def _start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> Sequence[Mapping[str, Cut]]:
         """Have the actors build their parts of a run, and load a checkpoint; what each rank then has of which logical

@@ -9,6 +9,7 @@ from typing import Any
 from raypar.actors.mesh.world import World
 from raypar.cluster.calls import Calls
 from raypar.config.run import Run
+from raypar.config.skeleton import Skeleton
 from raypar.schedules.schedule import Schedule
 
 
@@ -21,6 +22,7 @@ class LoadedRun:
     world      all ranks of the run
     handles    of the actors, by rank
     calls      on these actors
+    skeleton   the model without its weights
     """
 
     run: Run
@@ -29,3 +31,4 @@ class LoadedRun:
     world: World
     handles: Sequence[Any]
     calls: Calls
+    skeleton: Skeleton

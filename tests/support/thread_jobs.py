@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from copy import deepcopy
 
 from raypar.config.schedule import programs_of
+from raypar.config.skeleton import Skeleton
 from raypar.job.inspection import Inspection
 from raypar.job.loaded_run import LoadedRun
 from raypar.reporting.report import report_of
@@ -107,7 +108,8 @@ class TeamJob:
         self.close()
         self.run, self._hands = run, Hands(Team.of(run))
         self.schedule, team = self._hands.schedule, self._hands.team
-        loaded = LoadedRun(run, self.schedule, self.schedule, team.world, self._hands.handles, self._hands.calls)
+        hands, skeleton = self._hands, Skeleton(run.model, run.seed)
+        loaded = LoadedRun(run, hands.schedule, hands.schedule, team.world, hands.handles, hands.calls, skeleton)
         self._inspection = Inspection(Lasting(), loaded, [actor.holds() for actor in team.all])
 
     def __getattr__(self, name):
