@@ -29,7 +29,7 @@ from tests.bench.tables import write_block
 from tests.bench.workload import CHOICES, SIZES, Size
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+PAGE = ROOT / "docs/benchmarks.md"
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -43,7 +43,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, metavar="K", help="steps a round, default: the size's")
     parser.add_argument("--launches", type=int, metavar="N", default=3, help="launches of each, default: 3")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=ROOT / "runs/bench", help="default: runs/bench")
-    parser.add_argument("--readme", action="store_true", help="replace the block of the README too")
+    parser.add_argument("--docs", action="store_true", help="replace the tables of docs/benchmarks.md too")
     parser.add_argument("--quick", action="store_true", help="some minutes: does it run? Its figures mean nothing")
     chosen = parser.parse_args(arguments)
     chosen.only = [name for name in chosen.only.split(",") if name]
@@ -55,11 +55,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(
             f"--size {chosen.size}: no GPU here" if not torch.cuda.device_count() else "--size gpus: one GPU here"
         )
-    if chosen.readme:
+    if chosen.docs:
         try:
-            write_block(README.read_text(), "")  # told now, and not after a quarter of an hour
+            write_block(PAGE.read_text(), "")  # told now, and not after a quarter of an hour
         except ValueError as error:
-            parser.error(f"--readme: {error}")
+            parser.error(f"--docs: {error}")
     if chosen.quick and chosen.size != "all":
         parser.error(f"--quick has a size of its own: leave out one of --quick and --size {chosen.size}")
     for name in ("rounds", "steps"):
@@ -121,8 +121,8 @@ def main() -> int:
     finally:
         if found.heats:  # also of a bench that was broken off
             write(found, chosen.out)
-    if chosen.readme:
-        README.write_text(write_block(README.read_text(), found.text(markdown=True)))
+    if chosen.docs:
+        PAGE.write_text(write_block(PAGE.read_text(), found.text(markdown=True)))
     print(found.text())
     return int(any(track.failure for heat in found.heats for track in heat.tracks.values()))
 

@@ -1,4 +1,4 @@
-"""Tables as text and as Markdown, and their place in the README."""
+"""Tables as text and as Markdown, and their place in docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Table:
         return "\n".join([self.title, *drawn, *self.notes])
 
     def markdown(self) -> str:
-        """The same for the README."""
+        """The same for docs/benchmarks.md."""
         ruler = ["---", *["--:"] * (len(self.header) - 1)]
         drawn = [f"| {' | '.join(line)} |" for line in (self.header, ruler, *self.rows)]
         return "\n\n".join([self.title, "\n".join(drawn), *([" ".join(self.notes)] if self.notes else [])])

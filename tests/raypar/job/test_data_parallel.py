@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import raypar as rp
+from raypar.parity.verify import train_plainly
 from raypar.planner.cost_model import performed
 from raypar.reporting.summary import closing_rows
 from raypar.schedules import chrome_trace, text
@@ -60,7 +61,7 @@ def test_more_microbatches_are_one_process_within_rounding(job, schedule):
 def test_a_changed_replica_is_found(job, monkeypatch):
     """The comparison can fail: one process with other seeds for dropout is not equal."""
     run = run_of(job, microbatches=1)
-    plain = rp.parity.train_plainly(replace(run, seed=1))
+    plain = train_plainly(replace(run, seed=1))
     monkeypatch.setattr("raypar.parity.verify.train_plainly", lambda _: plain)
     verdict = rp.verify(run, job)
     assert not verdict.ok
