@@ -144,9 +144,10 @@ def _misfits(run: Run, start: Found | None) -> list[str]:
     if start is None:
         return []
     from raypar.checkpoint.resume import demand_resumable
+    from raypar.config.skeleton import Skeleton
 
     try:
-        demand_resumable(run, start)
+        demand_resumable(run, Skeleton(run.model, run.seed), start)
     except ConfigError as error:
         return error.faults
     return []

@@ -23,6 +23,7 @@ from raypar.actors.specs.recompute import Recompute, recompute_faults
 from raypar.actors.specs.types import BucketSize, Count, DeviceChoice, DeviceKind, Positive, Steps
 from raypar.config.fields import field_faults
 from raypar.config.schedule import Backward, Programs, programs_of, schedule_faults, with_backward
+from raypar.config.skeleton import Skeleton
 from raypar.config.validate.model import length_faults, model_faults
 from raypar.config.validate.outputs import Tracker, folder_faults, track_faults
 from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
@@ -99,13 +100,15 @@ class Run:
     """seconds that an actor may wait for another one before the run fails"""
 
 
-def check_run(run: Run, resumed: Path | None = None) -> Programs:
+def check_run(run: Run, resumed: Path | None = None, skeleton: Skeleton | None = None) -> Programs:
     """The run's schedules as its actors perform them, checked; raises ConfigError with all that is wrong with the run.
 
-    ``resumed`` is the checkpoint that it goes on from: only such a run may use a folder that holds one.
+    ``resumed`` is the checkpoint that it goes on from: only such a run may use a folder that holds one. ``skeleton`` is
+    that of the run's model, where the caller has use for it too.
     A field of a wrong type or out of its range is a fault by itself; what it is compared with is then left out.
     """
     wrong = list(field_faults(run))
+    skeleton = Skeleton(run.model, run.seed) if skeleton is None else skeleton
 
     def right(*paths: str) -> bool:
         """Whether all these fields, and what is in them, are what they are declared to be."""
@@ -125,10 +128,10 @@ def check_run(run: Run, resumed: Path | None = None) -> Programs:
         reduces = right("mesh", "data_parallel", "servers", "zero") and world_of(run).reduces
         try:
             programs = programs_of(run.schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=reduces)
-            misfits = _layer_faults(run, programs["train"].num_stages, right)
-            faults += misfits or _share_faults(run, programs["train"], right)
+            misfits = _layer_faults(run, skeleton, programs["train"].num_stages, right)
+            faults += misfits or _share_faults(run, skeleton, programs["train"], right)
         except ScheduleError as error:
-            faults += [str(error), *_layer_faults(run, run.mesh.pp * (run.chunks or 1), right)]
+            faults += [str(error), *_layer_faults(run, skeleton, run.mesh.pp * (run.chunks or 1), right)]
     elif right("schedule"):
         faults += schedule_faults(run.schedule)
     if right("backward", "model", "mesh.tp"):
@@ -198,21 +201,20 @@ def _backward_faults(run: Run) -> Iterator[str]:
         yield f"backward is 'split', but mesh.tp is {run.mesh.tp!r}, and {why}: set it to 1, {fix}"
 
 
-def _share_faults(run: Run, schedule: Schedule, right: Callable[..., bool]) -> Iterator[str]:
+def _share_faults(run: Run, skeleton: Skeleton, schedule: Schedule, right: Callable[..., bool]) -> Iterator[str]:
     """Servers without a parameter; a rank that has none is left its one server."""
     if not right("servers", "data_parallel", "zero", "mesh", "model", "split") or world_of(run).servers < 2:
         return
-    from raypar.actors.models.build import build_model  # imports torch: only for more than one server
-    from raypar.actors.worker.build import sizes_of
+    from raypar.actors.worker.build import sizes_of  # imports torch: only for more than one server
 
-    sizes = sizes_of(build_model(run.model, run.seed), run.split, schedule)
+    sizes = sizes_of(skeleton.model, run.split, schedule)
     fewest, pp = min((len(sizes.get(pp, {})), pp) for pp in range(schedule.num_ranks))
     if run.servers > fewest:
         fix = f"use {max(1, fewest)} at most"
         yield f"servers is {run.servers}, but pp={pp} has {fewest} parameters, and each is on one server: {fix}"
 
 
-def _layer_faults(run: Run, num_stages: int, right: Callable[..., bool]) -> list[str]:
+def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable[..., bool]) -> list[str]:
     """What is wrong with the split, with recompute, and with a plan, which all speak of the model's layers."""
     transformer = isinstance(run.model, Transformer)
     if not right("model.layers" if transformer else "model"):
@@ -221,15 +223,12 @@ def _layer_faults(run: Run, num_stages: int, right: Callable[..., bool]) -> list
     if isinstance(run.model, Transformer):
         count = run.model.layers
     else:
-        from raypar.actors.models.build import build_model  # imports torch: only for what only torch can count
-        from raypar.actors.models.user_plan import embedding_faults, plan_faults
+        from raypar.actors.models.user_plan import embedding_faults, plan_faults  # torch: only it can count these
 
         try:
-            model = build_model(run.model, run.seed)
+            count, layers = len(skeleton.model.body), skeleton.layers
         except Exception as error:
             return [f"model.fn failed: {type(error).__name__}: {error}"]
-        count = len(model.body)
-        layers = dict(zip(model.names, model.skeleton, strict=True))
         copied = (right("mesh.dp") and run.mesh.dp > 1) or (right("mesh.tp") and run.mesh.tensor_ranks > 1)
         faults += embedding_faults(layers, alone=not copied and run.data_parallel != "parameter_server")
         faults += plan_faults(run.model.plan, layers, run.mesh.tensor_ranks if right("mesh.tp") else 1)
