@@ -26,7 +26,7 @@ test-long: $(venv)/.installed-dev ## what is too long for every change: fuzzed s
 		echo "== $$script" && $(python) -m tests.long.$$script || exit 1; done
 
 docs: $(venv)/.installed-docs ## the documentation as a site, in build/site; a dead link fails
-	@NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
 
 bench: $(venv)/.installed-bench ## raypar beside its peers, in half an hour; ARGS=--quick for some
 	@$(python) -m tests.bench $(ARGS)
