@@ -211,3 +211,18 @@ def test_pages_are_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = re.findall(r"^ +- (\S+\.md)$", nav, re.MULTILINE)
     assert sorted(listed) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:])
+
+
+def test_the_figures_of_the_readme_are_those_of_the_benchmarks():
+    """A bench that was run again (``--docs``) changes docs/benchmarks.md: the README's table has to follow."""
+    measured = (ROOT / "README.md").read_text().partition("\n## Measured\n")[2].partition("\n## ")[0]
+    rows = [line for line in measured.splitlines() if line.startswith(("| dp", "| pp", "| tp"))]
+    figures = {cell.strip() for row in rows for cell in row.split("|") if re.fullmatch(r" [\d,.]+ ", cell)}
+    cells = {cell.strip() for cell in (ROOT / "docs/benchmarks.md").read_text().replace("\n", "|").split("|")}
+    assert len(rows) == 6
+    assert figures <= cells, figures - cells
+
+
+def test_the_grid_of_the_schedules_is_what_is_drawn():
+    (drawn,) = (f.text for f in fences_of((ROOT / "docs/schedules.md").read_text()) if f.text.startswith("rank 0"))
+    assert drawn == str(importlib.import_module("raypar.schedules").build("1f1b", 4, 8)).rstrip()
