@@ -15,12 +15,14 @@ from raypar.schedules.checking.check import check
 from raypar.schedules.checking.counterexample import demand_sound
 from raypar.schedules.checking.errors import CheckError, Fault
 from raypar.schedules.drawing.chrome_trace import chrome_trace
+from raypar.schedules.drawing.files import save_drawing
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.drawing.svg import svg
 from raypar.schedules.drawing.text import text
 from raypar.schedules.generators.entry import Entry
 from raypar.schedules.passes.lower import lower
-from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.passes.split_backward import split_backward
+from raypar.schedules.schedule import Drawer, Schedule, ScheduleError, register_drawer
 from raypar.schedules.simulation.measured_costs import costs_of
 from raypar.schedules.simulation.simulate import Costs, simulate
 from raypar.schedules.timeline import Event, Timeline
@@ -49,7 +51,10 @@ __all__ = [
     "names",
     "register",
     "simulate",
+    "split_backward",
     "svg",
     "text",
     "to_csv",
 ]
+
+register_drawer(Drawer(text, svg, save_drawing))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
 
@@ -70,6 +70,32 @@ def _brief(value: object) -> str:
 Written = Iterable[Sequence[Action | str | tuple[int | None, str, int | None]]]
 
 MOST_DRAWN = 20_000  # actions of a schedule that still draws itself
+
+
+class Drawer(NamedTuple):
+    """What makes a text, a picture or a file of a schedule or a timeline; see ``register_drawer``.
+
+    text  the grid of characters
+    svg   the picture, as standalone SVG
+    save  writes to a path the drawing that its ending names; returns the path
+    """
+
+    text: Callable[[Any], str]
+    svg: Callable[[Any], str]
+    save: Callable[[Any, str | Path], Path]
+
+
+_drawers: list[Drawer] = []
+
+
+def register_drawer(drawer: Drawer) -> None:
+    """Let schedules and timelines draw themselves by this drawer. ``raypar.schedules`` registers its own on import."""
+    _drawers[:] = [drawer]
+
+
+def drawer() -> Drawer:
+    """The drawer that is registered."""
+    return _drawers[0]
 
 
 class ScheduleError(ValueError):
@@ -159,9 +185,7 @@ class Schedule:
 
     def _repr_svg_(self) -> str | None:
         """The picture that a notebook shows; none of a schedule that is too large to look at."""
-        from raypar.schedules.drawing.svg import svg  # drawing a schedule takes all other files of this folder
-
-        return svg(self) if self.num_actions <= MOST_DRAWN else None
+        return drawer().svg(self) if self.num_actions <= MOST_DRAWN else None
 
     def save(self, path: str | Path) -> Path:
         """Write the picture (.svg), the whole grid (.txt), torch's table (.csv) or a trace for Perfetto (.json);
@@ -169,9 +193,7 @@ class Schedule:
 
         Raises ScheduleError for another ending, OSError if the file can't be written.
         """
-        from raypar.schedules.drawing.files import drawings, save
-
-        return save(path, drawings(self))
+        return drawer().save(self, path)
 
     @property
     def title(self) -> str:
@@ -183,9 +205,7 @@ class Schedule:
 
     def __repr__(self) -> str:
         """The grid, as a REPL shows it; a line for a schedule that is too large to look at or can't run."""
-        from raypar.schedules.drawing.text import text
-
         try:
-            return text(self) if self.num_actions <= MOST_DRAWN else self.title
+            return drawer().text(self) if self.num_actions <= MOST_DRAWN else self.title
         except ScheduleError:
             return self.title

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -158,12 +158,18 @@ class Board:
         rows = []
         for rank, row in enumerate(schedule.rows):
             done = [action for move in self.taken for at, action in move.actions if at == rank]
-            rows.append((*done, *(action for action in row if not self._there.issuperset(provides(action)))))
+            left = (part for action in row for part in self._left_of(action))
+            rows.append((*done, *left))
         name = schedule.name if not self.taken else f"{old.name.rpartition(' then ')[2]} then {schedule.name}"
         mixed = replace(schedule, name=name, rows=tuple(rows))
         demand_sound(mixed)
         self.schedule = mixed
         self._set_out(mixed)
+
+    def _left_of(self, action: Action) -> Iterator[Action]:
+        """What is left to do of an action: of a B whose I is done its W."""
+        missing = [value for value in provides(action) if value not in self._there]
+        yield from (action,) if len(missing) == len(provides(action)) else missing
 
     def _set_out(self, schedule: Schedule) -> None:
         """Lay out the moves that are left."""
@@ -201,9 +207,7 @@ class Board:
             raise MoveError(str(error)) from None
         every = [name for move in (*self.left, *self.taken) for name in move.names]
         if wanted not in every:
-            close = difflib.get_close_matches(str(wanted), list(map(str, every)), n=3)
-            guess = f": did you mean {', '.join(close)}?" if close else ""
-            raise MoveError(f"schedule {self.schedule.name!r} has no action {wanted}{guess}")
+            raise MoveError(f"schedule {self.schedule.name!r} has no action {wanted}{_instead(wanted, every)}")
         return wanted
 
 
@@ -230,10 +234,25 @@ def _listed(ready: tuple[Move, ...]) -> str:
     return ", ".join(str(move.head) for move in ready[:_MOST_SHOWN]) + more if ready else "nothing, take finish()"
 
 
-def maker_of(action: Action) -> Action:
-    """The action that has made what is to be seen of one: of a SEND what it sends."""
-    if action.op in SENDS:
-        return Action(action.stage, Op.F if action.op is Op.SEND_F else Op.B, action.microbatch)
+def _instead(wanted: Action, every: Sequence[Action]) -> str:
+    """What there is instead of an action that a step does not have: the halves of a backward, its whole, or names that
+    come close."""
+    whole, first, second = (wanted._replace(op=op) for op in (Op.B, Op.I, Op.W))
+    if wanted.op is Op.B and first in every:
+        return f": this backward is split, take {first} and then {second}"
+    if wanted.op in (Op.I, Op.W) and whole in every:
+        return f": this backward is whole, take {whole}"
+    close = difflib.get_close_matches(str(wanted), list(map(str, every)), n=3)
+    return f": did you mean {', '.join(close)}?" if close else ""
+
+
+def maker_of(action: Action, actions: Collection[Action]) -> Action:
+    """The one of these actions that has made what is to be seen of another: of a SEND what it sends."""
+    if action.op is Op.SEND_F:
+        return action._replace(op=Op.F)
+    if action.op is Op.SEND_B:
+        first = action._replace(op=Op.I)
+        return first if first in actions else action._replace(op=Op.B)
     return action
 
 

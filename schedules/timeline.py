@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from raypar.schedules.action import COMPUTE, Action
 from raypar.schedules.rules import HOLDS
-from raypar.schedules.schedule import MOST_DRAWN, Schedule
+from raypar.schedules.schedule import MOST_DRAWN, Schedule, drawer
 
 
 class Event(NamedTuple):
@@ -48,24 +48,18 @@ class Timeline:
 
     def __repr__(self) -> str:
         """The grid, as a REPL shows it."""
-        from raypar.schedules.drawing.text import text  # drawing a timeline takes all other files of this folder
-
-        return text(self) if len(self.events) <= MOST_DRAWN else f"<Timeline of {self.schedule.title}>"
+        return drawer().text(self) if len(self.events) <= MOST_DRAWN else f"<Timeline of {self.schedule.title}>"
 
     def _repr_svg_(self) -> str:
         """The picture that a notebook shows."""
-        from raypar.schedules.drawing.svg import svg
-
-        return svg(self)
+        return drawer().svg(self)
 
     def save(self, path: str | Path) -> Path:
         """Write the picture (.svg), the whole grid (.txt) or a trace for Perfetto (.json); returns the path.
 
         Raises ScheduleError for another ending, OSError if the file can't be written.
         """
-        from raypar.schedules.drawing.files import drawings, save
-
-        return save(path, drawings(self))
+        return drawer().save(self, path)
 
     @property
     def name(self) -> str:

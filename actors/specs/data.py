@@ -1,4 +1,4 @@
-"""TODO."""
+"""Where batches come from: text files, or a function of the user's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Optimizers and their learning-rate schedules, as plain data."""
 
 from __future__ import annotations
 

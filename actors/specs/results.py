@@ -1,4 +1,4 @@
-"""TODO."""
+"""What an actor reports of a step: losses, norms, times and memory."""
 
 from __future__ import annotations
 

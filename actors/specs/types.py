@@ -1,4 +1,4 @@
-"""TODO."""
+"""Types and bounds that several specs use."""
 
 from __future__ import annotations
 

@@ -135,9 +135,9 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
 
 
 def _halved(plan: Plan) -> dict[int, set[int]]:
-    """By stage, the microbatches whose backwards are in halves, by their numbers in the whole step."""
+    """By stage, the microbatches whose backwards are split, by their numbers in the whole step."""
     dp, found = plan.mesh.coordinate(plan.rank)["dp"], defaultdict[int, set[int]](set)
-    for stage, op, microbatch in plan.rows["train"]:
+    for stage, op, microbatch in plan.programs["train"].rows[plan.world.pp(plan.rank)]:
         if op is Op.I and stage is not None and microbatch is not None:
             found[stage].add(microbatch * plan.mesh.dp + dp)
     return found

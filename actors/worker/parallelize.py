@@ -1,4 +1,4 @@
-"""TODO."""
+"""How a model is divided over the tensor-parallel and context-parallel axes of a mesh."""
 
 from __future__ import annotations
 

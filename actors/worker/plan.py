@@ -14,7 +14,6 @@ from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import SGD, AdamW
 from raypar.actors.specs.recompute import Recompute
 from raypar.actors.specs.types import DeviceKind, ProgramName
-from raypar.schedules.action import Action
 from raypar.schedules.schedule import Schedule
 
 
@@ -24,8 +23,7 @@ class Plan:
 
     name      unique to job and generation; the names of its groups begin with it
     rank      this actor's rank in the world
-    programs  the lowered schedules by name; of their rows only this actor's is filled
-    rows      what this actor performs of each of them: its row, with some backwards in halves
+    programs  the schedules by name, as they are performed; of their rows only this actor's is filled
     device    what every actor of the run computes on
     timeout   seconds that any wait on another actor may take
     """
@@ -37,7 +35,6 @@ class Plan:
     data: Text | Batches
     optim: AdamW | SGD
     programs: Mapping[ProgramName, Schedule]
-    rows: Mapping[ProgramName, tuple[Action, ...]]
     split: Split
     recompute: Recompute
     micro_batch_size: int

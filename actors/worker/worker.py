@@ -64,7 +64,6 @@ class Worker(Resident):
         self._stages = part.stages
         self._join(plan, groups, part, part.parameters, self._parts.update)
         row = plan.programs["train"].rows[self._pp]
-        self._names = {a._replace(op=op): a for a in row if a.op is Op.B for op in (Op.I, Op.W)}  # of its halves
         self._first, self._last = (set(last_backwards(part).values()) for part in (row[::-1], row))
         self._couriers = {
             name: Courier(groups.get("pp"), schedule.placement, schedule.num_microbatches)
@@ -98,7 +97,7 @@ class Worker(Resident):
         torch.set_grad_enabled(True)  # the thread that runs calls is not the one that ran __init__
         self._program, self._number = program, step
         self._schedule: Schedule = self._plan.programs[program]
-        self._row = self._plan.rows[program]
+        self._row = self._schedule.rows[self._pp]
         self._courier = self._couriers[program]
         self._train = not self._schedule.forward_only
         self._computed: dict[int, Tensor] = {}  # losses that were not read yet
@@ -119,14 +118,14 @@ class Worker(Resident):
         """Perform one action, as soon as what it needs is there; raises ActionError."""
         self._place.enter()
         start = self._place.mark()
-        self._now, self._moved = self._names.get(action, action), 0
+        self._now, self._moved = action, 0
         try:
             self._perform[action.op](action)
         except NonFiniteError:
             self._epoch += 1
             raise
         except Exception as error:
-            raise self._failed(str(self._now), self._peer(action), error) from None
+            raise self._failed(str(action), self._peer(action), error) from None
         self._events.append(Span(action, start, self._place.mark(), self._moved))
         if self._notes is not None and (made := self._made(action)):
             self._notes.made[action] = made
@@ -256,8 +255,7 @@ class Worker(Resident):
 
         By hand they come in any order, and nothing is reduced before REDUCE_GRAD.
         """
-        name = self._names.get(action, action)
-        reducer, first, last = self._parts.reducer, name in self._first, name in self._last
+        reducer, first, last = self._parts.reducer, action in self._first, action in self._last
         if reducer is None or self._notes is not None or not (first or last):
             return nullcontext()
         return reducer.watch(_stage(action), last=last, left=left)

@@ -22,12 +22,14 @@ from raypar.actors.specs.optim import SGD, AdamW
 from raypar.actors.specs.recompute import Recompute, recompute_faults
 from raypar.actors.specs.types import BucketSize, Count, DeviceChoice, DeviceKind, Positive, Steps
 from raypar.config.fields import field_faults
-from raypar.config.schedule import Programs, programs_of, schedule_faults
+from raypar.config.schedule import Backward, Programs, programs_of, schedule_faults, with_backward
 from raypar.config.validate.model import length_faults, model_faults
 from raypar.config.validate.outputs import Tracker, folder_faults, track_faults
 from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
 from raypar.errors import ConfigError
+from raypar.planner.cost_model import costs_on_paper
 from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.simulation.simulate import Costs
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,9 @@ class Run:
     """a name (naive, gpipe, 1f1b, interleaved, registered ones), a CSV file, code as my.py:function, or a Schedule"""
     chunks: Count | None = None
     """stages a rank holds; None is the schedule's own default (2 for interleaved, else 1)"""
+    backward: Backward = "auto"
+    """auto splits a backward into I (what the rank before waits for) and W (the weights' gradients) where W fills waits
+    of the pipeline; split splits every backward, whole none: the numbers are the same"""
     microbatches: Count = 4
     """a step's batch is so many microbatches on each replica ..."""
     micro_batch_size: Count = 2
@@ -95,7 +100,7 @@ class Run:
 
 
 def check_run(run: Run, resumed: Path | None = None) -> Programs:
-    """The run's schedules, lowered and checked; raises ConfigError with all that is wrong with the run.
+    """The run's schedules as its actors perform them, checked; raises ConfigError with all that is wrong with the run.
 
     ``resumed`` is the checkpoint that it goes on from: only such a run may use a folder that holds one.
     A field of a wrong type or out of its range is a fault by itself; what it is compared with is then left out.
@@ -126,6 +131,8 @@ def check_run(run: Run, resumed: Path | None = None) -> Programs:
             faults += [str(error), *_layer_faults(run, run.mesh.pp * (run.chunks or 1), right)]
     elif right("schedule"):
         faults += schedule_faults(run.schedule)
+    if right("backward", "model", "mesh.tp"):
+        faults += _backward_faults(run)
     if right("data"):
         faults += _data_faults(run, right)
     if right("folder") and run.folder is not None:
@@ -136,7 +143,17 @@ def check_run(run: Run, resumed: Path | None = None) -> Programs:
         faults.append(f"save_every is {run.save_every}, but there is no folder for checkpoints: give one")
     if faults or programs is None:
         raise ConfigError(faults)
-    return programs
+    if run.backward == "auto" and isinstance(run.model, Layers) and not run.model.halves:
+        return programs
+    costs = costs_of_run(run, programs["train"].num_stages)
+    # what a layer keeps for a W is as large as all its activations: who runs forwards again does not keep it
+    return with_backward(programs, run.backward, costs, hold=run.recompute == "none")
+
+
+def costs_of_run(run: Run, num_stages: int) -> Costs:
+    """What the actions of a run's training step last, on paper."""
+    ranks = run.mesh.tensor_ranks
+    return costs_on_paper(run.model, num_stages, split=run.split, recompute=run.recompute, tensor_ranks=ranks)
 
 
 def world_of(run: Run) -> World:
@@ -167,6 +184,18 @@ def _server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
         yield f"servers is {run.servers}, but data_parallel is {run.data_parallel!r}: only a parameter_server has them"
     if right("zero", "data_parallel") and run.zero and run.data_parallel == "parameter_server":
         yield f"zero is {run.zero}, but data_parallel is 'parameter_server': servers hold the optimizer, leave zero out"
+
+
+def _backward_faults(run: Run) -> Iterator[str]:
+    """Backwards that are to be split, where W would make nothing."""
+    if run.backward != "split":
+        return
+    fix = "or let backward be auto or whole"
+    if isinstance(run.model, Layers) and not run.model.halves:
+        yield f"backward is 'split', but your own Layers are not to be split: give Layers(halves=True), {fix}"
+    if run.mesh.tensor_ranks > 1:
+        why = "layers that are divided make their weights' gradients at once"
+        yield f"backward is 'split', but mesh.tp is {run.mesh.tp!r}, and {why}: set it to 1, {fix}"
 
 
 def _share_faults(run: Run, schedule: Schedule, right: Callable[..., bool]) -> Iterator[str]:

@@ -37,7 +37,6 @@ class Inside(Guarded):
     schedule: Schedule
     device: DeviceKind
     next_step: int
-    _performed: Schedule  # with backwards in halves
     _world: World
     _last: Report | None
     _holds: Sequence[dict[str, Cut]]  # what each rank has of which logical parameters
@@ -136,7 +135,7 @@ class Inside(Guarded):
         ``ago`` asks for a step so many before the latest: actors remember a few. Of others nothing is measured.
         """
         rows = self._guard(lambda: self._calls.all("events", ago, what="reading the timeline"))
-        return timelines_of(self._performed, self._world, rows)
+        return timelines_of(self.schedule, self._world, rows)
 
     def overlay(self, dp: int = 0) -> Overlay:
         """The latest compiled training step of one replica over what those before it predict: simulated with their

@@ -26,7 +26,6 @@ from raypar.errors import ConfigError, JobError
 from raypar.job.inspection import Inside
 from raypar.job.plans import plans_of
 from raypar.job.training_loop import Ahead
-from raypar.planner.cost_model import performed
 from raypar.reporting.progress import display
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report, losses_of, mean_loss, report_of
@@ -43,7 +42,7 @@ class Job(Inside):
     run         what it was launched with, or reset to
     device      what its actors compute on: cpu or cuda
     num_actors  how many were launched; a run that it was reset to may need fewer
-    schedule    the lowered schedule of a training step; actors perform some of its backwards in halves
+    schedule    of a training step, as it is drawn, checked, simulated, stepped and run
     next_step   number of the step that comes next
     """
 
@@ -194,8 +193,7 @@ class Job(Inside):
         self._last: Report | None = None
         self._calls = Calls(self._handles, self._world, run.timeout)
         self._saver = Saver(run, self._calls, self._world)
-        self._performed = performed(run, self.schedule)
-        plans = plans_of(run, programs, self._performed, f"{self._name}@{self._generation}", self.device)
+        plans = plans_of(run, programs, f"{self._name}@{self._generation}", self.device)
         refs = [handle.start.remote(plan) for handle, plan in zip(self._handles, plans, strict=True)]
         launch = Calls(self._handles, self._world, max(run.timeout, _LAUNCH_SECONDS))
         self._holds: list[dict[str, Cut]] = self._guard(lambda: launch.gather(refs, "the launch"), patient=False)
@@ -252,7 +250,7 @@ class Job(Inside):
         self._saver.after(self.next_step)
 
     def _lowered(self, schedule: str | Schedule) -> Schedule:
-        """A schedule for a training step of this run. Raises ScheduleError."""
+        """A schedule for a training step of this run, its backwards as they are written. Raises ScheduleError."""
         run, reduces = self.run, self._world.reduces
         return programs_of(schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=reduces)["train"]
 
@@ -271,7 +269,7 @@ class Job(Inside):
         if step is not None:
             with suppress(JobError):
                 self._demand_ready()
-                keep = partial(self._record.measured, step, self._performed, self._world)
+                keep = partial(self._record.measured, step, self.schedule, self._world)
                 self._saver.ask(("events", "ledger"), keep)
 
     def _let_go(self, *, hurried: bool = False) -> None:

@@ -6,12 +6,10 @@ from raypar.actors.specs.types import DeviceKind
 from raypar.actors.worker.plan import Plan
 from raypar.config.run import Run, rooted, world_of
 from raypar.config.schedule import Programs, only_row
-from raypar.schedules.schedule import Schedule
 
 
-def plans_of(run: Run, programs: Programs, step: Schedule, name: str, device: DeviceKind = "cpu") -> list[Plan]:
-    """The plan of every rank; ``step`` is the training step as it is performed, ``name`` is unique to job and
-    generation, ``device`` what all of them compute on."""
+def plans_of(run: Run, programs: Programs, name: str, device: DeviceKind = "cpu") -> list[Plan]:
+    """The plan of every rank; ``name`` is unique to job and generation, ``device`` what all of them compute on."""
     world = world_of(run)
     rows = [{key: only_row(schedule, pp) for key, schedule in programs.items()} for pp in range(run.mesh.pp)]
     return [
@@ -23,7 +21,6 @@ def plans_of(run: Run, programs: Programs, step: Schedule, name: str, device: De
             data=rooted(run.data),
             optim=run.optim,
             programs=rows[world.pp(rank)],
-            rows={key: schedule.rows[world.pp(rank)] for key, schedule in {**programs, "train": step}.items()},
             split=run.split,
             recompute=run.recompute,
             micro_batch_size=run.micro_batch_size,

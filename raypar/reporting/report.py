@@ -19,7 +19,7 @@ Moved = Mapping[tuple[str, str], tuple[int, int]]  # by (axis, op): calls and by
 def timelines_of(schedule: Schedule, world: World, rows: Sequence[Sequence[Span]]) -> list[Timeline]:
     """A timeline for each replica, then one for the servers 0, the servers 1, ... of all pipeline ranks.
 
-    ``schedule`` is as it was performed, and ``rows`` are the spans of every rank. The first of all is at second 0.
+    ``schedule`` is the run's, and ``rows`` are the spans of every rank. The first of all is at second 0.
     """
     zero = min((span.start for row in rows for span in row), default=0.0)
     lanes = [world.replica(dp) for dp in range(world.mesh.dp)]

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import Transformer
-from raypar.config.run import Run, world_of
-from raypar.planner.cost_model import costs_on_paper, performed
+from raypar.config.run import Run, costs_of_run, world_of
 from raypar.reporting.report import Evaluation, Report
 from raypar.schedules.action import Op
 from raypar.schedules.schedule import Schedule
@@ -21,7 +20,7 @@ Rows = list[tuple[str, str]]
 
 def predicted(run: Run, schedule: Schedule) -> Timeline:
     """The step on paper, with the costs that FLOPs say."""
-    return simulate(performed(run, schedule), costs_on_paper(run, schedule.num_stages))
+    return simulate(schedule, costs_of_run(run, schedule.num_stages))
 
 
 def plan_rows(run: Run, schedule: Schedule) -> Rows:
@@ -38,8 +37,8 @@ def plan_rows(run: Run, schedule: Schedule) -> Rows:
     if isinstance(run.model, Transformer):
         layers = split_layers(run.split, transformer_costs(run.model), schedule.num_stages)
         rows.append(("layers of each stage", _each(map(len, layers))))
-    halves = [sum(action.op is Op.I for action in row) for row in timeline.schedule.rows]
-    if any(halves) and timeline.schedule.rows != schedule.rows:
+    halves = [sum(action.op is Op.I for action in row) for row in schedule.rows]
+    if any(halves):
         rows.append(("backwards in halves", f"{_each(halves)}: their weights' gradients (W) fill waits"))
     return [
         *rows,

@@ -19,7 +19,6 @@ from raypar.actors.mesh.world import World
 from raypar.actors.specs.recompute import Recompute
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.manifest import Step
-from raypar.cluster.calls import Calls
 from raypar.config.fields import brief
 from raypar.config.run import Run
 from raypar.config.toml import plain_of
@@ -29,6 +28,8 @@ from raypar.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from raypar.cluster.calls import Calls  # imports ray, which a replay does without
 
 _FORMAT = "raypar recording 1"
 _ABOUT = "about"  # the tensor that holds what is not a tensor, as JSON

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from raypar.stepping.recording import Recorder
 from raypar.stepping.views import Ready, State, Taken
 
 if TYPE_CHECKING:
-    from raypar.actors.inspect.step import Seen
+    from raypar.actors.inspect.step import Held, Seen
 
 
 class Stepper:
@@ -99,11 +100,11 @@ class Stepper:
         Raises MoveError if it is not done or makes no tensors.
         """
         self._demand_midway()
-        wanted = maker_of(self.why(action).asked)
+        wanted = maker_of(self.why(action).asked, (*self.done, *self.left))
         if wanted not in self.done:
             raise MoveError(f"{wanted} is not done: there is nothing to see yet\n{self.why(wanted)!r}")
         if not makes_tensors(wanted):
-            what = "hands no gradient on" if wanted.op is Op.B else "makes no tensors of its own"
+            what = "hands no gradient on" if wanted.op in (Op.B, Op.I) else "makes no tensors of its own"
             raise MoveError(f"{wanted} {what}: look at job.grad(name) for the gradient of a weight")
         mesh = self._world.mesh
         places: dict[Axis, int] = {"dp": dp, "cp": cp, "tp": tp}
@@ -115,7 +116,12 @@ class Stepper:
     def state(self) -> State:
         """What every actor holds."""
         self._demand_midway()
-        return State(self._guard(lambda: self._calls.all("held", what="looking at the actors")))
+        found: list[Held] = self._guard(lambda: self._calls.all("held", what="looking at the actors"))
+        whole = {action._replace(op=Op.I): action for action in self.done if action.op is Op.B}
+        return State(
+            replace(held, values={whole.get(value, value): size for value, size in held.values.items()})
+            for held in found
+        )
 
     def __repr__(self) -> str:
         moves = f"{len(self._board.taken)} of {len(self._board.taken) + len(self._board.left)} moves done"

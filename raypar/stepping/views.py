@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from raypar.schedules.action import Action, Op
+from raypar.schedules.action import Action
 from raypar.schedules.drawing.cells import lines
 from raypar.schedules.step_board import Move
 
@@ -64,10 +64,5 @@ class State(tuple["Held", ...]):
 def _cells(held: Held) -> tuple[str, ...]:
     sizes = (f"{size / 2**20:,.1f}" for size in (held.weights, held.gradients, held.optimizer, held.memory))
     flying = (f"{stage}F{microbatch}" for stage, all_of_it in held.in_flight.items() for microbatch in all_of_it)
-    values = (f"{_spelled(action)} ({size / 2**20:,.2f})" for action, size in held.values.items())
+    values = (f"{action} ({size / 2**20:,.2f})" for action, size in held.values.items())
     return (*sizes, " ".join(flying) or "-", ", ".join(values) or "-")
-
-
-def _spelled(action: Action) -> str:
-    """A gradient under the name of the backward that has made it."""
-    return str(action._replace(op=Op.B) if action.op is Op.I else action)

@@ -31,6 +31,14 @@ def drawings(drawn: Schedule | Timeline) -> dict[str, Callable[[], str]]:
     return {**kinds, ".json": lambda: json.dumps(chrome_trace(drawn))}
 
 
+def save_drawing(drawn: Schedule | Timeline, path: str | Path) -> Path:
+    """Write the drawing of a schedule or a timeline that the path's ending names; returns the path.
+
+    Raises ScheduleError if there is no such kind, and OSError if the file can't be written.
+    """
+    return save(path, drawings(drawn))
+
+
 def save(path: str | Path, kinds: Mapping[str, Callable[[], str]], suffix: str | None = None) -> Path:
     """Write the kind of drawing that ``suffix``, or else the path's own, asks for; returns the path.
 

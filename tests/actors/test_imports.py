@@ -11,7 +11,8 @@ import sys
 import torch
 from tests.support.team import Team, linears, mse
 from raypar.actors.models.build import build_model
-from raypar.actors.specs.model import GPT, AdamW, Layers, Llama
+from raypar.actors.specs.model import GPT, Layers, Llama
+from raypar.actors.specs.optim import AdamW
 build_model(GPT(layers=1, hidden=8, heads=2, seq=4, vocab=5, tied=True), 0).materialize(range(3), 0)
 for positions in ("sinusoidal", "hierarchical", "rope", "alibi"):
     model = Llama(layers=2, hidden=8, heads=2, kv_heads=1, seq=4, vocab=5, dropout=0.1, positions=positions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -13,6 +14,7 @@ from raypar.actors.models.build import build_model
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.specs.model import GPT
 from raypar.actors.tensor_parallel.sequence import Kept
+from tests.support.counted import threads
 
 S, B, H, A = 64, 3, 48, 4
 SBH, ASSB = S * B * H, A * S * S * B
@@ -47,3 +49,20 @@ def kept(stage, x):
     with saved_tensors_hooks(count, lambda tensor: tensor):
         stage.forward(0, 0, (x,), ())
     return sum(tensor.untyped_storage().nbytes() / 4 for at, tensor in COUNTED.held.items() if at not in own)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two of them wait for each other on a machine that is busy."""
+    with threads(1):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def hooks_inside_count_too(monkeypatch):
+    """Of nested hooks only the inner ones are called."""
+
+    def counted(pack, unpack):
+        return saved_tensors_hooks(lambda tensor: count(pack(tensor)), unpack)
+
+    monkeypatch.setattr("raypar.actors.tensor_parallel.sequence.saved_tensors_hooks", counted)

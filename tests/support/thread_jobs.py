@@ -52,7 +52,7 @@ class Hands:
         self.team, self.next_step = team, 0
         self._handles = [Handle(actor) for actor in team.all]
         self.calls = Calls(self._handles)
-        self.schedule = self.lowered(team.run.schedule)
+        self.schedule = team.programs["train"]
 
     def close(self):
         for handle in self._handles:

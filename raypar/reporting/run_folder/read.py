@@ -210,14 +210,14 @@ def _measured(raw: bytes, schedule: Schedule | None) -> Latest:
         faults += (
             f"has {event.action} on rank {event.rank}: {why}" for event in events for why in _odd(event, schedule)
         )
-        timelines.append(Timeline(_as_performed(schedule, events), tuple(events), measured=True))
+        timelines.append(Timeline(_as_measured(schedule, events), tuple(events), measured=True))
     if faults:
         raise _DamagedError(*faults[:_MOST_TOLD])
     return measured.step, timelines
 
 
-def _as_performed(schedule: Schedule, events: Sequence[Event]) -> Schedule:
-    """The schedule with rows as they were: of its backwards actors do some in halves."""
+def _as_measured(schedule: Schedule, events: Sequence[Event]) -> Schedule:
+    """The schedule; where an older run wrote it with whole backwards and split some, with the rows of the events."""
     planned = {action for row in schedule.rows for action in row}
     if not any(event.action.op is Op.I and event.action not in planned for event in events):
         return schedule

@@ -12,7 +12,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from raypar.actors.collective.local import local_groups
 from raypar.actors.context_parallel.cores import ContextParallel
@@ -21,26 +20,19 @@ from raypar.actors.models.build import build_model
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.tensor_parallel.megatron import TensorParallel
-from tests.support.counted import threads
-from tests.support.kept_activations import ASSB, SBH, A, B, H, S, block, count, kept
+from tests.support.kept_activations import (  # noqa: F401  (fixtures that hold for every test)
+    ASSB,
+    SBH,
+    A,
+    B,
+    H,
+    S,
+    block,
+    hooks_inside_count_too,
+    kept,
+    one_thread,
+)
 from tests.support.logical import in_threads
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Two of them wait for each other on a machine that is busy."""
-    with threads(1):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def hooks_inside_count_too(monkeypatch):
-    """Of nested hooks only the inner ones are called."""
-
-    def counted(pack, unpack):
-        return saved_tensors_hooks(lambda tensor: count(pack(tensor)), unpack)
-
-    monkeypatch.setattr("raypar.actors.tensor_parallel.sequence.saved_tensors_hooks", counted)
 
 
 @pytest.mark.parametrize("positions", ["learned", "rope", "alibi"])

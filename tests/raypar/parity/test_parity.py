@@ -13,6 +13,8 @@ import raypar as rp
 from raypar.parity.verify import relative_error, train_plainly
 from raypar.schedules.catalog import build
 from raypar.schedules.schedule import Schedule
+from tests.support.layouts import verdict_of
+from tests.support.plain import trained_with_own_dice
 
 STEPS = 5
 MICROBATCHES = (1, 2, 4, 8)
@@ -45,11 +47,24 @@ CASES = [
     for m in allowed(schedule, pp)
 ]
 LLAMAS = [(1, "1f1b"), (2, "gpipe"), (2, "interleaved"), (3, "1f1b"), (4, "1f1b"), (4, "interleaved")]
+ON_ACTORS = [  # the other layouts have threads for actors
+    ("gpt-tiny", 1, "1f1b", 2),
+    ("gpt-tiny", 2, "naive", 4),
+    ("gpt-tiny", 2, "gpipe", 8),
+    ("gpt-tiny", 2, "1f1b", 8),
+    ("gpt-tiny", 2, "interleaved", 4),
+    ("gpt-tiny", 3, "1f1b", 4),
+    ("gpt-tiny", 4, "1f1b", 8),
+    ("gpt-tiny", 4, "interleaved", 8),
+    ("llama-tiny", 2, "interleaved", 4),
+    ("llama-tiny", 4, "1f1b", 4),
+]
 MODELS = [("gpt-tiny", *case) for case in CASES] + [("llama-tiny", *case, 4) for case in LLAMAS]
 
 
 def test_the_cases_cover_what_the_schedules_allow():
     assert len(CASES) == 57
+    assert set(ON_ACTORS) < set(MODELS)
     assert {(pp, m) for pp, schedule, m in CASES if schedule == "1f1b"} == {
         (p, m) for p in (1, 2, 3, 4) for m in MICROBATCHES
     }
@@ -120,13 +135,23 @@ def test_the_users_own_modules_and_loss(job_on):
     }
 
 
-@pytest.mark.parametrize(("model", "pp", "schedule", "m"), sorted(MODELS, key=lambda case: case[1]))
-def test_bitwise_equal_to_one_plain_process(job_on, model, pp, schedule, m):
-    verdict = rp.verify(tiny(pp, model=rp.recipe(model).model, schedule=schedule, microbatches=m), job_on(pp))
+def is_bitwise(verdict, model):
     assert verdict.bitwise, str(verdict)
     assert verdict.steps == STEPS
     assert verdict.weights == {"gpt-tiny": 109, "llama-tiny": 75}[model]
     assert len(set(verdict.losses)) == STEPS, "a run whose loss never moves proves nothing"
+
+
+@pytest.mark.parametrize(("model", "pp", "schedule", "m"), ON_ACTORS)
+def test_bitwise_equal_to_one_plain_process(job_on, model, pp, schedule, m):
+    run = tiny(pp, model=rp.recipe(model).model, schedule=schedule, microbatches=m)
+    is_bitwise(rp.verify(run, job_on(pp)), model)
+
+
+@pytest.mark.parametrize(("model", "pp", "schedule", "m"), [case for case in MODELS if case not in ON_ACTORS])
+def test_bitwise_equal_to_one_plain_process_on_threads(monkeypatch, model, pp, schedule, m):
+    monkeypatch.setattr("raypar.parity.verify.train_plainly", trained_with_own_dice)
+    is_bitwise(verdict_of(tiny(pp, model=rp.recipe(model).model, schedule=schedule, microbatches=m)), model)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective", ("selective", "full", "none", "full", *["none"] * 4)])
@@ -166,7 +191,7 @@ def test_stepped_equals_compiled(job_on, schedule):
     for _ in range(3):
         stepper = job.stepper()
         stepper.next()
-        stepper.run_to("1B0")
+        stepper.run_to("1SEND_B0")
         stepped.append(stepper.finish())
     assert [(r.loss, r.grad_norm) for r in stepped] == [(r.loss, r.grad_norm) for r in compiled]
     assert all(torch.equal(weight, weights[name]) for name, weight in job.weights())

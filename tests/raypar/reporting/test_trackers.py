@@ -170,7 +170,7 @@ def test_no_secret_is_said(text, hidden):
 
 
 def test_what_is_missing_is_told(monkeypatch, tmp_path):
-    monkeypatch.setattr("raypar.reporting.trackers.registry.find_spec", lambda name: None)
+    monkeypatch.setattr("raypar.config.validate.outputs.find_spec", lambda name: None)
     for name in ("wandb", "mlflow", "tensorboard"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""What a block on a grid keeps for its backward, counted as in test_activations.py."""
+"""What a block on a grid keeps for its backward, counted as in tests/actors/layers/test_kept_activations.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ import torch
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.worker.parallelize import tensor_division
-from tests.support.kept_activations import ASSB, SBH, H, S, block, kept
+from tests.support.kept_activations import (  # noqa: F401  (fixtures that hold for every test)
+    ASSB,
+    SBH,
+    H,
+    S,
+    block,
+    hooks_inside_count_too,
+    kept,
+    one_thread,
+)
 from tests.support.on_grid import at_once, groups_on
 
 
