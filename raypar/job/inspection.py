@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from raypar.actors.collective.ledger import Entry
 from raypar.actors.mesh.world import World
 from raypar.actors.sharding import Cut, joined
+from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import KEPT, DeviceKind
-from raypar.config.run import Run
 from raypar.job.lifetime import Guarded
 from raypar.reporting.report import Report, ledger_of, timelines_of
 from raypar.schedules.drawing.overlay import Overlay

@@ -14,13 +14,14 @@ from typing import Any
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.sharding import Cut
 from raypar.actors.specs.data import Batches
+from raypar.actors.specs.run import Run
 from raypar.checkpoint.background_save import Saver
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
 from raypar.cluster.calls import Calls
 from raypar.cluster.interrupts import patience
 from raypar.cluster.ray_cluster import Actors, demand_shippable
-from raypar.config.run import Run, reset_faults, world_of
+from raypar.config.run import reset_faults, world_of
 from raypar.config.schedule import Programs, programs_of
 from raypar.errors import ConfigError, JobError
 from raypar.job.inspection import Inside

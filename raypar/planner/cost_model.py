@@ -7,7 +7,7 @@ from typing import NamedTuple
 from raypar.actors.models.partition import core_cost, split_layers, transformer_costs
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.recompute import word_of
-from raypar.config.run import Run
+from raypar.actors.specs.run import Run
 from raypar.schedules.action import Op
 from raypar.schedules.passes.split_backward import in_halves
 from raypar.schedules.schedule import Schedule
