@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypar.actors.models.partition import Split, split_layers
+from raypar.actors.models.partition import split_layers
 from raypar.actors.sharding import Cut
+from raypar.actors.specs.types import Split
 from raypar.actors.tensors import Values
 
 IGNORED = -100  # the ignore_index of torch's losses over classes

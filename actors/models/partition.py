@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Literal
 
 from raypar.actors.specs.model import Transformer
-
-Split = Literal["even", "balanced"] | tuple[int, ...]
+from raypar.actors.specs.types import Split
 
 MOST_BALANCED = 2_000_000  # layers x stages that are balanced; it takes about half a microsecond for each
 

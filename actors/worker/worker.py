@@ -55,9 +55,9 @@ class Worker(Resident):
 
         Raises UnequalReplicasError if another replica has made other weights of the same plan.
         """
-        torch.set_num_threads(plan.threads)
+        torch.set_num_threads(plan.run.threads)
         torch.set_grad_enabled(True)
-        coordinate = plan.mesh.coordinate(plan.rank)
+        coordinate = plan.run.mesh.coordinate(plan.rank)
         self._pp, self._dp, self._cp = coordinate["pp"], coordinate["dp"], coordinate["cp"]
         self._parts = assemble(plan, groups, self.prepare(plan))
         part = self._parts.part
@@ -219,7 +219,7 @@ class Worker(Resident):
         if any(stage.is_last for stage in self._stages.values()):
             self._read_losses()
             sound = all(map(math.isfinite, self._losses.values()))
-            ballot = ballot_of(sum(self._counts.values()), parts.mean.expected / self._plan.mesh.cp, sound=sound)
+            ballot = ballot_of(sum(self._counts.values()), parts.mean.expected / self._plan.run.mesh.cp, sound=sound)
         if parts.reducer is not None:
             parts.reducer.finish()
             if ballot is not None:
@@ -247,7 +247,7 @@ class Worker(Resident):
 
     def _in_all(self, microbatch: int) -> int:
         """A microbatch's number in the whole step, over all replicas: the order in which one process would take it."""
-        return microbatch * self._plan.mesh.dp + self._dp
+        return microbatch * self._plan.run.mesh.dp + self._dp
 
     def _watched(self, action: Action, left: Collection[Tensor] | None = None) -> AbstractContextManager[None]:
         """The time of a backward, or of its half that adds what is ``left``; the Reducer looks on at a stage's first
@@ -284,8 +284,8 @@ class Worker(Resident):
         peer = self._courier.peer(action)
         if peer is None:
             return None
-        coordinate = self._plan.mesh.coordinate(self._plan.rank) | {"pp": peer}
-        return self._plan.mesh.label(self._plan.mesh.rank(**coordinate))
+        coordinate = self._plan.run.mesh.coordinate(self._plan.rank) | {"pp": peer}
+        return self._plan.run.mesh.label(self._plan.run.mesh.rank(**coordinate))
 
 
 def _stage(action: Action) -> int:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from raypar.actors.collective.ledger import Entry
 from raypar.actors.sharding import Cut
+from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
 from raypar.cluster.calls import Calls
 from raypar.cluster.ray_cluster import Actors, demand_shippable
-from raypar.config.run import Run, reset_faults, world_of
+from raypar.config.run import reset_faults, world_of
 from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
 from raypar.errors import ConfigError

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypar.actors.mesh.world import World
+from raypar.actors.specs.run import Run
 from raypar.cluster.calls import Calls
-from raypar.config.run import Run
 from raypar.config.skeleton import Skeleton
 from raypar.schedules.schedule import Schedule
 

@@ -15,7 +15,8 @@ from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.activations import Spot
 from raypar.actors.layers.dropout import Portions
 from raypar.actors.mesh.mesh import AXES
-from raypar.config.run import Run, world_of
+from raypar.actors.specs.run import Run
+from raypar.config.run import world_of
 from raypar.parity.causes import Case, Piece, cause_of
 from raypar.parity.compare import norm_of, relative_error, scales_of
 from raypar.parity.reference import Watched, watch_plainly

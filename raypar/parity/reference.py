@@ -18,8 +18,8 @@ from raypar.actors.models.build import build_model
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.optimizer import build_optimizer, set_lr
 from raypar.actors.rng import derive
+from raypar.actors.specs.run import Run
 from raypar.actors.tensors import as_values
-from raypar.config.run import Run
 from raypar.errors import ConfigError
 from raypar.reporting.report import mean_loss
 

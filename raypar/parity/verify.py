@@ -16,7 +16,8 @@ from raypar.actors.data_parallel.replica_checks import digest
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.optim import AdamW
-from raypar.config.run import Run, check_run, unrecorded
+from raypar.actors.specs.run import Run
+from raypar.config.run import check_run, unrecorded
 from raypar.errors import ConfigError
 from raypar.job.job import Job
 from raypar.job.launch import launch

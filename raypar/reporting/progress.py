@@ -14,7 +14,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from raypar.config.run import Run
+from raypar.actors.specs.run import Run
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.run_folder.append import heard
 

@@ -11,9 +11,9 @@ from functools import partial
 from raypar.actors.errors import first_line
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import Span
-from raypar.config.run import Run
+from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import Tracker
 from raypar.config.toml import plain_of
-from raypar.config.validate.outputs import Tracker
 from raypar.paths import absolute
 from raypar.reporting.report import Evaluation, Moved, Report, ledger_of, timelines_of
 from raypar.reporting.run_folder.write import Folder

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import Transformer
-from raypar.config.run import Run, costs_of_run, world_of
+from raypar.actors.specs.run import Run
+from raypar.config.run import costs_of_run, world_of
 from raypar.reporting.report import Evaluation, Report
 from raypar.schedules.action import Op
 from raypar.schedules.schedule import Schedule

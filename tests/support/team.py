@@ -14,9 +14,10 @@ from raypar.actors.sharding import joined
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import SGD
+from raypar.actors.specs.run import Run
 from raypar.actors.worker.server import Server
 from raypar.actors.worker.worker import Worker
-from raypar.config.run import Run, check_run
+from raypar.config.run import check_run
 from raypar.job.plans import plans_of
 
 

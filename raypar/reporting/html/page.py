@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from raypar.config.run import Run
+from raypar.actors.specs.run import Run
 from raypar.config.toml import plain_of
 from raypar.reporting.html.charts import Line, bars, line_chart
 from raypar.reporting.html.figures import History, flat, headline, share, significant, size

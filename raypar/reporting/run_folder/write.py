@@ -12,7 +12,7 @@ from typing import Any
 from raypar.actors.collective.ledger import Entry
 from raypar.actors.errors import CheckpointError
 from raypar.actors.files import read_plain, sync_folder, told, write_whole
-from raypar.config.run import Run
+from raypar.actors.specs.run import Run
 from raypar.config.toml import plain_of, toml_of
 from raypar.errors import ConfigError
 from raypar.paths import LEDGER, LOG, METRICS, RUN, SCHEDULE, TIMELINE, absolute

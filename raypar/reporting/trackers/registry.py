@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from raypar.config.validate.outputs import Tracker
+from raypar.actors.specs.types import Tracker
 from raypar.paths import TENSORBOARD, absolute
 from raypar.reporting.trackers.tracker import Sink
 
