@@ -1,4 +1,4 @@
-"""The rules that can be held against one row alone: completeness, placement, order, memory, the closing STEP."""
+"""The rules that can be checked within one row: completeness, placement, order, memory and the closing STEP."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from raypar.schedules.schedule import Schedule
 
 MOST_LISTED = 8
 
-# One bit for each thing that is there once for a stage and a microbatch; B brings both of its halves.
+# One bit for each op that a stage performs once for a microbatch; a full backward B sets the bits of both halves.
 _BIT = {Op.F: 1, Op.I: 2, Op.W: 4, Op.SEND_F: 8, Op.RECV_F: 16, Op.SEND_B: 32, Op.RECV_B: 64}
 _BITS = {**_BIT, Op.B: _BIT[Op.I] | _BIT[Op.W]}
 
 
 class RowCheck:
-    """Goes through one row. ``faults`` is what it found, ``reduced`` the stages whose gradients the row reduces.
+    """The check of one row. It stores one number for each stage and microbatch of the row, and nothing of other rows.
 
-    It remembers one number for each stage and microbatch of the row it is in, nothing of other rows.
+    Attributes:
+        faults: The faults that it found.
+        reduced: The stages that have a REDUCE_GRAD in the row.
     """
 
     def __init__(self, schedule: Schedule, rank: int, max_in_flight: int | None) -> None:
@@ -35,7 +37,7 @@ class RowCheck:
         self._held = 0
 
     def run(self) -> RowCheck:
-        """Look at every action of the row, then at what the row lacks."""
+        """Check every action of the row, then look for what the row lacks."""
         for index, action in enumerate(self._schedule.rows[self._rank]):
             if self._num_steps and (action.op in SENDS or action.op in RECVS):
                 sentence = f"{action} stands behind the STEP, in which every rank waits for all others: put it before"
@@ -138,7 +140,7 @@ class RowCheck:
 
 
 def _expected(stage: int, schedule: Schedule) -> int:
-    """The bits that each microbatch of a stage must have in the end."""
+    """Return the bits that each microbatch of a stage must have when the row is done."""
     bits = _BIT[Op.F] if schedule.forward_only else _BIT[Op.F] | _BITS[Op.B]
     if schedule.lowered:
         backward = 0 if schedule.forward_only else ~0
