@@ -99,9 +99,7 @@ class Board:
 
     @property
     def left(self) -> tuple[Move, ...]:
-        """Return the moves that are left, in the schedule's order. Taken in that order, each one is ready when its
-        turn comes.
-        """
+        """Return the moves that are left, in the schedule's order, in which each one is ready when its turn comes."""
         return tuple(self._left.values())
 
     @property
