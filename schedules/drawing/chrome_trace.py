@@ -77,9 +77,7 @@ class _Trace:
         }
 
     def _arrows(self) -> list[dict[str, Any]]:
-        """Return two flow events for each value: at its maker and at its user. No arrow if the timeline lacks one of
-        them.
-        """
+        """Return two flow events for each value, at its maker and its user, if the timeline has both of them."""
         timeline, schedule = self._timeline, self._timeline.schedule
         makers = {
             value: event for event in timeline.events for value in provides(event.action) if travels(value, schedule)

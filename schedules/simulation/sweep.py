@@ -35,8 +35,7 @@ class Wait:
 
 
 class Sweep:
-    """An iterator over ``(rank, index, action)`` in a causal order; afterwards ``waits`` lists the ranks that are
-    stuck.
+    """An iterator over ``(rank, index, action)`` in a causal order; then ``waits`` lists the ranks that are stuck.
 
     Only dependencies between ranks are considered; ``check`` covers the order within a row.
 
