@@ -156,9 +156,7 @@ def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Llama | Layers) -> 
 
 @contextmanager
 def _as_it_was(recorded: Recorded) -> Iterator[None]:
-    """Use the recording's number of threads in the block; restore this process's threads and random state
-    afterwards.
-    """
+    """Use the recording's number of threads in the block; restore the threads and the random state afterwards."""
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, min(recorded.threads, 1024)))
     try:

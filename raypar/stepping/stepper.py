@@ -255,8 +255,9 @@ class Stepper:
         return self._report
 
     def rewind(self) -> Taken:
-        """Return to the start of the step and its first schedule; weights, optimizer and buffers are restored
-        bitwise.
+        """Return to the start of the step and its first schedule; weights, optimizer and buffers are restored.
+
+        Every bit is as it was.
         """
         with patience(f"rewinding step {self.step}") as ctrl_c:
             self._undo()
