@@ -227,6 +227,7 @@ class Board:
         return self._move_of[Action(value.stage, Op.B, value.microbatch)]
 
     def _why(self, move: Move, told: set[Move]) -> Why:
+        """Explain a move; moves in ``told`` are explained elsewhere in the tree."""
         blockers = self._blockers(move)
         if not blockers:
             return Why(move, move.head, "ready")
@@ -236,6 +237,7 @@ class Board:
         return Why(move, move.head, "waits", found, len(blockers) - len(shown))
 
     def _known(self, action: str | Action) -> Action:
+        """Read an action and check that the step has it. Raises MoveError."""
         try:
             wanted = Action.parse(action) if isinstance(action, str) else action
         except ValueError as error:

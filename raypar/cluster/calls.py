@@ -15,7 +15,7 @@ from raypar.actors.mesh.world import World
 from raypar.errors import ActorDiedError, JobError, StalledError
 
 _GRACE = 2.0  # seconds after a failure in which the other actors can report it themselves
-_LOOK = 0.5  # seconds between two looks at actors that have not answered
+_LOOK = 0.5  # seconds between two checks of actors that have not answered
 
 
 class Calls:
@@ -205,12 +205,20 @@ class Calls:
 
 
 class _Watch:
+    """When each actor was last seen making progress.
+
+    Attributes:
+        start: When the watch began, in seconds of time.monotonic.
+        seen: By rank, the last ``(step, number of actions done)`` and when it was first seen.
+    """
+
     def __init__(self, start: float) -> None:
         self.start = start
         self.seen: dict[int, tuple[tuple[int, int], float]] = {}
 
 
 def _error(ref: Any) -> Exception | None:
+    """Return the exception of a finished call, or None if it succeeded."""
     try:
         ray.get(ref)
     except (RayActorError, RayTaskError) as error:
@@ -219,4 +227,5 @@ def _error(ref: Any) -> Exception | None:
 
 
 def _cause(error: Exception) -> Exception:
+    """Return the exception that the actor raised, without Ray's wrapper."""
     return error.cause if isinstance(error, RayTaskError) and error.cause is not None else error

@@ -178,6 +178,7 @@ def _bundled(world: World, share: Share) -> int:
 
 def _actor(cls: type, group: PlacementGroup, rank: int, world: World, job: str, share: Share) -> Any:
     # No retries: a retried backward would add its gradients twice. The driver does the recovery.
+    """Create the actor of a rank in its bundle of the placement group."""
     decorate: Any = ray.remote  # its type annotations lack concurrency groups
     kept = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"ctl": 2, "disk": 1}}
     remote = decorate(num_cpus=1, num_gpus=share.gpus, **kept)(cls)
@@ -216,7 +217,7 @@ def _connect() -> bool:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            object_store_memory=256 * 2**20,  # tensors never go through it
+            object_store_memory=256 * 2**20,  # bytes: small, because tensors never go through it
         )
     except Exception as error:  # Ray raises many types, Exception itself among them
         ray.shutdown()
@@ -273,6 +274,7 @@ def demand_shippable(*parts: object) -> None:
 
 
 def _demand_room(world: World) -> None:
+    """Raise ConfigError if the cluster has fewer CPUs than the world has ranks."""
     if ray.cluster_resources().get("CPU", 0.0) < world.size:
         raise ConfigError([_no_room(world, "use a smaller mesh or a larger cluster, or wait for its nodes")])
 

@@ -128,6 +128,7 @@ _FACTORS = (
 
 
 def _nothing(case: Case) -> str | None:
+    """Explain actors that have no tensor at all."""
     without = [piece.actor for piece in case.pieces if piece.ours is None]
     if not without:
         return None
@@ -136,6 +137,7 @@ def _nothing(case: Case) -> str | None:
 
 
 def _misshapen(case: Case) -> str | None:
+    """Explain a tensor of the wrong shape."""
     for piece in case.pieces:
         assert piece.ours is not None
         if piece.ours.shape != piece.wanted.shape:
@@ -145,11 +147,13 @@ def _misshapen(case: Case) -> str | None:
 
 
 def _not_finite(case: Case) -> str | None:
+    """Explain infinite or NaN elements."""
     bad = [piece.actor for piece in case.pieces if piece.ours is not None and not piece.ours.isfinite().all()]
     return f"not finite on {', '.join(bad)}: an overflow, or a division by 0" if bad else None
 
 
 def _zero(case: Case) -> str | None:
+    """Explain a tensor that is 0 everywhere."""
     if sum(map(norm_of, case.ours)) > 1e-6 * sum(map(norm_of, case.wanted)):
         return None
     return "0 everywhere: detached, or masked"
@@ -206,6 +210,7 @@ def _other_order(case: Case) -> str | None:
 
 
 def _some_right(case: Case) -> str | None:
+    """Explain a tensor that is right on some actors only."""
     right = [p.actor for p in case.pieces if p.ours is not None and are_alike([p.ours], [p.wanted], FIT)]
     wrong = [piece.actor for piece in case.pieces if piece.actor not in right]
     return (

@@ -154,12 +154,14 @@ def _gradients(job: Job, plain: Watched) -> Iterator[_Compared]:
 
 
 def _piece(job: Job, rank: int, ours: Tensor | None, wanted: Tensor) -> Piece:
+    """Make the piece of a rank, with its name and its coordinate."""
     world = world_of(job.run)
     at = world.mesh.coordinate(rank) if rank < world.mesh.size else {}  # a parameter server has no coordinate
     return Piece(world.label(rank), {str(axis): index for axis, index in at.items()}, ours, wanted)
 
 
 def _taken(whole: Tensor, portions: Portions) -> Tensor:
+    """Return the portions of a tensor that an actor has."""
     for dim, portion in portions.items():
         whole = portion.take(whole, dim)
     return whole

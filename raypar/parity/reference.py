@@ -196,6 +196,7 @@ def _named(names: tuple[str, ...], layers: list[nn.Module], home_of: dict[str, s
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
+    """Use so many torch threads in the block; restore the number and the random state afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     with torch.random.fork_rng(devices=[]):

@@ -227,6 +227,7 @@ def _judge(job: Job, plain: Trained) -> Verdict:
 
 
 def _compare(job: Job, plain: Trained) -> Verdict:
+    """Train the run on the layout, and compare losses, norms, gradients, weights and replicas."""
     run = job.run
     bounds = _allowed(run, job.schedule, plain.tied)
     reports, gradients = list[Report](), dict[str, Tensor | None]()
@@ -280,6 +281,7 @@ class _Pair(NamedTuple):
 
 
 def _allowed(run: Run, schedule: Schedule, tied: bool) -> Bounds:
+    """Choose the bounds that apply to a run."""
     if run.device == "cuda":
         return Bounds(*map(max, DIVIDED, ON_GPUS)) if run.mesh.tensor_ranks * run.mesh.cp > 1 else ON_GPUS
     if run.mesh.tensor_ranks * run.mesh.cp > 1:

@@ -70,6 +70,8 @@ def _heard() -> Iterator[None]:
 
 
 class _Bar:
+    """A live bar on a terminal."""
+
     def __init__(self, progress: Progress, steps: int) -> None:
         self._progress, self._steps = progress, steps
         self._task = progress.add_task("train", total=steps, figures="")

@@ -99,6 +99,7 @@ class Record:
         sink.begin(plain_of(run))
 
     def _tell(self, tracker: str, call: Callable[[], None]) -> None:
+        """Call a tracker. If it raises, log a warning and drop the tracker."""
         try:
             call()
         except Exception as error:

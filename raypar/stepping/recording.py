@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _FORMAT = "raypar recording 1"
-_ABOUT = "about"  # the tensor that holds what is not a tensor, as JSON
+_ABOUT = "about"  # the tensor that holds the fields of Recorded, as JSON
 _MOST_BYTES = 4 << 20  # the largest size of that tensor
 _SHA256 = "sha256"  # the tensor that holds the hash of all other tensors, with their names, dtypes and shapes
 _ACTION = re.compile(r"[FB][0-9]{1,9}")

@@ -65,7 +65,7 @@ class Stepper:
         self._seconds = 0.0  # spent in moves, without the user's pauses between them
         self._guard(lambda: self._calls.all("open", step, what=f"step {step}"))
 
-    # --- where it stands ---
+    # --- state ---
 
     @property
     def schedule(self) -> Schedule:
@@ -241,7 +241,7 @@ class Stepper:
         self._recorder.begin(Path(path), stage, dp, self.schedule)
         self._guard(self._recorder.start)
 
-    # --- its end ---
+    # --- end of the step ---
 
     def finish(self) -> Report:
         """Take all moves that are left, regardless of ``break_on``, close the step, and return its report."""
@@ -273,9 +273,10 @@ class Stepper:
             self._over = JobError(f"step {self.step} was given up: job.stepper() begins it anew")
         ctrl_c.heed()
 
-    # --- inside ---
+    # --- internals ---
 
     def _undo(self) -> None:
+        """Make the actors restore their state of the start of the step."""
         self._demand_midway()
         self._guard(lambda: self._calls.all("rewind", what=f"rewinding step {self.step}"))
 
@@ -348,6 +349,7 @@ class Stepper:
         return next((action for action in self.left if action.op in COMPUTE), None)
 
     def _cursor(self) -> str:
+        """Name what comes next."""
         if self._over is not None:
             return "nothing, the step is given up"
         if self._report is not None:

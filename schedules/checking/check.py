@@ -63,6 +63,7 @@ def check(schedule: Schedule, *, send_capacity: int | None = None, max_in_flight
 
 
 def _misplaced(schedule: Schedule) -> Iterator[Fault]:
+    """Yield a fault for each stage that is placed on a rank that does not exist."""
     last = schedule.num_ranks - 1
     for stage, home in enumerate(schedule.placement):
         if not 0 <= home <= last:
@@ -71,6 +72,7 @@ def _misplaced(schedule: Schedule) -> Iterator[Fault]:
 
 
 def _check_across(schedule: Schedule, send_capacity: int | None) -> None:
+    """Check the rules between rows: edge order and deadlock."""
     sweep = Sweep(schedule, send_capacity)
     faults: list[Fault] = []
     under_way: defaultdict[tuple[int, int], deque[Action]] = defaultdict(deque)

@@ -55,6 +55,7 @@ class RowCheck:
         return self
 
     def _perform(self, index: int, action: Action) -> None:
+        """Check an action of one microbatch: placement, completeness, pairing and order."""
         stage, op, microbatch = action
         done = self._done.get(stage) if stage is not None else None
         if done is None or stage is None or microbatch is None:
@@ -80,12 +81,14 @@ class RowCheck:
             self._hold(index, action)
 
     def _hold(self, index: int, action: Action) -> None:
+        """Count the activations held, and report the first excess."""
         self._held += HOLDS[action.op]
         if self._bound is not None and self._held > self._bound:
             self._fault(index, "in flight", f"{action} makes it {self._held} activations, the bound is {self._bound}")
             self._bound = None
 
     def _step(self, index: int) -> None:
+        """Check a STEP."""
         self._num_steps += 1
         if self._schedule.forward_only:
             self._fault(index, "step", "STEP in an evaluation, which has no gradients: take it out")
@@ -97,6 +100,7 @@ class RowCheck:
                 self._fault(index, "step", f"STEP stands before {late} weight gradients (B or W) of its rank")
 
     def _whole_stage(self, index: int, action: Action) -> None:
+        """Check an action of a whole stage."""
         stage, op, _ = action
         if stage not in self._expected:
             self._misplaced(index, action)
@@ -114,6 +118,7 @@ class RowCheck:
                 self._fault(index, "reduce", f"{action} stands before {late} weight gradients (B or W) of its stage")
 
     def _missing(self, stage: int) -> None:
+        """Report what a stage lacks in the end, for the first MOST_LISTED microbatches."""
         done, expected, whole = self._done[stage], self._expected[stage], self._schedule.num_microbatches
         num_missing = whole - sum(bits == expected for bits in done.values())
         if num_missing <= 0:
@@ -152,6 +157,7 @@ def _expected(stage: int, schedule: Schedule) -> int:
 
 
 def _spell(kind: int) -> str:
+    """Name the ops of some bits; both halves of a backward are named B."""
     ops = [op for op, bit in _BIT.items() if kind & bit]
     if Op.I in ops and Op.W in ops:
         ops = [Op.B if op is Op.I else op for op in ops if op is not Op.W]

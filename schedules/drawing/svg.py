@@ -107,6 +107,8 @@ def picture(
 
 
 class _Picture:
+    """The layout of a picture: its boxes, scale and sizes in pixels."""
+
     def __init__(
         self,
         timelines: Mapping[str, Timeline],
@@ -191,6 +193,7 @@ class _Picture:
                 )
 
     def _box(self, start: float, place: int, event: Event) -> str:
+        """Draw the box of one event, which is in lane number ``place`` of its rank."""
         x, y = MARGIN + start * self._scale, self._y(event.rank, place)
         length = event.end - event.start
         width = length * self._scale - FINEST

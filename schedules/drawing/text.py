@@ -155,6 +155,7 @@ def _spans(timeline: Timeline, length: float) -> Iterator[tuple[int, int, int, A
 def _cells(
     actions: list[Action | None], several: bool, width: int, done: Collection[Action] | None, cursor: Action | None
 ) -> list[str]:
+    """Return the cells of one line, padded to a width."""
     texts = []
     for action, before in zip(actions, [None, *actions], strict=False):
         label = "" if action is None else _GOES_ON if action == before else _label(action, several)
@@ -166,6 +167,7 @@ def _cells(
 def _painted(
     actions: list[Action | None], several: bool, width: int, done: Collection[Action] | None, cursor: Action | None
 ) -> list[str]:
+    """Return the cells of one line, coloured with ANSI escapes."""
     cells = _cells(actions, several, width, done, cursor)
     return [
         cell if action is None or (done is not None and action not in done) else f"{_ANSI[action.op]}{cell}{_PLAIN}"

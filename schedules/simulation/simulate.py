@@ -123,6 +123,7 @@ class _Clock:
         return start, end
 
     def _receive(self, rank: int, action: Action, need: Action, start: float, cost: float) -> tuple[float, float]:
+        """Return start and end of an action that waits for a value from another rank."""
         left = self._left.pop(need)
         arrival = left + self._costs.link
         if action.op not in RECVS:

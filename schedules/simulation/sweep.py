@@ -102,6 +102,7 @@ class Sweep:
                 awake.append(sender)
 
     def _missing(self, rank: int, action: Action) -> Action | tuple[int, int] | None:
+        """Return what an action still waits for, or None if it is ready."""
         self._awaited[rank] = need = awaited(action, self._schedule)
         if action.op in SENDS:
             if self._capacity is None:
@@ -113,6 +114,7 @@ class Sweep:
         return None if need in self._there else need
 
     def _perform(self, rank: int, action: Action, awake: list[int]) -> None:
+        """Record the values that an action provides and takes, and wake the ranks that waited for them."""
         schedule, there, waiting = self._schedule, self._there, self._waiting
         need = self._awaited[rank]
         if need is not None:
@@ -133,4 +135,5 @@ class Sweep:
                     awake.append(waiting.pop(edge))
 
     def _edge(self, send: Action) -> tuple[int, int]:
+        """Return ``(sending rank, receiving rank)`` of a SEND."""
         return rank_of(send, self._schedule), rank_of(partner(send), self._schedule)

@@ -76,6 +76,7 @@ class LogFile(logging.Handler):
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S%z"))
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Append the record to the file."""
         with suppress(OSError):
             self._lines.add(self.format(record) + "\n")
         # Without any handler Python prints warnings on standard error; this handler would suppress that.

@@ -87,6 +87,8 @@ class _Step(Report):
 
 @dataclass(frozen=True)
 class _Validation:
+    """The schema of an evaluation."""
+
     step: Number
     val_loss: float
     perplexity: float
@@ -95,11 +97,15 @@ class _Validation:
 
 @dataclass(frozen=True)
 class _Row:
+    """The schema of one timeline: rank, actor, action, start, end, bytes and bucket of each event."""
+
     actions: Annotated[list[tuple[Number, str, str, Figure, Figure, Number, Number | None]], FailFast()]
 
 
 @dataclass(frozen=True)
 class _Measured:
+    """The schema of the timelines file."""
+
     step: Number
     timelines: Annotated[list[_Row], FailFast()]
 

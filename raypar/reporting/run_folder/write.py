@@ -117,6 +117,7 @@ class Folder:
             self._metrics.close()
 
     def _try(self, write: Callable[[], None]) -> None:
+        """Write, and log a warning the first time that it fails."""
         try:
             write()
         except OSError as error:
