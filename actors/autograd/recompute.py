@@ -47,6 +47,7 @@ class Twice:
             raise
 
     def _called(self, function: Function, inputs: Values) -> Values:
+        """Call the function, with copies of its inputs unless it is known not to write into them."""
         if self._in_place is False:
             return function(*inputs)
         copies = tuple([value.clone() for value in inputs])
@@ -90,9 +91,7 @@ class Buffers:
             for place, buffer in now.items()
             if after.get(place) is not buffer
             or buffer._version > versions[place]
-            or (
-                place in clones and not torch.equal(buffer, clones[place])
-            )  # batch_norm's kernel doesn't raise the version
+            or (place in clones and not torch.equal(buffer, clones[place]))  # batch_norm bumps no version
         }
         self._known = True
         return outputs, {place: clone for place, clone in clones.items() if place in self._changing}
@@ -116,6 +115,7 @@ class Buffers:
                 module._buffers[name] = buffer
 
     def _now(self) -> Then:
+        """Return the present buffers of all modules."""
         return {
             (part, name): buffer
             for module in self._modules
@@ -194,6 +194,7 @@ class _Rerun(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, first: Function, again: Function, count: int, *tensors: Tensor) -> Values:
+        """Call ``first`` on the first ``count`` tensors, the inputs. The other tensors are the parameters."""
         ctx.again, ctx.count, ctx.parameters = again, count, tensors[count:]
         ctx.save_for_backward(*tensors[:count])
         ctx.set_materialize_grads(False)
@@ -203,6 +204,7 @@ class _Rerun(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run ``again``, and return the gradients of the inputs and the parameters that want one."""
         wanted = ctx.needs_input_grad[3:]
         inputs = zip(ctx.saved_tensors, wanted, strict=False)
         leaves = tuple([value.detach().requires_grad_(wants) for value, wants in inputs])

@@ -183,9 +183,11 @@ class Reducer:
         return max(0.0, 1.0 - spent / under_way) if under_way else None
 
     def _made(self, number: int, name: str, parameter: Tensor) -> None:
+        """Move a gradient into bucket ``number``."""
         self._buckets[number].move_in(name, self._flats[number])
 
     def _complete(self, number: int, name: str, parameter: Tensor) -> None:
+        """Move a complete gradient into bucket ``number``, and start the buckets that are complete now."""
         if number < len(self._transfers):
             raise RuntimeError(
                 f"{name} got a gradient twice in one backward, as reentrant checkpointing of a shared layer does: "

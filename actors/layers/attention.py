@@ -154,6 +154,7 @@ def _again(attend: Callable[..., Tensor], *inputs: Tensor, draws: bool) -> Tenso
 
 
 def _settings(q_BNSd: Tensor, k_BKSd: Tensor, bias: Tensor | None, dropout: float) -> dict[str, Any]:
+    """Return the keyword arguments of torch's scaled_dot_product_attention. A bias includes the causal mask."""
     return {
         "attn_mask": None if bias is None else bias[None],
         "dropout_p": dropout,

@@ -72,6 +72,8 @@ def attend(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, desk: Desk) -> Tensor
 
 
 class _Causal(torch.autograd.Function):
+    """The autograd function of ``attend``."""
+
     @staticmethod
     def forward(ctx: Any, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, desk: Desk) -> Tensor:
         """Compute the output (B, N, S, d), and keep the softmax of as many heads as the desk has room for."""
@@ -112,9 +114,7 @@ class _Causal(torch.autograd.Function):
                 near.k.fetch(k, place)
                 near.v.fetch(v, place)
                 near.gradient.fetch(gradient, place)
-                for i, block in reversed(
-                    list(enumerate(near.blocks))
-                ):  # last first: it sees all keys, and so sets dk and dv
+                for i, block in reversed(list(enumerate(near.blocks))):  # the last one sees all keys: sets dk, dv
                     block.back(kept.scores[i].whole if kept else block.weights(block.scores))
                 near.made.put_back(dq, place)
                 near.dk.put_back(dk, place)

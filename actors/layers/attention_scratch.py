@@ -147,9 +147,7 @@ class Scratch:
         self.size, shared, whole = size, size.R, [(0, size.S)]
         self.q, self.gradient = (Heads(like, size, shared, whole) for _ in range(2))
         self.k, self.v, self.dk, self.dv = (Heads(like, size, 1, whole) for _ in range(4))
-        self.made = Heads(
-            like, size, shared, size.spans
-        )  # a piece for each block: products write faster to dense memory
+        self.made = Heads(like, size, shared, size.spans)  # products write faster to dense memory
         common, slopes = like.new_empty(max(size.scores)), like.new_empty(max(size.scores))
         later = like.new_full((_SIDE, _SIDE), -math.inf).triu_(1).repeat_interleave(shared, 0)
         self.blocks: list[Block] = []

@@ -39,6 +39,7 @@ class Hierarchical(Learned):
     """
 
     def forward(self, length: int) -> Tensor:
+        """Return the vectors of the first ``length`` positions, (length, D)."""
         p_nD = self.weight
         n = len(p_nD)
         u_nD = (p_nD - ALPHA * p_nD[0]) / (1 - ALPHA)
@@ -91,9 +92,7 @@ class Rope:
     def __init__(self, seq: int, width: int, base: float) -> None:
         self._seq, self._width, self._base = seq, width, base
         self._table: tuple[Tensor, Tensor] | None = None
-        self._here: tuple[Portion, int, list[Tensor]] | None = (
-            None  # the last call's tokens, length, and rows of the table
-        )
+        self._here: tuple[Portion, int, list[Tensor]] | None = None  # last call's tokens, length and rows
 
     def turn(self, x_BNSd: Tensor, tokens: Portion) -> Tensor:
         """Rotate the vectors of all heads.

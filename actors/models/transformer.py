@@ -160,6 +160,7 @@ class TransformerModel(Model):
 
     @torch.no_grad()
     def _init(self, name: str, parameter: Tensor, cut: Cut, seed: int) -> None:
+        """Set the initial values of a parameter, or of the part of it that ``cut`` describes, in place."""
         if name.endswith(".bias"):
             parameter.zero_()
         elif ".norm" in name:

@@ -49,6 +49,7 @@ class LayersModel(Model):
         super().__init__(modules)
 
     def materialize(self, layers: Sequence[int], seed: int, divide: Divide = undivided) -> list[nn.Module]:
+        """Make some layers with their initial weights; see ``Model.materialize``."""
         if divide is not undivided:
             return self._materialize_parts(layers, seed, divide)
         own = [self.skeleton[index] for index in layers]
@@ -81,6 +82,7 @@ class LayersModel(Model):
         return [own[str(index)] for index in layers]
 
     def loss(self, output: Values, target: Values) -> Tensor:
+        """Call the user's loss function. Raises ValueError if it does not return one floating number."""
         loss: Tensor = self._spec.loss(unwrap(output), unwrap(target))
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -113,6 +115,7 @@ def _are_modules(built: Sequence[object]) -> bool:
 
 
 def _build_real(layers: Layers, seed: int) -> list[nn.Module]:
+    """Build the user's modules with their weights. Raises ValueError if ``fn`` does not return a list."""
     with seeded(derive(seed, "build")):
         built = layers.fn()
     if not isinstance(built, Iterable):

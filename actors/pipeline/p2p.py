@@ -123,6 +123,7 @@ class Courier:
         return route.boundary in route.specs
 
     def _post(self, action: Action) -> None:
+        """Allocate the buffers of a RECV whose shapes are known, and start receiving into them."""
         route = self._route(action)
         link, peer, tag = self._link(), route.peer, route.tag
         recv, device = link.recv, link.device
@@ -160,6 +161,10 @@ class Courier:
         self._floating[boundary] = tuple(spec for spec in specs if spec.dtype.is_floating_point)
 
     def _send_header(self, route: Route, values: Values) -> list[Handle]:
+        """Start sending the shapes of forward values, if the boundary's are not known yet.
+
+        Raises ValueError if they are known and the values have others.
+        """
         known = self._specs.get(route.boundary)
         if known is not None and len(known) == len(values):
             pairs = zip(known, values, strict=True)
@@ -191,6 +196,7 @@ class Courier:
         return route
 
     def _find_route(self, action: Action) -> Route:
+        """Compute the route of a SEND or RECV. Its tag encodes the sending stage, the direction and the microbatch."""
         stage, op, microbatch = action
         assert stage is not None and microbatch is not None
         backward = op in (Op.SEND_B, Op.RECV_B)
@@ -201,6 +207,7 @@ class Courier:
 
 
 def _pack(specs: tuple[Spec, ...]) -> Tensor:
+    """Write specs into a header, (_HEADER,) int64. Raises ValueError if they don't fit or a dtype is unsupported."""
     numbers = [len(specs)]
     for shape, dtype, order in specs:
         if dtype not in _DTYPES:
@@ -215,6 +222,7 @@ def _pack(specs: tuple[Spec, ...]) -> Tensor:
 
 
 def _unpack(header: Tensor) -> tuple[Spec, ...]:
+    """Read the specs that ``_pack`` wrote."""
     numbers = iter(header.tolist())
     specs = []
     for _ in range(next(numbers)):
