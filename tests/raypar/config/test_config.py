@@ -546,12 +546,13 @@ def test_a_run_says_how_backwards_are_split(tiny):
         check(train, send_capacity=SEND_WINDOW)
         ops[backward] = [{action.op for action in row if action.op in (Op.B, Op.I, Op.W)} for row in train.rows]
     assert ops == {"auto": [{Op.B}, {Op.I, Op.W}], "whole": [{Op.B}] * 2, "split": [{Op.I, Op.W}] * 2}
-    own = Layers(lambda: [torch.nn.Linear(4, 4)] * 2, torch.nn.functional.mse_loss, seq=8, vocab=64)
+    own = Layers(lambda: [torch.nn.Linear(4, 4) for _ in range(2)], torch.nn.functional.mse_loss)
+    run = replace(run, data=Batches(lambda *_: (torch.ones(1, 4), torch.ones(1, 4))))
     (fault,) = faults_of(replace(run, backward="split", model=own))
     assert "your own Layers are not to be split: give Layers(halves=True), or let backward be auto or whole" in fault
     assert check_run(replace(run, model=own))["train"] == check_run(replace(run, backward="whole"))["train"]
-    assert len(faults_of(replace(run, backward="split", mesh=Mesh(pp=2, tp=2)))) == 1
-    assert len(faults_of(replace(run, backward="half"))) == 1
+    assert len(faults_of(replace(tiny, backward="split", mesh=Mesh(pp=2, tp=2)))) == 1
+    assert len(faults_of(replace(tiny, backward="half"))) == 1
 
 
 def test_backward_is_read_from_toml_and_old_files_have_none(tiny, tmp_path):
