@@ -152,6 +152,21 @@ def test_a_stage_that_has_whole_backwards_and_halves():
     agrees(Team(linears(4), 2, 2, Schedule.of("mixed", rows)), bound=0.0)
 
 
+@pytest.mark.parametrize("backward", ["auto", "whole", "split"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+def test_what_is_measured_is_the_schedule(name, backward):
+    """The spans of every actor are the actions of the checked schedule, in its order, and the bits are the same."""
+    team = Team(linears(4), 2, 4, name, dp=2, backward=backward)
+    schedule, ops = team.programs["train"], set()
+    agrees(team)
+    for rank, worker in enumerate(team.workers):
+        spans = [span for span in worker.events(0) if span.bucket is None]
+        assert tuple(span.action for span in spans) == schedule.rows[team.world.pp(rank)]
+        ops |= {span.action.op for span in spans}
+    assert (Op.I in ops, Op.B in ops) == (backward != "whole", backward != "split")
+    assert {len(row) for row in worker._plan.programs["train"].rows} == {0, len(schedule.rows[team.world.pp(rank)])}
+
+
 def test_hooks_on_weights_are_called_once_a_microbatch():
     team, calls = Team(linears(4), 2, 3, halved("1f1b", 2, 3)), []
     (stage,) = team.workers[1]._stages.values()
