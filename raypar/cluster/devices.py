@@ -25,7 +25,7 @@ class Share:
     gpus: float
 
 
-def share_of(choice: DeviceChoice, actors: int, gpus: int, *, built: bool, grows: bool) -> Share:
+def gpu_share(choice: DeviceChoice, actors: int, gpus: int, *, built: bool, grows: bool) -> Share:
     """The share of each of so many actors, and a line of the log about it.
 
     gpus   of the cluster

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raypar.actors.errors import first_line
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.types import DeviceChoice, DeviceKind
-from raypar.cluster.devices import Share, demand_build, share_of
+from raypar.cluster.devices import Share, demand_build, gpu_share
 from raypar.errors import ConfigError, JobError
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Actors:
 def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wait_for_nodes: float = 0.0) -> Actors:
     """An actor of this class for each rank of the world, placed all together or not at all.
 
-    Each has one CPU, and of the GPUs what ``share_of`` says.
+    Each has one CPU, and of the GPUs what ``gpu_share`` says.
 
     Uses the Ray that this process is connected to, else the cluster of RAY_ADDRESS, else starts one on this machine.
     A cluster that is too small is given ``wait_for_nodes`` seconds to grow; what asks for the places also asks its
@@ -88,7 +88,7 @@ def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wai
         if wait_for_nodes <= 0:
             _demand_room(world)
         gpus = int(ray.cluster_resources().get("GPU", 0.0))
-        share = share_of(device, world.size, gpus, built=built, grows=wait_for_nodes > 0)
+        share = gpu_share(device, world.size, gpus, built=built, grows=wait_for_nodes > 0)
         if owns and "RAY_ADDRESS" not in os.environ and world.size > _cores():
             log.warning("%d actors share the %d cores of this machine", world.size, _cores())
         group = placement_group(_bundles(world, share), strategy="PACK", name=job)
