@@ -26,7 +26,7 @@ class Share:
     gpus: float
 
 
-def share_of(choice: DeviceChoice, actors: int, gpus: int, *, built: bool, grows: bool) -> Share:
+def gpu_share(choice: DeviceChoice, actors: int, gpus: int, *, built: bool, grows: bool) -> Share:
     """Choose the resources of each actor, and log the choice.
 
     Args:

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raypar.actors.errors import first_line
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.types import DeviceChoice, DeviceKind
-from raypar.cluster.devices import Share, demand_build, share_of
+from raypar.cluster.devices import Share, demand_build, gpu_share
 from raypar.errors import ConfigError, JobError
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wai
     """Start one actor for each rank of the world, all of them or none.
 
     Uses the Ray that this process is connected to, else the cluster at RAY_ADDRESS, else starts Ray on this machine.
-    Each actor gets one CPU and the GPUs of ``share_of``.
+    Each actor gets one CPU and the GPUs of ``gpu_share``.
 
     Args:
         hosted: The class of the actors.
@@ -111,7 +111,7 @@ def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wai
         if wait_for_nodes <= 0:
             _demand_room(world)
         gpus = int(ray.cluster_resources().get("GPU", 0.0))
-        share = share_of(device, world.size, gpus, built=built, grows=wait_for_nodes > 0)
+        share = gpu_share(device, world.size, gpus, built=built, grows=wait_for_nodes > 0)
         if owns and "RAY_ADDRESS" not in os.environ and world.size > _cores():
             log.warning("%d actors share the %d cores of this machine", world.size, _cores())
         group = placement_group(_bundles(world, share), strategy="PACK", name=job)

@@ -20,7 +20,7 @@ from raypar.actors.specs.types import DeviceKind
 from raypar.config.fields import field_faults
 from raypar.config.schedule import Programs, programs_of, schedule_faults, with_backward
 from raypar.config.skeleton import Skeleton
-from raypar.config.validate.model import length_faults, model_faults
+from raypar.config.validate.model import length_faults
 from raypar.config.validate.outputs import folder_faults, track_faults
 from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
 from raypar.errors import ConfigError
@@ -45,7 +45,11 @@ def check_run(run: Run, resumed: Path | None = None, skeleton: Skeleton | None =
         return not any(one.startswith(other) or other.startswith(one) for one, other in pairs)
 
     faults = [fault.text for fault in wrong]
-    faults += [*model_faults(run.model, right), *_mesh_faults(run.mesh, right), *_server_faults(run, right)]
+    if isinstance(run.model, Transformer):
+        faults += run.model.faults(right)
+    if isinstance(run.mesh, Mesh):
+        faults += run.mesh.faults(right)
+    faults += _server_faults(run, right)
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
         faults += tensor_faults(run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel)
     if right("mesh.tp", "data", "micro_batch_size") and isinstance(run.mesh.tp, str):
@@ -104,11 +108,6 @@ def reset_faults(run: Run, actors: int, device: DeviceKind) -> Iterator[str]:
         yield f"reset keeps the actors: the run needs {wanted}, there are {actors}; launch anew for more"
     if run.device not in ("auto", device):
         yield f"reset keeps the actors: device must stay {device!r}; launch anew for {run.device!r}"
-
-
-def _mesh_faults(mesh: Mesh, right: Callable[..., bool]) -> Iterator[str]:
-    if right("mesh.ep") and mesh.ep > 1:
-        yield f"mesh.ep is {mesh.ep}: expert parallelism does not compute yet: set it to 1"
 
 
 def _server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:

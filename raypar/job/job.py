@@ -235,10 +235,14 @@ class Job:
         """Load another run on the actors in the place of the one that they have."""
         self._loop.keep_times()
         self._loop.close()
-        self._loop.loaded.calls.all("leave", what="the end of the run before")
-        self._generation += 1
-        loaded = self._loaded(run, programs, skeleton)
-        self._loop.exchange(loaded, record)
+        try:
+            self._loop.loaded.calls.all("leave", what="the end of the run before")
+            self._generation += 1
+            loaded = self._loaded(run, programs, skeleton)
+            self._loop.exchange(loaded, record)
+        except BaseException:
+            record.close()
+            raise
         self._inspection = Inspection(self._lifetime, loaded, self._start(loaded, programs, found))
 
     def _loaded(self, run: Run, programs: Programs, skeleton: Skeleton) -> LoadedRun:

@@ -13,11 +13,10 @@ from torch import Tensor
 from raypar.actors.device import place_of
 from raypar.actors.models.build import build_model
 from raypar.actors.pipeline.stage import Stage
-from raypar.actors.specs.model import GPT, Layers, Llama
+from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
 from raypar.actors.tensors import Values
 from raypar.config.fields import brief, field_faults
 from raypar.config.toml import run_of
-from raypar.config.validate.model import model_faults
 from raypar.errors import ConfigError
 from raypar.schedules.drawing.cells import first_of
 from raypar.stepping.recording import Recorded, read_recording
@@ -100,9 +99,10 @@ def replay(
 def _model_of(recorded: Recorded, model: Layers | None) -> GPT | Llama | Layers:
     if "fn" not in recorded.model:
         spec = run_of({"model": recorded.model}).model
-        if faults := [fault.text for fault in field_faults(spec, "model.")] or list(
-            model_faults(spec, lambda *_: True)
-        ):
+        faults = [fault.text for fault in field_faults(spec, "model.")]
+        if not faults and isinstance(spec, Transformer):
+            faults += spec.faults(lambda *_: True)
+        if faults:
             raise ConfigError(faults)
         return spec
     if model is None:
