@@ -9,10 +9,10 @@ install := $(python) -m pip install -qq --disable-pip-version-check --constraint
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train test bench lint types clean
+.PHONY: help train test test-long bench docs lint types clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo 'Variables: ARGS="..." for raypar train (make train), pytest (make test) or the bench, PYTHON=python3.12 for a new .venv'
 
 train: $(venv)/.installed ## train the small GPT on this machine; it leaves a folder below runs/
@@ -20,6 +20,13 @@ train: $(venv)/.installed ## train the small GPT on this machine; it leaves a fo
 
 test: lint types ## lint, types, then the tests, in two processes
 	@$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-long: $(venv)/.installed-dev ## what is too long for every change: fuzzed schedules, runs and layouts, damage, kills
+	@for script in schedule_fuzz config_fuzz layout_fuzz checkpoint_damage group_kills; do \
+		echo "== $$script" && $(python) -m tests.long.$$script || exit 1; done
+
+docs: $(venv)/.installed-docs ## the documentation as a site, in build/site; a dead link fails
+	@NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
 
 bench: $(venv)/.installed-bench ## raypar beside its peers, in half an hour; ARGS=--quick for some
 	@$(python) -m tests.bench $(ARGS)
@@ -48,6 +55,7 @@ endef
 
 with_dev := .[dev,hf]
 with_bench := .[dev,hf,bench]
+with_docs := .[docs]
 
 $(venv)/.installed: pyproject.toml constraints.txt | $(venv)/bin/pip
 	@echo 'Installing raypar into $(venv); the first time this takes a few minutes.'
@@ -60,6 +68,10 @@ $(venv)/.installed-dev: pyproject.toml constraints.txt | $(venv)/bin/pip
 $(venv)/.installed-bench: pyproject.toml constraints.txt | $(venv)/bin/pip
 	@echo 'Installing raypar and what its bench compares it with into $(venv); the first time this takes a few minutes.'
 	$(call fill,$(with_bench),$(venv)/.installed $(venv)/.installed-dev $@)
+
+$(venv)/.installed-docs: pyproject.toml constraints.txt | $(venv)/bin/pip
+	@echo 'Installing raypar and what makes its documentation into $(venv); the first time this takes a few minutes.'
+	$(call fill,$(with_docs),$(venv)/.installed $@)
 
 # pip is the last thing that venv writes: where it is there, the environment is whole.
 $(venv)/bin/pip:

@@ -21,6 +21,7 @@ from raypar.schedules.drawing.svg import svg
 from raypar.schedules.drawing.text import text
 from raypar.schedules.generators.entry import Entry
 from raypar.schedules.passes.lower import lower
+from raypar.schedules.passes.split_backward import split_backward
 from raypar.schedules.schedule import Drawer, Schedule, ScheduleError, register_drawer
 from raypar.schedules.simulation.measured_costs import costs_of
 from raypar.schedules.simulation.simulate import Costs, simulate
@@ -50,6 +51,7 @@ __all__ = [
     "names",
     "register",
     "simulate",
+    "split_backward",
     "svg",
     "text",
     "to_csv",

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from raypar.actors.bounds import Count
 from raypar.actors.mesh.grid import Grid, GridSpelling, grid_of
-from raypar.actors.specs.types import Count
 
 Axis = Literal["pp", "dp", "cp", "tp", "ep", "edp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")

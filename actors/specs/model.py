@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from raypar.actors.specs.types import Count, Positive, Share
+from raypar.actors.bounds import Count, Positive, Share
 
 Positions = Literal["learned", "sinusoidal", "hierarchical", "rope", "alibi"]
 AttentionKind = Literal["blocks", "fused", "materialised"]

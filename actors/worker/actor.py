@@ -35,7 +35,7 @@ class _Hosted:
         ledger, device = Ledger(), self._member.prepare(plan).device
         for key, axis, name, members in plan.world.memberships(plan.rank):
             rank, full_name = members.index(plan.rank), f"{plan.name}/{name}"
-            self._joined[key] = ray_groups.join(full_name, axis, len(members), rank, plan.timeout, ledger, device)
+            self._joined[key] = ray_groups.join(full_name, axis, len(members), rank, plan.run.timeout, ledger, device)
         ray_groups.close_together(self._joined)
         self._member.setup(plan, self._joined)
         return self._member.holds()

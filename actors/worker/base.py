@@ -239,7 +239,7 @@ class Member(ABC):
 
     def _connect(self, ties: Sequence[Tie]) -> None:
         """Connect the ends of every message of a step, so that nobody has to in the middle of one."""
-        placement, cp = self._plan.programs["train"].placement, self._plan.mesh.cp
+        placement, cp = self._plan.programs["train"].placement, self._plan.run.mesh.cp
         tied, ring = [(tie.home_rank, tie.copy_rank) for tie in ties], [(rank, (rank + 1) % cp) for rank in range(cp)]
         for key, pairs in (("pp", pairwise(placement)), ("cp", ring), (self._plan.world.updaters, tied)):
             if key in self._groups:

@@ -51,7 +51,7 @@ class Resident(Member):
 
     def held(self) -> Held:
         """What this actor holds now."""
-        dp = self._plan.mesh.dp
+        dp = self._plan.run.mesh.dp
         return replace(
             super().held(),
             values={action: sum(map(nbytes, values)) for action, values in self._held.items()},
@@ -80,7 +80,7 @@ class Resident(Member):
         part, names = self._parts.part, list[str]()
         for stage in self._stages.values():
             layers = [part.model.names[index] for index in stage.layers]
-            whole = stage.is_last and self._plan.mesh.cp == 1  # else its loss is that of some tokens
+            whole = stage.is_last and self._plan.run.mesh.cp == 1  # else its loss is that of some tokens
             watch = Watch(dict(zip(layers, stage.modules, strict=True)), part.outputs, keeps_loss=whole)
             stage.listener = watch
             names += watch.names

@@ -32,7 +32,7 @@ class Server(Member):
 
         Raises UnequalReplicasError if a replica has made other weights of the same plan.
         """
-        torch.set_num_threads(plan.threads)
+        torch.set_num_threads(plan.run.threads)
         part, world = build_part(plan, self.prepare(plan), {}), plan.world
         index, train = world.server_index(plan.rank), plan.programs["train"]
         own = part.share(index)

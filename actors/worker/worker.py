@@ -55,16 +55,15 @@ class Worker(Resident):
 
         Raises UnequalReplicasError if another replica has made other weights of the same plan.
         """
-        torch.set_num_threads(plan.threads)
+        torch.set_num_threads(plan.run.threads)
         torch.set_grad_enabled(True)
-        coordinate = plan.mesh.coordinate(plan.rank)
+        coordinate = plan.run.mesh.coordinate(plan.rank)
         self._pp, self._dp, self._cp = coordinate["pp"], coordinate["dp"], coordinate["cp"]
         self._parts = assemble(plan, groups, self.prepare(plan))
         part = self._parts.part
         self._stages = part.stages
         self._join(plan, groups, part, part.parameters, self._parts.update)
         row = plan.programs["train"].rows[self._pp]
-        self._names = {a._replace(op=op): a for a in row if a.op is Op.B for op in (Op.I, Op.W)}  # of its halves
         self._first, self._last = (set(last_backwards(part).values()) for part in (row[::-1], row))
         self._couriers = {
             name: Courier(groups.get("pp"), schedule.placement, schedule.num_microbatches)
@@ -98,7 +97,7 @@ class Worker(Resident):
         torch.set_grad_enabled(True)  # the thread that runs calls is not the one that ran __init__
         self._program, self._number = program, step
         self._schedule: Schedule = self._plan.programs[program]
-        self._row = self._plan.rows[program]
+        self._row = self._schedule.rows[self._pp]
         self._courier = self._couriers[program]
         self._train = not self._schedule.forward_only
         self._computed: dict[int, Tensor] = {}  # losses that were not read yet
@@ -119,14 +118,14 @@ class Worker(Resident):
         """Perform one action, as soon as what it needs is there; raises ActionError."""
         self._place.enter()
         start = self._place.mark()
-        self._now, self._moved = self._names.get(action, action), 0
+        self._now, self._moved = action, 0
         try:
             self._perform[action.op](action)
         except NonFiniteError:
             self._epoch += 1
             raise
         except Exception as error:
-            raise self._failed(str(self._now), self._peer(action), error) from None
+            raise self._failed(str(action), self._peer(action), error) from None
         self._events.append(Span(action, start, self._place.mark(), self._moved))
         if self._notes is not None and (made := self._made(action)):
             self._notes.made[action] = made
@@ -220,7 +219,7 @@ class Worker(Resident):
         if any(stage.is_last for stage in self._stages.values()):
             self._read_losses()
             sound = all(map(math.isfinite, self._losses.values()))
-            ballot = ballot_of(sum(self._counts.values()), parts.mean.expected / self._plan.mesh.cp, sound=sound)
+            ballot = ballot_of(sum(self._counts.values()), parts.mean.expected / self._plan.run.mesh.cp, sound=sound)
         if parts.reducer is not None:
             parts.reducer.finish()
             if ballot is not None:
@@ -248,7 +247,7 @@ class Worker(Resident):
 
     def _in_all(self, microbatch: int) -> int:
         """A microbatch's number in the whole step, over all replicas: the order in which one process would take it."""
-        return microbatch * self._plan.mesh.dp + self._dp
+        return microbatch * self._plan.run.mesh.dp + self._dp
 
     def _watched(self, action: Action, left: Collection[Tensor] | None = None) -> AbstractContextManager[None]:
         """The time of a backward, or of its half that adds what is ``left``; the Reducer looks on at a stage's first
@@ -256,8 +255,7 @@ class Worker(Resident):
 
         By hand they come in any order, and nothing is reduced before REDUCE_GRAD.
         """
-        name = self._names.get(action, action)
-        reducer, first, last = self._parts.reducer, name in self._first, name in self._last
+        reducer, first, last = self._parts.reducer, action in self._first, action in self._last
         if reducer is None or self._notes is not None or not (first or last):
             return nullcontext()
         return reducer.watch(_stage(action), last=last, left=left)
@@ -286,8 +284,8 @@ class Worker(Resident):
         peer = self._courier.peer(action)
         if peer is None:
             return None
-        coordinate = self._plan.mesh.coordinate(self._plan.rank) | {"pp": peer}
-        return self._plan.mesh.label(self._plan.mesh.rank(**coordinate))
+        coordinate = self._plan.run.mesh.coordinate(self._plan.rank) | {"pp": peer}
+        return self._plan.run.mesh.label(self._plan.run.mesh.rank(**coordinate))
 
 
 def _stage(action: Action) -> int:

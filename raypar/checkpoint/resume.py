@@ -9,12 +9,13 @@ from pathlib import Path
 
 from raypar.actors.checkpoint.logical import DTYPES, Logical
 from raypar.actors.errors import CheckpointError
+from raypar.actors.specs.run import Run
 from raypar.checkpoint.check import verified, verify
 from raypar.checkpoint.find import Found, listed, newest
 from raypar.checkpoint.manifest import MANIFEST
 from raypar.checkpoint.save import Save
 from raypar.config.fields import brief
-from raypar.config.run import Run, check_run
+from raypar.config.run import check_run
 from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
 from raypar.config.toml import flat, plain_of

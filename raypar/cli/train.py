@@ -16,8 +16,9 @@ from raypar.actors.errors import CheckpointError
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.specs.run import Run
 from raypar.cli.output_files import file_faults, growing_file, whole_file
-from raypar.config.run import Run, check_run, unrecorded, world_of
+from raypar.config.run import check_run, unrecorded, world_of
 from raypar.config.toml import of_kind, read_table, run_of
 from raypar.errors import ConfigError, JobError
 from raypar.paths import absolute, checkpoints_in, home_of

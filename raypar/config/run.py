@@ -1,102 +1,36 @@
-"""A run as plain, frozen data, and everything that can be wrong with it."""
+"""Everything that can be wrong with a run."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
-from annotated_types import Ge, Gt, Le
-
-from raypar.actors.context_parallel.sequence import Context
 from raypar.actors.data.token_batches import data_faults
 from raypar.actors.files import expanded
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.mesh.world import DataParallel, World, Zero
-from raypar.actors.models.partition import Split, split_faults
+from raypar.actors.mesh.world import World
+from raypar.actors.models.partition import split_faults
 from raypar.actors.specs.data import Batches, Text
-from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
-from raypar.actors.specs.optim import SGD, AdamW
-from raypar.actors.specs.recompute import Recompute, recompute_faults
-from raypar.actors.specs.types import BucketSize, Count, DeviceChoice, DeviceKind, Positive, Steps
+from raypar.actors.specs.model import Layers, Transformer
+from raypar.actors.specs.recompute import recompute_faults
+from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import DeviceKind
 from raypar.config.fields import field_faults
-from raypar.config.schedule import Programs, programs_of, schedule_faults
+from raypar.config.schedule import Programs, programs_of, schedule_faults, with_backward
 from raypar.config.skeleton import Skeleton
 from raypar.config.validate.model import length_faults
-from raypar.config.validate.outputs import Tracker, folder_faults, track_faults
+from raypar.config.validate.outputs import folder_faults, track_faults
 from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
 from raypar.errors import ConfigError
+from raypar.planner.cost_model import costs_on_paper
 from raypar.schedules.schedule import Schedule, ScheduleError
-
-
-@dataclass(frozen=True)
-class Run:
-    """A training run: what is trained, on which actors, in which order, for how long."""
-
-    model: GPT | Llama | Layers = field(default_factory=GPT)
-    """what is trained: a GPT, a Llama, or the user's own Layers"""
-    mesh: Mesh = field(default_factory=Mesh)
-    """how the work is split; ``Mesh(pp=2)`` is two pipeline ranks"""
-    schedule: str | Schedule = "1f1b"
-    """a name (naive, gpipe, 1f1b, interleaved, registered ones), a CSV file, code as my.py:function, or a Schedule"""
-    chunks: Count | None = None
-    """stages a rank holds; None is the schedule's own default (2 for interleaved, else 1)"""
-    microbatches: Count = 4
-    """a step's batch is so many microbatches on each replica ..."""
-    micro_batch_size: Count = 2
-    """... of so many samples each"""
-    data: Text | Batches = field(default_factory=Text)
-    """Text, or the user's own Batches"""
-    data_parallel: DataParallel = "all_reduce"
-    """how replicas share gradients: all_reduce among themselves, or a parameter_server that holds the optimizer"""
-    bucket_mb: BucketSize = 4.0
-    """gradients are reduced in buckets of so many MiB at most, each as soon as it is complete"""
-    servers: Count = 1
-    """parameter servers of each pipeline rank"""
-    zero: Zero | None = None
-    """1 splits the optimizer over the replicas (ZeRO stage 1): less memory, less work, the same numbers; 0 does not;
-    None: 1, but with a parameter_server 0"""
-    sequence_parallel: bool = False
-    """with mesh.tp, norms and dropout are divided too, along the sequence: less memory, as many bytes"""
-    context: Context = "ring"
-    """with mesh.cp, how attention reaches all tokens: ring, all_gather, ulysses (by heads), or rsa (full scores)"""
-    optim: AdamW | SGD = field(default_factory=AdamW)
-    """AdamW or SGD, with the learning-rate schedule"""
-    clip: Positive | None = 1.0
-    """largest global gradient norm; None does not clip"""
-    recompute: Recompute = "none"
-    """full keeps only the inputs of a stage and runs its forward again before its backward; selective runs attention's
-    core again; or a word for each layer, where full keeps that layer's inputs"""
-    split: Split = "even"
-    """layers to stages: even, balanced by cost, or a count for each stage"""
-    seed: int = 0
-    """of initial weights, data order and dropout"""
-    steps: Count = 100
-    """length of the run; the learning rate decays over it"""
-    eval_every: Steps = 0
-    """evaluate every so many steps, and at the end; 0: only at the end"""
-    eval_steps: Count = 4
-    """steps of an evaluation: so many times ``microbatches`` microbatches"""
-    folder: str | None = None
-    """a folder for all that the run leaves behind: configuration, metrics, schedule, timeline, log, checkpoints"""
-    save_every: Steps = 0
-    """save a checkpoint there every so many steps, and at the end; 0: only at the end"""
-    keep_last: Count | None = None
-    """so many checkpoints stay, the newest ones; None keeps all"""
-    track: tuple[Tracker, ...] = ()
-    """who is told of every step: tensorboard (files in the folder), wandb, mlflow, ray (the cluster's dashboard)"""
-    threads: Annotated[int, Ge(1), Le(1024)] = 1
-    """CPU threads of an actor"""
-    device: DeviceChoice = "auto"
-    """what actors compute on: cpu, cuda (GPUs, shared if they are fewer), or auto: GPUs if each actor gets its own"""
-    timeout: Annotated[float, Gt(0), Le(1e6)] = 300.0
-    """seconds that an actor may wait for another one before the run fails"""
+from raypar.schedules.simulation.simulate import Costs
 
 
 def check_run(run: Run, resumed: Path | None = None, skeleton: Skeleton | None = None) -> Programs:
-    """The run's schedules, lowered and checked; raises ConfigError with all that is wrong with the run.
+    """The run's schedules as its actors perform them, checked; raises ConfigError with all that is wrong with the run.
 
     ``resumed`` is the checkpoint that it goes on from: only such a run may use a folder that holds one. ``skeleton`` is
     that of the run's model, where the caller has use for it too.
@@ -133,6 +67,8 @@ def check_run(run: Run, resumed: Path | None = None, skeleton: Skeleton | None =
             faults += [str(error), *_layer_faults(run, skeleton, run.mesh.pp * (run.chunks or 1), right)]
     elif right("schedule"):
         faults += schedule_faults(run.schedule)
+    if right("backward", "model", "mesh.tp"):
+        faults += _backward_faults(run)
     if right("data"):
         faults += _data_faults(run, right)
     if right("folder") and run.folder is not None:
@@ -143,7 +79,17 @@ def check_run(run: Run, resumed: Path | None = None, skeleton: Skeleton | None =
         faults.append(f"save_every is {run.save_every}, but there is no folder for checkpoints: give one")
     if faults or programs is None:
         raise ConfigError(faults)
-    return programs
+    if run.backward == "auto" and isinstance(run.model, Layers) and not run.model.halves:
+        return programs
+    costs = costs_of_run(run, programs["train"].num_stages)
+    # what a layer keeps for a W is as large as all its activations: who runs forwards again does not keep it
+    return with_backward(programs, run.backward, costs, hold=run.recompute == "none")
+
+
+def costs_of_run(run: Run, num_stages: int) -> Costs:
+    """What the actions of a run's training step last, on paper."""
+    ranks = run.mesh.tensor_ranks
+    return costs_on_paper(run.model, num_stages, split=run.split, recompute=run.recompute, tensor_ranks=ranks)
 
 
 def world_of(run: Run) -> World:
@@ -169,6 +115,18 @@ def _server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
         yield f"servers is {run.servers}, but data_parallel is {run.data_parallel!r}: only a parameter_server has them"
     if right("zero", "data_parallel") and run.zero and run.data_parallel == "parameter_server":
         yield f"zero is {run.zero}, but data_parallel is 'parameter_server': servers hold the optimizer, leave zero out"
+
+
+def _backward_faults(run: Run) -> Iterator[str]:
+    """Backwards that are to be split, where W would make nothing."""
+    if run.backward != "split":
+        return
+    fix = "or let backward be auto or whole"
+    if isinstance(run.model, Layers) and not run.model.halves:
+        yield f"backward is 'split', but your own Layers are not to be split: give Layers(halves=True), {fix}"
+    if run.mesh.tensor_ranks > 1:
+        why = "layers that are divided make their weights' gradients at once"
+        yield f"backward is 'split', but mesh.tp is {run.mesh.tp!r}, and {why}: set it to 1, {fix}"
 
 
 def _share_faults(run: Run, skeleton: Skeleton, schedule: Schedule, right: Callable[..., bool]) -> Iterator[str]:

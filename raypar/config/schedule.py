@@ -1,4 +1,4 @@
-"""From what a run calls its schedule to the programs that actors perform: lowered and proved safe."""
+"""From what a run calls its schedule to the programs that actors perform: every pass, and the check behind the last."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from raypar.actors.specs.types import SEND_WINDOW, ProgramName
+from raypar.actors.specs.types import SEND_WINDOW, Backward, ProgramName
 from raypar.schedules.action import Op
 from raypar.schedules.catalog import entry_of
 from raypar.schedules.checking.counterexample import Generate, demand_sound
 from raypar.schedules.passes.lower import Order, lower
+from raypar.schedules.passes.split_backward import split_backward
 from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.simulation.simulate import Costs
 from raypar.schedules.torch_csv import from_csv
 
 Programs = Mapping[ProgramName, Schedule]
@@ -27,7 +29,8 @@ def programs_of(
 ) -> Programs:
     """The training step and its evaluation: the same forwards in the same order, without the backwards.
 
-    ``reduce_grad``: there are replicas or servers, so that every stage reduces its gradients.
+    ``reduce_grad``: there are replicas or servers, so that every stage reduces its gradients. Backwards are as the
+    schedule writes them: ``with_backward`` is the pass that is left.
 
     Raises ScheduleError if there is no such schedule, if it does not fit the sizes, or if it breaks a rule.
     """
@@ -45,6 +48,26 @@ def programs_of(
     forwards = ([action for action in row if action.op is Op.F] for row in train.rows)
     lowered = loaded.lowered(reduce_grad=reduce_grad)
     return {"train": lowered, "evaluate": Loaded(Schedule.of(f"{train.name} forwards", forwards)).lowered()}
+
+
+def with_backward(programs: Programs, backward: Backward, costs: Costs, *, hold: bool) -> Programs:
+    """The programs with the backwards of the training step split into I and W; proved safe, as they will run.
+
+    Args:
+        programs: lowered and checked.
+        backward: "auto" splits where it makes the step shorter, "split" every backward, "whole" none.
+        costs: what the actions of the training step last, on paper.
+        hold: a W may come later than the SEND of its I; see ``split_backward``.
+
+    Raises:
+        ScheduleError: the rows break a rule, which would be a fault of the pass.
+    """
+    if backward == "whole":
+        return programs
+    train = split_backward(programs["train"], costs, every=backward == "split", hold=hold)
+    if train is not programs["train"]:
+        demand_sound(train, send_capacity=SEND_WINDOW)
+    return {**programs, "train": train}
 
 
 @dataclass(frozen=True)

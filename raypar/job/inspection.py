@@ -33,7 +33,7 @@ class Inspection:
     def __init__(self, lifetime: Lifetime, loaded: LoadedRun, holds: Sequence[Mapping[str, Cut]]) -> None:
         self._guard, self._demand_open, self._holds = lifetime.guard, lifetime.demand_open, holds
         self._run, self._world, self._calls = loaded.run, loaded.world, loaded.calls
-        self._performed, self._skeleton = loaded.performed, loaded.skeleton
+        self._schedule, self._skeleton = loaded.schedule, loaded.skeleton
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
@@ -119,7 +119,7 @@ class Inspection:
         ``ago`` asks for a step so many before the latest: actors remember a few. Of others nothing is measured.
         """
         rows = self._guard(lambda: self._calls.all("events", ago, what="reading the timeline"))
-        return timelines_of(self._performed, self._world, rows)
+        return timelines_of(self._schedule, self._world, rows)
 
     def overlay(self, dp: int = 0) -> Overlay:
         """The latest compiled training step of one replica over what those before it predict: simulated with their

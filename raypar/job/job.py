@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from raypar.actors.collective.ledger import Entry
 from raypar.actors.sharding import Cut
+from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
 from raypar.cluster.calls import Calls
 from raypar.cluster.ray_cluster import Actors, demand_shippable
-from raypar.config.run import Run, reset_faults, world_of
+from raypar.config.run import reset_faults, world_of
 from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
 from raypar.errors import ConfigError
@@ -24,7 +25,6 @@ from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
 from raypar.job.plans import plans_of
 from raypar.job.training_loop import TrainingLoop
-from raypar.planner.cost_model import performed
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report
 from raypar.schedules.drawing.overlay import Overlay
@@ -47,7 +47,7 @@ class Job:
     run         what it was launched with, or reset to
     device      what its actors compute on: cpu or cuda
     num_actors  how many were launched; a run that it was reset to may need fewer
-    schedule    the lowered schedule of a training step; actors perform some of its backwards in halves
+    schedule    of a training step, as it is drawn, checked, simulated, stepped and run
     next_step   number of the step that comes next
     """
 
@@ -250,14 +250,14 @@ class Job:
         world, schedule = world_of(run), programs["train"]
         calls = self._lifetime.calls_on(world, run.timeout)
         handles = self._lifetime.handles(world.size)
-        return LoadedRun(run, schedule, performed(run, schedule), world, handles, calls, skeleton)
+        return LoadedRun(run, schedule, world, handles, calls, skeleton)
 
     def _start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> Sequence[Mapping[str, Cut]]:
         """Have the actors build their parts of a run, and load a checkpoint; what each rank then has of which logical
         parameters."""
         run, guard = loaded.run, self._lifetime.guard
         name = f"{self._name}@{self._generation}"
-        plans = plans_of(run, programs, loaded.performed, name, self.device)
+        plans = plans_of(run, programs, name, self.device)
         refs = [handle.start.remote(plan) for handle, plan in zip(loaded.handles, plans, strict=True)]
         launch = Calls(loaded.handles, loaded.world, max(run.timeout, _LAUNCH_SECONDS))
         holds: list[dict[str, Cut]] = guard(lambda: launch.gather(refs, "the launch"), patient=False)

@@ -6,10 +6,11 @@ import logging
 import uuid
 from pathlib import Path
 
+from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
 from raypar.cluster.ray_cluster import demand_shippable, start_actors
-from raypar.config.run import Run, world_of
+from raypar.config.run import world_of
 from raypar.job.job import Job
 from raypar.reporting.record import Record
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypar.actors.mesh.world import World
+from raypar.actors.specs.run import Run
 from raypar.cluster.calls import Calls
-from raypar.config.run import Run
 from raypar.config.skeleton import Skeleton
 from raypar.schedules.schedule import Schedule
 
@@ -17,17 +17,15 @@ from raypar.schedules.schedule import Schedule
 class LoadedRun:
     """A run, and the actors of a job that take part in it.
 
-    schedule   the lowered schedule of a training step
-    performed  the same as actors perform it, with backwards in halves
-    world      all ranks of the run
-    handles    of the actors, by rank
-    calls      on these actors
-    skeleton   the model without its weights
+    schedule  the schedule of a training step, as the actors perform it
+    world     all ranks of the run
+    handles   the actors' handles, by rank
+    calls     calls on these actors
+    skeleton  the model without its weights
     """
 
     run: Run
     schedule: Schedule
-    performed: Schedule
     world: World
     handles: Sequence[Any]
     calls: Calls

@@ -188,7 +188,7 @@ class TrainingLoop:
         if step is not None:
             with suppress(JobError):
                 self.demand_ready()
-                keep = partial(self._record.measured, step, self.loaded.performed, self.loaded.world)
+                keep = partial(self._record.measured, step, self.loaded.schedule, self.loaded.world)
                 self._saver.ask(("events", "ledger"), keep)
 
     def close(self, hurried: bool = False) -> None:
@@ -256,6 +256,6 @@ class TrainingLoop:
         return report
 
     def _lowered(self, schedule: str | Schedule) -> Schedule:
-        """A schedule for a training step of this run. Raises ScheduleError."""
+        """A schedule for a training step of this run, its backwards as they are written. Raises ScheduleError."""
         run, reduces = self.loaded.run, self.loaded.world.reduces
         return programs_of(schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=reduces)["train"]

@@ -1,16 +1,14 @@
-"""A training step as actors perform it: what its actions cost on paper, and which backwards are done in halves."""
+"""What the actions of a training step cost on paper."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from raypar.actors.models.partition import core_cost, split_layers, transformer_costs
-from raypar.actors.specs.model import Layers, Transformer
-from raypar.actors.specs.recompute import word_of
-from raypar.config.run import Run
+from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
+from raypar.actors.specs.recompute import Recompute, word_of
+from raypar.actors.specs.types import Split
 from raypar.schedules.action import Op
-from raypar.schedules.passes.split_backward import in_halves
-from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import Costs
 
 
@@ -22,43 +20,50 @@ class _Work(NamedTuple):
     later: float
 
 
-def performed(run: Run, schedule: Schedule) -> Schedule:
-    """The lowered schedule of a run's training step as its actors perform it: with backwards in halves, where layers
-    can do them so and a pipeline's waits are filled by it.
-
-    What a layer keeps for a W is as large as all its activations, so who runs a forward again makes the gradients of
-    weights at once.
-    """
-    if schedule.forward_only or (isinstance(run.model, Layers) and not run.model.halves):
-        return schedule
-    return in_halves(schedule, costs_on_paper(run, schedule.num_stages), hold=run.recompute == "none")
-
-
-def costs_on_paper(run: Run, num_stages: int) -> Costs:
+def costs_on_paper(
+    model: GPT | Llama | Layers,
+    num_stages: int,
+    *,
+    split: Split = "even",
+    recompute: Recompute = "none",
+    tensor_ranks: int = 1,
+) -> Costs:
     """A stage's forward lasts as its layers' FLOPs say, a backward twice as long; the user's own Layers count as stages
-    of equal length."""
+    of equal length.
+
+    Args:
+        model: what is trained.
+        num_stages: of the pipeline, at most as many as the model has layers.
+        split: of the layers over the stages.
+        recompute: what a backward runs again, which it takes time for.
+        tensor_ranks: actors that divide each layer. W makes nothing in layers that are divided.
+
+    Returns:
+        F, B, I and W of every stage, in FLOPs of one sample's forward up to a common factor.
+    """
     of_stage: dict[tuple[int, Op], float] = {}
-    for stage, (forward, again, later) in enumerate(_works(run, num_stages)):
+    for stage, (forward, again, later) in enumerate(_works(model, num_stages, split, recompute, tensor_ranks == 1)):
         backward = {Op.B: 2 * forward + again, Op.I: 2 * forward + again - later, Op.W: later}
         of_stage |= {(stage, op): cost for op, cost in ({Op.F: forward} | backward).items()}
     return Costs(of_stage=of_stage)
 
 
-def _works(run: Run, num_stages: int) -> list[_Work]:
+def _works(
+    model: GPT | Llama | Layers, num_stages: int, split: Split, recompute: Recompute, whole_layers: bool
+) -> list[_Work]:
     """A W makes the gradients of linear layers that are not divided, in layers that are not run again by themselves."""
-    halves = run.mesh.tensor_ranks == 1
-    if not isinstance(run.model, Transformer):
-        return [_Work(1.0, 1.0 if run.recompute == "full" else 0.0, 1.0 if halves else 0.0)] * num_stages
-    costs, body, core = transformer_costs(run.model), range(run.model.layers), core_cost(run.model)
-    scores = run.model.attention == "materialised" or run.model.dropout > 0  # else the kernel does it in any case
-    words = [word_of(run.recompute, body, layer) for layer in body]
+    if not isinstance(model, Transformer):
+        return [_Work(1.0, 1.0 if recompute == "full" else 0.0, 1.0 if whole_layers else 0.0)] * num_stages
+    costs, body, core = transformer_costs(model), range(model.layers), core_cost(model)
+    scores = model.attention == "materialised" or model.dropout > 0  # else the kernel does it in any case
+    words = [word_of(recompute, body, layer) for layer in body]
     again = [
         {"none": 0.0, "selective": core if scores else 0.0, "full": cost}[word]
         for word, cost in zip(words, costs, strict=True)
     ]
-    alone = [word == "full" and run.recompute != "full" for word in words]
-    later = [cost - core if halves and not own else 0.0 for cost, own in zip(costs, alone, strict=True)]
+    alone = [word == "full" and recompute != "full" for word in words]
+    later = [cost - core if whole_layers and not own else 0.0 for cost, own in zip(costs, alone, strict=True)]
     return [
         _Work(*(sum(each[layer] for layer in layers) for each in (costs, again, later)))
-        for layers in split_layers(run.split, costs, num_stages)
+        for layers in split_layers(split, costs, num_stages)
     ]

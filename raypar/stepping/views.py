@@ -1,11 +1,11 @@
-"""What a stepper answers with: values that a REPL shows as pictures and tables."""
+"""The return values of a stepper, which a REPL shows as drawings and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from raypar.schedules.action import Action, Op
+from raypar.schedules.action import Action
 from raypar.schedules.drawing.cells import lines
 from raypar.schedules.step_board import Move
 
@@ -16,13 +16,13 @@ _HEAD = ("weights", "gradients", "optimizer", "peak", "in flight", "values for o
 
 
 class Taken(tuple[Action, ...]):
-    """The actions of the moves just taken. In a REPL it draws where the step stands."""
+    """The actions of the moves just taken. A REPL shows the drawing of the step so far."""
 
     _picture: str
 
     @classmethod
     def of(cls, moves: Sequence[Move], picture: str) -> Taken:
-        """What was taken, and the picture after that."""
+        """Make the value from the moves taken and the drawing to show."""
         taken = cls(name for move in moves for name in move.names)
         taken._picture = picture
         return taken
@@ -32,13 +32,16 @@ class Taken(tuple[Action, ...]):
 
 
 class Ready(tuple[Action, ...]):
-    """The actions that may be taken next; of a SEND and its RECV the SEND. In a REPL a line for each pipeline rank."""
+    """The actions that may be taken next; of a SEND and its RECV only the SEND.
+
+    A REPL shows one line for each pipeline rank.
+    """
 
     _ranks: tuple[int, ...]
 
     @classmethod
     def of(cls, moves: Sequence[Move]) -> Ready:
-        """The heads of moves."""
+        """Make the value from the ready moves."""
         ready = cls(move.head for move in moves)
         ready._ranks = tuple(move.actions[0][0] for move in moves)
         return ready
@@ -52,7 +55,7 @@ class Ready(tuple[Action, ...]):
 
 
 class State(tuple["Held", ...]):
-    """What every actor holds. In a REPL a table; sizes in MiB."""
+    """What every actor holds. A REPL shows a table, with sizes in MiB."""
 
     def __repr__(self) -> str:
         rows = [_HEAD, *map(_cells, self)]
@@ -64,10 +67,5 @@ class State(tuple["Held", ...]):
 def _cells(held: Held) -> tuple[str, ...]:
     sizes = (f"{size / 2**20:,.1f}" for size in (held.weights, held.gradients, held.optimizer, held.memory))
     flying = (f"{stage}F{microbatch}" for stage, all_of_it in held.in_flight.items() for microbatch in all_of_it)
-    values = (f"{_spelled(action)} ({size / 2**20:,.2f})" for action, size in held.values.items())
+    values = (f"{action} ({size / 2**20:,.2f})" for action, size in held.values.items())
     return (*sizes, " ".join(flying) or "-", ", ".join(values) or "-")
-
-
-def _spelled(action: Action) -> str:
-    """A gradient under the name of the backward that has made it."""
-    return str(action._replace(op=Op.B) if action.op is Op.I else action)

@@ -1,4 +1,4 @@
-"""raypar itself, as its README has it: launch the run, take steps."""
+"""raypar itself, as README.md has it: launch the run, take steps."""
 
 from __future__ import annotations
 

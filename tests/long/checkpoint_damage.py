@@ -1,6 +1,6 @@
 """Damage a checkpoint at random, again and again: every damage has to be seen.
 
-    python tests/long/checkpoint_damage.py [--flips 10000] [--truncations 2000] [--misplaced 500] [--seed 0]
+    python -m tests.long.checkpoint_damage [--flips 10000] [--truncations 2000] [--misplaced 500] [--seed 0]
 
 A flip is of one bit of any file, the manifest included; a truncation cuts a file anywhere; a misplaced file is lost,
 has changed places with another one, or is that of a later step. Exit code 1 if one is not seen.
@@ -18,8 +18,6 @@ from pathlib import Path
 
 from raypar.checkpoint import verify
 from tests.support.checkpoints import flip, misplace, save_at, shorten
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 Damage = Callable[[Path, random.Random], None]
 

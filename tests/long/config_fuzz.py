@@ -1,6 +1,6 @@
 """Hostile and clumsy runs: each has to be a plan, or mistakes that are listed.
 
-    python tests/long/config_fuzz.py [--cases 20000] [--first 0]
+    python -m tests.long.config_fuzz [--cases 20000] [--first 0]
 
 A case is made of its number alone: a recipe with odd values in some fields as Python has them, the same as a TOML file,
 or as words of ``raypar train --dry-run``; or a run that is right but for up to five planted faults, which must all be
@@ -31,16 +31,15 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.specs.run import Run
 from raypar.cli.main import main as command_line
 from raypar.config.recipes import RECIPES, recipe
-from raypar.config.run import Run, check_run
+from raypar.config.run import check_run
 from raypar.config.toml import load_run, plain_of, run_of, toml_of
 from raypar.errors import ConfigError
 from raypar.reporting.summary import plan_rows
 from raypar.schedules import build, to_csv
 from raypar.schedules.drawing.text import text
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 PARTS = (("", Run), ("model", GPT), ("mesh", Mesh), ("data", Text), ("optim", AdamW), ("optim", SGD))
 PATHS = sorted({f"{part}.{field.name}".lstrip(".") for part, kind in PARTS for field in fields(kind)})

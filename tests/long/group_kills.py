@@ -1,6 +1,6 @@
 """Kill or stop a member of a group at a random moment of its collectives, again and again.
 
-    python tests/long/group_kills.py [--kills 50] [--stops 20] [--size 3] [--seed 0]
+    python -m tests.long.group_kills [--kills 50] [--stops 20] [--size 3] [--seed 0]
 
 After every blow each survivor has to raise GroupError within the deadline of the group + 1 s. At the end no process,
 and not a byte in /dev/shm, may be left. Exit code 1 if anything is not so.

@@ -1,6 +1,6 @@
 """Random layouts of small models, with threads as actors: do they compute what one plain process computes?
 
-    python tests/long/layout_fuzz.py [--number 300] [--seed 0]
+    python -m tests.long.layout_fuzz [--number 300] [--seed 0]
 
 Prints how many were taken of each kind, and the smallest run that differs, with its diagnosis. Exit code 1 if there is
 one.
@@ -12,15 +12,12 @@ import argparse
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 from hypothesis import HealthCheck, given, seed, settings
 
 from raypar.actors.mesh.mesh import AXES
 from raypar.config.run import world_of
 from tests.support.layouts import layouts, verdict_of
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
 def kinds_of(run, verdict):

@@ -1,6 +1,6 @@
 """Random and damaged schedules: does ``check`` say what ranks that perform them find out?
 
-    python tests/long/schedule_fuzz.py [--number 20000] [--seed 0]
+    python -m tests.long.schedule_fuzz [--number 20000] [--seed 0]
 
 Each schedule is judged for sends without a limit, sends that block, and two sends under way. Prints how many are sound,
 by what was done to them, and every disagreement with its rows. Exit code 1 if there is one.
@@ -12,15 +12,12 @@ import argparse
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from random import Random
 
 from raypar.schedules import CheckError, Schedule, check
 from raypar.schedules.checking.counterexample import demand_sound
 from tests.support.event_check import unsound
 from tests.support.mutants import mutated, random_schedule
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 CAPACITIES = (None, 0, 2)
 

@@ -14,11 +14,11 @@ from raypar.actors.sharding import joined
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import SGD
+from raypar.actors.specs.run import Run
 from raypar.actors.worker.server import Server
 from raypar.actors.worker.worker import Worker
-from raypar.config.run import Run, check_run
+from raypar.config.run import check_run
 from raypar.job.plans import plans_of
-from raypar.planner.cost_model import performed
 
 
 def batch(step, microbatch, dp):
@@ -56,8 +56,8 @@ class Team:
 
     def _meet(self, run, groups):
         self.run = run
-        programs = check_run(self.run)
-        plans = plans_of(self.run, programs, performed(self.run, programs["train"]), "t")
+        self.programs = programs = check_run(self.run)
+        plans = plans_of(self.run, programs, "t")
         self.world = plans[0].world
         self.all = [Server() if rank in self.world.server_ranks else Worker() for rank in range(self.world.size)]
         self.workers, self.servers = self.all[: self.world.mesh.size], self.all[self.world.mesh.size :]

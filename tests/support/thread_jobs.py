@@ -54,7 +54,7 @@ class Hands:
         self.team, self.next_step = team, 0
         self.handles = [Handle(actor) for actor in team.all]
         self.calls = Calls(self.handles)
-        self.schedule = self.lowered(team.run.schedule)
+        self.schedule = team.programs["train"]
 
     def close(self):
         for handle in self.handles:

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from raypar.actors.collective.local import local_groups
-from raypar.actors.context_parallel.sequence import Context
 from raypar.actors.errors import ActionError
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.gpt import GPTModel
@@ -23,8 +22,10 @@ from raypar.actors.sharding import Portion
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT, Layers, Llama, Positions
 from raypar.actors.specs.optim import AdamW
+from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import Context
 from raypar.actors.worker.parallelize import divisions_of
-from raypar.config.run import Run, check_run
+from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.job.plans import plans_of
 from raypar.reporting.report import losses_of, mean_loss
@@ -167,7 +168,7 @@ def test_ulysses_shares_heads_of_keys_and_values_only_where_they_come_out_even()
 
 def test_with_tensor_parallelism_dropout_is_of_a_part_of_a_part():
     run = team_of(2, tp=2, sequence_parallel=True).run
-    plan = plans_of(run, programs := check_run(run), programs["train"], "t")[0]
+    plan = plans_of(run, check_run(run), "t")[0]
     model = GPTModel(replace(MODEL, dropout=0.1))
     groups = {"cp": local_groups("cp", 2)[1], "tp": local_groups("tp", 2)[0]}
     (block,) = model.materialize([1], 0, partial(divide, divisions_of(plan, model, groups)))

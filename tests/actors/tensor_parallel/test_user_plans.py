@@ -13,8 +13,9 @@ from raypar.actors.collective.local import local_groups
 from raypar.actors.errors import ActionError
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
+from raypar.actors.specs.run import Run
 from raypar.actors.tensor_parallel.sequence import Entrance
-from raypar.config.run import Run, check_run
+from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.parity.verify import train_plainly
 from tests.support.own_layers import cross_entropy, mse, own_generator, team_of

@@ -26,7 +26,7 @@ def test_tab_offers_what_makes_sense(stepper):
     assert offered(stepper, "s.do('0F1") == ["0F1"]
     assert offered(stepper, 's.peek("') == []
     stepper.run_to("0RECV_B0")
-    assert offered(stepper, 'x = s.do( "') == ["1B1", "0B0"]
+    assert offered(stepper, 'x = s.do( "') == ["1I1", "0B0", "1W0"]
     assert offered(stepper, 's.peek("1')[:2] == ["1RECV_F0", "1F0"]
     assert offered(stepper, 's.run_to("0') == ["0B0", "0RECV_B1", "0B1"]
     assert "STEP" in offered(stepper, 's.why("')
@@ -64,5 +64,5 @@ def test_a_mistake_is_told_by_its_text_and_the_session_goes_on(stepper, monkeypa
     assert "\nKeyboardInterrupt\n" in err
     assert "SyntaxError" in err
     assert "code.py" not in err and "codeop.py" not in err
-    assert "1 of 13 moves done, next: 0SEND_F0 + 1RECV_F0" in out
+    assert "1 of 15 moves done, next: 0SEND_F0 + 1RECV_F0" in out
     assert "True" in out

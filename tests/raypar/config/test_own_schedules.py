@@ -32,7 +32,7 @@ def registered(catalog_as_before):
 
 def test_a_run_takes_them(word, registered):
     for schedule in (word, registered):
-        programs = check_run(rp.Run(schedule=schedule, mesh=rp.Mesh(pp=2), microbatches=3))
+        programs = check_run(rp.Run(schedule=schedule, mesh=rp.Mesh(pp=2), microbatches=3, backward="whole"))
         assert programs["train"].rows == lower(build("gpipe", 2, 3)).rows
         assert programs["evaluate"].forward_only
 

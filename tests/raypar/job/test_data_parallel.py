@@ -12,7 +12,6 @@ import torch
 
 import raypar as rp
 from raypar.parity.verify import train_plainly
-from raypar.planner.cost_model import performed
 from raypar.reporting.summary import closing_rows
 from raypar.schedules import chrome_trace, text
 from raypar.schedules.action import Action
@@ -99,7 +98,7 @@ def test_reports_evaluation_and_looking_inside(job):
     assert after.loss < before.loss
     assert after.tokens == 2 * 2 * 4 * 2 * 32
     assert [report.tokens for report in reports] == [2 * 4 * 2 * 32] * 4
-    assert all(report.in_flight == simulate(performed(job.run, job.schedule)).in_flight for report in reports)
+    assert all(report.in_flight == simulate(job.schedule).in_flight for report in reports)
     assert all(len(report.peak_memory) == 2 for report in reports)
     assert all(0 < report.bubble < 1 for report in reports)
     served = job.run.data_parallel == "parameter_server"
@@ -121,7 +120,7 @@ def test_a_timeline_shows_one_replica_and_the_trace_all_actors(job):
     for dp in range(2):
         timeline = job.timeline(dp)
         assert {event.actor for event in timeline.events} == {f"pp={pp} dp={dp}" for pp in range(2)}
-        assert timeline.in_flight == simulate(performed(job.run, job.schedule)).in_flight
+        assert timeline.in_flight == simulate(job.schedule).in_flight
         assert "B3" in text(timeline, width=None)
         assert job.overlay(dp).measured == timeline
         assert "bucket 0" in rp.schedules.svg(timeline)

@@ -18,8 +18,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.job.training_loop import Ahead
-from raypar.planner.cost_model import performed
-from raypar.schedules import text
+from raypar.schedules import build, text
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action
 from raypar.schedules.simulation.measured_costs import costs_of
 from raypar.schedules.simulation.simulate import simulate
@@ -94,10 +93,10 @@ def stored(summary):
 @pytest.mark.parametrize(("schedule", "m"), [("naive", 4), ("gpipe", 6), ("1f1b", 1), ("1f1b", 8), ("interleaved", 8)])
 def test_activations_in_flight_are_the_predicted_ones(job, schedule, m):
     job.reset(tiny(schedule=schedule, microbatches=m))
-    predicted = simulate(performed(job.run, job.schedule)).in_flight
+    predicted = simulate(job.schedule).in_flight
     report = job.step()
     assert report.in_flight == predicted == job.timeline().in_flight
-    written = simulate(job.schedule).in_flight
+    written = simulate(build(schedule, 2, m)).in_flight
     assert max(predicted) == max(written), "weights' gradients that are to come count, too"
     if schedule == "1f1b":
         assert written == tuple(min(2 - rank, m) for rank in range(2))
@@ -219,10 +218,13 @@ def test_the_stepper_moves_draws_and_finishes(job):
     job.reset(tiny(microbatches=3))
     stepper = job.stepper()
     assert stepper.next() == (Action.parse("0F0"),)
-    taken = stepper.run_to("1B0")
-    assert taken[-1] == Action.parse("1B0")
+    assert job.schedule.rows[1][2] == Action.parse("1I0"), "it is split"
+    taken = stepper.run_to("1I0")
+    assert taken[-1] == Action.parse("1I0")
     assert {str(action) for action in taken} >= {"0SEND_F0", "1RECV_F0", "1F0"}
-    assert "B0" in repr(stepper)
+    assert "I0" in repr(stepper)
+    with pytest.raises(ValueError, match="no action 1B0: this backward is split, take 1I0 and then 1W0"):
+        stepper.do("1B0")
     assert "next: 1SEND_B0 + 0RECV_B0" in repr(stepper)
     with pytest.raises(ValueError, match="done"):
         stepper.run_to("0F0")
@@ -245,8 +247,8 @@ def test_the_moves_of_a_stepper_are_an_order_of_the_schedule(job):
         for rank, row in enumerate(job.schedule.rows):
             mine = [action for at, action in taken if at == rank]
             assert sorted(map(str, mine)) == sorted(map(str, row))
-            compute = [action for action in row if action.op in "FB"]
-            assert [action for action in mine if action.op in "FB"] == compute
+            compute = [action for action in row if action.op in COMPUTE]
+            assert [action for action in mine if action.op in COMPUTE] == compute
 
 
 def regression(step, microbatch, dp):
@@ -362,7 +364,7 @@ def test_an_overlay_predicts_a_step_with_the_costs_of_those_before_it(job):
     assert len({step.events for step in steps}) == 4
     overlay = job.overlay()
     assert overlay.measured == job.timeline() == steps[0]
-    assert overlay.predicted == simulate(performed(job.run, job.schedule), costs_of(*steps[1:3]))
+    assert overlay.predicted == simulate(job.schedule, costs_of(*steps[1:3]))
     job.reset(tiny())
     job.step()
     assert job.overlay().predicted == simulate(job.timeline().schedule, costs_of(job.timeline()))
@@ -406,7 +408,8 @@ def test_a_step_by_hand_has_the_bits_of_a_compiled_one_whatever_is_done_on_its_w
     weights = dict(job.weights())
     job.reset(run)
     stepper = job.stepper()
-    stepper.run_to("1B0")
+    stepper.run_to("1I0")
+    assert torch.equal(stepper.peek("1I0").tensor, stepper.run_to("0RECV_B0") and stepper.peek("1SEND_B0").tensor)
     assert stepper.peek("0F1").tensor.shape == stepper.peek("1RECV_F1").tensor.shape
     assert [held.actor for held in stepper.state()] == ["pp=0", "pp=1"]
     stepper.swap("1f1b")

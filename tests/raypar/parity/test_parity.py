@@ -191,7 +191,7 @@ def test_stepped_equals_compiled(job_on, schedule):
     for _ in range(3):
         stepper = job.stepper()
         stepper.next()
-        stepper.run_to("1B0")
+        stepper.run_to("1SEND_B0")
         stepped.append(stepper.finish())
     assert [(r.loss, r.grad_norm) for r in stepped] == [(r.loss, r.grad_norm) for r in compiled]
     assert all(torch.equal(weight, weights[name]) for name, weight in job.weights())

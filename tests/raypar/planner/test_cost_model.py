@@ -6,15 +6,17 @@ from dataclasses import replace
 
 import pytest
 
+from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.partition import core_cost, transformer_costs
 from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.run import Run
 from raypar.config.recipes import recipe
-from raypar.config.run import Mesh, Run, check_run
-from raypar.planner.cost_model import costs_on_paper, performed
+from raypar.config.run import check_run, costs_of_run
 from raypar.reporting.summary import plan_rows, predicted
 from raypar.schedules.action import Action, Op
 from raypar.schedules.catalog import build
 from raypar.schedules.passes.lower import lower
+from raypar.schedules.passes.split_backward import split_backward
 from raypar.schedules.simulation.simulate import simulate
 
 GPTS = GPT(layers=4, hidden=64, heads=4, seq=128, attention="materialised")
@@ -50,18 +52,19 @@ def test_a_step_is_shorter_on_account_of_what_backwards_leave_for_later(recomput
     model = replace(GPTS, vocab=0)
     run = Run(model=model, mesh=Mesh(pp=2, tp=tp), schedule="1f1b", microbatches=2, recompute=recompute)
     whole, core = max(transformer_costs(model)), core_cost(model)
-    schedule, costs = lower(build("1f1b", 2, 2)), costs_on_paper(run, 2)
+    schedule, costs = lower(build("1f1b", 2, 2)), costs_of_run(run, 2)
     first, second, backward = (costs.of(Action(1, op, 0)) for op in (Op.I, Op.W, Op.B))
     assert first + second == pytest.approx(backward)
     assert second == pytest.approx(later * (whole - 2 * model.hidden - core))
-    assert (predicted(run, schedule).makespan < simulate(schedule, costs).makespan) == (later > 0)
+    split = split_backward(schedule, costs, hold=recompute == "none")
+    assert (predicted(run, split).makespan < simulate(schedule, costs).makespan) == (later > 0)
 
 
 def test_a_dry_run_tells_of_backwards_that_are_done_in_halves():
     run = replace(recipe("gpt-tiny"), mesh=Mesh(pp=2))
-    written = lower(build("1f1b", 2, run.microbatches))
-    halved = [sum(action.op is Op.I for action in row) for row in performed(run, written).rows]
+    schedule = check_run(run)["train"]
+    halved = [sum(action.op is Op.I for action in row) for row in schedule.rows]
     assert any(halved)
-    assert dict(plan_rows(run, written))["backwards in halves"].startswith(" ".join(map(str, halved)) + ": ")
+    assert dict(plan_rows(run, schedule))["backwards in halves"].startswith(" ".join(map(str, halved)) + ": ")
     alone = replace(run, mesh=Mesh(pp=1))
-    assert "backwards in halves" not in dict(plan_rows(alone, lower(build("1f1b", 1, run.microbatches))))
+    assert "backwards in halves" not in dict(plan_rows(alone, check_run(alone)["train"]))

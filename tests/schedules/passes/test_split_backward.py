@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from raypar.schedules import build, check, lower
 from raypar.schedules.action import Op
-from raypar.schedules.passes.split_backward import in_halves
+from raypar.schedules.passes.split_backward import split_backward
 from raypar.schedules.rules import provides
 from raypar.schedules.simulation.simulate import Costs, simulate
 from tests.support.schedules import legal_schedules, spelled
@@ -20,8 +20,10 @@ BACKWARDS = (Op.B, Op.I, Op.W)
 ROUNDING = 1e-9
 
 
-def performed(name, ranks, microbatches, costs=COSTS, **how):
-    return in_halves(lower(build(name, ranks, microbatches), reduce_grad=how.pop("reduce_grad", False)), costs, **how)
+def split(name, ranks, microbatches, costs=COSTS, **how):
+    return split_backward(
+        lower(build(name, ranks, microbatches), reduce_grad=how.pop("reduce_grad", False)), costs, **how
+    )
 
 
 def shorter(name, ranks, microbatches, costs=COSTS, **how):
@@ -30,18 +32,18 @@ def shorter(name, ranks, microbatches, costs=COSTS, **how):
         simulate(schedule, costs)
         for schedule in (
             lower(build(name, ranks, microbatches), reduce_grad=how.get("reduce_grad", False)),
-            performed(name, ranks, microbatches, costs, **how),
+            split(name, ranks, microbatches, costs, **how),
         )
     )
     return before.makespan - after.makespan, before.in_flight, after.in_flight
 
 
 def test_gradients_leave_between_the_halves_of_a_backward():
-    assert spelled(performed("1f1b", 2, 2, reduce_grad=True)) == [
+    assert spelled(split("1f1b", 2, 2, reduce_grad=True)) == [
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD STEP",
         "1RECV_F0 1F0 1I0 1SEND_B0 1RECV_F1 1F1 1I1 1SEND_B1 1W0 1W1 1REDUCE_GRAD STEP",
     ]
-    assert spelled(performed("1f1b", 2, 2, hold=False))[1] == (
+    assert spelled(split("1f1b", 2, 2, hold=False))[1] == (
         "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1I1 1SEND_B1 1W1 STEP"
     )
 
@@ -68,14 +70,14 @@ def test_other_pipelines_are_over_earlier_too(name, ranks, microbatches, least):
 def test_what_leaves_nothing_for_later_stays_whole(name):
     """Divided layers do all in I, and a single rank sends nothing."""
     whole = lower(build(name, 2, 4))
-    assert in_halves(whole, Costs(f=1.0, b=2.0, i=2.0, w=0.0)) == whole
+    assert split_backward(whole, Costs(f=1.0, b=2.0, i=2.0, w=0.0)) == whole
     if name != "interleaved":
-        assert performed(name, 1, 4) == lower(build(name, 1, 4))
+        assert split(name, 1, 4) == lower(build(name, 1, 4))
 
 
 def test_halves_of_a_schedule_of_its_own_are_left_as_they_are():
-    once = performed("1f1b", 2, 4)
-    assert in_halves(once, COSTS) is once
+    once = split("1f1b", 2, 4)
+    assert split_backward(once, COSTS) is once
 
 
 def test_a_large_schedule_is_searched_in_bounded_time():
@@ -117,7 +119,7 @@ def test_it_is_the_same_step_and_never_later(name, ranks, rounds, order, reduce_
     costs = Costs(
         i=1.1, w=0.9, of_stage={(end, Op.F): last, (end, Op.B): 2 * last, (end, Op.I): last, (end, Op.W): last}
     )
-    after = in_halves(schedule, costs, hold=hold)
+    after = split_backward(schedule, costs, hold=hold)
     before = simulate(schedule, costs)
     check(after, send_capacity=0 if order == "one_sweep" else None, max_in_flight=max(before.in_flight))
     same_step(schedule, after)
@@ -132,6 +134,6 @@ def test_any_schedule_stays_the_same_step(schedule, reduce_grad):
     if schedule.forward_only:
         return
     lowered = lower(schedule, reduce_grad=reduce_grad)
-    after = in_halves(lowered, COSTS)
+    after = split_backward(lowered, COSTS)
     check(after, max_in_flight=max(simulate(lowered, COSTS).in_flight))
     same_step(lowered, after)

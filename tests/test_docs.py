@@ -1,0 +1,228 @@
+"""README.md and docs/: what they show is run, their links lead somewhere, and the reference has every public name.
+
+Every Python block, every ``raypar`` command line, every TOML file and every transcript of a REPL is run, unless the
+line right above its fence says why not: ``<!-- not run: reason -->``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import raypar as rp
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MOST_LINES = 220  # of README.md: one page
+ONE_OF_THESE = ("", "python", "toml", "text")
+
+
+class Fence(NamedTuple):
+    """A fenced block of a page: the number of its first line, its language, its text, and why it is not run."""
+
+    line: int
+    language: str
+    text: str
+    not_run: str | None
+
+
+def fences_of(page: str) -> list[Fence]:
+    found, lines, number = [], page.splitlines(), 0
+    while number < len(lines):
+        if lines[number].startswith("```"):
+            above = re.fullmatch(r"<!-- not run: (\S.*) -->", lines[number - 1]) if number else None
+            end = lines.index("```", number + 1)
+            text = "\n".join(lines[number + 1 : end])
+            found.append(Fence(number + 1, lines[number][3:], text, above and above[1]))
+            number = end
+        number += 1
+    return found
+
+
+def commands_of(fence: Fence) -> list[list[str]]:
+    """The words of the command lines of raypar in a block."""
+    return [shlex.split(line, comments=True)[1:] for line in fence.text.splitlines() if line.startswith("raypar ")]
+
+
+def turns_of(fence: Fence) -> list[tuple[str, str]]:
+    """What is typed in a transcript of a REPL, and what it answers."""
+    turns = [turn.partition("\n") for turn in re.split(r"^>>> ", fence.text, flags=re.MULTILINE)[1:]]
+    return [(typed.partition("  #")[0].strip(), answer.rstrip()) for typed, _, answer in turns]
+
+
+def runs(page: Path) -> list[Fence]:
+    return [fence for fence in fences_of(page.read_text()) if fence.not_run is None]
+
+
+def named(pages):
+    return {"argvalues": pages, "ids": [page.relative_to(ROOT).as_posix() for page in pages]}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty working folder, with the texts that pages speak of."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-texts").mkdir()
+    (tmp_path / "my-texts/a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    return tmp_path
+
+
+def run_command(words: list[str], capsys) -> None:
+    from raypar.cli.main import main
+
+    code = main(words)
+    said = capsys.readouterr()
+    assert code == 0, f"raypar {shlex.join(words)}\n{said.out}{said.err}"
+
+
+def run_python(page: str, blocks: list[Fence], told: dict[str, object]) -> None:
+    """The Python of a page, block after block, as one program."""
+    for block in blocks:
+        exec(compile("\n" * block.line + block.text, page, "exec"), told)
+
+
+PYTHON = [page for page in PAGES if any(fence.language == "python" for fence in runs(page))]
+COMMANDS = [page for page in PAGES if any(commands_of(fence) for fence in runs(page))]
+
+
+@pytest.mark.parametrize("page", **named(COMMANDS))
+def test_command_lines(page, folder, capsys):
+    for fence in runs(page):
+        for words in commands_of(fence):
+            run_command(words, capsys)
+
+
+@pytest.mark.parametrize("page", **named(PYTHON))
+def test_python(page, cluster, folder, catalog_as_before):
+    run_python(str(page), [fence for fence in runs(page) if fence.language == "python"], {"__name__": "a_page"})
+
+
+@pytest.mark.parametrize("page", **named([page for page in PAGES if any(f.language == "toml" for f in runs(page))]))
+def test_files_of_runs(page, folder, capsys):
+    for fence in runs(page):
+        if fence.language == "toml":
+            (folder / "run.toml").write_text(fence.text)
+            run_command(["train", "run.toml", "--dry-run"], capsys)
+
+
+def test_transcripts(cluster):
+    """The stepper answers as the pages have it; the last bits of a loss may be those of another machine."""
+    with rp.launch(replace(rp.recipe("gpt-tiny"), schedule="gpipe")) as job:
+        for page in PAGES:
+            for fence in runs(page):
+                if turns := turns_of(fence):
+                    stepper = job.stepper()
+                    for typed, answer in turns:
+                        found = eval(typed, {"s": stepper, "job": job})
+                        if isinstance(found, float):
+                            assert found == pytest.approx(float(answer), rel=1e-4)
+                        else:
+                            assert repr(found).rstrip() == answer, f"{page.name}: {typed}"
+                    job.reset(job.run)
+
+
+def test_every_block_is_of_a_kind_that_is_run_or_of_text():
+    for page in PAGES:
+        for fence in fences_of(page.read_text()):
+            assert fence.language in ONE_OF_THESE, f"{page}:{fence.line}: {fence.language}"
+
+
+def test_the_targets_of_make_are_there():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        for fence in fences_of(page.read_text()):
+            named = set(re.findall(r"^make ([a-z-]+)", fence.text, re.MULTILINE))
+            assert named <= targets, f"{page}:{fence.line}: {named - targets}"
+
+
+def test_what_is_wrong_with_a_page_is_seen(folder, capsys):
+    page = "```python\n1 / 0\n```\n<!-- not run: too long -->\n```\nraypar train # all\n```\n\n```\nraypar drew\n```\n"
+    broken, long, wrong = fences_of(page)
+    assert [fence.not_run for fence in (broken, long, wrong)] == [None, "too long", None]
+    assert commands_of(long) == [["train"]]
+    with pytest.raises(ZeroDivisionError):
+        run_python("page", [broken], {})
+    with pytest.raises(AssertionError, match="raypar drew"):
+        run_command(*commands_of(wrong), capsys)
+    assert fences_of("<!-- not run: -->\n```python\n```")[0].not_run is None, "a reason is missing"
+    assert turns_of(Fence(1, "", ">>> a  # why\n1\n2\n>>> b", None)) == [("a", "1\n2"), ("b", "")]
+
+
+# --- links -----------------------------------------------------------------------------------------------------------
+
+
+def anchors_of(page: str) -> set[str]:
+    """Where a link into the page may lead, as GitHub and mkdocs name headings."""
+    plain = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    heads = re.findall(r"^#+ (.*)$", plain, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+def dead_links(path: Path, page: str):
+    plain = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", plain):
+        if re.match(r"https?://", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = Path(os.path.normpath(path.parent / name)) if name else path
+        if not target.exists():
+            yield f"{path.name}: {link}: there is no {name}"
+        elif anchor and anchor not in anchors_of(page if target == path else target.read_text()):
+            yield f"{path.name}: {link}: there is no heading {anchor}"
+
+
+def test_links_lead_somewhere():
+    pages = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    assert not (dead := [link for page in pages for link in dead_links(page, page.read_text())]), "\n".join(dead)
+
+
+def test_a_dead_link_is_seen():
+    page = "# A `b`, c\n[1](#a-b-c) [2](#d) [3](gone.md) [4](README.md) [5](https://x.org) [6](docs/runs.md#nowhere)"
+    dead = list(dead_links(ROOT / "README.md", page))
+    assert [link.split(": ")[1] for link in dead] == ["#d", "gone.md", "docs/runs.md#nowhere"]
+
+
+# --- what has to be there --------------------------------------------------------------------------------------------
+
+
+def test_the_readme_is_one_page():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES
+
+
+def test_the_reference_has_every_public_name():
+    pages = [page.read_text() for page in PAGES if page.parent.name == "reference"]
+    listed = re.findall(r"^::: (\S+)$", "\n".join(pages), re.MULTILINE)
+    assert len(set(listed)) == len(listed)
+    found = [getattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in listed]
+    schedules = importlib.import_module("raypar.schedules")
+    public = [getattr(rp, name) for name in rp.__all__] + [getattr(schedules, name) for name in schedules.__all__]
+    missing = [value for value in public if not any(value is one for one in found)]
+    assert not missing
+
+
+def test_pages_are_in_the_navigation():
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = re.findall(r"^ +- (\S+\.md)$", nav, re.MULTILINE)
+    assert sorted(listed) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:])
+
+
+def test_the_figures_of_the_readme_are_those_of_the_benchmarks():
+    """A bench that was run again (``--docs``) changes docs/benchmarks.md: the README's table has to follow."""
+    measured = (ROOT / "README.md").read_text().partition("\n## Measured\n")[2].partition("\n## ")[0]
+    rows = [line for line in measured.splitlines() if line.startswith(("| dp", "| pp", "| tp"))]
+    figures = {cell.strip() for row in rows for cell in row.split("|") if re.fullmatch(r" [\d,.]+ ", cell)}
+    cells = {cell.strip() for cell in (ROOT / "docs/benchmarks.md").read_text().replace("\n", "|").split("|")}
+    assert len(rows) == 6
+    assert figures <= cells, figures - cells
+
+
+def test_the_grid_of_the_schedules_is_what_is_drawn():
+    (drawn,) = (f.text for f in fences_of((ROOT / "docs/schedules.md").read_text()) if f.text.startswith("rank 0"))
+    assert drawn == str(importlib.import_module("raypar.schedules").build("1f1b", 4, 8)).rstrip()
