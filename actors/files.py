@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 from uuid import uuid4
 
 from raypar.actors.errors import CheckpointError
@@ -85,39 +87,81 @@ def told(doing: str) -> Iterator[None]:
         raise CheckpointError([f"{doing} ({error}): give another path"]) from error
 
 
-def write_whole(path: Path, parts: Iterable[memoryview], spare: float = 0.0) -> tuple[int, str]:
-    """Write a file beside its place, sync and rename it; returns its bytes and their sha256, hashed on their way.
+class WholeFile:
+    """A file that is written beside its place: ``commit`` syncs and renames it, so that it is there whole or not at
+    all. The folder has yet to be synced. As a context manager it leaves nothing unless it was committed.
 
-    For ``spare`` seconds it takes only cores that nothing else wants. The folder has yet to be synced. Nothing is left
-    if it fails. Raises OSError.
+    size  bytes that were written
     """
-    aside = path.with_name(f".{uuid4().hex}")
+
+    def __init__(self, path: Path) -> None:
+        """Open the file beside ``path``. Raises OSError."""
+        self._path, self._aside = path, path.with_name(f".{uuid4().hex}")
+        self._out = os.open(self._aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._open, self._synced, self.size = True, False, 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write these bytes behind those that were written. Raises OSError."""
+        left = memoryview(data)
+        self._synced, self.size = False, self.size + left.nbytes
+        while left:
+            left = left[os.write(self._out, left) :]
+
+    def sync(self) -> None:
+        """Have the disk hold what was written. Raises OSError."""
+        if not self._synced:
+            os.fsync(self._out)
+            self._synced = True
+
+    def commit(self) -> None:
+        """Sync the file, and put it in its place. Raises OSError."""
+        self.sync()
+        self._aside.rename(self._path)
+        self._open = False
+        os.close(self._out)
+
+    def close(self) -> None:
+        """Remove what is not committed; does nothing the second time, or behind ``commit``."""
+        if self._open:
+            self._open = False
+            with suppress(OSError):
+                self._aside.unlink()
+            os.close(self._out)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def write_whole(path: Path, parts: Iterable[memoryview], spare: float = 0.0) -> tuple[int, str]:
+    """Write a file that is there whole or not at all, as a ``WholeFile``. Raises OSError.
+
+    Args:
+        path: of the file; its folder has yet to be synced
+        parts: the bytes, one part after the other
+        spare: seconds for which it takes only cores that nothing else wants
+
+    Returns:
+        The number of bytes, and their sha256, hashed on their way.
+    """
     digest = hashlib.sha256()
-    out = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            exhaust(_written(out, parts, digest), spare)
-            size = os.fstat(out).st_size
-        finally:
-            os.close(out)
-        aside.rename(path)
-    except BaseException:
-        with suppress(OSError):
-            aside.unlink()
-        raise
-    return size, digest.hexdigest()
+    with WholeFile(path) as out:
+        exhaust(_written(out, parts, digest), spare)
+        out.commit()
+    return out.size, digest.hexdigest()
 
 
-def _written(out: int, parts: Iterable[memoryview], digest: hashlib._Hash) -> Iterator[None]:
+def _written(out: WholeFile, parts: Iterable[memoryview], digest: hashlib._Hash) -> Iterator[None]:
     """Hash and write a piece with each ``next``, and sync with the last."""
     for part in parts:
         for start in range(0, len(part), _PIECE):
             piece = part[start : start + _PIECE]
             digest.update(piece)
-            while piece:
-                piece = piece[os.write(out, piece) :]
+            out.write(piece)
             yield
-    os.fsync(out)
+    out.sync()
 
 
 def sync_folder(path: Path) -> None:

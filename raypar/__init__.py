@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from raypar.actors.specs.data import Batches, Text
     from raypar.actors.specs.model import GPT, Layers, Llama
     from raypar.actors.specs.optim import SGD, AdamW
+    from raypar.actors.specs.run import Run
     from raypar.cli.repl import tab_completion
     from raypar.config.recipes import recipe
-    from raypar.config.run import Run
     from raypar.errors import ActorDiedError, ConfigError, JobError, StalledError
     from raypar.job.job import Job
     from raypar.job.launch import launch
@@ -32,9 +32,9 @@ _HOMES = {
     "raypar.actors.specs.data": ("Batches", "Text"),
     "raypar.actors.specs.model": ("GPT", "Layers", "Llama"),
     "raypar.actors.specs.optim": ("SGD", "AdamW"),
+    "raypar.actors.specs.run": ("Run",),
     "raypar.cli.repl": ("tab_completion",),
     "raypar.config.recipes": ("recipe",),
-    "raypar.config.run": ("Run",),
     "raypar.errors": ("ActorDiedError", "ConfigError", "JobError", "StalledError"),
     "raypar.job.job": ("Job",),
     "raypar.job.launch": ("launch",),

@@ -1,8 +1,8 @@
-"""One thing one pipeline rank does: an op on a stage, for a microbatch.
+"""One action of a pipeline rank: an op on a stage, for a microbatch.
 
-The spelling is the one of ``torch.distributed.pipelining``: ``1F0`` is stage 1's forward of microbatch 0,
-``0SEND_F3`` stage 0 sending its output of microbatch 3, ``2REDUCE_GRAD`` an action of a whole stage. ``STEP``,
-the optimizer update of everything the rank holds, is the one addition: it names neither stage nor microbatch.
+The spelling is that of ``torch.distributed.pipelining``: ``1F0`` is stage 1's forward of microbatch 0, ``0SEND_F3`` is
+stage 0 sending its output of microbatch 3, ``2REDUCE_GRAD`` is an action of a whole stage. raypar adds one op,
+``STEP``: the optimizer update of everything that the rank holds. It has neither stage nor microbatch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 
 class Op(StrEnum):
-    """What is done; roughly, on the actor that holds the stage:
+    """The op of an action. In pseudocode, on the actor that holds the stage:
 
     F            ``outbox[mb] = saved[mb] = stage(inbox[mb])``
     B            the full backward: ``I``, then ``W``
-    I            ``outbox[mb] = inputs.grad`` from ``saved[mb]``: what the stage before waits for
-    W            ``weights.grad += ...`` from ``saved.pop(mb)``: nobody but the optimizer waits for it
+    I            ``outbox[mb] = inputs.grad`` from ``saved[mb]``: the previous stage waits for it
+    W            ``weights.grad += ...`` from ``saved.pop(mb)``: only the optimizer waits for it
     SEND_F       ``group.send(outbox.pop(mb), to=the rank of stage + 1)``, the activation
     RECV_F       ``inbox[mb] = group.recv(the rank of stage - 1)``
     SEND_B       ``group.send(outbox.pop(mb), to=the rank of stage - 1)``, the gradient
@@ -49,13 +49,16 @@ RECVS = frozenset({Op.RECV_F, Op.RECV_B})
 WHOLE_STAGE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 
 _SPELLING = re.compile(r"([0-9]{0,18})([A-Z_]+?)([0-9]{0,18})")
-_MOST_QUOTED = 40  # letters
+_MOST_QUOTED = 40  # characters of a wrong text that an error message quotes
 
 
 class Action(NamedTuple):
-    """``Action(1, Op.F, 0)`` prints as ``1F0``, and ``Action.parse("1F0")`` reads it back.
+    """One action. ``Action(1, Op.F, 0)`` prints as ``1F0``, and ``Action.parse("1F0")`` reads it back.
 
-    ``stage`` is None for STEP only; ``microbatch`` is None for STEP and for the actions of a whole stage.
+    Attributes:
+        stage: The stage, or None for STEP.
+        op: The op.
+        microbatch: The microbatch, or None for STEP and for the ops of a whole stage.
     """
 
     stage: int | None
@@ -72,7 +75,17 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read one action; ValueError names what is wrong with the text."""
+        """Read one action from a text like ``1F0``.
+
+        Args:
+            text: The text; blanks around it are ignored.
+
+        Returns:
+            The action.
+
+        Raises:
+            ValueError: If the text is not an action; the message says why.
+        """
         match = _SPELLING.fullmatch(text.strip())
         text = text if len(text) <= _MOST_QUOTED else f"{text[:_MOST_QUOTED]}..."
         if match is None or match[2] not in Op.__members__:

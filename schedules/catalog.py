@@ -1,4 +1,4 @@
-"""The schedules by name: raypar's, those that users register, and what code is called that makes others."""
+"""Schedules by name: raypar's own, those that users register, and those that user code generates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raypar.schedules.schedule import Schedule, ScheduleError
 G = TypeVar("G", bound=Callable[..., Any])
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
-_TABLE = {  # of this process: ``register`` adds to it
+_TABLE = {  # ``register`` adds to it, in this process only
     "naive": Entry(naive.naive, "one microbatch at a time; the reference", naive.SIZES),
     "gpipe": Entry(gpipe.gpipe, "all forwards, then all backwards; simple, holds all m activations", gpipe.SIZES),
     "1f1b": Entry(one_f_one_b.one_f_one_b, "the bubble of gpipe, but at most p activations a rank", one_f_one_b.SIZES),
@@ -40,18 +40,31 @@ def register(
     default_chunks: int | None = None,
     forward_only: bool = False,
 ) -> Callable[[G], G]:
-    """Give a schedule of your own a name: a decorator for a function that generates it.
+    """Register a schedule of your own under a name: a decorator for the function that generates it.
 
-    ``@register("zigzag")`` above ``def zigzag(num_ranks, num_microbatches)``, with a third parameter ``num_chunks`` if
-    it takes several stages a rank. It returns a Schedule or plain rows, see Entry, which tells the other arguments
-    too: ``sizes=None`` takes any, ``default_chunks=None`` is the default of ``num_chunks``, else 1. The function stays
-    as it is. Registering it again, as a cell of a notebook does that is run again, replaces it.
+    Example: ``@register("zigzag")`` above ``def zigzag(num_ranks, num_microbatches)``. Add a third parameter
+    ``num_chunks`` if ranks hold several stages. The function returns a Schedule or plain rows, see ``Entry``; the
+    decorator does not change it. Registering the same function again, as a rerun notebook cell does, replaces the
+    entry.
 
-    Raises ScheduleError, with all faults, for a name that can't be one or is taken, and for what is no such function.
+    Args:
+        name: The name of the schedule.
+        summary: One line that says what the schedule is good for.
+        sizes: The sizes that the function accepts, or None for the default of ``Entry.of``.
+        default_chunks: Number of stages on each rank if the user gives none. None takes the default value of
+            ``num_chunks``, else 1.
+        forward_only: Whether the schedule is an evaluation.
+
+    Returns:
+        The decorator.
+
+    Raises:
+        ScheduleError: When the decorator is applied, if the name is not allowed or taken, or if the function can't
+            generate schedules. The text lists all faults.
     """
 
     def add(generate: G) -> G:
-        """Put the generator into the table, if its name will do."""
+        """Check the name and the generator, and add them to the table."""
         faults = []
         if not _NAME.fullmatch(name) or name.endswith((".csv", ".py")):
             faults.append("a name has 1 to 100 of the characters A-Z a-z 0-9 . _ - and ends neither in .csv nor in .py")
@@ -71,15 +84,23 @@ def register(
 
 
 def names(catalog: Mapping[str, Entry] = CATALOG) -> tuple[str, ...]:
-    """The names that ``build`` knows."""
+    """Return the names that ``build`` knows."""
     return tuple(catalog)
 
 
 def entry_of(word: str, catalog: Mapping[str, Entry] = CATALOG) -> Entry:
-    """The entry that a name or a word like ``my.py:zigzag`` stands for; such a word runs the code that it names.
+    """Return the entry that a word stands for.
 
-    A name that is not in the catalog may be one of an installed package. Raises ScheduleError for an unknown name,
-    with the names that come close, and for code that is not there or fails.
+    Args:
+        word: A name of the catalog or of an installed package, or a function like ``my.py:zigzag``. The last two run
+            the code that they name.
+        catalog: The catalog to look in. Installed packages are searched only with the default.
+
+    Returns:
+        The entry.
+
+    Raises:
+        ScheduleError: If the name is unknown (the text suggests close names), or if the code can't be found or fails.
     """
     if word in catalog:
         return catalog[word]
@@ -92,7 +113,7 @@ def entry_of(word: str, catalog: Mapping[str, Entry] = CATALOG) -> Entry:
         generate = offered[word]()
     except Exception as error:
         raise ScheduleError(f"schedule {word!r} of an installed package {failure(error, None)}") from error
-    if word not in catalog:  # its module may have registered it
+    if word not in catalog:  # loading the module may have registered it already
         register(word)(generate)
     return catalog[word]
 
@@ -100,18 +121,28 @@ def entry_of(word: str, catalog: Mapping[str, Entry] = CATALOG) -> Entry:
 def build(
     name: str, ranks: int, microbatches: int, chunks: int | None = None, *, catalog: Mapping[str, Entry] = CATALOG
 ) -> Schedule:
-    """Generate a schedule by name, mostly its compute rows, which ``lower`` completes; see ``entry_of``.
+    """Generate a schedule by name. The result usually has compute actions only; ``lower`` adds the others.
 
-    ``chunks`` is the number of stages a rank holds, None for the schedule's own default. ``catalog`` may hold
-    entries of the user's own: ``build("mine", 4, 8, catalog={**CATALOG, "mine": Entry(...)})``.
-    Raises ScheduleError for an unknown name, with the names that come close, and for sizes that the schedule does
-    not take, with all faults and the fix for each.
+    Args:
+        name: A word that ``entry_of`` accepts.
+        ranks: Number of pipeline ranks.
+        microbatches: Number of microbatches in a step.
+        chunks: Number of stages on each rank, or None for the schedule's own default.
+        catalog: The catalog to look in. It may hold the user's entries: ``build("mine", 4, 8, catalog={**CATALOG,
+            "mine": Entry(...)})``.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ScheduleError: If the name is unknown (the text suggests close names), or if the sizes are not accepted (the
+            text lists all faults and the fix for each).
     """
     return entry_of(name, catalog).build(name, ranks, microbatches, chunks)
 
 
 def _is_again(generate: Callable[..., Any], other: Callable[..., Any]) -> bool:
-    """Whether it is the same function, defined again. Its file may be two modules, one of them ``__main__``."""
+    """Return whether two functions are one, defined twice. One file may be two modules, if one is ``__main__``."""
 
     def homes(function: Callable[..., Any]) -> set[tuple[str, str]]:
         file = getattr(getattr(function, "__code__", None), "co_filename", "")
@@ -122,7 +153,7 @@ def _is_again(generate: Callable[..., Any], other: Callable[..., Any]) -> bool:
 
 
 def _unknown(word: str, known: Iterable[str]) -> ScheduleError:
-    import difflib  # for a typing error only: it takes longer to import than the rest of this file
+    import difflib  # imported here because it is slower than the rest of this file, and needed only for unknown names
 
     every = list(dict.fromkeys(known))
     close = difflib.get_close_matches(word.lower(), every, n=3)

@@ -1,4 +1,4 @@
-"""A training step on paper, as it is taken by hand: what may be done next, and why something can't be done yet."""
+"""The state of one training step that is performed move by move: which moves are ready, and why another one is not."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ _MOST_SHOWN = 8
 
 
 class Move(NamedTuple):
-    """What happens at once: a compute action, a SEND with its RECV, or the STEP of all ranks.
+    """The actions that happen together: a compute action, a SEND with its RECV, or the STEP of all ranks.
 
-    actions  (pipeline rank, action) of each
+    Attributes:
+        actions: One ``(pipeline rank, action)`` for each action.
     """
 
     actions: tuple[tuple[int, Action], ...]
 
     @property
     def head(self) -> Action:
-        """The action that stands for the move: of a SEND and its RECV the SEND."""
+        """Return the action that stands for the move; for a SEND and its RECV that is the SEND."""
         return self.actions[0][1]
 
     @property
     def names(self) -> tuple[Action, ...]:
-        """Its actions, each once."""
+        """Return the move's actions, each once."""
         return tuple(dict.fromkeys(action for _, action in self.actions))
 
     def __str__(self) -> str:
@@ -40,11 +41,14 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Why:
-    """Why a move can't be taken yet: what it waits for, and what that waits for, down to what can be taken.
+    """Why a move is not ready: the moves it waits for, the moves those wait for, and so on down to ready moves.
 
-    asked   the action that was asked for, one of the move's
-    status  ``done``, ``ready`` or ``waits``
-    more    moves that it waits for too and that are not told
+    Attributes:
+        move: The move.
+        asked: The action of the move that the user asked about.
+        status: ``done``, ``ready`` or ``waits``.
+        waits_for: The same for each move that it waits for.
+        more: Number of moves that it waits for too and that ``waits_for`` leaves out.
     """
 
     move: Move
@@ -55,7 +59,7 @@ class Why:
 
     @property
     def causes(self) -> tuple[Action, ...]:
-        """The actions that can be taken and that it comes down to."""
+        """Return the ready actions at the ends of all chains of waiting."""
         found = (cause for why in self.waits_for for cause in why.causes)
         return (self.move.head,) if self.status == "ready" else tuple(dict.fromkeys(found))
 
@@ -76,13 +80,15 @@ class Why:
 
 
 class MoveError(ValueError):
-    """A move that the step does not have, that is done, or that is not ready; the text says what to do instead."""
+    """A move that does not exist in the step, is done already or is not ready; the text says what to do instead."""
 
 
 class Board:
-    """Where a step stands. ``take`` records a move; whoever plays sees to it that the actors do it.
+    """The state of a step. ``take`` only records a move; the caller makes the actors perform it.
 
-    ``schedule`` is a lowered training schedule that ``check`` has passed.
+    Attributes:
+        schedule: The lowered training schedule, which has passed ``check``.
+        taken: The moves taken so far, in their order.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -93,34 +99,55 @@ class Board:
 
     @property
     def left(self) -> tuple[Move, ...]:
-        """The moves that are left, in the schedule's order: the first one is ready, and behind it the next."""
+        """Return the moves that are left, in the schedule's order, in which each one is ready when its turn comes."""
         return tuple(self._left.values())
 
     @property
     def done(self) -> tuple[Action, ...]:
-        """The actions taken so far, in their order."""
+        """Return the actions taken so far, in their order."""
         return tuple(name for move in self.taken for name in move.names)
 
     def ready(self) -> tuple[Move, ...]:
-        """Every move that may be taken next, in the schedule's order."""
+        """Return every move that may be taken next, in the schedule's order."""
         return tuple(move for move in self.left if not self._blockers(move))
 
     def find(self, action: str | Action) -> Move:
-        """The move of an action that is left. Raises MoveError if it is done, or if the step has no such action."""
+        """Return the move that an action belongs to.
+
+        Args:
+            action: An Action, or a text like "1F0".
+
+        Returns:
+            The move, which is not taken yet.
+
+        Raises:
+            MoveError: If the action is done already, or if the step has no such action.
+        """
         wanted = self._known(action)
         if wanted not in self._move_of:
             raise MoveError(f"{wanted} is done; ready: {_listed(self.ready())}")
         return self._move_of[wanted]
 
     def demand_ready(self, action: str | Action) -> Move:
-        """The move of an action that may be taken next. Raises MoveError, for one that waits with ``why``."""
+        """Return the move that an action belongs to, if it is ready.
+
+        Args:
+            action: An Action, or a text like "1F0".
+
+        Returns:
+            The move.
+
+        Raises:
+            MoveError: If the move is done, does not exist or is not ready. If it is not ready, the text says what it
+                waits for, as ``why`` does.
+        """
         move = self.find(action)
         if self._blockers(move):
             raise MoveError(repr(self.why(move.head)))
         return move
 
     def take(self, move: Move) -> None:
-        """Record a move that is ready."""
+        """Record a move, which must be ready."""
         assert not self._blockers(move), "moves are taken when they are ready"
         del self._left[move.head]
         for name in move.names:
@@ -129,17 +156,31 @@ class Board:
         self.taken.append(move)
 
     def why(self, action: str | Action) -> Why:
-        """What an action waits for, back to what can be done now. Raises MoveError if the step has no such action."""
+        """Say what an action waits for, down to the moves that are ready.
+
+        Args:
+            action: An Action, or a text like "1F0".
+
+        Returns:
+            The explanation.
+
+        Raises:
+            MoveError: If the step has no such action.
+        """
         wanted = self._known(action)
         if wanted in self._move_of:
             return replace(self._why(self._move_of[wanted], set()), asked=wanted)
         return Why(next(move for move in self.taken if wanted in move.names), wanted, "done")
 
     def swap(self, schedule: Schedule) -> None:
-        """Go on in the order of another lowered schedule of the same step; what is done stays done.
+        """Continue the step in the order of another schedule; actions that are done stay done.
 
-        Raises ScheduleError, and changes nothing, if it is for other ranks, stages or microbatches, or if what is done
-        and what it still asks for do not make a sound step.
+        Args:
+            schedule: A lowered schedule with the same ranks, stages, microbatches and placement.
+
+        Raises:
+            ScheduleError: If the schedule has other sizes or another placement, or if its remaining actions after those
+                that are done break a rule of ``check``. Then the board is unchanged.
         """
         old = self.schedule
         faults = [
@@ -172,13 +213,13 @@ class Board:
         yield from (action,) if len(missing) == len(provides(action)) else missing
 
     def _set_out(self, schedule: Schedule) -> None:
-        """Lay out the moves that are left."""
+        """Compute the moves of a schedule that are left."""
         done = set(self.done)
         self._left = {move.head: move for move in moves(schedule) if move.head not in done}
         self._move_of = {name: move for move in self._left.values() for name in move.names}
 
     def _blockers(self, move: Move) -> list[Move]:
-        """The moves that have to be taken before this one."""
+        """Return the moves that must be taken before this one."""
         if move.head == STEP:
             return [other for other in self._left.values() if other.head != STEP]
         wanted = (need for name in move.names for need in needs(name, self.schedule))
@@ -186,12 +227,13 @@ class Board:
         return list(dict.fromkeys(self._maker(need) for need in missing))
 
     def _maker(self, value: Action) -> Move:
-        """The move that brings a value about; one half of a backward may come with the other."""
+        """Return the move that provides a value; one half of a backward may be provided by the full backward B."""
         if value in self._move_of:
             return self._move_of[value]
         return self._move_of[Action(value.stage, Op.B, value.microbatch)]
 
     def _why(self, move: Move, told: set[Move]) -> Why:
+        """Explain a move; moves in ``told`` are explained elsewhere in the tree."""
         blockers = self._blockers(move)
         if not blockers:
             return Why(move, move.head, "ready")
@@ -201,6 +243,7 @@ class Board:
         return Why(move, move.head, "waits", found, len(blockers) - len(shown))
 
     def _known(self, action: str | Action) -> Action:
+        """Read an action and check that the step has it. Raises MoveError."""
         try:
             wanted = Action.parse(action) if isinstance(action, str) else action
         except ValueError as error:
@@ -212,8 +255,8 @@ class Board:
 
 
 def moves(schedule: Schedule) -> Iterator[Move]:
-    """A lowered training schedule as moves, in an order in which every action finds what it needs."""
-    # Sorting by start time keeps simulate's own order where times are equal, and that order is causal.
+    """Yield the moves of a lowered training schedule, in an order in which each one comes after those that it needs."""
+    # The sort is stable: events with equal start times keep the order of simulate, in which causes come before effects.
     for event in sorted(simulate(schedule).events, key=lambda event: event.start):
         action = event.action
         if action.op in SENDS:
@@ -257,7 +300,7 @@ def maker_of(action: Action, actions: Collection[Action]) -> Action:
 
 
 def makes_tensors(action: Action) -> bool:
-    """Whether there is something to see of an action: the first stage hands no gradient on."""
+    """Return whether an action makes tensors that can be shown. The backward of stage 0 does not: it sends none on."""
     if action.op in (Op.B, Op.I):
         return action.stage != 0
     return action.op is Op.F or action.op in RECVS

@@ -1,4 +1,4 @@
-"""The CSV files of ``torch.distributed.pipelining``: one line a rank, one action a cell."""
+"""The CSV files of ``torch.distributed.pipelining``, read and written: a line for each rank, an action in each cell."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ from raypar.schedules.schedule import Schedule, ScheduleError
 
 
 def to_csv(schedule: Schedule) -> str:
-    """Write a schedule so that torch loads it: format "compute_only" before lowering, "compute_comms" after it.
+    """Write a schedule as the CSV that torch loads.
 
-    torch knows no STEP. The one that closes a row is implied by the format and not written; a STEP anywhere else is,
-    and then torch cannot read the file.
+    Torch's format is "compute_only" for a schedule before lowering and "compute_comms" after it. Torch knows no STEP:
+    the STEP that closes a row is implied and not written. A STEP anywhere else is written, and then torch cannot read
+    the file.
+
+    Args:
+        schedule: The schedule, lowered or not.
+
+    Returns:
+        The text of the file.
     """
     return "".join(",".join(map(str, _without_closing_step(row))) + "\n" for row in schedule.rows)
 
@@ -24,11 +31,20 @@ def to_csv(schedule: Schedule) -> str:
 def from_csv(text: str, name: str) -> Schedule:
     """Read a schedule that torch or ``to_csv`` has written.
 
-    Empty cells, torch's bubbles, are left out: where they are is for the simulation to tell. An overlapped pair
-    ``(1F1;1B0)OVERLAP_F_B`` is read as its parts in their order. A training file with communication gets the STEP
-    that closes each row.
+    Empty cells, which are torch's bubbles, are skipped: the simulation computes where the bubbles are. An overlapped
+    pair ``(1F1;1B0)OVERLAP_F_B`` is read as its two actions in their order. A training schedule with communication gets
+    a STEP at the end of each row.
 
-    Raises ScheduleError with line and column of the first cells that cannot be read, or if the rows make no schedule.
+    Args:
+        text: The text of the file.
+        name: The name of the schedule.
+
+    Returns:
+        The schedule; it is lowered if the file has communication.
+
+    Raises:
+        ScheduleError: If cells can't be read (the text names line and column of the first ones), or if the rows make no
+            schedule.
     """
     rows: list[list[Action]] = []
     if faults := first_of(_read(text, rows)):
@@ -38,7 +54,7 @@ def from_csv(text: str, name: str) -> Schedule:
 
 
 def _read(text: str, rows: list[list[Action]]) -> Iterator[str]:
-    """Add the rows of a text to ``rows``; yields what is wrong with its cells."""
+    """Append the rows of a text to ``rows``, and yield what is wrong with its cells."""
     for line, cells in enumerate(csv.reader(io.StringIO(text.removeprefix("\ufeff"))), start=1):
         row: list[Action] = []
         for column, cell in enumerate(cells, start=1):
@@ -48,7 +64,7 @@ def _read(text: str, rows: list[list[Action]]) -> Iterator[str]:
                 except ValueError as error:
                     yield f"line {line}, column {column}: {error}"
         if row or any(cells):
-            rows.append(row)  # a blank line is no rank
+            rows.append(row)  # a blank line is not a rank
 
 
 def _parts(cell: str) -> Iterator[str]:

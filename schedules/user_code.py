@@ -1,7 +1,7 @@
-"""Generators that a word names: a function of a file, of a module, or of an installed package.
+"""Schedule generators of the user's own, given as a word.
 
-``path/to/file.py:function``, ``package.module:function``, or a name of the entry point group ``raypar.schedules``.
-It is the user's own code: to name it is to run it.
+A word is ``path/to/file.py:function``, ``package.module:function``, or a name of the entry point group
+``raypar.schedules``. Naming a generator runs the user's code.
 """
 
 from __future__ import annotations
@@ -26,14 +26,22 @@ _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def names_code(word: str) -> bool:
-    """Whether a word names a function, not a schedule of the catalog."""
+    """Return whether a word names a function rather than a schedule of the catalog."""
     return ":" in word or word.endswith(".py")
 
 
 def entry_of(word: str) -> Entry:
-    """The generator that a word names. A file is run anew each time, so an edit counts at once.
+    """Load the generator that a word names. A file is executed again at each call, so edits take effect at once.
 
-    Raises ScheduleError for what can't be found, and for code that fails, with its line.
+    Args:
+        word: ``path/to/file.py:function`` or ``package.module:function``.
+
+    Returns:
+        The generator's catalog entry.
+
+    Raises:
+        ScheduleError: If the file, module or function can't be found, or if the user's code fails (the text names the
+            line).
     """
     where, _, function = word.rpartition(":")
     is_file = where.endswith(".py")
@@ -53,14 +61,14 @@ def entry_of(word: str) -> Entry:
 
 
 def installed() -> Mapping[str, Callable[[], Any]]:
-    """What installed packages offer: for each name what loads it."""
-    from importlib.metadata import entry_points  # for names only that nobody knows: it takes longer than this file
+    """Return the generators of installed packages: for each entry point name, a function that loads it."""
+    from importlib.metadata import entry_points  # imported here because it is slow and needed only for unknown names
 
     return {point.name: point.load for point in entry_points(group=GROUP)}
 
 
 def _run(path: Path, word: str) -> ModuleType:
-    """A file as a module of a private name: nothing else is called so, and no cache is written beside the file."""
+    """Execute a file as a module with a private name, so that it shadows no other module and writes no cache file."""
     try:
         source = decode_source(path.read_bytes())
     except OSError as error:
@@ -72,7 +80,7 @@ def _run(path: Path, word: str) -> ModuleType:
     file = str(path.absolute())
     module = ModuleType(f"_raypar_{path.stem}_{zlib.crc32(file.encode()):08x}")
     module.__file__ = file
-    sys.modules[module.__name__] = module  # dataclasses look themselves up there
+    sys.modules[module.__name__] = module  # dataclasses look up their module there
     try:
         exec(compile(source, file, "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
@@ -93,8 +101,8 @@ def _imported(name: str, word: str) -> ModuleType:
 
 
 def _others(function: str, module: ModuleType) -> str:
-    """What the user may have meant, of the functions that a module defines itself."""
-    import difflib  # for a typing error only
+    """Say which functions of the module the user may have meant; only those that the module itself defines count."""
+    import difflib  # needed only after a typing error
 
     own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
     own = [name for name in own if callable(getattr(module, name))]

@@ -1,4 +1,4 @@
-"""Running again in the backward what a forward did not keep (Chen et al. 2016)."""
+"""Activation recomputation: the forward keeps only inputs, and the backward runs it again (Chen et al. 2016)."""
 
 from __future__ import annotations
 
@@ -13,28 +13,32 @@ from torch import Tensor, nn
 from raypar.actors.autograd.backward import Tail
 from raypar.actors.tensors import Values, as_values
 
-Function = Callable[..., Values]  # of tensors
-_Place = tuple[nn.Module, str]  # of a buffer: its module, and its name there
+Function = Callable[..., Values]  # takes tensors
+_Place = tuple[nn.Module, str]  # where a buffer stands: its module, and its name there
 Then = dict[_Place, Tensor]
 
 
 class Twice:
-    """Calls a function on inputs that are needed once more: one that writes into them is given copies.
+    """Call a function twice on the same inputs, in the forward and in the recomputation.
 
-    Whether it does is found out when it is called first, with copies. It can't be tried without and called again: what
-    it has changed by then, as buffers, is changed.
+    A function that writes into its inputs is given copies of them. Whether it does so is found out at the first call,
+    which always gets copies. That call can't simply be repeated, because it may have changed buffers.
     """
 
     def __init__(self) -> None:
         self._in_place: bool | None = None
 
     def without_history(self, function: Function, inputs: Values) -> Values:
-        """The outputs; nothing is kept for a backward."""
+        """Call the function without recording a graph, and return its outputs."""
         with torch.no_grad():
             return self._called(function, inputs)
 
     def with_history(self, function: Function, leaves: Values) -> Values:
-        """The outputs, at the end of a graph that begins at ``leaves``."""
+        """Call the function and record a graph from ``leaves`` to its outputs, which are returned.
+
+        Raises:
+            RuntimeError: The function writes into a leaf, but did not write into its inputs at the first call.
+        """
         try:
             return self._called(function, leaves)
         except RuntimeError as error:
@@ -43,6 +47,7 @@ class Twice:
             raise
 
     def _called(self, function: Function, inputs: Values) -> Values:
+        """Call the function, with copies of its inputs unless it is known not to write into them."""
         if self._in_place is False:
             return function(*inputs)
         copies = tuple([value.clone() for value in inputs])
@@ -54,9 +59,12 @@ class Twice:
 
 
 class Buffers:
-    """What the buffers of modules were before a forward that changes them, for when it is run again.
+    """Save the buffers that a forward changes, so that the recomputation starts from the same values.
 
-    Which ones it changes is found out when it is called first: only those are kept.
+    The first call finds out which buffers the forward changes. Later calls save only those.
+
+    Args:
+        *modules: The modules whose buffers are watched, with all submodules.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
@@ -64,7 +72,14 @@ class Buffers:
         self._known = False
 
     def keep(self, forward: Callable[[], Values]) -> tuple[Values, Then]:
-        """The outputs of a forward, and the buffers as they were before it."""
+        """Run a forward.
+
+        Args:
+            forward: The forward, without arguments.
+
+        Returns:
+            The outputs, and the values before the forward of the buffers that it changes.
+        """
         now = self._now()
         asked = [place for place in now if place in self._changing or not self._known]
         clones = {place: now[place].clone() for place in asked}
@@ -76,15 +91,18 @@ class Buffers:
             for place, buffer in now.items()
             if after.get(place) is not buffer
             or buffer._version > versions[place]
-            or (place in clones and not torch.equal(buffer, clones[place]))  # batch_norm's kernel counts no versions
+            or (place in clones and not torch.equal(buffer, clones[place]))  # batch_norm bumps no version
         }
         self._known = True
         return outputs, {place: clone for place, clone in clones.items() if place in self._changing}
 
     @contextmanager
     def as_then(self, then: Then) -> Iterator[None]:
-        """Buffers as they were; what happens to them here is forgotten: statistics have counted the batch once."""
-        now, stand_ins = self._now(), dict[int, Tensor]()  # a buffer that stands in two places stays one
+        """Give the modules copies of their buffers for the time of the context, with the saved values ``then``.
+
+        Changes to the copies are dropped: the first forward has added the batch to running statistics already.
+        """
+        now, stand_ins = self._now(), dict[int, Tensor]()  # by id of the buffer: a shared one stays shared
         for place, buffer in now.items():
             if id(buffer) not in stand_ins:
                 stand_ins[id(buffer)] = then[place] if place in then else buffer.clone()
@@ -97,6 +115,7 @@ class Buffers:
                 module._buffers[name] = buffer
 
     def _now(self) -> Then:
+        """Return the present buffers of all modules."""
         return {
             (part, name): buffer
             for module in self._modules
@@ -107,13 +126,19 @@ class Buffers:
 
 
 class LayerAgain:
-    """A layer of which a forward keeps only the inputs."""
+    """A layer whose forward keeps only its inputs; the backward runs the layer again."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._twice, self._buffers = module, Twice(), Buffers(module)
 
     def __call__(self, inputs: Values, reseed: Callable[[], None]) -> Values:
-        """The layer's outputs; ``reseed`` sets what it draws from as it is now."""
+        """Compute the layer's outputs.
+
+        Args:
+            inputs: The layer's inputs.
+            reseed: Sets the random generator to its present state. It is called before the recomputation, so that
+                dropout draws the same mask.
+        """
 
         def layer(*values: Tensor) -> Values:
             return as_values(self._module(*values))
@@ -134,18 +159,26 @@ class LayerAgain:
 
 
 def rerun(first: Function, again: Function, inputs: Values, parameters: Sequence[Tensor] = ()) -> Values:
-    """The outputs of ``first``, which is called without history, so that only its inputs are kept.
+    """Run a function without keeping anything but its inputs; run it again in the backward.
 
-    The backward calls ``again`` on them, which has to compute the same, and goes back through that to the inputs and
-    to ``parameters``: all other tensors whose gradients are wanted. They are handed on from here, so what adds up to
-    them elsewhere does so in the same order, and to the same bits, as without this.
+    The gradients of the parameters are returned to autograd rather than accumulated here. So they are summed with those
+    from other uses of a parameter in the same order, and to the same bits, as without recomputation.
+
+    Args:
+        first: The function as the forward calls it, with gradients off.
+        again: The function as the backward calls it, with gradients on. It must compute the same values.
+        inputs: The inputs of both.
+        parameters: All other tensors whose gradients are wanted.
+
+    Returns:
+        The outputs of ``first``.
     """
     outputs: Values = _Rerun.apply(first, again, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
     return outputs
 
 
 def drawn_again(device: torch.device) -> Callable[[], None]:
-    """A function that sets the random numbers of a device back to where they are now."""
+    """Return a function that resets a device's random generator to its present state."""
     cuda = device.type == "cuda"
     generator = torch.cuda.default_generators[device.index or 0] if cuda else torch.default_generator
     state = generator.get_state()
@@ -157,10 +190,11 @@ def drawn_again(device: torch.device) -> Callable[[], None]:
 
 
 class _Rerun(torch.autograd.Function):
-    """torch.utils.checkpoint does this and more, but imports torch's compiler: 3 s and 90 MiB."""
+    """The autograd function of ``rerun``. torch.utils.checkpoint would import torch's compiler: 3 s and 90 MiB."""
 
     @staticmethod
     def forward(ctx: Any, first: Function, again: Function, count: int, *tensors: Tensor) -> Values:
+        """Call ``first`` on the first ``count`` tensors, the inputs. The other tensors are the parameters."""
         ctx.again, ctx.count, ctx.parameters = again, count, tensors[count:]
         ctx.save_for_backward(*tensors[:count])
         ctx.set_materialize_grads(False)
@@ -170,6 +204,7 @@ class _Rerun(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run ``again``, and return the gradients of the inputs and the parameters that want one."""
         wanted = ctx.needs_input_grad[3:]
         inputs = zip(ctx.saved_tensors, wanted, strict=False)
         leaves = tuple([value.detach().requires_grad_(wants) for value, wants in inputs])

@@ -16,12 +16,13 @@ from raypar.actors.collective.group import Group
 from raypar.actors.context_parallel.blockwise import Bias, View, attend
 from raypar.actors.context_parallel.kv_exchange import AllGather, Carrier, Ring
 from raypar.actors.context_parallel.ring_self_attention import ring_scores, ring_values
-from raypar.actors.context_parallel.sequence import Context, tokens_of
+from raypar.actors.context_parallel.sequence import tokens_of
 from raypar.actors.layers.attention import Attention, Core
 from raypar.actors.layers.dropout import divided
 from raypar.actors.models.base import Kind, Model
 from raypar.actors.models.parallel_plan import Change, Division, Made
 from raypar.actors.sharding import Portion
+from raypar.actors.specs.types import Context
 
 
 class ContextParallel(Division):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from raypar.actors.sharding import Portion
-
-Context = Literal["ring", "all_gather", "ulysses", "rsa"]
+from raypar.actors.specs.types import Context
 
 
 def pieces_of(context: Context, cp: int) -> int:

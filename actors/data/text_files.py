@@ -14,18 +14,16 @@ import json
 import logging
 import os
 import sysconfig
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from raypar.actors.errors import FaultsError
-from raypar.actors.files import expanded, read_named
+from raypar.actors.files import WholeFile, expanded, read_named, write_whole
 
 log = logging.getLogger(__name__)
 Tokens: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
@@ -93,8 +91,7 @@ def open_tokens(setting: str, path: str, tokenizer: str | None, cache: str | Non
         log.info("converting %s %r: %d files, %d bytes", setting, path, len(files), sum(file.size for file in files))
         try:
             facts = _scan(files[0]) if is_bin else _convert(files, encoder, tokenizer_sha or "", data)
-            with _aside(folder / f"{key}.json") as out:
-                out.write(json.dumps(asdict(facts), indent=1).encode())
+            write_whole(folder / f"{key}.json", [memoryview(json.dumps(asdict(facts), indent=1).encode())])
         except (OSError, ValueError) as error:
             raise TextError([f"{setting}: {path!r} cannot be converted ({error}): repair that"]) from error
     if not facts.count:
@@ -206,7 +203,7 @@ def _convert(files: list[_File], encoder: _Encoder, tokenizer_sha: str, data: Pa
     """Write the tokens of all text files, one after the other, to ``data``. Memory: a few chunks."""
     sources, tokens, count, max_id = hashlib.sha256(tokenizer_sha.encode()), hashlib.sha256(), 0, 0
     texts = [file for file in files if file.size and _is_text(file)]
-    with _aside(data) as out:
+    with WholeFile(data) as out:
         for number, file in enumerate(texts):
             sources.update(repr((file.name, file.size)).encode())
             for chunk in _chunks(file, sources, last=number == len(texts) - 1):
@@ -214,6 +211,7 @@ def _convert(files: list[_File], encoder: _Encoder, tokenizer_sha: str, data: Pa
                 out.write(ids.tobytes())
                 tokens.update(ids.tobytes())
                 count, max_id = count + len(ids), max(max_id, int(ids.max(initial=0)))
+        out.commit()
     return Facts(encoder.dtype, count, encoder.vocab, max_id, tokens.hexdigest(), sources.hexdigest())
 
 
@@ -278,17 +276,3 @@ def _read_facts(path: Path, data: Path) -> Facts | None:
     except (OSError, ValueError, TypeError):
         return None
     return facts if whole else None
-
-
-@contextmanager
-def _aside(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that becomes ``path`` only when it is complete and on the disk."""
-    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with aside.open("xb") as out:
-            yield out
-            out.flush()
-            os.fsync(out.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Buckets: gradients (and weights) of several parameters as one flat tensor, so that they travel together."""
+"""Group the gradients, or the weights, of several parameters into one flat tensor, so that one message moves them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,32 @@ from raypar.actors.tensors import nbytes
 
 
 class Bucket:
-    """Parameters of one stage, of one dtype, whose gradients travel in one flat tensor.
+    """Parameters of one stage and one dtype whose gradients are communicated as one flat tensor.
 
-    Behind the gradients that tensor has a place for each parameter, 1 if there is a gradient. Summed over the replicas
-    it tells a parameter that nobody used, whose gradient stays None as in one process, from a gradient of zeros.
+    The flat tensor holds all gradients, and behind them one flag for each parameter: 1 if the parameter has a gradient,
+    else 0. The flags are summed over the replicas with the gradients. They tell a parameter that no replica used (its
+    gradient stays None, as in one process) from a parameter whose gradient is zero.
 
-    stage       the number of the stage
-    owner       where the gradients go: the index of a channel of the Reducer
-    parameters  by logical name, in the order of the flat tensor
-    elements    of all weights
+    Args:
+        stage: Number of the stage.
+        owner: Index of the Reducer's channel that the gradients go to.
+        parameters: The parameters by logical name, in the order of the flat tensor.
+
+    Attributes:
+        elements: Number of elements of all parameters together, without the flags.
     """
 
     def __init__(self, stage: int, owner: int, parameters: Mapping[str, nn.Parameter]) -> None:
         self.stage, self.owner, self.parameters = stage, owner, dict(parameters)
         members = list(self.parameters.values())
         *starts, self.elements = accumulate((p.numel() for p in members), initial=0)
-        strides = [torch.empty_like(p).stride() for p in members]  # dense, whatever p's own are
+        strides = [torch.empty_like(p).stride() for p in members]  # dense even where p is not
         self._where = dict(zip(self.parameters, zip(starts, strides, strict=True), strict=True))
         self._like: Tensor = members[0]
 
     @property
     def size(self) -> int:
-        """Elements of the flat tensor."""
+        """Number of elements of the flat tensor: the gradients and one flag for each parameter."""
         return self.elements + len(self.parameters)
 
     @property
@@ -42,20 +46,30 @@ class Bucket:
 
     @torch.no_grad()
     def move_in(self, name: str, flat: Tensor) -> None:
-        """Make a parameter's gradient a view of the flat tensor; what it was is given back."""
+        """Copy a parameter's gradient into the flat tensor and make ``parameter.grad`` a view of it.
+
+        Does nothing if the parameter has no gradient, or if its gradient is that view already.
+
+        Args:
+            name: Logical name of the parameter.
+            flat: The bucket's flat tensor (size,).
+        """
         parameter, place = self.parameters[name], self._place(name, flat)
         if parameter.grad is not None and parameter.grad.data_ptr() != place.data_ptr():
             parameter.grad = place.copy_(parameter.grad)
 
     def places(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter and its gradient's part of the flat tensor."""
+        """Yield each parameter with the view of the flat tensor that holds its gradient."""
         return ((parameter, self._place(name, flat)) for name, parameter in self.parameters.items())
 
     @torch.no_grad()
     def fill(self, flat: Tensor) -> None:
-        """Complete the flat tensor: all gradients are in it, and where there is none there are zeros."""
+        """Complete the flat tensor (size,) for the reduction: set the flags, and zeros for each missing gradient.
+
+        Afterwards every ``parameter.grad`` is a view of ``flat``.
+        """
         made = torch.tensor([float(p.grad is not None) for p in self.parameters.values()])
-        flat[self.elements :].copy_(made, non_blocking=True)  # a GPU is in the middle of a backward
+        flat[self.elements :].copy_(made, non_blocking=True)  # don't block: a GPU still runs the backward
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 parameter.grad = self._place(name, flat).zero_()
@@ -63,22 +77,25 @@ class Bucket:
                 self.move_in(name, flat)
 
     def zeros(self) -> Tensor:
-        """A flat tensor without any gradient."""
+        """Return a flat tensor (size,) of zeros, that is, without any gradient."""
         return self._like.new_zeros(self.size)
 
     def adopt(self, flat: Tensor) -> None:
-        """Make the gradients views of a flat tensor that was summed up; None for a parameter that nobody used."""
+        """Make the gradients views of a flat tensor (size,) that was summed over the replicas.
+
+        A parameter that no replica used gets the gradient None.
+        """
         used = flat[self.elements :].tolist()
         for (name, parameter), uses in zip(self.parameters.items(), used, strict=True):
             parameter.grad = self._place(name, flat) if uses else None
 
     def room(self) -> Tensor:
-        """A flat tensor for the weights."""
+        """Return an uninitialised flat tensor (elements,) for the weights."""
         return self._like.new_empty(self.elements)
 
     @torch.no_grad()
     def weights(self) -> Tensor:
-        """A new flat tensor with the weights."""
+        """Return a new flat tensor (elements,) with a copy of the weights."""
         flat = self.room()
         for name, parameter in self.parameters.items():
             self._place(name, flat).copy_(parameter)
@@ -86,32 +103,45 @@ class Bucket:
 
     @torch.no_grad()
     def settle(self, flat: Tensor) -> None:
-        """Let the weights live in a flat tensor (elements,) from now on."""
+        """Move the weights into a flat tensor (elements,): each parameter's data becomes a view of it."""
         for name, parameter in self.parameters.items():
             parameter.data = self._place(name, flat).copy_(parameter)
 
     def disown(self) -> None:
-        """Forget the gradients: their sum is elsewhere."""
+        """Set all gradients to None, because another actor holds their sum."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
     @torch.no_grad()
     def load(self, flat: Tensor) -> None:
-        """Take the weights from a flat tensor."""
+        """Copy the weights from a flat tensor (elements,) into the parameters."""
         for name, parameter in self.parameters.items():
             parameter.copy_(self._place(name, flat))
 
     def _place(self, name: str, flat: Tensor) -> Tensor:
-        """A parameter's part of a flat tensor, with the strides that a gradient of it has: optimizers rely on it."""
+        """Return the view of a flat tensor that belongs to a parameter, in the parameter's shape.
+
+        It has the strides of a gradient that torch would allocate, because optimizers rely on them.
+        """
         start, stride = self._where[name]
         return flat.as_strided(self.parameters[name].shape, stride, start)
 
 
 def pack(stage: int, parameters: Mapping[str, nn.Parameter], owner_of: Mapping[str, int], limit: int) -> list[Bucket]:
-    """The buckets of a stage, of at most ``limit`` bytes of gradients each; a larger tensor is a bucket by itself.
+    """Group the parameters of a stage into buckets.
 
-    parameters  of the stage by logical name, in the order of use: backwards make their gradients from last to first
-    owner_of    the channel of each parameter; no bucket has two, and what is in those of one does not depend on others
+    The buckets of one owner do not depend on the parameters of other owners, so a parameter server, which sees only its
+    own, builds the same buckets as the workers.
+
+    Args:
+        stage: Number of the stage.
+        parameters: The stage's parameters by logical name, in the order in which the forward uses them. A backward
+            makes their gradients from last to first, so the buckets are filled in that order.
+        owner_of: The owner (channel) of each parameter. All parameters of a bucket have one owner and one dtype.
+        limit: Largest size of a bucket's gradients in bytes. A parameter larger than this is a bucket by itself.
+
+    Returns:
+        The buckets, in the order in which they were filled.
     """
     done: list[Bucket] = []
     filling: dict[tuple[int, torch.dtype], dict[str, nn.Parameter]] = {}
@@ -126,7 +156,17 @@ def pack(stage: int, parameters: Mapping[str, nn.Parameter], owner_of: Mapping[s
 
 
 def share_out(sizes: Mapping[str, int], owners: int) -> dict[str, int]:
-    """The owner of each parameter: whole tensors, the largest first, each to whoever has the fewest bytes so far."""
+    """Assign each parameter to an owner so that the owners hold about equally many bytes.
+
+    Parameters are assigned whole, the largest first, each to the owner with the fewest bytes so far.
+
+    Args:
+        sizes: Size of each parameter in bytes, by logical name.
+        owners: Number of owners.
+
+    Returns:
+        The index of each parameter's owner, by logical name.
+    """
     loads = [0] * owners
     owner_of = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):

@@ -1,4 +1,4 @@
-"""The end of a step on a worker whose weights are kept by parameter servers."""
+"""End a step on a worker whose weights and optimizer state are kept by parameter servers."""
 
 from __future__ import annotations
 
@@ -12,30 +12,39 @@ from raypar.actors.data_parallel.buckets import Bucket
 
 
 class ServedUpdate:
-    """Takes the new weights from the servers; the worker has no optimizer.
+    """End of a step on a worker without an optimizer: it receives the new weights from the parameter servers.
 
-    buckets  of all its parameters, each owned by one server
-    groups   by owner: the replicas of this pipeline rank and that server, the last member
+    Args:
+        buckets: Buckets of all the worker's parameters. The owner of each is the index of a server.
+        groups: For each server, the group of this pipeline rank's replicas and that server, which is the last member.
     """
 
     def __init__(self, buckets: Sequence[Bucket], groups: Sequence[Group]) -> None:
         self._buckets, self._groups = buckets, groups
 
     def step(self, step: int, ballot: Tensor | None) -> None:
-        """Load the weights that the servers send; those of before, if a server votes no and raises NonFiniteError."""
+        """Receive the weights that the servers broadcast, and load them.
+
+        If a server rejects the step with NonFiniteError, it broadcasts its unchanged weights. This method then loads
+        those.
+
+        Args:
+            step: Number of the step (unused).
+            ballot: The votes of the replicas (unused: the servers count them).
+        """
         flats = [bucket.room() for bucket in self._buckets]
         groups = [self._groups[bucket.owner] for bucket in self._buckets]
         handles = [group.broadcast(flat, group.size - 1) for group, flat in zip(groups, flats, strict=True)]
         for handle in handles:
             handle.wait()
         for group in self._groups:
-            group.synchronize()  # of a server that is gone no weight may be taken
+            group.synchronize()  # before any load: a server that died has sent no valid weights
         for bucket, flat in zip(self._buckets, flats, strict=True):
             bucket.load(flat)
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Nothing: the servers say it."""
+        """Return an empty iterator: the servers report the state."""
         return iter(())
 
     def load(self, read: Read) -> None:
-        """Nothing: the servers keep it."""
+        """Do nothing: the servers load the state."""

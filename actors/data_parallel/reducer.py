@@ -1,4 +1,4 @@
-"""Sums gradients over the replicas of a pipeline rank while its last backwards still compute."""
+"""Sum gradients over the replicas of a pipeline rank, overlapped with its last backwards."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from raypar.schedules.action import Action, Op
 
 
 class Channel(NamedTuple):
-    """How gradients are summed over the replicas.
+    """The operations that sum the gradients of one owner over the replicas.
 
-    start  all_reduce, or reduce to a server or replica
-    tell   the same for a small tensor on the host
-    empty  makes a tensor (elements, dtype) for ``start``
-    here   whether this actor gets the sum
+    Attributes:
+        start: Starts the reduction of a flat tensor: an all_reduce, or a reduce to one server or replica.
+        tell: The same operation for a small tensor on the host.
+        empty: Allocates a tensor of (number of elements, dtype) that ``start`` can communicate without a copy.
+        here: Whether this actor gets the sum.
     """
 
     start: Callable[[Tensor], Handle]
@@ -36,7 +37,7 @@ class Channel(NamedTuple):
 
 @dataclass
 class _Transfer:
-    """A bucket under way, from one mark of the place to another."""
+    """A bucket whose reduction was started; ``start`` and ``end`` are marks of the device's clock (Place.mark)."""
 
     bucket: Bucket
     flat: Tensor
@@ -46,16 +47,22 @@ class _Transfer:
 
 
 class Reducer:
-    """Starts a bucket as soon as its last gradient is there, in the last backward of its stage (Li et al. 2020).
+    """Reduces each bucket as soon as its last gradient is complete, during the last backward of its stage.
 
-    From a stage's first backward on its gradients live in the buckets' flat tensors, which stay for the whole run: they
-    add up where they are reduced. Buckets start in one fixed order, because the members of a group must call its ops in
-    the same order, whichever gradients come first. A parameter without a gradient is found out when the backward is
-    over: see ``flush``.
+    From a stage's first backward on, its gradients are views of the buckets' flat tensors. Microbatches accumulate
+    directly in the memory that is reduced, and that memory is allocated once for the whole run.
 
-    buckets   in the order of the stages' last backwards; those of a stage in the order in which it makes gradients
-    channels  by the owner of a bucket
-    place     where the gradients are made, and whose clock tells when
+    Buckets are started in one fixed order, because all members of a group must call its collectives in the same order,
+    and gradients may become complete in another order. Only the end of a backward shows that a parameter has no
+    gradient: see ``flush``.
+
+    Args:
+        buckets: Buckets in the order of the stages' last backwards; within a stage, in the order in which the backward
+            makes the gradients.
+        channels: The channel of each bucket owner.
+        place: The device that computes the gradients. Its clock times the transfers.
+
+    Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2.
     """
 
     def __init__(self, buckets: Sequence[Bucket], channels: Sequence[Channel], place: Place) -> None:
@@ -64,17 +71,26 @@ class Reducer:
         self.begin()
 
     def begin(self) -> None:
-        """Open a step; what an interrupted one left behind is dropped."""
+        """Open a step, and drop what an interrupted step left behind."""
         self._missing: list[set[Tensor]] = [set(bucket.parameters.values()) for bucket in self._buckets]
         self._transfers: list[_Transfer] = []
-        self._spent: list[tuple[float, float]] = []  # marks of the actor's own time, in which it did not compute
+        self._spent: list[tuple[float, float]] = []  # (start, end) marks: time spent here instead of on compute
 
     @contextmanager
     def watch(self, stage: int, *, last: bool, left: Collection[Tensor] | None = None) -> Iterator[None]:
-        """For the time of a stage's first backward, in which gradients move in, and of its last, in which they are
-        complete as they come.
+        """Hook the parameters of a stage for the time of one backward: its first, its last, or both in one.
 
-        ``left`` are the parameters whose gradients are still to come (None: all); those of the others are complete.
+        In a first backward, each gradient is moved into its bucket's flat tensor as soon as it is made. In the last,
+        each gradient is complete when it is made, and complete buckets are started.
+
+        Args:
+            stage: Number of the stage.
+            last: Whether this is the stage's last backward of the step.
+            left: Parameters whose gradients this backward still has to make; None means all. The gradients of the other
+                parameters are treated as made already.
+
+        Raises:
+            RuntimeError: A parameter got a second gradient in the last backward after its bucket was started.
         """
         arrived = self._complete if last else self._made
         with ExitStack() as hooks:
@@ -88,7 +104,7 @@ class Reducer:
             yield
 
     def places(self, stage: int) -> dict[Tensor, Tensor]:
-        """Where the gradients of a stage's parameters live."""
+        """Return, for each parameter of a stage, the view of a flat tensor that its gradient belongs in."""
         return {
             parameter: place
             for bucket, flat in zip(self._buckets, self._flats, strict=True)
@@ -97,14 +113,18 @@ class Reducer:
         }
 
     def flush(self, stage: int) -> None:
-        """The stage has no more backwards: what has no gradient by now has none."""
+        """Note that the stage's last backward is over, and start its buckets: no more gradients will come."""
         for missing, bucket in zip(self._missing, self._buckets, strict=True):
             if bucket.stage == stage:
                 missing.clear()
         self._start()
 
     def finish(self) -> None:
-        """Wait for every bucket; then the gradients are sums over the replicas, or None if those are elsewhere."""
+        """Wait for every bucket, and let the gradients be the sums over the replicas.
+
+        A gradient is None afterwards if another actor gets its sum, or if no replica used the parameter. Every stage
+        must have been flushed.
+        """
         assert len(self._transfers) == len(self._buckets), "a stage was not flushed"
         for transfer in self._transfers:
             before = self._place.mark()
@@ -117,9 +137,13 @@ class Reducer:
                 transfer.bucket.disown()
 
     def settle(self, *, whole: bool = False) -> None:
-        """Wait for what is under way, whatever becomes of it: every replica has started the same.
+        """Wait for all started reductions of a step that is given up, and ignore their results.
 
-        whole  start the rest of the step's buckets, too: servers take all of them or none
+        They must finish, because every other replica has started them too.
+
+        Args:
+            whole: Start the step's remaining buckets first. Parameter servers need this: they receive either all
+                buckets of a step or none.
         """
         if whole:
             for missing in self._missing:
@@ -129,12 +153,15 @@ class Reducer:
             transfer.handle.wait()
 
     def total(self, tensor: Tensor) -> None:
-        """Sum a small tensor over the replicas; with several owners the sum is at the first one."""
+        """Sum a small host tensor over the replicas, in place. With several owners only the first one gets the sum."""
         self._channels[0].tell(tensor).wait()
 
     @property
     def spans(self) -> list[Span]:
-        """The buckets of this step, each from the start of its reduction to where it was known to be over; marked."""
+        """One span for each bucket of this step, from the start of its reduction until its wait returned.
+
+        Times are marks of the device's clock (Place.mark), not seconds.
+        """
         return [
             Span(Action(one.bucket.stage, Op.REDUCE_GRAD, None), one.start, one.end, nbytes(one.flat), number)
             for number, one in enumerate(self._transfers)
@@ -142,9 +169,10 @@ class Reducer:
 
     @property
     def overlap(self) -> float | None:
-        """1 - (seconds spent on starting buckets and waiting for them) / (seconds in which one was under way).
+        """Fraction of the communication time that was hidden behind compute, from 0 to 1; None without buckets.
 
-        None without buckets. Of a time in which several are under way each second counts once.
+        It is 1 - (seconds spent on starting buckets and waiting for them) / (seconds in which at least one bucket was
+        being reduced). A second in which several buckets are being reduced counts once.
         """
         when, under_way, reached = self._place.seconds, 0.0, 0.0
         for transfer in self._transfers:
@@ -155,9 +183,11 @@ class Reducer:
         return max(0.0, 1.0 - spent / under_way) if under_way else None
 
     def _made(self, number: int, name: str, parameter: Tensor) -> None:
+        """Move a gradient into bucket ``number``."""
         self._buckets[number].move_in(name, self._flats[number])
 
     def _complete(self, number: int, name: str, parameter: Tensor) -> None:
+        """Move a complete gradient into bucket ``number``, and start the buckets that are complete now."""
         if number < len(self._transfers):
             raise RuntimeError(
                 f"{name} got a gradient twice in one backward, as reentrant checkpointing of a shared layer does: "
@@ -168,7 +198,7 @@ class Reducer:
         self._start()
 
     def _start(self) -> None:
-        """Start the buckets that are complete and have none before them that is not."""
+        """Start the complete buckets, in order, up to the first one that is not complete."""
         while (number := len(self._transfers)) < len(self._buckets) and not self._missing[number]:
             bucket, flat, start = self._buckets[number], self._flats[number], self._place.mark()
             bucket.fill(flat)

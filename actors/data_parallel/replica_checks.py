@@ -1,4 +1,4 @@
-"""Whether replicas are alike: a digest of their weights, compared before the first step."""
+"""Checks of the replicas before the first step: their weights must be equal, and shared memory must have one owner."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def fixed_weights(
     """Find the weights that must stay where they are, because another tensor of the layers shares their memory.
 
     Args:
-        layers: every layer of this actor.
-        parameters: its trainable parameters by logical name.
-        owner_of: the replica that updates each of them.
+        layers: Every layer of this actor.
+        parameters: Its trainable parameters by logical name.
+        owner_of: The replica that updates each of them.
 
     Returns:
         The logical names of those weights.
 
     Raises:
-        ValueError: two weights have elements in common and are updated by different replicas.
+        ValueError: Two weights have elements in common and are updated by different replicas.
     """
     modules = [module for layer in layers for module in layer.modules()]
     tensors = {id(tensor): tensor for module in modules for *_, tensor in slots_of(module)}
     there = Counter(map(_storage, tensors.values()))
-    fixed = defaultdict[int, list[str]](list)  # by storage
+    fixed = defaultdict[int, list[str]](list)  # storage -> logical names
     for name, parameter in parameters.items():
         if there[_storage(parameter)] > 1:
             fixed[_storage(parameter)].append(name)
@@ -46,7 +46,7 @@ def _demand_apart(weights: Mapping[str, nn.Parameter], owner_of: Mapping[str, in
     """Raise ValueError if weights of one storage with different owners have elements in common."""
     names = list(weights)
     storage = weights[names[0]].untyped_storage()
-    marks = torch.zeros(storage.nbytes(), dtype=torch.int32)  # for each byte: whose it is, counted from 1
+    marks = torch.zeros(storage.nbytes(), dtype=torch.int32)  # by byte: which weight, counted from 1
     for index, name in enumerate(names, 1):
         own = _bytes_of(weights[name], marks)
         for other in (names[mark - 1] for mark in own.unique().tolist() if mark):
@@ -63,21 +63,21 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _bytes_of(tensor: Tensor, numbers: Tensor) -> Tensor:
-    """Those of the numbers that belong to the bytes of the tensor."""
+    """Return the view of ``numbers`` (one number for each byte of the storage) that covers the tensor's bytes."""
     size = tensor.element_size()
     strides = [size * stride for stride in tensor.stride()]
     return numbers.as_strided((*tensor.shape, size), (*strides, 1), size * tensor.storage_offset())
 
 
-_WORDS = 4  # int64s of a sha256
+_WORDS = 4  # int64s in a sha256 digest
 
 
 class UnequalReplicasError(RuntimeError):
-    """Replicas that do not begin with the same weights."""
+    """The replicas do not start with the same weights."""
 
 
 def digest(weights: Mapping[str, Tensor]) -> bytes:
-    """sha256 over names, dtypes, shapes and bytes."""
+    """Return the sha256 digest (32 bytes) of the names, dtypes, shapes and elements of weights."""
     total = hashlib.sha256()
     for name, weight in weights.items():
         total.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
@@ -86,9 +86,15 @@ def digest(weights: Mapping[str, Tensor]) -> bytes:
 
 
 def demand_equal(weights: Mapping[str, Tensor], group: Group, labels: Sequence[str]) -> None:
-    """Compare weights with those of the other members of a group, whose names are ``labels``.
+    """Check that all members of a group hold the same weights, by comparing digests.
 
-    Raises UnequalReplicasError, on every member alike.
+    Args:
+        weights: This member's weights by logical name.
+        group: The members to compare with.
+        labels: What to call each member in the error message, by rank.
+
+    Raises:
+        UnequalReplicasError: Some member's weights differ from those of rank 0. Every member raises it.
     """
     words = torch.frombuffer(bytearray(digest(weights)), dtype=torch.int64)
     found = torch.empty(group.size * _WORDS, dtype=torch.int64)

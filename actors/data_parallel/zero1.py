@@ -1,4 +1,4 @@
-"""ZeRO stage 1: the optimizer, which replicas would all keep alike, is split over them (Rajbhandari et al. 2020)."""
+"""ZeRO stage 1: split the optimizer state over the replicas instead of keeping a full copy on each."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ from raypar.actors.optim.step import Updater
 
 
 class ShardedUpdate:
-    """The end of a step with an optimizer that is split over the replicas, by whole parameters.
+    """End of a step with an optimizer that is split over the replicas, by whole parameters.
 
-    The owner of a bucket alone has the sum of its gradients; it updates the weights and sends them to the others. That
-    moves what an all_reduce does, and each replica does a part of the update and keeps that part of its state.
+    Each bucket has one replica as its owner. Only the owner receives the sum of the bucket's gradients; it updates the
+    weights and broadcasts them to the other replicas. Reduce and broadcast together move as many bytes as an
+    all_reduce, and each replica does only its part of the update and keeps only that part of the optimizer state.
 
-    updater   of what this replica owns, in step with those of all replicas and pipeline ranks
-    buckets   of all of this worker's parameters; their owners are replicas
-    replicas  of this pipeline rank
-    fixed     the parameters that have to stay where they are; all others move into what is sent
+    Args:
+        updater: Optimizer of the parameters that this replica owns. All replicas and pipeline ranks step together.
+        buckets: Buckets of all of this worker's parameters. The owner of each is the rank of a replica.
+        replicas: The group of this pipeline rank's replicas.
+        fixed: Logical names of the parameters whose memory must not move (see ``fixed_weights``). All other parameters
+            move into the flat tensors that are broadcast, which spares a copy.
+
+    Source: Rajbhandari et al. 2020, "ZeRO", section 5.1 (P_os).
     """
 
     def __init__(self, updater: Updater, buckets: Sequence[Bucket], replicas: Group, fixed: Set[str]) -> None:
@@ -29,7 +34,18 @@ class ShardedUpdate:
         self._weights = [_Weights(bucket, replicas, fixed) for bucket in buckets]
 
     def step(self, step: int, ballot: Tensor | None) -> float:
-        """As Updater.step; the sum of the ballots is at the first replica."""
+        """Update the owned parameters, and exchange all new weights with the other replicas.
+
+        Args:
+            step: Number of the step.
+            ballot: As in ``Updater.step``. It is used on replica 0 only, the one that holds the sum of the ballots.
+
+        Returns:
+            The global gradient norm before clipping.
+
+        Raises:
+            NonFiniteError: As ``Updater.step``.
+        """
         norm = self._updater.step(step, ballot if self._replicas.rank == 0 else None)
         for handle, weights in [(weights.send(), weights) for weights in self._weights]:
             handle.wait()
@@ -37,16 +53,19 @@ class ShardedUpdate:
         return norm
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
-        """As Updater.state, of what this replica owns."""
+        """Yield the state of the parameters that this replica owns, as ``Updater.state`` does."""
         return self._updater.state()
 
     def load(self, read: Read) -> None:
-        """As Updater.load, of what this replica owns."""
+        """Load the state of the parameters that this replica owns, as ``Updater.load`` does."""
         self._updater.load(read)
 
 
 class _Weights:
-    """The weights of a bucket as one flat tensor. They live in it, unless one of them has to stay where it is."""
+    """The flat tensor in which a bucket's weights are broadcast.
+
+    The weights are views of it, unless one of them must not move; then they are copied in and out.
+    """
 
     def __init__(self, bucket: Bucket, replicas: Group, fixed: Set[str]) -> None:
         self._bucket, self._replicas = bucket, replicas
@@ -56,12 +75,12 @@ class _Weights:
             bucket.settle(self._flat)
 
     def send(self) -> Handle:
-        """From their owner to all others."""
+        """Start the broadcast of the weights from the bucket's owner to the other replicas."""
         if not self._inside and self._bucket.owner == self._replicas.rank:
             self._flat.copy_(self._bucket.weights())
         return self._replicas.broadcast(self._flat, self._bucket.owner)
 
     def take(self) -> None:
-        """They are here."""
+        """Load the weights after the broadcast is over; a no-op where the parameters are views of the flat tensor."""
         if not self._inside and self._bucket.owner != self._replicas.rank:
             self._bucket.load(self._flat)

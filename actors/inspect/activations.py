@@ -1,4 +1,4 @@
-"""What the layers of a stage make in a step, and the gradients there: kept to be compared with another layout's."""
+"""Keep the activations of a stage's layers and their gradients in a step, to compare them with another layout's."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from raypar.actors.inspect.recording import Backward, Forward
 from raypar.actors.layers.dropout import Portions
 from raypar.actors.tensors import Values, as_values
 
-LOSS = "loss"  # stands for a layer: what is behind the last one
+LOSS = "loss"  # used as the module name of the loss
 
 
 class Spot(NamedTuple):
-    """A logical tensor of a step.
+    """Name of a logical tensor of a step: a module's output, or the gradient with respect to it.
 
-    module      whose output it is, by its logical name, or "loss"
-    microbatch  by its number in the whole step
-    backward    the gradient there, and not the output itself
-    number      of several outputs
+    Attributes:
+        module: Logical name of the module, or "loss".
+        microbatch: Number of the microbatch in the whole step, over all replicas.
+        backward: Whether it is the gradient rather than the output.
+        number: Index of the output, if the module has several.
     """
 
     module: str
@@ -40,21 +41,27 @@ class Spot(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """What an actor has of a logical tensor: by dim which part; of other dims all."""
+    """An actor's part of a logical tensor: the tensor, and its portion of each divided dim. Other dims are whole."""
 
     tensor: Tensor
     portions: Portions
 
 
 class Watch:
-    """Keeps copies, on the host, of what modules make and of the gradients there. It listens to a stage as a Tape does;
-    a plain process opens ``of`` itself.
+    """Keep copies, on the host, of the outputs of modules and of their gradients.
 
-    What is computed more than once is kept as it was first. A module that stands in several places is left out.
+    A Watch is a Listener of a stage, as a Tape is. A plain process without stages uses the context ``of`` instead. A
+    tensor that is computed more than once (by recomputation) is kept as it was the first time. A module that is used in
+    several places is left out.
 
-    layers      by logical name: their outputs are kept, and those of the modules in them that have a portion
-    portions    what is here of a module's outputs, by its logical name; of those of other layers all is
-    keeps_loss  the stage ends in the loss, of all tokens
+    Args:
+        layers: The layers by logical name. Kept are their outputs, and the outputs of the modules inside them that are
+            in ``portions``.
+        portions: This actor's portion of a module's outputs, by logical name. Other modules' outputs are whole.
+        keeps_loss: Whether the stage ends in the loss, which is to be kept too.
+
+    Attributes:
+        seen: What was kept, in the order in which it was computed.
     """
 
     def __init__(
@@ -72,15 +79,15 @@ class Watch:
             if (name in layers or name in portions) and places[id(module)] == 1
         }
         self._portions, self._keeps_loss = portions, keeps_loss
-        self.seen: dict[Spot, Sight] = {}  # in the order in which they came
+        self.seen: dict[Spot, Sight] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The modules that are watched."""
+        """Logical names of the modules that are watched."""
         return tuple(self._modules)
 
     def forward(self, call: Forward, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
-        """Watch a forward."""
+        """Call a stage's forward, keep what it computes, and return its outputs."""
         with self.of(microbatch):
             outputs = call(step, microbatch, inputs, target)
         if self._keeps_loss:
@@ -88,7 +95,7 @@ class Watch:
         return outputs
 
     def backward(self, call: Backward, step: int, microbatch: int, gradients: Values) -> Values:
-        """Watch a backward."""
+        """Call a stage's backward, keep the gradients that it computes, and return what it returns."""
         if self._keeps_loss:
             self.keep(Spot(LOSS, microbatch, backward=True), gradients[0])
         with self.of(microbatch):
@@ -96,7 +103,7 @@ class Watch:
 
     @contextmanager
     def of(self, microbatch: int) -> Iterator[None]:
-        """Watch what is computed of a microbatch in this time."""
+        """Keep what the modules compute within the context, as tensors of this microbatch."""
         hooks = [
             module.register_forward_hook(partial(self._made, name, microbatch))
             for name, module in self._modules.items()
@@ -108,7 +115,7 @@ class Watch:
                 hook.remove()
 
     def keep(self, spot: Spot, tensor: Tensor) -> None:
-        """Keep a tensor as it is now."""
+        """Keep a copy of a tensor, unless one of this name was kept already."""
         if spot not in self.seen:
             portions = {dim % tensor.dim(): p for dim, p in self._portions.get(spot.module, {}).items() if tensor.dim()}
             self.seen[spot] = Sight(tensor.detach().cpu().clone(), portions)

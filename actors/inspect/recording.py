@@ -1,4 +1,4 @@
-"""A tape of one stage in one step: its state, and all that goes in and comes out, so that it can be played alone."""
+"""Record one stage in one step, its state, inputs and outputs, so that it can be replayed alone in one process."""
 
 from __future__ import annotations
 
@@ -9,42 +9,49 @@ from torch import Tensor, nn
 
 from raypar.actors.tensors import Values
 
-Forward = Callable[[int, int, Values, Values], Values]
-Backward = Callable[[int, int, Values], Values]
+Forward = Callable[[int, int, Values, Values], Values]  # step, microbatch, inputs, target -> outputs
+Backward = Callable[[int, int, Values], Values]  # step, microbatch, gradients of the outputs -> those of the inputs
 
 
 class Listener(Protocol):
-    """Stands between a stage and those who call it."""
+    """Observer that a stage calls instead of its own forward and backward."""
 
     def forward(self, call: Forward, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
-        """Make the call, and return what it returns."""
+        """Call ``call`` with the other arguments, and return what it returns."""
 
     def backward(self, call: Backward, step: int, microbatch: int, gradients: Values) -> Values:
-        """Make the call, and return what it returns."""
+        """Call ``call`` with the other arguments, and return what it returns."""
 
 
 class Tape:
-    """Copies of everything, by name: ``state/blocks.0.up.weight``, ``F3/inputs/0``, ``B3/outputs/0``,
-    ``gradients/blocks.0.up.weight``. ``F`` and ``B`` go by the microbatch's number in the whole step.
+    """Listener that copies a stage's state, inputs, outputs and gradients to the host, by name.
 
-    state         of the stage's modules
-    parameters    whose gradients, summed over the step, are the stage's own
-    microbatches  how many backwards there will be
+    Names are ``state/blocks.0.up.weight``, ``F3/inputs/0``, ``B3/outputs/0``, ``gradients/blocks.0.up.weight``. The
+    number after ``F`` (forward) or ``B`` (backward) is the microbatch's number in the whole step.
+
+    Args:
+        state: Name and tensor of everything in the state of the stage's modules.
+        parameters: The stage's parameters by logical name. Their gradients are copied after the last backward.
+        microbatches: Number of backwards in the step.
+
+    Attributes:
+        tensors: The copies by name.
+        actions: The calls in the order in which they were done, such as ``F3`` and ``B3``.
     """
 
     def __init__(
         self, state: Iterable[tuple[str, Tensor]], parameters: Mapping[str, nn.Parameter], microbatches: int
     ) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self.actions: list[str] = []  # F3, B3: in the order in which they were done
+        self.actions: list[str] = []
         self._parameters, self._left = parameters, microbatches
         for name, tensor in state:
             self._keep("state", {name: tensor})
 
     def forward(self, call: Forward, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
-        """Record a forward."""
+        """Call a stage's forward and record its inputs, target and outputs."""
         name = f"F{microbatch}"
-        self._keep_all(f"{name}/inputs", inputs)  # first: it may write into them
+        self._keep_all(f"{name}/inputs", inputs)  # before the call, which may write into them
         self._keep_all(f"{name}/target", target)
         outputs = call(step, microbatch, inputs, target)
         self._keep_all(f"{name}/outputs", outputs)
@@ -52,14 +59,14 @@ class Tape:
         return outputs
 
     def backward(self, call: Backward, step: int, microbatch: int, gradients: Values) -> Values:
-        """Record a backward."""
+        """Call a stage's backward and record the gradients that go in and come out."""
         name = f"B{microbatch}"
         self._keep_all(f"{name}/inputs", gradients)
         outputs = call(step, microbatch, gradients)
         self._keep_all(f"{name}/outputs", outputs)
         self.actions.append(name)
         self._left -= 1
-        if not self._left:  # from here on they are summed over replicas, and clipped
+        if not self._left:  # copy now: later they are summed over replicas and clipped
             self._keep("gradients", {key: p.grad for key, p in self._parameters.items() if p.grad is not None})
         return outputs
 

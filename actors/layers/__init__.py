@@ -1,1 +1,1 @@
-"""Layers whose work is divided over the actors of a group."""
+"""Layers that the built-in models are made of: linear, attention, positions, dropout."""

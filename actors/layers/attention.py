@@ -1,6 +1,6 @@
-"""Causal self-attention, with as many heads of keys and values as of queries or fewer.
+"""Causal self-attention, multi-head or grouped-query: several query heads may share one head of keys and values.
 
-Shapes: B microbatch, S sequence, D hidden, N heads, K heads of keys and values, d width of a head.
+Shapes: B microbatch, S sequence, D hidden, N query heads, K heads of keys and values, d width of a head, E any width.
 """
 
 from __future__ import annotations
@@ -26,7 +26,18 @@ from raypar.actors.tensors import Values
 
 
 class Core(nn.Module):
-    """Softmax(q k^T / sqrt(d)) v over what is not later: (B, N, S, d) and twice (B, K, S, d) -> (B, N, S, d)."""
+    """Causal attention core: softmax(q k^T / sqrt(d)) v, where each query sees its own and all earlier tokens.
+
+    Args:
+        kind: Implementation: "materialised" (op by op), "blocks" (attention_blocks.py where it serves), or torch's.
+        dropout: Dropout probability of the softmax weights.
+        alibi: Bias to add to the scores; None for none.
+        desk: Scratch memory for attention in blocks; None for new memory.
+
+    Attributes:
+        again: Whether the backward runs the core again instead of keeping tensors of the scores' size (selective
+            recomputation: Korthikanti et al. 2022, section 5).
+    """
 
     def __init__(self, kind: AttentionKind, dropout: float, alibi: Alibi | None, desk: Desk | None = None) -> None:
         super().__init__()
@@ -36,18 +47,18 @@ class Core(nn.Module):
         self.again = False
 
     def forward(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
-        """What each query sees."""
+        """Compute attention: q (B, N, S, d), k and v (B, K, S, d) -> (B, N, S, d)."""
         if self.again and torch.is_grad_enabled() and self.keeps_scores(q_BNSd, k_BKSd, v_BKSd):
             return _again(self.attend, q_BNSd, k_BKSd, v_BKSd, draws=self.dropout > 0)
         return self.attend(q_BNSd, k_BKSd, v_BKSd)
 
     @property
     def dropout(self) -> float:
-        """The probability that holds now."""
+        """The dropout probability in the present mode: 0 outside of training."""
         return self.drop.p if self.training else 0.0
 
     def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
-        """As forward, whatever is kept for the backward."""
+        """Compute the same as ``forward``, without recomputation in the backward."""
         bias = self._bias(q_BNSd)
         if self.kind == "materialised":
             return _materialised(q_BNSd, k_BKSd, v_BKSd, bias, self.drop)
@@ -56,14 +67,24 @@ class Core(nn.Module):
         return _fused(q_BNSd, k_BKSd, v_BKSd, bias, self.dropout)
 
     def narrow(self, heads: int, portions: Portions) -> None:
-        """Go on with a part of what so many heads see; ``portions`` are those of the dims of (B, N, S, S)."""
+        """Restrict the core to this actor's part of the heads or of the batch.
+
+        With dropout it becomes "materialised", because the mask must be this actor's part of the whole mask.
+
+        Args:
+            heads: Number of query heads before the restriction.
+            portions: This actor's portion of the dims of the scores (B, N, S, S), by dim.
+        """
         if self.alibi is not None and (own := portions.get(1)) is not None:
             self.alibi = self.alibi.part(own.own[0] * heads // own.of, (own.own[-1] + 1) * heads // own.of)
         if self.drop.p:
             self.drop, self.kind = divided(self.drop, portions), "materialised"
 
     def keeps_scores(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
-        """Whether a backward would need (B, N, S, S) tensors: torch's kernels, but for the plain one, do without."""
+        """Return whether a backward of ``attend`` keeps (B, N, S, S) tensors.
+
+        Of torch's kernels only the plain one (MATH) does.
+        """
         if self.kind == "materialised":
             return True
         if self._in_blocks(q_BNSd, k_BKSd, v_BKSd):
@@ -80,12 +101,19 @@ class Core(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections around a core: (B, S, D) -> (B, S, D).
+    """Self-attention layer, (B, S, D) -> (B, S, D): projections to q, k and v, the core, and an output projection.
 
-    The projections in have no bias. That of the keys would shift a softmax, which changes nothing: its gradient is
-    rounding noise, and Adam would turn that into steps of full size.
+    The projections to q, k and v have no bias. A bias of the keys would shift all scores of a query alike, which a
+    softmax ignores: its gradient would be rounding noise, and Adam would turn that noise into steps of full size.
 
-    tokens  which ones of the sequence are here
+    Args:
+        spec: Settings of the model.
+        between: Rotary positions or ALiBi; None for neither.
+        desk: Scratch memory for attention in blocks, shared by the blocks of an actor.
+        bias: Whether the output projection has a bias.
+
+    Attributes:
+        tokens: The portion of the sequence that this actor holds.
     """
 
     def __init__(self, spec: Transformer, between: Rope | Alibi | None, desk: Desk, *, bias: bool) -> None:
@@ -110,7 +138,10 @@ class Attention(nn.Module):
 
 
 def _again(attend: Callable[..., Tensor], *inputs: Tensor, draws: bool) -> Tensor:
-    """``attend(*inputs)``, of which only the inputs are kept."""
+    """Compute ``attend(*inputs)`` but keep only the inputs; the backward runs it again.
+
+    If ``draws``, dropout draws the same random numbers the second time.
+    """
     redraw = drawn_again(inputs[0].device) if draws else None
 
     def again(*leaves: Tensor) -> Values:
@@ -123,6 +154,7 @@ def _again(attend: Callable[..., Tensor], *inputs: Tensor, draws: bool) -> Tenso
 
 
 def _settings(q_BNSd: Tensor, k_BKSd: Tensor, bias: Tensor | None, dropout: float) -> dict[str, Any]:
+    """Return the keyword arguments of torch's scaled_dot_product_attention. A bias includes the causal mask."""
     return {
         "attn_mask": None if bias is None else bias[None],
         "dropout_p": dropout,
@@ -132,14 +164,15 @@ def _settings(q_BNSd: Tensor, k_BKSd: Tensor, bias: Tensor | None, dropout: floa
 
 
 def _fused(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
-    """The core by the kernel that torch chooses."""
+    """Compute the core with the kernel that torch chooses."""
     return F.scaled_dot_product_attention(q_BNSd, k_BKSd, v_BKSd, **_settings(q_BNSd, k_BKSd, bias, dropout))
 
 
 def _materialised(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, drop: nn.Module) -> Tensor:
-    """The core, op by op. Of its (B, N, S, S) tensors it keeps the softmax, and with dropout the mask and the product.
+    """Compute the core op by op.
 
-    The queries that share a key stand below each other, so that no key is copied.
+    Autograd keeps the softmax (B, N, S, S), and with dropout also the mask and the product of both. The N/K query heads
+    that share a head of keys are stacked as rows of one matrix (R = N/K S), so that keys and values are not copied.
     """
     B, N, S, d = q_BNSd.shape
     K = k_BKSd.shape[1]

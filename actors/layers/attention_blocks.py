@@ -1,6 +1,8 @@
-"""Causal attention on a CPU out of torch's batched products: some queries at a time, with all keys that they see.
+"""Causal attention on a CPU from torch's batched matrix products, one block of queries at a time.
 
-Shapes: B microbatch, S sequence, N heads of queries, K of keys and values, d width of a head.
+A block computes no scores for later tokens, except within its own tokens.
+
+Shapes: B microbatch, S sequence, N query heads, K heads of keys and values, d width of a head, R = N/K.
 """
 
 from __future__ import annotations
@@ -16,14 +18,24 @@ from torch import Tensor
 from raypar.actors.layers.attention_scratch import Desk, Place, Size
 from raypar.actors.layers.linear import of_intel, undisturbed
 
-_ROOM = 1 << 17  # scores of a block, of some heads: 512 KiB, half of a cache of which a backward needs two halves
-_LEAST = 256  # tokens of a sequence, and
-_ROWS = 2048  # queries of all heads: for fewer torch's kernel is the faster one
-_OF_INTEL = 1 << 17  # numbers in them: for fewer it is that on Intel's processors
+# Scores in a block, 512 KiB. A backward uses two such tensors (softmax and its gradient), which fit in 1 MiB of cache.
+_ROOM = 1 << 17
+# Below these sizes torch's own kernel is faster.
+_LEAST = 256  # tokens in the sequence
+_ROWS = 2048  # queries of a sample, over all heads
+_OF_INTEL = 1 << 17  # elements of a sample's queries; on Intel processors only
 
 
 def serves(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
-    """Whether ``attend`` is for these, and the faster one: float32 on one thread of a CPU, and not too small."""
+    """Return whether ``attend`` supports these tensors and is faster than torch's kernel.
+
+    It supports self-attention in float32 on one thread of a CPU, and is faster for large enough tensors.
+
+    Args:
+        q_BNSd: Queries.
+        k_BKSd: Keys.
+        v_BKSd: Values.
+    """
     return (
         q_BNSd.shape[2] == k_BKSd.shape[2] >= _LEAST
         and q_BNSd.shape[1] * q_BNSd.shape[2] >= _ROWS
@@ -36,20 +48,35 @@ def serves(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
 
 
 def attend(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, desk: Desk) -> Tensor:
-    """Softmax(q k^T / sqrt(d)) v over what is not later: (B, N, S, d) and twice (B, K, S, d) -> (B, N, S, d).
+    """Compute causal attention, softmax(q k^T / sqrt(d)) v, block by block.
 
-    A backward makes the scores again, block by block, as torch's kernel does (Dao et al. 2022, "FlashAttention",
-    section 3.1), but for those that the desk has room for. What it returns lies token by token, as a projection of all
-    heads wants it.
+    The softmax is kept for the backward as far as the desk has room. The backward recomputes the rest, block by block,
+    as torch's kernel does.
+
+    Args:
+        q_BNSd: Queries, float32.
+        k_BKSd: Keys, float32.
+        v_BKSd: Values, float32.
+        desk: Scratch memory, and memory for what is kept.
+
+    Returns:
+        (B, N, S, d), laid out in memory as (B, S, N, d): the output projection reads all heads of a token together.
+
+    Raises:
+        RuntimeError: In the backward, if gradients of gradients are wanted.
+
+    Source: Dao et al. 2022, "FlashAttention", section 3.1.
     """
     out: Tensor = _Causal.apply(q_BNSd, k_BKSd, v_BKSd, desk)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Causal(torch.autograd.Function):
+    """The autograd function of ``attend``."""
+
     @staticmethod
     def forward(ctx: Any, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, desk: Desk) -> Tensor:
-        """What the queries make of the values, block by block."""
+        """Compute the output (B, N, S, d), and keep the softmax of as many heads as the desk has room for."""
         ctx.save_for_backward(q_BNSd, k_BKSd, v_BKSd)
         ctx.desk, ctx.kept = desk, []
         seen_BNSd = _by_token(q_BNSd)
@@ -71,13 +98,13 @@ class _Causal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient_BNSd: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of all three; RuntimeError where gradients of gradients are wanted."""
-        if torch.is_grad_enabled():  # what follows would be a constant to who differentiates again
+        """Compute the gradients of q, k and v. Raises RuntimeError if gradients of gradients are wanted."""
+        if torch.is_grad_enabled():  # a second differentiation would take these gradients for constants
             raise RuntimeError("attention in blocks has no gradients of gradients: use attention='materialised'")
         q_BNSd, k_BKSd, v_BKSd = saved = ctx.saved_tensors
         dq_BNSd, dk_BKSd, dv_BKSd = _rooms(saved)
         places, size = _some_heads(q_BNSd, k_BKSd)
-        every, ctx.kept = ctx.kept, [None] * len(places)  # another backward of a retained graph makes them again
+        every, ctx.kept = ctx.kept, [None] * len(places)  # a second backward of a retained graph recomputes
         with ctx.desk.scratch(q_BNSd, size) as near:
             q, k, v = near.q.grouped(q_BNSd), near.k.grouped(k_BKSd), near.v.grouped(v_BKSd)
             dq, dk, dv = near.made.grouped(dq_BNSd), near.dk.grouped(dk_BKSd), near.dv.grouped(dv_BKSd)
@@ -87,7 +114,7 @@ class _Causal(torch.autograd.Function):
                 near.k.fetch(k, place)
                 near.v.fetch(v, place)
                 near.gradient.fetch(gradient, place)
-                for i, block in reversed(list(enumerate(near.blocks))):  # the last one sees all keys
+                for i, block in reversed(list(enumerate(near.blocks))):  # the last one sees all keys: sets dk, dv
                     block.back(kept.scores[i].whole if kept else block.weights(block.scores))
                 near.made.put_back(dq, place)
                 near.dk.put_back(dk, place)
@@ -98,7 +125,12 @@ class _Causal(torch.autograd.Function):
 
 
 def _some_heads(q_BNSd: Tensor, k_BKSd: Tensor) -> tuple[list[Place], Size]:
-    """In which steps all heads are taken, and how large these are: as many heads as a divisor of K."""
+    """Plan in which groups of heads the work is done, so that a block's scores fit in the cache.
+
+    Returns:
+        For each group, the sample and the slice of its heads of keys; and the size of a group. The number of heads in
+        a group is a divisor of K.
+    """
     (B, N, S, d), K = q_BNSd.shape, k_BKSd.shape[1]
     most = max(1.0, 1.5 * _ROOM / max(Size(1, S, N // K, d).scores))
     n = max(n for n in range(1, K + 1) if K % n == 0 and n <= most)
@@ -106,7 +138,11 @@ def _some_heads(q_BNSd: Tensor, k_BKSd: Tensor) -> tuple[list[Place], Size]:
 
 
 def _rooms(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Room for gradients of these (B, N, S, d), token by token; as columns of one tensor where they are."""
+    """Allocate gradients for q, k and v, each laid out in memory as (B, S, heads, d).
+
+    If q, k and v are columns of one tensor (B, S, all heads x d), as one product of their projections makes them, the
+    gradients are columns of one tensor too: the backward of the projections is then also one product.
+    """
     B, _, S, d = values[0].shape
     heads = [x.shape[1] for x in values]
     starts = [x.storage_offset() - values[0].storage_offset() for x in values]
@@ -119,6 +155,6 @@ def _rooms(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _by_token(like_BNSd: Tensor) -> Tensor:
-    """Room for (B, N, S, d), which lies token by token."""
+    """Allocate a tensor (B, N, S, d) that is laid out in memory as (B, S, N, d)."""
     B, N, S, d = like_BNSd.shape
     return like_BNSd.new_empty_strided((B, N, S, d), (S * N * d, d, N * d, 1))

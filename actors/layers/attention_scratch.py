@@ -1,7 +1,8 @@
-"""Where attention in blocks works: some heads of a sample at a time, in memory that stays in a cache.
+"""Scratch memory and block arithmetic of attention in blocks: a few heads of a sample at a time, within a CPU cache.
 
-Shapes as in causal.py: S sequence, R queries of a token for one head of keys, d width of a head; n heads of keys at
-once, Q queries of a block, T tokens up to its last, t of its own.
+Shapes: B microbatch, S sequence, N query heads, K heads of keys and values, R = N/K query heads for each head of keys,
+d width of a head; n heads of keys processed at once. For a block of queries: t its tokens, Q = t R its queries, T all
+tokens up to its last one.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-_SIDE = 64  # tokens of a block of queries
-_LINE = 16  # numbers: a product may add up otherwise where memory begins elsewhere in a line of a cache
+_SIDE = 64  # tokens in a block of queries
+_LINE = 16  # float32s in a cache line: a product may sum in another order if its memory starts elsewhere in a line
 
-Place = tuple[int, slice]  # of a sample, and some of its heads of keys
-Span = tuple[int, int]  # of neighbouring tokens the first, and the one behind the last
+Place = tuple[int, slice]  # index of a sample, and a slice of its heads of keys
+Span = tuple[int, int]  # a range of tokens: the first, and the one after the last
 
 
 class Size(NamedTuple):
-    """Of the heads at work: n of keys, S tokens, R heads of queries for each of them, d numbers wide."""
+    """Size of a group of heads: n heads of keys, S tokens, R query heads for each head of keys, d width of a head."""
 
     n: int
     S: int
@@ -32,19 +33,26 @@ class Size(NamedTuple):
 
     @property
     def spans(self) -> list[Span]:
-        """The tokens of each block."""
+        """The range of tokens of each block of queries."""
         return [(start, min(start + _SIDE, self.S)) for start in range(0, self.S, _SIDE)]
 
     @property
     def scores(self) -> list[int]:
-        """How many scores each block has."""
+        """The number of scores of each block."""
         return [self.n * (stop - start) * self.R * stop for start, stop in self.spans]
 
 
 class Heads:
-    """Some heads of a tensor (B, N, S, d), in pieces of neighbouring tokens.
+    """Copy of a few heads of a tensor (B, N, S, d), cut into pieces along the tokens.
 
-    rows  (n, t R, d) of each piece: head by head, the queries of a token that share a head of keys behind one another
+    Args:
+        like: A tensor with the dtype and the device of the copy.
+        size: Size of the group of heads.
+        shared: Heads of the tensor for each head of keys: R for queries, 1 for keys and values.
+        spans: The range of tokens of each piece.
+
+    Attributes:
+        rows: Each piece as (n, t shared, d). The query heads that share a head of keys are adjacent rows of a token.
     """
 
     def __init__(self, like: Tensor, size: Size, shared: int, spans: Sequence[Span]) -> None:
@@ -53,38 +61,46 @@ class Heads:
         self.rows = [piece_ntRd.flatten(1, 2) for _, piece_ntRd in self._pieces]
 
     def grouped(self, x_BNSd: Tensor) -> Tensor:
-        """(B, K, S, R, d), where places are found: by heads of keys, each with those of queries that share it."""
+        """Return a view (B, K, S, shared, d) of a tensor (B, N, S, d), which a Place can index."""
         grouped_BKSRd: Tensor = x_BNSd.unflatten(1, (-1, self._shared)).transpose(2, 3)
         return grouped_BKSRd
 
     def fetch(self, all_BKSRd: Tensor, place: Place) -> None:
-        """Read these."""
+        """Copy the heads at ``place`` from a tensor that ``grouped`` returned."""
         for tokens, piece_ntRd in self._pieces:
             piece_ntRd.copy_(all_BKSRd[(*place, tokens)])
 
     def put_back(self, all_BKSRd: Tensor, place: Place) -> None:
-        """Write what is here into the tensor."""
+        """Copy the heads back to ``place`` in a tensor that ``grouped`` returned."""
         for tokens, piece_ntRd in self._pieces:
             all_BKSRd[(*place, tokens)].copy_(piece_ntRd)
 
 
 class Scores(NamedTuple):
-    """Of a block: ``whole`` (n, Q, T), and of that ``corner`` (n, Q, t), with the keys of its own tokens."""
+    """Scores of a block: ``whole`` (n, Q, T), and ``corner`` (n, Q, t), the view of it for the block's own tokens.
+
+    Only the corner contains scores of later tokens, which have to be masked.
+    """
 
     whole: Tensor
     corner: Tensor
 
 
 class Block(NamedTuple):
-    """Neighbouring queries of some heads, and the keys and values that they see.
+    """A range of queries of a few heads, with the keys and values that they see. All tensors are views of a Scratch.
 
-    q, gradient   (n, Q, d), and that of what they make of keys and values
-    made          (n, Q, d): what they make, or their own gradient
-    k, v, dk, dv  (n, T, d), and their gradients, to which every block adds its part
-    scores        in memory that all blocks have in common
-    slopes        (n, Q, T): room for the scores' gradient
-    later         (Q, t): -inf where the key of a query's block is later than the query, else 0
-    beta          0 for the block whose gradients of keys and values come first, the last one, else 1
+    Attributes:
+        q: Queries (n, Q, d).
+        gradient: Gradient of the attention output (n, Q, d).
+        made: (n, Q, d): in the forward the attention output, in the backward the gradient of the queries.
+        k, v: Keys and values (n, T, d).
+        dk, dv: Their gradients (n, T, d), to which every block adds its part.
+        scores: Memory for the scores, which all blocks share.
+        slopes: Memory for the gradient of the scores (n, Q, T), which all blocks share.
+        later: Causal mask (Q, t) of the corner: -inf where the key is later than the query, else 0.
+        beta: 0 for the last block, which is the first to run in the backward and so overwrites dk and dv; 1 for the
+            others, which add to them.
+        scale: 1 / sqrt(d).
     """
 
     q: Tensor
@@ -101,17 +117,21 @@ class Block(NamedTuple):
     scale: float
 
     def look(self, scores: Scores) -> None:
-        """What the queries make of keys and values; of ``scores`` it makes the softmax."""
+        """Compute the attention output into ``made``. ``scores`` is memory that holds the softmax afterwards."""
         torch.bmm(self.weights(scores), self.v, out=self.made)
 
     def weights(self, scores: Scores) -> Tensor:
-        """The softmax of the scores, in their memory."""
+        """Compute the causal softmax of the scores (n, Q, T) in the memory of ``scores``, and return it."""
         torch.baddbmm(scores.whole, self.q, self.k.transpose(1, 2), beta=0, alpha=self.scale, out=scores.whole)
         scores.corner.add_(self.later)
         return torch.softmax(scores.whole, -1, out=scores.whole)
 
     def back(self, weights_nQT: Tensor) -> None:
-        """The gradients of queries, keys and values, from what ``weights`` returned."""
+        """Compute the gradient of the queries into ``made``, and add those of keys and values to ``dk`` and ``dv``.
+
+        Args:
+            weights_nQT: The softmax, as ``weights`` returned it.
+        """
         slopes_nQT = self.slopes
         torch.bmm(self.gradient, self.v.transpose(1, 2), out=slopes_nQT)
         torch.baddbmm(self.dv, weights_nQT.transpose(1, 2), self.gradient, beta=self.beta, out=self.dv)
@@ -121,13 +141,13 @@ class Block(NamedTuple):
 
 
 class Scratch:
-    """Memory for heads of one size, and the blocks of a sequence in it, from its first token on."""
+    """Working memory for a group of heads, and the blocks of the sequence as views of it, first tokens first."""
 
     def __init__(self, like: Tensor, size: Size) -> None:
         self.size, shared, whole = size, size.R, [(0, size.S)]
         self.q, self.gradient = (Heads(like, size, shared, whole) for _ in range(2))
         self.k, self.v, self.dk, self.dv = (Heads(like, size, 1, whole) for _ in range(4))
-        self.made = Heads(like, size, shared, size.spans)  # products write faster into memory without gaps
+        self.made = Heads(like, size, shared, size.spans)  # products write faster to dense memory
         common, slopes = like.new_empty(max(size.scores)), like.new_empty(max(size.scores))
         later = like.new_full((_SIDE, _SIDE), -math.inf).triu_(1).repeat_interleave(shared, 0)
         self.blocks: list[Block] = []
@@ -145,7 +165,7 @@ class Scratch:
 
 
 def all_scores(like: Tensor, size: Size) -> list[Scores]:
-    """Memory for all blocks at once, each of which begins where a line of a cache does."""
+    """Allocate memory for the scores of every block. Each block's part starts on a cache line."""
     rooms = [-(-count // _LINE) * _LINE for count in size.scores]
     pieces = like.new_empty(sum(rooms)).split(rooms)
     return [_scores(piece, size, *span) for piece, span in zip(pieces, size.spans, strict=True)]
@@ -156,11 +176,11 @@ def _scores(memory: Tensor, size: Size, start: int, stop: int) -> Scores:
     return Scores(whole_nQT, whole_nQT[:, :, start:])
 
 
-ROOM = 12 << 20  # bytes
+ROOM = 12 << 20  # bytes of scores that a Desk keeps for backwards at most, by default
 
 
 class Kept:
-    """The softmax of some heads' scores, block by block."""
+    """Memory that keeps the softmax of a group of heads, block by block, from the forward to the backward."""
 
     def __init__(self, like: Tensor, size: Size) -> None:
         self.size, self.bytes = size, like.itemsize * sum(size.scores)
@@ -168,21 +188,27 @@ class Kept:
 
 
 class Desk:
-    """Scratch for heads of one size at a time, and at most ``room`` bytes of scores: what has no room is made again by
-    its backward, of the same bits. A copy has memory of its own."""
+    """Allocator of the memory for attention in blocks: reused scratch memory, and a budget for kept softmaxes.
+
+    A softmax that has no room in the budget is recomputed by its backward, with the same bits. A copy (deepcopy,
+    pickle) of a Desk starts with no memory.
+
+    Args:
+        room: Budget for kept softmaxes in bytes.
+    """
 
     def __init__(self, room: int = ROOM) -> None:
         self._room = room
         self._scratch: list[Scratch] = []
         self._free: list[Kept] = []
-        self._lent: WeakSet[Kept] = WeakSet()  # what is dropped with its graph, no backward gives back
+        self._lent: WeakSet[Kept] = WeakSet()  # weak: a graph may be dropped without a backward
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Desk, (self._room,)
 
     @contextmanager
     def scratch(self, like: Tensor, size: Size) -> Iterator[Scratch]:
-        """Scratch that nobody else has meanwhile: another thread gets its own."""
+        """Lend scratch memory for the time of the context. A second thread gets other memory meanwhile."""
         found = self._scratch.pop() if self._scratch else None
         if found is None or found.size != size:
             found = Scratch(like, size)
@@ -190,7 +216,7 @@ class Desk:
         self._scratch[:] = [found]
 
     def lend(self, like: Tensor, size: Size) -> Kept | None:
-        """Memory for the scores of such heads, or None where there is no room."""
+        """Lend memory that keeps the softmax of a group of heads, or return None if the budget is used up."""
         self._free = [kept for kept in self._free if kept.size == size]
         if not self._free:
             if self._room < like.itemsize * sum(size.scores) + sum(lent.bytes for lent in self._lent):
@@ -201,6 +227,6 @@ class Desk:
         return kept
 
     def take_back(self, kept: Kept) -> None:
-        """Somebody may have it again."""
+        """Take back memory that ``lend`` returned, for the next call."""
         self._lent.discard(kept)
         self._free.append(kept)

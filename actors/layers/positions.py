@@ -1,7 +1,7 @@
-"""Where a token stands: tables that are added to embeddings, angles that turn queries and keys, bias on scores.
+"""Position encodings: tables added to embeddings, rotations of queries and keys (RoPE), biases on scores (ALiBi).
 
-Shapes: S sequence, D hidden, N heads, d width of a head. What is no weight is made when it is first asked for, on the
-device that asks, and shared by the blocks of an actor.
+Shapes: B microbatch, S sequence, D hidden, N heads, d width of a head. Tables that are not weights are computed at the
+first call, on the device of its tensors, and shared by the blocks of an actor.
 """
 
 from __future__ import annotations
@@ -14,28 +14,32 @@ from torch import Tensor, nn
 from raypar.actors.sharding import Portion
 from raypar.actors.specs.model import Transformer
 
-ALPHA = 0.4  # of the hierarchical decomposition
+ALPHA = 0.4  # weight of the outer position in the hierarchical decomposition
 
 
 class Learned(nn.Module):
-    """A vector for every position (Radford et al. 2019)."""
+    """A learned vector for every position (Radford et al. 2019). ``rows`` is the number of positions."""
 
     def __init__(self, rows: int, hidden: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, hidden))
 
     def forward(self, length: int) -> Tensor:
-        """The table of the first positions, (length, D)."""
+        """Return the vectors of the first ``length`` positions, (length, D)."""
         return self.weight[:length]
 
 
 class Hierarchical(Learned):
-    """A table p of n rows for n^2 positions (Su 2020, https://kexue.fm/archives/7947), counted from 1:
+    """Learned vectors for n^2 positions from a table p of only n rows (hierarchical decomposition).
 
-    q_{(i-1)n+j} = a u_i + (1-a) u_j with u_i = (p_i - a p_1) / (1-a), so that the first n are p itself.
+    With positions counted from 1, position (i-1) n + j gets a u_i + (1-a) u_j, where u_i = (p_i - a p_1) / (1-a) and
+    a = ALPHA. The first n positions are thus the rows of p themselves.
+
+    Source: Su 2020, https://kexue.fm/archives/7947.
     """
 
     def forward(self, length: int) -> Tensor:
+        """Return the vectors of the first ``length`` positions, (length, D)."""
         p_nD = self.weight
         n = len(p_nD)
         u_nD = (p_nD - ALPHA * p_nD[0]) / (1 - ALPHA)
@@ -45,7 +49,14 @@ class Hierarchical(Learned):
 
 
 class Sinusoidal(nn.Module):
-    """Sines and cosines of wavelengths from 2 pi to 10,000 x 2 pi, in turn (Vaswani et al. 2017, section 3.5)."""
+    """Fixed position vectors: alternating sines and cosines of wavelengths from 2 pi to 10,000 x 2 pi.
+
+    Args:
+        rows: Number of positions.
+        hidden: Width D of a vector.
+
+    Source: Vaswani et al. 2017, section 3.5.
+    """
 
     def __init__(self, rows: int, hidden: int) -> None:
         super().__init__()
@@ -53,7 +64,10 @@ class Sinusoidal(nn.Module):
         self._table: Tensor | None = None
 
     def forward(self, length: int, like: Tensor) -> Tensor:
-        """The table of the first positions, (length, D), in the dtype and on the device of ``like``."""
+        """Return the vectors of the first ``length`` positions, (length, D).
+
+        The dtype and the device are those of ``like`` at the first call.
+        """
         if self._table is None:
             angles = _angles(self._rows, self._hidden, 10_000.0)
             both = torch.stack((angles.sin(), angles.cos()), dim=-1)
@@ -62,22 +76,40 @@ class Sinusoidal(nn.Module):
 
 
 class Rope:
-    """Rotary positions (Su et al. 2021): the pair (x_i, x_{i+d/2}) is turned by position x base^(-2i/d), so that the
-    product of a query and a key depends on their distance only."""
+    """Rotary position encoding of queries and keys.
+
+    The pair (x_i, x_{i+d/2}) is rotated by the angle position x base^(-2i/d), so that the product of a query and a key
+    depends on their distance only.
+
+    Args:
+        seq: Largest number of positions.
+        width: Width d of a head.
+        base: Base of the angles.
+
+    Source: Su et al. 2021, "RoFormer", section 3.2.
+    """
 
     def __init__(self, seq: int, width: int, base: float) -> None:
         self._seq, self._width, self._base = seq, width, base
         self._table: tuple[Tensor, Tensor] | None = None
-        self._here: tuple[Portion, int, list[Tensor]] | None = None  # the part of it that was asked for last
+        self._here: tuple[Portion, int, list[Tensor]] | None = None  # last call's tokens, length and rows
 
     def turn(self, x_BNSd: Tensor, tokens: Portion) -> Tensor:
-        """Every head's vector, turned; S are these tokens of the sequence."""
+        """Rotate the vectors of all heads.
+
+        Args:
+            x_BNSd: Queries or keys.
+            tokens: The portion of the whole sequence that dim S holds.
+
+        Returns:
+            The rotated vectors (B, N, S, d).
+        """
         cos, sin = self._rows(tokens, x_BNSd)
         one, other = x_BNSd.chunk(2, dim=-1)
         return torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1)
 
     def _rows(self, tokens: Portion, x_BNSd: Tensor) -> list[Tensor]:
-        """Cosines and sines (S, d/2) of the angles of these tokens."""
+        """Return the cosines and the sines of the tokens' angles, each (S, d/2)."""
         if self._table is None:
             angles = _angles(self._seq, self._width, self._base)
             self._table = angles.cos().to(x_BNSd), angles.sin().to(x_BNSd)
@@ -89,9 +121,16 @@ class Rope:
 
 
 class Alibi:
-    """A bias on scores instead of positions (Press et al. 2022): -slope x distance, another slope for every head.
+    """Attention with linear biases: add -slope x distance to the scores instead of encoding positions.
 
-    slopes  of the heads
+    Args:
+        heads: Number of query heads N.
+        seq: Largest number of positions.
+
+    Attributes:
+        slopes: The slope of each head.
+
+    Source: Press et al. 2022, "Train Short, Test Long", section 3.
     """
 
     def __init__(self, heads: int, seq: int) -> None:
@@ -100,14 +139,17 @@ class Alibi:
         self._parts: dict[tuple[int, int], Alibi] = {}
 
     def part(self, start: int, stop: int) -> Alibi:
-        """The bias of some of the heads; whoever asks for the same ones shares a table."""
+        """Return the bias of the heads ``start`` to ``stop - 1``. Equal calls return one object with one table."""
         if (start, stop) not in self._parts:
             part = self._parts[start, stop] = Alibi(len(self.slopes), self._seq)
             part.slopes = self.slopes[start:stop]
         return self._parts[start, stop]
 
     def bias(self, length: int, like: Tensor) -> Tensor:
-        """(N, length, length), -inf for what is later; in the dtype and on the device of ``like``."""
+        """Return the bias on the scores, (N, length, length), with -inf for later tokens.
+
+        The dtype and the device are those of ``like`` at the first call.
+        """
         if self._table is None:
             at = torch.arange(self._seq, dtype=torch.float32)
             later = torch.ones(self._seq, self._seq, dtype=torch.bool).triu(1)
@@ -117,9 +159,10 @@ class Alibi:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """The slope of each head: 2^(-8k/heads) for k = 1, 2, ... if heads is a power of two.
+    """Return the ALiBi slope of each head: 2^(-8k/heads) for k = 1, 2, ... if ``heads`` is a power of two.
 
-    Else those of the next smaller one, and then every other one of its double, as the paper's authors do.
+    Otherwise the slopes are those of the next smaller power of two, followed by every other slope of its double, as in
+    the code of the paper's authors.
     """
     power = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * k / power) for k in range(1, power + 1)]
@@ -128,7 +171,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def added(spec: Transformer) -> Learned | Sinusoidal | None:
-    """What is added to the embeddings, if anything is."""
+    """Return the position table that a model adds to its embeddings, or None."""
     if spec.positions == "learned":
         return Learned(spec.seq, spec.hidden)
     if spec.positions == "hierarchical":
@@ -137,13 +180,13 @@ def added(spec: Transformer) -> Learned | Sinusoidal | None:
 
 
 def between(spec: Transformer) -> Rope | Alibi | None:
-    """What tells attention how far apart tokens are, if anything does."""
+    """Return the position encoding that a model uses inside attention, or None."""
     if spec.positions == "rope":
         return Rope(spec.seq, spec.hidden // spec.heads, spec.rope_base)
     return Alibi(spec.heads, spec.seq) if spec.positions == "alibi" else None
 
 
 def _angles(rows: int, width: int, base: float) -> Tensor:
-    """position x base^(-2i/width), (rows, half of width rounded up) float64 on the CPU."""
+    """Return the angles position x base^(-2i/width), (rows, ceil(width / 2)) float64 on the CPU."""
     speeds = base ** (-torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width)
     return torch.arange(rows, dtype=torch.float64, device="cpu")[:, None] * speeds

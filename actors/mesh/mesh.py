@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from raypar.actors.bounds import Count
 from raypar.actors.mesh.grid import Grid, GridSpelling, grid_of
-from raypar.actors.specs.types import Count
 
 Axis = Literal["pp", "dp", "cp", "tp", "ep", "edp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
@@ -29,6 +30,11 @@ class Mesh:
     """shards of a layer: a number, or a grid: 2d:2x2, 2.5d:2x2x1 (a square, and its depth), 3d:2x2x2"""
     ep: Count = 1
     """expert groups, carved out of dp x cp x tp: it adds no actors"""
+
+    def faults(self, right: Callable[..., bool]) -> Iterator[str]:
+        """What is wrong with the axes; ``right`` tells of fields, by their paths in a run, whether they are sound."""
+        if right("mesh.ep") and self.ep > 1:
+            yield f"mesh.ep is {self.ep}: expert parallelism does not compute yet: set it to 1"
 
     @property
     def size(self) -> int:

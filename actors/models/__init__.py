@@ -1,1 +1,1 @@
-"""Model families, as lists of layers with logical names."""
+"""Model families: each model is a list of layers with logical names, which the pipeline splits into stages."""

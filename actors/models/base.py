@@ -1,4 +1,4 @@
-"""What a worker needs to know of a model: its layers by logical name, their weights, its loss."""
+"""Base class of all models: the layers by logical name, how to make their weights, and the loss."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypar.actors.models.partition import Split, split_layers
+from raypar.actors.models.partition import split_layers
 from raypar.actors.sharding import Cut
+from raypar.actors.specs.types import Split
 from raypar.actors.tensors import Values
 
 IGNORED = -100  # the ignore_index of torch's losses over classes
@@ -27,21 +28,27 @@ Divide = Callable[[str, nn.Module], Mapping[str, Cut]]
 
 
 def undivided(name: str, layer: nn.Module) -> Mapping[str, Cut]:
-    """All of a layer stays on one actor."""
+    """Divide nothing: every parameter of the layer is whole on its actor."""
     return {}
 
 
 class Model(ABC):
-    """A list of layers. Layer i's parameters are called ``names[i] + "." + <name inside the layer>``.
+    """A model as a list of layers. Layer i's parameters are called ``names[i] + "." + <name inside the layer>``.
 
-    skeleton  every layer on the meta device: names and shapes without memory
-    names     logical name of each layer
-    body      the layers that a split counts; what stands before goes to the first stage, what stands behind to the last
-    costs     relative cost of each layer of the body
-    ties      pairs (home, copy) of parameters that are one logical weight
-    tensor_plan    what tensor parallelism makes of modules, by a pattern of their names: see TensorParallel
-    halves    whether linear layers may make their weights' gradients later, or elsewhere: see Linears
-    cross_entropy  of tokens; where the vocabulary is divided, so is this
+    Args:
+        skeleton: Every layer on the meta device: names and shapes without memory.
+
+    Attributes:
+        names: Logical name of each layer.
+        body: Indices of the layers that a split counts. The layers before them go to the first stage, the layers after
+            them to the last.
+        costs: Relative cost of each layer of the body.
+        ties: Pairs (home, copy) of parameters that are one logical weight.
+        tensor_plan: How tensor parallelism divides the modules, by patterns of their names: see TensorParallel.
+        halves: Whether linear layers may make the gradients of their weights later than those of their inputs, or in
+            given memory: see Linears.
+        cross_entropy: Cross-entropy of logits (T, V) and labels (T,), summed over tokens. Tensor parallelism replaces
+            it where it divides the vocabulary.
     """
 
     names: tuple[str, ...]
@@ -57,27 +64,37 @@ class Model(ABC):
 
     @abstractmethod
     def materialize(self, layers: Sequence[int], seed: int, divide: Divide = undivided) -> list[nn.Module]:
-        """These layers with their initial weights: the same bits whichever other layers are asked for.
+        """Make some layers with their initial weights, which have the same bits whichever other layers are made.
 
-        ``divide`` is called with the name of each and the layer, before it has weights: it may replace modules, and
-        says what of which parameters is to be here, by their names in the layer.
+        Args:
+            layers: Indices of the layers.
+            seed: The run's seed.
+            divide: Called with each layer's name and the layer, before it has weights. It may replace modules, and
+                returns which part of each divided parameter this actor holds, by the name inside the layer.
+
+        Returns:
+            The layers, on the CPU, in the order of ``layers``.
         """
 
     @abstractmethod
     def loss(self, output: Values, target: Values) -> Tensor:
-        """The mean loss of a microbatch, a scalar, from the last layer's output."""
+        """Return the mean loss of a microbatch, a scalar, from the last layer's output and the target."""
 
     def count(self, target: Values) -> int:
-        """The elements of a target that its loss is the mean of; those of a signed integer target that are -100 are
-        left out.
+        """Return the number of target elements that the loss is the mean of.
 
-        -100 is what torch's losses over classes ignore.
+        In a target of signed integers, elements of -100 do not count: torch's losses over classes ignore them.
         """
         first = target[0]
         return int((first != IGNORED).sum()) if first.dtype in _SIGNED else first.numel()
 
     def stages(self, split: Split, num_stages: int) -> tuple[range, ...]:
-        """The layers of each stage."""
+        """Return the layer indices of each stage.
+
+        Args:
+            split: How to split the body: "even", "balanced", or the number of body layers of each stage.
+            num_stages: Number of stages.
+        """
         parts = [
             range(part.start + self.body.start, part.stop + self.body.start)
             for part in split_layers(split, self.costs, num_stages)
@@ -87,7 +104,7 @@ class Model(ABC):
         return tuple(parts)
 
     def parameter_names(self) -> tuple[str, ...]:
-        """Every logical parameter that trains, in the model's order; a tied weight once, under its home."""
+        """Return the names of all trainable parameters in the model's order; a tied weight once, under its home."""
         copies = {copy for _, copy in self.ties}
         return tuple(
             name

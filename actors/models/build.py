@@ -1,4 +1,4 @@
-"""From a model's description to the model."""
+"""Build the model that a spec describes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from raypar.actors.specs.model import GPT, Layers, Llama
 
 
 def build_model(spec: GPT | Llama | Layers, seed: int) -> Model:
-    """The model, without weights; ``seed`` is for user functions that draw while they build."""
+    """Build a model without weights.
+
+    Args:
+        spec: Description of the model.
+        seed: The run's seed, for a user's function that draws random numbers while it builds the layers.
+    """
     if isinstance(spec, Layers):
         return LayersModel(spec, seed)
     return GPTModel(spec) if isinstance(spec, GPT) else LlamaModel(spec)

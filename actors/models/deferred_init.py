@@ -1,8 +1,8 @@
-"""Build a model without its weights, then make the weights of some of its layers only.
+"""Build a model without its weights, then make the weights of only some of its layers.
 
-``record`` runs the user's function with every new tensor on the meta device and writes down what was done to them;
-``Recording.materialize`` does it again, for real, for chosen modules alone. Random ops are seeded by their place in the
-recording, so a weight has the same bits whichever other layers are made.
+``record`` runs the user's function with every new tensor on the meta device and records the ops on these tensors.
+``Recording.materialize`` replays, on the CPU, the ops that chosen modules depend on. Each random op is seeded by its
+index in the recording, so a weight has the same bits whichever other layers are made.
 """
 
 from __future__ import annotations
@@ -27,13 +27,21 @@ from raypar.actors.rng import derive
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _TRUNC_NORMAL = "_no_grad_trunc_normal_"
-_PROCESS = threading.RLock()  # generators and patches are the process' own: one thread at a time may hold them
-_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]  # how a torch function mode sees the property read
+_PROCESS = threading.RLock()  # generators and patches belong to the process: one thread at a time
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]  # what a torch function mode is given when is_meta is read
 
 
 @dataclass(frozen=True)
 class _Call:
-    """An op as it was called: meta tensors with the shape and storage they had then, copies of the real ones."""
+    """One recorded op.
+
+    Attributes:
+        func: The op.
+        args, kwargs: Its arguments as they were at the call: detached meta tensors, and copies of real tensors.
+        outputs: The meta tensors that it returned.
+        reads, writes: The storages of its meta arguments, and of the meta tensors that it returned or wrote to.
+        draws: Whether it draws random numbers.
+    """
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -45,15 +53,19 @@ class _Call:
 
 
 class Recording:
-    """The ops of a build, in order. Holds meta tensors, and copies of real ones that went into them."""
+    """The ops of a build in order, with their meta tensors and copies of the real tensors that they read."""
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do an op on the meta device and write it down; ops among real tensors are just done.
+        """Run an op on the meta device and record it. An op that has only real tensors just runs.
 
-        Raises RuntimeError for what can't be done again later.
+        Returns:
+            What the op returned.
+
+        Raises:
+            RuntimeError: The op can't be replayed later.
         """
         if any(argument.name == "device" for argument in func._schema.arguments):
             kwargs["device"] = _META
@@ -64,7 +76,7 @@ class Recording:
         written = [value for name in targets for value in tree_iter(given.get(name)) if isinstance(value, Tensor)]
         if not all(map(_is_meta, written)):
             raise RuntimeError(f"{func} writes values that are not there yet to a tensor that is")
-        then_args, then_kwargs = tree_map(_frozen, (args, kwargs))  # now: the op may change the shape of its arguments
+        then_args, then_kwargs = tree_map(_frozen, (args, kwargs))  # before the op runs: it may reshape its arguments
         args, kwargs = tree_map(_on_meta, (args, kwargs))
         result = args[0] if _fills(func) else func(*args, **kwargs)
         outputs = tuple(value.detach() for value in tree_iter(result) if _is_meta(value))
@@ -73,7 +85,7 @@ class Recording:
         return result
 
     def trunc_normal(self, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """torch.nn.init's truncated normal looks at what it draws: write it down as one op."""
+        """Record ``torch.nn.init.trunc_normal_`` as one op, because it reads the values that it draws."""
         if not _is_meta(tensor):
             return func(tensor, *args, **kwargs)  # type: ignore[no-any-return]
         window, *rest = tree_map(_frozen, (tensor, *args))
@@ -81,8 +93,14 @@ class Recording:
         return tensor
 
     def materialize(self, modules: Iterable[nn.Module], seed: int) -> None:
-        """Replace the meta tensors of ``modules`` by real ones on the CPU, in place: parameters, buffers, and what is
-        an attribute and neither of both."""
+        """Replace the meta tensors of modules by real ones on the CPU, in place.
+
+        These are the parameters, the buffers, and other tensors that are attributes of a module.
+
+        Args:
+            modules: The modules, with all their submodules.
+            seed: The run's seed.
+        """
         parts = [part for module in modules for part in module.modules()]
         slots = [slot for part in parts for slot in slots_of(part) if slot[2].is_meta]
         whole = {id(tensor): tensor for _, _, tensor in slots}  # a parameter that two modules share stays one object
@@ -94,8 +112,15 @@ class Recording:
             table[name] = made[id(tensor)]
 
     def values(self, tensors: Iterable[Tensor], seed: int) -> list[Tensor]:
-        """What meta tensors stand for, on the CPU, each a window on a storage that it may share with others; real
-        tensors are what they are."""
+        """Compute the real tensors for meta tensors, on the CPU.
+
+        Args:
+            tensors: Meta tensors of the recording. Real tensors are returned unchanged.
+            seed: The run's seed.
+
+        Returns:
+            The real tensors, in order. Tensors that share a storage on the meta device share one here.
+        """
         tensors = list(tensors)
         real = self._replay({_storage(tensor) for tensor in tensors if tensor.is_meta}, seed)
         return [_window(tensor, real) if tensor.is_meta else tensor for tensor in tensors]
@@ -108,6 +133,7 @@ class Recording:
         self._calls.append(_Call(func, args, kwargs, outputs, reads, writes, draws))
 
     def _replay(self, storages: set[int], seed: int) -> dict[int, Tensor]:
+        """Replay the ops that some storages depend on; return a real tensor for each meta storage involved."""
         needed, chosen = set(storages), []
         for ordinal in reversed(range(len(self._calls))):
             call = self._calls[ordinal]
@@ -131,7 +157,7 @@ class Recording:
 
 
 class _Mode(TorchDispatchMode):
-    """Is never compiled: torch would import its compiler to make sure, which takes 3 s and 80 MiB."""
+    """Dispatch mode for which torch does not import its compiler, which would take 3 s and 80 MiB."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -139,7 +165,7 @@ class _Mode(TorchDispatchMode):
 
 
 class _Recorder(_Mode):
-    """Sends every op to a recording."""
+    """Dispatch mode that sends every op to a recording."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -151,29 +177,39 @@ class _Recorder(_Mode):
 
 
 class _NotMeta(TorchFunctionMode):
-    """Tensors say that they are not meta: torch.nn.init does nothing to meta tensors (orthogonal_, dirac_, sparse_)."""
+    """Function mode in which ``is_meta`` is False: nn.init's orthogonal_, dirac_ and sparse_ skip meta tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return False if func == _IS_META else func(*args, **(kwargs or {}))
 
 
 class _NoFilling(_Mode):
-    """Draws nothing."""
+    """Dispatch mode that skips the ops that fill a tensor with random values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if _fills(func) else func(*args, **(kwargs or {}))
 
 
 def slots_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Each tensor of a module itself, a parameter, a buffer, or an attribute that it did not register: the table that
-    it is in, its name there, and the tensor."""
+    """Yield where each tensor of a module stands: (the dict that holds it, its name there, the tensor).
+
+    These are the parameters, the buffers, and unregistered tensors that are attributes; submodules are left out.
+    """
     for table in (module._parameters, module._buffers, vars(module)):
         yield from ((table, name, value) for name, value in table.items() if isinstance(value, Tensor))
 
 
 def as_kind_of(tensor: Tensor, value: Tensor) -> Tensor:
-    """A value as a parameter, or as a plain tensor, that asks for gradients or not, as ``tensor`` is one; with what the
-    user noted on it."""
+    """Make a value the same kind of tensor as another one.
+
+    Args:
+        tensor: The model for the result: a parameter or a plain tensor, that requires gradients or not, and that may
+            have attributes which the user set.
+        value: The elements.
+
+    Returns:
+        ``value`` with the kind, the ``requires_grad`` and the attributes of ``tensor``.
+    """
     kind = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor.requires_grad_
     made = kind(value.detach(), tensor.requires_grad)
     vars(made).update(vars(tensor))
@@ -181,31 +217,39 @@ def as_kind_of(tensor: Tensor, value: Tensor) -> Tensor:
 
 
 def on_meta(build: Callable[[], Iterable[nn.Module]]) -> list[nn.Module]:
-    """What ``build`` makes, on the meta device."""
+    """Return the modules that ``build`` makes, on the meta device."""
     with _META:
         return unfilled(build)
 
 
 def unfilled(build: Callable[[], Iterable[nn.Module]]) -> list[nn.Module]:
-    """What ``build`` makes, but nothing is drawn for its weights."""
+    """Return the modules that ``build`` makes, without drawing random values for their weights."""
     with _NoFilling():  # type: ignore[no-untyped-call]
         return list(build())
 
 
 def record(build: Callable[[], Sequence[nn.Module]], seed: int) -> tuple[list[nn.Module], Recording]:
-    """What ``build`` makes, on the meta device, and how to make it for real.
+    """Run a function that builds modules, on the meta device, and record its ops.
 
-    Raises whatever ``build`` raises when its tensors have no values (it looks at one, say).
+    Args:
+        build: The function.
+        seed: The run's seed, for what ``build`` draws from Python's or numpy's generator.
+
+    Returns:
+        The modules on the meta device, and the recording that makes their tensors real.
+
+    Raises:
+        Exception: Whatever ``build`` raises because its tensors have no values, for example if it reads one.
     """
     recording = Recording()
-    # the seed is for values drawn with Python or numpy, which are there at once
+    # values drawn by Python's or numpy's generator are real at once and not replayed, so seed those generators
     with seeded(derive(seed, "build")), _whole_trunc_normal(recording), _NotMeta(), _Recorder(recording):
         return list(build()), recording
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the global generators of torch, numpy and Python, and put them back afterwards."""
+    """Seed the global generators of torch, numpy and Python for the time of the context, then restore their states."""
     with _PROCESS, torch.random.fork_rng(devices=[]):
         python, arrays = random.getstate(), np.random.get_state()
         torch.default_generator.manual_seed(seed)
@@ -220,7 +264,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def _whole_trunc_normal(recording: Recording) -> Iterator[None]:
-    """Let ``recording`` see torch.nn.init.trunc_normal_ as one op, however it was imported."""
+    """Patch torch.nn.init so that ``recording`` gets trunc_normal_ as one op, however the user imported it."""
     with _PROCESS:
         original = getattr(nn.init, _TRUNC_NORMAL, None)
         setattr(nn.init, _TRUNC_NORMAL, lambda *args, **kwargs: recording.trunc_normal(original, *args, **kwargs))
@@ -231,9 +275,9 @@ def _whole_trunc_normal(recording: Recording) -> Iterator[None]:
 
 
 def _fills(func: Any) -> bool:
-    """Whether an op fills its first argument with random values, of which a meta tensor has none.
+    """Return whether an op fills its first argument with random values.
 
-    For that too torch would import its compiler.
+    Such an op changes nothing on a meta tensor. It is skipped, because torch would import its compiler to run it.
     """
     return torch.Tag.nondeterministic_seeded in func.tags and str(func._schema.name).endswith("_")
 
@@ -247,9 +291,12 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _frozen(value: Any) -> Any:
-    """An argument as it is now, whatever becomes of it."""
+    """Return an argument as it is now, so that later changes to it don't reach the recording.
+
+    Raises RuntimeError for a generator, and for a lazy conjugate or negative tensor.
+    """
     if isinstance(value, torch.Generator):
-        raise RuntimeError("values are drawn from a generator of their own")  # whose state depends on earlier draws
+        raise RuntimeError("values are drawn from a generator of their own")  # its state would depend on earlier draws
     if not isinstance(value, Tensor):
         return value
     if value.is_conj() or value.is_neg():
@@ -270,14 +317,14 @@ def _real(value: Any, real: dict[int, Tensor]) -> Any:
 
 
 def _window(meta: Tensor, real: dict[int, Tensor]) -> Tensor:
-    """The real tensor for a meta one: the same window on the real storage."""
+    """Return the real tensor for a meta one: the same shape, strides and offset on the real storage."""
     storage = real[_storage(meta)].untyped_storage()
     window = torch.empty(0, dtype=meta.dtype)
     return window.set_(storage, meta.storage_offset(), meta.size(), meta.stride())
 
 
 def _laid_out(result: Tensor, meta: Tensor) -> Tensor:
-    """``result`` with the strides of ``meta``; a kernel for the CPU may choose others."""
+    """Return ``result`` with the strides and the offset of ``meta``: the CPU's kernel may have chosen others."""
     if (result.stride(), result.storage_offset()) == (meta.stride(), meta.storage_offset()):
         return result
     storage = torch.empty(meta.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
@@ -285,14 +332,15 @@ def _laid_out(result: Tensor, meta: Tensor) -> Tensor:
     return window.copy_(result)
 
 
-_MOST = 200_000  # things that are looked at: some tenths of a second
+_MOST = 200_000  # Python objects that has_strays looks at, at most: some tenths of a second
 
 
 def has_strays(modules: Sequence[nn.Module]) -> bool:
-    """Whether something in these modules keeps a meta tensor that is not registered with one of them, nor an attribute
-    (a list, an object, a closure, a hook), or whether one that is has hooks, a class of its own, or a history.
+    """Return whether the modules hold a meta tensor that ``materialize`` could not replace.
 
-    Also where there is too much in them to tell.
+    This is a tensor that is held by something other than a module (a list, an object, a closure, a hook), or a
+    module's tensor that has hooks, a class of its own, or a history. The answer is also True if the modules refer to
+    too many objects to look at.
     """
     if any(_is_special(tensor) for module in modules for part in module.modules() for *_, tensor in slots_of(part)):
         return True
@@ -313,10 +361,10 @@ def _is_special(tensor: Tensor) -> bool:
 
 
 def _things_in(thing: Any) -> Iterable[Any]:
-    """What a thing refers to: a module but for its own tensors, a function but for the globals around it."""
+    """Return the objects that an object refers to, except a module's own tensors and a function's globals."""
     if isinstance(thing, nn.Module):
         known = {"_parameters", "_buffers"}
-        if isinstance(thing, nn.RNNBase):  # lists its weights a second time, and does so again whenever it is moved
+        if isinstance(thing, nn.RNNBase):  # a second list of its weights, which it renews when it is moved
             known.add("_flat_weights")
         return [value for name, value in vars(thing).items() if name not in known and not isinstance(value, Tensor)]
     if isinstance(thing, FunctionType):

@@ -1,4 +1,4 @@
-"""GPT: LayerNorm, an MLP with a GELU, biases.
+"""The GPT family: LayerNorm, an MLP with a GELU, biases.
 
 Shapes: B microbatch, S sequence, D hidden, F width of the MLP.
 """
@@ -29,7 +29,7 @@ class MLP(nn.Module):
 
 
 class GPTModel(TransformerModel):
-    """A pre-LN GPT (Radford et al. 2019)."""
+    """GPT with pre-LayerNorm (Radford et al. 2019, GPT-2, section 2.3)."""
 
     bias = True
 

@@ -1,4 +1,4 @@
-"""Llama: RMSNorm, an MLP with a gate, no biases.
+"""The Llama family: RMSNorm, a gated MLP, no biases.
 
 Shapes: B microbatch, S sequence, D hidden, F width of the MLP.
 """
@@ -14,7 +14,7 @@ from raypar.actors.specs.model import Llama, Transformer
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)): (B, S, D) -> (B, S, D) (Shazeer 2020)."""
+    """Gated MLP, down(silu(gate(x)) * up(x)): (B, S, D) -> (B, S, D) (Shazeer 2020, section 2)."""
 
     def __init__(self, spec: Transformer) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class SwiGLU(nn.Module):
 
 
 class LlamaModel(TransformerModel):
-    """A Llama (Touvron et al. 2023)."""
+    """Llama (Touvron et al. 2023, section 2.2)."""
 
     bias = False
 

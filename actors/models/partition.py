@@ -1,20 +1,24 @@
-"""Which layers go to which stage."""
+"""Split the layers of a model into pipeline stages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Literal
 
 from raypar.actors.specs.model import Transformer
+from raypar.actors.specs.types import Split
 
-Split = Literal["even", "balanced"] | tuple[int, ...]
-
-MOST_BALANCED = 2_000_000  # layers x stages that are balanced; it takes about half a microsecond for each
+MOST_BALANCED = 2_000_000  # largest layers x stages for "balanced", which takes about 0.5 us for each
 
 
 def split_faults(split: Split, num_layers: int, num_stages: int) -> list[str]:
-    """Everything that is wrong with putting so many layers on so many stages."""
+    """Return a message for each fault of a split; an empty list if it is valid.
+
+    Args:
+        split: "even", "balanced", or the number of layers of each stage.
+        num_layers: Number of layers to split.
+        num_stages: Number of stages.
+    """
     if num_stages > num_layers:
         return [
             f"{num_stages} stages for {num_layers} layers: use at most {num_layers} (ranks x chunks), or more layers"
@@ -36,7 +40,17 @@ def split_faults(split: Split, num_layers: int, num_stages: int) -> list[str]:
 
 
 def split_layers(split: Split, costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
-    """The layers of each stage, contiguous and in order; ``costs`` has one entry a layer."""
+    """Split layers into contiguous stages.
+
+    Args:
+        split: "even" (equal counts, the first stages larger by one), "balanced" (least cost of the dearest stage), or
+            the number of layers of each stage. It must have no ``split_faults``.
+        costs: Relative cost of each layer.
+        num_stages: Number of stages.
+
+    Returns:
+        The layer indices of each stage, in order.
+    """
     if split == "even":
         base, extra = divmod(len(costs), num_stages)
         counts: Sequence[int] = [base + (stage < extra) for stage in range(num_stages)]
@@ -50,10 +64,11 @@ def split_layers(split: Split, costs: Sequence[float], num_stages: int) -> tuple
 
 
 def transformer_costs(model: Transformer) -> tuple[float, ...]:
-    """Forward FLOPs a token of each block; the first counts the embedding too, the last the head.
+    """Return the forward FLOPs per token of each block. The first includes the embedding, the last the head.
 
-    A block takes two for each weight of a matrix, and ``core_cost``: 24 h^2 + 4 s h for a GPT with an MLP of 4 h. The
-    head takes 2 h V, looking up and adding embeddings about 2 h.
+    With hidden size h, sequence length s and vocabulary V: a block takes 2 FLOPs for each weight of its matrices, plus
+    ``core_cost``. For a GPT whose MLP has width 4 h this is 24 h^2 + 4 s h. The head takes 2 h V; looking up and adding
+    embeddings takes about 2 h.
     """
     h = model.hidden
     projections = 4 * h**2 + 4 * h * (h // model.heads * model.num_kv_heads)
@@ -65,15 +80,19 @@ def transformer_costs(model: Transformer) -> tuple[float, ...]:
 
 
 def core_cost(model: Transformer) -> float:
-    """Forward FLOPs a token of one block's attention core: the scores, and the sums of values, 2 s h each."""
+    """Return the forward FLOPs per token of a block's attention core: 2 s h for the scores, 2 s h for the values."""
     return float(4 * model.seq * model.hidden)
 
 
 def _balanced(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Counts whose dearest stage is as cheap as possible (the contiguous partition problem, by dynamic programming).
+    """Find the layer counts for which the dearest stage is as cheap as possible.
 
-    The later a stage starts, the cheaper it is and the dearer those before it: the best start is where the two cross,
-    and it moves only forward as the stage's end does.
+    This is the contiguous partition problem, solved by dynamic programming over stages in O(layers x stages). If a
+    stage starts later, it is cheaper and the stages before it are dearer. The best start is where the two costs cross,
+    and the crossing only moves forward as the end of the stage does.
+
+    Returns:
+        The number of layers of each stage.
     """
     total, n = [0.0, *accumulate(costs)], len(costs)
     best, cuts = total, list[list[int]]()

@@ -1,4 +1,4 @@
-"""Tied weights: logical weights that stand in more than one layer, on one rank or on several."""
+"""Tied weights: logical weights that several layers use, on one pipeline rank or on several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from raypar.actors.models.base import Model
 
 @dataclass(frozen=True)
 class Tie:
-    """A logical weight with a home and a copy, and the ranks of the Updater's group that hold them."""
+    """A logical weight whose home and copy are on different ranks.
+
+    Attributes:
+        home, copy: Names of the two parameters.
+        home_rank, copy_rank: The ranks of the Updater's group that hold them.
+    """
 
     home: str
     home_rank: int
@@ -21,10 +26,17 @@ class Tie:
 
 
 def ties_of(model: Model, homes: Mapping[int, int]) -> tuple[list[Tie], dict[str, str]]:
-    """The ties between pipeline ranks, and on one rank which parameter is the same as which.
+    """Sort a model's ties into those between pipeline ranks and those within one rank.
 
-    ``homes`` is the pipeline rank of each layer.
-    A rank holds a tied weight once: as its home, or else as the first of its copies there.
+    A rank holds a tied weight once: as its home, or else as the first of its copies on that rank.
+
+    Args:
+        model: The model.
+        homes: The pipeline rank of each layer index.
+
+    Returns:
+        The ties between ranks; and for each copy that needs no memory of its own, the parameter on the same rank that
+        it is the same object as.
     """
     ties: list[Tie] = []
     same: dict[str, str] = {}
@@ -40,7 +52,13 @@ def ties_of(model: Model, homes: Mapping[int, int]) -> tuple[list[Tie], dict[str
 
 
 def share(model: Model, modules: dict[int, nn.Module], same: dict[str, str]) -> None:
-    """Make the parameters that are the same one object, where they are among ``modules``."""
+    """Make tied parameters on this rank one object.
+
+    Args:
+        model: The model.
+        modules: This rank's layers by index. Ties with other ranks' layers are skipped.
+        same: Copy -> owner, as ``ties_of`` returned it.
+    """
     for copy, owner in same.items():
         target, source = _locate(model, modules, copy), _locate(model, modules, owner)
         if target is not None and source is not None:
@@ -48,13 +66,14 @@ def share(model: Model, modules: dict[int, nn.Module], same: dict[str, str]) -> 
 
 
 def _layer(model: Model, parameter: str) -> int:
-    """The layer of a parameter, by the longest layer name that begins its own."""
+    """Return the index of a parameter's layer: the layer with the longest name that is a prefix of the parameter's."""
     return max(
         (i for i, name in enumerate(model.names) if parameter.startswith(name + ".")), key=lambda i: len(model.names[i])
     )
 
 
 def _locate(model: Model, modules: dict[int, nn.Module], parameter: str) -> tuple[nn.Module, str] | None:
+    """Return the module that holds a parameter and the name there, or None if the layer is not in ``modules``."""
     index = _layer(model, parameter)
     if index not in modules:
         return None

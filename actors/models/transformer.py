@@ -1,5 +1,4 @@
-"""A pre-norm decoder: embedding, blocks, head, each a layer of its own. What a family makes of it is in gpt.py and
-llama.py.
+"""Pre-norm decoder shared by the model families: embedding, blocks and head, each a layer. See gpt.py and llama.py.
 
 Shapes: B microbatch, S sequence, D hidden, V vocabulary.
 """
@@ -28,7 +27,7 @@ from raypar.actors.tensors import Values
 
 
 class Embedding(nn.Module):
-    """Tokens, and what positions add to them: ids (B, S) int64 -> (B, S, D)."""
+    """Token embedding plus the position table, if the model has one: ids (B, S) int64 -> (B, S, D)."""
 
     def __init__(self, spec: Transformer) -> None:
         super().__init__()
@@ -38,12 +37,12 @@ class Embedding(nn.Module):
         self.drop = nn.Dropout(spec.dropout)
 
     def forward(self, ids_BS: Tensor) -> Tensor:
-        """Raises ValueError for more than ``seq`` tokens."""
+        """Embed token ids. Raises ValueError if a sequence has more than the model's ``seq`` tokens."""
         length = ids_BS.shape[1]
         if length > self._seq:
             raise ValueError(f"a sequence has {length} tokens, but the model's seq is {self._seq}: set it to {length}")
         x_BSD = self.tokens(ids_BS)
-        if isinstance(self.positions, Sinusoidal):  # as large as what is added (Vaswani et al. 2017, section 3.4)
+        if isinstance(self.positions, Sinusoidal):  # scale to the table's size (Vaswani et al. 2017, section 3.4)
             x_BSD = x_BSD * math.sqrt(self._hidden) + self.positions(length, x_BSD)
         elif self.positions is not None:
             x_BSD = x_BSD + self.positions(length)
@@ -52,7 +51,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream: (B, S, D) -> (B, S, D)."""
+    """Decoder block, (B, S, D) -> (B, S, D): attention and MLP, each after a norm and added to the residual stream."""
 
     def __init__(self, norms: tuple[nn.Module, nn.Module], attn: nn.Module, mlp: nn.Module, dropout: float) -> None:
         super().__init__()
@@ -80,7 +79,10 @@ class Head(nn.Module):
 
 
 class TransformerModel(Model):
-    """The layers ``embed``, ``blocks.0`` ... and ``head``, initialised as GPT-2 (Radford et al. 2019, section 2.3)."""
+    """A decoder with the layers ``embed``, ``blocks.0``, ..., ``head``.
+
+    Weights are initialised as in GPT-2: Radford et al. 2019, section 2.3.
+    """
 
     tensor_plan: TensorPlan = (
         ("embed.tokens", "vocab"),
@@ -101,7 +103,7 @@ class TransformerModel(Model):
         ("head.out", "enter"),
     )
 
-    bias: bool  # whether linear layers that lead into the residual stream have one
+    bias: bool  # whether the attention's output projection has a bias
 
     def __init__(self, spec: Transformer) -> None:
         self.spec = spec
@@ -113,15 +115,18 @@ class TransformerModel(Model):
 
     @abstractmethod
     def norm(self) -> nn.Module:
-        """A norm over D, whose weight begins as 1."""
+        """Return a norm over D whose weight is initialised to 1."""
 
     @abstractmethod
     def mlp(self) -> nn.Module:
-        """A block's MLP: (B, S, D) -> (B, S, D); what leads out of it is called ``down``."""
+        """Return a block's MLP, (B, S, D) -> (B, S, D). Its output projection must be called ``down``."""
 
     def materialize(self, layers: Sequence[int], seed: int, divide: Divide = undivided) -> list[nn.Module]:
-        """These layers, each weight drawn by a generator of its own, seeded by its logical name; whole, one by one, and
-        then cut."""
+        """Make some layers with their initial weights; see ``Model.materialize``.
+
+        Each weight has its own generator, seeded by its logical name. A divided weight is drawn whole and then cut, one
+        weight at a time, so that every layout gets the same bits.
+        """
         homes = {copy: home for home, copy in self.ties}
         made = unfilled(lambda: map(partial(self._layer, between(self.spec), Desk()), layers))
         for index, module in zip(layers, made, strict=True):
@@ -132,15 +137,19 @@ class TransformerModel(Model):
         return made
 
     def loss(self, output: Values, target: Values) -> Tensor:
-        """Mean cross-entropy of logits (B, S, V) against labels (B, S) int64, in nats a token; labels of -100 are left
-        out, and without any other the loss is 0."""
+        """Return the mean cross-entropy in nats per token.
+
+        Args:
+            output: Logits (B, S, V).
+            target: Labels (B, S) int64. Labels of -100 are ignored; if all are -100, the loss is 0.
+        """
         (logits_BSV,), (labels_BS,) = output, target
         total = self.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
-        mean: Tensor = total / (labels_BS != IGNORED).sum().clamp(min=1)  # counted where the labels are: nobody waits
+        mean: Tensor = total / (labels_BS != IGNORED).sum().clamp(min=1)  # counted on the labels' device: no sync
         return mean
 
     def _layer(self, apart: Rope | Alibi | None, desk: Desk, index: int) -> nn.Module:
-        """A layer; those that are given the same ``apart`` share its tables."""
+        """Build the layer with this index. Layers that get the same ``apart`` and ``desk`` share tables and memory."""
         spec = self.spec
         if index == 0:
             return Embedding(spec)
@@ -151,12 +160,13 @@ class TransformerModel(Model):
 
     @torch.no_grad()
     def _init(self, name: str, parameter: Tensor, cut: Cut, seed: int) -> None:
+        """Set the initial values of a parameter, or of the part of it that ``cut`` describes, in place."""
         if name.endswith(".bias"):
             parameter.zero_()
         elif ".norm" in name:
             parameter.fill_(1.0)
         else:
-            # projections back into the residual stream: one for every branch that is added to it
+            # the 2 x layers projections into the residual stream are scaled down by 1/sqrt of their number
             branches = 2 * self.spec.layers if name.endswith(("attn.out.weight", "mlp.down.weight")) else 1
             generator = torch.Generator().manual_seed(derive(seed, name))
             whole = parameter if not cut.spans else parameter.new_empty(cut.whole)

@@ -1,4 +1,4 @@
-"""The user's own modules as a model."""
+"""A model made of the user's own modules."""
 
 from __future__ import annotations
 
@@ -23,9 +23,17 @@ _NO_LAYERS = "model.fn must return a list of nn.Modules, one or more"
 
 
 class LayersModel(Model):
-    """The layers ``layers.0``, ``layers.1``, ...; a parameter that two of them share is one logical weight.
+    """A model of user layers, called ``layers.0``, ``layers.1``, ...
 
-    Initial values are whatever ``fn`` gives them, drawn under the run's seed. What is divided, the plan says.
+    A parameter that two layers share is one logical weight. The initial values are those that the user's ``fn`` gives,
+    drawn under the run's seed. The user's plan says which modules tensor parallelism divides.
+
+    Args:
+        layers: The user's function, loss and plan.
+        seed: The run's seed.
+
+    Raises:
+        ValueError: ``fn`` does not return a list of one or more modules.
     """
 
     def __init__(self, layers: Layers, seed: int) -> None:
@@ -41,6 +49,7 @@ class LayersModel(Model):
         super().__init__(modules)
 
     def materialize(self, layers: Sequence[int], seed: int, divide: Divide = undivided) -> list[nn.Module]:
+        """Make some layers with their initial weights; see ``Model.materialize``."""
         if divide is not undivided:
             return self._materialize_parts(layers, seed, divide)
         own = [self.skeleton[index] for index in layers]
@@ -49,8 +58,11 @@ class LayersModel(Model):
         return own
 
     def _materialize_parts(self, layers: Sequence[int], seed: int, divide: Divide) -> list[nn.Module]:
-        """Copies of these layers, which are divided first and then get their parts of the weights, of one layer's whole
-        ones at a time. The skeleton stays whole: everybody counts by it."""
+        """Make divided copies of some layers, with this actor's part of each weight.
+
+        The copies are divided on the meta device first. Then whole weights are made for one layer at a time and cut, to
+        save memory. The skeleton stays undivided, because every actor takes names and shapes from it.
+        """
         own = _copied(self.skeleton, layers)
         whole = {name: tensor for index in layers for *_, name, tensor in _slots(str(index), own[str(index)])}
         named = _divided(divide, own)
@@ -70,6 +82,7 @@ class LayersModel(Model):
         return [own[str(index)] for index in layers]
 
     def loss(self, output: Values, target: Values) -> Tensor:
+        """Call the user's loss function. Raises ValueError if it does not return one floating number."""
         loss: Tensor = self._spec.loss(unwrap(output), unwrap(target))
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -80,14 +93,19 @@ class LayersModel(Model):
 
 
 def _built(layers: Layers, seed: int) -> tuple[list[nn.Module], Recording | None]:
-    """The user's modules without their weights, and how to make these; or with them, if it can't be done otherwise."""
+    """Build the user's modules, if possible without their weights.
+
+    Returns:
+        The modules on the meta device and the recording that makes their weights; or, if the build can't be recorded,
+        the modules with their weights and None.
+    """
     try:
         modules, recording = record(layers.fn, seed)
         if not _are_modules(modules) or not has_strays(modules):
             return modules, recording
         reason = "it has tensors that are more than a parameter, a buffer or an attribute"
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        reason = str(error)  # it looks at its values, say
+        reason = str(error)  # it reads values of its tensors, for example
     log.info("the model can't be built without its weights (%s); every actor builds all of it, for a moment", reason)
     return _build_real(layers, seed), None
 
@@ -97,6 +115,7 @@ def _are_modules(built: Sequence[object]) -> bool:
 
 
 def _build_real(layers: Layers, seed: int) -> list[nn.Module]:
+    """Build the user's modules with their weights. Raises ValueError if ``fn`` does not return a list."""
     with seeded(derive(seed, "build")):
         built = layers.fn()
     if not isinstance(built, Iterable):
@@ -105,7 +124,11 @@ def _build_real(layers: Layers, seed: int) -> list[nn.Module]:
 
 
 def _copied(modules: Sequence[nn.Module], layers: Sequence[int]) -> nn.ModuleDict:
-    """Copies of these modules by index, with the same tensors; what they share, the copies share."""
+    """Copy some modules, without copying their tensors. Submodules that they share, the copies share too.
+
+    Returns:
+        The copies by index, as strings.
+    """
     chosen = [modules[index] for index in layers]
     parts = [part for module in chosen for part in module.modules()]
     kept = {id(tensor): tensor for part in parts for _, _, tensor in slots_of(part)}
@@ -113,7 +136,11 @@ def _copied(modules: Sequence[nn.Module], layers: Sequence[int]) -> nn.ModuleDic
 
 
 def _divided(divide: Divide, own: nn.ModuleDict) -> Mapping[str, Cut]:
-    """Divide layers in place, all together: a module that two of them share is divided once."""
+    """Divide layers in place, in one call, so that a module that two layers share is divided once.
+
+    Returns:
+        The cut of each divided parameter, by "<layer index>.<name inside the layer>".
+    """
     cuts: dict[str, Cut] = {}
 
     def build() -> Iterable[nn.Module]:
@@ -125,7 +152,10 @@ def _divided(divide: Divide, own: nn.ModuleDict) -> Mapping[str, Cut]:
 
 
 def _slots(prefix: str, layer: nn.Module) -> list[tuple[dict[str, Any], str, str, Tensor]]:
-    """Where the tensors of a layer stand: a module's table, the name there, the name in all, and the tensor."""
+    """Return where each tensor of a layer stands: (a module's dict, its name there, its full name, the tensor).
+
+    Full names start with ``prefix``.
+    """
     return [
         (table, inner, f"{path}.{inner}", tensor)
         for path, module in layer.named_modules(prefix=prefix)
@@ -134,14 +164,14 @@ def _slots(prefix: str, layer: nn.Module) -> list[tuple[dict[str, Any], str, str
 
 
 def _annotate(layer: nn.Module) -> None:
-    """Have shapes that don't fit in the user's code told with what may be behind that."""
+    """Wrap a divided layer's forward so that torch's errors, such as a wrong shape, get a note on the likely cause."""
     forward = layer.forward
 
     def annotated(*values: Tensor) -> Any:
         try:
             return forward(*values)
         except RuntimeError as error:
-            if type(error) is RuntimeError:  # torch's
+            if type(error) is RuntimeError:  # torch's own errors; subclasses come from others
                 error.add_note(
                     "(of what a column linear layer makes, an actor has only a part: view it with -1, "
                     "or count the features and heads that are there, and end with a row linear layer)"
@@ -152,7 +182,10 @@ def _annotate(layer: nn.Module) -> None:
 
 
 def _shared(names: Sequence[str], modules: Sequence[nn.Module]) -> tuple[tuple[str, str], ...]:
-    """Pairs (home, copy) of the parameters that stand in more than one layer and train; frozen ones stay equal."""
+    """Return the pairs (home, copy) of trainable parameters that several layers share.
+
+    Frozen ones are left out: their copies stay equal anyway.
+    """
     homes: dict[int, str] = {}
     ties = []
     for layer, module in zip(names, modules, strict=True):

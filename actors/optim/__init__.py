@@ -1,1 +1,1 @@
-"""The optimizer: clipping by the global norm, the vote, the learning rate, the update."""
+"""End of a training step: the vote on finiteness, clipping by the global norm, the learning rate, the update."""

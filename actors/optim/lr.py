@@ -8,7 +8,14 @@ from raypar.actors.specs.optim import SGD, AdamW
 
 
 def lr_at(spec: AdamW | SGD, step: int, steps: int) -> float:
-    """The learning rate of a step (from 0) in a run of ``steps``: linear warm-up, decay, constant past the end."""
+    """Return the learning rate of a step: linear warm-up, then decay, then constant after the end of the run.
+
+    Args:
+        spec: The optimizer's settings: peak rate, warm-up steps, kind of decay, and final rate as a fraction of the
+            peak.
+        step: Number of the step, from 0.
+        steps: Number of steps of the whole run.
+    """
     if step < spec.warmup:
         return spec.lr * (step + 1) / spec.warmup
     if spec.decay == "constant":

@@ -1,4 +1,4 @@
-"""torch's optimizers over named parameters."""
+"""torch's optimizers over parameters with logical names."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from raypar.actors.checkpoint.snapshot import Read
 from raypar.actors.specs.optim import SGD, AdamW
 from raypar.actors.tensors import is_dense
 
-KEPT = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}  # for each parameter with a gradient
+KEPT = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}  # state keys of each parameter
 
 
 class _AdamW(torch.optim.AdamW):
-    # the decorators of these methods would import torch's compiler, which is not used here: 3 s and 80 MiB
+    # unwrap removes torch's decorators, which would import its compiler: 3 s and 80 MiB for nothing used here
     add_param_group = unwrap(torch.optim.AdamW.add_param_group)
     step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
@@ -27,7 +27,15 @@ class _SGD(torch.optim.SGD):
 
 
 def build_optimizer(spec: AdamW | SGD, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
-    """The optimizer for parameters by logical name; None if there are none. Only tensors of 2 dims or more decay."""
+    """Build the optimizer for some parameters. Weight decay applies only to tensors of 2 or more dims.
+
+    Args:
+        spec: Kind and settings of the optimizer.
+        parameters: The parameters by logical name.
+
+    Returns:
+        The optimizer, or None if there are no parameters.
+    """
     decayed = [p for p in parameters.values() if p.dim() >= 2]
     others = [p for p in parameters.values() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -35,16 +43,17 @@ def build_optimizer(spec: AdamW | SGD, parameters: Mapping[str, nn.Parameter]) -
     if not groups:
         return None
     if isinstance(spec, AdamW):
-        # the fused one takes every weight for dense, and updates other memory where one isn't; it has no complex ones
+        # The fused kernel assumes that every weight is dense; for one that isn't it would update memory outside the
+        # weight. It doesn't support complex weights.
         fused = all(is_dense(p) and p.is_floating_point() for p in parameters.values())
         return _AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=fused)
-    # not fused: on CPUs torch 2.13's fused SGD leaves half-precision weights as they are, and fails for a parameter
-    # that gets its first gradient in a later step
+    # Not fused: on CPUs torch 2.13's fused SGD doesn't update half-precision weights, and fails for a parameter that
+    # gets its first gradient in a later step.
     return _SGD(groups, lr=spec.lr, momentum=spec.momentum)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use ``lr`` from the next update on."""
+    """Set the learning rate of all parameter groups, from the next update on."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -52,7 +61,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def kept_by(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Everything that it keeps for its parameters: the parameter's name, what it is, and the tensor itself."""
+    """Yield every state tensor that an optimizer keeps: (parameter's logical name, state key, tensor)."""
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
@@ -60,7 +69,15 @@ def kept_by(
 
 
 def keep(optimizer: torch.optim.Optimizer, kind: str, parameters: Mapping[str, nn.Parameter], read: Read) -> None:
-    """Go on with what was kept, as far as there is any, and with nothing else."""
+    """Replace an optimizer's state by a saved one.
+
+    Args:
+        optimizer: The optimizer whose state is replaced.
+        kind: "adamw" or "sgd".
+        parameters: Its parameters by logical name.
+        read: Returns the saved tensor for (logical name, state key), or None if none was saved. A parameter without
+            saved tensors starts without state.
+    """
     optimizer.state.clear()
     for name, parameter in parameters.items():
         found = {key: read(name, key) for key in KEPT[kind]}
@@ -70,5 +87,5 @@ def keep(optimizer: torch.optim.Optimizer, kind: str, parameters: Mapping[str, n
 
 
 def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of each gradient (n,) in fp32, where they are."""
+    """Return the 2-norm of each of n gradients: (n,) float32, on the gradients' device."""
     return torch.stack([torch.linalg.vector_norm(gradient).float() for gradient in gradients])

@@ -1,4 +1,4 @@
-"""The end of a step: tied gradients, the vote, the global norm, clipping and the optimizer."""
+"""End a step: sum the gradients of tied weights, count the votes, clip by the global norm, run the optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TIE_TAG = 1 << 30  # above every tag of a schedule's messages
 
 
 class Update(Protocol):
-    """How a step ends, once the gradients are summed over the replicas."""
+    """What a worker does at the end of a step, once the gradients are summed over the replicas."""
 
     def step(self, step: int, ballot: Tensor | None) -> float | None: ...
 
@@ -32,15 +32,20 @@ class Update(Protocol):
 
 
 class Updater:
-    """The optimizer of one actor's parameters, in step with everybody else's.
+    """Optimizer of the parameters that one actor owns. All actors that own parts of the model step together.
 
-    parameters  this actor's, by logical name
-    names       every logical parameter of the model: the order in which the norm is added up, on every layout
-    ties        between different ranks; both ends see the sum of the gradients and make the same update
-    group       of all that update parts of one model: the pipeline's ranks, or all servers; None if there is only one
-    tensors     which parameters are parts of logical ones, and who has the others
-    clip        largest global norm, None for no clipping
-    steps       of the whole run, for the learning rate
+    Args:
+        parameters: This actor's parameters by logical name.
+        names: Names of all logical parameters of the model. The global norm is summed in this order on every layout, so
+            that it has the same bits.
+        ties: Tied weights whose home and copy are on different ranks. Both ends get the sum of the gradients and make
+            the same update.
+        group: All actors that update parts of one model: the ranks of the pipeline, or all servers. None if there is
+            only one.
+        tensors: Which parameters are divided over a tensor-parallel group, and what that group must sum.
+        optim: Kind and settings of the optimizer.
+        clip: Largest global gradient norm; None for no clipping.
+        steps: Number of steps of the whole run, for the learning rate.
     """
 
     def __init__(
@@ -60,12 +65,19 @@ class Updater:
         self._optimizer = build_optimizer(optim, parameters)
 
     def step(self, step: int, ballot: Tensor | None) -> float:
-        """Update the parameters; returns the global gradient norm before clipping.
+        """Clip the gradients and update the parameters, unless a gradient or a loss is not finite.
 
-        ``ballot`` is what ``ballot_of`` says, summed over the replicas; on one member of the group, on the others None.
+        Args:
+            step: Number of the step, from 0.
+            ballot: Sum over the replicas of what ``ballot_of`` returns, (3,) float64. Exactly one member of the group
+                passes it, the others pass None.
 
-        Raises NonFiniteError, on every actor alike and before anybody has changed a weight, if the norm is not finite
-        or a replica votes no.
+        Returns:
+            The global gradient norm before clipping.
+
+        Raises:
+            NonFiniteError: The norm is not finite, or a replica voted no. Every actor raises it, and no actor has
+                changed a weight.
         """
         self._tensors.complete(self._parameters)
         self._reduce_ties()
@@ -84,7 +96,7 @@ class Updater:
             )
         if against:
             raise NonFiniteError(f"step {step}: the loss is not finite; no weight was changed: look at the batch")
-        if self._clip is not None and self._clip / (total + 1e-6) < 1.0:  # else torch multiplies by 1
+        if self._clip is not None and self._clip / (total + 1e-6) < 1.0:  # torch would multiply by 1 otherwise
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._clip, total, foreach=False)
         if self._optimizer is not None:
             set_lr(self._optimizer, lr_at(self._spec, step, self._steps))
@@ -92,21 +104,31 @@ class Updater:
         return float(total)
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
-        """The parameters that are updated here, and what the optimizer keeps for them: name, what, and the tensor."""
+        """Yield this actor's parameters and their optimizer state: (logical name, key, tensor).
+
+        The key is "" for the parameter itself, else the optimizer's state key, such as ``exp_avg``.
+        """
         yield from ((name, "", parameter) for name, parameter in self._parameters.items())
         if self._optimizer is not None:
             yield from kept_by(self._optimizer, self._parameters)
 
     def load(self, read: Read) -> None:
-        """Go on with what an optimizer has kept; the parameters are loaded by who holds them."""
+        """Load saved optimizer state. The parameters themselves are loaded by the stages that hold them.
+
+        Args:
+            read: Returns the saved tensor for (logical name, state key), or None.
+        """
         if self._optimizer is not None:
             keep(self._optimizer, self._spec.kind, self._parameters, read)
 
     def _all_norms(self, ballot: Tensor | None) -> tuple[Tensor, float, float]:
-        """The gradient norm of every logical parameter, in order; what the gradients lack of the mean over tokens, as
-        a factor; and how many replicas vote no.
+        """Collect the gradient norms, the loss correction and the votes from all actors.
 
-        Each of these numbers has one home, so adding zeros changes no bit.
+        Each of these numbers is known to one actor and zero on the others, so the all_reduce is exact to the last bit.
+
+        Returns:
+            The gradient norm of every logical parameter (n,) in the order of ``names``; the factor that turns the
+            gradients into those of the mean over the step's tokens (see ``correction``); the number of no votes.
         """
         numbers = torch.zeros(len(self._names) + 2)
         if ballot is not None:
@@ -122,7 +144,10 @@ class Updater:
         return norms, scale, against
 
     def _reduce_ties(self) -> None:
-        """Home adds the copies' gradients to its own, in order, and sends the sum back."""
+        """Sum the gradients of each tied weight over its ranks.
+
+        The home rank adds the copies' gradients to its own, in the order of the ties, and sends the sum back to each.
+        """
         if self._group is None or not self._ties:
             return
         rank, ties = self._group.rank, self._used_ties(self._group)
@@ -143,8 +168,10 @@ class Updater:
                 self._group.recv(self._gradient(tie.copy), tie.home_rank, tag, "recv tied").wait()
 
     def _used_ties(self, group: Group) -> list[tuple[int, Tie]]:
-        """The ties of weights of which somebody has a gradient, with their numbers: weights that no microbatch has
-        used stay as they are, everywhere."""
+        """Return the ties (with their indices) of the weights for which some rank has a gradient.
+
+        The others are left out, so that a weight that no microbatch used keeps the gradient None on every rank.
+        """
         made = torch.zeros(len(self._ties), dtype=torch.int64)
         for number, tie in enumerate(self._ties):
             ends = (tie.home_rank, tie.home), (tie.copy_rank, tie.copy)
@@ -154,6 +181,7 @@ class Updater:
         return [(number, tie) for number, tie in enumerate(self._ties) if tie.home in used]
 
     def _gradient(self, name: str) -> Tensor:
+        """Return a parameter's gradient, after setting it to zeros if it is None."""
         parameter = self._parameters[name]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -161,10 +189,14 @@ class Updater:
 
 
 def ballot_of(tokens: int, expected: float, *, sound: bool) -> Tensor:
-    """What the last stage of a replica contributes to the end of a step, to be summed over the replicas.
+    """Return what the last stage of a replica reports at the end of a step, to be summed over the replicas.
 
-    tokens    target elements of its step
-    expected  how many it was expected to have, see TokenMean
-    sound     its vote: its losses are finite
+    Args:
+        tokens: Number of target elements in this replica's part of the step.
+        expected: Number of target elements that its losses were weighted for, see ``TokenMean``.
+        sound: Whether all its losses are finite. If not, the replica votes no.
+
+    Returns:
+        (3,) float64 on the host: tokens, expected tokens, and 1 for a no vote.
     """
     return torch.tensor([tokens, expected, not sound], dtype=torch.float64)  # fp32 is not exact above 2**24 tokens

@@ -1,4 +1,4 @@
-"""Moves values between the stages of different ranks: receives posted ahead, sends that never block."""
+"""Send values between stages on different ranks: receives are posted ahead, sends don't wait for the receiver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raypar.actors.specs.types import SEND_WINDOW
 from raypar.actors.tensors import Order, Values, empty_in, order_of
 from raypar.schedules.action import RECVS, SENDS, Action, Op
 
-_MOST_TENSORS = 15  # a boundary, so that a message's tag has a digit (base 16) for the tensor
+_MOST_TENSORS = 15  # for each boundary: a message's tag has one base-16 digit for the header (0) and the tensors
 _DTYPES = (
     torch.float32,
     torch.float64,
@@ -27,13 +27,16 @@ _DTYPES = (
     torch.uint8,
     torch.bool,
 )
-_HEADER = 128  # int64s: count, then dtype, dims, shape and order of each tensor
-_DIMS = 16  # an order is one number, with a digit for each dim
+_HEADER = 128  # int64s in a header: number of tensors, then dtype, number of dims, shape and order of each
+_DIMS = 16  # base in which an order of dims is written as one number, with one digit for each dim
 
 
 class Spec(NamedTuple):
-    """Shape and dtype of one tensor that crosses a boundary, and the order of its dims in memory: sums of kernels, and
-    so their last bits, depend on it."""
+    """Shape, dtype and memory order of a tensor that crosses a boundary between stages.
+
+    The order of the dims in memory is kept because kernels sum in an order that depends on it, and so do the last bits
+    of their results.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -41,6 +44,7 @@ class Spec(NamedTuple):
 
     @property
     def plain(self) -> bool:
+        """Whether the dims stand in their usual order, that is, the tensor is contiguous."""
         return self.order == tuple(range(len(self.shape)))
 
     def __str__(self) -> str:
@@ -48,12 +52,14 @@ class Spec(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Where the values of a SEND or RECV go.
+    """Where the values of a SEND or RECV go, and in which shapes.
 
-    peer      the rank at the other end
-    tag       of its header; tensor i has ``tag + 1 + i``. The same number at both ends, another for every message
-    boundary  the stage that hands the forward values over
-    specs     what is known of the values, by boundary
+    Attributes:
+        peer: The pipeline rank at the other end.
+        tag: Tag of the header; tensor i has the tag ``tag + 1 + i``. Both ends compute the same tag, and every message
+            of a step has another one.
+        boundary: The stage before the boundary, that is, the one that sends the forward values over it.
+        specs: The known shapes of the values, by boundary.
     """
 
     peer: int
@@ -63,32 +69,36 @@ class Route(NamedTuple):
 
 
 class Courier:
-    """Sends and receives for one program of one actor.
+    """Sends and receives the values of one program (training or evaluation) for one actor.
 
-    The first message over a boundary is preceded by a header with its shapes; they hold for the rest of the program.
-    Gradients have the shapes of the floating values that they belong to, and their order in memory.
+    Before the first message over a boundary, a header tells the receiver the shapes; they hold for the rest of the
+    program. Gradients have the shapes and memory orders of the floating values that they belong to, so they need no
+    header.
 
-    group             the ranks of the pipeline; a stage's peer is ``placement[stage]`` in it
-    num_microbatches  for tags
+    Args:
+        group: The ranks of the pipeline; None if there is only one.
+        placement: The rank in ``group`` of each stage.
+        num_microbatches: Number of microbatches, for the tags.
     """
 
     def __init__(self, group: Group | None, placement: tuple[int, ...], num_microbatches: int) -> None:
         self._group, self._placement, self._num_microbatches = group, placement, num_microbatches
-        self._specs: dict[int, tuple[Spec, ...]] = {}  # of what the stage of this number hands to the next one
-        self._floating: dict[int, tuple[Spec, ...]] = {}  # those of them that gradients come back for
-        self._expected: dict[int, deque[Action]] = defaultdict(deque)  # by peer, not posted yet
+        self._specs: dict[int, tuple[Spec, ...]] = {}  # by boundary: the forward values
+        self._floating: dict[int, tuple[Spec, ...]] = {}  # those that get gradients
+        self._expected: dict[int, deque[Action]] = defaultdict(deque)  # by peer: RECVs not posted yet
         self._posted: dict[Action, tuple[list[Tensor], list[Handle]]] = {}
         self._sending: dict[int, deque[list[Handle]]] = defaultdict(deque)
         self._routes: dict[Action, Route] = {}
 
     def peer(self, action: Action) -> int | None:
-        """The pipeline rank at the other end of a SEND or RECV; None for any other action."""
+        """Return the pipeline rank at the other end of a SEND or RECV, or None for any other action."""
         return self._route(action).peer if action.op in SENDS or action.op in RECVS else None
 
     def expect(self, action: Action) -> None:
-        """Post the buffers of a RECV that is to come, as soon as its shapes are known.
+        """Announce a RECV that will come. Its buffers are posted as soon as its shapes are known.
 
-        Never before those of an earlier RECV from the same peer: a transport without tags delivers in order.
+        They are never posted before those of an earlier RECV from the same peer, because a transport without tags
+        delivers in order.
         """
         queue = self._expected[self._route(action).peer]
         queue.append(action)
@@ -96,7 +106,7 @@ class Courier:
             self._post(queue.popleft())
 
     def receive(self, action: Action) -> Values:
-        """Wait for the values of a RECV, the next one of its peer."""
+        """Wait for the values of a RECV and return them. A peer's RECVs must be taken in the order of ``expect``."""
         if action not in self._posted:
             queue, route = self._expected[self._route(action).peer], self._route(action)
             if queue:
@@ -113,6 +123,7 @@ class Courier:
         return route.boundary in route.specs
 
     def _post(self, action: Action) -> None:
+        """Allocate the buffers of a RECV whose shapes are known, and start receiving into them."""
         route = self._route(action)
         link, peer, tag = self._link(), route.peer, route.tag
         recv, device = link.recv, link.device
@@ -122,7 +133,14 @@ class Courier:
         self._posted[action] = (buffers, handles)
 
     def send(self, action: Action, values: Values) -> None:
-        """Start sending the values of a SEND; they are kept until they have been received."""
+        """Start sending the values of a SEND, and keep them alive until they were received.
+
+        Blocks only while SEND_WINDOW earlier messages to the same peer are still on their way.
+
+        Raises:
+            ValueError: The stage returned other shapes or dtypes than for an earlier microbatch, or something that
+                can't cross a boundary (too many tensors or dims, or an unsupported dtype).
+        """
         route = self._route(action)
         queue = self._sending[route.peer]
         while len(queue) >= SEND_WINDOW:
@@ -133,7 +151,7 @@ class Courier:
         queue.append(handles)
 
     def drain(self) -> None:
-        """Wait until everything sent has been received."""
+        """Wait until everything that was sent has been received."""
         for queue in self._sending.values():
             while queue:
                 _wait_all(queue.popleft())
@@ -143,6 +161,10 @@ class Courier:
         self._floating[boundary] = tuple(spec for spec in specs if spec.dtype.is_floating_point)
 
     def _send_header(self, route: Route, values: Values) -> list[Handle]:
+        """Start sending the shapes of forward values, if the boundary's are not known yet.
+
+        Raises ValueError if they are known and the values have others.
+        """
         known = self._specs.get(route.boundary)
         if known is not None and len(known) == len(values):
             pairs = zip(known, values, strict=True)
@@ -174,6 +196,7 @@ class Courier:
         return route
 
     def _find_route(self, action: Action) -> Route:
+        """Compute the route of a SEND or RECV. Its tag encodes the sending stage, the direction and the microbatch."""
         stage, op, microbatch = action
         assert stage is not None and microbatch is not None
         backward = op in (Op.SEND_B, Op.RECV_B)
@@ -184,6 +207,7 @@ class Courier:
 
 
 def _pack(specs: tuple[Spec, ...]) -> Tensor:
+    """Write specs into a header, (_HEADER,) int64. Raises ValueError if they don't fit or a dtype is unsupported."""
     numbers = [len(specs)]
     for shape, dtype, order in specs:
         if dtype not in _DTYPES:
@@ -198,6 +222,7 @@ def _pack(specs: tuple[Spec, ...]) -> Tensor:
 
 
 def _unpack(header: Tensor) -> tuple[Spec, ...]:
+    """Read the specs that ``_pack`` wrote."""
     numbers = iter(header.tolist())
     specs = []
     for _ in range(next(numbers)):
@@ -208,7 +233,7 @@ def _unpack(header: Tensor) -> tuple[Spec, ...]:
 
 
 def _flat(value: Tensor, spec: Spec) -> Tensor:
-    """The same elements in their order in memory, so that nothing has to be copied to be sent."""
+    """Return a contiguous view of the value, with its dims in memory order, so that sending needs no copy."""
     return value if spec.plain else value.permute(spec.order)
 
 

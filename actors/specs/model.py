@@ -5,13 +5,14 @@ They are frozen dataclasses so that a run can be written down, compared, shipped
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from raypar.actors.specs.types import Count, Positive, Share
+from raypar.actors.bounds import Count, Positive, Share
 
 Positions = Literal["learned", "sinusoidal", "hierarchical", "rope", "alibi"]
 AttentionKind = Literal["blocks", "fused", "materialised"]
@@ -47,6 +48,21 @@ class Transformer:
     linear: LinearKind = "auto"
     """whose products linear layers take of float32 on CPUs: torch is nn.Linear; onednn takes oneDNN's where they are
     large, some percent faster on an AMD EPYC; auto is torch on processors of Intel, whom MKL is for, else onednn"""
+
+    def faults(self, right: Callable[..., bool]) -> Iterator[str]:
+        """Sizes that don't fit each other, with the nearest ones that do.
+
+        Args:
+            right: tells of fields, by their paths in a run, whether each by itself is sound; others are left out
+        """
+        if not right("model.hidden", "model.heads"):
+            return
+        if self.hidden % self.heads:
+            near = _divisor_near(self.heads, self.hidden)
+            yield f"model.hidden {self.hidden} is not a multiple of model.heads {self.heads}: use {near} heads, say"
+        elif right("model.positions") and self.positions == "rope" and self.hidden // self.heads % 2:
+            width, fix = self.hidden // self.heads, "set model.hidden to a multiple of 2 * heads, or other positions"
+            yield f"model.positions is 'rope', which turns pairs, but a head has the odd width {width}: {fix}"
 
     @property
     def num_kv_heads(self) -> int:
@@ -97,6 +113,13 @@ class Llama(Transformer):
     norm_eps: Positive = 1e-5
     """added to the mean square that a norm divides by"""
 
+    def faults(self, right: Callable[..., bool]) -> Iterator[str]:
+        """What ``Transformer.faults`` finds, and heads of keys and values that don't divide those of queries."""
+        yield from super().faults(right)
+        if right("model.heads", "model.kv_heads") and self.heads % self.num_kv_heads:
+            near = _divisor_near(self.num_kv_heads, self.heads)
+            yield f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}: use {near}, say"
+
     @property
     def num_kv_heads(self) -> int:
         return self.heads if self.kv_heads is None else self.kv_heads
@@ -134,3 +157,10 @@ class Layers:
     """whether nn.Linear layers may make the gradients of their weights later than those of their inputs, as W of a
     schedule, or where they are reduced, not copied there: the same bits, and faster, for modules that do nothing but
     call these layers: no forward and no hook may ask for gradients, and no hook write into one"""
+
+
+def _divisor_near(wanted: int, whole: int) -> int:
+    """The divisor of ``whole`` that is nearest to ``wanted``; of two the smaller."""
+    wanted = min(wanted, whole)
+    near = (number for gap in count() for number in (wanted - gap, wanted + gap))
+    return next(number for number in near if number > 0 and whole % number == 0)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from raypar.actors.specs.types import NotNegative, Positive, Share, Steps
+from raypar.actors.bounds import NotNegative, Positive, Share, Steps
 
 Decay = Literal["constant", "cosine", "linear"]
 

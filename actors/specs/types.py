@@ -1,21 +1,16 @@
-"""Types and bounds that several specs use."""
+"""The words that a run's description is spelled with, and the figures that both sides of a run know."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-from annotated_types import Ge, Gt, Le, Lt
+from typing import Literal
 
 ProgramName = Literal["train", "evaluate"]
 DeviceKind = Literal["cpu", "cuda"]
 DeviceChoice = Literal["auto", DeviceKind]
+Backward = Literal["auto", "whole", "split"]  # which backwards are split into I and W
+Tracker = Literal["tensorboard", "wandb", "mlflow", "ray"]
+Split = Literal["even", "balanced"] | tuple[int, ...]  # layers to stages: a rule, or a count for each stage
+Context = Literal["ring", "all_gather", "ulysses", "rsa"]  # how attention reaches all tokens of a divided sequence
 
 SEND_WINDOW = 8  # sends to one peer that may be under way before an actor waits; every schedule is checked for it
 KEPT = 4  # training steps whose events an actor remembers
-
-Count = Annotated[int, Ge(1), Le(10_000_000)]
-NotNegative = Annotated[float, Ge(0)]
-Positive = Annotated[float, Gt(0)]
-BucketSize = Annotated[float, Gt(0), Le(1e6)]  # MiB
-Share = Annotated[float, Ge(0), Lt(1)]
-Steps = Annotated[int, Ge(0)]

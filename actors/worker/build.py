@@ -24,12 +24,12 @@ from raypar.actors.layers.dropout import Portions
 from raypar.actors.models.base import Model, undivided
 from raypar.actors.models.build import build_model
 from raypar.actors.models.parallel_plan import divide, outputs_of
-from raypar.actors.models.partition import Split
 from raypar.actors.models.tied_weights import Tie, share, ties_of
 from raypar.actors.optim.step import Update, Updater
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.sharding import Cut
 from raypar.actors.specs.model import Layers
+from raypar.actors.specs.types import Split
 from raypar.actors.tensor_parallel.gradients import Divided
 from raypar.actors.tensors import nbytes
 from raypar.actors.worker.parallelize import divisions_of
@@ -80,16 +80,17 @@ class Part:
 def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
     """Build the stages of this actor's pipeline rank, of each its part in its groups. Only its own weights are made:
     on the host, the same bits for every place, and then moved there."""
-    model = build_model(plan.model, plan.seed)
+    run, world = plan.run, plan.world
+    model = build_model(run.model, run.seed)
     divisions = divisions_of(plan, model, groups)
     train = plan.programs["train"]
-    parts = model.stages(plan.split, train.num_stages)
-    own = train.stages_of(plan.world.pp(plan.rank))
+    parts = model.stages(run.split, train.num_stages)
+    own = train.stages_of(world.pp(plan.rank))
     indices = [index for number in own for index in parts[number]]
-    made = model.materialize(indices, plan.seed, partial(divide, divisions) if divisions else undivided)
+    made = model.materialize(indices, run.seed, partial(divide, divisions) if divisions else undivided)
     modules = dict(zip(indices, made, strict=True))
     place.settle(modules.values())
-    ties, same = ties_of(model, homes_of(model, plan.split, train))
+    ties, same = ties_of(model, homes_of(model, run.split, train))
     share(model, modules, same)
     places = Counter(p for module in modules.values() for _, p in module.named_parameters(remove_duplicate=False))
     halved = _halved(plan)
@@ -101,8 +102,8 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
             [modules[index] for index in parts[number]],
             place=place,
             is_last=number == train.num_stages - 1,
-            recompute=plan.recompute,
-            seed=plan.seed,
+            recompute=run.recompute,
+            seed=run.seed,
             halved=halved[number],
             shared=shared,
         )
@@ -116,10 +117,9 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
     }
     owner_of = {
         name: owner
-        for sizes in sizes_of(model, plan.split, train).values()
-        for name, owner in share_out(sizes, plan.world.owners).items()
+        for sizes in sizes_of(model, run.split, train).values()
+        for name, owner in share_out(sizes, world.owners).items()
     }
-    world = plan.world
     ties = [
         Tie(
             home=tie.home,
@@ -136,16 +136,16 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
 
 def _halved(plan: Plan) -> dict[int, set[int]]:
     """By stage, the microbatches whose backwards are split, by their numbers in the whole step."""
-    dp, found = plan.mesh.coordinate(plan.rank)["dp"], defaultdict[int, set[int]](set)
+    dp, found = plan.run.mesh.coordinate(plan.rank)["dp"], defaultdict[int, set[int]](set)
     for stage, op, microbatch in plan.programs["train"].rows[plan.world.pp(plan.rank)]:
         if op is Op.I and stage is not None and microbatch is not None:
-            found[stage].add(microbatch * plan.mesh.dp + dp)
+            found[stage].add(microbatch * plan.run.mesh.dp + dp)
     return found
 
 
 def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -> list[Bucket]:
     """These parameters of a part in buckets, in the order in which a step completes their gradients."""
-    row, limit = plan.programs["train"].rows[plan.world.pp(plan.rank)], int(plan.bucket_mb * _MIB)
+    row, limit = plan.programs["train"].rows[plan.world.pp(plan.rank)], int(plan.run.bucket_mb * _MIB)
     buckets = []
     for number in last_backwards(row):
         members = {name: p for name, p in part.stages[number].parameters().items() if name in parameters}
@@ -204,11 +204,11 @@ class Assembly:
 def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
     """Build this rank's part of the run. Only its own weights are made."""
     part = build_part(plan, place, groups)
-    m, num_dp = plan.programs["train"].num_microbatches, plan.mesh.dp
-    source = batch_source(plan.data, plan.model, plan.micro_batch_size, m, num_dp, plan.seed)
-    mean = TokenMean(part.model, source, m, num_dp)
-    if plan.mesh.cp > 1:
-        source = ContextSource(source, tokens_of(plan.context, plan.mesh.cp)[plan.mesh.coordinate(plan.rank)["cp"]])
+    run, m = plan.run, plan.programs["train"].num_microbatches
+    source = batch_source(run.data, run.model, run.micro_batch_size, m, run.mesh.dp, run.seed)
+    mean = TokenMean(part.model, source, m, run.mesh.dp)
+    if run.mesh.cp > 1:
+        source = ContextSource(source, tokens_of(run.context, run.mesh.cp)[run.mesh.coordinate(plan.rank)["cp"]])
     if not plan.world.reduces:
         return Assembly(part, updater_of(plan, part, part.parameters, groups), source, mean, None)
     buckets = buckets_of(plan, part, part.parameters)
@@ -221,9 +221,9 @@ def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
 
 def updater_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter], groups: Mapping[str, Group]) -> Updater:
     """The update of these parameters of a part, in step with everybody else's."""
-    names, group = part.model.parameter_names(), groups.get(plan.world.updaters)
-    tensors = Divided(part.cuts, part.partial, groups.get("tp"), watched=isinstance(plan.model, Layers))
-    return Updater(parameters, names, part.ties, group, tensors, plan.optim, plan.clip, plan.steps)
+    run, names, group = plan.run, part.model.parameter_names(), groups.get(plan.world.updaters)
+    tensors = Divided(part.cuts, part.partial, groups.get("tp"), watched=isinstance(run.model, Layers))
+    return Updater(parameters, names, part.ties, group, tensors, run.optim, run.clip, run.steps)
 
 
 def _shared(plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, Group]) -> tuple[list[Channel], Update]:

@@ -19,9 +19,9 @@ def divisions_of(plan: Plan, model: Model, groups: Mapping[str, Group]) -> list[
     """How the layers of a run are divided, in this order: by tokens, then by weights."""
     divisions: list[Division] = []
     if "cp" in groups:
-        divisions.append(ContextParallel(model, groups["cp"], plan.context))
+        divisions.append(ContextParallel(model, groups["cp"], plan.run.context))
     if "tp" in groups:
-        divisions.append(tensor_division(model, plan.mesh, groups, sequence=plan.sequence_parallel))
+        divisions.append(tensor_division(model, plan.run.mesh, groups, sequence=plan.run.sequence_parallel))
     return divisions
 
 

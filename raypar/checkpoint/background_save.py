@@ -12,10 +12,10 @@ from typing import Any
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.mesh.world import World
+from raypar.actors.specs.run import Run
 from raypar.checkpoint.manifest import manifest_of
 from raypar.checkpoint.save import Save
 from raypar.cluster.calls import Calls
-from raypar.config.run import Run
 from raypar.config.toml import plain_of
 from raypar.paths import CHECKPOINTS, absolute
 

@@ -9,13 +9,15 @@ from pathlib import Path
 
 from raypar.actors.checkpoint.logical import DTYPES, Logical
 from raypar.actors.errors import CheckpointError
+from raypar.actors.specs.run import Run
 from raypar.checkpoint.check import verified, verify
 from raypar.checkpoint.find import Found, listed, newest
 from raypar.checkpoint.manifest import MANIFEST
 from raypar.checkpoint.save import Save
 from raypar.config.fields import brief
-from raypar.config.run import Run, check_run
+from raypar.config.run import check_run
 from raypar.config.schedule import Programs
+from raypar.config.skeleton import Skeleton
 from raypar.config.toml import flat, plain_of
 from raypar.errors import ConfigError
 from raypar.paths import CHECKPOINTS, absolute, checkpoints_in, step_of
@@ -52,20 +54,21 @@ def find(path: Path) -> Found:
     return found
 
 
-def prepared(run: Run, resume: str | Path | Found | None) -> tuple[Programs, Found | None]:
-    """The run's schedules, and the checkpoint that it goes on from if there is one.
+def prepared(run: Run, resume: str | Path | Found | None) -> tuple[Programs, Skeleton, Found | None]:
+    """The run's schedules, its model without weights, and the checkpoint that it goes on from if there is one.
 
     Raises ConfigError with all that is wrong with the run, with going on from there, or with the run's folder.
     """
     found = find(Path(resume)) if isinstance(resume, str | Path) else resume
-    programs = check_run(run, None if found is None else found.path)
+    skeleton = Skeleton(run.model, run.seed)
+    programs = check_run(run, None if found is None else found.path, skeleton)
     if found is not None:
-        demand_resumable(run, found)
+        demand_resumable(run, skeleton, found)
     demand_room(run, 0 if found is None else found.manifest.step)
-    return programs, found
+    return programs, skeleton, found
 
 
-def demand_resumable(run: Run, found: Found) -> None:
+def demand_resumable(run: Run, skeleton: Skeleton, found: Found) -> None:
     """Raise ConfigError with all that keeps a run from going on from a checkpoint; log what else is not as it was."""
     was, now = flat(found.manifest.run), flat(plain_of(run))
     changed = [name for name in now if name in was and was[name] != now[name]]
@@ -81,7 +84,7 @@ def demand_resumable(run: Run, found: Found) -> None:
         stored = found.manifest.tensors
         if "optim.kind" in changed:  # said once, and not of every tensor that it keeps
             stored = {name: logical for name, logical in stored.items() if not name.startswith("optim.")}
-        faults += _tensor_faults(run, stored)
+        faults += _tensor_faults(run, skeleton, stored)
     if faults:
         raise ConfigError([f"resume {str(found.path)!r}: {fault}" for fault in faults])
     for name in changed:
@@ -104,16 +107,12 @@ def demand_room(run: Run, step: int) -> None:
         raise ConfigError([f"folder {str(folder)!r} has {later.name!r}, and this run begins at step {step}: {fix}"])
 
 
-def _tensor_faults(run: Run, stored: Mapping[str, Logical]) -> Iterator[str]:
+def _tensor_faults(run: Run, skeleton: Skeleton, stored: Mapping[str, Logical]) -> Iterator[str]:
     """What the model's tensors are against what is stored."""
     from raypar.actors.checkpoint.snapshot import buffer_name, logical_name
-    from raypar.actors.models.build import build_model
     from raypar.actors.optim.optimizer import KEPT
 
-    model = build_model(run.model, run.seed)
-    layers = list(zip(model.names, model.skeleton, strict=True))
-    every = {f"{layer}.{inner}": p for layer, module in layers for inner, p in module.named_parameters()}
-    weights = {name: every[name] for name in model.parameter_names()}
+    weights = skeleton.weights
     wanted = {name: (DTYPES[str(p.dtype).removeprefix("torch.")], tuple(p.shape)) for name, p in weights.items()}
     beside = {name: logical for name, logical in stored.items() if name.startswith(("optim.", "buffers."))}
     there = {name: (logical.dtype, logical.shape) for name, logical in stored.items() if name not in beside}
@@ -123,12 +122,7 @@ def _tensor_faults(run: Run, stored: Mapping[str, Logical]) -> Iterator[str]:
         elif there[name] != wanted[name]:
             (one, here), (other, was) = wanted[name], there[name]
             yield f"weight {brief(name)} is {one} {list(here)}, but {other} {list(was)} in the checkpoint"
-    shapes = {
-        buffer_name(0, f"{layer}.{inner}"): tuple(buffer.shape)
-        for layer, module in layers
-        for inner, buffer in module.named_buffers()
-        if inner in module.state_dict()
-    }
+    shapes = {buffer_name(0, name): shape for name, shape in skeleton.buffers.items()}
     yield from (f"{brief(name)} is not in it" for name in shapes if name not in beside)
     for name, logical in beside.items():
         head, _, rest = name.partition(".")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from uuid import uuid4
 
+from raypar.actors.files import WholeFile
 from raypar.errors import ConfigError, JobError
 from raypar.schedules.drawing.files import is_stream
 
@@ -53,25 +53,21 @@ def whole_file(flag: str, path: Path | None) -> Iterator[Write]:
     if path is None:
         yield lambda text: None
         return
-    stream = is_stream(path)
-    aside = path if stream else path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        file = aside.open("w" if stream else "x", encoding="utf-8")
+        out = path.open("wb") if is_stream(path) else WholeFile(path)
     except OSError as error:
         raise ConfigError([f"{flag} {str(path)!r} can't be written ({error.strerror}): give another path"]) from error
 
     def write(text: str) -> None:
         try:
-            with file:
-                file.write(text)
-            if not stream:
-                aside.replace(path)
+            with out:
+                out.write(text.encode())
+                if isinstance(out, WholeFile):
+                    out.commit()
         except OSError as error:
             raise JobError(f"{flag} {str(path)!r} can't be written ({error.strerror})") from error
 
     try:
         yield write
     finally:
-        file.close()
-        if not stream:
-            aside.unlink(missing_ok=True)
+        out.close()

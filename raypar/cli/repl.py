@@ -8,17 +8,14 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raypar.errors import ConfigError, JobError
-from raypar.job.inspection import Inside
+from raypar.job.job import Job
 from raypar.schedules.catalog import names
 from raypar.schedules.schedule import ScheduleError
 from raypar.schedules.step_board import MoveError, makes_tensors
 from raypar.stepping.stepper import Stepper
-
-if TYPE_CHECKING:
-    from raypar.job.job import Job
 
 _CALL = re.compile(r"""(\w+)\.(do|run_to|why|peek|swap|param|grad)\(\s*["']([\w.-]*)$""")
 _TOLD = (ConfigError, ScheduleError, MoveError, JobError, StopIteration, KeyboardInterrupt)  # their text says it all
@@ -82,7 +79,7 @@ def matches(namespace: Namespace, line: str) -> list[str] | None:
 
 def _offered(owner: object, method: str) -> Iterable[object] | None:
     """What makes sense in quotes in a call of a method."""
-    if isinstance(owner, Inside):
+    if isinstance(owner, Job):
         return owner.parameters if method in ("param", "grad") else None
     if not isinstance(owner, Stepper):
         return None

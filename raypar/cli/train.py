@@ -16,8 +16,9 @@ from raypar.actors.errors import CheckpointError
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.specs.run import Run
 from raypar.cli.output_files import file_faults, growing_file, whole_file
-from raypar.config.run import Run, check_run, unrecorded, world_of
+from raypar.config.run import check_run, unrecorded, world_of
 from raypar.config.toml import of_kind, read_table, run_of
 from raypar.errors import ConfigError, JobError
 from raypar.paths import absolute, checkpoints_in, home_of
@@ -144,9 +145,10 @@ def _misfits(run: Run, start: Found | None) -> list[str]:
     if start is None:
         return []
     from raypar.checkpoint.resume import demand_resumable
+    from raypar.config.skeleton import Skeleton
 
     try:
-        demand_resumable(run, start)
+        demand_resumable(run, Skeleton(run.model, run.seed), start)
     except ConfigError as error:
         return error.faults
     return []

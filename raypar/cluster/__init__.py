@@ -1,1 +1,1 @@
-"""Where Ray is talked to: connecting, placing actors, calling them."""
+"""The connection to Ray: joining a cluster, placing actors, and calling them."""

@@ -1,4 +1,4 @@
-"""What the actors of a run compute on, decided once: CPUs, a GPU each, or a part of one."""
+"""The choice of device for a run's actors: CPUs, one GPU for each actor, or a part of a GPU."""
 
 from __future__ import annotations
 
@@ -10,29 +10,37 @@ from raypar.actors.specs.types import DeviceChoice, DeviceKind
 from raypar.errors import ConfigError
 
 log = logging.getLogger(__name__)
-_UNITS = 10_000  # Ray counts a GPU in so many
+_UNITS = 10_000  # the units in which Ray counts fractions of a GPU
 
 
 @dataclass(frozen=True)
 class Share:
-    """What every actor gets.
+    """The compute resources of every actor.
 
-    device  what it computes on
-    gpus    1, less if it shares a GPU, 0 on CPUs
+    Attributes:
+        device: The kind of device.
+        gpus: Number of GPUs: 1, a fraction if actors share a GPU, 0 on CPUs.
     """
 
     device: DeviceKind
     gpus: float
 
 
-def share_of(choice: DeviceChoice, actors: int, gpus: int, *, built: bool, grows: bool) -> Share:
-    """The share of each of so many actors, and a line of the log about it.
+def gpu_share(choice: DeviceChoice, actors: int, gpus: int, *, built: bool, grows: bool) -> Share:
+    """Choose the resources of each actor, and log the choice.
 
-    gpus   of the cluster
-    built  whether torch is built for GPUs
-    grows  whether the cluster may bring more nodes: then nobody shares
+    Args:
+        choice: The run's setting: "auto", "cpu" or "cuda".
+        actors: Number of actors.
+        gpus: Number of GPUs of the cluster.
+        built: Whether torch is built with CUDA.
+        grows: Whether the cluster may add nodes; then actors do not share GPUs.
 
-    Raises ConfigError where GPUs are demanded and there can't be any.
+    Returns:
+        The share of each actor.
+
+    Raises:
+        ConfigError: If "cuda" is chosen and there can be no GPU.
     """
     demand_build(choice, built=built)
     if choice == "cuda" and not gpus and not grows:
@@ -59,11 +67,11 @@ def share_of(choice: DeviceChoice, actors: int, gpus: int, *, built: bool, grows
 
 
 def demand_build(choice: DeviceChoice, *, built: bool) -> None:
-    """Raise ConfigError if a GPU is demanded of a torch without them; asked before Ray is started, too."""
+    """Raise ConfigError if "cuda" is chosen and torch is built without CUDA. Also called before Ray is started."""
     if choice == "cuda" and not built:
         raise ConfigError(["device is 'cuda', but torch is built without CUDA here: install a build with it"])
 
 
 def _why(built: bool) -> str:
-    """Why there are GPUs and they are not used."""
+    """Say why the cluster's GPUs are not used."""
     return "GPUs are fewer than actors: device 'cuda' would share them" if built else "torch has no CUDA here"

@@ -1,4 +1,7 @@
-"""Ctrl-C while actors work: it waits for what they were told, so that the job stays usable; a second one does not."""
+"""Ctrl-C while actors work: the first one lets the calls under way finish, a second one interrupts at once.
+
+So the job stays usable after the first.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class CtrlC:
         self.pressed = False
 
     def heed(self) -> None:
-        """Raise KeyboardInterrupt if it was."""
+        """Raise KeyboardInterrupt if Ctrl-C was pressed."""
         if self.pressed:
             self.pressed = False
             raise KeyboardInterrupt
@@ -27,9 +30,16 @@ class CtrlC:
 
 @contextmanager
 def patience(what: str) -> Iterator[CtrlC]:
-    """Put a Ctrl-C off until ``heed`` is called; a second one interrupts at once.
+    """Delay a Ctrl-C until ``heed`` is called; a second one interrupts at once.
 
-    Of nested blocks the outermost counts. Signals come to the main thread only, and to Python's own handler only.
+    Of nested blocks only the outermost has an effect. Nothing is delayed outside the main thread, which alone receives
+    signals, or if SIGINT has another handler than Python's own.
+
+    Args:
+        what: What the actors are doing, for the message on Ctrl-C.
+
+    Yields:
+        The object whose ``heed`` raises the delayed KeyboardInterrupt.
     """
     ctrl_c = CtrlC()
     main = threading.current_thread() is threading.main_thread()

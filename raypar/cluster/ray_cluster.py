@@ -1,4 +1,4 @@
-"""Where actors live: connecting to a cluster, placing them, ending them."""
+"""Ray clusters: connect to one or start one, place a job's actors on it, and end them."""
 
 from __future__ import annotations
 
@@ -22,32 +22,40 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raypar.actors.errors import first_line
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.types import DeviceChoice, DeviceKind
-from raypar.cluster.devices import Share, demand_build, share_of
+from raypar.cluster.devices import Share, demand_build, gpu_share
 from raypar.errors import ConfigError, JobError
 
 log = logging.getLogger(__name__)
 
-_LEAST_SLOTS = 16  # actors that a laptop of any size may be asked for: they share its cores
+_LEAST_SLOTS = 16  # CPUs that a Ray of our own declares at least, so that many actors can share a laptop's few cores
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SCHEDULER_EVENTS": "0",
     "RAY_COLOR_PREFIX": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_worker_niceness": "0",  # Ray's 15 lets any other process of the machine go first
-    # what nobody reads is written less often: ten times a second Ray's log monitor looks for new files, to send their
-    # lines to a driver that wants none, and every 5 s an agent asks all processes how they are, for a dashboard
+    "RAY_worker_niceness": "0",  # with Ray's default of 15 every other process of the machine goes first
+    # Less idle work: by default Ray's log monitor looks for new files ten times a second, to send their lines to a
+    # driver that does not want them, and an agent collects figures of all processes every 5 s for a dashboard.
     "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
     "LOG_NAME_UPDATE_INTERVAL_S": "30",
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
 _PLACEMENT_SECONDS = 60.0
 _ANSWER_SECONDS = 5.0
-_LOOK = 0.5  # seconds between two looks at it
+_LOOK = 0.5  # seconds between two checks of the placement group
 
 
 @dataclass
 class Actors:
-    """The actors of a job, by rank, and what has to be given back after them."""
+    """A job's actors and what must be released with them.
+
+    Attributes:
+        handles: The Ray actor handles, by rank.
+        group: The placement group.
+        owns_cluster: Whether the job connected to Ray, and so has to disconnect.
+        driver: This process's worker id in Ray, which tells one connection from another.
+        device: The kind of device that the actors compute on.
+    """
 
     handles: list[Any]
     group: PlacementGroup
@@ -56,13 +64,16 @@ class Actors:
     device: DeviceKind
 
     def reachable(self) -> bool:
-        """Whether this process is still connected to the Ray that the actors live in."""
+        """Return whether this process is still connected to the Ray that the actors live in."""
         return ray.is_initialized() and _driver() == self.driver
 
     def end(self) -> None:
-        """Kill the actors, free their places, and stop Ray if the job started it. Once is enough, twice no harm."""
+        """Kill the actors, remove their placement group, and leave Ray if the job connected to it.
+
+        A second call does nothing.
+        """
         handles, self.handles = self.handles, []
-        if not handles or not self.reachable():  # with its Ray went the actors
+        if not handles or not self.reachable():  # the actors ended with their Ray
             return
         for handle in handles:
             ray.kill(handle)
@@ -72,13 +83,25 @@ class Actors:
 
 
 def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wait_for_nodes: float = 0.0) -> Actors:
-    """An actor of this class for each rank of the world, placed all together or not at all.
+    """Start one actor for each rank of the world, all of them or none.
 
-    Each has one CPU, and of the GPUs what ``share_of`` says.
+    Uses the Ray that this process is connected to, else the cluster at RAY_ADDRESS, else starts Ray on this machine.
+    Each actor gets one CPU and the GPUs of ``gpu_share``.
 
-    Uses the Ray that this process is connected to, else the cluster of RAY_ADDRESS, else starts one on this machine.
-    A cluster that is too small is given ``wait_for_nodes`` seconds to grow; what asks for the places also asks its
-    autoscaler for nodes. Raises ConfigError if there is no room, JobError if Ray does not start.
+    Args:
+        hosted: The class of the actors.
+        world: The ranks.
+        device: The run's setting: "auto", "cpu" or "cuda".
+        job: The job's name, which begins the actors' names.
+        wait_for_nodes: Seconds to wait for a cluster that is too small. The pending placement group makes Ray's
+            autoscaler add nodes.
+
+    Returns:
+        The actors.
+
+    Raises:
+        ConfigError: If there is no room, or no GPU where one is demanded.
+        JobError: If Ray does not start.
     """
     built = torch.backends.cuda.is_built()  # the actors' torch is the same build
     demand_build(device, built=built)
@@ -88,14 +111,14 @@ def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wai
         if wait_for_nodes <= 0:
             _demand_room(world)
         gpus = int(ray.cluster_resources().get("GPU", 0.0))
-        share = share_of(device, world.size, gpus, built=built, grows=wait_for_nodes > 0)
+        share = gpu_share(device, world.size, gpus, built=built, grows=wait_for_nodes > 0)
         if owns and "RAY_ADDRESS" not in os.environ and world.size > _cores():
             log.warning("%d actors share the %d cores of this machine", world.size, _cores())
         group = placement_group(_bundles(world, share), strategy="PACK", name=job)
         try:
             patience = max(wait_for_nodes, _PLACEMENT_SECONDS)
             end = time.monotonic() + patience
-            while not group.wait(_LOOK):  # in turns: Ray does not hear Ctrl-C while it waits
+            while not group.wait(_LOOK):  # in short waits: Ray ignores Ctrl-C while waiting
                 if time.monotonic() > end:
                     raise ConfigError([_no_room(world, f"they were not free within {patience:g} s", share.gpus)])
             handles = [_actor(hosted, group, rank, world, job, share) for rank in range(world.size)]
@@ -110,8 +133,10 @@ def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wai
 
 
 def _in_lasting_thread(call: Callable[..., object], **settings: object) -> None:
-    """Make a call in a thread that lives as long as this process: the servers that Ray starts end with the thread that
-    has started them."""
+    """Make a call in a thread that lives as long as the process, unless this is the main thread.
+
+    The servers that Ray starts end with the thread that started them.
+    """
     if threading.current_thread() is threading.main_thread():
         call(**settings)
         return
@@ -129,14 +154,16 @@ def _in_lasting_thread(call: Callable[..., object], **settings: object) -> None:
 
 
 def _driver() -> str:
-    """This process in the Ray that it is connected to: another id after every ray.init."""
+    """Return this process's worker id in Ray, which changes at every ray.init."""
     return str(ray.get_runtime_context().get_worker_id())
 
 
 def _bundles(world: World, share: Share) -> list[dict[str, float]]:
-    """What is placed together. Of parts of a GPU every actor has a bundle of its own: they have to be of one GPU.
+    """Return the bundles of the placement group.
 
-    Else a tensor group shares a bundle, and a bundle is always on one node: its links are the fastest.
+    Whole GPUs and CPUs: the ranks of a tensor-parallel group share a bundle, because a bundle is always on one node,
+    whose links are the fastest. Parts of GPUs: every actor has its own bundle, because the resources of a bundle come
+    from one GPU.
     """
     mesh, together = world.mesh, _bundled(world, share)
     each = {"CPU": 1.0, "GPU": share.gpus} if share.gpus else {"CPU": 1.0}
@@ -145,13 +172,14 @@ def _bundles(world: World, share: Share) -> list[dict[str, float]]:
 
 
 def _bundled(world: World, share: Share) -> int:
-    """Workers in a bundle."""
+    """Return the number of workers in a bundle."""
     return world.mesh.tensor_ranks if share.gpus in (0.0, 1.0) else 1
 
 
 def _actor(cls: type, group: PlacementGroup, rank: int, world: World, job: str, share: Share) -> Any:
-    # a retried backward would count its gradients twice: recovery is the driver's
-    decorate: Any = ray.remote  # its types know nothing of concurrency groups
+    # No retries: a retried backward would add its gradients twice. The driver does the recovery.
+    """Create the actor of a rank in its bundle of the placement group."""
+    decorate: Any = ray.remote  # its type annotations lack concurrency groups
     kept = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"ctl": 2, "disk": 1}}
     remote = decorate(num_cpus=1, num_gpus=share.gpus, **kept)(cls)
     size, together = world.mesh.size, _bundled(world, share)
@@ -165,7 +193,7 @@ def _cores() -> int:
 
 
 def _connect() -> bool:
-    """Connect to Ray if need be; whether the cluster is ours to stop."""
+    """Connect to Ray if this process is not connected; return whether the connection is ours to close."""
     if ray.is_initialized():
         return False
     for name, value in _QUIET.items():
@@ -179,7 +207,7 @@ def _connect() -> bool:
             reason = f"no cluster answers there ({first_line(error)})"
             raise ConfigError([f"RAY_ADDRESS is {address!r}, but {reason}"]) from error
         return True
-    old = os.umask(0o077)  # Ray writes its token with the process' umask
+    old = os.umask(0o077)  # Ray writes its token file with the umask of the process
     try:
         _in_lasting_thread(
             ray.init,
@@ -189,15 +217,15 @@ def _connect() -> bool:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            object_store_memory=256 * 2**20,  # tensors never go through it
+            object_store_memory=256 * 2**20,  # bytes: small, because tensors never go through it
         )
-    except Exception as error:  # Ray raises all kinds, Exception itself among them
+    except Exception as error:  # Ray raises many types, Exception itself among them
         ray.shutdown()
         raise JobError(
             f"Ray does not start on this machine ({first_line(error)}): "
             "see that /tmp (or RAY_TMPDIR) has room, and that no broken Ray is left running (ray stop)"
         ) from error
-    except BaseException:  # Ctrl-C: parts of it run already
+    except BaseException:  # Ctrl-C: parts of Ray are running already
         ray.shutdown()
         raise
     finally:
@@ -207,9 +235,9 @@ def _connect() -> bool:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Leave SIGTERM to the handler of before, or else to Python's of Ray's two, which unwinds.
+    """Keep the previous SIGTERM handler, or else Ray's Python handler, which unwinds the stack.
 
-    The one below it aborts the process after 3 s, in the middle of its end.
+    Ray's other, lower-level handler aborts the process after 3 s, in the middle of its cleanup.
     """
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -221,14 +249,21 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _demand_answer(address: str) -> None:
-    """Raise OSError if nothing listens at ``host:port``: Ray itself would try for minutes."""
+    """Raise OSError if nothing listens at ``host:port``. Ray itself would retry for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
 
 
 def demand_shippable(*parts: object) -> None:
-    """Raise ConfigError for what can't be sent to actors: a function that closes over a lock, say."""
+    """Check that objects can be pickled for the actors; a function that closes over a lock can't.
+
+    Args:
+        *parts: The objects.
+
+    Raises:
+        ConfigError: If they can't be pickled.
+    """
     try:
         ray.cloudpickle.dumps(parts)
     except Exception as error:
@@ -239,12 +274,13 @@ def demand_shippable(*parts: object) -> None:
 
 
 def _demand_room(world: World) -> None:
+    """Raise ConfigError if the cluster has fewer CPUs than the world has ranks."""
     if ray.cluster_resources().get("CPU", 0.0) < world.size:
         raise ConfigError([_no_room(world, "use a smaller mesh or a larger cluster, or wait for its nodes")])
 
 
 def _no_room(world: World, why: str, gpus: float = 0.0) -> str:
-    """``gpus`` are those of an actor."""
+    """Describe what the world needs and what the cluster has. ``gpus`` is the number of GPUs of one actor."""
     total, free = ray.cluster_resources(), ray.available_resources()
     wanted = {"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 1.0}
     need = " and ".join(f"{world.size * amount:g} {name}s" for name, amount in wanted.items())

@@ -10,7 +10,7 @@ from typing import Any
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import AdamW
-from raypar.config.run import Run
+from raypar.actors.specs.run import Run
 from raypar.errors import ConfigError
 
 

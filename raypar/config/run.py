@@ -1,30 +1,27 @@
-"""A run as plain, frozen data, and everything that can be wrong with it."""
+"""Everything that can be wrong with a run."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
-from annotated_types import Ge, Gt, Le
-
-from raypar.actors.context_parallel.sequence import Context
 from raypar.actors.data.token_batches import data_faults
 from raypar.actors.files import expanded
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.mesh.world import DataParallel, World, Zero
-from raypar.actors.models.partition import Split, split_faults
+from raypar.actors.mesh.world import World
+from raypar.actors.models.partition import split_faults
 from raypar.actors.specs.data import Batches, Text
-from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
-from raypar.actors.specs.optim import SGD, AdamW
-from raypar.actors.specs.recompute import Recompute, recompute_faults
-from raypar.actors.specs.types import BucketSize, Count, DeviceChoice, DeviceKind, Positive, Steps
+from raypar.actors.specs.model import Layers, Transformer
+from raypar.actors.specs.recompute import recompute_faults
+from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import DeviceKind
 from raypar.config.fields import field_faults
-from raypar.config.schedule import Backward, Programs, programs_of, schedule_faults, with_backward
-from raypar.config.validate.model import length_faults, model_faults
-from raypar.config.validate.outputs import Tracker, folder_faults, track_faults
+from raypar.config.schedule import Programs, programs_of, schedule_faults, with_backward
+from raypar.config.skeleton import Skeleton
+from raypar.config.validate.model import length_faults
+from raypar.config.validate.outputs import folder_faults, track_faults
 from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
 from raypar.errors import ConfigError
 from raypar.planner.cost_model import costs_on_paper
@@ -32,80 +29,15 @@ from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs
 
 
-@dataclass(frozen=True)
-class Run:
-    """A training run: what is trained, on which actors, in which order, for how long."""
-
-    model: GPT | Llama | Layers = field(default_factory=GPT)
-    """what is trained: a GPT, a Llama, or the user's own Layers"""
-    mesh: Mesh = field(default_factory=Mesh)
-    """how the work is split; ``Mesh(pp=2)`` is two pipeline ranks"""
-    schedule: str | Schedule = "1f1b"
-    """a name (naive, gpipe, 1f1b, interleaved, registered ones), a CSV file, code as my.py:function, or a Schedule"""
-    chunks: Count | None = None
-    """stages a rank holds; None is the schedule's own default (2 for interleaved, else 1)"""
-    backward: Backward = "auto"
-    """auto splits a backward into I (what the rank before waits for) and W (the weights' gradients) where W fills waits
-    of the pipeline; split splits every backward, whole none: the numbers are the same"""
-    microbatches: Count = 4
-    """a step's batch is so many microbatches on each replica ..."""
-    micro_batch_size: Count = 2
-    """... of so many samples each"""
-    data: Text | Batches = field(default_factory=Text)
-    """Text, or the user's own Batches"""
-    data_parallel: DataParallel = "all_reduce"
-    """how replicas share gradients: all_reduce among themselves, or a parameter_server that holds the optimizer"""
-    bucket_mb: BucketSize = 4.0
-    """gradients are reduced in buckets of so many MiB at most, each as soon as it is complete"""
-    servers: Count = 1
-    """parameter servers of each pipeline rank"""
-    zero: Zero | None = None
-    """1 splits the optimizer over the replicas (ZeRO stage 1): less memory, less work, the same numbers; 0 does not;
-    None: 1, but with a parameter_server 0"""
-    sequence_parallel: bool = False
-    """with mesh.tp, norms and dropout are divided too, along the sequence: less memory, as many bytes"""
-    context: Context = "ring"
-    """with mesh.cp, how attention reaches all tokens: ring, all_gather, ulysses (by heads), or rsa (full scores)"""
-    optim: AdamW | SGD = field(default_factory=AdamW)
-    """AdamW or SGD, with the learning-rate schedule"""
-    clip: Positive | None = 1.0
-    """largest global gradient norm; None does not clip"""
-    recompute: Recompute = "none"
-    """full keeps only the inputs of a stage and runs its forward again before its backward; selective runs attention's
-    core again; or a word for each layer, where full keeps that layer's inputs"""
-    split: Split = "even"
-    """layers to stages: even, balanced by cost, or a count for each stage"""
-    seed: int = 0
-    """of initial weights, data order and dropout"""
-    steps: Count = 100
-    """length of the run; the learning rate decays over it"""
-    eval_every: Steps = 0
-    """evaluate every so many steps, and at the end; 0: only at the end"""
-    eval_steps: Count = 4
-    """steps of an evaluation: so many times ``microbatches`` microbatches"""
-    folder: str | None = None
-    """a folder for all that the run leaves behind: configuration, metrics, schedule, timeline, log, checkpoints"""
-    save_every: Steps = 0
-    """save a checkpoint there every so many steps, and at the end; 0: only at the end"""
-    keep_last: Count | None = None
-    """so many checkpoints stay, the newest ones; None keeps all"""
-    track: tuple[Tracker, ...] = ()
-    """who is told of every step: tensorboard (files in the folder), wandb, mlflow, ray (the cluster's dashboard)"""
-    threads: Annotated[int, Ge(1), Le(1024)] = 1
-    """CPU threads of an actor"""
-    device: DeviceChoice = "auto"
-    """what actors compute on: cpu, cuda (GPUs, shared if they are fewer), or auto: GPUs if each actor gets its own"""
-    timeout: Annotated[float, Gt(0), Le(1e6)] = 300.0
-    """seconds that an actor may wait for another one before the run fails"""
-
-
-def check_run(run: Run, resumed: Path | None = None) -> Programs:
+def check_run(run: Run, resumed: Path | None = None, skeleton: Skeleton | None = None) -> Programs:
     """The run's schedules as its actors perform them, checked; raises ConfigError with all that is wrong with the run.
 
-    ``resumed`` is the checkpoint that it goes on from: only such a run may use a folder that holds one.
+    ``resumed`` is the checkpoint that it goes on from: only such a run may use a folder that holds one. ``skeleton`` is
+    that of the run's model, where the caller has use for it too.
     A field of a wrong type or out of its range is a fault by itself; what it is compared with is then left out.
     """
     wrong = list(field_faults(run))
+    skeleton = Skeleton(run.model, run.seed) if skeleton is None else skeleton
 
     def right(*paths: str) -> bool:
         """Whether all these fields, and what is in them, are what they are declared to be."""
@@ -113,7 +45,11 @@ def check_run(run: Run, resumed: Path | None = None) -> Programs:
         return not any(one.startswith(other) or other.startswith(one) for one, other in pairs)
 
     faults = [fault.text for fault in wrong]
-    faults += [*model_faults(run.model, right), *_mesh_faults(run.mesh, right), *_server_faults(run, right)]
+    if isinstance(run.model, Transformer):
+        faults += run.model.faults(right)
+    if isinstance(run.mesh, Mesh):
+        faults += run.mesh.faults(right)
+    faults += _server_faults(run, right)
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
         faults += tensor_faults(run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel)
     if right("mesh.tp", "data", "micro_batch_size") and isinstance(run.mesh.tp, str):
@@ -125,10 +61,10 @@ def check_run(run: Run, resumed: Path | None = None) -> Programs:
         reduces = right("mesh", "data_parallel", "servers", "zero") and world_of(run).reduces
         try:
             programs = programs_of(run.schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=reduces)
-            misfits = _layer_faults(run, programs["train"].num_stages, right)
-            faults += misfits or _share_faults(run, programs["train"], right)
+            misfits = _layer_faults(run, skeleton, programs["train"].num_stages, right)
+            faults += misfits or _share_faults(run, skeleton, programs["train"], right)
         except ScheduleError as error:
-            faults += [str(error), *_layer_faults(run, run.mesh.pp * (run.chunks or 1), right)]
+            faults += [str(error), *_layer_faults(run, skeleton, run.mesh.pp * (run.chunks or 1), right)]
     elif right("schedule"):
         faults += schedule_faults(run.schedule)
     if right("backward", "model", "mesh.tp"):
@@ -174,11 +110,6 @@ def reset_faults(run: Run, actors: int, device: DeviceKind) -> Iterator[str]:
         yield f"reset keeps the actors: device must stay {device!r}; launch anew for {run.device!r}"
 
 
-def _mesh_faults(mesh: Mesh, right: Callable[..., bool]) -> Iterator[str]:
-    if right("mesh.ep") and mesh.ep > 1:
-        yield f"mesh.ep is {mesh.ep}: expert parallelism does not compute yet: set it to 1"
-
-
 def _server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
     if right("servers", "data_parallel") and run.servers > 1 and run.data_parallel != "parameter_server":
         yield f"servers is {run.servers}, but data_parallel is {run.data_parallel!r}: only a parameter_server has them"
@@ -198,21 +129,20 @@ def _backward_faults(run: Run) -> Iterator[str]:
         yield f"backward is 'split', but mesh.tp is {run.mesh.tp!r}, and {why}: set it to 1, {fix}"
 
 
-def _share_faults(run: Run, schedule: Schedule, right: Callable[..., bool]) -> Iterator[str]:
+def _share_faults(run: Run, skeleton: Skeleton, schedule: Schedule, right: Callable[..., bool]) -> Iterator[str]:
     """Servers without a parameter; a rank that has none is left its one server."""
     if not right("servers", "data_parallel", "zero", "mesh", "model", "split") or world_of(run).servers < 2:
         return
-    from raypar.actors.models.build import build_model  # imports torch: only for more than one server
-    from raypar.actors.worker.build import sizes_of
+    from raypar.actors.worker.build import sizes_of  # imports torch: only for more than one server
 
-    sizes = sizes_of(build_model(run.model, run.seed), run.split, schedule)
+    sizes = sizes_of(skeleton.model, run.split, schedule)
     fewest, pp = min((len(sizes.get(pp, {})), pp) for pp in range(schedule.num_ranks))
     if run.servers > fewest:
         fix = f"use {max(1, fewest)} at most"
         yield f"servers is {run.servers}, but pp={pp} has {fewest} parameters, and each is on one server: {fix}"
 
 
-def _layer_faults(run: Run, num_stages: int, right: Callable[..., bool]) -> list[str]:
+def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable[..., bool]) -> list[str]:
     """What is wrong with the split, with recompute, and with a plan, which all speak of the model's layers."""
     transformer = isinstance(run.model, Transformer)
     if not right("model.layers" if transformer else "model"):
@@ -221,15 +151,12 @@ def _layer_faults(run: Run, num_stages: int, right: Callable[..., bool]) -> list
     if isinstance(run.model, Transformer):
         count = run.model.layers
     else:
-        from raypar.actors.models.build import build_model  # imports torch: only for what only torch can count
-        from raypar.actors.models.user_plan import embedding_faults, plan_faults
+        from raypar.actors.models.user_plan import embedding_faults, plan_faults  # torch: only it can count these
 
         try:
-            model = build_model(run.model, run.seed)
+            count, layers = len(skeleton.model.body), skeleton.layers
         except Exception as error:
             return [f"model.fn failed: {type(error).__name__}: {error}"]
-        count = len(model.body)
-        layers = dict(zip(model.names, model.skeleton, strict=True))
         copied = (right("mesh.dp") and run.mesh.dp > 1) or (right("mesh.tp") and run.mesh.tensor_ranks > 1)
         faults += embedding_faults(layers, alone=not copied and run.data_parallel != "parameter_server")
         faults += plan_faults(run.model.plan, layers, run.mesh.tensor_ranks if right("mesh.tp") else 1)

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
-from raypar.actors.specs.types import SEND_WINDOW, ProgramName
+from raypar.actors.specs.types import SEND_WINDOW, Backward, ProgramName
 from raypar.schedules.action import Op
 from raypar.schedules.catalog import entry_of
 from raypar.schedules.checking.counterexample import Generate, demand_sound
@@ -20,7 +19,6 @@ from raypar.schedules.simulation.simulate import Costs
 from raypar.schedules.torch_csv import from_csv
 
 Programs = Mapping[ProgramName, Schedule]
-Backward = Literal["auto", "whole", "split"]
 
 MOST_BYTES = 128 << 20  # of a CSV file
 MOST_CELLS = 5_000_000  # microbatches x stages; to lower and to check one takes about 700 bytes and 70 us

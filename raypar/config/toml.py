@@ -25,9 +25,10 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from raypar.actors.files import read_named
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.specs.run import Run
 from raypar.config.fields import brief, field_faults
 from raypar.config.recipes import recipe
-from raypar.config.run import Run, rooted
+from raypar.config.run import rooted
 from raypar.errors import ConfigError
 from raypar.paths import absolute
 from raypar.schedules.schedule import Schedule

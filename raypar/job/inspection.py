@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from html import escape
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from raypar.actors.collective.ledger import Entry
-from raypar.actors.mesh.world import World
 from raypar.actors.sharding import Cut, joined
-from raypar.actors.specs.types import KEPT, DeviceKind
-from raypar.config.run import Run
-from raypar.job.lifetime import Guarded
-from raypar.reporting.report import Report, ledger_of, timelines_of
+from raypar.actors.specs.types import KEPT
+from raypar.job.lifetime import Lifetime
+from raypar.job.loaded_run import LoadedRun
+from raypar.reporting.report import ledger_of, timelines_of
 from raypar.schedules.drawing.overlay import Overlay
-from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.measured_costs import costs_of
 from raypar.schedules.simulation.simulate import simulate
 from raypar.schedules.timeline import Timeline
@@ -26,28 +23,17 @@ if TYPE_CHECKING:
 
     from raypar.actors.inspect.activations import Sight, Spot
 
-T = TypeVar("T")
-_MOST_SHOWN = 200  # actions of a schedule that a job shows in a REPL
 
+class Inspection:
+    """What can be asked of a job's actors about the run that they have. Nothing here changes anything.
 
-class Inside(Guarded):
-    """What can be asked of a job's actors. Nothing here changes anything."""
+    holds  what each rank has of which logical parameters
+    """
 
-    run: Run
-    schedule: Schedule
-    device: DeviceKind
-    next_step: int
-    _world: World
-    _last: Report | None
-    _holds: Sequence[dict[str, Cut]]  # what each rank has of which logical parameters
-
-    def __repr__(self) -> str:
-        grid = repr(self.schedule) if self.schedule.num_actions <= _MOST_SHOWN else self.schedule.title
-        return f"{self._told()}\n{grid}"
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows: the same, with a picture."""
-        return f"<pre>{escape(self._told())}</pre>{self.schedule._repr_svg_() or ''}"
+    def __init__(self, lifetime: Lifetime, loaded: LoadedRun, holds: Sequence[Mapping[str, Cut]]) -> None:
+        self._guard, self._demand_open, self._holds = lifetime.guard, lifetime.demand_open, holds
+        self._run, self._world, self._calls = loaded.run, loaded.world, loaded.calls
+        self._schedule, self._skeleton = loaded.schedule, loaded.skeleton
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
@@ -56,7 +42,7 @@ class Inside(Guarded):
 
     def param(self, name: str) -> Tensor:
         """A weight by its logical name, whole, fetched from the actors that hold it, on the CPU."""
-        weight: Tensor = self._ask(name, "parameter", range(self.run.mesh.size))
+        weight: Tensor = self._ask(name, "parameter", range(self._run.mesh.size))
         return weight
 
     def weights(self, dp: int = 0) -> Iterator[tuple[str, Tensor]]:
@@ -65,9 +51,7 @@ class Inside(Guarded):
 
         A copy goes by the name of its home.
         """
-        from raypar.actors.models.build import build_model
-
-        homes = {copy: home for home, copy in build_model(self.run.model, self.run.seed).ties}
+        homes = self._skeleton.homes
         for rank in self._world.replica(dp):
             ranks = self._world.tensor_group(rank)
             held = self._guard(partial(self._calls.some, ranks, "parameters", what="fetching weights"))
@@ -97,13 +81,13 @@ class Inside(Guarded):
     def watch(self) -> tuple[str, ...]:
         """Have the actors keep what their layers make in the step that a stepper has just opened, and the gradients
         there, for ``sights``; the logical names of those layers, and of modules in them. Instead of a recording."""
-        ranks = range(self.run.mesh.size)
+        ranks = range(self._run.mesh.size)
         found = self._guard(lambda: self._calls.some(ranks, "watch", what="watching the layers"))
         return tuple(dict.fromkeys(name for names in found for name in names))
 
     def sights(self, spots: Sequence[Spot]) -> list[dict[int, Sight]]:
         """What the actors have of each of these tensors, which were watched, by rank."""
-        ranks = range(self.run.mesh.size)
+        ranks = range(self._run.mesh.size)
         found = self._guard(lambda: self._calls.some(ranks, "sights", spots, what="fetching what the layers made"))
         return [{rank: sight for rank, sight in enumerate(one) if sight} for one in zip(*found, strict=True)]
 
@@ -135,7 +119,7 @@ class Inside(Guarded):
         ``ago`` asks for a step so many before the latest: actors remember a few. Of others nothing is measured.
         """
         rows = self._guard(lambda: self._calls.all("events", ago, what="reading the timeline"))
-        return timelines_of(self.schedule, self._world, rows)
+        return timelines_of(self._schedule, self._world, rows)
 
     def overlay(self, dp: int = 0) -> Overlay:
         """The latest compiled training step of one replica over what those before it predict: simulated with their
@@ -147,18 +131,9 @@ class Inside(Guarded):
         before = [earlier for ago in range(1, KEPT) if (earlier := self._replica(dp, ago)).events]
         return Overlay(measured, simulate(measured.schedule, costs_of(*(before or [measured]))))
 
-    def _told(self) -> str:
-        """The job in three lines."""
-        over = f", over: {self._failure}" if self._failure is not None else ""
-        last = f", loss {self._last.loss:.4f} in step {self._last.step}" if self._last is not None else ""
-        return (
-            f"<Job on {self._world.size} actors, {self.device}{over}>\n{self.run.model} on {self.run.mesh}\n"
-            f"next step {self.next_step} of {self.run.steps}{last}"
-        )
-
     def _replica(self, dp: int, ago: int) -> Timeline:
-        if not 0 <= dp < self.run.mesh.dp:
-            raise ValueError(f"there is no replica dp={dp}: the mesh has {self.run.mesh.dp}, counted from 0")
+        if not 0 <= dp < self._run.mesh.dp:
+            raise ValueError(f"there is no replica dp={dp}: the mesh has {self._run.mesh.dp}, counted from 0")
         return self.timelines(ago)[dp]
 
     def _ask(self, name: str, method: str, ranks: Sequence[int]) -> Any:

@@ -1,42 +1,47 @@
-"""The driver: loads a run on its actors, steps them, asks them, ends them."""
+"""The job: a run on its actors, trained, inspected, exchanged for another one, and ended."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Generator
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from html import escape
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
-from raypar.actors.optim.lr import lr_at
+from raypar.actors.collective.ledger import Entry
 from raypar.actors.sharding import Cut
-from raypar.actors.specs.data import Batches
-from raypar.checkpoint.background_save import Saver
+from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
 from raypar.cluster.calls import Calls
-from raypar.cluster.interrupts import patience
 from raypar.cluster.ray_cluster import Actors, demand_shippable
-from raypar.config.run import Run, reset_faults, world_of
-from raypar.config.schedule import Programs, programs_of
-from raypar.errors import ConfigError, JobError
-from raypar.job.inspection import Inside
+from raypar.config.run import reset_faults, world_of
+from raypar.config.schedule import Programs
+from raypar.config.skeleton import Skeleton
+from raypar.errors import ConfigError
+from raypar.job.inspection import Inspection
+from raypar.job.lifetime import Lifetime
+from raypar.job.loaded_run import LoadedRun
 from raypar.job.plans import plans_of
-from raypar.job.training_loop import Ahead
-from raypar.reporting.progress import display
+from raypar.job.training_loop import TrainingLoop
 from raypar.reporting.record import Record
-from raypar.reporting.report import Evaluation, Report, losses_of, mean_loss, report_of
+from raypar.reporting.report import Evaluation, Report
+from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.schedule import Schedule
-from raypar.stepping.recording import Recorder
+from raypar.schedules.timeline import Timeline
 from raypar.stepping.stepper import Stepper
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from raypar.actors.inspect.activations import Sight, Spot
+
 _LAUNCH_SECONDS = 60.0  # for actors to start, build and meet, however short a run's own timeout is
+_MOST_SHOWN = 200  # actions of a schedule that a job shows in a REPL
 
 
-class Job(Inside):
+class Job:
     """A run on its actors. ``launch`` makes one.
 
     run         what it was launched with, or reset to
@@ -47,26 +52,51 @@ class Job(Inside):
     """
 
     def __init__(
-        self, run: Run, programs: Programs, actors: Actors, name: str, record: Record, found: Found | None = None
+        self,
+        run: Run,
+        programs: Programs,
+        skeleton: Skeleton,
+        actors: Actors,
+        name: str,
+        record: Record,
+        found: Found | None = None,
     ) -> None:
-        self._actors: Actors | None = actors
-        self._record = record
         self.device, self.num_actors = actors.device, len(actors.handles)
-        self._name, self._generation, self._epoch = name, 0, 0
-        self._failure: str | None = None
-        self._stepper: Stepper | None = None
-        self._ahead: Ahead | None = None
-        self._training = threading.RLock()  # held by the thread that takes steps
-        self._load(run, programs, found)
+        self._name, self._generation = name, 1
+        self._lifetime = Lifetime(actors, self.close)
+        loaded = self._loaded(run, programs, skeleton)
+        self._loop = TrainingLoop(self._lifetime, self.device, loaded, record)
+        self._inspection = Inspection(self._lifetime, loaded, self._start(loaded, programs, found))
+
+    @property
+    def run(self) -> Run:
+        return self._loop.loaded.run
+
+    @property
+    def schedule(self) -> Schedule:
+        return self._loop.loaded.schedule
+
+    @property
+    def next_step(self) -> int:
+        return self._loop.next_step
+
+    @next_step.setter
+    def next_step(self, step: int) -> None:
+        self._loop.next_step = step
+
+    def __repr__(self) -> str:
+        grid = repr(self.schedule) if self.schedule.num_actions <= _MOST_SHOWN else self.schedule.title
+        return f"{self._told()}\n{grid}"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the same, with a picture."""
+        return f"<pre>{escape(self._told())}</pre>{self.schedule._repr_svg_() or ''}"
 
     # --- training ---
 
     def step(self) -> Report:
         """One compiled training step: every actor performs its row; one call an actor."""
-        with closing(self._train(1, 0)) as outcomes:
-            report = next(outcomes)
-            assert isinstance(report, Report)
-            return report
+        return self._loop.step()
 
     def train(
         self,
@@ -81,38 +111,12 @@ class Job(Inside):
         are handed to the actors before the report of the one they work on is in: then they never wait for the driver,
         but what ``on`` looks up in the job may be that many steps further. None is 0 with ``on`` and 1 without.
         """
-        most = int(on is None) if ahead is None else ahead
-        if not isinstance(most, int) or most < 0:
-            raise ValueError(f"ahead is {ahead!r}: give a number of steps, 0 or more")
-        count = max(0, self.run.steps - self.next_step) if steps is None else steps
-        reports: list[Report] = []
-        with display(self.run, self.next_step + count) as shown, closing(self._train(count, most)) as outcomes:
-            for outcome in outcomes:
-                shown.show(outcome)
-                if on is not None:
-                    on(outcome)
-                if isinstance(outcome, Report):
-                    reports.append(outcome)
-        return reports
+        return self._loop.train(steps, on, ahead)
 
     def evaluate(self, steps: int | None = None) -> Evaluation:
         """The loss on validation data: ``steps`` (None: ``run.eval_steps``) times ``run.microbatches`` microbatches, on
         each replica others."""
-        self._demand_ready()
-        if isinstance(self.run.data, Batches) and self.run.data.validate is None:
-            raise ConfigError(["data has no validation batches: give Batches a validate function"])
-        count = self.run.eval_steps if steps is None else steps
-        if count < 1:
-            raise ValueError(f"an evaluation of {count} steps has no loss: ask for at least 1")
-        start, losses, counts = time.perf_counter(), list[float](), list[int]()
-        for number in range(count):
-            call = partial(self._calls.all, "run", "evaluate", number, what=f"evaluation {number}")
-            found = losses_of(self._guard(call))
-            losses += found[0]
-            counts += found[1]
-        evaluation = Evaluation(self.next_step, mean_loss(losses, counts), sum(counts), time.perf_counter() - start)
-        self._record.write(evaluation)
-        return evaluation
+        return self._loop.evaluate(steps)
 
     def save(self, folder: str | Path, keep_last: int | None = None) -> Path:
         """Save a checkpoint into a folder; returns its path when it is whole and on disk.
@@ -120,27 +124,81 @@ class Job(Inside):
         Of those of earlier steps, only the ``keep_last - 1`` newest stay; None keeps all. In ``run.folder`` are those
         that are saved beside the training. Raises CheckpointError if the folder can't be written; the job can go on.
         """
-        self._demand_ready()
-        return self._guard(partial(self._saver.save, Path(folder), self.next_step, keep_last))
+        return self._loop.save(Path(folder), keep_last)
 
     def stepper(self) -> Stepper:
         """The next training step, action by action; the stepper of it that is under way, if there is one."""
-        self._demand_open()
-        if self._stepper is not None and self._stepper.midway and self._stepper.done:
-            return self._stepper
-        self._demand_ready()
-        self._stepper = Stepper(
-            self.schedule,
-            self.next_step,
-            self._world,
-            self._handles,
-            self._calls,
-            guard=self._guard,
-            commit=self._commit,
-            lowered=self._lowered,
-            recorder=Recorder(self.run, self.device, self._world, self._calls),
-        )
-        return self._stepper
+        return self._loop.stepper()
+
+    # --- looking inside ---
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every logical parameter."""
+        return self._inspection.parameters
+
+    def param(self, name: str) -> Tensor:
+        """A weight by its logical name, whole, fetched from the actors that hold it, on the CPU."""
+        return self._inspection.param(name)
+
+    def weights(self, dp: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """Every weight of a replica with its logical name, one actor's after the other; both ends of a tie, if they are
+        apart.
+
+        A copy goes by the name of its home.
+        """
+        return self._inspection.weights(dp)
+
+    def grad(self, name: str) -> Tensor | None:
+        """A gradient of the latest step as the optimizer saw it (summed, clipped); None before the first step.
+
+        It comes from the actor that updates the weight: a worker, or a parameter server.
+        """
+        return self._inspection.grad(name)
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """What ``grad`` gives of every parameter, by logical name; every actor is asked once."""
+        return self._inspection.gradients()
+
+    def watch(self) -> tuple[str, ...]:
+        """Have the actors keep what their layers make in the step that a stepper has just opened, and the gradients
+        there, for ``sights``; the logical names of those layers, and of modules in them. Instead of a recording."""
+        return self._inspection.watch()
+
+    def sights(self, spots: Sequence[Spot]) -> list[dict[int, Sight]]:
+        """What the actors have of each of these tensors, which were watched, by rank."""
+        return self._inspection.sights(spots)
+
+    def grads(self, name: str) -> dict[int, tuple[Cut, Tensor]]:
+        """What every actor has of a gradient of the latest step, by rank; those that have none are left out."""
+        return self._inspection.grads(name)
+
+    def ledger(self) -> dict[str, dict[tuple[str, str], Entry]]:
+        """What every actor's groups moved since the launch: calls, bytes and seconds by (axis, op)."""
+        return self._inspection.ledger()
+
+    def timeline(self, dp: int = 0) -> Timeline:
+        """The latest compiled training step of one replica as measured, in seconds from the first action of any.
+
+        Before there is one, ValueError: a step by hand is not measured.
+        """
+        return self._inspection.timeline(dp)
+
+    def timelines(self, ago: int = 0) -> list[Timeline]:
+        """The latest compiled training step on one clock: a timeline for each replica, then one for the servers 0, the
+        servers 1, ... of the pipeline ranks.
+
+        ``ago`` asks for a step so many before the latest: actors remember a few. Of others nothing is measured.
+        """
+        return self._inspection.timelines(ago)
+
+    def overlay(self, dp: int = 0) -> Overlay:
+        """The latest compiled training step of one replica over what those before it predict: simulated with their
+        costs.
+
+        After the first step there are none, and it is its own prediction. Before it, ValueError.
+        """
+        return self._inspection.overlay(dp)
 
     # --- its life ---
 
@@ -149,25 +207,19 @@ class Job(Inside):
 
         Their nodes, shares of GPUs and names in Ray's dashboard stay. Raises ConfigError, before anything is changed.
         """
-        self._demand_ready()
-        programs, found = prepared(run, resume)
+        self._loop.demand_ready()
+        programs, skeleton, found = prepared(run, resume)
         if faults := list(reset_faults(run, self.num_actors, self.device)):
             raise ConfigError(faults)
         demand_shippable(run.model, run.data)
-        self._guard(partial(self._exchange, run, programs, found, Record(run)))
+        self._lifetime.guard(partial(self._exchange, run, programs, skeleton, found, Record(run)))
 
     def close(self) -> None:
         """Finish the save under way; end the actors, and Ray if the launch started it. More than once does no harm."""
         try:
-            self._keep_times()
+            self._loop.keep_times()
         finally:
-            if self._actors is not None:
-                (actors, self._actors), failure = (self._actors, None), self._failure
-                self._failure = failure or "the job was closed"
-                try:
-                    self._let_go(hurried=failure is not None)
-                finally:
-                    actors.end()
+            self._lifetime.end(self._loop.close)
 
     def __enter__(self) -> Job:
         return self
@@ -177,119 +229,50 @@ class Job(Inside):
     ) -> None:
         self.close()
 
-    # --- inside ---
+    # --- loading a run ---
 
-    def _exchange(self, run: Run, programs: Programs, found: Found | None, record: Record) -> None:
-        self._keep_times()
-        self._let_go()
-        self._record = record
-        self._calls.all("leave", what="the end of the run before")
-        self._load(run, programs, found)
+    def _exchange(self, run: Run, programs: Programs, skeleton: Skeleton, found: Found | None, record: Record) -> None:
+        """Load another run on the actors in the place of the one that they have."""
+        self._loop.keep_times()
+        self._loop.close()
+        try:
+            self._loop.loaded.calls.all("leave", what="the end of the run before")
+            self._generation += 1
+            loaded = self._loaded(run, programs, skeleton)
+            self._loop.exchange(loaded, record)
+        except BaseException:
+            record.close()
+            raise
+        self._inspection = Inspection(self._lifetime, loaded, self._start(loaded, programs, found))
 
-    def _load(self, run: Run, programs: Programs, found: Found | None = None) -> None:
-        self._generation += 1
-        self.run, self.schedule, self.next_step = run, programs["train"], 0
-        self._world, self._stepper = world_of(run), None
-        self._last: Report | None = None
-        self._calls = Calls(self._handles, self._world, run.timeout)
-        self._saver = Saver(run, self._calls, self._world)
-        plans = plans_of(run, programs, f"{self._name}@{self._generation}", self.device)
-        refs = [handle.start.remote(plan) for handle, plan in zip(self._handles, plans, strict=True)]
-        launch = Calls(self._handles, self._world, max(run.timeout, _LAUNCH_SECONDS))
-        self._holds: list[dict[str, Cut]] = self._guard(lambda: launch.gather(refs, "the launch"), patient=False)
+    def _loaded(self, run: Run, programs: Programs, skeleton: Skeleton) -> LoadedRun:
+        """A run and the actors that it needs; nothing is told to them yet."""
+        world, schedule = world_of(run), programs["train"]
+        calls = self._lifetime.calls_on(world, run.timeout)
+        handles = self._lifetime.handles(world.size)
+        return LoadedRun(run, schedule, world, handles, calls, skeleton)
+
+    def _start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> Sequence[Mapping[str, Cut]]:
+        """Have the actors build their parts of a run, and load a checkpoint; what each rank then has of which logical
+        parameters."""
+        run, guard = loaded.run, self._lifetime.guard
+        name = f"{self._name}@{self._generation}"
+        plans = plans_of(run, programs, name, self.device)
+        refs = [handle.start.remote(plan) for handle, plan in zip(loaded.handles, plans, strict=True)]
+        launch = Calls(loaded.handles, loaded.world, max(run.timeout, _LAUNCH_SECONDS))
+        holds: list[dict[str, Cut]] = guard(lambda: launch.gather(refs, "the launch"), patient=False)
         if found is not None:
             state = str(found.path), found.manifest.tensors
-            self._guard(lambda: launch.all("load", *state, what=f"loading {found.path.name}"), patient=False)
-            self.next_step = found.manifest.step
-        self._record.begin(run, self.schedule, self.next_step, self._name)
+            guard(lambda: launch.all("load", *state, what=f"loading {found.path.name}"), patient=False)
+        self._loop.begin(0 if found is None else found.manifest.step, self._name)
+        return holds
 
-    def _train(self, count: int, most: int) -> Generator[Report | Evaluation]:
-        if not self._training.acquire(blocking=False):
-            raise JobError("another thread is taking steps of this job: take them all in one")
-        try:
-            yield from self._steps(count, most)
-        finally:
-            self._training.release()
-
-    def _steps(self, count: int, most: int) -> Generator[Report | Evaluation]:
-        self._demand_ready()
-        last = self.next_step + count
-        # replicas that servers keep in step do not hear of a step that could not be made, and would take the next one
-        ahead = self._ahead = Ahead(self._calls, 0 if self._world.servers else most, self._epoch)
-        try:
-            while self.next_step < last:
-                self._demand_open()
-                every = self.run.eval_every
-                stop = (self.next_step // every + 1) * every if every else last
-                stop = min(last, stop, self._saver.next_due(self.next_step, last))
-                with patience("the steps they have") as ctrl_c:
-                    report = self._guard(partial(self._next, ahead, stop))
-                try:
-                    yield report
-                finally:
-                    ctrl_c.heed()
-                self._guard(self._save_due)
-                if every and self.next_step % every == 0 and self.next_step < self.run.steps:
-                    yield self.evaluate()
-        finally:  # nobody wants more reports: the actors go on all the same with what they have
-            if len(ahead) and self._failure is None:
-                self._guard(partial(self._settle, ahead))
-
-    def _next(self, ahead: Ahead, stop: int) -> Report:
-        """Hand over the steps before ``stop``, and wait for the oldest."""
-        ahead.hand_over(self.next_step, stop)
-        return self._commit(*ahead.collect())
-
-    def _settle(self, ahead: Ahead) -> None:
-        while len(ahead):
-            self._commit(*ahead.collect())
-
-    def _save_due(self) -> None:
-        if self._saver.due(self.next_step):
-            self._keep_times()
-        self._saver.after(self.next_step)
-
-    def _lowered(self, schedule: str | Schedule) -> Schedule:
-        """A schedule for a training step of this run, its backwards as they are written. Raises ScheduleError."""
-        run, reduces = self.run, self._world.reduces
-        return programs_of(schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=reduces)["train"]
-
-    def _commit(self, results: list[Any], seconds: float) -> Report:
-        """The step counts once every actor has reported it."""
-        lr = lr_at(self.run.optim, self.next_step, self.run.steps)
-        report = report_of(self.next_step, lr, seconds, results, self._world)
-        self.next_step += 1
-        self._last = report
-        self._record.write(report)
-        return report
-
-    def _keep_times(self) -> None:
-        """Leave the latest step's times in the run's folder, beside the next ones, if the actors can still be asked."""
-        step = self._record.unmeasured()
-        if step is not None:
-            with suppress(JobError):
-                self._demand_ready()
-                keep = partial(self._record.measured, step, self.schedule, self._world)
-                self._saver.ask(("events", "ledger"), keep)
-
-    def _let_go(self, *, hurried: bool = False) -> None:
-        """End what a run has begun beside its actors."""
-        try:
-            self._saver.close(hurried=hurried)
-        finally:
-            self._record.close()
-
-    @property
-    def _handles(self) -> list[Any]:
-        self._demand_open()
-        assert self._actors is not None
-        return self._actors.handles[: self._world.size]
-
-    def _demand_ready(self) -> None:
-        self._demand_open()
-        if self._stepper is not None and self._stepper.midway and not self._stepper.done:
-            self._stepper.abort()  # it has not done anything that somebody may want to go on with
-        if self._stepper is not None and self._stepper.midway:
-            raise JobError("job.stepper() is in the middle of this step: call its finish() or abort() first")
-        if self._ahead is not None and len(self._ahead):
-            raise JobError("train has handed over steps ahead: do this when it has returned, or train with ahead=0")
+    def _told(self) -> str:
+        """The job in three lines."""
+        failure, last, world = self._lifetime.failure, self._loop.last, self._loop.loaded.world
+        over = f", over: {failure}" if failure is not None else ""
+        loss = f", loss {last.loss:.4f} in step {last.step}" if last is not None else ""
+        return (
+            f"<Job on {world.size} actors, {self.device}{over}>\n{self.run.model} on {self.run.mesh}\n"
+            f"next step {self.next_step} of {self.run.steps}{loss}"
+        )

@@ -6,10 +6,11 @@ import logging
 import uuid
 from pathlib import Path
 
+from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
 from raypar.cluster.ray_cluster import demand_shippable, start_actors
-from raypar.config.run import Run, world_of
+from raypar.config.run import world_of
 from raypar.job.job import Job
 from raypar.reporting.record import Record
 
@@ -25,7 +26,7 @@ def launch(run: Run, *, wait_for_nodes: float = 0.0, resume: str | Path | Found 
 
     Raises ConfigError with everything that is wrong with the run, before any actor starts.
     """
-    programs, found = prepared(run, resume)
+    programs, skeleton, found = prepared(run, resume)
     from raypar.actors.worker.actor import Hosted
 
     demand_shippable(run.model, run.data)
@@ -35,7 +36,7 @@ def launch(run: Run, *, wait_for_nodes: float = 0.0, resume: str | Path | Found 
         log.info("starting %d actors", world.size)
         actors = start_actors(Hosted, world, run.device, name, wait_for_nodes)
         try:
-            return Job(run, programs, actors, name, record, found)
+            return Job(run, programs, skeleton, actors, name, record, found)
         except BaseException:
             actors.end()
             raise

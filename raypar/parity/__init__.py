@@ -1,1 +1,1 @@
-"""Whether a layout computes what one plain process does, and if not, where that begins."""
+"""The parity check: compare a layout with one plain process, and find where a difference begins."""

@@ -1,4 +1,4 @@
-"""Why a tensor of a layout is not that of one plain process: the errors that parallel programs are known to make."""
+"""Likely causes of a tensor that differs from the plain process: the usual errors of parallel programs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from torch import Tensor
 
 from raypar.parity.compare import are_alike, norm_of
 
-FIT = 1e-3  # relative residual: an explanation that leaves less explains it
+FIT = 1e-3  # relative residual below which an explanation fits
 
 
 class Piece(NamedTuple):
-    """What one actor has of a logical tensor, and what it should have.
+    """The part of a logical tensor that one actor has, and the part that it should have.
 
-    actor  its name in messages
-    at     where it stands on each axis of the mesh
-    ours   None: it has nothing
+    Attributes:
+        actor: The actor's name in messages.
+        at: The actor's coordinate on each axis of the mesh.
+        ours: The actor's tensor, or None if it has none.
+        wanted: The tensor that the actor should have.
     """
 
     actor: str
@@ -29,7 +31,7 @@ class Piece(NamedTuple):
     wanted: Tensor
 
     def elsewhere(self, axis: str) -> dict[str, int]:
-        """Where it stands on the other axes."""
+        """Return the actor's coordinates on the other axes."""
         return {name: index for name, index in self.at.items() if name != axis}
 
 
@@ -37,10 +39,11 @@ class Piece(NamedTuple):
 class Case:
     """A tensor that is wrong.
 
-    pieces    one for each actor that has, or should have, a part of it
-    sizes     by name what may be missing or too much as a factor: of each axis of the mesh, and "microbatches"
-    backward  it is a gradient
-    vectors   weights of one dim that may have been added to it, by logical name
+    Attributes:
+        pieces: One for each actor that has, or should have, a part of the tensor.
+        sizes: Sizes that may be missing or too much as a factor, by name: that of each mesh axis, and "microbatches".
+        backward: Whether the tensor is a gradient.
+        vectors: One-dimensional weights, by logical name, that may have been added to the tensor.
     """
 
     pieces: Sequence[Piece]
@@ -58,11 +61,11 @@ class Case:
 
     @property
     def axes(self) -> list[str]:
-        """The axes that the pieces are on."""
+        """Return the axes along which the pieces lie on different coordinates."""
         return [axis for axis in self.pieces[0].at if len({piece.at[axis] for piece in self.pieces}) > 1]
 
     def groups(self, axis: str) -> list[list[Piece]]:
-        """The pieces of actors that differ on one axis only, and should have the same."""
+        """Group the pieces of actors that differ on one axis only and should have the same tensor."""
         found: list[list[Piece]] = []
         for piece in self.pieces:
             other = (group for group in found if group[0].elsewhere(axis) == piece.elsewhere(axis))
@@ -75,7 +78,7 @@ class Case:
 
 
 def cause_of(case: Case) -> str:
-    """The likely cause, a sentence: the first explanation that fits."""
+    """Return the likely cause as a phrase: the first explanation that fits."""
     return next((says for explain in _EXPLANATIONS if (says := explain(case)) is not None), _UNKNOWN)
 
 
@@ -83,7 +86,14 @@ _UNKNOWN = "not a multiple of the right one, nor a part of it: look at what this
 
 
 class _Factor(NamedTuple):
-    """What a factor ``size ** power`` says of outputs (None: it can't be there), and of gradients."""
+    """What a tensor that is ``size ** power`` times the right one tells about the error.
+
+    Attributes:
+        size: The name of the size, as in ``Case.sizes``.
+        power: 1 or -1.
+        forward: The cause if the tensor is an output, or None if the factor is impossible there.
+        backward: The cause if the tensor is a gradient.
+    """
 
     size: str
     power: int
@@ -98,7 +108,7 @@ class _Factor(NamedTuple):
         return self.backward if case.backward else self.forward
 
     def is_in(self, r: float, case: Case) -> bool:
-        """Whether r is this factor."""
+        """Return whether the ratio ``r`` is this factor."""
         size = case.sizes.get(self.size, 1)
         return size > 1 and abs(r / size**self.power - 1) < FIT
 
@@ -118,6 +128,7 @@ _FACTORS = (
 
 
 def _nothing(case: Case) -> str | None:
+    """Explain actors that have no tensor at all."""
     without = [piece.actor for piece in case.pieces if piece.ours is None]
     if not without:
         return None
@@ -126,6 +137,7 @@ def _nothing(case: Case) -> str | None:
 
 
 def _misshapen(case: Case) -> str | None:
+    """Explain a tensor of the wrong shape."""
     for piece in case.pieces:
         assert piece.ours is not None
         if piece.ours.shape != piece.wanted.shape:
@@ -135,18 +147,20 @@ def _misshapen(case: Case) -> str | None:
 
 
 def _not_finite(case: Case) -> str | None:
+    """Explain infinite or NaN elements."""
     bad = [piece.actor for piece in case.pieces if piece.ours is not None and not piece.ours.isfinite().all()]
     return f"not finite on {', '.join(bad)}: an overflow, or a division by 0" if bad else None
 
 
 def _zero(case: Case) -> str | None:
+    """Explain a tensor that is 0 everywhere."""
     if sum(map(norm_of, case.ours)) > 1e-6 * sum(map(norm_of, case.wanted)):
         return None
     return "0 everywhere: detached, or masked"
 
 
 def _multiple(case: Case) -> str | None:
-    """Ours is r times the right one."""
+    """Explain a tensor that is r times the right one."""
     products = sum(float((o.double() * w.double()).sum()) for o, w in zip(case.ours, case.wanted, strict=True))
     r = products / (sum(norm_of(wanted) ** 2 for wanted in case.wanted) or math.inf)
     if not r or not are_alike(case.ours, [r * wanted.double() for wanted in case.wanted], FIT):
@@ -161,7 +175,7 @@ def _multiple(case: Case) -> str | None:
 
 
 def _parts_of_a_sum(case: Case) -> str | None:
-    """Actors that should all have the sum have each their own part of it."""
+    """Explain a sum of which each actor has only its own part."""
     for axis in case.axes:
         groups = case.groups(axis)
         sums = [
@@ -174,7 +188,7 @@ def _parts_of_a_sum(case: Case) -> str | None:
 
 
 def _other_members(case: Case) -> str | None:
-    """Every actor has what another one should have."""
+    """Explain a tensor of which every actor has the part of another one."""
     places = [_places(piece.ours, case.wanted) for piece in case.pieces]
     if not all(places) or all(index in found for index, found in enumerate(places)):
         return None
@@ -184,7 +198,7 @@ def _other_members(case: Case) -> str | None:
 
 
 def _other_order(case: Case) -> str | None:
-    """The parts of a dim stand in another order."""
+    """Explain a tensor whose parts along one dim are in the wrong order."""
     for count in sorted(set(case.sizes.values()) | {2 * case.sizes.get("cp", 1)}):
         for dim in range(case.wanted[0].dim()):
             orders = [_order(piece.ours, piece.wanted, dim, count) for piece in case.pieces]
@@ -196,6 +210,7 @@ def _other_order(case: Case) -> str | None:
 
 
 def _some_right(case: Case) -> str | None:
+    """Explain a tensor that is right on some actors only."""
     right = [p.actor for p in case.pieces if p.ours is not None and are_alike([p.ours], [p.wanted], FIT)]
     wrong = [piece.actor for piece in case.pieces if piece.actor not in right]
     return (
@@ -204,7 +219,7 @@ def _some_right(case: Case) -> str | None:
 
 
 def _added(case: Case) -> str | None:
-    """What is too much is a bias."""
+    """Explain a tensor to which a bias was added too often."""
     differences = [ours.double() - wanted.double() for ours, wanted in zip(case.ours, case.wanted, strict=True)]
     for name, vector in case.vectors.items():
         if any(difference.shape[-1:] != vector.shape for difference in differences) or not norm_of(vector):
@@ -222,7 +237,7 @@ def _added(case: Case) -> str | None:
 
 
 def _unlike(case: Case) -> str | None:
-    """Actors that should have the same do not."""
+    """Explain actors that should have the same tensor and do not."""
     for axis in case.axes:
         for group in case.groups(axis):
             first, *others = [piece.ours for piece in group if piece.ours is not None]
@@ -232,7 +247,7 @@ def _unlike(case: Case) -> str | None:
 
 
 def _missing_sum(axis: str, case: Case) -> str:
-    """What 1/axis says: there every member has the same part."""
+    """Return the cause for the factor 1/axis, which is also the cause if each member of the axis has its own part."""
     missing = next((factor for factor in _FACTORS if (factor.size, factor.power) == (axis, -1)), None)
     return (missing and missing.says(case)) or f"not summed over {axis}"
 
@@ -253,13 +268,13 @@ _EXPLANATIONS: tuple[Callable[[Case], str | None], ...] = (
 
 
 def _places(ours: Tensor | None, wanted: Sequence[Tensor]) -> list[int]:
-    """Which of the right ones this is."""
+    """Return the indexes of the wanted tensors that are equal to this one."""
     assert ours is not None
     return [index for index, one in enumerate(wanted) if are_alike([ours], [one], FIT)]
 
 
 def _order(ours: Tensor | None, wanted: Tensor, dim: int, count: int) -> list[int] | None:
-    """Which part of the right one along a dim each part is; None if one is none of them."""
+    """Return the index of each of ``count`` parts along a dim in the right tensor; None if a part is not in it."""
     if ours is None or count < 2 or wanted.shape[dim] % count:
         return None
     right = wanted.chunk(count, dim)

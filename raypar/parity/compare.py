@@ -1,4 +1,4 @@
-"""By how much tensors differ, relative to what."""
+"""Relative errors of tensors, and the norms that they are relative to."""
 
 from __future__ import annotations
 
@@ -8,26 +8,42 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-NOISE = 1e-6  # of its layer's norm: what is less comes of rounding only
+NOISE = 1e-6  # of its layer's norm: a tensor with a smaller norm is only rounding noise
 
 
 def norm_of(tensor: Tensor) -> float:
-    """2-norm, in fp64."""
+    """Compute the 2-norm in fp64."""
     return float(torch.linalg.vector_norm(tensor.double()))
 
 
 def relative_error(found: Tensor, wanted: Tensor, scale: float | None = None) -> float:
-    """Norm of the difference over ``scale``: without one over the norm of ``wanted`` (over 1 if that is 0)."""
+    """Compute the norm of the difference of two tensors, relative to a scale.
+
+    Args:
+        found: The tensor to judge.
+        wanted: The right tensor.
+        scale: What the error is relative to, or None for the norm of ``wanted``. A scale of 0 is replaced by 1.
+
+    Returns:
+        The relative error; infinite if the shapes differ.
+    """
     if found.shape != wanted.shape:
         return float("inf")
     return norm_of(found.double() - wanted.double()) / ((norm_of(wanted) if scale is None else scale) or 1.0)
 
 
 def scales_of(tensors: Mapping[str, Tensor], layers: Iterable[str]) -> dict[str, float]:
-    """What the error of each tensor is relative to: its own norm, or that of its whole layer where its own is nothing
-    beside that. Such a tensor is 0 in exact arithmetic, as the gradient of a bias of keys is.
+    """Compute what the error of each tensor is relative to.
 
-    tensors  by logical names, that begin with the name of a layer
+    That is the tensor's own norm, or the norm of its whole layer if its own is below NOISE of that. Such a tensor is 0
+    in exact arithmetic, as the gradient of the bias of attention keys is.
+
+    Args:
+        tensors: Tensors by logical name; a name begins with that of its layer.
+        layers: The logical names of the layers.
+
+    Returns:
+        The scale of each tensor, by logical name.
     """
     norms = {name: norm_of(tensor) for name, tensor in tensors.items()}
     order = sorted(layers, key=len, reverse=True)
@@ -40,7 +56,16 @@ def scales_of(tensors: Mapping[str, Tensor], layers: Iterable[str]) -> dict[str,
 
 
 def are_alike(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float) -> bool:
-    """Whether tensors, taken together, differ by so much of the norm of ``wanted`` at most; unequal shapes are not."""
+    """Return whether tensors, taken together, are equal within a tolerance.
+
+    Args:
+        found: The tensors to judge.
+        wanted: The right tensors, as many.
+        tolerance: The largest norm of the difference, relative to the norm of ``wanted``.
+
+    Returns:
+        Whether they are; False if a pair has different shapes.
+    """
     pairs = list(zip(found, wanted, strict=True))
     if any(one.shape != other.shape for one, other in pairs):
         return False

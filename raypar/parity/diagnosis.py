@@ -1,4 +1,4 @@
-"""Where a layout begins to differ from one plain process, and why: a step once more on both, layer by layer."""
+"""The diagnosis of a failed parity check: repeat a step on the layout and in one process, compare layer by layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.activations import Spot
 from raypar.actors.layers.dropout import Portions
 from raypar.actors.mesh.mesh import AXES
-from raypar.config.run import Run, world_of
+from raypar.actors.specs.run import Run
+from raypar.config.run import world_of
 from raypar.parity.causes import Case, Piece, cause_of
 from raypar.parity.compare import norm_of, relative_error, scales_of
 from raypar.parity.reference import Watched, watch_plainly
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
 class Diagnosis:
     """The first tensor that differs, in the order in which a step makes them.
 
-    place  "output of blocks.1 in microbatch 0, forward", say; "" if in the steps that were looked at nothing differs
-    error  relative to its norm
-    cause  the likely one, a sentence
-    steps  that were looked at; it is in the last one
+    Attributes:
+        place: The tensor, for example "output of blocks.1 in microbatch 0, forward"; "" if nothing differs in the steps
+            that were compared.
+        error: The norm of the difference, relative to the tensor's norm.
+        cause: The likely cause, as a phrase.
+        steps: The steps that were compared. The difference is in the last one.
     """
 
     place: str
@@ -49,9 +52,14 @@ class Diagnosis:
 
 
 class _Compared(NamedTuple):
-    """A logical tensor, and what the actors have of it.
+    """A logical tensor and the parts of it that the actors have.
 
-    scale  what its error is relative to
+    Attributes:
+        name: The tensor's name in messages.
+        wanted: The whole tensor of the plain process.
+        scale: What the error is relative to.
+        backward: Whether the tensor is a gradient.
+        pieces: The actors' parts.
     """
 
     name: str
@@ -62,7 +70,7 @@ class _Compared(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative norm of the difference; where several actors have the same, the root of their mean square."""
+        """Compute the relative norm of the difference; if several actors have the same part, their root mean square."""
         if any(piece.ours is None for piece in self.pieces):
             return math.inf
         apart = sum(
@@ -73,15 +81,24 @@ class _Compared(NamedTuple):
 
 
 def diagnose(job: Job, run: Run, allowed: float, drifted: float, later: int) -> Diagnosis:
-    """Take step 0 of the run once more, and step ``later`` if nothing differs there.
+    """Repeat step 0 of a run, and step ``later`` if nothing differs in step 0, and find the first tensor that differs.
 
-    Outputs in the order of the layers, then their gradients on the way back, microbatch by microbatch; then the
-    gradients of the weights, without clipping: a wrong one would change them all. Every tensor is fetched to here until
-    one differs.
+    Compares the outputs in the order of the layers, then the gradients of these outputs in the order of the backward,
+    microbatch by microbatch, then the gradients of the weights. Step 0 is taken without clipping, because one wrong
+    gradient would change all clipped ones. Tensors are fetched to the driver until one differs.
 
-    allowed  the relative difference that is right in step 0, ``drifted`` in a later one
+    Args:
+        job: The job, with at least the actors that the run needs.
+        run: The run to repeat.
+        allowed: The largest relative difference that is right in step 0.
+        drifted: The largest relative difference that is right in a later step.
+        later: The later step.
 
-    Raises what Job.step raises.
+    Returns:
+        The diagnosis.
+
+    Raises:
+        Exception: Whatever ``Job.step`` raises, except NonFiniteError in the compared steps.
     """
     steps = tuple(sorted({0, later}))
     for number, step in enumerate(steps):
@@ -93,7 +110,7 @@ def diagnose(job: Job, run: Run, allowed: float, drifted: float, later: int) -> 
 
 
 def _first(job: Job, step: int, allowed: float) -> tuple[_Compared, Case] | None:
-    """The first tensor of a step that differs by more."""
+    """Return the first tensor of a step whose error is not within ``allowed``, and its case for ``cause_of``."""
     run = job.run
     for _ in range(step):
         job.step()
@@ -111,8 +128,8 @@ def _first(job: Job, step: int, allowed: float) -> tuple[_Compared, Case] | None
 
 
 def _made(job: Job, plain: Watched) -> Iterator[_Compared]:
-    """What the layers make, and the gradients there; fetched for one way of one microbatch at a time."""
-    there: dict[Spot, dict[int, Portions]] = {}  # who has which part of an output
+    """Yield the layers' outputs and their gradients; fetches one direction of one microbatch at a time."""
+    there: dict[Spot, dict[int, Portions]] = {}  # which part of an output each rank has
     for (_, backward), same in groupby(plain.tensors, lambda spot: (spot.microbatch, spot.backward)):
         spots = list(same)
         for spot, ours in zip(spots, job.sights(spots), strict=True):
@@ -123,12 +140,12 @@ def _made(job: Job, plain: Watched) -> Iterator[_Compared]:
                 _piece(job, rank, ours[rank].tensor if rank in ours else None, _taken(wanted, portions))
                 for rank, portions in there[output].items()
             ]
-            if pieces:  # else nobody keeps it: the loss, where each has some tokens only
+            if pieces:  # no actor keeps the loss if each has only a part of the tokens
                 yield _Compared(str(spot), wanted, norm_of(wanted), backward, pieces)
 
 
 def _gradients(job: Job, plain: Watched) -> Iterator[_Compared]:
-    """The gradients of the weights."""
+    """Yield the gradients of the weights."""
     made = {name: gradient for name, gradient in plain.gradients.items() if gradient is not None}
     scales = scales_of(made, plain.layers)
     for name, wanted in made.items():
@@ -138,12 +155,14 @@ def _gradients(job: Job, plain: Watched) -> Iterator[_Compared]:
 
 
 def _piece(job: Job, rank: int, ours: Tensor | None, wanted: Tensor) -> Piece:
+    """Make the piece of a rank, with its name and its coordinate."""
     world = world_of(job.run)
-    at = world.mesh.coordinate(rank) if rank < world.mesh.size else {}  # not of a server
+    at = world.mesh.coordinate(rank) if rank < world.mesh.size else {}  # a parameter server has no coordinate
     return Piece(world.label(rank), {str(axis): index for axis, index in at.items()}, ours, wanted)
 
 
 def _taken(whole: Tensor, portions: Portions) -> Tensor:
+    """Return the portions of a tensor that an actor has."""
     for dim, portion in portions.items():
         whole = portion.take(whole, dim)
     return whole

@@ -1,5 +1,7 @@
-"""A run in one plain process: a loop that a reader can check. Torch, the model, an optimizer; no schedule, no stage, no
-group."""
+"""The reference of the parity check: train a run in one plain process.
+
+It uses torch, the model and an optimizer, and no schedules, stages or groups, so that a reader can check it.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,23 @@ from raypar.actors.models.build import build_model
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.optimizer import build_optimizer, set_lr
 from raypar.actors.rng import derive
+from raypar.actors.specs.run import Run
 from raypar.actors.tensors import as_values
-from raypar.config.run import Run
 from raypar.errors import ConfigError
 from raypar.reporting.report import mean_loss
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a plain process ends with: the loss and gradient norm of every step, the weights by logical name, and the
-    gradients of the first step, clipped.
+    """The results of a run in one plain process.
 
-    tied    a weight stands in more than one layer
-    layers  their logical names
+    Attributes:
+        losses: The loss of every step.
+        grad_norms: The gradient norm of every step, before clipping.
+        gradients: The gradients of the first step, clipped, by logical name.
+        weights: The weights after the last step, by logical name.
+        tied: Whether a weight belongs to more than one layer.
+        layers: The logical names of the layers.
     """
 
     losses: tuple[float, ...]
@@ -42,11 +48,13 @@ class Trained:
 
 
 class Watched(NamedTuple):
-    """A step of a plain process, looked into.
+    """One step of a plain process with all its tensors.
 
-    tensors    in the order in which they came, on the host
-    gradients  of the weights, clipped, by logical name; ``weights`` are those of before the step
-    layers     their logical names
+    Attributes:
+        tensors: The layers' outputs and gradients, on the CPU, in the order in which they were made.
+        gradients: The gradients of the weights, clipped, by logical name.
+        weights: The weights before the step, by logical name.
+        layers: The logical names of the layers.
     """
 
     tensors: dict[Spot, Tensor]
@@ -56,7 +64,14 @@ class Watched(NamedTuple):
 
 
 def train_plainly(run: Run) -> Trained:
-    """The run in this process: one model, the microbatches of all replicas one after the other."""
+    """Train a run in this process: one model, and the microbatches of all replicas one after the other.
+
+    Args:
+        run: The run.
+
+    Returns:
+        The losses, gradient norms, gradients and weights.
+    """
     with _threads(run.threads):
         plain = _Plain(run)
         losses, norms, gradients = [], [], dict[str, Tensor | None]()
@@ -71,7 +86,16 @@ def train_plainly(run: Run) -> Trained:
 
 
 def watch_plainly(run: Run, step: int, modules: Iterable[str] = ()) -> Watched:
-    """The run up to a step, and in that step what every layer makes, and every module of these logical names."""
+    """Train a run up to a step in this process, and keep every tensor of that step.
+
+    Args:
+        run: The run.
+        step: The step to watch.
+        modules: Logical names of modules to watch besides the layers.
+
+    Returns:
+        The step's tensors.
+    """
     with _threads(run.threads):
         plain = _Plain(run)
         for number in range(step):
@@ -85,7 +109,7 @@ def watch_plainly(run: Run, step: int, modules: Iterable[str] = ()) -> Watched:
 
 
 class _Plain:
-    """One model, whole, and its optimizer."""
+    """The whole model and its optimizer."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._place = run, _place_of(run)
@@ -99,7 +123,7 @@ class _Plain:
         self._mean = TokenMean(self.model, self._source, m, num_dp)
 
     def step(self, step: int, watch: Watch | None = None) -> tuple[float, float]:
-        """Train a step; its loss, and its gradient norm before clipping."""
+        """Train one step, and return its loss and its gradient norm before clipping."""
         run, num_dp, parameters = self._run, self._run.mesh.dp, self._parameters
         losses, counts = list[float](), list[int]()
         for parameter in parameters.values():
@@ -117,15 +141,15 @@ class _Plain:
         return mean_loss(losses, counts), float(norm)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Those of the latest step, clipped, by logical name."""
+        """Return the gradients of the latest step, clipped, on the CPU, by logical name."""
         return {name: None if p.grad is None else p.grad.cpu() for name, p in self._parameters.items()}
 
     def weights(self) -> dict[str, Tensor]:
-        """By logical name."""
+        """Return the weights, on the CPU, by logical name."""
         return {name: parameter.detach().cpu() for name, parameter in self._parameters.items()}
 
     def _microbatch(self, step: int, number: int, watch: Watch | None) -> tuple[float, int]:
-        """Forward and backward of a microbatch; its loss, and the elements that this is the mean of."""
+        """Run forward and backward of one microbatch; return its loss and the number of elements that it averages."""
         microbatch, dp = divmod(number, self._run.mesh.dp)
         values = self._place.to(self._source.inputs("train", step, microbatch, dp))
         target = self._place.to(self._source.targets("train", step, microbatch, dp))
@@ -150,14 +174,14 @@ def _place_of(run: Run) -> Place:
 
 
 def _scale(parameters: dict[str, nn.Parameter], factor: float) -> None:
-    """Multiply the gradients, if there is need to."""
+    """Multiply the gradients by a factor, if it is not 1."""
     for parameter in parameters.values():
         if factor != 1.0 and parameter.grad is not None:
             parameter.grad.mul_(factor)
 
 
 def _named(names: tuple[str, ...], layers: list[nn.Module], home_of: dict[str, str]) -> dict[str, nn.Parameter]:
-    """The trainable parameters by logical name, with tied ones made one."""
+    """Return the trainable parameters by logical name. Tied weights become one parameter."""
     parameters: dict[str, nn.Parameter] = {}
     for layer_name, layer in zip(names, layers, strict=True):
         for inner, parameter in list(layer.named_parameters()):
@@ -172,6 +196,7 @@ def _named(names: tuple[str, ...], layers: list[nn.Module], home_of: dict[str, s
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
+    """Use so many torch threads in the block; restore the number and the random state afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""Does the layout compute what one plain process computes? The same steps on both, compared tensor by tensor."""
+"""The parity check: run the same steps on the layout and in one plain process, and compare tensor by tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from raypar.actors.data_parallel.replica_checks import digest
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.optim import AdamW
-from raypar.config.run import Run, check_run, unrecorded
+from raypar.actors.specs.run import Run
+from raypar.config.run import check_run, unrecorded
 from raypar.errors import ConfigError
 from raypar.job.job import Job
 from raypar.job.launch import launch
@@ -31,10 +32,16 @@ log = logging.getLogger(__name__)
 
 
 def demand_pure(run: Run) -> None:
-    """Ask for the first batch of two replicas twice; a warning if it is the same for both.
+    """Check that the user's batch function returns the same batch when called twice, for step 0 of up to two replicas.
 
-    Raises ConfigError if it is another one the second time: inputs and targets, which different actors ask for, would
-    not belong together.
+    Logs a warning if two replicas get the same batch.
+
+    Args:
+        run: The run; it is not checked if its data is not a batch function.
+
+    Raises:
+        ConfigError: If the second call returns another batch. Then inputs and targets, which different actors ask for,
+            would not belong together.
     """
     if not isinstance(run.data, Batches):
         return
@@ -57,14 +64,14 @@ def demand_pure(run: Run) -> None:
         log.warning("data.fn gives replicas 0 and 1 the same samples: have it look at dp")
 
 
-CLOSE = 1e-6  # relative difference where the same numbers are added in another order
-DRIFTED = 1e-3  # the same for weights that AdamW has updated from such gradients
-NOISY = 1.0  # the same for weights whose gradients are nothing but rounding, of what AdamW can have moved them apart
+CLOSE = 1e-6  # relative difference if the same numbers are added in another order
+DRIFTED = 1e-3  # relative difference of weights that AdamW has updated from such gradients
+NOISY = 1.0  # of the distance that AdamW can put between two weights, if their gradients are only rounding noise
 _WHY = " of how far AdamW can move it: its gradient is rounding noise"
 
 
 class Bounds(NamedTuple):
-    """The largest relative differences that are right."""
+    """The largest relative differences that count as right."""
 
     loss: float
     gradient: float
@@ -72,16 +79,19 @@ class Bounds(NamedTuple):
 
 
 BITWISE, TIED, REPLICAS = Bounds(0.0, 0.0, 0.0), Bounds(CLOSE, CLOSE, DRIFTED), Bounds(CLOSE, CLOSE, DRIFTED)
-DIVIDED = Bounds(1e-5, 2e-5, DRIFTED)  # products of parts of a layer, added up
-ON_GPUS = Bounds(1e-5, 1e-5, 1e-2)  # kernels that add up in an order of the moment
+DIVIDED = Bounds(1e-5, 2e-5, DRIFTED)  # tensor and context parallelism: sums of products of a layer's parts
+ON_GPUS = Bounds(1e-5, 1e-5, 1e-2)  # GPU kernels add in an order that varies from call to call
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that is not the same: a loss, a norm, a gradient or a weight; and by how much, relative to its norm.
+    """A loss, norm, gradient or weight that is not bitwise the same.
 
-    allowed  the largest error that is right
-    step     of the run; a weight is that of behind it
+    Attributes:
+        what: Its name in messages.
+        error: The norm of the difference, relative to its norm.
+        allowed: The largest error that counts as right.
+        step: The step of the run; for a weight, the step after which it was compared.
     """
 
     what: str
@@ -91,6 +101,7 @@ class Difference:
 
     @property
     def ok(self) -> bool:
+        """Return whether the error is within its bound."""
         return self.error <= self.allowed
 
     def __str__(self) -> str:
@@ -99,31 +110,40 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What ``verify`` found. ``differences``: losses and norms first, then gradients and weights by logical name; none
-    means bitwise equal.
+    """The result of ``verify``.
 
-    Sums of more than two numbers depend on the order of their additions. Where that order is not the one process' own,
-    the right answer is not bitwise:
+    A sum of more than two numbers depends on the order of its additions. Where the layout's order is not that of one
+    process, the right result is not bitwise equal, and these relative bounds apply:
 
-    - a tied model adds the gradients of its two ends once a step; losses, norms and the first step's gradients may
-      differ by 1e-6. A weight may by 1e-3: AdamW divides a gradient by its own size, so that one which is only rounding
-      noise moves its weight by a full step
-    - replicas add their microbatches first; the same holds. With two microbatches in all, one a replica, there is one
-      addition, and no difference is allowed
-    - a schedule that makes a stage's gradients of weights in another order than that of the microbatches: likewise
-    - tensor and context parallelism add up parts of products, and of sums over tokens: losses may differ by 1e-5, norms
-      and the first step's gradients by 2e-5, weights by 1e-3
-    - outputs that are not contiguous arrive in their order in memory, and gradients in that of the outputs. Where one
-      process would have another order, kernels may add up in another order, too; no bounds are made for that
-    - on GPUs, where kernels add up in any order: 1e-5, and of a weight 1e-2
+    - Tied model: it adds the gradients of a weight's two uses once a step. Losses, norms and the gradients of the first
+      step may differ by 1e-6. Weights may differ by 1e-3, because AdamW divides a gradient by its own size: a gradient
+      that is only rounding noise moves its weight by a full step.
+    - Replicas: each first adds its own microbatches; the same bounds apply. With two microbatches in all, one for each
+      replica, there is only one addition, and no difference is allowed.
+    - A schedule in which a stage's weight gradients are not made in the order of the microbatches: the same bounds.
+    - Tensor and context parallelism: they add parts of products and of sums over tokens. Losses may differ by 1e-5,
+      norms and the gradients of the first step by 2e-5, weights by 1e-3.
+    - GPUs, whose kernels add in any order: 1e-5, and 1e-2 for weights.
 
-    The weights of all replicas must always be the same bits.
+    Outputs that are not contiguous arrive with their order in memory, and gradients with the order of the outputs.
+    Where one process would have another order in memory, kernels may add in another order too; there are no bounds for
+    that.
 
-    A gradient that is 0 in exact arithmetic, as that of a bias of keys, is only rounding noise: it is judged against
-    the norm of all gradients of its layer. AdamW makes steps of full size of it, on both sides: where a weight may
-    differ at all, such a one may by 1 of what two weights can have moved apart.
+    The weights of all replicas must always be bitwise equal.
 
-    ``diagnosis``: of a verdict that is not ok, where the layout begins to differ, and the likely cause.
+    A gradient that is 0 in exact arithmetic, as that of the bias of attention keys is, is only rounding noise: it is
+    compared with the norm of all gradients of its layer. From such a gradient AdamW makes steps of full size, on both
+    sides. So where weights may differ at all, a weight with such a gradient may differ by 1 times the largest distance
+    that AdamW can put between two weights.
+
+    Attributes:
+        steps: Number of steps taken.
+        gradients: Number of gradients compared.
+        weights: Number of weights compared.
+        losses: The losses of the plain process.
+        differences: What is not bitwise equal: losses and norms first, then gradients and weights by logical name.
+        replicas: Number of replicas.
+        diagnosis: Where the layout begins to differ and the likely cause, if the verdict is not ok.
     """
 
     steps: int
@@ -136,16 +156,17 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Whether no difference is larger than what is allowed for it."""
+        """Return whether every difference is within its bound."""
         return all(difference.ok for difference in self.differences)
 
     @property
     def bitwise(self) -> bool:
+        """Return whether nothing differs."""
         return not self.differences
 
     @property
     def worst(self) -> float:
-        """The largest relative difference, 0 if bitwise equal."""
+        """Return the largest relative difference, 0 if everything is bitwise equal."""
         return max((difference.error for difference in self.differences), default=0.0)
 
     def __str__(self) -> str:
@@ -169,11 +190,20 @@ class Verdict:
 
 
 def verify(run: Run, job: Job | None = None) -> Verdict:
-    """Train ``run.steps`` steps on the layout and in one plain process; compare every loss, gradient norm and weight,
-    and the gradients of the first step.
+    """Train a run on its layout and in one plain process, and compare the results.
 
-    Give a job with actors enough to use them. Device "auto" is CPUs, whose bits are everywhere the same; with "cuda"
-    the plain process uses a GPU of its own. Raises ConfigError as ``launch`` does.
+    Compares every loss and gradient norm, the gradients of the first step, and the weights after the last step.
+
+    Args:
+        run: The run. Device "auto" means CPUs here, whose results are bitwise the same everywhere. With "cuda" the
+            plain process uses a GPU of its own.
+        job: A job with enough actors to reuse, or None to launch one.
+
+    Returns:
+        The verdict.
+
+    Raises:
+        ConfigError: As ``launch`` does, or if the batch function is not pure.
     """
     run = unrecorded(run)
     run = replace(run, device="cpu") if run.device == "auto" else run
@@ -188,7 +218,7 @@ def verify(run: Run, job: Job | None = None) -> Verdict:
 
 
 def _judge(job: Job, plain: Trained) -> Verdict:
-    """The verdict; one that is not ok with its diagnosis."""
+    """Compare, and add the diagnosis if the verdict is not ok."""
     verdict = _compare(job, plain)
     if verdict.ok:
         return verdict
@@ -198,6 +228,7 @@ def _judge(job: Job, plain: Trained) -> Verdict:
 
 
 def _compare(job: Job, plain: Trained) -> Verdict:
+    """Train the run on the layout, and compare losses, norms, gradients, weights and replicas."""
     run = job.run
     bounds = _allowed(run, job.schedule, plain.tied)
     reports, gradients = list[Report](), dict[str, Tensor | None]()
@@ -240,7 +271,7 @@ def _compare(job: Job, plain: Trained) -> Verdict:
 
 
 class _Pair(NamedTuple):
-    """What is compared. ``scale``: what the error is relative to, the norm of ``wanted`` if it is None."""
+    """Two tensors to compare. ``scale`` is what the error is relative to, or None for the norm of ``wanted``."""
 
     what: str
     found: Tensor
@@ -251,6 +282,7 @@ class _Pair(NamedTuple):
 
 
 def _allowed(run: Run, schedule: Schedule, tied: bool) -> Bounds:
+    """Choose the bounds that apply to a run."""
     if run.device == "cuda":
         return Bounds(*map(max, DIVIDED, ON_GPUS)) if run.mesh.tensor_ranks * run.mesh.cp > 1 else ON_GPUS
     if run.mesh.tensor_ranks * run.mesh.cp > 1:
@@ -261,7 +293,7 @@ def _allowed(run: Run, schedule: Schedule, tied: bool) -> Bounds:
 
 
 def _in_order(schedule: Schedule) -> bool:
-    """Whether every stage adds up the gradients of its weights in the order of the microbatches."""
+    """Return whether every stage adds the gradients of its weights in the order of the microbatches."""
     orders: defaultdict[int | None, list[int]] = defaultdict(list)
     for row in schedule.rows:
         for stage, op, microbatch in row:
@@ -271,7 +303,7 @@ def _in_order(schedule: Schedule) -> bool:
 
 
 def _apart(run: Run, weight: Tensor) -> float:
-    """How far AdamW can have moved two weights apart: each by the learning rate, in every element and step."""
+    """Compute how far apart AdamW can move two weights: each moves by the learning rate, in every element and step."""
     return 2 * sum(lr_at(run.optim, step, run.steps) for step in range(run.steps)) * math.sqrt(weight.numel())
 
 
@@ -280,5 +312,5 @@ def _exact(figure: float) -> Tensor:
 
 
 def _dense(gradient: Tensor | None) -> Tensor:
-    """A gradient that nobody made as an empty tensor, which is equal to itself only."""
+    """Replace a missing gradient by an empty tensor, which equals only another missing one."""
     return torch.empty(0) if gradient is None else gradient

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from raypar.actors.models.partition import Split, core_cost, split_layers, transformer_costs
+from raypar.actors.models.partition import core_cost, split_layers, transformer_costs
 from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
 from raypar.actors.specs.recompute import Recompute, word_of
+from raypar.actors.specs.types import Split
 from raypar.schedules.action import Op
 from raypar.schedules.simulation.simulate import Costs
 

@@ -1,1 +1,1 @@
-"""What a run leaves for people: reports, records, progress, summaries."""
+"""The results of a run: step reports, progress display, run folders, trackers, summaries and the HTML report."""

@@ -1,4 +1,4 @@
-"""Progress of a long run: a live bar on a terminal, plain lines elsewhere, and a summary at the end."""
+"""The progress display of a run: a live bar on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from raypar.config.run import Run
+from raypar.actors.specs.run import Run
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.run_folder.append import heard
 
@@ -22,14 +22,22 @@ log = logging.getLogger("raypar")
 
 
 class Display(Protocol):
-    """Shows what a run produces, as it comes."""
+    """Shows reports and evaluations as they come."""
 
     def show(self, outcome: Report | Evaluation) -> None: ...
 
 
 @contextmanager
 def display(run: Run, steps: int) -> Iterator[Display]:
-    """A bar if standard error is a terminal, otherwise log lines; for a run that ends after ``steps`` steps."""
+    """Show the progress of a run within the block: a bar if standard error is a terminal, otherwise log lines.
+
+    Args:
+        run: The run.
+        steps: The number of steps after which it ends.
+
+    Yields:
+        The display.
+    """
     if not sys.stderr.isatty():
         with _heard():
             yield _Lines(steps)
@@ -47,7 +55,7 @@ def display(run: Run, steps: int) -> Iterator[Display]:
 
 @contextmanager
 def _heard() -> Iterator[None]:
-    """Let a script that has not set up logging see the lines all the same."""
+    """Show the log lines even if the user's script has not set up logging."""
     if heard():
         yield
         return
@@ -62,6 +70,8 @@ def _heard() -> Iterator[None]:
 
 
 class _Bar:
+    """A live bar on a terminal."""
+
     def __init__(self, progress: Progress, steps: int) -> None:
         self._progress, self._steps = progress, steps
         self._task = progress.add_task("train", total=steps, figures="")
@@ -74,11 +84,11 @@ class _Bar:
 
 
 class _Lines:
-    """About fifty lines a run, and never two within a second unless it is short."""
+    """Log lines: about fifty in a run, and at most one a second if the run has more than fifty steps."""
 
     def __init__(self, steps: int) -> None:
         self._steps, self._every, self._last = steps, max(1, steps // 50), 0.0
-        self._recent = deque[float](maxlen=50)  # milliseconds a step
+        self._recent = deque[float](maxlen=50)  # step times in milliseconds
 
     def show(self, outcome: Report | Evaluation) -> None:
         if isinstance(outcome, Evaluation):
@@ -95,7 +105,7 @@ class _Lines:
 
 
 def _figures(report: Report) -> str:
-    """A step in a line; memory is that of the rank that has most."""
+    """Format a step as one line. The memory is that of the pipeline rank with the most."""
     return (
         f"loss {_short(report.loss, 4)}  grad {_short(report.grad_norm, 3)}  {report.tokens_per_s:,.0f} tokens/s  "
         f"bubble {report.bubble:.0%}  {max(report.peak_memory, default=0) / 2**30:.2f} GiB"

@@ -1,4 +1,4 @@
-"""What is told of a run while it goes: its folder, and its trackers."""
+"""The record of a run: passes every report and evaluation to the run folder and the trackers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from functools import partial
 from raypar.actors.errors import first_line
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import Span
-from raypar.config.run import Run
+from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import Tracker
 from raypar.config.toml import plain_of
-from raypar.config.validate.outputs import Tracker
 from raypar.paths import absolute
 from raypar.reporting.report import Evaluation, Moved, Report, ledger_of, timelines_of
 from raypar.reporting.run_folder.write import Folder
@@ -27,18 +27,29 @@ _SECRETS = re.compile(r"(?i)((?:key|token|secret|password)[\w.-]*[\"']?\s*[:=]\s
 
 
 class Record:
-    """Told of a run's begin, of every outcome, and of its end; nothing that goes wrong here ends the run.
+    """Records a run's start, results and end. After construction no error here ends the run.
 
-    Raises ConfigError if the run's folder can't be made or is another job's.
+    Args:
+        run: The run.
+
+    Raises:
+        ConfigError: If the run's folder can't be made or belongs to another job.
     """
 
     def __init__(self, run: Run) -> None:
         self._folder = None if run.folder is None else Folder(run.folder)
         self._sinks: dict[str, Sink] = {}
-        self._step: int | None = None  # the latest, of which nothing but its report is known yet
+        self._step: int | None = None  # the latest step whose times are not recorded yet
 
     def begin(self, run: Run, schedule: Schedule, step: int, name: str) -> None:
-        """The run begins, or goes on, at ``step``; ``name`` is the job's."""
+        """Record that the run starts or continues.
+
+        Args:
+            run: The run.
+            schedule: The lowered schedule of a training step.
+            step: The first step to be taken.
+            name: The job's name.
+        """
         if self._folder is not None:
             self._folder.begin(run, schedule, step)
         title = name if run.folder is None else absolute(run.folder).name
@@ -46,7 +57,7 @@ class Record:
             self._tell(tracker, partial(self._add, tracker, title, run, step))
 
     def write(self, outcome: Report | Evaluation) -> None:
-        """A step was taken, or an evaluation."""
+        """Record a step's report or an evaluation."""
         line = outcome.to_dict()
         if isinstance(outcome, Report):
             self._step = outcome.step
@@ -56,19 +67,27 @@ class Record:
             self._tell(tracker, partial(sink.write, line, outcome.step))
 
     def unmeasured(self) -> int | None:
-        """The latest step, if its times are to be kept and nobody was told so yet."""
+        """Return the latest step if its times are still to be recorded, else None. Only the first call returns it."""
         step, self._step = self._step, None
         return None if self._folder is None else step
 
     def measured(
         self, step: int, schedule: Schedule, world: World, rows: Sequence[Sequence[Span]], moved: Sequence[Moved]
     ) -> None:
-        """Keep the times of a step, of which ``rows`` are each rank's spans, and what each rank has moved so far."""
+        """Record the times of a step and the bytes moved so far.
+
+        Args:
+            step: The step.
+            schedule: The schedule as it was performed.
+            world: The ranks.
+            rows: The spans of every rank, by rank.
+            moved: The calls and bytes of every rank so far, by rank.
+        """
         if self._folder is not None:
             self._folder.measured(step, timelines_of(schedule, world, rows), ledger_of(world, moved))
 
     def close(self) -> None:
-        """The run is over. Twice does no harm."""
+        """End the record. A second call does nothing."""
         for tracker, sink in list(self._sinks.items()):
             self._tell(tracker, sink.close)
         self._sinks.clear()
@@ -80,6 +99,7 @@ class Record:
         sink.begin(plain_of(run))
 
     def _tell(self, tracker: str, call: Callable[[], None]) -> None:
+        """Call a tracker. If it raises, log a warning and drop the tracker."""
         try:
             call()
         except Exception as error:
@@ -90,7 +110,7 @@ class Record:
 
 
 def _without_secrets(text: str) -> str:
-    """A tracker's words without what stands for a key, a token, a secret or a password, and no name in a URL."""
+    """Mask keys, tokens, secrets, passwords and the user part of URLs in a tracker's error message."""
 
     def hide(found: re.Match[str]) -> str:
         url = found[1] == "://"

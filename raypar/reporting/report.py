@@ -1,4 +1,4 @@
-"""What a step leaves behind for the user."""
+"""The report of a step, the result of an evaluation, and the timelines and ledger made from actors' results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Moved = Mapping[tuple[str, str], tuple[int, int]]  # by (axis, op): calls and by
 
 
 def timelines_of(schedule: Schedule, world: World, rows: Sequence[Sequence[Span]]) -> list[Timeline]:
-    """A timeline for each replica, then one for the servers 0, the servers 1, ... of all pipeline ranks.
+    """Make the timelines of a step.
 
     ``schedule`` is the run's, and ``rows`` are the spans of every rank. The first of all is at second 0.
     """
@@ -28,7 +28,15 @@ def timelines_of(schedule: Schedule, world: World, rows: Sequence[Sequence[Span]
 
 
 def ledger_of(world: World, moved: Sequence[Moved]) -> dict[str, dict[tuple[str, str], Entry]]:
-    """Calls and bytes by (axis, op) of every actor, by its name; ``moved`` are those of every rank."""
+    """Return the calls and bytes by (axis, op) of every actor.
+
+    Args:
+        world: The ranks.
+        moved: The calls and bytes by (axis, op) of every rank, by rank.
+
+    Returns:
+        The entries by actor name and (axis, op).
+    """
     return {
         world.label(rank): {key: Entry(*counts) for key, counts in table.items()} for rank, table in enumerate(moved)
     }
@@ -47,20 +55,22 @@ def _timeline(schedule: Schedule, world: World, zero: float, rows: dict[int, Seq
 class Report:
     """One training step.
 
-    step          its number, from 0
-    loss          mean over the step's tokens, over all replicas
-    grad_norm     global 2-norm of the gradients before clipping
-    lr            learning rate of the update
-    tokens        target elements of the step
-    tokens_per_s  as the driver saw it
-    step_ms       milliseconds, likewise
-    bubble        share of the actors' time in which they computed nothing, 0 to 1
-    overlap       share of the gradients' reduction that was hidden behind compute: 1 - (seconds that an actor spent on
-                  starting it and waiting for it) / (seconds in which it was under way), mean over the actors; None
-                  with one replica, and with servers, whose weights are waited for besides
-    in_flight     activations in flight: most microbatches held between forward and backward, for each pipeline rank
-                  (of its replicas the most)
-    peak_memory   bytes: largest resident memory during the step, on GPUs what torch held there, likewise
+    Attributes:
+        step: Its number, from 0.
+        loss: Mean over the step's tokens, over all replicas.
+        grad_norm: Global 2-norm of the gradients before clipping.
+        lr: Learning rate of the update.
+        tokens: Number of target elements of the step.
+        tokens_per_s: Tokens a second, by the driver's clock.
+        step_ms: Duration in milliseconds, by the driver's clock.
+        bubble: Share of the actors' time in which they computed nothing, 0 to 1.
+        overlap: Share of the gradient reduction that was hidden behind compute: 1 - (seconds that an actor spent on
+            starting it and waiting for it) / (seconds in which it was under way), mean over the actors. None with one
+            replica, and with servers, where actors wait for weights as well.
+        in_flight: For each pipeline rank, the most microbatches held between forward and backward (the most of its
+            replicas).
+        peak_memory: For each pipeline rank, the largest memory during the step, in bytes (the most of its replicas):
+            resident memory on CPUs, torch's memory on GPUs.
     """
 
     step: int
@@ -76,15 +86,20 @@ class Report:
     peak_memory: tuple[int, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """For a line of JSON."""
+        """Return the fields as a dict, for a line of JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss on validation data: the mean over its tokens, in nats a token for text.
+    """The result of an evaluation on the validation data.
 
-    perplexity is exp(loss); seconds is what it took.
+    Attributes:
+        step: Number of steps taken before it.
+        loss: Mean over the tokens of the validation data; in nats a token for text.
+        tokens: Number of target elements.
+        seconds: Duration in seconds.
+        perplexity: exp(loss).
     """
 
     step: int
@@ -97,12 +112,23 @@ class Evaluation:
         return math.exp(min(self.loss, 700.0))
 
     def to_dict(self) -> dict[str, Any]:
-        """For a line of JSON."""
+        """Return the fields as a dict, for a line of JSON."""
         return {"step": self.step, "val_loss": self.loss, "perplexity": self.perplexity, "tokens": self.tokens}
 
 
 def report_of(step: int, lr: float, seconds: float, results: Sequence[StepResult], world: World) -> Report:
-    """Put together what the actors said of a step, by rank."""
+    """Make the report of a step from the actors' results.
+
+    Args:
+        step: The step.
+        lr: Learning rate of the update.
+        seconds: Duration of the step, by the driver's clock.
+        results: The actors' results, by rank.
+        world: The ranks.
+
+    Returns:
+        The report.
+    """
     losses, counts = losses_of(results)
     tokens = sum(counts)
     workers = results[: world.mesh.size]
@@ -125,8 +151,16 @@ def report_of(step: int, lr: float, seconds: float, results: Sequence[StepResult
 
 
 def losses_of(results: Sequence[StepResult]) -> tuple[list[float], list[int]]:
-    """Loss and target elements of every microbatch, in the order in which one process would take them: the first
-    microbatch of each replica, then the second of each."""
+    """Collect loss and token count of every microbatch, in the order in which one process would take them.
+
+    That is the first microbatch of each replica, then the second of each, and so on.
+
+    Args:
+        results: The actors' results, by rank.
+
+    Returns:
+        The losses, and the numbers of target elements.
+    """
     last = [result for result in results if result.losses]
     losses = [loss for same in zip(*(result.losses for result in last), strict=True) for loss in same]
     counts = [count for same in zip(*(result.counts for result in last), strict=True) for count in same]
@@ -134,10 +168,18 @@ def losses_of(results: Sequence[StepResult]) -> tuple[list[float], list[int]]:
 
 
 def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float:
-    """The mean over tokens, from microbatches' means over ``counts`` each, added in their order; 0 without tokens."""
+    """Compute the mean loss over tokens.
+
+    Args:
+        losses: Mean loss of each microbatch, in the order of addition.
+        counts: Number of tokens of each microbatch.
+
+    Returns:
+        The mean; 0 if there are no tokens.
+    """
     most = max(counts)
     if not most:
         return 0.0
-    # shares of the longest one and not counts: equal counts give exactly sum(losses) / len(losses)
+    # Weights are shares of the largest count, so that equal counts give exactly sum(losses) / len(losses).
     shares = [count / most for count in counts]
     return sum(share * loss for share, loss in zip(shares, losses, strict=True)) / sum(shares)

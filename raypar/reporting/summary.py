@@ -1,4 +1,4 @@
-"""What a finished run, or one that could start, comes to: rows of a name and its figure."""
+"""The summary of a planned or finished run: rows of a name and a figure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import Transformer
-from raypar.config.run import Run, costs_of_run, world_of
+from raypar.actors.specs.run import Run
+from raypar.config.run import costs_of_run, world_of
 from raypar.reporting.report import Evaluation, Report
 from raypar.schedules.action import Op
 from raypar.schedules.schedule import Schedule
@@ -24,7 +25,15 @@ def predicted(run: Run, schedule: Schedule) -> Timeline:
 
 
 def plan_rows(run: Run, schedule: Schedule) -> Rows:
-    """What a run would do."""
+    """Summarize what a run would do.
+
+    Args:
+        run: The run.
+        schedule: The lowered schedule of a training step.
+
+    Returns:
+        Rows of a name and a figure.
+    """
     timeline = predicted(run, schedule)
     samples = run.mesh.dp * run.microbatches * run.micro_batch_size
     replicas = f"{run.mesh.dp} replicas x " if run.mesh.dp > 1 else ""
@@ -56,9 +65,19 @@ def closing_rows(
     wall_seconds: float,
     files: Mapping[str, Path | None],
 ) -> Rows:
-    """What a finished run has come to; the first step, which also warms up, does not count for speed.
+    """Summarize a finished run. Speed and bubble leave out the first step, which also warms up.
 
-    ``files`` were written, by what they are.
+    Args:
+        run: The run.
+        schedule: The lowered schedule of a training step.
+        reports: The reports of all steps, at least one.
+        evaluation: The last evaluation.
+        launch_seconds: Time that the launch took, in seconds.
+        wall_seconds: Time that everything took, in seconds.
+        files: The files that were written, by what they are; None for one that was not.
+
+    Returns:
+        Rows of a name and a figure.
     """
     timeline, last = predicted(run, schedule), reports[-1]
     steady = reports[1:] or reports

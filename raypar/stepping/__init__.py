@@ -1,1 +1,1 @@
-"""Training steps by hand: the stepper, what it shows, and recordings of a stage that are played alone."""
+"""Training steps performed by hand: the stepper, its views, and recordings of a stage that can be replayed alone."""

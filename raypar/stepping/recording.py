@@ -1,4 +1,4 @@
-"""Recordings of one stage in one step: a safetensors file with all that it was given and has made."""
+"""Recordings of one stage in one step: a safetensors file with all its inputs, outputs, gradients and state."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from raypar.actors.checkpoint.shards import is_plain, read_shard, write_shard
 from raypar.actors.errors import CheckpointError
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.recompute import Recompute
+from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.manifest import Step
 from raypar.config.fields import brief
-from raypar.config.run import Run
 from raypar.config.toml import plain_of
 from raypar.errors import ConfigError
 from raypar.paths import absolute
@@ -32,19 +32,30 @@ if TYPE_CHECKING:
     from raypar.cluster.calls import Calls  # imports ray, which a replay does without
 
 _FORMAT = "raypar recording 1"
-_ABOUT = "about"  # the tensor that holds what is not a tensor, as JSON
-_MOST_BYTES = 4 << 20  # of it
-_SHA256 = "sha256"  # the tensor that holds that of all others, names, dtypes and shapes included
+_ABOUT = "about"  # the tensor that holds the fields of Recorded, as JSON
+_MOST_BYTES = 4 << 20  # the largest size of that tensor
+_SHA256 = "sha256"  # the tensor that holds the hash of all other tensors, with their names, dtypes and shapes
 _ACTION = re.compile(r"[FB][0-9]{1,9}")
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a recording is of; its tensors are named as Tape names them.
+    """What a recording is about. Its tensors are named as ``Tape`` names them.
 
-    layers   of the stage, by their number in the model
-    actions  ``F3``, ``B3``: in the order in which they were done, with the microbatch's number in the whole step
-    model    as a run's TOML writes it
+    Attributes:
+        actor: The name of the actor that made it.
+        stage: The stage.
+        step: The step.
+        layers: The stage's layers, by their numbers in the model.
+        is_last: Whether the stage is the last one, which computes the loss.
+        actions: The actions in the order in which they were done, ``F3`` or ``B3``. The number is that of the
+            microbatch in the whole step, over all replicas.
+        model: The run's model table, as its TOML has it.
+        seed: The run's seed.
+        recompute: The run's recompute setting.
+        threads: Number of torch threads of the actor.
+        device: The kind of device.
+        format: The format's name and version.
     """
 
     actor: str
@@ -62,7 +73,16 @@ class Recorded:
 
 
 def write_recording(path: Path, about: Recorded, tensors: Mapping[str, Tensor]) -> None:
-    """Write a recording: aside, then renamed. Raises CheckpointError."""
+    """Write a recording: to a temporary file, then renamed.
+
+    Args:
+        path: The file.
+        about: What the recording is about.
+        tensors: Its tensors by name.
+
+    Raises:
+        CheckpointError: If the file can't be written.
+    """
     import torch
 
     every = {**tensors, _ABOUT: torch.frombuffer(bytearray(to_json(asdict(about))), dtype=torch.uint8)}
@@ -70,7 +90,17 @@ def write_recording(path: Path, about: Recorded, tensors: Mapping[str, Tensor]) 
 
 
 def read_recording(path: Path) -> tuple[Recorded, dict[str, Tensor]]:
-    """What a recording is of, and its tensors, which are mapped. Raises ConfigError for a damaged file, or another."""
+    """Read a recording.
+
+    Args:
+        path: The file.
+
+    Returns:
+        What the recording is about, and its tensors by name, which are memory-mapped.
+
+    Raises:
+        ConfigError: If the file is damaged or not a recording of this version.
+    """
     path = absolute(path)
     try:
         tensors = read_shard(path.parent, path.name)
@@ -98,7 +128,7 @@ def read_recording(path: Path) -> tuple[Recorded, dict[str, Tensor]]:
 
 
 def _odd(about: Recorded, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Why no stage can have left such a recording behind."""
+    """Yield the reasons why no stage can have made such a recording."""
     if about.format != _FORMAT:
         yield f"it is {brief(about.format)}"
     if list(about.layers) != sorted(set(about.layers)):
@@ -128,7 +158,7 @@ def _reader() -> TypeAdapter[Any]:
 
 
 class Recorder:
-    """The recordings that are wanted of a step."""
+    """The recordings that the user wants of a step."""
 
     def __init__(self, run: Run, device: DeviceKind, world: World, calls: Calls) -> None:
         self._run, self._device, self._world, self._calls = run, device, world, calls
@@ -136,7 +166,18 @@ class Recorder:
         self._num_stages = 0
 
     def begin(self, path: Path, stage: int, dp: int, schedule: Schedule) -> None:
-        """Want a recording of a stage of a replica. Raises ConfigError if there is none, or no place for the file."""
+        """Ask for a recording of one stage of one replica.
+
+        Args:
+            path: The file to write.
+            stage: The stage.
+            dp: The replica.
+            schedule: The schedule of the step.
+
+        Raises:
+            ConfigError: If there is no such stage or replica, if stages are divided over tp or cp, or if the file can't
+                be written. The text lists all faults.
+        """
         path, faults = absolute(path), []
         if not is_plain(path.name):
             faults.append(f"{path.name!r} is no name for a recording: use letters, digits, '.', '_' and '-'")
@@ -162,12 +203,19 @@ class Recorder:
         self._num_stages = schedule.num_stages
 
     def start(self) -> None:
-        """Let the actors record, from the start of a step on."""
+        """Make the actors record, from the start of a step on."""
         for rank, stage in self._wanted:
             self._calls.one(rank, "record", stage, what=f"recording stage {stage}")
 
     def save(self, step: int) -> None:
-        """Write what was recorded in the step. Raises CheckpointError if a disk refuses."""
+        """Fetch what was recorded in a step and write the files.
+
+        Args:
+            step: The step.
+
+        Raises:
+            CheckpointError: If a file can't be written.
+        """
         for (rank, stage), path in self._wanted.items():
             layers, actions, tensors = self._calls.one(
                 rank, "recording", stage, what=f"fetching what stage {stage} did"

@@ -1,4 +1,4 @@
-"""Playing a recorded stage: the same forwards and backwards in this process, without Ray and without the others."""
+"""Replaying a recorded stage: the same forwards and backwards in this process, without Ray and without other stages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from torch import Tensor
 from raypar.actors.device import place_of
 from raypar.actors.models.build import build_model
 from raypar.actors.pipeline.stage import Stage
-from raypar.actors.specs.model import GPT, Layers, Llama
+from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
 from raypar.actors.tensors import Values
 from raypar.config.fields import brief, field_faults
 from raypar.config.toml import run_of
-from raypar.config.validate.model import model_faults
 from raypar.errors import ConfigError
 from raypar.schedules.drawing.cells import first_of
 from raypar.stepping.recording import Recorded, read_recording
@@ -27,12 +26,13 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, repr=False)
 class Replayed:
-    """A stage's step, played again.
+    """A replayed step of one stage.
 
-    recorded     what it was
-    stage        the stage with its gradients, as they were before they were summed over replicas
-    differences  what did not come out bit by bit: an output (``F3/outputs/0``), a gradient that goes back
-                 (``B3/outputs/0``), or one of a weight (``gradients/blocks.0.mlp.up.weight``)
+    Attributes:
+        recorded: What the recording is about.
+        stage: The stage with its gradients, as they were before the reduction over replicas.
+        differences: What is not bitwise equal to the recording: an output (``F3/outputs/0``), a gradient sent to the
+            previous stage (``B3/outputs/0``), or a weight's gradient (``gradients/blocks.0.mlp.up.weight``).
     """
 
     recorded: Recorded
@@ -41,7 +41,7 @@ class Replayed:
 
     @property
     def ok(self) -> bool:
-        """Whether every output and gradient has the bits of the recording."""
+        """Return whether every output and gradient is bitwise equal to the recording."""
         return not self.differences
 
     def __repr__(self) -> str:
@@ -55,12 +55,20 @@ class Replayed:
 def replay(
     path: str | Path, model: Layers | None = None, *, on: Callable[[str, Stage], object] | None = None
 ) -> Replayed:
-    """Play what ``Stepper.record`` has written: the stage alone, in this process, with the same inputs and seeds.
+    """Replay a recording of ``Stepper.record``: the stage alone, in this process, with the same inputs and seeds.
 
-    A debugger stops in the model's code as in any other. ``model`` is that of the run if it was of your own modules;
-    ``on(action, stage)`` is called before each action, ``F3`` or ``B3``: for a breakpoint, say.
+    A debugger stops in the model's code as in any other Python code.
 
-    Raises ConfigError if the file is no recording, or not of this model.
+    Args:
+        path: The recording.
+        model: The run's model, needed if it consists of the user's own modules.
+        on: Called as ``on(action, stage)`` before each action, ``F3`` or ``B3``, for example to set a breakpoint.
+
+    Returns:
+        The stage, and what differs from the recording.
+
+    Raises:
+        ConfigError: If the file is not a recording, or not one of this model.
     """
     recorded, tensors = read_recording(Path(path))
     with _as_it_was(recorded):
@@ -83,7 +91,7 @@ def replay(
         found = {f"gradients/{name}": gradient for name, gradient in gradients.items()}
         shared = {
             name: value for name, value in found.items() if name in tensors
-        }  # of a tied weight it has a part only
+        }  # a tied weight's gradient is not recorded: the stage makes only a part of it
         differences += _unequal(shared, tensors, "gradients/")
     return Replayed(recorded, stage, tuple(differences))
 
@@ -91,9 +99,10 @@ def replay(
 def _model_of(recorded: Recorded, model: Layers | None) -> GPT | Llama | Layers:
     if "fn" not in recorded.model:
         spec = run_of({"model": recorded.model}).model
-        if faults := [fault.text for fault in field_faults(spec, "model.")] or list(
-            model_faults(spec, lambda *_: True)
-        ):
+        faults = [fault.text for fault in field_faults(spec, "model.")]
+        if not faults and isinstance(spec, Transformer):
+            faults += spec.faults(lambda *_: True)
+        if faults:
             raise ConfigError(faults)
         return spec
     if model is None:
@@ -104,7 +113,7 @@ def _model_of(recorded: Recorded, model: Layers | None) -> GPT | Llama | Layers:
 
 
 def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Llama | Layers) -> Stage:
-    """The stage with its recorded state. Raises ConfigError if the model has other layers or weights."""
+    """Build the stage with its recorded state. Raises ConfigError if the model has other layers or weights."""
     model = build_model(spec, recorded.seed)
     if not recorded.layers or not all(0 <= layer < len(model.names) for layer in recorded.layers):
         layers = brief(list(recorded.layers))
@@ -147,7 +156,7 @@ def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Llama | Layers) -> 
 
 @contextmanager
 def _as_it_was(recorded: Recorded) -> Iterator[None]:
-    """The threads and the random numbers of the recording, for this time only."""
+    """Use the recording's number of threads in the block; restore the threads and the random state afterwards."""
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, min(recorded.threads, 1024)))
     try:
@@ -158,7 +167,7 @@ def _as_it_was(recorded: Recorded) -> Iterator[None]:
 
 
 def _values(tensors: Tensors, folder: str) -> Values:
-    """Copies of the values of one end of an action."""
+    """Return copies of the inputs, outputs or targets that the recording has in a folder."""
     values: list[Tensor] = []
     while (found := tensors.get(f"{folder}/{len(values)}")) is not None:
         values.append(found.clone())
@@ -166,7 +175,7 @@ def _values(tensors: Tensors, folder: str) -> Values:
 
 
 def _unequal(found: Tensors, tensors: Tensors, folder: str) -> list[str]:
-    """What of a folder of the recording was not found, or has other bits."""
+    """Return the names in a folder of the recording that are missing in ``found`` or not bitwise equal."""
     wanted = [name for name in tensors if name.startswith(folder)]
     return [name for name in dict.fromkeys([*wanted, *found]) if not _same_bits(found.get(name), tensors.get(name))]
 

@@ -1,4 +1,4 @@
-"""A training step by hand: the schedule's actions one after the other, each an actor call of its own."""
+"""The stepper: one training step, performed action by action, each as an actor call of its own."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ if TYPE_CHECKING:
 
 
 class Stepper:
-    """One training step, move by move. A move is a compute action, a SEND with its RECV, or the STEP of all actors;
-    every replica takes it.
+    """One training step, performed move by move.
 
-    The schedule's order is only a proposal: whatever is ``ready`` may be taken. The gradients are those of a compiled
-    step within rounding, and bit by bit where each stage's backwards come in the order of their microbatches. Weights
-    change in the STEP and not before; ``rewind`` undoes even that.
+    A move is a compute action, a SEND with its RECV, or the STEP of all actors; every replica performs it. The
+    schedule's order is only a proposal: any move that is ``ready`` may be taken. Gradients equal those of a compiled
+    step within rounding, and bitwise if each stage runs its backwards in the order of the microbatches. Weights change
+    only in the STEP, and ``rewind`` undoes even that.
 
-    schedule  of this step: the job's, or what it was swapped for
-    step      its number
+    Attributes:
+        schedule: The schedule of this step: the job's, or the one that ``swap`` has put in its place.
+        step: The number of the step.
     """
 
     def __init__(
@@ -62,10 +63,10 @@ class Stepper:
         self._report: Report | None = None
         self._over: Exception | None = None
         self._note = ""
-        self._seconds = 0.0  # of the moves, not of the pauses between them
+        self._seconds = 0.0  # spent in moves, without the user's pauses between them
         self._guard(lambda: self._calls.all("open", step, what=f"step {step}"))
 
-    # --- where it stands ---
+    # --- state ---
 
     @property
     def schedule(self) -> Schedule:
@@ -73,31 +74,41 @@ class Stepper:
 
     @property
     def midway(self) -> bool:
-        """Whether the step has begun and is neither finished nor given up."""
+        """Return whether the step is neither finished nor given up."""
         return self._report is None and self._over is None
 
     @property
     def done(self) -> tuple[Action, ...]:
-        """The actions taken so far, in their order."""
+        """Return the actions taken so far, in their order."""
         return self._board.done
 
     @property
     def left(self) -> tuple[Action, ...]:
-        """The actions that are left, in the schedule's order."""
+        """Return the actions that are left, in the schedule's order."""
         return tuple(name for move in self._board.left for name in move.names)
 
     def ready(self) -> Ready:
-        """Every action that may be taken next, with ``do``; the first one is what ``next`` takes."""
+        """Return every action that may be taken next with ``do``; the first one is the one that ``next`` takes."""
         return Ready.of(self._board.ready() if self.midway else ())
 
     def why(self, action: str | Action) -> Why:
-        """What an action waits for, back to what can be done now. Raises MoveError if the step has no such action."""
+        """Say what an action waits for, down to ready actions. Raises MoveError if the step has no such action."""
         return self._board.why(action)
 
     def peek(self, action: str | Action, dp: int = 0, cp: int = 0, tp: int = 0) -> Seen:
-        """What an action has made on one actor, of what is divided its part: outputs, the loss, gradients going back.
+        """Show what an action has made on one actor: outputs, the loss, or gradients for the previous stage.
 
-        Raises MoveError if it is not done or makes no tensors.
+        Args:
+            action: The action; for a SEND, what it sent is shown.
+            dp: The replica.
+            cp: The coordinate on the context-parallel axis.
+            tp: The coordinate on the tensor-parallel axis.
+
+        Returns:
+            The tensors, with their statistics. If a tensor is divided over actors, this actor's part.
+
+        Raises:
+            MoveError: If the action is not done or makes no tensors, or if there is no such coordinate.
         """
         self._demand_midway()
         wanted = maker_of(self.why(action).asked, (*self.done, *self.left))
@@ -114,7 +125,7 @@ class Stepper:
         return self._seen(wanted, [mesh.rank(rank_of(wanted, self.schedule), **places)], tensors=True)[0]
 
     def state(self) -> State:
-        """What every actor holds."""
+        """Return what every actor holds."""
         self._demand_midway()
         found: list[Held] = self._guard(lambda: self._calls.all("held", what="looking at the actors"))
         whole = {action._replace(op=Op.I): action for action in self.done if action.op is Op.B}
@@ -129,52 +140,86 @@ class Stepper:
         return (self._note if self.midway else "") + f"step {self.step}, {moves}, next: {self._cursor()}\n{grid}"
 
     def _repr_svg_(self) -> str:
-        """The picture that a notebook shows."""
+        """Draw the step so far, for a notebook."""
         return svg(self.schedule, done=frozenset(self.done), cursor=self._next_compute())
 
     # --- moves ---
 
     def next(self) -> Taken:
-        """Take the next move of the schedule; raises StopIteration when only ``finish`` is left."""
+        """Take the next move of the schedule. Raises StopIteration if only ``finish`` is left."""
         if self._over is None and not self._board.left:
             raise StopIteration(f"every action is taken; next: {self._cursor()}")
         return self.run(1)
 
     def run(self, moves: int | None = None) -> Taken:
-        """Take the next so many moves of the schedule (None: all that are left); stops where ``break_on`` says."""
+        """Take the next moves of the schedule. Stops early where ``break_on`` says.
+
+        Args:
+            moves: How many, or None for all that are left.
+
+        Returns:
+            The actions taken.
+        """
         if moves is not None and (not isinstance(moves, int) or moves < 0):
             raise MoveError(f"run {moves!r} moves: give a number of 0 or more, or None for all")
         return self._take(self._board.left[:moves])
 
     def run_to(self, action: str | Action) -> Taken:
-        """Take every move of the schedule up to and with this action; stops where ``break_on`` says.
+        """Take the moves of the schedule up to and including one action. Stops early where ``break_on`` says.
 
-        Raises MoveError if the schedule has no such action, or if it is taken already.
+        Args:
+            action: The action.
+
+        Returns:
+            The actions taken.
+
+        Raises:
+            MoveError: If the step has no such action, or if it is done already.
         """
         self._demand_midway()
         left = self._board.left
         return self._take(left[: left.index(self._board.find(action)) + 1])
 
     def do(self, action: str | Action) -> Taken:
-        """Take one move that is ready, in whatever order. Raises MoveError, for one that waits with ``why``."""
+        """Take one ready move, in any order.
+
+        Args:
+            action: An action of the move.
+
+        Returns:
+            The actions taken.
+
+        Raises:
+            MoveError: If the move is not ready; the text says what it waits for.
+        """
         self._demand_midway()
         return self._take([self._board.demand_ready(action)])
 
     def break_on(self, predicate: Callable[[Seen], object] | None) -> None:
-        """Stop behind the first move that made something for which the predicate holds; None: nowhere.
+        """Stop after the first move whose result fulfils a predicate.
 
-        ``break_on(lambda seen: not seen.finite)``, or ``seen.norm > 100``, or ``seen.memory > 2**30``.
+        Examples: ``break_on(lambda seen: not seen.finite)``, or ``seen.norm > 100``, or ``seen.memory > 2**30``.
+
+        Args:
+            predicate: A function of what an action made on an actor, or None to stop nowhere.
         """
         if predicate is not None and not callable(predicate):
             raise MoveError(f"break_on {predicate!r}: give a function of what was seen, or None")
         self._predicate = predicate
 
     def swap(self, schedule: str | Schedule | Written) -> Taken:
-        """Do what is left of the step in the order of another schedule: a name, a CSV file, rows.
+        """Perform what is left of the step in the order of another schedule.
 
-        Rows are one a rank, of Actions or of texts: ``[["0F0", "0B0"], ["1F0", "1B0"]]``.
+        Args:
+            schedule: A name, a CSV file, a Schedule, or rows of Actions or texts, one for each rank: ``[["0F0", "0B0"],
+                ["1F0", "1B0"]]``.
 
-        It is checked first, together with what is done. Raises ScheduleError, and then nothing has changed.
+        Returns:
+            No actions; a REPL shows the drawing.
+
+        Raises:
+            ScheduleError: If the schedule, together with the actions that are done, breaks a rule. Nothing has changed
+                then.
         """
         self._demand_midway()
         wanted = schedule if isinstance(schedule, str | Schedule) else Schedule.of("edited", schedule)
@@ -182,11 +227,18 @@ class Stepper:
         return Taken.of((), repr(self))
 
     def record(self, path: str | Path, stage: int, dp: int = 0) -> None:
-        """Record all that a stage of a replica is given and makes in this step, for ``raypar.replay``.
+        """Record what a stage of a replica is given and makes in this step, for ``raypar.replay``.
 
         ``finish`` writes the file.
 
-        Raises MoveError if the stage has done something already, ConfigError if the file can't be written.
+        Args:
+            path: The file.
+            stage: The stage.
+            dp: The replica.
+
+        Raises:
+            MoveError: If the stage has done an action already.
+            ConfigError: If there is no such stage or replica, or if the file can't be written.
         """
         self._demand_midway()
         begun = [action for action in self.done if action.stage == stage]
@@ -195,10 +247,10 @@ class Stepper:
         self._recorder.begin(Path(path), stage, dp, self.schedule)
         self._guard(self._recorder.start)
 
-    # --- its end ---
+    # --- end of the step ---
 
     def finish(self) -> Report:
-        """Take what is left, whatever ``break_on`` says; close the step, and return its report."""
+        """Take all moves that are left, regardless of ``break_on``, close the step, and return its report."""
         if self._report is None:
             with patience(f"step {self.step}") as ctrl_c:
                 self._perform(self._board.left)
@@ -209,7 +261,10 @@ class Stepper:
         return self._report
 
     def rewind(self) -> Taken:
-        """Go back to the start of the step, with its first schedule, bit by bit: weights, optimizer and buffers."""
+        """Return to the start of the step and its first schedule; weights, optimizer and buffers are restored.
+
+        Every bit is as it was.
+        """
         with patience(f"rewinding step {self.step}") as ctrl_c:
             self._undo()
             self._board, self._note = Board(self._proposed), ""
@@ -218,20 +273,21 @@ class Stepper:
         return Taken.of((), repr(self))
 
     def abort(self) -> None:
-        """Give the step up: everything is as it was before, and the job can go on."""
+        """Give the step up: everything is as it was before it, and the job can go on."""
         with patience(f"giving step {self.step} up") as ctrl_c:
             self._undo()
             self._over = JobError(f"step {self.step} was given up: job.stepper() begins it anew")
         ctrl_c.heed()
 
-    # --- inside ---
+    # --- internals ---
 
     def _undo(self) -> None:
+        """Make the actors restore their state of the start of the step."""
         self._demand_midway()
         self._guard(lambda: self._calls.all("rewind", what=f"rewinding step {self.step}"))
 
     def _take(self, chosen: Sequence[Move]) -> Taken:
-        """Take moves, one by one if something is looked for in each."""
+        """Take moves: together, or one by one if there is a predicate to evaluate after each."""
         self._demand_midway()
         before, size = len(self._board.taken), len(chosen) if self._predicate is None else 1
         self._note = ""
@@ -244,7 +300,7 @@ class Stepper:
         return Taken.of(self._board.taken[before:], repr(self))
 
     def _perform(self, chosen: Sequence[Move]) -> None:
-        """Issue the moves without waiting in between; every actor performs its calls in the order they were made."""
+        """Submit the moves without waiting in between; each actor performs its calls in the order of submission."""
         if self._over is not None:
             raise self._over
         calls = [(rank, action) for move in chosen for pp, action in move.actions for rank in self._ranks(pp, action)]
@@ -257,20 +313,20 @@ class Stepper:
             try:
                 self._timed(perform)
             except NonFiniteError as error:
-                self._over = error  # nobody took the STEP: this step is over
+                self._over = error  # no actor has performed the STEP: this step is over
                 raise
             for move in chosen:
                 self._board.take(move)
 
     def _timed(self, call: Callable[[], Any]) -> Any:
-        """A guarded call, whose time counts as the step's."""
+        """Make a guarded call, and count its time as the step's."""
         start = time.perf_counter()
         answer = self._guard(call)
         self._seconds += time.perf_counter() - start
         return answer
 
     def _stops(self, move: Move) -> bool:
-        """Whether the predicate holds for what a move has made."""
+        """Return whether the predicate holds for what a move has made."""
         assert self._predicate is not None
         for action in filter(makes_tensors, move.names):
             ranks = self._world.replicas_of(rank_of(action, self.schedule))
@@ -284,7 +340,7 @@ class Stepper:
         return list(self._guard(lambda: self._calls.some(ranks, "peek", action, tensors, what=f"peeking at {action}")))
 
     def _ranks(self, pp: int, action: Action) -> tuple[int, ...]:
-        """Who takes an action of a pipeline rank: all its replicas, and for STEP its servers too."""
+        """Return the ranks that perform a pipeline rank's action: all its replicas, and for STEP its servers too."""
         servers = range(self._world.servers if action.op is Op.STEP else 0)
         return (*self._world.replicas_of(pp), *(self._world.server_rank(pp, index) for index in servers))
 
@@ -295,10 +351,11 @@ class Stepper:
             raise JobError(f"step {self.step} is finished: job.stepper() begins the next one")
 
     def _next_compute(self) -> Action | None:
-        """What of the pictures, which show no communication, comes next."""
+        """Return the next compute action; the drawings show no communication."""
         return next((action for action in self.left if action.op in COMPUTE), None)
 
     def _cursor(self) -> str:
+        """Name what comes next."""
         if self._over is not None:
             return "nothing, the step is given up"
         if self._report is not None:

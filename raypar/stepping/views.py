@@ -1,4 +1,4 @@
-"""What a stepper answers with: values that a REPL shows as pictures and tables."""
+"""The return values of a stepper, which a REPL shows as drawings and tables."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _HEAD = ("weights", "gradients", "optimizer", "peak", "in flight", "values for o
 
 
 class Taken(tuple[Action, ...]):
-    """The actions of the moves just taken. In a REPL it draws where the step stands."""
+    """The actions of the moves just taken. A REPL shows the drawing of the step so far."""
 
     _picture: str
 
     @classmethod
     def of(cls, moves: Sequence[Move], picture: str) -> Taken:
-        """What was taken, and the picture after that."""
+        """Make the value from the moves taken and the drawing to show."""
         taken = cls(name for move in moves for name in move.names)
         taken._picture = picture
         return taken
@@ -32,13 +32,16 @@ class Taken(tuple[Action, ...]):
 
 
 class Ready(tuple[Action, ...]):
-    """The actions that may be taken next; of a SEND and its RECV the SEND. In a REPL a line for each pipeline rank."""
+    """The actions that may be taken next; of a SEND and its RECV only the SEND.
+
+    A REPL shows one line for each pipeline rank.
+    """
 
     _ranks: tuple[int, ...]
 
     @classmethod
     def of(cls, moves: Sequence[Move]) -> Ready:
-        """The heads of moves."""
+        """Make the value from the ready moves."""
         ready = cls(move.head for move in moves)
         ready._ranks = tuple(move.actions[0][0] for move in moves)
         return ready
@@ -52,7 +55,7 @@ class Ready(tuple[Action, ...]):
 
 
 class State(tuple["Held", ...]):
-    """What every actor holds. In a REPL a table; sizes in MiB."""
+    """What every actor holds. A REPL shows a table, with sizes in MiB."""
 
     def __repr__(self) -> str:
         rows = [_HEAD, *map(_cells, self)]

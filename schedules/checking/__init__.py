@@ -1,1 +1,1 @@
-"""The proof that a schedule is complete, ordered, bounded and free of deadlock."""
+"""The check that a schedule is complete, in order, within its memory bound and free of deadlock."""

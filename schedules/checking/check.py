@@ -1,4 +1,4 @@
-"""The check: everything that must hold before a schedule may run, said with the place where it does not."""
+"""The check: every rule that a schedule must keep before it may run, and where a schedule breaks one."""
 
 from __future__ import annotations
 
@@ -14,23 +14,34 @@ from raypar.schedules.simulation.sweep import Sweep, Wait
 
 
 def check(schedule: Schedule, *, send_capacity: int | None = None, max_in_flight: int | None = None) -> None:
-    """Prove that a schedule, lowered or not, computes the whole step and comes to its end, or raise CheckError.
+    """Check that a schedule, lowered or not, computes the whole step and never deadlocks.
 
-    complete    each stage runs each microbatch once: one F, and one B or one I and one W unless it is an evaluation
-    placement   every action is on the rank that holds its stage
-    order       every action stands behind what it needs
-    pairing     lowered: each value that crosses ranks has one SEND and one RECV, and there are no others
-    edge order  lowered: a rank receives from another in the order in which that one sends (NCCL has no tags)
-    reduce      REDUCE_GRAD for every stage once or for none, behind the last weight gradient of the stage
-    step        lowered: STEP once a row, behind all weight gradients of the row and their REDUCE_GRAD; none in an
-                evaluation
-    in flight   no rank holds more than ``max_in_flight`` activations, if that is given
-    deadlock    the ranks never wait for one another in a circle
+    The rules:
 
-    ``send_capacity`` says what a SEND waits for: None, nothing; 0, its RECV; k, until fewer than k values are under
-    way to that rank. All faults of the rows are reported together; the rules between rows (edge order and deadlock)
-    are looked at once each row is right in itself. Time is linear in the number of actions, and memory is that of
-    one row and of the values under way.
+    - complete: Each stage runs each microbatch once: one F, and one B or one I and one W. An evaluation has only the F.
+    - placement: Every action is on the rank that holds its stage.
+    - order: Every action comes after the actions that it needs.
+    - pairing: In a lowered schedule each value that crosses ranks has one SEND and one RECV, and there are no others.
+    - edge order: In a lowered schedule a rank receives from another rank in the order in which that rank sends (NCCL
+      has no tags).
+    - reduce: REDUCE_GRAD comes once for every stage or for none, after the last weight gradient of the stage.
+    - step: In a lowered schedule each row has one STEP, after all weight gradients of the row and their REDUCE_GRAD. An
+      evaluation has none.
+    - in flight: No rank holds more than ``max_in_flight`` activations.
+    - deadlock: The ranks never wait for one another in a circle.
+
+    All faults within rows are reported together. The rules between rows (edge order and deadlock) are checked only if
+    no row has a fault. Time is linear in the number of actions; memory is that of one row and of the values under way.
+
+    Args:
+        schedule: The schedule.
+        send_capacity: When a SEND blocks. None: never. 0: until its RECV is reached. k: while k values are under way to
+            that rank.
+        max_in_flight: The most activations that a rank may hold, or None for no limit.
+
+    Raises:
+        CheckError: If the schedule breaks a rule. It carries the faults and shows the first ones in the schedule.
+        ValueError: If ``send_capacity`` is negative.
     """
     if send_capacity is not None and send_capacity < 0:
         raise ValueError(f"send_capacity={send_capacity}: take 0 or more values, or None for no limit")
@@ -52,6 +63,7 @@ def check(schedule: Schedule, *, send_capacity: int | None = None, max_in_flight
 
 
 def _misplaced(schedule: Schedule) -> Iterator[Fault]:
+    """Yield a fault for each stage that is placed on a rank that does not exist."""
     last = schedule.num_ranks - 1
     for stage, home in enumerate(schedule.placement):
         if not 0 <= home <= last:
@@ -60,6 +72,7 @@ def _misplaced(schedule: Schedule) -> Iterator[Fault]:
 
 
 def _check_across(schedule: Schedule, send_capacity: int | None) -> None:
+    """Check the rules between rows: edge order and deadlock."""
     sweep = Sweep(schedule, send_capacity)
     faults: list[Fault] = []
     under_way: defaultdict[tuple[int, int], deque[Action]] = defaultdict(deque)
@@ -83,7 +96,7 @@ def _check_across(schedule: Schedule, send_capacity: int | None) -> None:
 
 
 def _circle(waits: list[Wait]) -> list[Wait]:
-    """Those who wait for one another in a circle: follow who waits for whom until somebody comes up again."""
+    """Find the waits that form a circle: follow each rank's peer until a rank comes up again. Empty without waits."""
     if not waits:
         return []
     by_rank = {wait.rank: wait for wait in waits}

@@ -1,4 +1,4 @@
-"""Smallest counterexamples: what a check finds in a large schedule, shown in a small one that breaks the same rule."""
+"""Small counterexamples: when a check fails on a large schedule, find a small one that breaks the same rule."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from raypar.schedules.schedule import Schedule
 
 Generate = Callable[[int, int, int], Schedule]
 
-MOST_TRIES = 120  # of sizes, and as many of rows
-MOST_SECONDS = 0.35  # for either
-MOST_MICROBATCHES = 12  # what takes more of them to fail is looked for in the rows
+MOST_TRIES = 120  # checks in the search over sizes, and as many in the search over rows
+MOST_SECONDS = 0.35  # for each of the two searches
+MOST_MICROBATCHES = 12  # a fault that needs more microbatches is left to the search over rows
 
 _NAMED = re.compile(r"[A-Z](\d+)\b|\bmicrobatch ([\d, ]+)")
 
@@ -30,10 +30,18 @@ def demand_sound(
     send_capacity: int | None = None,
     max_in_flight: int | None = None,
 ) -> None:
-    """``check``, but its error shows the smallest schedule that breaks the same rule, too, if one is found in time.
+    """Check a schedule; on failure also show the smallest schedule found that breaks the same rule.
 
-    ``generate`` makes the schedule of other numbers of ranks, microbatches and chunks, in the form that is checked;
-    None for a schedule of which there are only the rows. The faults of the CheckError are those of ``schedule``.
+    Args:
+        schedule: The schedule to check.
+        generate: Makes the same schedule for other numbers ``(ranks, microbatches, chunks)``, with the same passes
+            applied. None if the schedule exists only as rows.
+        send_capacity: As in ``check``.
+        max_in_flight: As in ``check``.
+
+    Raises:
+        CheckError: If the schedule breaks a rule. Its faults are those of ``schedule``; its text also shows the small
+            schedule if one is found within the time limit.
     """
     try:
         check(schedule, send_capacity=send_capacity, max_in_flight=max_in_flight)
@@ -46,7 +54,7 @@ def demand_sound(
 
 
 class _Search:
-    """Looks for small schedules that break the rule of the first fault, and no rule that the large one keeps."""
+    """A search for small schedules that break the rule of the first fault, and no rule that the large one keeps."""
 
     def __init__(self, faults: Sequence[Fault], send_capacity: int | None, max_in_flight: int | None) -> None:
         self._fault, self._rules = faults[0], {fault.rule for fault in faults}
@@ -54,13 +62,13 @@ class _Search:
         self._tries, self._end = 0, time.monotonic() + MOST_SECONDS
 
     def sizes(self, schedule: Schedule, generate: Generate) -> str | None:
-        """The smallest sizes for which the generator fails: fewest ranks, of those fewest microbatches, then chunks."""
+        """Describe the smallest sizes that fail: fewest ranks, then fewest microbatches, then fewest chunks."""
         for ranks, microbatches, chunks in _smaller(schedule):
             if not self._time_left:
                 return None
             try:
                 error = self._error(generate(ranks, microbatches, chunks))
-            except Exception:  # it does not take these sizes; what was found before is the news
+            except Exception:  # the generator does not accept these sizes, which is not the fault looked for
                 continue
             if error is not None:
                 counts = [_count(ranks, "rank"), _count(microbatches, "microbatch", "es")]
@@ -69,7 +77,7 @@ class _Search:
         return None
 
     def rows(self, schedule: Schedule) -> str | None:
-        """The rows without the microbatches and the outer ranks that the fault can do without."""
+        """Describe a part of the rows that still fails, after leaving out microbatches and outer ranks."""
         kept, ranks = list(range(schedule.num_microbatches)), (0, schedule.num_ranks)
         for start in self._starts(schedule):
             if self._breaks(schedule, ranks, start):
@@ -99,7 +107,7 @@ class _Search:
         return self._tries < MOST_TRIES and time.monotonic() < self._end
 
     def _error(self, candidate: Schedule) -> CheckError | None:
-        """The error of a candidate, if it is of the same kind."""
+        """Return the candidate's error if it breaks the rule searched for and no rule that the large schedule keeps."""
         self._tries += 1
         try:
             check(candidate, send_capacity=self._send_capacity, max_in_flight=self._max_in_flight)
@@ -113,7 +121,7 @@ class _Search:
         return part is not None and self._error(part) is not None
 
     def _starts(self, schedule: Schedule) -> Iterator[list[int]]:
-        """What the fault may need, small sets first: the microbatches it names, and the first ones of the step."""
+        """Yield sets of microbatches to start from: those that the fault names, then the first ones of the step."""
         whole = schedule.num_microbatches
         found = (
             int(number) for one, many in _NAMED.findall(self._fault.sentence) for number in (one or many).split(",")
@@ -125,7 +133,7 @@ class _Search:
         yield from (list(range(min(number, whole))) for number in (4, 16))
 
     def _fewer_ranks(self, schedule: Schedule, ranks: tuple[int, int], kept: Sequence[int]) -> tuple[int, int]:
-        """Ranks left out at both ends: half of them, a quarter, ..., one."""
+        """Leave out ranks at both ends while the part still fails: half of them, a quarter, ..., one."""
         first, last = ranks
         number = (last - first) // 2
         while number:
@@ -138,7 +146,11 @@ class _Search:
         return first, last
 
     def _fewer_microbatches(self, schedule: Schedule, ranks: tuple[int, int], kept: list[int]) -> list[int]:
-        """Delta debugging (Zeller, Hildebrandt 2002) by complements: half of them left out, a quarter, ..., one."""
+        """Leave out microbatches while the part still fails: half of them, a quarter, ..., one.
+
+        Source: Zeller, Hildebrandt 2002, "Simplifying and Isolating Failure-Inducing Input" (delta debugging by
+        complements).
+        """
         number = (len(kept) + 1) // 2
         while number and len(kept) > 1:
             for start in range(0, len(kept), number):
@@ -152,10 +164,16 @@ class _Search:
 
 
 def part_of(schedule: Schedule, ranks: tuple[int, int], microbatches: Sequence[int]) -> Schedule | None:
-    """The schedule of some of the microbatches on the ranks ``first`` to ``last - 1``, all numbered from 0.
+    """Cut out some microbatches on a range of ranks, and number ranks, stages and microbatches from 0.
 
-    None where the stages of these ranks are not one stretch of the model. Numbers that the schedule does not have stay
-    beyond those that it has.
+    Args:
+        schedule: The schedule, lowered or not.
+        ranks: ``(first, last)``: the ranks ``first`` to ``last - 1``.
+        microbatches: The microbatches to keep. A number in the rows that is out of the schedule's range stays out of
+            the part's range, so that the fault is kept.
+
+    Returns:
+        The part, or None if the stages of these ranks are not contiguous.
     """
     first, last = ranks
     stages = [stage for stage, home in enumerate(schedule.placement) if first <= home < last]
@@ -169,7 +187,7 @@ def part_of(schedule: Schedule, ranks: tuple[int, int], microbatches: Sequence[i
         return low <= stage < high or (stage < 0 and low == 0) or (stage >= whole and high == whole)
 
     def renumbered(action: Action) -> Action | None:
-        """The action with its new numbers; None if it is left out."""
+        """Return the action with its new numbers, or None if it is left out."""
         stage, op, microbatch = action
         if microbatch is not None:
             microbatch = number.get(microbatch) if microbatch < schedule.num_microbatches else microbatch + beyond
@@ -187,7 +205,7 @@ def part_of(schedule: Schedule, ranks: tuple[int, int], microbatches: Sequence[i
 
 
 def _smaller(schedule: Schedule) -> Iterator[tuple[int, int, int]]:
-    """Sizes below those of the schedule, fewest ranks first; of microbatches and chunks as many as are tried."""
+    """Yield ``(ranks, microbatches, chunks)`` below the schedule's, fewest ranks first."""
     chunks = max(1, schedule.num_stages // schedule.num_ranks)
     size = schedule.num_ranks, schedule.num_microbatches, chunks
     for ranks in range(1, size[0] + 1):

@@ -1,4 +1,4 @@
-"""What a check found: the faults, and the error that shows them in the schedule."""
+"""The faults that a check finds, and the error that shows them in the schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from raypar.schedules.schedule import Schedule, ScheduleError
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One broken rule: on which rank, at which place of its row (None if something is absent), which rule, and how."""
+    """One broken rule.
+
+    Attributes:
+        rank: The pipeline rank.
+        index: The position in the rank's row, or None if the fault is a missing action.
+        rule: The name of the rule, as ``check`` lists them.
+        sentence: What is wrong.
+    """
 
     rank: int
     index: int | None
@@ -24,7 +31,7 @@ class Fault:
 
 
 class CheckError(ScheduleError):
-    """A schedule that must not run. ``faults`` lists everything that was found, the text shows the first ones."""
+    """A schedule that must not run. ``faults`` lists all faults; the text shows the first ones."""
 
     def __init__(self, message: str, faults: Sequence[Fault] = ()) -> None:
         super().__init__(message)
@@ -32,10 +39,16 @@ class CheckError(ScheduleError):
 
     @classmethod
     def of(cls, schedule: Schedule, faults: Sequence[Fault], circle: Collection[tuple[int, int]] = ()) -> CheckError:
-        """The error for the faults, with the schedule around the first one and its cell marked.
+        """Make the error of a list of faults, with the schedule drawn around the first one.
 
-        ``circle`` are the cells ``(rank, index)`` that wait for one another, if the last fault is a deadlock: they are
-        marked, and if it is the only fault no other ranks are shown.
+        Args:
+            schedule: The schedule that was checked.
+            faults: The faults, at least one.
+            circle: The cells ``(rank, index)`` that wait for one another, if the last fault is a deadlock. They are
+                marked; if the deadlock is the only fault, only their ranks are shown.
+
+        Returns:
+            The error.
         """
         first = faults[0]
         cells = {*circle, *((fault.rank, fault.index) for fault in faults[:MOST_SHOWN] if fault.index is not None)}
@@ -48,5 +61,5 @@ class CheckError(ScheduleError):
 
     @property
     def picture(self) -> str:
-        """The text without its first line: the schedule around the first fault, and the faults."""
+        """Return the text without its first line: the schedule around the first fault, and the faults."""
         return str(self).partition("\n")[2]

@@ -1,4 +1,4 @@
-"""The rules that can be held against one row alone: completeness, placement, order, memory, the closing STEP."""
+"""The rules that can be checked within one row: completeness, placement, order, memory and the closing STEP."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from raypar.schedules.schedule import Schedule
 
 MOST_LISTED = 8
 
-# One bit for each thing that is there once for a stage and a microbatch; B brings both of its halves.
+# One bit for each op that a stage performs once for a microbatch; a full backward B sets the bits of both halves.
 _BIT = {Op.F: 1, Op.I: 2, Op.W: 4, Op.SEND_F: 8, Op.RECV_F: 16, Op.SEND_B: 32, Op.RECV_B: 64}
 _BITS = {**_BIT, Op.B: _BIT[Op.I] | _BIT[Op.W]}
 
 
 class RowCheck:
-    """Goes through one row. ``faults`` is what it found, ``reduced`` the stages whose gradients the row reduces.
+    """The check of one row. It stores one number for each stage and microbatch of the row, and nothing of other rows.
 
-    It remembers one number for each stage and microbatch of the row it is in, nothing of other rows.
+    Attributes:
+        faults: The faults that it found.
+        reduced: The stages that have a REDUCE_GRAD in the row.
     """
 
     def __init__(self, schedule: Schedule, rank: int, max_in_flight: int | None) -> None:
@@ -35,7 +37,7 @@ class RowCheck:
         self._held = 0
 
     def run(self) -> RowCheck:
-        """Look at every action of the row, then at what the row lacks."""
+        """Check every action of the row, then look for what the row lacks."""
         for index, action in enumerate(self._schedule.rows[self._rank]):
             if self._num_steps and (action.op in SENDS or action.op in RECVS):
                 sentence = f"{action} stands behind the STEP, in which every rank waits for all others: put it before"
@@ -53,6 +55,7 @@ class RowCheck:
         return self
 
     def _perform(self, index: int, action: Action) -> None:
+        """Check an action of one microbatch: placement, completeness, pairing and order."""
         stage, op, microbatch = action
         done = self._done.get(stage) if stage is not None else None
         if done is None or stage is None or microbatch is None:
@@ -78,12 +81,14 @@ class RowCheck:
             self._hold(index, action)
 
     def _hold(self, index: int, action: Action) -> None:
+        """Count the activations held, and report the first excess."""
         self._held += HOLDS[action.op]
         if self._bound is not None and self._held > self._bound:
             self._fault(index, "in flight", f"{action} makes it {self._held} activations, the bound is {self._bound}")
             self._bound = None
 
     def _step(self, index: int) -> None:
+        """Check a STEP."""
         self._num_steps += 1
         if self._schedule.forward_only:
             self._fault(index, "step", "STEP in an evaluation, which has no gradients: take it out")
@@ -95,6 +100,7 @@ class RowCheck:
                 self._fault(index, "step", f"STEP stands before {late} weight gradients (B or W) of its rank")
 
     def _whole_stage(self, index: int, action: Action) -> None:
+        """Check an action of a whole stage."""
         stage, op, _ = action
         if stage not in self._expected:
             self._misplaced(index, action)
@@ -112,6 +118,7 @@ class RowCheck:
                 self._fault(index, "reduce", f"{action} stands before {late} weight gradients (B or W) of its stage")
 
     def _missing(self, stage: int) -> None:
+        """Report what a stage lacks in the end, for the first MOST_LISTED microbatches."""
         done, expected, whole = self._done[stage], self._expected[stage], self._schedule.num_microbatches
         num_missing = whole - sum(bits == expected for bits in done.values())
         if num_missing <= 0:
@@ -138,7 +145,7 @@ class RowCheck:
 
 
 def _expected(stage: int, schedule: Schedule) -> int:
-    """The bits that each microbatch of a stage must have in the end."""
+    """Return the bits that each microbatch of a stage must have when the row is done."""
     bits = _BIT[Op.F] if schedule.forward_only else _BIT[Op.F] | _BITS[Op.B]
     if schedule.lowered:
         backward = 0 if schedule.forward_only else ~0
@@ -150,6 +157,7 @@ def _expected(stage: int, schedule: Schedule) -> int:
 
 
 def _spell(kind: int) -> str:
+    """Name the ops of some bits; both halves of a backward are named B."""
     ops = [op for op, bit in _BIT.items() if kind & bit]
     if Op.I in ops and Op.W in ops:
         ops = [Op.B if op is Op.I else op for op in ops if op is not Op.W]

@@ -1,1 +1,1 @@
-"""A schedule or a timeline as text, SVG, Chrome trace or CSV."""
+"""Drawings of a schedule or a timeline: text, SVG, Chrome trace and overlay, and the files they are saved to."""

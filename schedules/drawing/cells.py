@@ -1,4 +1,4 @@
-"""Cells under one another: the text that the drawing and the error messages share."""
+"""Text cells in aligned columns, shared by the text drawing and the error messages."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from itertools import islice
 
 from raypar.schedules.schedule import Schedule
 
-RANKS, PLACES = 8, 8  # of a schedule that is too large to show
-FITTING = 140  # characters of a line that is not too long
+RANKS, PLACES = 8, 8  # the window that is shown of a larger schedule: ranks and actions
+FITTING = 140  # characters: rows that are no longer are shown whole
 
 
 def padded(rows: Iterable[Sequence[str]], width: int) -> list[list[str]]:
-    """The cells, filled up with blanks to one width."""
+    """Pad every cell with blanks to one width."""
     return [[f"{cell:<{width}}" for cell in row] for row in rows]
 
 
 def widest(cells: Iterable[str]) -> int:
+    """Return the length of the longest cell, 0 if there are none."""
     return max(map(len, cells), default=0)
 
 
 def lines(labels: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """One line a row: its label, then its cells."""
+    """Format each row as one line: its label, then its cells."""
     margin = widest(labels)
     return [f"{label:<{margin}}  {' '.join(row)}".rstrip() for label, row in zip(labels, rows, strict=True)]
 
@@ -34,11 +35,21 @@ def excerpt(
     ranks: int = RANKS,
     places: int = PLACES,
 ) -> str:
-    """The rows around a place ``(rank, index)`` as they are written, without bubbles.
+    """Draw the part of a schedule around one action, as the rows are written, without bubbles.
 
-    The marked actions stand between ``>`` and ``<``. ``among`` are the ranks that matter, None for all. A schedule
-    that is larger than the window of so many ranks and places is cut, and the last line says so; rows that fit into
-    a line are not.
+    A schedule that is larger than the window is cut, and then the last line says which part is shown. Rows that fit on
+    a line of FITTING characters are not cut.
+
+    Args:
+        schedule: The schedule.
+        centre: ``(rank, index)`` of the action in the middle.
+        marks: ``(rank, index)`` of the actions to put between ``>`` and ``<``.
+        among: The ranks to show, or None for all.
+        ranks: Height of the window, in ranks.
+        places: Width of the window, in actions.
+
+    Returns:
+        The text, of several lines.
     """
     longest = max(map(len, schedule.rows))
     cell = widest(f" >{action}<" for row in schedule.rows for action in row[:FITTING])
@@ -69,7 +80,7 @@ def _spelled(ranks: Sequence[int]) -> str:
 
 
 def _window(centre: int, size: int, whole: int) -> tuple[int, int]:
-    """A stretch of ``size`` of the whole, with the centre in its middle where there is room on both sides."""
+    """Return ``(start, end)`` of a window of ``size`` in ``whole``, with the centre in its middle if there is room."""
     start = max(0, min(centre - size // 2, whole - size))
     return start, min(whole, start + size)
 
@@ -78,7 +89,15 @@ MOST_SHOWN = 10
 
 
 def first_of(faults: Iterable[str], most: int = MOST_SHOWN) -> list[str]:
-    """The first faults, and how many more there are; [] if there are none."""
+    """List the first faults and how many more there are.
+
+    Args:
+        faults: The faults; all of them are consumed.
+        most: How many to list.
+
+    Returns:
+        One text for each fault listed, and one for the rest; an empty list if there are no faults.
+    """
     every = iter(faults)
     first = list(islice(every, most))
     more = sum(1 for _ in every)

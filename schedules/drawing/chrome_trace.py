@@ -1,4 +1,4 @@
-"""The timeline as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+"""Timelines as a trace file for Perfetto (ui.perfetto.dev) or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action
 from raypar.schedules.rules import awaited, provides, travels
 from raypar.schedules.timeline import Event, Timeline
 
-_ACTIONS = 0  # the track of what an actor does; those behind it are for buckets, whose times overlap
+_ACTIONS = 0  # the track of a rank's actions; the tracks after it are for buckets, whose times overlap
 
 
 def chrome_trace(*timelines: Timeline) -> dict[str, Any]:
-    """Timelines of one clock in the Trace Event Format, ready for ``json.dump``; their seconds become µs.
+    """Convert timelines to the Trace Event Format.
 
-    A rank is a process, an action a slice on its first track, the reduction of a bucket one on a track behind it, as
-    many as are under way at a time; an arrow goes from what makes a value to what needs it on another rank. Of several
-    replicas the ranks come first.
+    Each rank is a process and each action a slice on its first track. The reduction of a gradient bucket is a slice on
+    a further track; there are as many tracks as buckets are reduced at one time. An arrow goes from the action that
+    makes a value to the action on another rank that needs it.
+
+    Args:
+        *timelines: Timelines with one clock, one for each replica, in seconds. In the trace, rank 0 of all timelines
+            comes first, then rank 1, and so on.
+
+    Returns:
+        A dict for ``json.dump``. Times are in microseconds, from the first event on.
     """
     zero = min(timeline.start for timeline in timelines)
     traces = [_Trace(timeline, zero, place, len(timelines)) for place, timeline in enumerate(timelines)]
@@ -24,16 +31,16 @@ def chrome_trace(*timelines: Timeline) -> dict[str, Any]:
 
 
 class _Trace:
-    """The events of one timeline; it is the ``place``-th of ``count``."""
+    """The trace events of one timeline, which is number ``place`` of ``count``."""
 
     def __init__(self, timeline: Timeline, zero: float, place: int, count: int) -> None:
         self._timeline, self._zero, self._place, self._count = timeline, zero, place, count
 
     def events(self) -> list[dict[str, Any]]:
-        """Its slices, the names of its tracks, and its arrows."""
+        """Return the timeline's slices, the names of its tracks, and its arrows."""
         named: set[tuple[int, int]] = set()
         events: list[dict[str, Any]] = []
-        lanes: dict[int, list[float]] = {}  # by rank: until when each track of buckets is taken
+        lanes: dict[int, list[float]] = {}  # by rank: when each track of buckets becomes free
         for event in self._timeline.events:
             if (event.rank, _ACTIONS) not in named:
                 events.append(self._metadata(event, "process_name", name=event.actor))
@@ -70,7 +77,7 @@ class _Trace:
         }
 
     def _arrows(self) -> list[dict[str, Any]]:
-        """A flow event at the maker and one at the user of each value; an incomplete timeline may lack either."""
+        """Return two flow events for each value, at its maker and its user, if the timeline has both of them."""
         timeline, schedule = self._timeline, self._timeline.schedule
         makers = {
             value: event for event in timeline.events for value in provides(event.action) if travels(value, schedule)
@@ -80,7 +87,7 @@ class _Trace:
             need = awaited(event.action, schedule)
             maker = makers.get(need) if need is not None else None
             if need is not None and maker is not None:
-                # The middle of a slice is surely inside it; an arrow must not point back in time.
+                # The middle of a slice is inside it despite rounding; an arrow must not point back in time.
                 leaves = self._middle(maker)
                 arrives = max(leaves, self._middle(event))
                 number = self._place + self._count * (len(arrows) // 2)
@@ -100,7 +107,7 @@ class _Trace:
 
 
 def _lane(taken: list[float], event: Event) -> int:
-    """The first lane that is free when the event starts; slices of one track must not overlap."""
+    """Return the first lane that is free when the event starts, and take it; slices of one track must not overlap."""
     lane = next((lane for lane, end in enumerate(taken) if end <= event.start), len(taken))
     taken[lane : lane + 1] = [event.end]
     return lane

@@ -1,4 +1,4 @@
-"""Writing drawings to files: the end of a path's name says which kind, and a file is there whole or not at all."""
+"""Writing drawings to files. The file's suffix selects the kind of drawing; a file is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from raypar.schedules.torch_csv import to_csv
 
 
 def drawings(drawn: Schedule | Timeline) -> dict[str, Callable[[], str]]:
-    """What can be made of a schedule or a timeline, by the suffix of its file."""
+    """Return the kinds of drawing that can be made of a schedule or a timeline.
+
+    Args:
+        drawn: The schedule or timeline.
+
+    Returns:
+        For each file suffix (".svg", ".txt", ".json", and ".csv" for a schedule) a function that makes the file's text.
+    """
     kinds = {".svg": lambda: svg(drawn), ".txt": lambda: text(drawn, width=None)}
     if isinstance(drawn, Schedule):
         return {
@@ -40,9 +47,19 @@ def save_drawing(drawn: Schedule | Timeline, path: str | Path) -> Path:
 
 
 def save(path: str | Path, kinds: Mapping[str, Callable[[], str]], suffix: str | None = None) -> Path:
-    """Write the kind of drawing that ``suffix``, or else the path's own, asks for; returns the path.
+    """Write a drawing to a file.
 
-    Raises ScheduleError if there is no such kind, and OSError if the file can't be written.
+    Args:
+        path: The file.
+        kinds: For each suffix a function that makes the text, as ``drawings`` returns it.
+        suffix: The suffix that selects the kind, or None for that of ``path``.
+
+    Returns:
+        The path.
+
+    Raises:
+        ScheduleError: If there is no such kind.
+        OSError: If the file can't be written.
     """
     target = Path(path)
     kind = target.suffix if suffix is None else suffix
@@ -54,7 +71,15 @@ def save(path: str | Path, kinds: Mapping[str, Callable[[], str]], suffix: str |
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file beside its place, sync and rename it. Nothing is left if that fails; raises OSError."""
+    """Write a file atomically: to a temporary file in the same folder, then fsync, then rename.
+
+    Args:
+        path: The file. A device or a pipe is written to directly.
+        text: Its text, written as UTF-8.
+
+    Raises:
+        OSError: If the file can't be written; no temporary file is left then.
+    """
     if is_stream(path):
         path.write_text(text, encoding="utf-8", errors="replace")
         return
@@ -62,7 +87,7 @@ def write_text(path: Path, text: str) -> None:
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(path.parent))
     aside = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        with aside.open("x", encoding="utf-8", errors="replace") as file:  # a name in it may be no text
+        with aside.open("x", encoding="utf-8", errors="replace") as file:  # a name may be unencodable
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -74,5 +99,5 @@ def write_text(path: Path, text: str) -> None:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether a device or a pipe is there: it takes what is written, and nothing must be put in its place."""
+    """Return whether the path is a device or a pipe, which can be written to but must not be replaced by a file."""
     return path.exists() and not path.is_file() and not path.is_dir()

@@ -1,4 +1,4 @@
-"""The overlay: what was measured over what was predicted, on one axis."""
+"""The overlay: a measured timeline and its prediction, drawn on one time axis."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ from raypar.schedules.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """Two timelines of one schedule, in seconds: each rank has a lane for what was measured, and one for what was
-    predicted below it.
+    """A measured and a predicted timeline of one schedule, in seconds; each rank has a lane for either.
 
-    Raises ScheduleError if they are not of one schedule.
+    Attributes:
+        measured: The measured timeline, in the upper lane.
+        predicted: The simulated timeline, in the lower lane.
+
+    Raises:
+        ScheduleError: If the timelines are of different schedules.
     """
 
     measured: Timeline
@@ -33,19 +37,38 @@ class Overlay:
 
     @property
     def titles(self) -> list[str]:
-        """A line for each: makespan, bubble, activations in flight."""
+        """Return one line for each timeline: makespan, bubble and activations in flight."""
         return [f"{name} {summary(timeline, milliseconds)}" for name, timeline in self._named.items()]
 
     def svg(self) -> str:
-        """The picture, as standalone SVG."""
+        """Draw the overlay as standalone SVG."""
         return picture(self._named, self.titles, milliseconds)
 
     def text(self, width: int | None = WIDTH) -> str:
-        """The grid: two lines a rank, then the titles; ``width`` as in ``raypar.schedules.text``."""
+        """Draw the overlay as text.
+
+        Args:
+            width: The most characters of a line, or None for no limit.
+
+        Returns:
+            Two lines for each rank, then the titles.
+        """
         return "\n".join([*grid(self._named, width=width), *self.titles])
 
     def save(self, path: str | Path) -> Path:
-        """Write the picture (.svg), the grid (.txt) or a trace for Perfetto with both (.json)."""
+        """Write the overlay to a file.
+
+        Args:
+            path: The file, by its suffix a picture (.svg), a text grid (.txt) or a trace for Perfetto with both
+                timelines (.json).
+
+        Returns:
+            The path.
+
+        Raises:
+            ScheduleError: If the file has another suffix.
+            OSError: If the file can't be written.
+        """
         kinds: Mapping[str, Callable[[], str]] = {
             ".svg": self.svg,
             ".txt": lambda: self.text(width=None),
@@ -66,7 +89,7 @@ class Overlay:
 
 
 def _told(name: str, timeline: Timeline) -> Timeline:
-    """The timeline from 0 on, whose actors tell which one it is."""
+    """Return the timeline shifted to start at 0, with ``name`` added to its actors' names."""
     zero = timeline.start
     events = (
         event._replace(actor=f"{event.actor} {name}", start=event.start - zero, end=event.end - zero)

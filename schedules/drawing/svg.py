@@ -1,4 +1,4 @@
-"""The schedule as a picture: ranks are lanes, actions are boxes to scale."""
+"""The SVG drawing of a schedule or timeline: a lane for each rank, a box to scale for each action."""
 
 from __future__ import annotations
 
@@ -18,7 +18,17 @@ _ROUND = (1.0, 2.0, 5.0, 10.0)
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten from ``low`` to ``high``, at most so many; none of an empty range."""
+    """Choose round positions for the ticks of an axis.
+
+    Args:
+        low: Start of the axis.
+        high: End of the axis.
+        most: The most ticks wanted.
+
+    Returns:
+        Multiples of 1, 2 or 5 times a power of ten between ``low`` and ``high``; none if the range is empty or not
+        finite.
+    """
     span = high - low
     if not (math.isfinite(low) and math.isfinite(high) and span > 0 and most >= 1):
         return []
@@ -26,7 +36,7 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(finest))
     step = next(power * factor for factor in _ROUND if power * factor >= finest * (1 - 1e-9))
     while (found := _multiples(low, high, step)) and len(found) > most:
-        step *= 2  # both ends are round, which makes one more
+        step *= 2  # if both ends are round numbers there is one tick too many
     return found
 
 
@@ -36,13 +46,13 @@ def _multiples(low: float, high: float, step: float) -> list[float]:
 
 
 LANE, GAP, MARGIN, HEADING, SLOT, FINEST = 26, 6, 72, 22, 28, 1
-PAGE, LEAST = 1000, 15  # a picture is as wide as a page has room, if that leaves a slot so much
-_TICK, _LETTER, _KEY = 90, 8.6, 120  # between two ticks; a letter of a heading; a key of the legend
-# Hue and saturation; a rank's chunks differ in lightness.
+PAGE, LEAST = 1000, 15  # pixels: the width that a picture is fitted to, unless slots became narrower than LEAST
+_TICK, _LETTER, _KEY = 90, 8.6, 120  # pixels: between two ticks; a letter of a heading; a key of the legend
+# Hue and saturation of each op; the chunks of a rank differ in lightness.
 _HUES = {Op.F: (0.59, 0.62), Op.B: (0.38, 0.45), Op.I: (0.48, 0.50), Op.W: (0.11, 0.75)}
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "its input half", Op.W: "its weight half"}
 _GREY = "#868e96"
-_THIN = 4  # of what goes on beside the actions
+_THIN = 4  # pixels: height of the line of a bucket's reduction
 _FAINT, _PALE = 0.45, 0.4
 _PAPER, _INK = 'class="raypar-paper" fill="#ffffff"', 'class="raypar-ink" fill="#343a40"'
 _DARK = (
@@ -52,15 +62,20 @@ _DARK = (
 
 
 def svg(drawn: Schedule | Timeline, *, done: Collection[Action] | None = None, cursor: Action | None = None) -> str:
-    """Draw a schedule, or a timeline, as standalone SVG on its own background, light or dark as the reader's page is.
+    """Draw a schedule or a timeline as standalone SVG.
 
-    A schedule is drawn with every action one slot long, a timeline to its own scale, with an axis. Boxes are coloured
-    by op, and lighter for later chunks of a rank; the number is the microbatch, and pointing at a box tells the rest.
-    Waiting for a value, reducing gradients (a thin line for each bucket) and STEP are grey. Beyond ``MOST_DRAWN``
-    events the picture is cut, and says so.
+    In a schedule every action is one slot long; a timeline is drawn to its own scale, with a time axis. Boxes are
+    coloured by op, lighter for later chunks of a rank. The number in a box is the microbatch, and a tooltip gives the
+    details. Waiting for a value, gradient reduction (a thin line for each bucket) and STEP are grey. Beyond MOST_DRAWN
+    events the picture is cut, and a heading says so. The background is light or dark, as the reader's page is.
 
-    done   actions that have happened, of a step under way: the others are pale
-    cursor the one that comes next: it has a frame
+    Args:
+        drawn: The schedule or timeline.
+        done: The actions of a step under way that have happened; the others are drawn pale. None draws all alike.
+        cursor: The action that comes next, which gets a frame.
+
+    Returns:
+        The SVG.
     """
     if isinstance(drawn, Schedule):
         timeline = simulate(drawn, UNIT)
@@ -76,14 +91,24 @@ def picture(
     done: Collection[Action] | None = None,
     cursor: Action | None = None,
 ) -> str:
-    """Timelines of one schedule in one picture, by their names: a rank has a lane for each, on one axis.
+    """Draw timelines of one schedule in one SVG: each rank has a lane for each timeline, on one time axis.
 
-    The first is drawn in full colour, the others are pale. ``spelled`` writes the times; None draws no axis.
+    Args:
+        timelines: The timelines by name. The first is drawn in full colour, the others pale.
+        headings: Lines of text above the lanes.
+        spelled: Formats the times of the axis. None draws no axis.
+        done: As in ``svg``.
+        cursor: As in ``svg``.
+
+    Returns:
+        The SVG.
     """
     return "\n".join(_Picture(timelines, headings, spelled, done, cursor).lines())
 
 
 class _Picture:
+    """The layout of a picture: its boxes, scale and sizes in pixels."""
+
     def __init__(
         self,
         timelines: Mapping[str, Timeline],
@@ -118,11 +143,11 @@ class _Picture:
 
     @property
     def _pitch(self) -> int:
-        """From a rank to the next."""
+        """Return the height of one rank's lanes and the gap below them, in pixels."""
         return len(self._timelines) * (LANE + 2) - 2 + GAP * len(self._timelines)
 
     def lines(self) -> Iterator[str]:
-        """All of the SVG."""
+        """Yield the lines of the SVG."""
         axis = 0 if self._spelled is None else 22
         width, height, title = round(self._width), self._bottom + axis + 26, html.escape("; ".join(self._headings))
         yield (
@@ -168,6 +193,7 @@ class _Picture:
                 )
 
     def _box(self, start: float, place: int, event: Event) -> str:
+        """Draw the box of one event, which is in lane number ``place`` of its rank."""
         x, y = MARGIN + start * self._scale, self._y(event.rank, place)
         length = event.end - event.start
         width = length * self._scale - FINEST
@@ -210,7 +236,7 @@ class _Picture:
 
 
 def _color(op: Op, later: float) -> str:
-    """The colour of an op, lighter for a later chunk: 0 is the first, below 1 the last."""
+    """Return the colour of an op, lighter for a later chunk: ``later`` is 0 for a rank's first chunk and below 1."""
     hue, saturation = _HUES[op]
     red, green, blue = (round(255 * part) for part in colorsys.hls_to_rgb(hue, 0.38 + 0.2 * later, saturation))
     return f"#{red:02x}{green:02x}{blue:02x}"

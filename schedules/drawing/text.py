@@ -1,4 +1,4 @@
-"""The schedule as text: one line a rank, one column a time slot."""
+"""The text drawing of a schedule or timeline: a line for each rank, a column for each time slot."""
 
 from __future__ import annotations
 
@@ -27,17 +27,22 @@ def text(
     done: Collection[Action] | None = None,
     cursor: Action | None = None,
 ) -> str:
-    """Draw the compute of a schedule, or of a timeline, as a grid of characters.
+    """Draw the compute actions of a schedule or a timeline as a grid of characters.
 
-    A schedule is drawn with every action one slot long. In a timeline a slot is the shortest kind of action, and an
-    action that lasts longer goes on with ``--``. ``F0`` is a forward of microbatch 0; the stage stands in front of
-    it, ``3F0``, where ranks hold several. The last line tells makespan, bubble and the most activations each rank
-    holds at once; of a measured timeline in milliseconds.
+    In a schedule every action is one slot long. In a timeline a slot is as long as the shortest kind of action, and a
+    longer action continues with ``--``. ``F0`` is the forward of microbatch 0; where ranks hold several stages the
+    stage comes first, ``3F0``. The last line gives makespan, bubble and the most activations that each rank holds at
+    once; the times of a measured timeline are in milliseconds.
 
-    color  paint the cells by op, with ANSI escapes for a terminal
-    width  cut the lines to so many characters, and say so; None cuts nothing
-    done   actions that have happened, of a step under way: the others are drawn in lower case, ``f0``, without paint
-    cursor the one that comes next: ``>f0``
+    Args:
+        drawn: The schedule or timeline.
+        color: Whether to colour the cells by op, with ANSI escapes for a terminal.
+        width: The most characters of a line, or None for no limit. A last line says if the grid was cut.
+        done: The actions of a step under way that have happened; the others are lower case, ``f0``, and not coloured.
+        cursor: The action that comes next, drawn as ``>f0``.
+
+    Returns:
+        The text, of several lines.
     """
     timeline = simulate(drawn, UNIT) if isinstance(drawn, Schedule) else drawn
     return "\n".join([*grid({"": timeline}, color=color, width=width, done=done, cursor=cursor), summary(timeline)])
@@ -51,8 +56,11 @@ def grid(
     done: Collection[Action] | None = None,
     cursor: Action | None = None,
 ) -> list[str]:
-    """The lines of ``text`` for timelines of one schedule, by their names: a rank has a line for each, and a slot is
-    that of the first one, so that they share one axis."""
+    """Return the lines of ``text`` without the last one, for timelines of one schedule, by name, on one time axis.
+
+    Each rank has a line for each timeline. A slot is that of the first timeline. The other arguments are those of
+    ``text``.
+    """
     first = next(iter(timelines.values()))
     schedule, length = first.schedule, slot_length(first)
     several = schedule.num_stages > schedule.num_ranks
@@ -84,22 +92,30 @@ def grid(
 
 
 def plain(time: float) -> str:
-    """A time of a timeline, in whatever unit it has."""
+    """Format a time in the timeline's own unit."""
     return f"{time:.6g}"
 
 
 def milliseconds(seconds: float) -> str:
-    """A time as people read it."""
+    """Format seconds as milliseconds."""
     return f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 1 if seconds >= 1e-3 else 3}f} ms" if seconds else "0 ms"
 
 
 def spelling(timeline: Timeline) -> Callable[[float], str]:
-    """How its times are written."""
+    """Return the function that formats a timeline's times: milliseconds if measured, plain numbers if simulated."""
     return milliseconds if timeline.measured else plain
 
 
 def summary(timeline: Timeline, spelled: Callable[[float], str] | None = None) -> str:
-    """One line: makespan, bubble, activations in flight; times are spelled so, or as is the timeline's way."""
+    """Describe a timeline in one line: makespan, bubble and activations in flight.
+
+    Args:
+        timeline: The timeline.
+        spelled: Formats the makespan, or None for ``spelling(timeline)``.
+
+    Returns:
+        The line.
+    """
     spelled = spelled or spelling(timeline)
     held = timeline.in_flight
     flying = " ".join(map(str, held)) if len(held) <= 16 else f"at most {max(held)}"
@@ -107,9 +123,15 @@ def summary(timeline: Timeline, spelled: Callable[[float], str] | None = None) -
 
 
 def slot_length(timeline: Timeline) -> float:
-    """How long the shortest kind of compute action typically lasts: a sensible unit to draw in.
+    """Return how long the shortest kind of compute action typically lasts, as the unit of the drawing.
 
-    A W does not count: where no linear layer has left it anything to do, it takes next to nothing.
+    W is left out: in a stage without linear layers it takes almost no time.
+
+    Args:
+        timeline: The timeline.
+
+    Returns:
+        The smallest of the ops' median durations, in the timeline's unit; 1 if there are none.
     """
     durations: defaultdict[Op, list[float]] = defaultdict(list)
     for event in timeline.events:
@@ -119,9 +141,9 @@ def slot_length(timeline: Timeline) -> float:
 
 
 def _spans(timeline: Timeline, length: float) -> Iterator[tuple[int, int, int, Action]]:
-    """For each compute action its rank, its first slot of such a length, the slot behind its last one, and itself.
+    """Yield ``(rank, first slot, slot after the last, action)`` of each compute action.
 
-    Those that take less than half a slot come last: they are drawn where nothing else is.
+    Actions shorter than half a slot come last: they are drawn only in slots that are still empty.
     """
     zero = timeline.start
     for event in sorted(timeline.events, key=lambda event: event.end - event.start < length / 2):
@@ -133,6 +155,7 @@ def _spans(timeline: Timeline, length: float) -> Iterator[tuple[int, int, int, A
 def _cells(
     actions: list[Action | None], several: bool, width: int, done: Collection[Action] | None, cursor: Action | None
 ) -> list[str]:
+    """Return the cells of one line, padded to a width."""
     texts = []
     for action, before in zip(actions, [None, *actions], strict=False):
         label = "" if action is None else _GOES_ON if action == before else _label(action, several)
@@ -144,6 +167,7 @@ def _cells(
 def _painted(
     actions: list[Action | None], several: bool, width: int, done: Collection[Action] | None, cursor: Action | None
 ) -> list[str]:
+    """Return the cells of one line, coloured with ANSI escapes."""
     cells = _cells(actions, several, width, done, cursor)
     return [
         cell if action is None or (done is not None and action not in done) else f"{_ANSI[action.op]}{cell}{_PLAIN}"

@@ -1,1 +1,1 @@
-"""The published schedules, one generator a file: sizes in, rows of compute actions out."""
+"""The published pipeline schedules, one generator in each file: it takes sizes and returns rows of compute actions."""

@@ -1,4 +1,4 @@
-"""An entry of the catalog: a function that generates a schedule, the sizes it takes, and what may come out of it."""
+"""Catalog entries: a generator function, the sizes it accepts, and the check of the schedule that it returns."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from raypar.schedules.schedule import Schedule, ScheduleError
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes a generator takes: any number of ranks and of microbatches, and what is said here.
+    """The sizes that a generator accepts. The numbers of ranks and microbatches are free unless said here.
 
-    min_chunks     fewest stages a rank can hold
-    max_chunks     most stages a rank can hold, None for any number
-    whole_rounds   the microbatches must fill whole rounds of one microbatch a rank
-    hint           what to use instead when the number of chunks does not fit
+    Attributes:
+        min_chunks: The fewest stages that a rank can hold.
+        max_chunks: The most stages that a rank can hold, or None for no limit.
+        whole_rounds: Whether the number of microbatches must be a multiple of the number of ranks.
+        hint: What the error message advises when the number of chunks does not fit.
     """
 
     min_chunks: int = 1
@@ -27,7 +28,17 @@ class Sizes:
     hint: str = "leave chunks out, or use 'interleaved'"
 
     def demand(self, name: str, ranks: int, microbatches: int, chunks: int = 1) -> None:
-        """Raise ScheduleError with every fault of the sizes and the fix for each."""
+        """Check sizes against these limits.
+
+        Args:
+            name: The schedule's name, for the error message.
+            ranks: Number of pipeline ranks.
+            microbatches: Number of microbatches in a step.
+            chunks: Number of stages that each rank holds.
+
+        Raises:
+            ScheduleError: If a size does not fit. The text lists every fault and the fix for each.
+        """
         faults = []
         if ranks < 1:
             faults.append(f"ranks={ranks}: a pipeline has at least one rank, set ranks to 1 or more")
@@ -52,12 +63,13 @@ class Sizes:
 class Entry:
     """One schedule of the catalog.
 
-    generate       ``(num_ranks, num_microbatches)`` to a Schedule, mostly a compute-only one, or to plain rows of
-                   Actions or of texts like "1F0"; a function with a third parameter is told ``num_chunks``, too
-    summary        what it is good for, in one line
-    sizes          the sizes it takes
-    default_chunks stages a rank if the user says nothing
-    forward_only   an evaluation: no backward
+    Attributes:
+        generate: A function of ``(num_ranks, num_microbatches)``, or of ``(num_ranks, num_microbatches, num_chunks)``.
+            It returns a Schedule (usually of compute actions only) or plain rows of Actions or of texts like "1F0".
+        summary: One line that says what the schedule is good for.
+        sizes: The sizes that the function accepts.
+        default_chunks: Number of stages on each rank if the user gives none.
+        forward_only: Whether the schedule is an evaluation, which has no backward.
     """
 
     generate: Callable[..., Any]
@@ -75,9 +87,22 @@ class Entry:
         default_chunks: int | None = None,
         forward_only: bool = False,
     ) -> Entry:
-        """The entry of a user's function; what is not said about chunks is read off its third parameter.
+        """Make the entry of a user's function.
 
-        Raises ScheduleError for what can be called neither with two sizes nor with three.
+        Args:
+            generate: The generator function.
+            summary: One line that says what the schedule is good for.
+            sizes: The sizes that the function accepts. None accepts any number of chunks if the function has a third
+                parameter, and only ``default_chunks`` if it has none.
+            default_chunks: Number of stages on each rank if the user gives none. None takes the default value of the
+                function's third parameter if that is an integer, else 1.
+            forward_only: Whether the schedule is an evaluation.
+
+        Returns:
+            The entry.
+
+        Raises:
+            ScheduleError: If the function can be called neither with two sizes nor with three.
         """
         third = third_parameter(generate)
         if default_chunks is None:
@@ -88,10 +113,20 @@ class Entry:
         return cls(generate, summary, sizes, default_chunks, forward_only)
 
     def build(self, name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
-        """Generate the schedule, which is called ``name`` if the function returns rows.
+        """Call the generator and check that its result has the sizes that were asked for.
 
-        Raises ScheduleError for sizes that it does not take, with all faults and the fix for each; for a function
-        that raises, with its line; and for what is no schedule, or one of other sizes.
+        Args:
+            name: The name that the schedule gets if the function returns plain rows.
+            ranks: Number of pipeline ranks.
+            microbatches: Number of microbatches in a step.
+            chunks: Number of stages on each rank, or None for ``default_chunks``.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            ScheduleError: If the sizes are not accepted (all faults are listed, with the fix for each), if the function
+                raises (the text names the line), or if it returns no schedule or one of other sizes.
         """
         stages_a_rank = self.default_chunks if chunks is None else chunks
         self.sizes.demand(name, ranks, microbatches, stages_a_rank)
@@ -118,9 +153,16 @@ class Entry:
 
 
 def third_parameter(generate: Callable[..., Any]) -> inspect.Parameter | None:
-    """The parameter of a generator that takes the number of chunks, None if it has none.
+    """Find the parameter of a generator that takes the number of chunks.
 
-    Raises ScheduleError for what can be called neither with two sizes nor with three.
+    Args:
+        generate: The generator function.
+
+    Returns:
+        The third positional parameter, or None if there is none.
+
+    Raises:
+        ScheduleError: If the function can be called neither with two sizes nor with three.
     """
     try:
         signature = inspect.signature(generate)
@@ -136,12 +178,20 @@ def third_parameter(generate: Callable[..., Any]) -> inspect.Parameter | None:
 
 
 def name_of(function: object) -> str:
-    """What a function is called."""
+    """Return a function's qualified name, or its repr if it has none."""
     return getattr(function, "__qualname__", None) or repr(function)
 
 
 def failure(error: BaseException, file: str | None) -> str:
-    """An exception in one sentence, with the last line of ``file`` that it went through."""
+    """Describe an exception in one phrase, for an error message.
+
+    Args:
+        error: The exception.
+        file: The user's source file, or None.
+
+    Returns:
+        The exception's type and text, with the last line of ``file`` that is on the traceback.
+    """
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     if isinstance(error, SyntaxError) and error.filename == file and error.lineno:
         lines.append(error.lineno)

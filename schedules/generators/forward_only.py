@@ -1,4 +1,4 @@
-"""Forward only: evaluation and inference over the stages of a training run."""
+"""The forward-only schedule: evaluation and inference on the stages of a training run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,21 @@ SIZES = Sizes(max_chunks=None, hint="set chunks to 1 or more")
 
 
 def forward(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Every forward and no backward, stage ``chunk * p + rank``, in rounds of p microbatches.
+    """Run every forward and no backward, in rounds of p microbatches; rank r holds the stages ``chunk * p + r``.
 
-    Any number of microbatches runs, the last round may be short. Nothing is kept for a backward, so a rank holds no
-    activation beyond the one it works on.
+    Any number of microbatches is accepted: the last round may be short. No activation is kept for a backward, so a rank
+    holds only the one that it works on.
+
+    Args:
+        num_ranks: Number of pipeline ranks p.
+        num_microbatches: Number of microbatches in a step.
+        num_chunks: Number of stages on each rank.
+
+    Returns:
+        The schedule, of compute actions only.
+
+    Raises:
+        ScheduleError: If a size is not accepted.
 
     With 4 ranks, 8 microbatches::
 

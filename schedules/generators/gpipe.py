@@ -1,4 +1,4 @@
-"""GPipe: all forwards, then all backwards."""
+"""The GPipe schedule: all forwards, then all backwards."""
 
 from __future__ import annotations
 
@@ -10,10 +10,23 @@ SIZES = Sizes()
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards in the same order of microbatches (Huang et al. 2019, section 2.3).
+    """Run all forwards, then all backwards in the same order of microbatches.
 
-    The makespan is (m + p - 1)(tF + tB), the bubble (p - 1) / (m + p - 1). Every rank holds the activations of all
-    m microbatches at once.
+    With times tF and tB of one forward and one backward, the makespan is (m + p - 1)(tF + tB) and the bubble is (p - 1)
+    / (m + p - 1). Every rank holds the activations of all m microbatches at once.
+
+    Args:
+        num_ranks: Number of pipeline ranks p.
+        num_microbatches: Number of microbatches m in a step.
+
+    Returns:
+        The schedule, of compute actions only.
+
+    Raises:
+        ScheduleError: If a size is not accepted.
+
+    Source: Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", section
+    2.3.
 
     With 4 ranks, 8 microbatches::
 

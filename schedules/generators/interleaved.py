@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several stages a rank, a smaller bubble for more communication."""
+"""The interleaved 1F1B schedule: several stages on each rank, which gives a smaller bubble for more communication."""
 
 from __future__ import annotations
 
@@ -10,12 +10,25 @@ SIZES = Sizes(min_chunks=2, max_chunks=None, whole_rounds=True, hint="set chunks
 
 
 def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """1F1B over v chunks a rank, stage ``chunk * p + rank`` (Narayanan et al. 2021, "Efficient Large-Scale Language
-    Model Training on GPU Clusters Using Megatron-LM", section 2.2.2).
+    """Run 1F1B with v stages (chunks) on each rank; rank s holds the stages ``chunk * p + s``.
 
-    Microbatches go in rounds of p: a round passes chunk 0 of all ranks, then chunk 1, and so on. With times tF and
-    tB of one chunk the makespan is (m v + p - 1)(tF + tB): the bubble of 1F1B, divided by v. Rank s holds the
-    activations of min(2(p - s - 1) + (v - 1)p + 1, m v) chunks.
+    Microbatches are taken in rounds of p: a round passes chunk 0 of all ranks, then chunk 1, and so on. With times tF
+    and tB of one forward and one backward of one chunk, the makespan is (m v + p - 1)(tF + tB): the bubble of 1F1B,
+    divided by v. Rank s holds the activations of min(2(p - s - 1) + (v - 1)p + 1, m v) chunks.
+
+    Args:
+        num_ranks: Number of pipeline ranks p.
+        num_microbatches: Number of microbatches m in a step, a multiple of p.
+        num_chunks: Number of stages v on each rank, at least 2.
+
+    Returns:
+        The schedule, of compute actions only.
+
+    Raises:
+        ScheduleError: If a size is not accepted.
+
+    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+    section 2.2.2.
 
     With 2 ranks, 4 microbatches, 2 chunks::
 
@@ -35,10 +48,10 @@ def _row(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> l
     forwards = [Action(s, Op.F, first + i) for first in rounds for s in stages for i in range(num_ranks)]
     backwards = [Action(s, Op.B, first + i) for first in rounds for s in reversed(stages) for i in range(num_ranks)]
     warmup = min(2 * (num_ranks - 1 - rank) + (num_chunks - 1) * num_ranks, len(forwards))
-    # 1. Forwards until the first microbatch has come back from the last stage.
+    # 1. Warm-up: forwards until the first microbatch has come back from the last stage.
     row = forwards[:warmup]
-    # 2. The steady state: one forward, one backward.
+    # 2. Steady state: one forward, one backward, in turn.
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         row += (forward, backward)
-    # 3. Drain what the warm-up put in.
+    # 3. Drain: the backwards of the forwards that the warm-up ran ahead.
     return row + backwards[len(forwards) - warmup :]

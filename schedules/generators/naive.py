@@ -1,4 +1,4 @@
-"""The pipeline without pipelining: the reference that every other schedule is measured against."""
+"""The schedule without pipelining, the reference that the other schedules are compared with."""
 
 from __future__ import annotations
 
@@ -10,10 +10,20 @@ SIZES = Sizes()
 
 
 def naive(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Each microbatch walks all stages forth and back before the next one starts.
+    """Run each microbatch forward and backward through all stages before the next one starts.
 
-    One rank works at a time, so with times tF and tB the makespan is m p (tF + tB) and the bubble 1 - 1/p.
-    A rank never holds more than one activation.
+    Only one rank works at a time. With times tF and tB of one forward and one backward, the makespan is m p (tF + tB)
+    and the bubble is 1 - 1/p. A rank never holds more than one activation.
+
+    Args:
+        num_ranks: Number of pipeline ranks p.
+        num_microbatches: Number of microbatches m in a step.
+
+    Returns:
+        The schedule, of compute actions only.
+
+    Raises:
+        ScheduleError: If a size is not accepted.
 
     With 4 ranks, 2 microbatches::
 

@@ -1,4 +1,4 @@
-"""1F1B: the synchronous one-forward-one-backward schedule of PipeDream-Flush."""
+"""The 1F1B schedule (one forward, one backward) of PipeDream-Flush."""
 
 from __future__ import annotations
 
@@ -10,11 +10,23 @@ SIZES = Sizes()
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Warm up, alternate one forward and one backward, drain (Narayanan et al. 2021, "Memory-Efficient
-    Pipeline-Parallel DNN Training", section 2.2; Megatron-2, section 2.2.1).
+    """Warm up with forwards, alternate one forward and one backward, then drain the remaining backwards.
 
-    Makespan and bubble are those of GPipe, (m + p - 1)(tF + tB); what shrinks is memory: rank s holds the
-    activations of min(p - s, m) microbatches, however many there are.
+    Makespan and bubble are those of GPipe: (m + p - 1)(tF + tB) and (p - 1) / (m + p - 1). Only memory shrinks: rank s
+    holds the activations of min(p - s, m) microbatches, however large m is.
+
+    Args:
+        num_ranks: Number of pipeline ranks p.
+        num_microbatches: Number of microbatches m in a step.
+
+    Returns:
+        The schedule, of compute actions only.
+
+    Raises:
+        ScheduleError: If a size is not accepted.
+
+    Source: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 2.2; Narayanan et al.
+    2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", section 2.2.1.
 
     With 4 ranks, 8 microbatches::
 
@@ -32,10 +44,10 @@ def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
     forwards = [Action(rank, Op.F, mb) for mb in range(num_microbatches)]
     backwards = [Action(rank, Op.B, mb) for mb in range(num_microbatches)]
     warmup = min(num_ranks - 1 - rank, num_microbatches)
-    # 1. One forward for each rank further down, so that the first backward meets a rank that is free.
+    # 1. Warm-up: one forward for each rank behind this one, so that the first backward arrives when this rank is free.
     row = forwards[:warmup]
-    # 2. The steady state: one forward, one backward.
+    # 2. Steady state: one forward, one backward, in turn.
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         row += (forward, backward)
-    # 3. Drain what the warm-up put in.
+    # 3. Drain: the backwards of the forwards that the warm-up ran ahead.
     return row + backwards[num_microbatches - warmup :]

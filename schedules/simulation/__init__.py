@@ -1,1 +1,1 @@
-"""A schedule performed on paper: which action starts when, given the cost of each."""
+"""The simulation: when each action of a schedule starts and ends, given the cost of each."""

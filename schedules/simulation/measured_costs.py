@@ -1,4 +1,4 @@
-"""What the actions of a measured timeline cost: with it the simulation predicts the steps that follow."""
+"""Costs read off measured timelines, with which the simulation predicts later steps."""
 
 from __future__ import annotations
 
@@ -11,19 +11,28 @@ from raypar.schedules.rules import awaited, provides, travels
 from raypar.schedules.simulation.simulate import Costs
 from raypar.schedules.timeline import Event, Timeline
 
-_ENOUGH = 3  # times of an action whose median is worth more than that of others like it
+_ENOUGH = 3  # measurements: with so many, an action's own median is used
 
 
 def costs_of(*timelines: Timeline) -> Costs:
-    """Costs with which ``simulate`` predicts the bubble and the makespan of a step like these.
+    """Compute the costs with which ``simulate`` predicts the makespan and bubble of steps like the given ones.
 
-    Several steps of a job are better than one, whose times scatter; the first one of a job also warms up. Each cost is
-    a median, so that single actions that were held up don't count: of an action that three steps or more have (while
-    other ranks wait, actions are faster), else of a stage's op over all microbatches; of the link over the values that
-    somebody waited for. If nobody waited for any, the link is the longest that would still have been in time. STEP
-    begins with all ranks waiting for one another, so it lasts from the last one's start to the end. A SEND costs its
-    rank what it took; a RECV only the waiting, which the simulation finds. What is in no timeline costs nothing. Of a
-    simulated timeline these are the costs that it was made with.
+    Each cost is a median, so that a single delayed action does not count:
+
+    - An action that is in three or more of the timelines has its own median: actions are faster while other ranks wait.
+      Any other action has the median of its stage and op over all microbatches.
+    - The link has the median delay of the values that a rank was waiting for. If no rank waited for any value, it is
+      the shortest delay: the longest link that still delivers in time.
+    - STEP begins when all ranks have reached it, so it lasts from the last rank's start to the end.
+    - A SEND costs its rank the time it took. A RECV costs nothing: the simulation computes the waiting.
+    - An op that is in no timeline costs nothing.
+
+    Args:
+        *timelines: Steps of one job. Several are better than one, since times vary; leave out the job's first step,
+            which also warms up.
+
+    Returns:
+        The costs, in seconds. For a simulated timeline they are the costs that it was made with.
     """
     lengths: defaultdict[Action, list[float]] = defaultdict(list)
     awaited_links, spare_links, steps = list[float](), list[float](), list[float]()
@@ -49,11 +58,13 @@ def costs_of(*timelines: Timeline) -> Costs:
 
 
 def _links(timeline: Timeline) -> Iterator[tuple[float, bool]]:
-    """How long after its value had left each user of a value from another rank had it, and whether it waited for it all
-    that time: else the value may have been there before."""
+    """Yield the delay of each value from another rank, in seconds, and whether its user waited for all of that time.
+
+    If the user did not, the value may have arrived before it was needed.
+    """
     schedule = timeline.schedule
     makers = {value: event for event in timeline.events for value in provides(event.action) if travels(value, schedule)}
-    free = [timeline.start] * timeline.num_ranks  # since when each rank has nothing else to do
+    free = [timeline.start] * timeline.num_ranks  # when each rank's previous action ended
     for event in timeline.events:
         if event.bucket is not None:
             continue
@@ -65,5 +76,5 @@ def _links(timeline: Timeline) -> Iterator[tuple[float, bool]]:
 
 
 def _had(event: Event) -> float:
-    """When an action had the value that it waits for."""
+    """Return when an action had the value that it waits for."""
     return event.end if event.action.op in RECVS else event.start

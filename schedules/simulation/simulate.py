@@ -1,4 +1,4 @@
-"""The simulation: when each action would happen, if the costs were these."""
+"""The simulation of a schedule: when each action starts and ends, given the cost of each."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ from raypar.schedules.timeline import Event, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds (or any other unit) that the actions last; the rest of the ops cost nothing.
+    """How long actions last, in seconds or any other unit. Ops without a field cost nothing.
 
-    link       from the end of a compute action to the arrival of its value on another rank
-    of_stage   exceptions: what an op costs on a stage, ``{(3, Op.F): 1.5}``
-    of_action  exceptions to them: what one action costs
+    Attributes:
+        f: Cost of a forward F.
+        b: Cost of a full backward B.
+        i: Cost of an input-gradient half I.
+        w: Cost of a weight-gradient half W.
+        reduce_grad: Cost of a REDUCE_GRAD.
+        step: Cost of a STEP.
+        link: Time from the end of a compute action to the arrival of its value on another rank.
+        of_stage: Exceptions by stage and op, ``{(3, Op.F): 1.5}``.
+        of_action: Exceptions by action, which override ``of_stage``.
     """
 
     f: float = 1.0
@@ -33,7 +40,7 @@ class Costs:
     of_action: Mapping[Action, float] = field(default_factory=dict)
 
     def of(self, action: Action) -> float:
-        """What the action costs its rank."""
+        """Return how long the action occupies its rank."""
         stage, op, _ = action
         if self.of_action and action in self.of_action:
             return self.of_action[action]
@@ -50,14 +57,23 @@ UNIT = Costs(b=1.0)
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, *, send_capacity: int | None = None) -> Timeline:
-    """Run a schedule on paper: every rank performs its row in order, each action as soon as it can.
+    """Simulate a schedule: every rank performs its row in order, each action as early as it can.
 
-    Works before lowering, where a value reaches another rank ``costs.link`` after its compute, and after it. Then a
-    SEND takes no time of its rank, unless ``of_stage`` says so, its value arrives ``costs.link`` later, and a RECV
-    lasts as long as the rank has to wait for a value that is under way. ``send_capacity`` is the one of ``check``:
-    SENDs wait for room, and with 0 for their RECV, and then both last ``costs.link``.
+    Before lowering, a value reaches another rank ``costs.link`` after the end of its compute action. After lowering, a
+    SEND takes no time of its rank unless ``of_stage`` says so, its value arrives ``costs.link`` later, and a RECV lasts
+    as long as the rank waits for the value.
 
-    Raises ScheduleError if the ranks wait for one another for ever.
+    Args:
+        schedule: The schedule, lowered or not.
+        costs: The costs, or None for ``Costs()``.
+        send_capacity: As in ``check``: a SEND waits until fewer values are under way; with 0 it waits for its RECV, and
+            then both last ``costs.link``.
+
+    Returns:
+        The timeline, in the unit of the costs.
+
+    Raises:
+        ScheduleError: If the schedule deadlocks.
     """
     clock = _Clock(schedule, costs or Costs(), send_capacity)
     sweep = Sweep(schedule, send_capacity)
@@ -77,18 +93,18 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, send_capacity: i
 
 
 class _Clock:
-    """The time of every rank, and of every value under way."""
+    """The current time of every rank, and when every value under way left its rank."""
 
     def __init__(self, schedule: Schedule, costs: Costs, send_capacity: int | None) -> None:
         self._schedule, self._costs, self._capacity = schedule, costs, send_capacity
         self._now = [0.0] * schedule.num_ranks
         self._left: dict[Action, float] = {}
-        # When the places for values between two ranks become free, the next one first.
+        # For two ranks: when each place for a value under way becomes free, the earliest first.
         free_at_first = [0.0] * (send_capacity or 0)
         self._room: defaultdict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(free_at_first))
 
     def perform(self, rank: int, action: Action) -> tuple[float, float]:
-        """Start and end of the action, which is the next one of its rank."""
+        """Advance a rank's time by its next action, and return the action's start and end."""
         start, cost = self._now[rank], self._costs.of(action)
         if action.op in SENDS and self._capacity is not None:
             receiver = rank_of(partner(action), self._schedule)
@@ -107,6 +123,7 @@ class _Clock:
         return start, end
 
     def _receive(self, rank: int, action: Action, need: Action, start: float, cost: float) -> tuple[float, float]:
+        """Return start and end of an action that waits for a value from another rank."""
         left = self._left.pop(need)
         arrival = left + self._costs.link
         if action.op not in RECVS:

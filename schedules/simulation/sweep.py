@@ -1,8 +1,8 @@
 """One pass over a schedule in an order that its dependencies allow.
 
-Every rank has a place in its row. In each round every rank that can perform its next action does, so a round is
-one time slot in which all actions last equally long. A rank that cannot go on waits for one thing and is woken by
-it: the work is linear in the number of actions, and only values under way are remembered.
+In each round every rank that can perform its next action does so, so that a round is one time slot if all actions last
+equally long. A rank that can't waits for one thing, and that thing wakes it. So the work is linear in the number of
+actions, and only the values under way are stored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from raypar.schedules.schedule import Schedule
 
 @dataclass(frozen=True, slots=True, order=True)
 class Wait:
-    """A rank that cannot go on: at which place of its row, with which action, for which rank, and for what."""
+    """A rank that can't go on.
+
+    Attributes:
+        rank: The rank.
+        index: The position in its row where it stopped.
+        action: The action at that position.
+        peer: The rank that it waits for.
+        reason: What it waits for, for a message.
+    """
 
     rank: int
     index: int
@@ -27,12 +35,14 @@ class Wait:
 
 
 class Sweep:
-    """Iterate to get ``(rank, index, action)``; afterwards ``waits`` tells who could not finish, and why.
+    """An iterator over ``(rank, index, action)`` in a causal order; then ``waits`` lists the ranks that are stuck.
 
-    Only waiting between ranks is looked at: the order within a row is ``check``'s business.
+    Only dependencies between ranks are considered; ``check`` covers the order within a row.
 
-    ``send_capacity`` is the number of values that may be under way from one rank to another before the next SEND
-    blocks: None for no limit, 0 for a SEND that blocks until its RECV is reached (a rendezvous).
+    Args:
+        schedule: The schedule, lowered or not.
+        send_capacity: Number of values that may be under way from one rank to another before the next SEND blocks. None
+            for no limit; 0 for a SEND that blocks until its RECV is reached (a rendezvous).
     """
 
     def __init__(self, schedule: Schedule, send_capacity: int | None = None) -> None:
@@ -42,7 +52,7 @@ class Sweep:
         self._awaited: list[Action | None] = [None] * schedule.num_ranks
         self._there: set[Action] = set()
         self._under_way: dict[tuple[int, int], int] = {}
-        # What is waited for: a value, a RECV that has to be reached, or room between two ranks; and who waits.
+        # The rank that waits, by what it waits for: a value, a RECV to be reached, or room between two ranks.
         self._waiting: dict[Action | tuple[int, int], int] = {}
 
     def __iter__(self) -> Iterator[tuple[int, int, Action]]:
@@ -64,7 +74,7 @@ class Sweep:
             ready = awake
 
     def waits(self) -> list[Wait]:
-        """Every rank that did not come to the end of its row, once the iteration is over."""
+        """Return the ranks that did not reach the end of their rows. Call it after the iteration."""
         found = []
         for key, rank in self._waiting.items():
             index = self._places[rank]
@@ -80,7 +90,7 @@ class Sweep:
         return sorted(found)
 
     def _reach(self, rank: int, action: Action, awake: list[int]) -> None:
-        """A rank comes to an action: it is ready, or it waits."""
+        """Put a rank on ``awake`` if its next action is ready; otherwise record what it waits for."""
         key = self._missing(rank, action)
         if key is None:
             awake.append(rank)
@@ -92,6 +102,7 @@ class Sweep:
                 awake.append(sender)
 
     def _missing(self, rank: int, action: Action) -> Action | tuple[int, int] | None:
+        """Return what an action still waits for, or None if it is ready."""
         self._awaited[rank] = need = awaited(action, self._schedule)
         if action.op in SENDS:
             if self._capacity is None:
@@ -103,6 +114,7 @@ class Sweep:
         return None if need in self._there else need
 
     def _perform(self, rank: int, action: Action, awake: list[int]) -> None:
+        """Record the values that an action provides and takes, and wake the ranks that waited for them."""
         schedule, there, waiting = self._schedule, self._there, self._waiting
         need = self._awaited[rank]
         if need is not None:
@@ -123,4 +135,5 @@ class Sweep:
                     awake.append(waiting.pop(edge))
 
     def _edge(self, send: Action) -> tuple[int, int]:
+        """Return ``(sending rank, receiving rank)`` of a SEND."""
         return rank_of(send, self._schedule), rank_of(partner(send), self._schedule)

@@ -1,4 +1,4 @@
-"""Work for cores that nobody else wants: all of it is done, in order, and in time."""
+"""Work for cores that nobody else wants is all done, in order and in time; a file is there whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from raypar.actors.files import exhaust
+from raypar.actors.files import WholeFile, exhaust
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads give way on Linux only")
 
@@ -64,3 +64,22 @@ def test_what_goes_wrong_is_raised_here_and_nothing_more_is_done(spare):
     with pytest.raises(OSError, match="full"):
         exhaust(work(), spare)
     assert done == ["one"]
+
+
+def test_a_file_is_there_when_it_is_committed_and_else_nothing_is(tmp_path):
+    path = tmp_path / "a"
+    with WholeFile(path) as out:
+        out.write(b"one, ")
+        out.write(memoryview(b"two"))
+        assert not path.exists()
+        out.commit()
+        assert path.read_bytes() == b"one, two"
+    assert out.size == 8
+    with pytest.raises(OSError, match="full"), WholeFile(path) as out:
+        out.write(b"half")
+        raise OSError("full")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="directory"), WholeFile(tmp_path / "folder") as out:
+        out.commit()
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["a", "folder"]
+    assert path.read_bytes() == b"one, two", "the one that was there stays"

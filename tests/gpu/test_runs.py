@@ -71,7 +71,7 @@ def test_a_stepped_step_is_a_compiled_one(cluster):
 def test_an_actor_that_dies_ends_the_job_soon(cluster, mesh):
     with rp.launch(tiny(mesh, timeout=30.0)) as job:
         job.step()
-        cluster.kill(job._handles[1])
+        cluster.kill(job._loop.loaded.handles[1])
         start = time.monotonic()
         with pytest.raises(rp.JobError, match="died"):
             job.step()

@@ -31,9 +31,10 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.specs.run import Run
 from raypar.cli.main import main as command_line
 from raypar.config.recipes import RECIPES, recipe
-from raypar.config.run import Run, check_run
+from raypar.config.run import check_run
 from raypar.config.toml import load_run, plain_of, run_of, toml_of
 from raypar.errors import ConfigError
 from raypar.reporting.summary import plan_rows

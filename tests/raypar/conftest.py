@@ -38,7 +38,7 @@ def job_on(cluster):
     held = []
 
     def job(actors):
-        ended = bool(held) and held[0]._failure is not None  # the next test may end it too
+        ended = bool(held) and held[0]._lifetime.failure is not None  # the next test may end it too
         if not held or ended or held[0].num_actors < actors:
             close()
             held.append(rp.launch(rp.recipe("gpt-tiny", mesh=rp.Mesh(dp=actors if ended else max(4, actors)))))

@@ -16,10 +16,10 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 import raypar as rp
-from raypar.actors.context_parallel.sequence import Context
 from raypar.actors.device import Host
 from raypar.actors.layers import attention
 from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.specs.types import Context
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from tests.support.thread_jobs import TeamJob

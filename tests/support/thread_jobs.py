@@ -6,7 +6,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from copy import deepcopy
 
 from raypar.config.schedule import programs_of
-from raypar.job.inspection import Inside
+from raypar.config.skeleton import Skeleton
+from raypar.job.inspection import Inspection
+from raypar.job.loaded_run import LoadedRun
 from raypar.reporting.report import report_of
 from raypar.stepping.recording import Recorder
 from raypar.stepping.stepper import Stepper
@@ -50,12 +52,12 @@ class Hands:
 
     def __init__(self, team):
         self.team, self.next_step = team, 0
-        self._handles = [Handle(actor) for actor in team.all]
-        self.calls = Calls(self._handles)
+        self.handles = [Handle(actor) for actor in team.all]
+        self.calls = Calls(self.handles)
         self.schedule = team.programs["train"]
 
     def close(self):
-        for handle in self._handles:
+        for handle in self.handles:
             handle.close()
 
     def lowered(self, schedule):
@@ -69,7 +71,7 @@ class Hands:
             self.schedule,
             self.next_step,
             world,
-            self._handles,
+            self.handles,
             self.calls,
             guard=lambda call: call(),
             commit=self.commit,
@@ -83,7 +85,19 @@ class Hands:
         return report
 
 
-class TeamJob(Inside):
+class Lasting:
+    """The life of actors that no fault ends."""
+
+    failure, epoch = None, 0
+
+    def guard(self, call, *, patient=True):
+        return call()
+
+    def demand_open(self):
+        pass
+
+
+class TeamJob:
     """A Job as far as verify asks for one: of any run, ``reset`` as often as wanted."""
 
     def __init__(self, run):
@@ -92,16 +106,21 @@ class TeamJob(Inside):
 
     def reset(self, run):
         self.close()
-        self.run, self._hands, self._failure, self._last = run, Hands(Team.of(run)), None, None
-        self._world, self._calls, self.schedule = self._hands.team.world, self._hands.calls, self._hands.schedule
-        self._holds = [actor.holds() for actor in self._hands.team.all]
+        self.run, self._hands = run, Hands(Team.of(run))
+        self.schedule, team = self._hands.schedule, self._hands.team
+        hands, skeleton = self._hands, Skeleton(run.model, run.seed)
+        loaded = LoadedRun(run, hands.schedule, hands.schedule, team.world, hands.handles, hands.calls, skeleton)
+        self._inspection = Inspection(Lasting(), loaded, [actor.holds() for actor in team.all])
+
+    def __getattr__(self, name):
+        return getattr(self._inspection, name)
 
     @property
     def next_step(self):
         return self._hands.next_step
 
     def step(self):
-        results = self._calls.all("run", "train", self.next_step, what="a step")
+        results = self._hands.calls.all("run", "train", self.next_step, what="a step")
         return self._hands.commit(results, 1.0)
 
     def stepper(self):
@@ -110,9 +129,3 @@ class TeamJob(Inside):
     def close(self):
         if self._hands is not None:
             self._hands.close()
-
-    def _guard(self, call):
-        return call()
-
-    def _demand_open(self):
-        pass

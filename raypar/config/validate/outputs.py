@@ -9,12 +9,10 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from itertools import dropwhile
 from pathlib import Path
-from typing import Literal
 
+from raypar.actors.specs.types import Tracker
 from raypar.config.fields import brief
 from raypar.paths import LEDGER, METRICS, RUN, SCHEDULE, TIMELINE, absolute, home_of
-
-Tracker = Literal["tensorboard", "wandb", "mlflow", "ray"]
 
 _PACKAGES: dict[Tracker, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 

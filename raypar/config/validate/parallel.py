@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from raypar.actors.context_parallel.sequence import Context, pieces_of
+from raypar.actors.context_parallel.sequence import pieces_of
 from raypar.actors.mesh.grid import grid_of
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import DataParallel
 from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import GPT, Layers, Llama
+from raypar.actors.specs.types import Context
 from raypar.config.validate.model import heads_near, multiples_near
 
 

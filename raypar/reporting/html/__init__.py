@@ -1,1 +1,1 @@
-"""a run's report as one HTML file: no script, nothing from a network"""
+"""The report of a run as one HTML file, without scripts and without network access."""

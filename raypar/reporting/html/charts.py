@@ -1,4 +1,4 @@
-"""Charts without a script: lines over steps, and bars. Pointing at a step tells its figures."""
+"""Charts in SVG and HTML without scripts: lines over steps, and bars. Tooltips give the figures of a step."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from raypar.reporting.html.markup import Markup, element, joined
 from raypar.schedules.drawing.svg import ticks
 
 Point = tuple[float, float]
-NARROW, BROAD = 560, 760  # of a chart in half of a page, and in all of it
+NARROW, BROAD = 560, 760  # width of a chart in half of the page, and in all of it
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 230, 56, 14, 10, 46
-_FINEST = 300  # stretches of a line, each drawn by its lowest and its highest point
-_COLUMNS = 100  # places that tell their figures
+_FINEST = 300  # parts of a line, each drawn by its lowest and its highest point
+_COLUMNS = 100  # columns with tooltips
 
 
 @dataclass(frozen=True)
 class Line:
-    """
-    points  (step, value), by step; a value that is no number is a gap
-    color   one of those of the page: one, two
+    """One line of a chart.
+
+    Attributes:
+        name: Its name in the legend.
+        points: ``(step, value)``, sorted by step. A value that is not finite is a gap.
+        color: The CSS class of its colour, "one" or "two".
     """
 
     name: str
@@ -32,7 +35,17 @@ class Line:
 def line_chart(
     lines: Sequence[Line], spelled: Callable[[float], str], *, zero: bool = False, broad: bool = False
 ) -> Markup:
-    """Lines over steps, with a legend if there are several; ``spelled`` writes values, ``zero`` is on the axis."""
+    """Draw lines over steps, with a legend if there are several.
+
+    Args:
+        lines: The lines.
+        spelled: Formats the values.
+        zero: Whether the value axis includes 0.
+        broad: Whether the chart is as wide as the page; else it is half as wide.
+
+    Returns:
+        The chart, or a note if there are no finite values.
+    """
     values = [y for line in lines for _, y in line.points if math.isfinite(y)]
     if not values:
         return element("p", "No figures.", class_="note")
@@ -56,7 +69,15 @@ def line_chart(
 
 
 def bars(rows: Sequence[tuple[str, float]], spelled: Callable[[float], str]) -> Markup:
-    """A bar for each row of a name and a value of 0 or more."""
+    """Draw a bar for each row.
+
+    Args:
+        rows: ``(name, value)``; values are 0 or more.
+        spelled: Formats the values.
+
+    Returns:
+        The bars.
+    """
     longest = max((value for _, value in rows), default=0.0) or 1.0
     return joined(
         *(
@@ -74,7 +95,7 @@ def bars(rows: Sequence[tuple[str, float]], spelled: Callable[[float], str]) -> 
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where the values of the two axes are drawn, in a chart of a width."""
+    """The ranges of the two axes, and their mapping to pixels."""
 
     first: float
     last: float
@@ -111,7 +132,7 @@ def _line(line: Line, frame: _Frame) -> Iterator[Markup]:
 
 
 def _stretches(points: Sequence[Point]) -> Iterator[list[Point]]:
-    """The points between those that are no numbers."""
+    """Split the points at values that are not finite."""
     found: list[Point] = []
     for x, y in points:
         if math.isfinite(y):
@@ -124,7 +145,7 @@ def _stretches(points: Sequence[Point]) -> Iterator[list[Point]]:
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """No more points than can be seen: the lowest and the highest of each stretch, in their order."""
+    """Reduce points to what can be seen: the lowest and the highest of each of _FINEST parts, in their order."""
     if len(points) <= 2 * _FINEST:
         return list(points)
     edges = [round(place * len(points) / _FINEST) for place in range(_FINEST + 1)]
@@ -136,7 +157,7 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def _columns(lines: Sequence[Line], frame: _Frame, spelled: Callable[[float], str]) -> Iterator[Markup]:
-    """Columns over the whole chart, each with the figures of its step."""
+    """Cover the chart with invisible columns whose tooltips give the figures of a step."""
     found = [dict(line.points) for line in lines]
     steps = sorted({step for values in found for step in values})
     few = {step for values in found if len(values) <= _COLUMNS for step in values}

@@ -1,4 +1,4 @@
-"""What a run folder comes to in figures, and how they are written."""
+"""The figures of a run folder, and their formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from raypar.reporting.run_folder.read import Past
 
 @dataclass(frozen=True)
 class History:
-    """The steps of a run and its evaluations, by step; where it was resumed, what came last counts."""
+    """The steps and evaluations of a run, sorted by step. If a resumed run repeated a step, the last one counts.
+
+    Attributes:
+        steps: One dict for each step (``Report.to_dict``).
+        evaluations: One dict for each evaluation (``Evaluation.to_dict``).
+    """
 
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
@@ -27,25 +32,25 @@ class History:
         return cls(_ordered(steps), _ordered(evaluations))
 
     def points(self, name: str) -> list[tuple[float, float]]:
-        """A figure of every step, by the number of steps taken with it."""
+        """Return ``(number of steps taken, figure)`` of every step."""
         return [(line["step"] + 1, line[name]) for line in self.steps]
 
     def validation(self) -> list[tuple[float, float]]:
-        """The loss of every evaluation, by the number of steps taken before it."""
+        """Return ``(number of steps taken before, loss)`` of every evaluation."""
         return [(line["step"], line["val_loss"]) for line in self.evaluations]
 
     def median(self, name: str) -> float:
-        """The median of a figure over the steps behind the first, which also warms up."""
+        """Return the median of a figure over all steps but the first, which also warms up."""
         return float(statistics.median(line[name] for line in self.steps[1:] or self.steps))
 
     def peaks(self) -> list[int]:
-        """The most bytes that each pipeline rank has held."""
-        of_steps = (line["peak_memory"] for line in self.steps)  # it may have been resumed with other ranks
+        """Return the largest memory of each pipeline rank over all steps, in bytes."""
+        of_steps = (line["peak_memory"] for line in self.steps)  # a resumed run may have other ranks
         return [max(sizes) for sizes in zip_longest(*of_steps, fillvalue=0)]
 
 
 def headline(past: Past, history: History) -> list[tuple[str, str]]:
-    """The figures at the top: name and value."""
+    """Return the figures at the top of the page, as ``(name, value)``."""
     rows = [("steps", f"{len(history.steps):,} of {past.config['steps']:,}")]
     if history.steps:
         rows.append(("train loss", f"{history.steps[-1]['loss']:.4f}"))
@@ -62,7 +67,7 @@ def headline(past: Past, history: History) -> list[tuple[str, str]]:
 
 
 def size(count: float) -> str:
-    """Bytes for people: 1.5 MiB."""
+    """Format bytes: 1.5 MiB."""
     if count < 1024:
         return f"{count:.0f} B"
     power = min(4, int(math.log2(count) / 10))
@@ -70,7 +75,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 1 h 02 min."""
+    """Format seconds: 1 h 02 min."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes = round(seconds / 60)
@@ -78,17 +83,17 @@ def duration(seconds: float) -> str:
 
 
 def share(part: float) -> str:
-    """A part of 1 in per cent, without a digit that says nothing."""
+    """Format a fraction of 1 as per cent, without a trailing ".0"."""
     return f"{100 * part:.1f}".removesuffix(".0") + "%"
 
 
 def significant(value: float) -> str:
-    """A number to four digits, thousands apart."""
+    """Format a number with four digits and a separator for thousands."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def flat(table: dict[str, Any], below: str = "") -> dict[str, object]:
-    """Nested tables as one, with dots in its keys."""
+    """Flatten nested tables to one, with dots in its keys."""
     found: dict[str, object] = {}
     for key, value in table.items():
         found |= flat(value, f"{below}{key}.") if isinstance(value, dict) else {f"{below}{key}": value}

@@ -1,4 +1,4 @@
-"""HTML that can't be broken by what it shows: text is escaped wherever it becomes part of an element."""
+"""Building HTML safely: every text is escaped when it becomes part of an element."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ from html import escape
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """A text that is HTML already."""
 
     __slots__ = ()
 
 
 def element(name: str, *inside: str, **attributes: object) -> Markup:
-    """``<name attribute="...">inside</name>``; what is no Markup yet is escaped. ``_`` in an attribute is ``-``, and a
-    closing one is left out: ``class_``."""
+    """Make ``<name attribute="...">inside</name>``.
+
+    Args:
+        name: The tag.
+        *inside: The content; texts that are not Markup are escaped.
+        **attributes: The attributes. ``_`` becomes ``-``, a trailing ``_`` is dropped (``class_``), and None leaves the
+            attribute out.
+
+    Returns:
+        The element.
+    """
     told = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
         for key, value in attributes.items()
@@ -23,7 +32,7 @@ def element(name: str, *inside: str, **attributes: object) -> Markup:
 
 
 def joined(*parts: str) -> Markup:
-    """The parts one after the other, escaped if they are no Markup yet."""
+    """Concatenate parts; texts that are not Markup are escaped."""
     return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
 
 

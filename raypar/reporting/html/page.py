@@ -1,11 +1,11 @@
-"""The page: a run's report in one file, from the title down to the configuration."""
+"""The HTML page of a run's report, with one function for each section."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from raypar.config.run import Run
+from raypar.actors.specs.run import Run
 from raypar.config.toml import plain_of
 from raypar.reporting.html.charts import Line, bars, line_chart
 from raypar.reporting.html.figures import History, flat, headline, share, significant, size
@@ -20,7 +20,7 @@ _VALUE = "value"
 
 
 def losses(history: History) -> Markup:
-    """Train and validation loss over steps."""
+    """Draw train and validation loss over steps."""
     lines = [Line("train", history.points("loss"))]
     if history.evaluations:
         lines.append(Line("validation", history.validation(), "two"))
@@ -30,7 +30,7 @@ def losses(history: History) -> Markup:
 
 
 def speed(history: History) -> Markup:
-    """Tokens a second and the bubble over steps, side by side where there is room."""
+    """Draw tokens a second and the bubble over steps, side by side if there is room."""
     if not history.steps:
         return _section("Speed", _note("No step was taken yet."))
     tokens = line_chart([Line("tokens/s", history.points("tokens_per_s"))], significant, zero=True)
@@ -39,7 +39,7 @@ def speed(history: History) -> Markup:
 
 
 def steps(past: Past) -> Markup:
-    """The latest measured step over its prediction."""
+    """Draw the latest measured step and its prediction."""
     title = "Measured over predicted"
     if not past.timelines or not past.timelines[0].events:
         return _section(title, _note("No step was measured."))
@@ -54,13 +54,13 @@ def steps(past: Past) -> Markup:
 
 
 def memory(history: History) -> Markup:
-    """The peak of every pipeline rank."""
+    """Draw the peak memory of every pipeline rank."""
     peaks = [(f"pp={rank}", float(peak)) for rank, peak in enumerate(history.peaks())]
     return _section("Peak memory", bars(peaks, size) if peaks else _note("No step was taken yet."))
 
 
 def messages(past: Past) -> Markup:
-    """The ledger: what every actor moved."""
+    """List the ledger: the calls and bytes of every actor."""
     rows = [
         [actor, kind, f"{calls:,}", size(count)]
         for actor, table in past.ledger.items()
@@ -71,7 +71,7 @@ def messages(past: Past) -> Markup:
 
 
 def checkpoints(past: Past) -> Markup:
-    """The checkpoints that the folder has."""
+    """List the checkpoints of the folder."""
     rows = [
         [one.path.name, f"{one.step:,}", f"{one.tensors:,}", size(one.size), "; ".join(one.faults) or "sound"]
         for one in past.checkpoints
@@ -82,7 +82,7 @@ def checkpoints(past: Past) -> Markup:
 
 
 def configuration(past: Past) -> Markup:
-    """Every setting of the run; those that are not the default of a Run are marked."""
+    """List every setting of the run, and mark those that differ from the defaults of a Run."""
     usual = flat(plain_of(Run()))
     rows = [
         [key, element("mark", str(value)) if key not in usual or usual[key] != value else str(value)]
@@ -101,7 +101,7 @@ def _note(text: str) -> Markup:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], kinds: Sequence[str]) -> Markup:
-    """A table; ``kinds`` are the classes of its columns."""
+    """Make a table; ``kinds`` are the CSS classes of its columns."""
     head = element("tr", *(element("th", name, class_=kind or None) for name, kind in zip(heads, kinds, strict=True)))
     body = [
         element("tr", *(element("td", cell, class_=kind or None) for cell, kind in zip(row, kinds, strict=True)))
@@ -111,7 +111,14 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], kinds: Sequence[
 
 
 def page(past: Past) -> str:
-    """The whole HTML of a run folder."""
+    """Make the HTML page of a run folder.
+
+    Args:
+        past: The content of the run folder.
+
+    Returns:
+        The HTML.
+    """
     history = History.of(past)
     title = ", ".join([_model(past.config), *([past.schedule.name] if past.schedule else [])])
     tiles = [
@@ -140,7 +147,7 @@ def page(past: Past) -> str:
 
 
 def _model(config: dict[str, Any]) -> str:
-    """The model and its mesh in a few words."""
+    """Describe the model and its mesh in a few words."""
     model, mesh = config["model"], config["mesh"]
     names = [f"{model[name]} {name}" for name in ("layers", "hidden") if isinstance(model.get(name), int)]
     axes = [f"{axis}={size}" for axis, size in mesh.items() if size != 1]

@@ -1,1 +1,1 @@
-"""Run folders: all that a run leaves behind, written while it trains and read again without believing it."""
+"""Run folders: the files of a run, written while it trains, and read again without trusting their content."""

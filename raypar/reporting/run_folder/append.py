@@ -1,4 +1,4 @@
-"""Files that grow line by line: what could not be written whole is not there at all."""
+"""Files that grow line by line; a line is in them whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from pathlib import Path
 
 
 class Lines:
-    """A plain file that lines are added to; made if it is not there. Nothing is kept back: a line can be read at once.
+    """A regular file that lines are appended to, created if it does not exist. Writes are not buffered.
 
-    Raises OSError, also for a link, a pipe or a device.
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: If the file can't be opened, or if it is a link, a pipe or a device.
     """
 
     def __init__(self, path: Path) -> None:
@@ -25,12 +29,23 @@ class Lines:
             raise OSError(errno.EINVAL, "it is no plain file")
 
     def lock(self) -> None:
-        """Keep other processes' ``lock`` away until this one closes or ends. Raises BlockingIOError if one has it."""
+        """Lock the file until it is closed or this process ends.
+
+        Raises:
+            BlockingIOError: If another process has the lock.
+        """
         assert self._file is not None
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def add(self, line: str) -> None:
-        """Add a line, which ends with a newline. Raises OSError, and then nothing of it is left."""
+        """Append a line.
+
+        Args:
+            line: The line, which ends with a newline.
+
+        Raises:
+            OSError: If it can't be written; what was written of it is removed.
+        """
         if self._file is None:
             return
         rest, size = memoryview(line.encode(errors="replace")), os.fstat(self._file).st_size
@@ -43,7 +58,7 @@ class Lines:
             raise
 
     def close(self) -> None:
-        """Let go of the file; what is added after that is lost."""
+        """Close the file. Lines added later are dropped."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
@@ -53,7 +68,7 @@ log = logging.getLogger("raypar")
 
 
 class LogFile(logging.Handler):
-    """Adds what the logger "raypar" says to a file. A line that the disk refuses is lost."""
+    """A handler that writes the messages of the logger "raypar" to a file. A line that the disk refuses is lost."""
 
     def __init__(self, lines: Lines) -> None:
         super().__init__()
@@ -61,15 +76,16 @@ class LogFile(logging.Handler):
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S%z"))
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Append the record to the file."""
         with suppress(OSError):
             self._lines.add(self.format(record) + "\n")
-        # where nobody has set up logging, Python says warnings on standard error, but not beside a handler
+        # Without any handler Python prints warnings on standard error; this handler would suppress that.
         if logging.lastResort is not None and record.levelno >= logging.lastResort.level and not heard():
             logging.lastResort.handle(record)
 
 
 def heard() -> bool:
-    """Whether anyone but files hears what the logger "raypar" says."""
+    """Return whether the logger "raypar" has a handler other than log files."""
     logger: logging.Logger | None = log
     while logger is not None:
         if not all(isinstance(handler, LogFile) for handler in logger.handlers):

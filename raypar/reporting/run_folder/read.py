@@ -1,4 +1,4 @@
-"""Reading a run folder. Nothing in it is believed: a link, a device, what is too long or of another kind is a fault."""
+"""Reading a run folder without trusting it: links, devices, files that are too large and wrong types are faults."""
 
 from __future__ import annotations
 
@@ -31,26 +31,30 @@ from raypar.schedules.torch_csv import from_csv
 T = TypeVar("T")
 Number = Annotated[int, Ge(0), Le(2**63 - 1)]
 Figure = Annotated[float, AllowInfNan(False), Ge(-1e15), Le(1e15)]
-Numbers = Annotated[tuple[Number, ...], FailFast()]  # an error takes a hundred times the memory of a digit
+Numbers = Annotated[tuple[Number, ...], FailFast()]  # each error takes a hundred times the memory of a digit
 Latest = tuple[int | None, list[Timeline]]
 Ledger = dict[str, dict[str, tuple[Number, Number]]]
 
 _MOST = {RUN: 1 << 20, METRICS: 1 << 30, SCHEDULE: MOST_BYTES, TIMELINE: 1 << 30, LEDGER: 64 << 20}  # bytes
 _LONGEST = 1 << 20  # bytes of a line of metrics
-_MOST_ACTIONS = 8  # on a stage for a microbatch: F, I and W, and what comes and goes
-_MOST_TOLD = 10  # faults of one file
+_MOST_ACTIONS = 8  # of a stage for one microbatch: F, I, W and communication
+_MOST_TOLD = 10  # faults that are reported of one file
 
 
 @dataclass(frozen=True)
 class Past:
-    """What a run has left behind.
+    """The content of a run folder.
 
-    config       the resolved run as plain tables; functions are texts
-    metrics      a dict a step (``Report.to_dict``) and an evaluation (``Evaluation.to_dict``: it has ``val_loss``)
-    schedule     of a training step, lowered; None if it was not written
-    step, timelines  the latest step that was measured, as ``job.timelines()`` returns it; None and [] if none was
-    ledger       what each actor moved: (calls, bytes) by "axis op"
-    checkpoints  the newest first; their shards were not read
+    Attributes:
+        folder: The folder.
+        config: The run with all defaults, as plain tables; functions are texts.
+        metrics: One dict for each step (``Report.to_dict``) and evaluation (``Evaluation.to_dict``, which has
+            ``val_loss``).
+        schedule: The lowered schedule of a training step, or None if it was not written.
+        step: The latest measured step, or None.
+        timelines: The timelines of that step, as ``job.timelines()`` returns them; empty if there is none.
+        ledger: The (calls, bytes) of each actor, by "axis op".
+        checkpoints: The checkpoints, newest first; only their manifests were read.
     """
 
     folder: Path
@@ -65,7 +69,10 @@ class Past:
 
 @dataclass(frozen=True)
 class _Step(Report):
-    """A report that can be drawn: only what a training that fails does is infinite."""
+    """The schema of a step's report.
+
+    Its figures must be finite, except loss and gradient norm, which a failing training makes infinite or NaN.
+    """
 
     step: Number
     lr: Figure
@@ -80,6 +87,8 @@ class _Step(Report):
 
 @dataclass(frozen=True)
 class _Validation:
+    """The schema of an evaluation."""
+
     step: Number
     val_loss: float
     perplexity: float
@@ -88,32 +97,47 @@ class _Validation:
 
 @dataclass(frozen=True)
 class _Row:
+    """The schema of one timeline: rank, actor, action, start, end, bytes and bucket of each event."""
+
     actions: Annotated[list[tuple[Number, str, str, Figure, Figure, Number, Number | None]], FailFast()]
 
 
 @dataclass(frozen=True)
 class _Measured:
+    """The schema of the timelines file."""
+
     step: Number
     timelines: Annotated[list[_Row], FailFast()]
 
 
 class _DamagedError(Exception):
-    """What is wrong with one file, a sentence each."""
+    """The faults of one file."""
 
     def __init__(self, *faults: str) -> None:
         self.faults = faults
 
 
 def read(folder: Path) -> Past:
-    """All that a run folder holds. Raises ConfigError with all faults.
+    """Read a run folder.
 
-    Files that a run has not come to write are no fault, nor is a last line of metrics that is not whole: a run may
-    have been killed.
+    A file that is missing is no fault, nor is an incomplete last line of the metrics: the run may have been killed.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        Its content.
+
+    Raises:
+        ConfigError: If it is no run folder or has faults; the text lists all of them.
     """
     folder, faults = absolute(folder), list[str]()
 
     def part(name: str, parse: Callable[[bytes], T], missing: T) -> T:
-        """What one file says; ``missing`` if it is not there, or if it is damaged, which is added to the faults."""
+        """Read and parse one file.
+
+        Returns ``missing`` if the file is missing, or if it is damaged, which is added to the faults.
+        """
         try:
             return parse(read_plain(folder / name, _MOST[name]))
         except FileNotFoundError:
@@ -177,7 +201,7 @@ def _schedule(raw: bytes, config: dict[str, Any]) -> Schedule:
 
 def _metrics(raw: bytes) -> list[dict[str, Any]]:
     lines, faults = list[dict[str, Any]](), list[str]()
-    for number, line in enumerate(raw.split(b"\n")[:-1], start=1):  # behind the last newline a line may be torn
+    for number, line in enumerate(raw.split(b"\n")[:-1], start=1):  # after the last newline a line may be incomplete
         try:
             if len(line) > _LONGEST:
                 raise _DamagedError(f"is longer than {_LONGEST} bytes")
@@ -229,7 +253,7 @@ def _as_measured(schedule: Schedule, events: Sequence[Event]) -> Schedule:
 
 
 def _odd(event: Event, schedule: Schedule) -> Iterator[str]:
-    """Why a schedule can't have left such an event behind."""
+    """Yield the reasons why a schedule can't have produced an event."""
     stage, _, microbatch = event.action
     if event.rank >= schedule.num_ranks or (stage or 0) >= schedule.num_stages:
         yield f"the schedule has {schedule.num_ranks} ranks and {schedule.num_stages} stages"
@@ -244,7 +268,7 @@ def _ledger(raw: bytes) -> Ledger:
 
 
 def _json(raw: bytes, kind: Callable[..., T]) -> T:
-    """What a JSON text says, if it is of this kind. NaN and infinite are numbers here: a loss may be."""
+    """Parse JSON of a given type. NaN and infinity are allowed, because a loss may be either."""
     try:
         found: T = _reader(kind).validate_json(raw, strict=True)
     except ValidationError as error:

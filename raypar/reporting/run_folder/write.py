@@ -1,4 +1,4 @@
-"""Writing a run folder. Once the run goes on, a disk that refuses is a warning."""
+"""Writing a run folder. During the run a write that fails is only a warning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from raypar.actors.collective.ledger import Entry
 from raypar.actors.errors import CheckpointError
 from raypar.actors.files import read_plain, sync_folder, told, write_whole
-from raypar.config.run import Run
+from raypar.actors.specs.run import Run
 from raypar.config.toml import plain_of, toml_of
 from raypar.errors import ConfigError
 from raypar.paths import LEDGER, LOG, METRICS, RUN, SCHEDULE, TIMELINE, absolute
@@ -24,11 +24,18 @@ from raypar.schedules.torch_csv import to_csv
 log = logging.getLogger("raypar")
 
 _HEAD = "# The run with all its defaults, for raypar train; functions are told by their names, and need Python.\n\n"
-_MOST = 1 << 30  # bytes of metrics that a resumed run goes on with
+_MOST = 1 << 30  # bytes: the largest metrics file that a resumed run accepts
 
 
 class Folder:
-    """The run folder of a job: it is there, and nobody else's, when this is made. Raises ConfigError if it can't be."""
+    """The run folder of a job, created and locked for it.
+
+    Args:
+        folder: The path.
+
+    Raises:
+        ConfigError: If the folder can't be made or another job writes to it.
+    """
 
     def __init__(self, folder: str) -> None:
         self._path, self._warned = absolute(folder), False
@@ -48,15 +55,21 @@ class Folder:
         log.addHandler(self._handler)
 
     def begin(self, run: Run, schedule: Schedule, step: int) -> None:
-        """Write what is known at once: a run that goes on after ``step`` steps keeps their metrics, and no later."""
+        """Write the configuration, the schedule and the start of the metrics.
+
+        Args:
+            run: The run.
+            schedule: The lowered schedule of a training step.
+            step: Number of steps already taken. The metrics of these steps are kept, and later ones removed.
+        """
         path = self._path
 
         def write() -> None:
             config = plain_of(run)
-            del config["folder"]  # another run of it wants another one
+            del config["folder"]  # another run with this configuration needs another folder
             if not isinstance(run.schedule, str):
                 config["schedule"] = str(path / SCHEDULE)
-            for name in (TIMELINE, LEDGER):  # of steps that are taken once more, and maybe of another schedule
+            for name in (TIMELINE, LEDGER):  # they are of steps that will be repeated, perhaps with another schedule
                 (path / name).unlink(missing_ok=True)
             _write(path / SCHEDULE, to_csv(schedule))
             _write(path / METRICS, kept(path / METRICS, step) if step else "")
@@ -67,14 +80,20 @@ class Folder:
         self._try(write)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Add a line to the metrics."""
+        """Append a line to the metrics."""
         if (metrics := self._metrics) is not None:
             self._try(lambda: metrics.add(json.dumps(line) + "\n"))
 
     def measured(
         self, step: int, timelines: Sequence[Timeline], ledger: Mapping[str, Mapping[tuple[str, str], Entry]]
     ) -> None:
-        """Keep the times of a step, and what was moved so far."""
+        """Write the times of a step and the bytes moved so far.
+
+        Args:
+            step: The step.
+            timelines: Its timelines.
+            ledger: The calls and bytes by actor name and (axis, op).
+        """
         rows = [
             {"actions": [[e.rank, e.actor, str(e.action), e.start, e.end, e.bytes, e.bucket] for e in timeline.events]}
             for timeline in timelines
@@ -91,13 +110,14 @@ class Folder:
         self._try(write)
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Close the files and release the lock."""
         log.removeHandler(self._handler)
         self._log.close()
         if self._metrics is not None:
             self._metrics.close()
 
     def _try(self, write: Callable[[], None]) -> None:
+        """Write, and log a warning the first time that it fails."""
         try:
             write()
         except OSError as error:
@@ -107,7 +127,15 @@ class Folder:
 
 
 def kept(path: Path, step: int) -> str:
-    """The lines of metrics that ``step`` steps have left behind: no later ones, and none that is not whole."""
+    """Return the lines of metrics that belong to the first steps of a run.
+
+    Args:
+        path: The metrics file.
+        step: Number of steps.
+
+    Returns:
+        The lines of these steps; later and incomplete lines are left out. Empty if there is no file.
+    """
     try:
         raw = read_plain(path, _MOST)
     except FileNotFoundError:
@@ -116,7 +144,7 @@ def kept(path: Path, step: int) -> str:
     for line in raw.decode(errors="replace").split("\n")[:-1]:
         with suppress(ValueError, RecursionError, AttributeError, TypeError):
             plain = json.loads(line)
-            if plain.get("step") < step + ("val_loss" in plain):  # an evaluation counts the steps before it
+            if plain.get("step") < step + ("val_loss" in plain):  # an evaluation's step counts the steps before it
                 lines.append(line + "\n")
     return "".join(lines)
 

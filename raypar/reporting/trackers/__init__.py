@@ -1,1 +1,1 @@
-"""Trackers: where the figures of a run are sent while it trains."""
+"""Trackers: services and files that get the figures of a run while it trains."""

@@ -1,4 +1,4 @@
-"""Ray's own metrics: gauges that the dashboard of a cluster, or a Prometheus beside it, shows."""
+"""The tracker "ray": gauges of Ray's metrics, which the cluster's dashboard or a Prometheus server shows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ray.util.metrics import Gauge
 
 
 def gauge(name: str, what: str, tags: tuple[str, ...]) -> Gauge:
-    """A figure for the cluster's dashboard."""
+    """Make a gauge of Ray's metrics."""
     return Gauge(name, what, tags)
 
 
@@ -21,7 +21,7 @@ _GAUGES = {
 
 
 class Gauges:
-    """Sets ``raypar_loss`` and others, tagged ``run``; the memory of each pipeline rank is tagged ``pp``, too."""
+    """A sink that sets ``raypar_loss`` and other gauges, tagged ``run``; each rank's memory is also tagged ``pp``."""
 
     def __init__(self, run: str) -> None:
         self._tags = {"run": run}

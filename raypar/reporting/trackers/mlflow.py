@@ -1,4 +1,4 @@
-"""MLflow. Where it sends figures, its own environment says (MLFLOW_TRACKING_URI and others)."""
+"""The tracker MLflow. Its own environment variables (MLFLOW_TRACKING_URI and others) say where it sends figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raypar.reporting.trackers.tracker import scalars
 
 
 class MLflow:
-    """A run of MLflow. Figures are sent by its own thread."""
+    """A sink that writes to a run of MLflow, whose own thread sends the figures."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,16 +1,26 @@
-"""The trackers by name: what each needs, and how it is made. Packages are imported only when they are asked for."""
+"""The trackers by name. A tracker's package is imported only when the tracker is used."""
 
 from __future__ import annotations
 
 import importlib
 
-from raypar.config.validate.outputs import Tracker
+from raypar.actors.specs.types import Tracker
 from raypar.paths import TENSORBOARD, absolute
 from raypar.reporting.trackers.tracker import Sink
 
 
 def sink_of(tracker: Tracker, run: str, folder: str | None, step: int) -> Sink:
-    """The sink of a tracker, for a run of this name that begins at ``step``."""
+    """Make the sink of a tracker.
+
+    Args:
+        tracker: The tracker's name.
+        run: The run's name.
+        folder: The run folder, or None; TensorBoard needs one.
+        step: The first step of the run.
+
+    Returns:
+        The sink.
+    """
     module = importlib.import_module(f"raypar.reporting.trackers.{'gauges' if tracker == 'ray' else tracker}")
     sink: Sink
     if tracker == "tensorboard":

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run folder."""
+"""The tracker TensorBoard: event files in the run folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raypar.reporting.trackers.tracker import scalars
 
 
 class TensorBoard:
-    """Writes event files into a folder; what was written there for ``step`` and later is taken back."""
+    """A sink that writes event files to a folder. Events that are already there for ``step`` and later are removed."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self._writer: Any = SummaryWriter(str(folder), purge_step=step or None)

@@ -1,4 +1,4 @@
-"""What a tracker is told, and in which form."""
+"""The interface of a tracker."""
 
 from __future__ import annotations
 
@@ -7,20 +7,32 @@ from typing import Any, Protocol
 
 
 class Sink(Protocol):
-    """Takes the figures of a run as they come, in the driver. What it raises is a warning, and it is told no more."""
+    """Receives the figures of a run in the driver.
+
+    If a method raises, a warning is logged and the sink is not called again.
+    """
 
     def begin(self, config: dict[str, Any]) -> None:
-        """The run begins; its configuration as plain tables."""
+        """Start a run.
+
+        Args:
+            config: The run's configuration as plain tables.
+        """
 
     def write(self, outcome: dict[str, Any], step: int) -> None:
-        """A step or an evaluation is over: ``Report.to_dict`` or ``Evaluation.to_dict``."""
+        """Add the figures of a step or an evaluation.
+
+        Args:
+            outcome: ``Report.to_dict`` or ``Evaluation.to_dict``.
+            step: The step.
+        """
 
     def close(self) -> None:
-        """The run is over."""
+        """End the run."""
 
 
 def scalars(outcome: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of an outcome by name; those of each pipeline rank as ``peak_memory/pp0``, ``peak_memory/pp1``."""
+    """Return the numbers of an outcome by name; a tuple over pipeline ranks becomes ``peak_memory/pp0``, and so on."""
     found: dict[str, float] = {}
     for name, value in outcome.items():
         if isinstance(value, int | float) and name != "step":

@@ -1,4 +1,4 @@
-"""Weights & Biases. Where it sends figures, and whether at all, its own environment says (WANDB_MODE and others)."""
+"""The tracker Weights & Biases. Its own environment variables (WANDB_MODE and others) say where it sends figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raypar.reporting.trackers.tracker import scalars
 
 
 class Wandb:
-    """A run of W&B; ``folder`` is where it keeps its files, None its own choice."""
+    """A sink that writes to a run of W&B. ``folder`` is where W&B keeps its files, or None for its default."""
 
     def __init__(self, name: str, folder: str | None) -> None:
         self._name, self._folder = name, folder
@@ -19,7 +19,7 @@ class Wandb:
         self._run = importlib.import_module("wandb").init(name=self._name, dir=self._folder, config=config)
 
     def write(self, outcome: dict[str, Any], step: int) -> None:
-        self._run.log({"step": step, **scalars(outcome)})  # its own step may not go back, ours may
+        self._run.log({"step": step, **scalars(outcome)})  # W&B's own step can't go back, ours may
 
     def close(self) -> None:
         if self._run is not None:

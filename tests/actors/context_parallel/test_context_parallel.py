@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from raypar.actors.collective.local import local_groups
-from raypar.actors.context_parallel.sequence import Context
 from raypar.actors.errors import ActionError
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.gpt import GPTModel
@@ -23,8 +22,10 @@ from raypar.actors.sharding import Portion
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT, Layers, Llama, Positions
 from raypar.actors.specs.optim import AdamW
+from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import Context
 from raypar.actors.worker.parallelize import divisions_of
-from raypar.config.run import Run, check_run
+from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.job.plans import plans_of
 from raypar.reporting.report import losses_of, mean_loss

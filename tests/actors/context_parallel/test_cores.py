@@ -10,9 +10,10 @@ import torch
 from raypar.actors.collective.local import local_groups
 from raypar.actors.context_parallel.blockwise import View
 from raypar.actors.context_parallel.cores import context_core
-from raypar.actors.context_parallel.sequence import Context, tokens_of
+from raypar.actors.context_parallel.sequence import tokens_of
 from raypar.actors.layers.attention import Core
 from raypar.actors.layers.positions import Alibi
+from raypar.actors.specs.types import Context
 from tests.support.logical import in_threads, together
 
 MODES = get_args(Context)

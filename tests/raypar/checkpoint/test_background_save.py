@@ -13,9 +13,9 @@ from raypar.actors.checkpoint.snapshot import Copies
 from raypar.actors.errors import CheckpointError
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
+from raypar.actors.specs.run import Run
 from raypar.checkpoint import verified
 from raypar.checkpoint.background_save import Saver
-from raypar.config.run import Run
 from raypar.paths import checkpoints
 
 

@@ -14,6 +14,7 @@ import torch
 import raypar as rp
 from raypar.checkpoint import verified
 from raypar.checkpoint.resume import _tensor_faults, demand_resumable, find
+from raypar.config.skeleton import Skeleton
 from raypar.paths import checkpoints
 from raypar.reporting.run_folder.read import read
 from tests.support.checkpoints import flip
@@ -27,6 +28,10 @@ def tiny(**changes):
     return replace(
         rp.recipe("gpt-tiny"), **{"steps": STEPS, "data": text, "optim": optim, "mesh": rp.Mesh(pp=2)} | changes
     )
+
+
+def skeleton_of(run):
+    return Skeleton(run.model, run.seed)
 
 
 def outcome(job, steps=None):
@@ -115,10 +120,11 @@ def test_replicas_go_on_bitwise(job_of, tmp_path, changes):
 
 def test_a_disk_that_fails_warns_and_training_goes_on(trained, monkeypatch, tmp_path, caplog):
     *_, job = trained
-    real = job._saver
+    real = job._loop._saver
     monkeypatch.setattr(real, "_run", replace(job.run, folder=str(tmp_path), steps=100))
-    beside = job._calls.beside
-    monkeypatch.setattr(job._calls, "beside", lambda method, folder, *args: beside(method, f"{folder}/gone", *args))
+    calls = job._loop.loaded.calls
+    beside = calls.beside
+    monkeypatch.setattr(calls, "beside", lambda method, folder, *args: beside(method, f"{folder}/gone", *args))
     with caplog.at_level(logging.WARNING):
         reports = job.train(2)
         real._wait()
@@ -162,10 +168,10 @@ def test_a_checkpoint_of_another_run_is_told_with_all_differences(trained):
 def test_the_users_own_modules_are_told_apart_by_their_weights(trained):
     folder = trained[0]
     tensors = dict(verified(folder / "step-00000003").tensors)
-    assert not list(_tensor_faults(tiny(), tensors))
+    assert not list(_tensor_faults(tiny(), skeleton_of(tiny()), tensors))
     up = tensors.pop("blocks.0.mlp.up.weight")
     tensors["optim.nobody.exp_avg"] = tensors["extra"] = up
-    assert sorted(_tensor_faults(tiny(), tensors)) == [
+    assert sorted(_tensor_faults(tiny(), skeleton_of(tiny()), tensors)) == [
         f"'optim.nobody.exp_avg', F32 {list(up.shape)}, belongs to another model or optimizer",
         "weight 'blocks.0.mlp.up.weight' is not in it",
         "weight 'extra' is in it, but not in the model",
@@ -173,7 +179,7 @@ def test_the_users_own_modules_are_told_apart_by_their_weights(trained):
     tensors = dict(verified(folder / "step-00000003").tensors)
     del tensors["optim.blocks.0.mlp.up.weight.exp_avg"]
     down = tensors["blocks.0.mlp.up.weight"] = tensors["blocks.0.mlp.down.weight"]
-    faults = list(_tensor_faults(tiny(), tensors))
+    faults = list(_tensor_faults(tiny(), skeleton_of(tiny()), tensors))
     assert faults[0] == (
         f"weight 'blocks.0.mlp.up.weight' is F32 {list(up.shape)}, but F32 {list(down.shape)} in the checkpoint"
     )
@@ -184,14 +190,16 @@ def test_the_users_own_modules_are_told_apart_by_their_weights(trained):
     ("field", "value", "was"), [("attention", "materialised", "blocks"), ("linear", "torch", "auto")]
 )
 def test_how_a_model_computes_may_change(trained, caplog, field, value, was):
-    demand_resumable(tiny(model=replace(tiny().model, **{field: value})), find(trained[0]))
+    run = tiny(model=replace(tiny().model, **{field: value}))
+    demand_resumable(run, skeleton_of(run), find(trained[0]))
     assert caplog.messages == [f"resumed with model.{field} '{value}', which was '{was}'"]
 
 
 def test_what_may_change_is_said(trained, caplog):
     folder = trained[0]
     with caplog.at_level(logging.WARNING):
-        demand_resumable(tiny(mesh=rp.Mesh(pp=4), optim=replace(tiny().optim, lr=0.5)), find(folder))
+        run = tiny(mesh=rp.Mesh(pp=4), optim=replace(tiny().optim, lr=0.5))
+        demand_resumable(run, skeleton_of(run), find(folder))
     assert [record.getMessage() for record in caplog.records] == ["resumed with optim.lr 0.5, which was 0.001"]
 
 

@@ -13,7 +13,7 @@ import torch
 
 import raypar as rp
 from raypar.actors.mesh.world import World
-from raypar.cluster.devices import Share, share_of
+from raypar.cluster.devices import Share, gpu_share
 from raypar.cluster.ray_cluster import _bundles
 from raypar.config.run import check_run, reset_faults
 from raypar.job.plans import plans_of
@@ -23,7 +23,7 @@ CPU, WHOLE = Share("cpu", 0.0), Share("cuda", 1.0)
 
 
 def share(choice, actors, gpus, built=True, grows=False):
-    return share_of(choice, actors, gpus, built=built, grows=grows)
+    return gpu_share(choice, actors, gpus, built=built, grows=grows)
 
 
 @pytest.mark.parametrize(

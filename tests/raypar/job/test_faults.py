@@ -68,7 +68,7 @@ def pids(job):
     def pid(worker):
         return os.getpid()
 
-    return ray.get([handle.__ray_call__.remote(pid) for handle in job._handles])
+    return ray.get([handle.__ray_call__.remote(pid) for handle in job._loop.loaded.handles])
 
 
 def gone(pid, within=5.0):
@@ -344,11 +344,12 @@ def test_a_step_that_was_handed_over_counts_whenever_ctrl_c_comes(job_of, rank):
     losses = [report.loss for report in job.train()]
     for at in (1, 2, 3):
         job.reset(run)
-        handles = job._calls._handles
-        job._calls._handles = [Pressing(handle, at) if i == rank else handle for i, handle in enumerate(handles)]
+        calls = job._loop.loaded.calls
+        handles = calls._handles
+        calls._handles = [Pressing(handle, at) if i == rank else handle for i, handle in enumerate(handles)]
         with pytest.raises(KeyboardInterrupt):
             job.train(ahead=1)
-        job._calls._handles = handles
+        calls._handles = handles
         done = job.next_step
         assert 0 < done < 6
         assert [report.loss for report in job.train()] == losses[done:]
@@ -390,7 +391,7 @@ run = rp.Run(model=rp.Layers(lambda: [Slow(), Slow()], nn.functional.mse_loss), 
              mesh=rp.Mesh(pp={pp}), microbatches=2, optim=rp.SGD(lr=0.1), steps=3)
 with rp.launch(run) as job:
     import ray
-    pids = ray.get([h.__ray_call__.remote(lambda w: os.getpid()) for h in job._handles])
+    pids = ray.get([h.__ray_call__.remote(lambda w: os.getpid()) for h in job._loop.loaded.handles])
     session = ray._private.worker._global_node.get_session_dir_path()
     print(json.dumps({{"pids": pids, "session": session}}), flush=True)
     {body}

@@ -72,7 +72,7 @@ def pids(job):
     def pid(actor):
         return os.getpid()
 
-    return ray.get([handle.__ray_call__.remote(pid) for handle in job._handles])
+    return ray.get([handle.__ray_call__.remote(pid) for handle in job._loop.loaded.handles])
 
 
 def test_a_server_may_wait_longer_than_an_actor(job_of):

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.partition import core_cost, transformer_costs
 from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.run import Run
 from raypar.config.recipes import recipe
-from raypar.config.run import Mesh, Run, check_run, costs_of_run
+from raypar.config.run import check_run, costs_of_run
 from raypar.reporting.summary import plan_rows, predicted
 from raypar.schedules.action import Action, Op
 from raypar.schedules.catalog import build

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from raypar.config.run import Run
+from raypar.actors.specs.run import Run
 from raypar.reporting.progress import display
 from raypar.reporting.report import Evaluation, Report
 

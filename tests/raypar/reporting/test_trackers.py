@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from raypar.actors.mesh.mesh import Mesh
-from raypar.config.run import Run, check_run
+from raypar.actors.specs.run import Run
+from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.reporting.record import Record, _without_secrets
 from raypar.reporting.report import Evaluation, Report

@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from raypar.actors.context_parallel.sequence import Context
 from raypar.actors.errors import ActionError
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.build import build_model
 from raypar.actors.sharding import joined
 from raypar.actors.specs.model import GPT, Llama, Positions
 from raypar.actors.specs.optim import AdamW
+from raypar.actors.specs.types import Context
 from raypar.actors.worker.parallelize import tensor_division
 from raypar.parity.verify import train_plainly
 from raypar.reporting.report import losses_of

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Listed
 from raypar.cli.main import main
 from raypar.config.recipes import recipe
-from raypar.config.run import Run
 from raypar.config.toml import plain_of, toml_of
 from raypar.reporting.html.charts import Line, bars, line_chart
 from raypar.reporting.html.figures import History, duration, share, significant, size

@@ -150,7 +150,7 @@ def test_a_link_to_checkpoints_is_not_followed(past, tmp_path):
 FRUGAL = """
 import resource, sys
 from pathlib import Path
-from raypar.config.run import ConfigError
+from raypar.errors import ConfigError
 from raypar.reporting.run_folder.read import read
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (300 << 20),) * 2)

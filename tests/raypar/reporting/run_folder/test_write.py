@@ -16,7 +16,8 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import GPT, Layers
 from raypar.actors.specs.optim import AdamW
-from raypar.config.run import Run, check_run
+from raypar.actors.specs.run import Run
+from raypar.config.run import check_run
 from raypar.config.toml import load_run, plain_of, toml_of
 from raypar.config.validate.outputs import folder_faults
 from raypar.errors import ConfigError
@@ -182,7 +183,7 @@ def test_a_disk_that_is_full_from_the_beginning_is_a_warning_too(tmp_path, monke
 
 FULL = """
 import logging, resource, sys
-from raypar.config.run import Run
+from raypar.actors.specs.run import Run
 from raypar.reporting.run_folder.write import Folder
 from raypar.schedules import build, lower, simulate
 schedule = lower(build("1f1b", 2, 4))

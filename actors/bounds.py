@@ -1,0 +1,14 @@
+"""The bounds of the numbers in a run's description."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le, Lt
+
+Count = Annotated[int, Ge(1), Le(10_000_000)]
+NotNegative = Annotated[float, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+BucketSize = Annotated[float, Gt(0), Le(1e6)]  # MiB
+Share = Annotated[float, Ge(0), Lt(1)]
+Steps = Annotated[int, Ge(0)]

@@ -1,0 +1,42 @@
+"""What travels to an actor: one description of the run, and this actor's row."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.specs.data import Text
+from raypar.actors.specs.model import GPT
+from raypar.actors.specs.run import Run
+from raypar.config.run import check_run
+from raypar.job.plans import plans_of
+from raypar.planner.cost_model import performed
+from raypar.schedules import build
+
+RANKS = 64
+LARGEST = 3_000  # bytes of a plan here: the run, the row, and nothing that grows with the square of the ranks
+
+
+def plans_for(run):
+    programs = check_run(run)
+    return plans_of(run, programs, performed(run, programs["train"]), "job@1")
+
+
+def test_no_actor_gets_the_rows_of_all_others():
+    """A run may bring a whole Schedule; the plan of a rank is then as large as if it was asked for by its name."""
+    run = Run(model=GPT(layers=RANKS, seq=8), mesh=Mesh(pp=RANKS), microbatches=8)
+    written = replace(run, schedule=build("1f1b", RANKS, 8))
+    named, whole = ([len(pickle.dumps(plan)) for plan in plans_for(one)] for one in (run, written))
+    assert whole == named
+    assert max(whole) <= LARGEST
+    assert 10 * max(whole) < len(pickle.dumps(written))
+
+
+def test_a_plan_has_the_run_itself_with_absolute_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.txt").write_text("so many words " * 500)
+    run = Run(model=GPT(layers=2, seq=8), mesh=Mesh(pp=2), data=Text("words.txt"), clip=0.5)
+    for rank, plan in enumerate(plans_for(run)):
+        assert plan.run == replace(run, data=Text(str(tmp_path / "words.txt")))
+        assert (plan.rank, plan.device) == (rank, "cpu")
