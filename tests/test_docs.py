@@ -114,7 +114,7 @@ def test_files_of_runs(page, folder, capsys):
 
 def test_transcripts(cluster):
     """The stepper answers as the pages have it; the last bits of a loss may be those of another machine."""
-    with rp.launch(replace(rp.recipe("gpt-tiny"), schedule="gpipe")) as job:
+    with rp.launch(replace(rp.recipe("gpt-tiny"), schedule="gpipe", backward="whole")) as job:
         for page in PAGES:
             for fence in runs(page):
                 if turns := turns_of(fence):
@@ -226,3 +226,16 @@ def test_the_figures_of_the_readme_are_those_of_the_benchmarks():
 def test_the_grid_of_the_schedules_is_what_is_drawn():
     (drawn,) = (f.text for f in fences_of((ROOT / "docs/schedules.md").read_text()) if f.text.startswith("rank 0"))
     assert drawn == str(importlib.import_module("raypar.schedules").build("1f1b", 4, 8)).rstrip()
+
+
+def test_the_bubbles_of_split_backwards_are_those_on_paper():
+    from raypar.schedules import Costs, build, lower, simulate, split_backward
+
+    lines = (ROOT / "docs/schedules.md").read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if "p=2 m=8" in line)
+    head, _, whole, split = ([cell.strip() for cell in line.split("|")[2:-1]] for line in lines[start : start + 4])
+    for sizes, *told in zip(head, whole, split, strict=True):
+        name, ranks, microbatches = re.fullmatch(r"(\w+) p=(\d+) m=(\d+)", sizes).groups()
+        schedule, costs = lower(build(name, int(ranks), int(microbatches))), Costs()
+        bubbles = [simulate(each, costs).bubble for each in (schedule, split_backward(schedule, costs))]
+        assert [f"{bubble:.1%}".replace("%", " %") for bubble in bubbles] == told, sizes

@@ -203,23 +203,24 @@ MAY_IMPORT = {
     "raypar/cluster": "actors actors/mesh actors/specs raypar",
     "raypar/config": (
         "actors actors/context_parallel actors/data actors/mesh actors/models actors/specs actors/worker "
-        "raypar raypar/config/validate schedules schedules/checking schedules/passes"
+        "raypar raypar/config/validate raypar/planner schedules schedules/checking schedules/passes "
+        "schedules/simulation"
     ),
     "raypar/config/validate": "actors/context_parallel actors/mesh actors/specs raypar raypar/config",
     "raypar/job": (
         "actors actors/collective actors/mesh actors/models actors/optim actors/specs actors/worker raypar "
-        "raypar/checkpoint raypar/cluster raypar/config raypar/planner raypar/reporting raypar/stepping "
-        "schedules schedules/drawing schedules/simulation"
+        "raypar/checkpoint raypar/cluster raypar/config raypar/reporting raypar/stepping schedules "
+        "schedules/drawing schedules/simulation"
     ),
     "raypar/parity": (
         "actors actors/data actors/data_parallel actors/inspect actors/layers actors/mesh actors/models "
         "actors/optim actors/specs raypar raypar/config raypar/job raypar/reporting schedules"
     ),
-    "raypar/planner": "actors/models actors/specs raypar/config schedules schedules/passes schedules/simulation",
+    "raypar/planner": "actors/models actors/specs schedules schedules/simulation",
     "raypar/reporting": (
         "actors actors/collective actors/mesh actors/models actors/specs raypar raypar/config "
-        "raypar/config/validate raypar/planner raypar/reporting/run_folder raypar/reporting/trackers "
-        "schedules schedules/simulation"
+        "raypar/config/validate raypar/reporting/run_folder raypar/reporting/trackers schedules "
+        "schedules/simulation"
     ),
     "raypar/reporting/html": "raypar/config raypar/reporting/run_folder schedules/drawing schedules/simulation",
     "raypar/reporting/run_folder": (
@@ -239,8 +240,6 @@ MAY_IMPORT = {
     "schedules/passes": "schedules schedules/simulation",
     "schedules/simulation": "schedules",
 }
-# TEMPORARY: these two import drawers inside of methods, which makes circles until drawers register themselves.
-NOT_FOLLOWED = {"schedules/schedule.py", "schedules/timeline.py"}
 TOLD_NOTHING = (
     "spare tail tape fan desk looks strays copies notes portion excerpts place part extent entrance carriers served "
     "resident past patience guarded performed paper ahead inside plain purity nearby"
@@ -261,16 +260,6 @@ def without_type_checking(tree):
     return Without().visit(tree)
 
 
-def without_functions(tree):
-    """The tree without the bodies of functions: what runs when the file is imported."""
-
-    class Without(ast.NodeTransformer):
-        def visit_FunctionDef(self, node):
-            return ast.Pass()
-
-    return Without().visit(tree)
-
-
 def module_of(path):
     parts = Path(path).with_suffix("").parts
     parts = parts if parts[0] == "raypar" else ("raypar", *parts)
@@ -282,8 +271,6 @@ def imports_between(sources):
     files, found = {module_of(path): path for path in sources}, {}
     for path, source in sources.items():
         tree = without_type_checking(ast.parse(source))
-        if path in NOT_FOLLOWED:
-            tree = without_functions(tree)
         found[path] = set()
         for module, _ in imported(path, tree):
             while module and module not in files:
