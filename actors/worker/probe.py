@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -11,10 +11,10 @@ from torch import Tensor
 from raypar.actors.inspect.activations import Sight, Spot, Watch
 from raypar.actors.inspect.recording import Tape
 from raypar.actors.inspect.step import Held, Seen
+from raypar.actors.layers.dropout import Portions
 from raypar.actors.specs.results import Progress, Span
 from raypar.actors.specs.types import KEPT
 from raypar.actors.tensors import nbytes
-from raypar.actors.worker.build import Part
 from raypar.actors.worker.seat import Seat
 from raypar.actors.worker.state import WorkerState
 from raypar.actors.worker.step import Step
@@ -24,12 +24,14 @@ from raypar.schedules.action import Action
 class Probe:
     """The view into one actor; it changes no number of a run.
 
-    step  the latest one that was begun
+    names    of the model's layers
+    outputs  what is here of the outputs of layers and of some modules in them, by logical name: see Division
+    step     the latest one that was begun
     """
 
-    def __init__(self, seat: Seat, part: Part, state: WorkerState) -> None:
+    def __init__(self, seat: Seat, state: WorkerState, names: Sequence[str], outputs: Mapping[str, Portions]) -> None:
         self.step = Step()
-        self._seat, self._part, self._state = seat, part, state
+        self._seat, self._state, self._names, self._outputs = seat, state, names, outputs
         self._trained: deque[list[Span]] = deque(maxlen=KEPT)  # of compiled training steps, the latest first
         self._is_idle = False
 
@@ -132,9 +134,9 @@ class Probe:
         and of the modules in them that are watched too."""
         names = list[str]()
         for stage in self._state.stages.values():
-            layers = [self._part.model.names[index] for index in stage.layers]
+            layers = [self._names[index] for index in stage.layers]
             whole = stage.is_last and self._seat.world.mesh.cp == 1  # else its loss is that of some tokens
-            watch = Watch(dict(zip(layers, stage.modules, strict=True)), self._part.outputs, keeps_loss=whole)
+            watch = Watch(dict(zip(layers, stage.modules, strict=True)), self._outputs, keeps_loss=whole)
             stage.listener = watch
             names += watch.names
         return tuple(names)

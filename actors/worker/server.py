@@ -45,7 +45,7 @@ class Server:
         index, train = world.server_index(plan.rank), plan.programs["train"]
         own = part.share(index)
         self.state = WorkerState(seat, part, own, updater_of(plan, part, own, groups), {})
-        self.probe = Probe(seat, part, self.state)
+        self.probe = Probe(seat, self.state, part.model.names, part.outputs)
         self._step = self.probe.step
         self._epoch = 0  # how many steps could not be made
         self._group = groups[f"ps{index}"]

@@ -69,7 +69,7 @@ class Worker:
         self.parts = assemble(plan, groups, place)
         part = self.parts.part
         self.state = WorkerState(seat, part, part.parameters, self.parts.update, part.stages)
-        self.probe = Probe(seat, part, self.state)
+        self.probe = Probe(seat, self.state, part.model.names, part.outputs)
         self._place, self._stages, self._step = place, part.stages, self.probe.step
         self._epoch = 0  # how many steps could not be made
         self._methods: dict[Op, Callable[[Action], None]] = {

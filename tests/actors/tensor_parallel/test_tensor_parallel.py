@@ -177,13 +177,13 @@ def test_every_layout_reads_what_another_has_written(here, there, tmp_path):
 def test_a_member_that_is_gone_is_told_by_the_action_that_waits_for_it(op):
     team = team_of(2)
     _, gone = team.all
-    perform = gone._perform[op]
+    perform = gone.member._methods[op]
 
     def leave(action):
         gone.abort()
         perform(action)
 
-    gone._perform[op] = leave
+    gone.member._methods[op] = leave
     for rank, error in enumerate(team.each(lambda actor: actor.run("train", 0))):
         assert isinstance(error, ActionError)
         assert error.secondary

@@ -232,13 +232,13 @@ def test_a_member_that_is_gone_lets_everybody_go(op):
     """Also who is on no line with it."""
     team = team_of("2d:2x2")
     gone = team.all[3]
-    perform = gone._perform[op]
+    perform = gone.member._methods[op]
 
     def leave(action):
         gone.abort()
         perform(action)
 
-    gone._perform[op] = leave
+    gone.member._methods[op] = leave
     for rank, error in enumerate(team.each(lambda actor: actor.run("train", 0))):
         assert isinstance(error, ActionError)
         assert str(error).startswith(f"actor pp=0 tp={rank}: action 0{op.value}0")
