@@ -148,9 +148,9 @@ class PretendedTeam(Team):
     """A Team on the device; its groups go through the host."""
 
     def _told(self, plans, actor):
-        actor._place = Place()
         plan, groups = super()._told(plans, actor)
-        return replace(plan, device="cuda"), {key: StagedGroup(group, DEVICE) for key, group in groups.items()}
+        staged = {key: StagedGroup(group, DEVICE) for key, group in groups.items()}
+        return replace(plan, device="cuda"), staged, Place()
 
 
 def gpt(kind=rp.GPT, **changes):
@@ -208,7 +208,9 @@ def compare(layout):
         wrong += [
             f"{name} is not on the host" for name in actor.holds() if isinstance(actor.parameter(name), Pretended)
         ]
-        wrong += [f"{name} is not on the device" for name, p in actor._parameters.items() if p.device != DEVICE]
+        wrong += [
+            f"{name} is not on the device" for name, p in actor.member.state.parameters.items() if p.device != DEVICE
+        ]
     return worst, wrong
 
 
@@ -231,10 +233,10 @@ def reads(layout):
     """What the host read, by the action in which it did, of a second step of one rank."""
     _, team = outcome(PretendedTeam, layout)
     (worker,) = team.workers
-    worker._place.log.clear()
+    worker.member.seat.place.log.clear()
     READS.clear()
     team.step(2)
-    marks = worker._place.log
+    marks = worker.member.seat.place.log
     return {str(span.action): marks[2 * i + 1] - marks[2 * i] for i, span in enumerate(worker.events())}
 
 

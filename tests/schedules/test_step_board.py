@@ -12,8 +12,8 @@ from raypar.schedules.action import STEP, Action
 from raypar.schedules.catalog import build
 from raypar.schedules.passes.lower import lower
 from raypar.schedules.rules import needs, provides
-from raypar.schedules.schedule import ScheduleError
-from raypar.schedules.step_board import Board, MoveError, moves
+from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.step_board import Board, MoveError, maker_of, moves
 
 
 def board(name="gpipe", ranks=2, microbatches=3):
@@ -73,6 +73,33 @@ def test_a_swapped_schedule_orders_what_is_left(other, at):
     names = [action for move in moves(played.schedule) for action in move.names]
     assert [name for name in names if name not in done] == [name for move in played.left for name in move.names]
     assert other in played.schedule.name
+
+
+def test_half_a_backward_is_done_when_a_schedule_is_swapped_in():
+    halves = lower(Schedule.of("halves", ["0F0 0F1 0B0 0B1", "1F0 1F1 1I0 1I1 1W0 1W1"]))
+    played = Board(halves)
+    for name in ["0F0", "0SEND_F0", "0F1", "0SEND_F1", "1F0", "1F1", "1I0"]:
+        played.take(played.demand_ready(name))
+    played.swap(lower(build("gpipe", 2, 2)))
+    assert " ".join(map(str, played.schedule.rows[1][-5:])) == "1W0 1SEND_B0 1B1 1SEND_B1 STEP"
+    played.swap(halves)
+    assert played.schedule.rows[1][-1] == STEP
+    while played.left:
+        played.take(played.left[0])
+
+
+def test_halves_of_a_whole_backward_and_the_whole_of_a_split_one_are_told_apart():
+    played = Board(lower(Schedule.of("halves", ["0F0 0B0", "1F0 1I0 1W0"])))
+    with pytest.raises(MoveError, match="no action 1B0: this backward is split, take 1I0 and then 1W0"):
+        played.demand_ready("1B0")
+    for half in ("0I0", "0W0"):
+        with pytest.raises(MoveError, match=f"no action {half}: this backward is whole, take 0B0"):
+            played.why(half)
+    names = {name for move in played.left for name in move.names}
+    made = {str(maker_of(Action.parse(name), names)) for name in ("1SEND_B0", "0SEND_F0", "0RECV_B0", "1W0")}
+    assert made == {"1I0", "0F0", "0RECV_B0", "1W0"}
+    whole = {Action.parse("1B0")}
+    assert maker_of(Action.parse("1SEND_B0"), whole) in whole
 
 
 def test_names_of_swapped_schedules_do_not_pile_up():

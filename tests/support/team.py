@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from raypar.actors.collective.local import local_groups
+from raypar.actors.device import place_of
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.sharding import joined
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import SGD
 from raypar.actors.specs.run import Run
-from raypar.actors.worker.server import Server
-from raypar.actors.worker.worker import Worker
+from raypar.actors.worker.actor import Hosted, member_of
 from raypar.config.run import check_run
 from raypar.job.plans import plans_of
 
@@ -34,6 +34,31 @@ def mse(output, target):
 @cache
 def linears(count=4):
     return lambda: [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(count)]
+
+
+class Local(Hosted):
+    """An actor as Ray hosts it, but in a thread of this process and over local groups."""
+
+    def __init__(self):
+        self._member, self._joined = None, {}
+
+    def join(self, plan, groups, place=None):
+        place = place or place_of(plan.device)
+        place.enter()
+        self._joined = groups
+        self._member = member_of(plan, groups, place)
+
+    @property
+    def member(self):
+        """The worker or parameter server itself."""
+        return self._member
+
+    @property
+    def stages(self):
+        return self._member.state.stages
+
+    def holds(self):
+        return self._member.state.holds()
 
 
 class Team:
@@ -59,10 +84,10 @@ class Team:
         self.programs = programs = check_run(self.run)
         plans = plans_of(self.run, programs, "t")
         self.world = plans[0].world
-        self.all = [Server() if rank in self.world.server_ranks else Worker() for rank in range(self.world.size)]
+        self.all = [Local() for _ in range(self.world.size)]
         self.workers, self.servers = self.all[: self.world.mesh.size], self.all[self.world.mesh.size :]
         self.groups = dict(self._groups()) | ({"pp/0": groups} if groups else {})
-        for result in self.each(lambda actor: actor.setup(*self._told(plans, actor)) or True):
+        for result in self.each(lambda actor: actor.join(*self._told(plans, actor)) or True):
             if isinstance(result, Exception):
                 raise result
 
@@ -118,7 +143,7 @@ class Team:
         tables = []
         for actor in self.all:
             total = {}
-            for group in actor._groups.values():
+            for group in actor.member.seat.groups.values():
                 for (at, op), entry in group.ledger.entries().items():
                     if at == axis:
                         calls, count = total.get(op, (0, 0))

@@ -105,11 +105,11 @@ def test_buffers_are_each_replicas_own(tmp_path):
     outcome(team, range(2))
     tensors = saved(team, tmp_path)
     assert tensors["buffers.dp1.layers.0.1.running_mean"].shape == (4,)
-    wanted = [{name: b.clone() for name, b in worker._stages[0].buffers().items()} for worker in team.workers]
+    wanted = [{name: b.clone() for name, b in worker.stages[0].buffers().items()} for worker in team.workers]
     assert not torch.equal(*(buffers["layers.0.1.running_mean"] for buffers in wanted))
     wider = loaded(team_of(norms, dp=3), tmp_path, tensors)
     for worker, buffers in zip(wider.workers, [*wanted, wanted[0]], strict=True):
-        found = worker._stages[0].buffers()
+        found = worker.stages[0].buffers()
         assert all(torch.equal(found[name], buffer) for name, buffer in buffers.items())
 
 

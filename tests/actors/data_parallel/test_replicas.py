@@ -222,12 +222,12 @@ def test_the_loss_of_no_tokens_is_zero_and_so_are_its_gradients():
 def test_a_bucket_is_one_all_reduce_and_a_rank_sends_2_of_n_minus_1_nths(dp, pp, schedule):
     team = Team(linears(4), pp, 4, schedule, dp=dp, zero=0, bucket_mb=1e-4)
     team.step(0)
-    before, buckets = team.ledger("dp"), [len(worker._parts.reducer.spans) for worker in team.workers]
+    before, buckets = team.ledger("dp"), [len(worker.member.parts.reducer.spans) for worker in team.workers]
     team.step(1)
     for worker, count, old, new in zip(team.workers, buckets, before, team.ledger("dp"), strict=True):
         calls, sent = (new["all_reduce"][i] - old["all_reduce"][i] for i in range(2))
         elements = sum(p.numel() for p in worker.parameters().values()) + len(worker.holds())  # a place for each
-        counts = worker._pp == pp - 1  # the last stage adds up three numbers about the step
+        counts = worker.member.seat.pp == pp - 1  # the last stage adds up three numbers about the step
         assert count > 1
         assert calls == count + counts
         ring = 2 * (dp - 1) * 4 * elements / dp + counts * 2 * (dp - 1) * 24 / dp
@@ -237,9 +237,9 @@ def test_a_bucket_is_one_all_reduce_and_a_rank_sends_2_of_n_minus_1_nths(dp, pp,
 def test_one_replica_moves_and_copies_nothing():
     team = Team(linears(4))
     team.step(0)
-    assert [worker._parts.reducer for worker in team.workers] == [None, None]
+    assert [worker.member.parts.reducer for worker in team.workers] == [None, None]
     assert team.ledger("dp") == [{}, {}]
-    assert not any(action.op is Op.REDUCE_GRAD for worker in team.workers for action in worker._row)
+    assert not any(action.op is Op.REDUCE_GRAD for worker in team.workers for action in worker.member.program.row)
     assert {result.overlap for result in team.step(1)} == {None}
 
 
@@ -250,7 +250,7 @@ def test_a_servers_traffic_is_linear_in_the_replicas(dp, servers):
     team.step(0)
     for worker, table in zip(team.workers, team.ledger("ps"), strict=False):
         weights, count = sum(p.numel() for p in worker.parameters().values()), len(worker.holds())
-        assert table["reduce"][1] == 4 * (weights + count) + 24 * (worker._pp == 1), "its gradients, once"
+        assert table["reduce"][1] == 4 * (weights + count) + 24 * (worker.member.seat.pp == 1), "its gradients, once"
         assert table["broadcast"][1] == 0
     for server, table in zip(team.servers, team.ledger("ps")[len(team.workers) :], strict=True):
         weights = sum(p.numel() for p in server.parameters().values())
@@ -265,7 +265,7 @@ def test_only_servers_hold_optimizers_and_each_parameter_is_on_one():
     assert sum(map(len, shares)) == len(team.weights())
     assert {name for share in shares for name in share} == team.weights().keys()
     assert all(share for share in shares)
-    assert not any(hasattr(worker._parts.update, "_optimizer") for worker in team.workers)
+    assert not any(hasattr(worker.member.parts.update, "_optimizer") for worker in team.workers)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -285,13 +285,15 @@ def test_buckets_start_inside_the_last_backward_and_in_no_earlier_one(schedule, 
             assert all(backward.start < span.start < backward.end for span in own)
             assert all(step.start < span.end <= step.end for span in own)
         assert all(span.bytes > 0 for span in buckets)
-        assert sum(span.action.op in COMPUTE for span in spans) == sum(a.op in COMPUTE for a in worker._row)
+        assert sum(span.action.op in COMPUTE for span in spans) == sum(
+            a.op in COMPUTE for a in worker.member.program.row
+        )
 
 
 def test_hooks_are_there_for_the_first_and_the_last_backward_only():
     team = Team(linears(2), 1, 3, dp=2)
     seen = []
-    (stage,) = team.workers[0]._stages.values()
+    (stage,) = team.workers[0].stages.values()
     backward = stage.backward
 
     def spy(*args):
@@ -433,7 +435,7 @@ def test_a_lost_replica_lets_the_others_go():
     def broken(*args):
         raise KeyError("out of luck")
 
-    fails._parts.source.targets = broken
+    fails.member.parts.source.targets = broken
     results = team.each(lambda worker: worker.run("train", 0))
     assert str(results[3]).startswith("actor pp=1 dp=1: action 1F0 failed: KeyError")
     assert results[2].secondary, "its sibling waited for its gradients"

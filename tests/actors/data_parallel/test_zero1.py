@@ -17,8 +17,8 @@ ELEMENT = 4  # bytes of fp32
 
 def owned(worker):
     """The names of the weights that a worker's optimizer updates."""
-    ours = {id(parameter): name for name, parameter in worker._parameters.items()}
-    optimizer = worker._parts.update._updater._optimizer
+    ours = {id(parameter): name for name, parameter in worker.member.state.parameters.items()}
+    optimizer = worker.member.parts.update._updater._optimizer
     groups = optimizer.param_groups if optimizer else []
     return {ours[id(parameter)] for group in groups for parameter in group["params"]}
 
@@ -35,7 +35,7 @@ def test_each_weight_has_one_owner_and_its_gradient_and_state_are_there_alone(pp
         assert all(shares), "a replica has nothing to do"
         for worker, share in zip(replicas, shares, strict=True):
             assert {name for name in worker.holds() if worker.gradient(name) is not None} == share
-            states = worker._parts.update._updater._optimizer.state
+            states = worker.member.parts.update._updater._optimizer.state
             assert len(states) == len(share)
 
 
@@ -96,7 +96,7 @@ def test_a_weight_whose_memory_is_shared_stays_where_it_is(layer):
     """Were it moved, its alias would keep the initial values."""
     team = Team(lambda: [nn.Linear(4, 4), layer()], 1, 2, dp=2, zero=1)
     agrees(team)
-    layers = [worker._parts.part.stages[0].modules[1] for worker in team.workers]
+    layers = [worker.member.parts.part.stages[0].modules[1] for worker in team.workers]
     for tensors in ({**dict(layer.named_parameters()), **dict(layer.named_buffers())} for layer in layers):
         assert any(
             a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
@@ -139,7 +139,7 @@ class Sliced(nn.Module):
 def test_weights_that_lie_between_one_another_do_not_overlap():
     team = Team(lambda: [Sliced()], 1, 2, dp=2, zero=1)
     agrees(team)
-    assert set(team.workers[0]._parts.part.owner_of.values()) == {0, 1}
+    assert set(team.workers[0].member.parts.part.owner_of.values()) == {0, 1}
 
 
 class Unregistered(nn.Module):

@@ -21,7 +21,7 @@ def watched(team):
     for actor in team.workers:
         actor.open(0)
         actor.watch()
-    for one in team.each(lambda actor: [actor.perform(action) for action in actor._row]):
+    for one in team.each(lambda actor: [actor.perform(action) for action in actor.member.program.row]):
         assert not isinstance(one, Exception), one
 
 
@@ -70,7 +70,7 @@ def test_recomputing_shows_the_same(recompute):
     teams = [team_of(recompute=one, schedule="gpipe") for one in ("none", recompute)]
     for team in teams:
         watched(team)
-    plain, other = (team.workers[0]._stages[0].listener.seen for team in teams)
+    plain, other = (team.workers[0].stages[0].listener.seen for team in teams)
     layers = 4
     assert len(plain) == len(other) == 2 * 2 * (layers + 1)
     assert all(torch.equal(sight.tensor, other[spot].tensor) for spot, sight in plain.items())
@@ -81,7 +81,7 @@ def test_parts_make_up_what_one_actor_has(sequence):
     alone, team = team_of(), team_of(tp=2, sequence_parallel=sequence)
     for one in (alone, team):
         watched(one)
-    names = team.workers[0]._stages[0].listener.names
+    names = team.workers[0].stages[0].listener.names
     assert {"embed.tokens", "blocks.0.attn.q", "blocks.1.mlp.down", "head.out", "head"} <= set(names)
     spots = [Spot(name, 1, backward) for name in ("embed", "blocks.0", "head", LOSS) for backward in (False, True)]
     (wholes,) = [actor.sights(spots) for actor in alone.workers]
@@ -100,7 +100,7 @@ def test_the_next_step_is_not_watched():
     team = team_of(tp=2)
     watched(team)
     team.step(1)
-    stages = [stage for actor in team.workers for stage in actor._stages.values()]
+    stages = [stage for actor in team.workers for stage in actor.stages.values()]
     assert all(stage.listener is None for stage in stages)
 
 

@@ -99,14 +99,14 @@ def test_an_activation_is_in_flight_until_its_weights_are_done():
     team = Team(linears(4), 2, 2, Schedule.of("late", [row.split() for row in rows]))
     assert [result.in_flight for result in team.step()] == [2, 2]
     for worker in team.workers:
-        (stage,) = worker._stages.values()
-        assert (stage.in_flight, worker._held) == ((), {})
+        (stage,) = worker.stages.values()
+        assert (stage.in_flight, worker.member.probe.step.values) == ((), {})
 
 
 def test_the_inputs_gradient_is_there_before_the_weights():
     """What I does: it goes all the way back before any product for a weight of a linear layer."""
     team = Team(linears(4), 2, 1, halved("1f1b", 2, 1))
-    (stage,) = team.workers[1]._stages.values()
+    (stage,) = team.workers[1].stages.values()
     seen, pay = [], stage.backward_weight
     stage.backward_weight = lambda mb: (seen.append([p.grad for p in stage.parameters().values()]), pay(mb))
     team.step()
@@ -133,7 +133,7 @@ def test_large_gradients_are_made_where_they_are_reduced():
     layers = [(4, 1024), (1024, 1024), (1024, 4)]
     team = Team(lambda: [nn.Linear(*sizes) for sizes in layers], 1, 2, dp=2, optim=SGD(lr=1e-3))
     moved = []
-    for bucket in team.workers[0]._parts.reducer._buckets:
+    for bucket in team.workers[0].member.parts.reducer._buckets:
 
         def spy(name, flat, bucket=bucket, move_in=bucket.move_in):
             gradient = bucket.parameters[name].grad.data_ptr()
@@ -152,9 +152,24 @@ def test_a_stage_that_has_whole_backwards_and_halves():
     agrees(Team(linears(4), 2, 2, Schedule.of("mixed", rows)), bound=0.0)
 
 
+@pytest.mark.parametrize("backward", ["auto", "whole", "split"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+def test_what_is_measured_is_the_schedule(name, backward):
+    """The spans of every actor are the actions of the checked schedule, in its order, and the bits are the same."""
+    team = Team(linears(4), 2, 4, name, dp=2, backward=backward)
+    schedule, ops = team.programs["train"], set()
+    agrees(team)
+    for rank, worker in enumerate(team.workers):
+        spans = [span for span in worker.events(0) if span.bucket is None]
+        assert tuple(span.action for span in spans) == schedule.rows[team.world.pp(rank)]
+        ops |= {span.action.op for span in spans}
+    assert (Op.I in ops, Op.B in ops) == (backward != "whole", backward != "split")
+    assert {len(row) for row in worker._plan.programs["train"].rows} == {0, len(schedule.rows[team.world.pp(rank)])}
+
+
 def test_hooks_on_weights_are_called_once_a_microbatch():
     team, calls = Team(linears(4), 2, 3, halved("1f1b", 2, 3)), []
-    (stage,) = team.workers[1]._stages.values()
+    (stage,) = team.workers[1].stages.values()
     stage.modules[0][0].weight.register_hook(lambda gradient: calls.append(tuple(gradient.shape)))
     team.step()
     assert calls == [(4, 4)] * 3

@@ -61,7 +61,7 @@ def test_every_layout_computes_what_one_process_does(tp, pp, dp, zero):
 def test_dropout_of_a_part_is_a_part_of_dropout():
     """Every member draws the whole mask. Threads share torch's generator, so one of them is asked."""
     team = team_of(mixer(p=0.4), MIXER)
-    layer = team.all[1]._stages[0].modules[1].mlps[1][2]
+    layer = team.all[1].stages[0].modules[1].mlps[1][2]
     torch.manual_seed(3)
     part = layer(torch.ones(2, 8, 6))
     torch.manual_seed(3)
@@ -140,7 +140,7 @@ class Tied(nn.Module):
 def test_what_stands_twice_in_a_layer_stays_one():
     plan = {"layers.0.embed": "embedding", "layers.0.up": "column", "layers.0.down": "row"}
     team = team_of(lambda: [Tied()], plan | {"layers.0.head": "column"}, loss=cross_entropy, data=tokens, m=1)
-    layer = team.all[1]._stages[0].modules[0]
+    layer = team.all[1].stages[0].modules[0]
     assert layer.embed.weight is layer.head.weight
     assert layer.up is layer.again is layer.unseen[0]
     agrees(team_of(tied, plan | {"layers.0.head": "column_gather_output"}, loss=cross_entropy, data=twelve))
@@ -169,7 +169,7 @@ def test_what_users_have_put_on_a_module_stays():
 
     team = team_of(fn, {"layers.0.0": "column", "layers.0.1": "row"})
     team.step(0)
-    assert [actor._stages[0].modules[0][0].name for actor in team.all] == ["mine", "mine"]
+    assert [actor.stages[0].modules[0][0].name for actor in team.all] == ["mine", "mine"]
     assert [(float(calls), shape) for calls, shape in seen] == [(2.0, (2, 5, 3))] * 4
 
 
@@ -221,7 +221,7 @@ def test_weights_have_the_bits_of_the_whole_model(fn):
     assert found.keys() == wanted.keys()
     assert all(torch.equal(weight, wanted[name]) for name, weight in found.items())
     for actor in team.all:
-        *_, attention, head = actor._stages[0].modules
+        *_, attention, head = actor.stages[0].modules
         assert torch.equal(attention.scale, torch.linspace(1, 2, 16).sqrt())
         assert not attention.out.bias.requires_grad
         assert (attention.q.weight.shape, head.weight.shape, head.out_features) == ((4, 16), (3, 16), 3)
@@ -445,7 +445,7 @@ def test_dropout_of_wholes_and_parts_in_one_layer():
         return [nn.Linear(3, 8), Dropping()]
 
     team = team_of(fn, UP_DOWN | {"layers.1.inside": "dropout"}, loss=lambda out, t: mse(out[..., :4], t))
-    stage = team.all[0]._stages[0]
+    stage = team.all[0].stages[0]
     assert type(stage.modules[1].inside) is not nn.Dropout
     assert type(stage.modules[1].before) is type(stage.modules[1].behind) is nn.Dropout
     errors = team.each(lambda actor: actor.run("train", 0))

@@ -191,19 +191,12 @@ def test_a_gpu_group_takes_its_cpu_group_with_it(over_nccl):
         group.host.barrier()
 
 
-class Careful(Host):
-    """A host that posts receives as a GPU does."""
-
-    ahead = Cuda.ahead
-
-
 def test_receives_are_posted_ahead_from_the_second_step_on(monkeypatch):
-    """In the first one a GPU loads its kernels."""
+    """In the first one a GPU loads its kernels; here a host posts them as a GPU does."""
     expected = []
     monkeypatch.setattr(Courier, "expect", lambda self, action: expected.append(action))
+    monkeypatch.setattr(Host, "ahead", Cuda.ahead)
     team = Team(linears(4), 2)
-    for worker in team.workers:
-        worker._place = Careful()
     team.step(0)
     team.step(0, "evaluate")
     assert expected == [], "of each program"

@@ -70,10 +70,10 @@ def test_activations_are_kept_as_long_as_the_schedule_says_and_not_longer(schedu
             }[schedule]  # fmt: skip
             assert all(graphs <= in_flight <= max(written) for graphs, in_flight in zip(written, found, strict=True))
             for worker, graphs in zip(team.workers, written, strict=True):
-                (stage,) = worker._stages.values()
+                (stage,) = worker.stages.values()
                 assert stage.modules[0].most == graphs, "graphs alive at once"
                 assert len(stage.modules[0].live) == 0, "a graph outlived its backward"
-                assert (stage.in_flight, worker._held) == ((), {})
+                assert (stage.in_flight, worker.member.probe.step.values) == ((), {})
     finally:
         gc.enable()
 
@@ -84,8 +84,8 @@ def test_recomputing_keeps_no_graph_and_changes_no_bit():
     )
     for number in range(2):
         assert [result.losses for result in kept.step(number)] == [result.losses for result in again.step(number)]
-    assert [w._stages[i].modules[0].most for i, w in enumerate(kept.workers)] == [4, 4]
-    assert [w._stages[i].modules[0].most for i, w in enumerate(again.workers)] == [1, 1]
+    assert [w.stages[i].modules[0].most for i, w in enumerate(kept.workers)] == [4, 4]
+    assert [w.stages[i].modules[0].most for i, w in enumerate(again.workers)] == [1, 1]
     ours, theirs = again.gradients(), kept.gradients()
     assert len(ours) == 4
     assert all(torch.equal(gradient, theirs[name]) for name, gradient in ours.items())
@@ -100,7 +100,7 @@ def test_a_layer_that_is_run_again_counts_its_statistics_once(recompute):
     for number in range(2):
         kept.step(number)
         again.step(number)
-    theirs, ours = (team.workers[0]._stages[0].buffers() for team in (kept, again))
+    theirs, ours = (team.workers[0].stages[0].buffers() for team in (kept, again))
     assert theirs["layers.1.1.num_batches_tracked"] == 6
     assert all(torch.equal(buffer, theirs[name]) for name, buffer in ours.items())
 
@@ -133,10 +133,10 @@ def test_a_layer_that_reads_a_buffer_which_it_changes_is_run_again_with_what_it_
         assert [result.losses for result in kept.step(number)] == [result.losses for result in again.step(number)]
     theirs, ours = kept.gradients(), again.gradients()
     assert all(torch.equal(gradient, theirs[name]) for name, gradient in ours.items())
-    buffers = [team.workers[0]._stages[0].buffers() for team in (kept, again)]
+    buffers = [team.workers[0].stages[0].buffers() for team in (kept, again)]
     assert all(torch.equal(buffer, buffers[0][name]) for name, buffer in buffers[1].items())
     assert float(buffers[0]["layers.0.scale"]) == 1.5**6
-    stage = again.workers[0]._stages[0]
+    stage = again.workers[0].stages[0]
     found = stage._buffers if recompute == "full" else stage._again[0]._buffers
     assert {name for _, name in found._changing} == {"scale"}, "only what changes is kept"
 
@@ -154,7 +154,7 @@ def test_statistics_that_the_first_batch_leaves_as_they_are_count_the_next_ones_
     for number in range(2):
         kept.step(number)
         again.step(number)
-    theirs, ours = (team.workers[0]._stages[0].buffers() for team in (kept, again))
+    theirs, ours = (team.workers[0].stages[0].buffers() for team in (kept, again))
     assert all(torch.equal(buffer, theirs[name]) for name, buffer in ours.items())
 
 
@@ -173,7 +173,7 @@ def test_a_layer_that_is_run_again_keeps_no_graph():
     )
     for number in range(2):
         assert [result.losses for result in kept.step(number)] == [result.losses for result in again.step(number)]
-    graphs = [module.most for worker in again.workers for module in next(iter(worker._stages.values())).modules]
+    graphs = [module.most for worker in again.workers for module in next(iter(worker.stages.values())).modules]
     assert graphs == [4, 1, 1, 4]
     theirs = kept.gradients()
     assert all(torch.equal(gradient, theirs[name]) for name, gradient in again.gradients().items())
@@ -185,7 +185,7 @@ def test_an_evaluation_keeps_nothing_and_changes_nothing():
     results = team.step(0, "evaluate")
     assert len(results[-1].losses) == 4
     assert [result.in_flight for result in results] == [0, 0]
-    assert [w._stages[i].modules[0].most for i, w in enumerate(team.workers)] == [0, 0]
+    assert [w.stages[i].modules[0].most for i, w in enumerate(team.workers)] == [0, 0]
     assert all(torch.equal(weight, before[name]) for name, weight in team.weights().items())
     team.step(0)
     assert any(not torch.equal(weight, before[name]) for name, weight in team.weights().items())
@@ -535,7 +535,7 @@ def test_a_layer_that_works_in_place_is_called_once(recompute, layers):
     plain, weights = train_plainly(team.run), team.weights()
     assert all(torch.equal(weights[name], plain.weights[name]) for name in weights)
     where = layers.index(Grows)
-    assert int(team.workers[where]._stages[where].modules[0].calls) == team.run.steps * team.run.microbatches
+    assert int(team.workers[where].stages[where].modules[0].calls) == team.run.steps * team.run.microbatches
 
 
 class Doubles(nn.Module):

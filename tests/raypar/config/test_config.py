@@ -15,11 +15,12 @@ from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import SGD, AdamW
 from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import SEND_WINDOW
 from raypar.config.recipes import RECIPES, recipe
 from raypar.config.run import check_run
 from raypar.config.toml import load_run, plain_of, run_of, toml_of
 from raypar.errors import ConfigError
-from raypar.schedules import ScheduleError, build
+from raypar.schedules import ScheduleError, build, check
 from raypar.schedules.action import Op
 
 
@@ -536,6 +537,43 @@ def test_backwards_may_be_in_halves(tiny, tmp_path):
     path.write_text("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n")
     train = check_run(replace(tiny, schedule=str(path), microbatches=2))["train"]
     assert " ".join(map(str, train.rows[1])) == "1RECV_F0 1F0 1I0 1SEND_B0 1RECV_F1 1F1 1I1 1SEND_B1 1W0 1W1 STEP"
+
+
+def test_a_run_says_how_backwards_are_split(tiny):
+    run = replace(tiny, mesh=Mesh(pp=2), schedule="1f1b")
+    ops = {}
+    for backward in ("auto", "whole", "split"):
+        train = check_run(replace(run, backward=backward))["train"]
+        check(train, send_capacity=SEND_WINDOW)
+        ops[backward] = [{action.op for action in row if action.op in (Op.B, Op.I, Op.W)} for row in train.rows]
+    assert ops == {"auto": [{Op.B}, {Op.I, Op.W}], "whole": [{Op.B}] * 2, "split": [{Op.I, Op.W}] * 2}
+    own = Layers(lambda: [torch.nn.Linear(4, 4) for _ in range(2)], torch.nn.functional.mse_loss)
+    run = replace(run, data=Batches(lambda *_: (torch.ones(1, 4), torch.ones(1, 4))))
+    (fault,) = faults_of(replace(run, backward="split", model=own))
+    assert "your own Layers are not to be split: give Layers(halves=True), or let backward be auto or whole" in fault
+    assert check_run(replace(run, model=own))["train"] == check_run(replace(run, backward="whole"))["train"]
+    assert len(faults_of(replace(tiny, backward="split", mesh=Mesh(pp=2, tp=2)))) == 1
+    assert len(faults_of(replace(tiny, backward="half"))) == 1
+
+
+def test_backward_is_read_from_toml_and_old_files_have_none(tiny, tmp_path):
+    assert load_run(toml(tmp_path, 'backward = "split"')).backward == "split"
+    assert load_run(toml(tmp_path, "seed = 1")).backward == "auto"
+    run = replace(tiny, backward="whole")
+    assert run_of(plain_of(run)) == run
+    assert toml_faults(tmp_path, 'backward = "half"')
+
+
+def test_the_check_comes_after_the_last_pass(tiny, monkeypatch):
+    """A pass that makes W before its I is found out, whatever it was given."""
+
+    def wrong(schedule, costs, **how):
+        row = [action._replace(op=Op.W) if action.op is Op.B else action for action in schedule.rows[1]]
+        return replace(schedule, rows=(schedule.rows[0], tuple(row)))
+
+    monkeypatch.setattr("raypar.config.schedule.split_backward", wrong)
+    with pytest.raises(ScheduleError, match="has no I of microbatch"):
+        check_run(replace(tiny, mesh=Mesh(pp=2)))
 
 
 def test_replicas_and_servers_need_no_more_than_the_run_has(tiny):

@@ -68,9 +68,9 @@ def state(team):
         f"{rank}/{name}": value for rank, actor in enumerate(team.all) for name, value in actor.parameters().items()
     }
     for rank, actor in enumerate(team.all):
-        found |= {f"{rank}/{name}/{kept}": value for name, kept, value in actor._update.state() if kept}
+        found |= {f"{rank}/{name}/{kept}": value for name, kept, value in actor.member.state.update.state() if kept}
     for rank, actor in enumerate(team.workers):
-        found |= {f"{rank}/{name}": value for name, value in actor._buffers()}
+        found |= {f"{rank}/{name}": value for name, value in actor.member.state.buffers()}
     return {name: value.clone() for name, value in found.items()}
 
 

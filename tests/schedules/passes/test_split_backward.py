@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypar.schedules import build, check, lower
+from raypar.schedules import CheckError, Schedule, build, check, lower
 from raypar.schedules.action import Op
 from raypar.schedules.passes.split_backward import split_backward
 from raypar.schedules.rules import provides
@@ -70,7 +70,7 @@ def test_other_pipelines_are_over_earlier_too(name, ranks, microbatches, least):
 def test_what_leaves_nothing_for_later_stays_whole(name):
     """Divided layers do all in I, and a single rank sends nothing."""
     whole = lower(build(name, 2, 4))
-    assert split_backward(whole, Costs(f=1.0, b=2.0, i=2.0, w=0.0)) == whole
+    assert split_backward(whole, Costs(f=1.0, b=2.0, i=2.0, w=0.0)) is whole
     if name != "interleaved":
         assert split(name, 1, 4) == lower(build(name, 1, 4))
 
@@ -78,6 +78,58 @@ def test_what_leaves_nothing_for_later_stays_whole(name):
 def test_halves_of_a_schedule_of_its_own_are_left_as_they_are():
     once = split("1f1b", 2, 4)
     assert split_backward(once, COSTS) is once
+
+
+def is_split(row):
+    """Whether every backward of a row is an I and a W."""
+    return all(action.op is not Op.B for action in row) and any(action.op is Op.W for action in row)
+
+
+@pytest.mark.parametrize("hold", [True, False])
+@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_backward_may_be_split(name, ranks, hold):
+    if name == "interleaved" and ranks == 1:
+        return
+    whole = lower(build(name, ranks, 4), reduce_grad=True)
+    after = split_backward(whole, COSTS, every=True, hold=hold)
+    check(after, send_capacity=8, max_in_flight=max(simulate(whole, COSTS).in_flight))
+    same_step(whole, after)
+    assert all(map(is_split, after.rows))
+
+
+def test_what_a_schedule_of_its_own_has_whole_is_split_where_it_stands():
+    mixed = lower(Schedule.of("mixed", ["0F0 0F1 0B0 0I1 0W1", "1F0 1I0 1W0 1F1 1B1"]))
+    after = split_backward(mixed, COSTS, every=True)
+    check(after, send_capacity=8)
+    assert spelled(after) == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0I0 0W0 0RECV_B1 0I1 0W1 STEP",
+        "1RECV_F0 1F0 1I0 1SEND_B0 1W0 1RECV_F1 1F1 1I1 1SEND_B1 1W1 STEP",
+    ]
+    assert split_backward(after, COSTS, every=True) is after
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "says"),
+    [
+        ("1I0 1SEND_B0", "1W0 1I0 1SEND_B0", "order: rank 1, action 2: 1W0"),
+        (" 1W0 ", " ", "stage 1 has no W of microbatch 0"),
+        (" 1I0 ", " ", "stage 1 has no I of microbatch 0"),
+        ("1W0 1W1 1REDUCE_GRAD", "1W0 1REDUCE_GRAD 1W1", "reduce: rank 1"),
+        ("1W0 1W1 1REDUCE_GRAD STEP", "1W0 1REDUCE_GRAD STEP 1W1", "step: rank 1"),
+        ("1W0 1W1", "1W0 1W1 1W1", "complete: rank 1"),
+        ("1I0 1SEND_B0", "1SEND_B0 1I0", "order: rank 1, action 2: 1SEND_B0"),
+    ],
+)
+def test_a_wrong_split_is_refused(right, wrong, says):
+    first, second = spelled(split("1f1b", 2, 2, reduce_grad=True))
+    assert right in second
+    if "1W0" in wrong and "1W0" not in right:
+        second = second.replace(" 1W0 ", " ", 1)
+    made = second.replace(right, wrong, 1)
+    with pytest.raises(CheckError) as caught:
+        check(Schedule.of("wrong", [first, made]), send_capacity=8)
+    assert says in str(caught.value)
 
 
 def test_a_large_schedule_is_searched_in_bounded_time():
@@ -129,11 +181,12 @@ def test_it_is_the_same_step_and_never_later(name, ranks, rounds, order, reduce_
 
 
 @settings(max_examples=80, deadline=None)
-@given(schedule=legal_schedules(), reduce_grad=st.booleans())
-def test_any_schedule_stays_the_same_step(schedule, reduce_grad):
+@given(schedule=legal_schedules(), reduce_grad=st.booleans(), every=st.booleans())
+def test_any_schedule_stays_the_same_step(schedule, reduce_grad, every):
     if schedule.forward_only:
         return
     lowered = lower(schedule, reduce_grad=reduce_grad)
-    after = split_backward(lowered, COSTS)
+    after = split_backward(lowered, COSTS, every=every)
+    assert not every or all(is_split(row) for row in after.rows if any(a.op in BACKWARDS for a in row))
     check(after, max_in_flight=max(simulate(lowered, COSTS).in_flight))
     same_step(lowered, after)
