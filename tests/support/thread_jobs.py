@@ -80,7 +80,7 @@ class Hands:
         )
 
     def commit(self, results, seconds):
-        report = report_of(self.next_step, 0.0, seconds, results, self.team.world)
+        report = report_of(self.next_step, seconds, results, self.team.world)
         self.next_step += 1
         return report
 
