@@ -109,7 +109,7 @@ class TeamJob:
         self.run, self._hands = run, Hands(Team.of(run))
         self.schedule, team = self._hands.schedule, self._hands.team
         hands, skeleton = self._hands, Skeleton(run.model, run.seed)
-        loaded = LoadedRun(run, hands.schedule, hands.schedule, team.world, hands.handles, hands.calls, skeleton)
+        loaded = LoadedRun(run, hands.schedule, team.world, hands.handles, hands.calls, skeleton)
         self._inspection = Inspection(Lasting(), loaded, [actor.holds() for actor in team.all])
 
     def __getattr__(self, name):
