@@ -9,6 +9,7 @@ from torch import Tensor
 from raypar.actors.checkpoint.snapshot import Read
 from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.buckets import Bucket
+from raypar.actors.specs.results import Updated
 
 
 class ServedUpdate:
@@ -22,7 +23,7 @@ class ServedUpdate:
     def __init__(self, buckets: Sequence[Bucket], groups: Sequence[Group]) -> None:
         self._buckets, self._groups = buckets, groups
 
-    def step(self, step: int, ballot: Tensor | None) -> None:
+    def step(self, step: int, ballot: Tensor | None) -> Updated:
         """Receive the weights that the servers broadcast, and load them.
 
         If a server rejects the step with NonFiniteError, it broadcasts its unchanged weights. This method then loads
@@ -31,6 +32,9 @@ class ServedUpdate:
         Args:
             step: Number of the step (unused).
             ballot: The votes of the replicas (unused: the servers count them).
+
+        Returns:
+            Nothing that is known here: the servers report the norm and the learning rate.
         """
         flats = [bucket.room() for bucket in self._buckets]
         groups = [self._groups[bucket.owner] for bucket in self._buckets]
@@ -41,6 +45,7 @@ class ServedUpdate:
             group.synchronize()  # before any load: a server that died has sent no valid weights
         for bucket, flat in zip(self._buckets, flats, strict=True):
             bucket.load(flat)
+        return Updated()
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
         """Return an empty iterator: the servers report the state."""

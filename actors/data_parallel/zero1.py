@@ -10,6 +10,7 @@ from raypar.actors.checkpoint.snapshot import Read
 from raypar.actors.collective.group import Group, Handle
 from raypar.actors.data_parallel.buckets import Bucket
 from raypar.actors.optim.step import Updater
+from raypar.actors.specs.results import Updated
 
 
 class ShardedUpdate:
@@ -33,7 +34,7 @@ class ShardedUpdate:
         self._updater, self._replicas = updater, replicas
         self._weights = [_Weights(bucket, replicas, fixed) for bucket in buckets]
 
-    def step(self, step: int, ballot: Tensor | None) -> float:
+    def step(self, step: int, ballot: Tensor | None) -> Updated:
         """Update the owned parameters, and exchange all new weights with the other replicas.
 
         Args:
@@ -41,16 +42,16 @@ class ShardedUpdate:
             ballot: As in ``Updater.step``. It is used on replica 0 only, the one that holds the sum of the ballots.
 
         Returns:
-            The global gradient norm before clipping.
+            What ``Updater.step`` returns.
 
         Raises:
             NonFiniteError: As ``Updater.step``.
         """
-        norm = self._updater.step(step, ballot if self._replicas.rank == 0 else None)
+        updated = self._updater.step(step, ballot if self._replicas.rank == 0 else None)
         for handle, weights in [(weights.send(), weights) for weights in self._weights]:
             handle.wait()
             weights.take()
-        return norm
+        return updated
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the state of the parameters that this replica owns, as ``Updater.state`` does."""

@@ -16,6 +16,7 @@ from raypar.actors.models.tied_weights import Tie
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.optimizer import build_optimizer, gradient_norms, keep, kept_by, set_lr
 from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.specs.results import Updated
 from raypar.actors.tensor_parallel.gradients import Divided
 
 _TIE_TAG = 1 << 30  # above every tag of a schedule's messages
@@ -24,7 +25,7 @@ _TIE_TAG = 1 << 30  # above every tag of a schedule's messages
 class Update(Protocol):
     """What a worker does at the end of a step, once the gradients are summed over the replicas."""
 
-    def step(self, step: int, ballot: Tensor | None) -> float | None: ...
+    def step(self, step: int, ballot: Tensor | None) -> Updated: ...
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]: ...
 
@@ -64,7 +65,7 @@ class Updater:
         self._places = {name: place for place, name in enumerate(names)}
         self._optimizer = build_optimizer(optim, parameters)
 
-    def step(self, step: int, ballot: Tensor | None) -> float:
+    def step(self, step: int, ballot: Tensor | None) -> Updated:
         """Clip the gradients and update the parameters, unless a gradient or a loss is not finite.
 
         Args:
@@ -73,7 +74,7 @@ class Updater:
                 passes it, the others pass None.
 
         Returns:
-            The global gradient norm before clipping.
+            The global gradient norm before clipping, and the learning rate of the update.
 
         Raises:
             NonFiniteError: The norm is not finite, or a replica voted no. Every actor raises it, and no actor has
@@ -98,10 +99,11 @@ class Updater:
             raise NonFiniteError(f"step {step}: the loss is not finite; no weight was changed: look at the batch")
         if self._clip is not None and self._clip / (total + 1e-6) < 1.0:  # torch would multiply by 1 otherwise
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._clip, total, foreach=False)
+        lr = lr_at(self._spec, step, self._steps)
         if self._optimizer is not None:
-            set_lr(self._optimizer, lr_at(self._spec, step, self._steps))
+            set_lr(self._optimizer, lr)
             self._optimizer.step()
-        return float(total)
+        return Updated(float(total), lr)
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield this actor's parameters and their optimizer state: (logical name, key, tensor).

@@ -23,6 +23,17 @@ class Span(NamedTuple):
     bucket: int | None = None
 
 
+class Updated(NamedTuple):
+    """What an actor knows of an update; None of one that others make.
+
+    grad_norm  global norm of the gradients before clipping
+    lr         learning rate
+    """
+
+    grad_norm: float | None = None
+    lr: float | None = None
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What one actor has to say of one step.
@@ -30,6 +41,7 @@ class StepResult:
     losses       mean loss of each microbatch, in their order; only from the last stage
     counts       target elements of each microbatch, likewise
     grad_norm    global norm of the gradients before clipping, the same on every actor; None in an evaluation
+    lr           learning rate of the update; None in an evaluation, and of an actor that updates nothing
     busy, span   seconds of compute, and from the first action to the last
     overlap      share of the gradients' reduction that was hidden behind compute; None without one
     in_flight    most microbatches whose forward was done and whose backward was not, over the actor's stages
@@ -40,6 +52,7 @@ class StepResult:
     losses: tuple[float, ...]
     counts: tuple[int, ...]
     grad_norm: float | None
+    lr: float | None
     busy: float
     span: float
     overlap: float | None

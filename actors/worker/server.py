@@ -87,7 +87,7 @@ class Server:
             if step.notes is not None:
                 self.state.remember(step.notes)
             try:
-                step.grad_norm = self.state.update.step(step.number, ballot)
+                step.updated = self.state.update.step(step.number, ballot)
             except NonFiniteError:
                 self._publish()  # the weights of before: the replicas wait for some
                 raise
@@ -125,7 +125,8 @@ class Server:
         return StepResult(
             losses=(),
             counts=(),
-            grad_norm=step.grad_norm,
+            grad_norm=step.updated.grad_norm,
+            lr=step.updated.lr,
             busy=0.0,
             span=0.0,
             overlap=None,

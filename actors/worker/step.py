@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from raypar.actors.inspect.step import Notes
-from raypar.actors.specs.results import Span
+from raypar.actors.specs.results import Span, Updated
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.tensors import Values
 from raypar.schedules.action import Action
@@ -28,7 +28,7 @@ class Step:
     losses     by microbatch: those that were
     counts     by microbatch: target elements
     in_flight  most microbatches between forward and backward so far
-    grad_norm  global norm before clipping, once the update is made
+    updated    what is known of the update, once it is made
     """
 
     program: ProgramName = "train"
@@ -43,4 +43,4 @@ class Step:
     losses: dict[int, float] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
     in_flight: int = 0
-    grad_norm: float | None = None
+    updated: Updated = field(default_factory=Updated)

@@ -189,7 +189,8 @@ class Worker:
         return StepResult(
             losses=tuple(step.losses[microbatch] for microbatch in microbatches),
             counts=tuple(step.counts[microbatch] for microbatch in microbatches),
-            grad_norm=step.grad_norm,
+            grad_norm=step.updated.grad_norm,
+            lr=step.updated.lr,
             busy=sum(event.end - event.start for event in events if event.action.op in COMPUTE),
             span=events[-1].end - events[0].start if events else 0.0,
             overlap=reducer.overlap if reducer is not None and step.is_train and not self.seat.world.servers else None,
@@ -269,7 +270,7 @@ class Worker:
         self.seat.synchronize()  # nothing of a message that failed may reach the weights
         if step.notes is not None:
             self.state.remember(step.notes)
-        step.grad_norm = self.state.update.step(step.number, ballot)
+        step.updated = self.state.update.step(step.number, ballot)
 
     def _nothing(self, action: Action) -> None:
         """A stage without shards: there is nothing to gather."""

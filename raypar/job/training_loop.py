@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from raypar.actors.errors import NonFiniteError
-from raypar.actors.optim.lr import lr_at
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.background_save import Saver
@@ -247,9 +246,7 @@ class TrainingLoop:
 
     def _commit(self, results: list[Any], seconds: float) -> Report:
         """The step counts once every actor has reported it."""
-        run = self.loaded.run
-        lr = lr_at(run.optim, self.next_step, run.steps)
-        report = report_of(self.next_step, lr, seconds, results, self.loaded.world)
+        report = report_of(self.next_step, seconds, results, self.loaded.world)
         self.next_step += 1
         self.last = report
         self._record.write(report)

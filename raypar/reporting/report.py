@@ -116,12 +116,11 @@ class Evaluation:
         return {"step": self.step, "val_loss": self.loss, "perplexity": self.perplexity, "tokens": self.tokens}
 
 
-def report_of(step: int, lr: float, seconds: float, results: Sequence[StepResult], world: World) -> Report:
+def report_of(step: int, seconds: float, results: Sequence[StepResult], world: World) -> Report:
     """Make the report of a step from the actors' results.
 
     Args:
         step: The step.
-        lr: Learning rate of the update.
         seconds: Duration of the step, by the driver's clock.
         results: The actors' results, by rank.
         world: The ranks.
@@ -139,7 +138,7 @@ def report_of(step: int, lr: float, seconds: float, results: Sequence[StepResult
         step=step,
         loss=mean_loss(losses, counts),
         grad_norm=next((result.grad_norm for result in results if result.grad_norm is not None), 0.0),
-        lr=lr,
+        lr=next((result.lr for result in results if result.lr is not None), 0.0),
         tokens=tokens,
         tokens_per_s=tokens / seconds,
         step_ms=seconds * 1e3,

@@ -80,7 +80,7 @@ class Hands:
         )
 
     def commit(self, results, seconds):
-        report = report_of(self.next_step, 0.0, seconds, results, self.team.world)
+        report = report_of(self.next_step, seconds, results, self.team.world)
         self.next_step += 1
         return report
 
@@ -109,7 +109,7 @@ class TeamJob:
         self.run, self._hands = run, Hands(Team.of(run))
         self.schedule, team = self._hands.schedule, self._hands.team
         hands, skeleton = self._hands, Skeleton(run.model, run.seed)
-        loaded = LoadedRun(run, hands.schedule, hands.schedule, team.world, hands.handles, hands.calls, skeleton)
+        loaded = LoadedRun(run, hands.schedule, team.world, hands.handles, hands.calls, skeleton)
         self._inspection = Inspection(Lasting(), loaded, [actor.holds() for actor in team.all])
 
     def __getattr__(self, name):
