@@ -166,14 +166,14 @@ MAY_IMPORT = {
     "actors/checkpoint": "actors",
     "actors/collective": "actors actors/collective/shm",
     "actors/collective/shm": "actors actors/collective",
-    "actors/context_parallel": "actors actors/collective actors/layers actors/models",
+    "actors/context_parallel": "actors actors/collective actors/layers actors/models actors/specs",
     "actors/data": "actors actors/models actors/specs",
     "actors/data_parallel": (
         "actors actors/checkpoint actors/collective actors/models actors/optim actors/specs schedules"
     ),
     "actors/inspect": "actors actors/checkpoint actors/layers schedules",
     "actors/layers": "actors actors/autograd actors/specs",
-    "actors/mesh": "actors/specs",
+    "actors/mesh": "actors",
     "actors/models": "actors actors/collective actors/layers actors/specs",
     "actors/optim": (
         "actors actors/checkpoint actors/collective actors/data actors/models actors/specs actors/tensor_parallel"
@@ -182,7 +182,7 @@ MAY_IMPORT = {
         "actors actors/autograd actors/collective actors/inspect actors/layers actors/models actors/specs "
         "actors/tensor_parallel schedules"
     ),
-    "actors/specs": "schedules",
+    "actors/specs": "actors actors/mesh schedules",
     "actors/tensor_parallel": "actors actors/collective actors/layers actors/models",
     "actors/tensor_parallel/grid": "actors actors/collective actors/layers actors/models actors/tensor_parallel",
     "actors/worker": (
@@ -192,7 +192,7 @@ MAY_IMPORT = {
     ),
     "raypar": "actors",
     "raypar/checkpoint": (
-        "actors actors/checkpoint actors/mesh actors/models actors/optim raypar raypar/cluster raypar/config "
+        "actors actors/checkpoint actors/mesh actors/optim actors/specs raypar raypar/cluster raypar/config "
         "schedules/drawing"
     ),
     "raypar/cli": (
@@ -202,13 +202,13 @@ MAY_IMPORT = {
     ),
     "raypar/cluster": "actors actors/mesh actors/specs raypar",
     "raypar/config": (
-        "actors actors/context_parallel actors/data actors/mesh actors/models actors/specs actors/worker "
-        "raypar raypar/config/validate raypar/planner schedules schedules/checking schedules/passes "
+        "actors actors/data actors/mesh actors/models actors/specs actors/worker raypar "
+        "raypar/config/validate raypar/planner schedules schedules/checking schedules/passes "
         "schedules/simulation"
     ),
     "raypar/config/validate": "actors/context_parallel actors/mesh actors/specs raypar raypar/config",
     "raypar/job": (
-        "actors actors/collective actors/mesh actors/models actors/optim actors/specs actors/worker raypar "
+        "actors actors/collective actors/mesh actors/optim actors/specs actors/worker raypar "
         "raypar/checkpoint raypar/cluster raypar/config raypar/reporting raypar/stepping schedules "
         "schedules/drawing schedules/simulation"
     ),
@@ -219,19 +219,19 @@ MAY_IMPORT = {
     "raypar/planner": "actors/models actors/specs schedules schedules/simulation",
     "raypar/reporting": (
         "actors actors/collective actors/mesh actors/models actors/specs raypar raypar/config "
-        "raypar/config/validate raypar/reporting/run_folder raypar/reporting/trackers schedules "
-        "schedules/simulation"
+        "raypar/reporting/run_folder raypar/reporting/trackers schedules schedules/simulation"
     ),
-    "raypar/reporting/html": "raypar/config raypar/reporting/run_folder schedules/drawing schedules/simulation",
+    "raypar/reporting/html": (
+        "actors/specs raypar/config raypar/reporting/run_folder schedules/drawing schedules/simulation"
+    ),
     "raypar/reporting/run_folder": (
         "actors actors/collective actors/specs raypar raypar/checkpoint raypar/config raypar/reporting "
         "schedules schedules/checking schedules/passes"
     ),
-    "raypar/reporting/trackers": "raypar raypar/config raypar/config/validate",
+    "raypar/reporting/trackers": "actors/specs raypar raypar/config",
     "raypar/stepping": (
         "actors actors/checkpoint actors/data_parallel actors/mesh actors/models actors/pipeline actors/specs "
-        "raypar raypar/checkpoint raypar/cluster raypar/config raypar/config/validate raypar/reporting "
-        "schedules schedules/drawing"
+        "raypar raypar/checkpoint raypar/cluster raypar/config raypar/reporting schedules schedules/drawing"
     ),
     "schedules": "schedules/checking schedules/drawing schedules/generators schedules/passes schedules/simulation",
     "schedules/checking": "schedules schedules/drawing schedules/simulation",
