@@ -58,10 +58,7 @@ class World:
 
     @property
     def replicas(self) -> int:
-        """Number of actors with the same weights.
-
-        Dp x cp, as context ranks train the same weights on parts of a sequence.
-        """
+        """Number of actors with the same weights: dp x cp, as context ranks train them on parts of a sequence."""
         return self.mesh.dp * self.mesh.cp
 
     @property
@@ -71,7 +68,7 @@ class World:
 
     @property
     def owners(self) -> int:
-        """Number of actors of a pipeline rank (servers or replicas) among which its weights are divided for the update."""
+        """Number of actors (servers or replicas) among which the update of a pipeline rank's weights is divided."""
         return self.servers or (self.replicas if self.sharded else 1)
 
     @property
