@@ -38,7 +38,7 @@ def keep_freed_memory() -> None:
 class PeakMemory:
     """Peak resident memory of this process (Linux; elsewhere 0).
 
-    It keeps its two files open: every step reads them at its start and end, and opening costs more than reading.
+    It keeps its two files open: every step uses them at its start and end, and opening them costs more than reading.
     """
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ def exhaust(work: Iterator[object], spare: float) -> None:
 class _Spare(threading.Thread):
     """A thread that works at idle priority until it is ``late``.
 
-    A thread cannot leave SCHED_IDLE, so it needs its own.
+    A thread cannot leave SCHED_IDLE, so the work gets a thread of its own.
     """
 
     def __init__(self, work: Iterator[object]) -> None:
@@ -84,7 +84,10 @@ _FIXES = {
 
 @contextmanager
 def told(doing: str) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError that says what was being done, why it failed and what helps."""
+    """Turn an OSError, or a ValueError for a bad path, into a CheckpointError.
+
+    The error says what was being done (``doing``), why it failed and what helps.
+    """
     try:
         yield
     except OSError as error:
@@ -105,7 +108,7 @@ def write_whole(path: Path, parts: Iterable[memoryview], spare: float = 0.0) -> 
         spare: Seconds for which to use only idle cores.
 
     Returns:
-        The file's bytes, and their sha256 in hex, computed while writing.
+        The file's size in bytes, and its sha256 in hex, computed while writing.
 
     Raises:
         OSError: The disk does not allow it.
