@@ -1,4 +1,4 @@
-"""Where an actor computes: on CPUs, or on a GPU. What differs between them is said here, so that nobody else asks."""
+"""The device on which an actor computes, a CPU or a GPU. All differences between the two are in this file."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _HUGE = (1 << 31) - 1
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what is freed, for this process' whole life (glibc; elsewhere nothing happens).
+    """Make the C library keep freed memory, for the rest of this process (glibc only).
 
-    A step frees and takes the same activations again and again; giving them back to the system in between costs a page
-    fault for each of their pages. One arena, because the thread that computes is not the main one.
+    A step allocates and frees the same activations again and again. Giving them back to the system in between costs a
+    page fault per page. There is one arena, because the thread that computes is not the main thread.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -36,9 +36,9 @@ def keep_freed_memory() -> None:
 
 
 class PeakMemory:
-    """The high-water mark of this process' resident memory (Linux; elsewhere it is 0).
+    """Peak resident memory of this process (Linux; elsewhere 0).
 
-    The two files stay open: a step asks at its start and at its end, and opening them costs more than reading.
+    It keeps its two files open: every step uses them at its start and end, and opening them costs more than reading.
     """
 
     def __init__(self) -> None:
@@ -51,12 +51,12 @@ class PeakMemory:
             weakref.finalize(self, _close, files)
 
     def reset(self) -> None:
-        """Start a new mark."""
+        """Start a new peak."""
         if self._clear is not None:
             os.pwrite(self._clear, b"5", 0)
 
     def read(self) -> int:
-        """Most bytes since the last reset."""
+        """Return the peak since the last reset, in bytes."""
         if self._clear is None:
             return 0
         _, _, rest = os.pread(self._status, 4096, 0).partition(b"VmHWM:")
@@ -69,10 +69,11 @@ def _close(files: tuple[int, ...]) -> None:
 
 
 class Place(ABC):
-    """What an actor computes on.
+    """The device on which an actor computes.
 
-    kind    as a plan spells it
-    device  where its tensors are
+    Attributes:
+        kind: Kind of device, as a plan spells it.
+        device: Device of the actor's tensors.
     """
 
     kind: DeviceKind
@@ -80,70 +81,71 @@ class Place(ABC):
 
     @abstractmethod
     def enter(self) -> None:
-        """Let the calling thread compute here; an actor's calls come on any thread."""
+        """Prepare the calling thread to compute here. An actor's calls may come on any thread."""
 
     @abstractmethod
     def to(self, values: Values) -> Values:
-        """Values that were made on the host, here."""
+        """Move values from the host to this device."""
 
     @abstractmethod
     def settle(self, modules: Iterable[nn.Module]) -> None:
-        """Move modules that were made on the host here, in place."""
+        """Move modules from the host to this device, in place."""
 
     @abstractmethod
     def seed(self, seed: int) -> None:
-        """Seed what layers draw from."""
+        """Seed the generators from which layers draw."""
 
     @abstractmethod
     def ahead(self, *, rehearsed: bool) -> int:
-        """How many receives are posted before their turn, so that their peer need not wait to be asked.
+        """Return how many receives to post before their turn, so that their peers need not wait.
 
-        rehearsed  whether the same actions were performed before
+        Args:
+            rehearsed: Whether the same actions have run before.
         """
 
     @abstractmethod
     def begin(self) -> None:
-        """Open a step: its marks and its peak of memory."""
+        """Start a step: reset its marks and its peak of memory."""
 
     @abstractmethod
     def mark(self) -> float:
-        """This moment, for ``seconds``: on a GPU that at which it has done what it was given so far."""
+        """Mark this moment, for ``seconds``. On a GPU it is when the GPU has completed the work issued so far."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until everything is computed; from now on ``seconds`` and ``spans`` know every mark of the step."""
+        """Wait until all work is complete. From now on ``seconds`` and ``spans`` can convert the step's marks."""
 
     @abstractmethod
     def seconds(self, mark: float) -> float:
-        """When a mark was: seconds of this machine's clock."""
+        """Return the time of a mark, in seconds of this machine's clock (``time.perf_counter``)."""
 
     @abstractmethod
     def spans(self, marked: list[Span]) -> list[Span]:
-        """Spans between marks as spans of time."""
+        """Convert spans between marks to spans of time."""
 
     @abstractmethod
     def peak(self) -> int:
-        """The most bytes that were held since ``begin``."""
+        """Return the peak of memory since ``begin``, in bytes."""
 
 
 class Host(Place):
-    """This machine's CPUs. What is done is done when the call returns, so a mark is the time itself."""
+    """The CPUs of this machine. Work is complete when the call returns, so a mark is the time itself."""
 
     kind: DeviceKind = "cpu"
     device = torch.device("cpu")
-    mark = staticmethod(time.perf_counter)  # without a call in between: it is asked twice an action
+    mark = staticmethod(time.perf_counter)  # called twice per action, so without a wrapper
 
     def __init__(self) -> None:
         self._memory = PeakMemory()
 
     def enter(self) -> None:
-        """Every thread computes here."""
+        """Do nothing: every thread can compute on the CPU."""
 
     def to(self, values: Values) -> Values:
         return values
 
     def settle(self, modules: Iterable[nn.Module]) -> None:
-        """They are here."""
+        """Do nothing: the modules are already on the host."""
 
     def seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
@@ -155,7 +157,7 @@ class Host(Place):
         self._memory.reset()
 
     def finish(self) -> None:
-        """It is computed."""
+        """Do nothing: all work is complete."""
 
     def seconds(self, mark: float) -> float:
         return mark
@@ -168,9 +170,10 @@ class Host(Place):
 
 
 class Cuda(Place):
-    """A GPU. The host hands it work and goes on, so marks are events in its stream, timed when a step is over.
+    """A GPU. It runs asynchronously, so marks are events in its stream, whose times are read at the end of a step.
 
-    index  among the GPUs that this process sees; Ray shows an actor its own only
+    Args:
+        index: Index among the GPUs that this process sees; Ray shows an actor only its own.
     """
 
     kind: DeviceKind = "cuda"
@@ -192,12 +195,15 @@ class Cuda(Place):
             module.to(self.device)
 
     def seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)  # layers may draw on the host, too
+        torch.default_generator.manual_seed(seed)  # layers may also draw on the host
         self._generator.manual_seed(seed)
 
     def ahead(self, *, rehearsed: bool) -> int:
-        """One holds multiprocessors until it is over. None before every kernel was used once: to load one, CUDA waits
-        for what runs, a receive among it, and two ranks could wait for each other."""
+        """Return 1 once every kernel has been used, before that 0.
+
+        A posted receive occupies multiprocessors until it is complete. To load a kernel, CUDA waits for everything that
+        runs, including receives, so two ranks could wait for each other in their first pass.
+        """
         return int(rehearsed)
 
     def begin(self) -> None:
@@ -229,11 +235,11 @@ class Cuda(Place):
         return event
 
     def _moved(self, value: torch.Tensor) -> torch.Tensor:
-        """From pinned memory a copy waits for nothing that the GPU still has to do."""
+        """Copy a value to the GPU through pinned memory, so that the copy does not wait for the GPU's queued work."""
         return (value.pin_memory() if value.device.type == "cpu" else value).to(self.device, non_blocking=True)
 
     def _demand_gpu(self, index: int) -> torch.Generator:
-        """The generator of the GPU; raises RuntimeError if there is none."""
+        """Return the GPU's generator. Raises RuntimeError if there is no GPU."""
         if not torch.cuda.is_available():
             raise RuntimeError(f"torch {torch.__version__} finds no GPU in this process: see its CUDA build and driver")
         torch.cuda.init()
@@ -241,5 +247,5 @@ class Cuda(Place):
 
 
 def place_of(kind: DeviceKind) -> Place:
-    """The place of this process for a kind of device; raises RuntimeError if it has none."""
+    """Return this process's place for a kind of device. Raises RuntimeError if it has none."""
     return Cuda() if kind == "cuda" else Host()

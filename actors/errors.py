@@ -1,4 +1,4 @@
-"""Errors that tell all that is wrong at once."""
+"""Errors of the actors, and how to describe an exception. Errors that list faults report all of them at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _LONGEST = 2000  # characters of an exception's text
 
 
 def described(error: Exception) -> str:
-    """Kind, text and notes of a user's exception, whose ``__str__`` may fail or go on for pages."""
+    """Return an exception's type, text and notes.
+
+    A user's ``__str__`` may fail or return pages, so the text is shortened.
+    """
     try:
         text = " ".join([str(error), *getattr(error, "__notes__", ())])
     except Exception:
@@ -21,12 +24,12 @@ def described(error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """An error's first line, its kind if it has no text."""
+    """Return the first line of an error's text, or its type if it has no text."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def trace() -> str:
-    """Where the exception that is being handled was raised, from the user's own code on if it came to that."""
+    """Format the traceback of the exception being handled, from the first frame of the user's code if there is one."""
     kind, error, whole = sys.exc_info()
     theirs, ours = whole, _ours()
     while theirs is not None and theirs.tb_frame.f_code.co_filename.startswith(ours):
@@ -36,16 +39,22 @@ def trace() -> str:
 
 
 def _ours() -> tuple[str, ...]:
-    """Where raypar and torch stand; torch is not imported for it."""
+    """Return the folders of raypar and torch, without importing torch."""
     torch = find_spec("torch")
     folders = [Path(__file__).parents[1]] + ([Path(torch.origin).parent] if torch and torch.origin else [])
     return tuple(f"{folder}/" for folder in folders)
 
 
 class ActionError(RuntimeError):
-    """An action that failed: on which actor, which action, with which peer, and why.
+    """An action that failed: on which actor, with which peer, and why.
 
-    ``secondary`` marks a failed communication: its cause is often another actor's error.
+    Args:
+        actor: Label of the actor.
+        action: The action.
+        peer: Label of the peer; None without one.
+        reason: Why it failed.
+        secondary: Whether a communication failed, which is often the consequence of another actor's error.
+        trace: The traceback.
     """
 
     def __init__(self, actor: str, action: str, peer: str | None, reason: str, secondary: bool, trace: str) -> None:
@@ -59,15 +68,15 @@ class ActionError(RuntimeError):
 
 
 class NonFiniteError(ArithmeticError):
-    """The gradients of a step are not finite; no actor updated its weights."""
+    """The gradients of a step are not finite. No actor updated its weights."""
 
 
 class StaleError(RuntimeError):
-    """A step that was handed over behind one that could not be made: nothing of it was done."""
+    """A call of another epoch, such as a step queued behind one that failed. Nothing of it was executed."""
 
 
 class FaultsError(Exception):
-    """Base of errors that list faults, a sentence each with its fix; its kinds derive from a standard error besides."""
+    """Base of errors that list faults, each a sentence with its fix. Subclasses also derive from a standard error."""
 
     def __init__(self, faults: list[str]) -> None:
         self.faults = faults
@@ -78,4 +87,4 @@ class FaultsError(Exception):
 
 
 class CheckpointError(FaultsError, RuntimeError):
-    """A checkpoint that can't be written or read: all that is wrong, a sentence each. Older ones are untouched."""
+    """A checkpoint cannot be written or read; lists all that is wrong. Older checkpoints are untouched."""

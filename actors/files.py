@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and reading that follows no link and opens no device."""
+"""Safe file operations: atomic writes, and reads that follow no link and open no device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,17 @@ from raypar.actors.errors import CheckpointError
 
 
 def exhaust(work: Iterator[object], spare: float) -> None:
-    """Do ``work``, a piece with each ``next``: for ``spare`` seconds only where a core is free, then like other work.
+    """Run ``work`` to its end, at first on idle cores only.
 
-    With 0 seconds, and where no thread can give way (Linux's SCHED_IDLE can), it is other work from the start. Raises
-    what the work raises. A piece should take long beside what Python does between two, and let the GIL go meanwhile:
-    who waits for the GIL waits for a thread that gives way to everybody.
+    Where no thread can give way to all others (only Linux's SCHED_IDLE does), all of the work has normal priority.
+
+    Args:
+        work: Each ``next`` does one piece. A piece should take long compared with what Python does between two, and
+            release the GIL meanwhile: otherwise other threads wait for the GIL that a lowest-priority thread holds.
+        spare: Seconds for which to use only idle cores; afterwards the work runs at normal priority.
+
+    Raises:
+        Exception: Whatever the work raises.
     """
     if spare > 0 and sys.platform.startswith("linux"):
         thread = _Spare(work)
@@ -39,7 +45,10 @@ def exhaust(work: Iterator[object], spare: float) -> None:
 
 
 class _Spare(threading.Thread):
-    """Does pieces of work until it is ``late``. There is no way back from SCHED_IDLE, so it is a thread of its own."""
+    """A thread that works at idle priority until it is ``late``.
+
+    A thread cannot leave SCHED_IDLE, so the work gets a thread of its own.
+    """
 
     def __init__(self, work: Iterator[object]) -> None:
         super().__init__(name="raypar-spare", daemon=True)
@@ -59,7 +68,7 @@ class _Spare(threading.Thread):
             self.error = error
 
 
-_PIECE = 1 << 20  # bytes that are hashed and then written while they are still in the cache
+_PIECE = 1 << 20  # bytes: a piece is hashed and then written while it is still in cache
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _FIXES = {
     errno.ENOSPC: "free some space",
@@ -77,7 +86,10 @@ _FIXES = {
 
 @contextmanager
 def told(doing: str) -> Iterator[None]:
-    """What the disk refuses, as a CheckpointError that says what for, why, and what helps."""
+    """Turn an OSError, or a ValueError for a bad path, into a CheckpointError.
+
+    The error says what was being done (``doing``), why it failed and what helps.
+    """
     try:
         yield
     except OSError as error:
@@ -165,7 +177,7 @@ def _written(out: WholeFile, parts: Iterable[memoryview], digest: hashlib._Hash)
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder outlive a power cut. Raises OSError."""
+    """Sync a folder, so that the names in it survive a power cut. Raises OSError."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)
@@ -174,7 +186,7 @@ def sync_folder(path: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Swap what two paths name, at once (Linux's renameat2). Raises OSError, where the file system can't too."""
+    """Swap two paths atomically (Linux's renameat2). Raises OSError, also if the file system does not support it."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None or rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
         code = errno.ENOSYS if rename is None else ctypes.get_errno()
@@ -183,12 +195,12 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def expanded(path: str | Path) -> Path:
-    """A path with its home; one that nobody has is left as it is written, where pathlib's ``expanduser`` raises."""
+    """Expand ``~`` in a path. An unknown user's home is left as it is, where pathlib's ``expanduser`` would raise."""
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
 def plain_size(path: Path) -> int:
-    """Bytes of a plain file. Raises OSError, also for a link, a folder, a pipe or a device."""
+    """Return the bytes of a regular file. Raises OSError, also for a link, folder, pipe or device."""
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is no plain file")
@@ -196,20 +208,20 @@ def plain_size(path: Path) -> int:
 
 
 def read_plain(path: Path, limit: int) -> bytes:
-    """All of a plain file of at most ``limit`` bytes. Raises OSError."""
+    """Read a regular file of at most ``limit`` bytes. Raises OSError."""
     if (size := plain_size(path)) > limit:
         raise OSError(errno.EFBIG, f"it has more than {limit} bytes")
     with path.open("rb") as file:
-        return file.read(size)  # takes so much memory beforehand
+        return file.read(size)  # allocates this much memory beforehand
 
 
 def read_named(path: Path, limit: int) -> bytes:
-    """``read_plain`` of a file that the user has named, who may well name a link. Raises OSError, or ValueError."""
+    """Read a file that the user named, which may be a link, like ``read_plain``. Raises OSError or ValueError."""
     return read_plain(Path(os.path.realpath(path, strict=True)), limit)
 
 
 def sha256_of(path: Path) -> str:
-    """The sha256 of a plain file, in hex. Raises OSError."""
+    """Return the sha256 of a regular file, in hex. Raises OSError."""
     plain_size(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

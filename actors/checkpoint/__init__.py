@@ -1,1 +1,1 @@
-"""What an actor writes into a checkpoint and reads from one: shards of logical tensors."""
+"""Checkpoints on the actor's side: write and read shards of logical tensors."""

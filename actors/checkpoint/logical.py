@@ -1,4 +1,4 @@
-"""Logical tensors and the slices that they are stored in: which layout wrote them no longer matters."""
+"""Logical tensors and the slices in which they are stored, so that a checkpoint does not depend on the layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from annotated_types import Ge, Le
 Size = Annotated[int, Ge(0), Le(1 << 48)]
 Shape = tuple[Size, ...]
 
-DTYPES = {  # torch's names, and safetensors'
+DTYPES = {  # torch's name to safetensors'
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -31,20 +31,21 @@ DTYPES = {  # torch's names, and safetensors'
     "uint8": "U8",
     "bool": "BOOL",
 }
-_MAX_DIMS = 64  # torch's own bound
-_MAX_SLICES = 4096  # of one tensor; each is compared with each
+_MAX_DIMS = 64  # torch's own limit
+_MAX_SLICES = 4096  # of one tensor; every pair is compared
 _MAX_ELEMENTS = 1 << 60
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Which part of a logical tensor a tensor is.
+    """The part of a logical tensor that a stored tensor holds.
 
-    tensor  the logical name
-    dtype   as safetensors spells it: "F32", "BF16", ...
-    whole   the logical tensor's shape
-    offset  where the part begins, in each dim
-    shape   the part's own shape
+    Attributes:
+        tensor: Name of the logical tensor.
+        dtype: In safetensors' spelling: "F32", "BF16", ...
+        whole: Shape of the logical tensor.
+        offset: Where the part begins in each dim.
+        shape: Shape of the part.
     """
 
     tensor: str
@@ -56,7 +57,14 @@ class Slice:
 
 @dataclass(frozen=True)
 class Stored:
-    """A slice as it is found on disk: the tensor ``key`` of a shard, its offset in the logical tensor, its shape."""
+    """A slice on disk.
+
+    Attributes:
+        file: Name of the shard.
+        key: Name of the tensor in the shard.
+        offset: Where the slice begins in each dim of the logical tensor.
+        shape: Shape of the slice.
+    """
 
     file: str
     key: str
@@ -65,7 +73,7 @@ class Stored:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Where the logical tensor holds this slice."""
+        """The index of this slice in the logical tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
 
     def __str__(self) -> str:
@@ -74,14 +82,23 @@ class Stored:
 
 @dataclass(frozen=True)
 class Logical:
-    """A tensor by its own shape, and the slices that make it up: each element is in exactly one."""
+    """A logical tensor and the stored slices that make it up; each element must be in exactly one slice.
+
+    Attributes:
+        dtype: In safetensors' spelling.
+        shape: Shape of the logical tensor.
+        slices: The stored slices.
+    """
 
     dtype: str
     shape: Shape
     slices: tuple[Stored, ...]
 
     def faults(self) -> Iterator[str]:
-        """Slices that are not of this tensor, overlap or leave a hole; a hole beneath an overlap may go untold."""
+        """Yield what is wrong: a bad dtype or shape, and slices that leave the tensor, overlap or miss elements.
+
+        Missing elements may go unreported if other slices overlap.
+        """
         if self.dtype not in DTYPES.values():
             yield f"its dtype {self.dtype[:20]!r} is none of {', '.join(DTYPES.values())}"
         if len(self.shape) > _MAX_DIMS or math.prod(max(size, 1) for size in self.shape) > _MAX_ELEMENTS:
@@ -108,7 +125,7 @@ class Logical:
 
 
 def _overlaps(slices: Sequence[Stored], dims: int) -> Iterator[str]:
-    """For each slice the first one before it that has an element of it too."""
+    """Yield, for each slice that overlaps an earlier one, a fault that names the first such pair."""
     starts = np.array([stored.offset for stored in slices], np.int64).reshape(len(slices), dims)
     ends = starts + np.array([stored.shape for stored in slices], np.int64).reshape(len(slices), dims)
     for index in range(1, len(slices)):

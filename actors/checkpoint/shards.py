@@ -1,4 +1,7 @@
-"""Shards: safetensors files that an actor writes and reads. torch is imported where a tensor is made or read only."""
+"""Shards: the safetensors files that an actor writes and reads.
+
+torch is imported only where a tensor is made or read.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
-_MAX_HEADER = 100_000_000  # bytes: safetensors reads no longer one
+_MAX_HEADER = 100_000_000  # bytes; safetensors rejects a longer header
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A shard: its name in the checkpoint's folder, its bytes, and their sha256 in hex."""
+    """A shard file.
+
+    Attributes:
+        name: File name in the checkpoint's folder.
+        size: Bytes.
+        sha256: In hex.
+    """
 
     name: str
     size: Annotated[int, Ge(0)]
@@ -34,16 +43,23 @@ class ShardFile:
 
 
 def is_plain(name: str) -> bool:
-    """Whether a name can only be that of a visible file in the folder itself."""
+    """Return whether a name can only refer to a visible file in the folder itself (no path, no leading dot)."""
     return _NAME.fullmatch(name) is not None
 
 
 def slice_of(
     name: str, tensor: Tensor, whole: Iterable[int] | None = None, offset: Iterable[int] | None = None
 ) -> Slice:
-    """What a tensor is of the logical tensor ``name``: all of it, unless that tensor's shape and an offset are given.
+    """Describe a tensor as a slice of a logical tensor.
 
-    Raises CheckpointError for a dtype that shards can't hold.
+    Args:
+        name: Name of the logical tensor.
+        tensor: The slice.
+        whole: Shape of the logical tensor; None for the tensor's own.
+        offset: Where the slice begins in each dim; None for zeros.
+
+    Raises:
+        CheckpointError: Shards cannot hold the tensor's dtype.
     """
     shape = tuple(tensor.shape)
     return Slice(
@@ -56,37 +72,53 @@ def slice_of(
 
 
 def write_shard(folder: Path, file: str, tensors: Mapping[str, Tensor], spare: float = 0.0) -> ShardFile:
-    """Write tensors, on any device and of any strides, as a shard: aside, synced, then renamed.
+    """Write tensors as a shard: to a temporary file, which is synced and then renamed.
 
-    For ``spare`` seconds it takes only cores that nothing else wants. The tensors must not change meanwhile. Raises
-    CheckpointError, and leaves nothing, if the disk or a tensor refuses.
+    Args:
+        folder: Folder of the checkpoint.
+        file: Name of the shard.
+        tensors: Tensors by name, on any device and of any strides. They must not change meanwhile.
+        spare: Seconds for which to use only idle cores (see ``files.exhaust``).
+
+    Raises:
+        CheckpointError: The name, a tensor or the disk does not allow it. No file is left behind.
     """
     if not is_plain(file):
         raise CheckpointError([f"{file!r} is no name for a shard: use letters, digits, '.', '_' and '-'"])
-    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))  # aligned, as mapped
+    # Large dtypes first, so that every mapped tensor is aligned.
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     with told(f"{str(folder / file)!r} can't be written"):
         size, sha256 = write_whole(folder / file, _bytes_of(ordered), spare)
     return ShardFile(file, size, sha256)
 
 
 def read_shard(folder: Path, file: str, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """The tensors of a shard, or those that are asked for; nothing else is read.
+    """Read tensors of a shard. They are memory-mapped, not copied: copy what must outlive the file.
 
-    They are mapped, not copied: copy what outlives the file. Raises CheckpointError if there are no such tensors.
+    Args:
+        folder: Folder of the checkpoint.
+        file: Name of the shard.
+        keys: Names of the tensors; None for all.
+
+    Raises:
+        CheckpointError: The file is no shard or has no such tensor.
     """
     with _opened(folder, file, "pt") as shard:
         return {key: shard.get_tensor(key) for key in (shard.keys() if keys is None else keys)}
 
 
 def read_header(folder: Path, file: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """dtype and shape of each tensor of a shard; reads no tensor. Raises CheckpointError if it is no shard."""
+    """Return dtype and shape of each tensor of a shard without reading them.
+
+    Raises CheckpointError if it is no shard.
+    """
     with _opened(folder, file, "np") as shard:
-        parts = {key: shard.get_slice(key) for key in shard.keys()}  # noqa: SIM118  (it is no mapping)
+        parts = {key: shard.get_slice(key) for key in shard.keys()}  # noqa: SIM118  (shard is not a mapping)
         return {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in parts.items()}
 
 
 def assemble(folder: Path, logical: Logical) -> Tensor:
-    """A logical tensor, whole, on the host, in memory of its own. Raises CheckpointError if slices are amiss."""
+    """Read a logical tensor into new host memory. Raises CheckpointError if its slices do not fit together."""
     import torch
 
     faults = list(logical.faults())
@@ -97,7 +129,7 @@ def assemble(folder: Path, logical: Logical) -> Tensor:
             faults.append(f"{stored} is {part.dtype} {list(part.shape)}, not {logical.dtype} {list(stored.shape)}")
         parts.append(part)
     if len({(stored.file, stored.key) for stored in logical.slices}) < len(logical.slices):
-        faults.append("one stored tensor is taken for several slices")  # so it needs no more memory than the files have
+        faults.append("one stored tensor is taken for several slices")  # so memory is bounded by the files' size
     if faults:
         raise CheckpointError(faults)
     whole = torch.empty(logical.shape, dtype=parts[0].dtype)
@@ -108,7 +140,10 @@ def assemble(folder: Path, logical: Logical) -> Tensor:
 
 @contextmanager
 def _opened(folder: Path, file: str, framework: str) -> Iterator[Any]:
-    """safetensors' own handle, which checks the header against the file; what it refuses is a CheckpointError."""
+    """Open a shard with safetensors, which checks the header against the file.
+
+    Raises CheckpointError if it is refused.
+    """
     if not is_plain(file):
         raise CheckpointError([f"{file!r} is no name for a shard: use letters, digits, '.', '_' and '-'"])
     refused = f"{file!r} can't be read as safetensors"
@@ -122,7 +157,7 @@ def _opened(folder: Path, file: str, framework: str) -> Iterator[Any]:
 
 
 def _bytes_of(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """The file's bytes: the header's length, the header, then each tensor's, of which one at a time is copied."""
+    """Yield the file's bytes: length of the header, header, then each tensor. Only one tensor at a time is copied."""
     import torch
 
     header, end = {}, 0
@@ -140,7 +175,10 @@ def _bytes_of(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
 
 
 def _spelled(name: str, tensor: Tensor) -> str:
-    """A tensor's dtype in safetensors' words."""
+    """Return a tensor's dtype in safetensors' spelling.
+
+    Raises CheckpointError if safetensors cannot hold the tensor.
+    """
     kind = str(tensor.dtype).removeprefix("torch.")
     if kind not in DTYPES or str(tensor.layout) != "torch.strided" or tensor.is_meta:
         form = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")

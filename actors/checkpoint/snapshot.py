@@ -1,4 +1,4 @@
-"""What an actor puts into a checkpoint: a copy, taken between two steps and written beside the next ones."""
+"""Snapshots of an actor's state: copied between two steps, then written to disk while the next steps run."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from raypar.actors.sharding import Cut
 from raypar.actors.tensors import nbytes
 
 _ALIGNMENT = 64  # bytes
-_SLOWEST = (
-    50e6  # bytes a second: beside steps that leave no core over, the rest of a shard is written as fast as can be
-)
+# Bytes per second: if writing on idle cores alone is slower, the rest of a shard is written at full speed.
+_SLOWEST = 50e6
 _NO_CUTS: Mapping[str, Cut] = MappingProxyType({})
 
 Written = tuple[ShardFile, dict[str, Slice]]
-Read = Callable[[str, str], Tensor | None]  # a weight's name, and what of it ("" is itself): None if it was not saved
+# (name of a weight, its optimizer state or "" for the weight itself) -> the tensor; None if it was not saved.
+Read = Callable[[str, str], Tensor | None]
 
 
 def logical_name(weight: str, kept: str = "") -> str:
-    """What a checkpoint calls a weight, or what the optimizer keeps for it: ``exp_avg``, say."""
+    """Return the checkpoint's name of a weight, or of its optimizer state ``kept``, such as ``exp_avg``."""
     return f"optim.{weight}.{kept}" if kept else weight
 
 
 def buffer_name(dp: int, buffer: str) -> str:
-    """What a checkpoint calls a buffer of a layer, which is each replica's own."""
+    """Return the checkpoint's name of a layer's buffer. Each data-parallel replica has its own buffers."""
     return f"buffers.dp{dp}.{buffer}"
 
 
 class Copies:
-    """Copies of an actor's state on their way to disk: ``take`` one between two steps, ``write`` it in a thread.
+    """Copies of an actor's state on their way to disk: ``take`` one between two steps, ``write`` it in another thread.
 
-    There is one at a time: their room is kept, since memory that is new to the process takes longer to fill.
+    There is one copy at a time. Its memory is reused, because memory that is new to the process takes longer to fill.
     """
 
     def __init__(self) -> None:
@@ -49,13 +49,15 @@ class Copies:
         self._room: Future[Tensor] | None = None
 
     def make_room(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Get the memory for copies of such tensors ready, in a thread."""
+        """Allocate the memory for copies of these tensors, in a thread."""
         self._room = self._maker.submit(_touched, sum(_padded(tensor) for _, tensor in tensors))
 
     def take(self, tensors: Iterable[tuple[str, Tensor]], cuts: Mapping[str, Cut] = _NO_CUTS) -> None:
-        """Copy tensors, with their logical names, to the host. What goes wrong is for ``write`` to say.
+        """Copy tensors to the host. Errors are kept for ``write`` to raise.
 
-        ``cuts`` tells which of them are parts of logical tensors.
+        Args:
+            tensors: Pairs of a logical name and a tensor.
+            cuts: By name, which part of its logical tensor a tensor is; the others are whole.
         """
         try:
             held = dict(tensors)
@@ -73,9 +75,18 @@ class Copies:
             self._taken.put(error)
 
     def write(self, folder: Path, file: str, *, beside: bool = False) -> Written | None:
-        """Write the copy that was taken first, or is yet to be; None if there is nothing in it.
+        """Write the oldest copy to a shard; if none has been taken yet, wait for it.
 
-        ``beside`` steps it takes what cores they leave over, unless it gets too slow by that. Raises CheckpointError.
+        Args:
+            folder: Folder of the checkpoint.
+            file: Name of the shard.
+            beside: Whether steps are running: then use only idle cores, unless that gets too slow.
+
+        Returns:
+            The shard and the slice that each of its tensors is; None if the copy is empty.
+
+        Raises:
+            CheckpointError: The state could not be copied or written.
         """
         taken = self._taken.get()
         if isinstance(taken, Exception):
@@ -90,7 +101,13 @@ class Copies:
 
 
 def reader(folder: Path, tensors: Mapping[str, Logical], homes: Mapping[str, str]) -> Read:
-    """Reads from a checkpoint; a tied weight, whose copies are in ``homes``, under the name of its home."""
+    """Return a function that reads tensors from a checkpoint.
+
+    Args:
+        folder: Folder of the checkpoint.
+        tensors: Logical tensors by name.
+        homes: For each copy of a tied weight, the name under which the checkpoint stores the weight.
+    """
 
     def read(weight: str, kept: str = "") -> Tensor | None:
         logical = tensors.get(logical_name(homes.get(weight, weight), kept))
@@ -100,10 +117,10 @@ def reader(folder: Path, tensors: Mapping[str, Logical], homes: Mapping[str, str
 
 
 def _touched(size: int) -> Tensor:
-    """So many bytes of memory that the system has handed over."""
+    """Allocate ``size`` bytes and write to them, so that the system really provides the pages."""
     return torch.empty(size, dtype=torch.uint8).fill_(0)
 
 
 def _padded(tensor: Tensor) -> int:
-    """Bytes of a tensor, and of the gap behind it."""
+    """Return the bytes of a tensor, rounded up to the alignment."""
     return -(-nbytes(tensor) // _ALIGNMENT) * _ALIGNMENT

@@ -1,1 +1,1 @@
-"""Implementations of the Group noun: how tensors move between members, on CPUs and GPUs."""
+"""Collective and point-to-point communication between the ranks of a group, with CPU and GPU backends."""

@@ -1,8 +1,8 @@
-"""Communication that autograd knows: what goes back is what the conjugate op makes of the gradient.
+"""Collectives that autograd differentiates: each applies an op in the forward and its conjugate in the backward.
 
-Every function is called by all members of the group in the same order, in forwards and in backwards alike. What is
-replicated is the same on every member, and so is its gradient; what is partial counts as the sum over the members. Dims
-count from 0, and the group's size divides them.
+All members of the group call every function in the same order, in forwards and in backwards. A replicated tensor is the
+same on every member, and so is its gradient. A partial tensor stands for the sum over the members. Dims count from 0,
+and their length must be divisible by the group's size.
 """
 
 from __future__ import annotations
@@ -20,35 +20,50 @@ Move = Callable[[Tensor], Tensor]
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
-    """Replicated to members that each go on with it in their own way; their gradients are summed (Megatron's f)."""
+    """Pass on a replicated tensor that the members go on to use differently; the backward sums their gradients.
+
+    Source: Megatron-LM (Shoeybi et al. 2019), section 3, operator f.
+    """
     return _through(x, _same, partial(_all_reduced, group))
 
 
 def reduce_from(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
-    """The sum of partial tensors, replicated; the gradient is each member's own (Megatron's g).
+    """Sum partial tensors into a replicated one; the backward passes the gradient on unchanged.
 
-    ``in_place`` is for what nobody else needs, as the output of a product: autograd raises if somebody does.
+    Args:
+        x: This member's partial tensor.
+        group: The group to sum over.
+        in_place: Overwrite ``x``. Only for tensors that nothing else needs, such as the output of a matrix product;
+            autograd raises otherwise.
+
+    Source: Megatron-LM (Shoeybi et al. 2019), section 3, operator g.
     """
     return _in_place(x, group) if in_place else _through(x, partial(_all_reduced, group), _same)
 
 
 def gather_from(x: Tensor, group: Group, dim: int) -> Tensor:
-    """The members' parts one after the other along ``dim``, replicated."""
+    """Concatenate the members' parts along ``dim`` into a replicated tensor; the backward keeps this member's part."""
     return _through(x, partial(all_gathered, group, dim), partial(_own_part, group, dim))
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    """The members' parts one after the other along ``dim``, for members that each go on with it in their own way."""
+    """Concatenate the members' parts along ``dim`` for members that use the result differently.
+
+    The backward reduce-scatters the gradients.
+    """
     return _through(x, partial(all_gathered, group, dim), partial(reduce_scattered, group, dim))
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
-    """A member's part along ``dim`` of the sum of partial tensors."""
+    """Sum partial tensors and keep this member's part along ``dim``; the backward all-gathers the gradient."""
     return _through(x, partial(reduce_scattered, group, dim), partial(all_gathered, group, dim))
 
 
 def all_to_all(x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor:
-    """Divided along ``split_dim`` instead of along ``join_dim``: part j goes to member j, and what comes is joined."""
+    """Change the dim along which a tensor is sharded from ``join_dim`` to ``split_dim``.
+
+    Part j along ``split_dim`` goes to member j; the parts that arrive are concatenated along ``join_dim``.
+    """
     return _through(x, partial(_exchanged, group, split_dim, join_dim), partial(_exchanged, group, join_dim, split_dim))
 
 
@@ -63,7 +78,7 @@ def _through(x: Tensor, there: Move, back: Move) -> Tensor:
 
 
 class _Through(torch.autograd.Function):
-    """One move forwards, its conjugate backwards."""
+    """Apply one function in the forward and another, its conjugate, in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Move, back: Move) -> Tensor:
@@ -88,9 +103,15 @@ class _ReduceInPlace(torch.autograd.Function):
 
 
 def begin_sum(group: Group, x: Tensor, dim: int | None) -> tuple[Handle, Tensor]:
-    """Start to sum partial tensors: in place, or of the sum a member's part along ``dim``.
+    """Start to sum partial tensors.
 
-    What to wait for, and where the sum is then.
+    Args:
+        group: The group to sum over.
+        x: This member's partial tensor; overwritten if ``dim`` is None.
+        dim: Keep only this member's part of the sum along this dim; None for the whole sum, in place.
+
+    Returns:
+        The handle to wait for, and the tensor that holds the sum afterwards.
     """
     if dim is None:
         return group.all_reduce(x), x
@@ -100,7 +121,10 @@ def begin_sum(group: Group, x: Tensor, dim: int | None) -> tuple[Handle, Tensor]
 
 
 def _parts(group: Group, dim: int, x: Tensor) -> Tensor:
-    """What each member gets of a tensor: (members, ...). ValueError if the parts can't be equal."""
+    """Divide a tensor along ``dim`` into one part per member.
+
+    (members, ...). Raises ValueError if it is not divisible.
+    """
     if x.shape[dim] % group.size:
         raise ValueError(
             f"dim {dim} of {list(x.shape)} can't be divided equally over the {group.size} actors of {group.axis}: "
@@ -125,14 +149,14 @@ def _own_part(group: Group, dim: int, x: Tensor) -> Tensor:
 
 
 def all_gathered(group: Group, dim: int, x: Tensor) -> Tensor:
-    """What ``all_gather`` makes of a tensor, without autograd."""
+    """Concatenate the members' tensors along ``dim``, without autograd."""
     parts = x.new_empty((group.size, *x.shape))
     group.all_gather(parts, x.contiguous()).wait()
     return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def reduce_scattered(group: Group, dim: int, x: Tensor) -> Tensor:
-    """What ``reduce_scatter`` makes of a tensor, without autograd."""
+    """Sum the members' tensors and return this member's part along ``dim``, without autograd."""
     handle, own = begin_sum(group, x, dim)
     handle.wait()
     return own

@@ -1,4 +1,4 @@
-"""Connecting a group: over what its members have in common, CPUs or GPUs, one node or several."""
+"""Connect a group: choose the backend by what its members have in common (CPUs or GPUs, one node or several)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ Backend = Literal["cpu", "nccl", "cupy", "staged"]
 
 @dataclass(frozen=True)
 class Capability:
-    """What one member can do.
+    """What one member can communicate over.
 
-    gpu   the id of its GPU, the same in every process and container; "" for a CPU
-    nccl  whether its torch talks over NCCL
-    cupy  whether its cupy does
+    Attributes:
+        gpu: Id of its GPU, the same in every process and container; "" for a CPU.
+        nccl: Whether its torch supports NCCL.
+        cupy: Whether its cupy supports NCCL.
     """
 
     gpu: str
@@ -39,7 +40,7 @@ class Capability:
 
 
 def capability(device: torch.device) -> Capability:
-    """What this process can do with a device."""
+    """Return what this process can communicate over with tensors on ``device``."""
     if device.type != "cuda":
         return Capability("", nccl=False, cupy=False)
     gpu = str(torch.cuda.get_device_properties(device).uuid)
@@ -47,9 +48,9 @@ def capability(device: torch.device) -> Capability:
 
 
 def agree(store: Store, name: str, rank: int, size: int, own: Capability) -> Backend:
-    """What the members of a group talk over: each tells the others what it can do, and all come to one result.
+    """Choose a backend with the other members: they exchange capabilities in the store and all reach the same result.
 
-    Raises ValueError, at every member, if some have a GPU and some don't.
+    Raises ValueError on every member if some have a GPU and others do not.
     """
     store.set(f"capability/{rank}", json.dumps(asdict(own)))
     everyone = [Capability(**json.loads(store.get(f"capability/{peer}"))) for peer in range(size)]
@@ -57,7 +58,15 @@ def agree(store: Store, name: str, rank: int, size: int, own: Capability) -> Bac
 
 
 def backend_for(name: str, everyone: list[Capability]) -> Backend:
-    """What members who can do this talk over, by rank."""
+    """Choose the backend for members with these capabilities, given in rank order.
+
+    Returns:
+        "cpu" if no member has a GPU; "staged" (through the host) if two share a GPU or some lack NCCL; otherwise "nccl"
+        (torch's) where all have it, or "cupy".
+
+    Raises:
+        ValueError: Some members have a GPU and others do not.
+    """
     without = [rank for rank, member in enumerate(everyone) if not member.gpu]
     if len(without) == len(everyone):
         return "cpu"
@@ -74,12 +83,24 @@ def backend_for(name: str, everyone: list[Capability]) -> Backend:
 
 
 log = logging.getLogger(__name__)
-TIMEOUT = 60.0  # seconds for every member to come; also those of a wait, until its owner has another wish
-_AXIS = "default"  # likewise
+# Until the owner sets its own: seconds for all members to connect and for a wait, and the axis.
+TIMEOUT = 60.0
+_AXIS = "default"
 
 
 def cpu_group(name: str, rank: int, size: int, store: Store, address: str) -> Group:
-    """A group for tensors on the host; ``address`` is this node's own. Raises GroupError."""
+    """Connect a group for tensors on the host: over shared memory on one node, otherwise over Gloo.
+
+    Args:
+        name: Name of the group, for messages.
+        rank: Rank of this member.
+        size: Number of members.
+        store: Where the members exchange addresses; its keys must be new.
+        address: IP address of this node.
+
+    Raises:
+        GroupError: The members could not be connected.
+    """
     try:
         together = same_place(store, rank, size)
     except (OSError, RuntimeError) as error:
@@ -94,11 +115,19 @@ def cpu_group(name: str, rank: int, size: int, store: Store, address: str) -> Gr
 def gpu_group(
     name: str, rank: int, size: int, store: Store, address: str, device: torch.device, own: Capability
 ) -> Group:
-    """A group for tensors on ``device``, over the fastest that every member has; a CPU group is beside it.
+    """Connect a group for tensors on GPUs over the fastest backend of all members, with a CPU group as its ``host``.
 
-    own  what this member can do
+    Args:
+        name: Name of the group, for messages.
+        rank: Rank of this member.
+        size: Number of members.
+        store: Where the members exchange addresses; its keys must be new.
+        address: IP address of this node.
+        device: This member's GPU.
+        own: What this member can communicate over.
 
-    Raises GroupError.
+    Raises:
+        GroupError: The members could not be connected.
     """
     try:
         backend = agree(store, name, rank, size, own)
@@ -115,5 +144,5 @@ def gpu_group(
 
 @functools.cache
 def _gloo_device(address: str) -> Any:
-    """One Gloo device a process: every group shares its event loop and listener."""
+    """Return the process's only Gloo device: all groups share its event loop and listener."""
     return create_device(address)

@@ -1,7 +1,7 @@
-"""The GPU backend over cupy: the communicator of Ray's own NCCLGroup, with what that one lacks.
+"""The GPU backend over cupy: the communicator that Ray's own NCCLGroup uses, with the features that NCCLGroup lacks.
 
-Ray's group issues to cupy's current stream instead of torch's and never lets torch wait for it, has neither deadlines
-nor abort, makes an actor a pair of ranks, and knows no all_to_all, gather or scatter.
+NCCLGroup issues ops to cupy's current stream instead of torch's and never makes torch wait for them. It has no
+deadlines, no abort, no all_to_all, gather or scatter, and one communicator for both directions between two ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raypar.actors.collective.reductions import ReduceOp
 from raypar.actors.collective.watcher import Transfer
 from raypar.actors.tensors import row_size, staged
 
-# Names in cupy.cuda.nccl. Only reductions care: everything else moves as bytes.
+# Names in cupy.cuda.nccl. Only reductions need dtypes: everything else moves as bytes.
 _OPS: dict[ReduceOp, str] = {"sum": "NCCL_SUM", "product": "NCCL_PROD", "min": "NCCL_MIN", "max": "NCCL_MAX"}
 _DTYPES = {
     torch.float64: "NCCL_FLOAT64",
@@ -35,10 +35,10 @@ _DTYPES = {
 
 
 class CupyGroup(GpuGroup):
-    """A group over ``cupy.cuda.nccl.NcclCommunicator``, cupy 14 or newer.
+    """A group over ``cupy.cuda.nccl.NcclCommunicator`` of cupy 14 or newer.
 
-    cupy can't limit what a communicator takes of the GPU: with many edges set NCCL_MAX_CTAS, or waiting receives may
-    leave no room to compute.
+    cupy cannot limit how much of the GPU a communicator occupies. With many edges set NCCL_MAX_CTAS, or waiting
+    receives may leave no room to compute.
     """
 
     def _prepare(self) -> None:
@@ -139,7 +139,7 @@ class CupyGroup(GpuGroup):
     # --- NCCL's calls ---
 
     def _exchange(self, give: dict[int, Tensor], take: dict[int, Tensor]) -> Transfer:
-        """Send to some ranks and receive from some, this one among them, as one op."""
+        """Send to some ranks and receive from some, possibly including this one, as one op."""
 
         def call(comm: Any, stream: int) -> None:
             for peer, part in give.items():
@@ -164,7 +164,7 @@ class CupyGroup(GpuGroup):
         return number
 
     def _reduction(self, tensor: Tensor, op: ReduceOp, name: str) -> tuple[int, int]:
-        """NCCL's numbers for a dtype and a reduction."""
+        """Return NCCL's constants for the dtype of a tensor and for a reduction."""
         if tensor.dtype not in _DTYPES:
             raise ValueError(
                 f"group {self.name}: {name}: NCCL can't reduce {tensor.dtype}: use {', '.join(map(str, _DTYPES))}"
@@ -173,16 +173,16 @@ class CupyGroup(GpuGroup):
 
 
 class _Lane:
-    """A communicator and the stream of its ops, which waits for torch's current one before each."""
+    """A communicator and the stream of its ops. Before each op the stream waits for torch's current stream."""
 
     def __init__(self, nccl: Any, comm: Any, device: torch.device) -> None:
         self._nccl, self._comm, self._device = nccl, comm, device
-        self._stream = torch.cuda.Stream(device, priority=-1)  # small kernels, for which others wait
+        self._stream = torch.cuda.Stream(device, priority=-1)  # small kernels that other work waits for
         self._lock = threading.Lock()
         self._aborted = False
 
     def issue(self, call: Callable[[Any, int], object]) -> Transfer:
-        """Start the op that ``call(communicator, stream)`` makes of one or several NCCL calls."""
+        """Issue an op: ``call(communicator, stream)`` makes its NCCL calls."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._nccl.groupStart()
         try:
@@ -192,8 +192,8 @@ class _Lane:
         return _Recorded(self, self._stream.record_event(), self._device)
 
     def demand_sound(self) -> None:
-        """Raise RuntimeError for what NCCL found wrong meanwhile."""
-        with self._lock:  # not while the communicator is being freed
+        """Raise RuntimeError if NCCL has reported an asynchronous error."""
+        with self._lock:  # so that no abort frees the communicator meanwhile
             if not self._aborted:
                 self._comm.check_async_error()
 
@@ -205,7 +205,7 @@ class _Lane:
 
 
 class _Recorded:
-    """The end of an op on a lane as a Transfer."""
+    """Adapts the event at the end of an op on a lane to a Transfer."""
 
     def __init__(self, lane: _Lane, event: torch.cuda.Event, device: torch.device) -> None:
         self._lane, self._event, self._device = lane, event, device
@@ -220,7 +220,7 @@ class _Recorded:
 
 
 def is_available() -> bool:
-    """Whether cupy is installed and has found NCCL."""
+    """Return whether cupy is installed and has found NCCL."""
     try:
         return bool(getattr(_nccl(), "available", False))
     except ImportError:
@@ -228,10 +228,10 @@ def is_available() -> bool:
 
 
 def _nccl() -> Any:
-    """cupy's own module; imported when wanted, for it is an extra."""
+    """Import cupy's NCCL module, only when needed: cupy is an optional dependency."""
     return importlib.import_module("cupy.cuda.nccl")
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as bytes (n,)."""
+    """View a contiguous tensor as bytes (n,)."""
     return tensor.view(-1).view(torch.uint8)

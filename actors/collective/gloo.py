@@ -1,6 +1,6 @@
-"""The CPU backend: one private torch ProcessGroupGloo a group, built over any torch Store.
+"""The CPU backend across nodes: one private torch ProcessGroupGloo per group, built over any torch Store.
 
-What torch's Gloo lacks is made up for here: a real abort, deadlines on every wait, reduce_scatter by all-to-all with
+It adds what torch's Gloo lacks: a real abort, a deadline on every wait, reduce_scatter through all-to-all with
 additions in rank order, and tensors of any strides.
 """
 
@@ -33,17 +33,22 @@ _OPS: dict[ReduceOp, Any] = {
 }
 _ABORT_TAG = (1 << 31) - 1
 _SMALL_TAG = _ABORT_TAG - 1
-_SMALL = 1 << 15  # bytes of all members' tensors together that an all_reduce exchanges directly
-_NEVER = timedelta(days=1)  # torch's own limit for ops that nobody waits for; our deadlines are on the waits
+_SMALL = 1 << 15  # bytes, summed over the members, up to which an all_reduce exchanges tensors directly
+_NEVER = timedelta(
+    days=1
+)  # torch's own timeout, which also covers ops that nobody waits for yet; our deadlines are on the waits
 
 
 class GlooGroup(Group):
-    """A group over ``torch.distributed.ProcessGroupGloo``.
+    """A group over ``torch.distributed.ProcessGroupGloo``. See ``Group`` for the other arguments.
 
-    store    where the members meet; its keys must not have been used by an earlier group
-    device   one Gloo device (event loop and listener) of the process, shared by all its groups
+    Args:
+        store: Where the members exchange addresses. No earlier group may have used its keys.
+        device: The process's Gloo device (event loop and listener), shared by all its groups.
+        connect_timeout: Seconds in which all members must connect.
 
-    The constructor returns once every member is connected, or raises within ``connect_timeout`` seconds.
+    Raises:
+        GroupError: A member did not connect in time.
     """
 
     def __init__(
@@ -72,9 +77,9 @@ class GlooGroup(Group):
         self._pg.set_timeout(_NEVER)
 
     def abort(self) -> None:
-        """Close every connection of the group; takes some milliseconds."""
-        # ProcessGroupGloo.abort() and shutdown() do nothing (torch 2.13), but a wait that expires closes every
-        # connection of the group, at both ends. A peer already lost fails at once without closing the rest: try all.
+        """Close every connection of the group, which takes a few milliseconds."""
+        # ProcessGroupGloo.abort() and shutdown() do nothing (torch 2.13), but an expired wait closes every
+        # connection of the group, at both ends. A receive from a lost peer fails without closing the rest: try all.
         self._closed = True
         for peer in range(self.size if self._pg is not None else 0):
             if peer != self.rank:
@@ -98,8 +103,10 @@ class GlooGroup(Group):
         return _waiter(self._pg.allreduce([flat], options), back, flat)
 
     def _all_reduce_directly(self, tensor: Tensor, op: ReduceOp) -> Finish:
-        """Everybody sends to everybody and adds in rank order: a third of the latency of Gloo's ring, whose steps wake
-        one more thread each."""
+        """Send to every member and add in rank order.
+
+        It has a third of the latency of Gloo's ring, where every step wakes one more thread.
+        """
         parts = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype)
         parts[self.rank] = tensor.reshape(-1)
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -122,7 +129,7 @@ class GlooGroup(Group):
         return _waiter(work, back, flat, part)
 
     def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
-        # Gloo's own reduce_scatter takes three times as long, and adds in an order that depends on the ring.
+        # Gloo's own reduce_scatter takes three times as long and adds in the ring's order, not in rank order.
         source, parts = tensor.contiguous().view(-1), torch.empty(tensor.numel(), dtype=tensor.dtype)
         work = self._pg.alltoall_base(parts, source, [], [])
 
@@ -147,7 +154,7 @@ class GlooGroup(Group):
     def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
         flat, back = staged(tensor)
         if self.rank != root:
-            flat, back = flat.clone(), None  # Gloo reduces inside the members' buffers
+            flat, back = flat.clone(), None  # Gloo uses the members' buffers as scratch space
         options = c10d.ReduceOptions()
         options.reduceOp, options.rootRank = _OPS[op], root
         return _waiter(self._pg.reduce([flat], options), back, flat)
@@ -186,10 +193,11 @@ class GlooGroup(Group):
 
 
 def create_device(host: str) -> Any:
-    """A Gloo device bound to an IP address of this node (torch's default resolves the host name, often loopback).
+    """Create a Gloo device bound to an IP address of this node.
 
-    Its event loop runs as a batch thread. Otherwise it preempts the thread that computes in the middle of a send, finds
-    the connection locked by it, and spins until the scheduler's next tick: milliseconds, where cores are scarce.
+    By default torch resolves the host name, often to loopback. The device's event loop runs as a batch thread
+    (SCHED_BATCH). Otherwise it preempts the computing thread in the middle of a send, finds the connection locked by
+    that thread, and spins until the scheduler's next tick: milliseconds where cores are few.
     """
     before = _threads()
     device = dist.ProcessGroupGloo.create_device(hostname=host)
@@ -199,17 +207,20 @@ def create_device(host: str) -> Any:
 
 
 def _threads() -> set[int]:
-    """The threads of this process (Linux; elsewhere none are known)."""
+    """Return the ids of this process's threads; empty where /proc is missing (not Linux)."""
     if not sys.platform.startswith("linux"):
         return set()
     return {int(entry.name) for entry in Path("/proc/self/task").iterdir()}
 
 
 def _waiter(work: Any, then: Callable[[], object] | None, *keep: object) -> Finish:
-    """Wait for Gloo's work, then run ``then``. ``keep`` has to live as long: dropping it closes the connection."""
+    """Return a Finish that waits for Gloo's ``work`` and then calls ``then``.
+
+    ``keep`` stays alive until then: Gloo closes the connection when a tensor in use is freed.
+    """
 
     def finish(timeout: float) -> None:
-        work.wait(timedelta(seconds=max(0.001, timeout)))  # less is no deadline to torch
+        work.wait(timedelta(seconds=max(0.001, timeout)))  # torch takes a shorter timeout for none at all
         if then is not None:
             then()
         del keep_alive[:]

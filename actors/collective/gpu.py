@@ -1,15 +1,15 @@
-"""What GPU groups share: edges for point-to-point, waits that do not block the host, and a watcher that lets none hang.
+"""Code shared by the GPU backends: point-to-point edges, waits that do not block the host, and fault detection.
 
-On a GPU an op is issued to a stream of its group, which first waits for torch's current stream. ``handle.wait()`` lets
-the current stream wait for the op in turn and returns at once; what was issued after it sees the result, the host does
-not wait. So a fault may come after the wait: the watcher looks for it, and closes the group as any fault does. Kernels
-that waited for the op then go on with whatever is in its tensor, therefore nothing may be kept of a step before
-``synchronize`` has said that every op before it succeeded. ``barrier().wait()`` does block the host.
+An op is issued to a stream of its group, which first waits for torch's current stream. ``handle.wait()`` makes the
+current stream wait for the op and returns at once: later work on that stream sees the result, and the host does not
+block. A fault may therefore come after the wait. The watcher detects it and closes the group. Kernels that waited for
+the failed op then run on whatever its tensor holds, so keep no result of a step before ``synchronize`` has confirmed
+that all its ops succeeded. ``barrier().wait()`` does block the host.
 
-Every pair (source, destination) of ranks has a communicator and a stream of its own, an edge. NCCL has no tags: what is
-received over an edge comes in the order in which it was sent. One communicator would put all ops of a group in one row,
-and a receive that was posted ahead would hold up the send that its answer depends on. A posted receive holds some
-multiprocessors until it is over, and whatever waits for the whole GPU (``torch.cuda.synchronize``, freeing cached
+Each pair (source, destination) of ranks has a communicator and a stream of its own, called an edge. NCCL has no tags:
+over an edge, tensors are received in the order in which they were sent. A single communicator would serialise all ops
+of a group, and a receive posted early would block the send that its answer depends on. A posted receive occupies some
+multiprocessors until it is complete, and whatever waits for the whole GPU (``torch.cuda.synchronize``, freeing cached
 memory) waits for it too.
 """
 
@@ -34,22 +34,27 @@ from raypar.actors.tensors import staged
 
 
 class Communicator(Protocol):
-    """What ops are issued to, one after the other."""
+    """An NCCL communicator, which runs the ops issued to it one after the other."""
 
     def abort(self) -> None:
-        """End its ops now, those of which the GPU has begun included. Safe from any thread."""
+        """End all its ops now, including those that the GPU has begun. Thread-safe."""
 
 
 class GpuGroup(Group):
-    """A group whose tensors are on one device of this process.
+    """A group whose tensors are on one GPU of this process. See ``Group`` for the other arguments.
 
-    store   where the members meet; its keys must not have been used by an earlier group
-    device  a GPU with its index; no two members may have the same one
-    host    the group of the same members for tensors on the host; it is aborted with this one
+    Sums are computed in NCCL's order and in the tensors' own precision, unlike those of CPU groups. The tensors of an
+    op must come from the current stream; they are kept alive until that stream waits for the op or the watcher sees it
+    end.
 
-    The constructor returns once every member is connected, or raises GroupError within ``connect_timeout`` seconds.
-    Sums are in NCCL's order and in the tensors' own precision, unlike those of a CPU group. What an op needs is kept
-    alive until the current stream waits for it, or the watcher saw it end; it has to come from that stream.
+    Args:
+        store: Where the members exchange addresses. No earlier group may have used its keys.
+        device: A GPU with its index. No two members may share one.
+        host: Group of the same members for tensors on the host, which is aborted with this one.
+        connect_timeout: Seconds in which all members must connect.
+
+    Raises:
+        GroupError: A member did not connect in time.
     """
 
     def __init__(
@@ -72,18 +77,18 @@ class GpuGroup(Group):
         self._reason = "the group was aborted"
         self._all: Any = None  # the communicator of the collectives
         self._edges: dict[Edge, Any] = {}
-        self._open_ones: list[Communicator] = []  # of both kinds
+        self._open_ones: list[Communicator] = []  # of the collectives and of the edges
         self._watcher = Watcher(self.fault)
         self._prepare()
         self._open(store, connect_timeout)
 
     def _prepare(self) -> None:
-        """What a backend needs before it connects."""
+        """Set up what a backend needs before it connects."""
 
     def _open(self, store: Store, seconds: float) -> None:
-        """Connect to everybody within so many seconds.
+        """Connect to all members within ``seconds``. Raises GroupError.
 
-        Raises GroupError. NCCL can't be interrupted while it connects, so all members first say that they are there.
+        NCCL cannot be interrupted while it connects, so all members first announce themselves in the store.
         """
         self._store, self._seconds = store, seconds
         try:
@@ -96,13 +101,13 @@ class GpuGroup(Group):
             raise self.fault("connect", None, first_line(error)) from error
 
     def connect(self, edges: Iterable[Edge]) -> None:
-        """Connect over these edges now: the first op over any other waits for its peer. Every member names the same.
+        """Connect these edges now. The first op over an unconnected edge waits for its peer.
 
-        Raises GroupError.
+        All members must pass the same edges. Raises GroupError.
         """
-        ordered = sorted(edges)  # in one order everywhere, so nobody waits in a circle
+        ordered = sorted(edges)  # the same order on every member prevents deadlock
         if ordered and self.host is not self:
-            self.host.barrier().wait()  # NCCL can't be interrupted while it waits for somebody who does not come
+            self.host.barrier().wait()  # NCCL can't be interrupted while it waits for an absent member
         for edge in ordered:
             if self.rank in edge:
                 peer = edge[0] if edge[1] == self.rank else edge[1]
@@ -113,7 +118,10 @@ class GpuGroup(Group):
                     raise self.fault("connect", peer, first_line(error)) from error
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Block the host until every op so far is over, at most so many seconds; raises GroupError if one failed."""
+        """Block the host until every op so far is complete, for at most ``timeout`` seconds (None: the group's own).
+
+        Raises GroupError if an op failed.
+        """
         seconds = self.timeout if timeout is None else timeout
         end = time.monotonic() + seconds
         for issued in self._watcher.pending():
@@ -125,18 +133,21 @@ class GpuGroup(Group):
             raise GroupError(self.name, "synchronize", None, self._reason)
 
     def abort(self) -> None:
-        """End every op of the group, on the GPU too; takes as long as NCCL does."""
+        """End every op of the group, also on the GPU. Takes as long as NCCL does."""
         self._closed = True
         self._watcher.stop()
         communicators, self._open_ones = self._open_ones, []
         if self.host is not self:
-            self.host.abort()  # first: that is done at once
+            self.host.abort()  # first, because it takes no time
         for communicator in communicators:
             communicator.abort()
         self._watcher.forget()
 
     def fault(self, op: str, peer: int | None, reason: str) -> GroupError:
-        """As every group's; ops that are waited for later give the first fault as their reason."""
+        """Close the group as ``Group.fault`` does.
+
+        Ops that are waited for later report this first fault as their reason.
+        """
         if not self._closed:
             whom = "" if peer is None else f" with rank {peer}"
             self._reason = f"an earlier op failed ({op}{whom}: {reason})"
@@ -178,28 +189,32 @@ class GpuGroup(Group):
 
     @abstractmethod
     def _connect(self, name: str, rank: int, size: int, *, edge: bool) -> Any:
-        """A Communicator with ``size`` members, who all call this with the same name, each with its rank among them.
+        """Create a communicator of ``size`` members. All of them call this with the same name, each with its own rank.
 
-        That of an ``edge`` may have to wait for long while the GPU computes: it should take little of it.
+        Ops over an ``edge`` may wait for long while the GPU computes, so its communicator should occupy little of the
+        GPU.
         """
 
     @abstractmethod
     def _put(self, edge: Any, flat: Tensor) -> Transfer:
-        """Start sending a contiguous tensor over an edge, from its rank 0 to its rank 1."""
+        """Start to send a contiguous tensor over an edge, from the communicator's rank 0 to its rank 1."""
 
     @abstractmethod
     def _take(self, edge: Any, flat: Tensor) -> Transfer:
-        """Start receiving a contiguous tensor over an edge."""
+        """Start to receive a contiguous tensor over an edge."""
 
     def _issued(self, transfer: Transfer, then: Callable[[], object] | None, *keep: object) -> Issued:
         return Issued(transfer, then, list(keep), self._on_device, self._demand_open)
 
     def _nothing(self) -> Finish:
-        """No element is to be moved, at any member."""
+        """Return the Finish of an op that has no elements to move on any member."""
         return lambda timeout: self._demand_open()
 
     def _on_device(self) -> AbstractContextManager[object]:
-        """Threads have a current device each; tests have none."""
+        """Return a context in which the group's GPU is current.
+
+        Each thread has its own current device. CPU tests need none.
+        """
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _demand_open(self) -> None:
@@ -207,13 +222,13 @@ class GpuGroup(Group):
             raise RuntimeError(self._reason)
 
     def _edge(self, source: int, destination: int) -> Any:
-        """The communicator of an edge; an op over one that is not connected yet waits for its peer."""
+        """Return the communicator of an edge. If it is not connected yet, connect it, which waits for the peer."""
         edge = self._edges.get((source, destination))
         if edge is not None:
             return edge
         sends = self.rank == source
         edge = self._opened(f"edge/{source}-{destination}", 0 if sends else 1, 2, edge=True)
-        token = torch.zeros(1, device=self.device)  # NCCL connects for real with the first byte
+        token = torch.zeros(1, device=self.device)  # NCCL makes the actual connection with the first transfer
         first = self._put(edge, token) if sends else self._take(edge, token)
         try:
             block_until_over(first, time.monotonic() + self._seconds, self._seconds, self._demand_open)
@@ -229,13 +244,13 @@ class GpuGroup(Group):
 
 
 def ring(size: int) -> set[Edge]:
-    """The edges between neighbours, both ways, the last rank's to the first included: what a pipeline uses."""
+    """Return the edges between neighbouring ranks in both directions, including last to first: what a pipeline uses."""
     there = {(rank, (rank + 1) % size) for rank in range(size) if size > 1}
     return there | {(destination, source) for source, destination in there}
 
 
 def demand_device(group: str, op: str, device: torch.device, args: tuple[object, ...]) -> None:
-    """Raise ValueError for a tensor among the arguments of an op that is not on the group's device."""
+    """Raise ValueError if a tensor among the arguments of an op is not on the group's device."""
     for tensor in args:
         if isinstance(tensor, Tensor) and tensor.device != device:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""The Group noun: collectives and point-to-point among the actors of one mesh axis slice.
+"""The abstract ``Group``: collectives and point-to-point ops between the ranks of one mesh axis slice.
 
-Every op returns a ``Handle`` at once and is over when ``handle.wait()`` returns: no op blocks the caller, no wait is
-without a deadline, and every op is counted in the ledger. Backends fill in the underscored methods.
+Every op is asynchronous: it returns a ``Handle`` at once and is complete when ``handle.wait()`` returns. Every wait has
+a deadline, and the ledger counts every op. Backends implement the underscored methods.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ from raypar.actors.tensors import nbytes, row_size
 
 
 def plain_reason(error: Exception, seconds: float) -> str:
-    """Why a communication failed, in a line; the backends' texts carry file names and stack frames.
+    """Summarise in one line why a communication failed.
 
-    seconds  of its deadline
+    The backends' own messages carry file names and stack frames.
+
+    Args:
+        error: The exception that the backend raised.
+        seconds: The deadline of the failed wait, for the message.
     """
     text = first_line(error)
     text = text.rsplit("] ", 1)[-1] if text.startswith("[") else text
     lowered = text.lower()
-    if "caused pair closure" in lowered:  # Gloo's word for other waits of a group of which one expired
+    if "caused pair closure" in lowered:  # how Gloo fails a group's other waits when one of them expires
         return "the group was aborted"
     if "timed out" in lowered or "timeout" in lowered or isinstance(error, TimeoutError):
         return f"nothing came within {seconds:g} s"
@@ -38,13 +42,13 @@ def plain_reason(error: Exception, seconds: float) -> str:
 
 
 Edge = tuple[int, int]  # ranks: source and destination
-Finish = Callable[[float], None]  # blocks until an op is over, at most so many seconds
+Finish = Callable[[float], None]  # blocks until an op is complete, for at most the given seconds
 
 
 class GroupError(RuntimeError):
-    """A communication that failed: which group and op, with which peer (None: all of them), and why.
+    """A failed communication: the group, the op, the peer (None if all members took part) and the reason.
 
-    After one the group is closed: its members join a new generation or give up.
+    The group is closed afterwards. Its members must join a new generation of it or give up.
     """
 
     def __init__(self, group: str, op: str, peer: int | None, reason: str) -> None:
@@ -57,19 +61,31 @@ class GroupError(RuntimeError):
 
 
 class Handle:
-    """An op under way. It holds the op's tensors; ``wait`` finishes it, once, and raises GroupError if it failed.
+    """An asynchronous op in progress, which keeps the op's tensors alive.
 
-    ``finish(timeout)`` blocks until the op is over and raises RuntimeError or TimeoutError if it can't be.
+    Args:
+        group: The group that the op belongs to.
+        op: Name of the op, for messages and the ledger.
+        peer: Rank of the other side; None for all members.
+        finish: Blocks until the op is complete, for at most the given seconds, and raises RuntimeError or TimeoutError
+            if it fails. It is called until it succeeds or fails once.
     """
 
     def __init__(self, group: Group, op: str, peer: int | None, finish: Finish) -> None:
         self._group, self._op, self._peer = group, op, peer
         self._finish: Finish | None = finish
         self._error: GroupError | None = None
-        self._waiting = threading.Lock()  # the first who waits finishes it; whoever comes meanwhile waits for that
+        self._waiting = threading.Lock()  # the first waiter completes the op; concurrent waiters wait for the first
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until the op is over, at most ``timeout`` seconds (None: the group's own)."""
+        """Block until the op is complete. Waiting again returns at once, or raises the same error.
+
+        Args:
+            timeout: Deadline in seconds; None for the group's own.
+
+        Raises:
+            GroupError: The op failed or missed its deadline.
+        """
         seconds = self._group.timeout if timeout is None else timeout
         if not self._waiting.acquire(timeout=seconds):
             raise self._group.fault(self._op, self._peer, plain_reason(TimeoutError(), seconds))
@@ -88,20 +104,26 @@ class Handle:
         except Exception as error:
             self._finish, self._error = None, self._group.fault(self._op, self._peer, plain_reason(error, seconds))
             raise self._error from error
-        self._finish = None  # not before: an interrupted wait can be taken up again
+        self._finish = None  # only now, so that an interrupted wait can be repeated
         self._group.ledger.spent(self._group.axis, self._op, time.perf_counter() - begin)
 
 
 class Group(ABC):
-    """One axis slice of the mesh: ``size`` members, of which this one is ``rank``.
+    """A collective group: one axis slice of the mesh with ``size`` members, of which this process is ``rank``.
 
-    name     run, axis, index and generation, for messages
-    axis     the mesh axis, under which the ledger counts
-    timeout  seconds that a wait may take unless it says otherwise
-    device   where the tensors of its ops are
-    host     the group of the same members for tensors on the host: small ones that the host needs at once
-    on_fault called once when an op fails, so that the owner can close its other groups too: ring neighbours of a dead
-             member see the death at once, everyone else only by this
+    Args:
+        name: Run, axis, index and generation, for messages.
+        axis: Mesh axis under which the ledger counts the ops.
+        rank: Rank of this member in the group.
+        size: Number of members.
+        timeout: Default deadline of a wait, in seconds.
+        ledger: Where ops are counted; None for a new one.
+
+    Attributes:
+        device: Device of the tensors that the ops take.
+        host: Group of the same members for tensors on the host: small ones whose values the host needs at once.
+        on_fault: Called once when an op fails, so that the owner can abort its other groups too. Only the ring
+            neighbours of a dead member notice its death at once; all others learn of it through this call.
     """
 
     def __init__(
@@ -117,19 +139,29 @@ class Group(ABC):
     # --- collectives: called by every member in the same order ---
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Handle:
-        """``tensor`` becomes the reduction over all members, in place. A ring sends 2(N-1)/N of its bytes a member."""
+        """Reduce ``tensor`` over all members, in place. A ring sends 2(N-1)/N of its bytes per member."""
         self._known(op, "all_reduce")
         return self._run("all_reduce", None, self._all_reduce_bytes(tensor), self._all_reduce, tensor, op)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Handle:
-        """``out`` (size * n, ...) becomes the members' tensors (n, ...) one after the other by rank."""
+        """Concatenate the members' tensors in rank order.
+
+        Args:
+            out: Result (size * n, ...), with the dtype of ``tensor``.
+            tensor: This member's part (n, ...).
+        """
         self._fit(out, tensor, "all_gather: out must hold size x tensor elements")
         return self._run("all_gather", None, (self.size - 1) * nbytes(tensor), self._all_gather, out, tensor)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Handle:
-        """``out`` (n, ...) becomes this rank's part of the reduction of the members' tensors (size * n, ...).
+        """Reduce the members' tensors and keep this rank's part.
 
-        The additions happen in rank order, half-precision tensors are added in fp32.
+        CPU backends add in rank order and accumulate half-precision tensors in fp32.
+
+        Args:
+            out: Result (n, ...), with the dtype of ``tensor``.
+            tensor: Input (size * n, ...).
+            op: The reduction.
         """
         self._fit(tensor, out, "reduce_scatter: tensor must hold size x out elements")
         self._known(op, "reduce_scatter")
@@ -139,7 +171,14 @@ class Group(ABC):
     def all_to_all(
         self, out: Tensor, tensor: Tensor, out_splits: Sequence[int] = (), in_splits: Sequence[int] = ()
     ) -> Handle:
-        """Part j of ``tensor`` goes to rank j; ``out`` is what the ranks sent here. Splits count rows of dim 0."""
+        """Send part j of ``tensor`` to rank j and store the parts that arrive in ``out``, in rank order.
+
+        Args:
+            out: Result; its rows have the shape and dtype of the rows of ``tensor``.
+            tensor: Input, divided along dim 0.
+            out_splits: Rows received from each rank; equal parts if empty.
+            in_splits: Rows sent to each rank; equal parts if empty.
+        """
         self._alike(out, tensor, "all_to_all")
         self._same(out.shape[1:], tensor.shape[1:], "all_to_all: a row of out must be like a row of tensor")
         ins, outs = self._splits(tensor, in_splits, "in_splits"), self._splits(out, out_splits, "out_splits")
@@ -147,85 +186,112 @@ class Group(ABC):
         return self._run("all_to_all", None, sent, self._all_to_all, out, tensor, outs, ins)
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
-        """``tensor`` of ``root`` arrives in everybody's ``tensor``."""
+        """Copy the ``tensor`` of rank ``root`` into the ``tensor`` of every other member."""
         sent = (self.size - 1) * nbytes(tensor) if self.rank == root else 0
         return self._run("broadcast", root, sent, self._broadcast, tensor, root)
 
     def reduce(self, tensor: Tensor, root: int, op: ReduceOp = "sum") -> Handle:
-        """``tensor`` of ``root`` becomes the reduction; the other members' tensors stay as they are."""
+        """Reduce ``tensor`` over all members into that of rank ``root``. The other members' tensors do not change."""
         self._known(op, "reduce")
         return self._run("reduce", root, nbytes(tensor) * (self.rank != root), self._reduce, tensor, root, op)
 
     def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Handle:
-        """``out`` (size * n, ...) of ``root`` becomes all members' tensors by rank; the others pass None."""
+        """Concatenate the members' tensors in rank order on rank ``root``.
+
+        Args:
+            out: Result (size * n, ...) on the root; None on the others.
+            tensor: This member's part (n, ...).
+            root: Rank that gets the result.
+        """
         if self.rank == root:
             self._fit(out, tensor, "gather: the root's out must hold size x tensor elements")
         return self._run("gather", root, nbytes(tensor) * (self.rank != root), self._gather, out, tensor, root)
 
     def scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Handle:
-        """``out`` becomes this rank's part of the ``tensor`` (size * n, ...) of ``root``; the others pass None."""
+        """Divide a tensor of rank ``root`` over the members by rank.
+
+        Args:
+            out: This member's part (n, ...).
+            tensor: What is divided (size * n, ...) on the root; None on the others.
+            root: Rank that has the tensor.
+        """
         if self.rank == root:
             self._fit(tensor, out, "scatter: the root's tensor must hold size x out elements")
         sent = (self.size - 1) * nbytes(out) if self.rank == root else 0
         return self._run("scatter", root, sent, self._scatter, out, tensor, root)
 
     def barrier(self) -> Handle:
-        """Over once every member has called it."""
+        """Wait for all members: the op is complete once every member has called it."""
         return self._run("barrier", None, 0, self._barrier)
 
     # --- point to point ---
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0, count_as: str = "send") -> Handle:
-        """Start sending to rank ``dst``; the tensor must not change until the handle was waited for.
+        """Start to send a tensor to another rank. It must not change before the handle has been waited for.
 
-        ``count_as`` is the op that the ledger counts it under.
+        Args:
+            tensor: What to send, of any strides.
+            dst: Rank of the receiver.
+            tag: Number that matches the send to its receive, 0 or more; GPU groups ignore it and match by order.
+            count_as: Op name for the ledger.
         """
         self._other(dst, tag, "send")
         return self._run(count_as, dst, nbytes(tensor), self._send, tensor, dst, tag)
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0, count_as: str = "recv") -> Handle:
-        """Start receiving from rank ``src`` into ``tensor``, which has the shape and dtype of what was sent."""
+        """Start to receive a tensor from another rank.
+
+        Args:
+            tensor: Where to store it, with the shape and dtype of what is sent.
+            src: Rank of the sender.
+            tag: Tag of the send.
+            count_as: Op name for the ledger.
+        """
         self._other(src, tag, "recv")
         return self._run(count_as, src, nbytes(tensor), self._recv, tensor, src, tag)
 
-    # --- memory, and what takes its time on GPUs ---
+    # --- memory, and what only GPUs need ---
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """A new tensor (count,) for collectives, without a copy where possible; all members use one, or none.
+        """Allocate a tensor (count,) that collectives can use without a copy where the backend allows it.
 
-        Ops on different parts of it may be over only together: what is awaited one by one has a tensor of its own.
+        Either all members pass such a tensor to an op, or none does. Concurrent ops on different parts of one such
+        tensor may complete only together: give every op that is waited for on its own a tensor of its own.
         """
         return torch.empty(count, dtype=dtype, device=self.device)
 
     def connect(self, edges: Iterable[Edge]) -> None:  # noqa: B027  (only GPUs need it, and the next one)
-        """Connect over these edges now, where the first op over one would have to; every member names the same.
+        """Connect these edges now, instead of in the first op over each. All members must pass the same edges.
 
-        Raises GroupError.
+        Only GPU groups need it. Raises GroupError.
         """
 
     def synchronize(self, timeout: float | None = None) -> None:  # noqa: B027
-        """Block until every op that was waited for is over: on GPUs it may not be. Raises GroupError if one failed."""
+        """Block until every op that was waited for is complete, which on GPUs a wait does not guarantee.
+
+        Raises GroupError if one failed.
+        """
 
     # --- faults ---
 
     @abstractmethod
     def abort(self) -> None:
-        """Close the group now: blocked waits raise here, and at the peers those for this member.
+        """Close the group now. Waits that block here raise, and so do the peers' waits for this member.
 
-        Safe from any thread, and more than once.
+        It may be called from any thread and more than once.
         """
 
     def fault(self, op: str, peer: int | None, reason: str) -> GroupError:
-        """The error for a failed op, after the group and its owner's other groups have been closed."""
+        """Close the group and its owner's other groups, and return the error that describes the failed op."""
         first, self._closed = not self._closed, True
         if first:
             self.on_fault()
         return GroupError(self.name, op, peer, reason)
 
-    # --- for backends: start the op and return what finishes it ---
+    # --- for backends: each starts its op and returns the function that completes it ---
 
     def _all_reduce_bytes(self, tensor: Tensor) -> int:
-        """What an all_reduce sends from here: a ring's bytes, unless a backend does otherwise."""
+        """Return the bytes that this member sends in an all_reduce: those of a ring, unless a backend overrides it."""
         return 2 * (self.size - 1) * nbytes(tensor) // self.size
 
     @abstractmethod
@@ -263,7 +329,9 @@ class Group(ABC):
             raise self.fault(op, peer, plain_reason(error, self.timeout)) from error
         self.ledger.record(self.axis, op, sent)
         self.ledger.spent(self.axis, op, time.perf_counter() - begin)
-        return Handle(self, op, None if peer == self.rank else peer, finish)  # who is the root waits for everybody
+        return Handle(
+            self, op, None if peer == self.rank else peer, finish
+        )  # the root waits for all members, so it names no peer
 
     def _splits(self, tensor: Tensor, splits: Sequence[int], name: str) -> list[int]:
         rows = tensor.shape[0] if tensor.dim() else -1

@@ -1,4 +1,4 @@
-"""What the groups moved: calls, bytes and seconds by axis and op."""
+"""The ledger: calls, bytes and seconds of communication, counted by mesh axis and op."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Entry:
-    """How often an op was called, and the payload bytes this member sent by it (for ``recv``: received).
+    """Counts of one op on one axis. Two entries are equal if their calls and bytes are, whatever time they took.
 
-    seconds  that the caller spent in starting it and in waiting for it, for members that came late too; on GPUs the
-             host's. Entries are equal whatever time they took.
+    Attributes:
+        calls: How often the op was called.
+        bytes: Payload bytes that this member sent; for ``recv``, received.
+        seconds: Time that the caller spent in starting the op and in waiting for it, including waits for late members.
+            On GPUs it is the host's time.
     """
 
     calls: int = 0
@@ -20,7 +23,7 @@ class Entry:
 
 
 class Ledger:
-    """Counts by (axis, op); one per worker, shared by its groups and safe to use from several threads."""
+    """Counts by (axis, op). A worker has one, which its groups share; it is thread-safe."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], list[int]] = {}
@@ -28,18 +31,19 @@ class Ledger:
         self._lock = threading.Lock()
 
     def record(self, axis: str, op: str, nbytes: int) -> None:
+        """Count one call of an op and its payload bytes."""
         with self._lock:
             counts = self._counts.setdefault((axis, op), [0, 0])
             counts[0] += 1
             counts[1] += nbytes
 
     def spent(self, axis: str, op: str, seconds: float) -> None:
-        """Add to the seconds of an op."""
+        """Add to the seconds spent in an op."""
         with self._lock:
             self._seconds[axis, op] = self._seconds.get((axis, op), 0.0) + seconds
 
     def entries(self) -> dict[tuple[str, str], Entry]:
-        """A copy of the counts so far."""
+        """Return a copy of the counts so far."""
         with self._lock:
             return {
                 key: Entry(calls, nbytes, self._seconds.get(key, 0.0)) for key, (calls, nbytes) in self._counts.items()

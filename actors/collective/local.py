@@ -1,4 +1,4 @@
-"""Groups for tests: members that are threads of one process, and a group that fails on request."""
+"""Collective groups for tests: members that are threads of one process, and a group that fails on request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
 
 
 class LocalHub:
-    """Where the threads of one local group meet: mailboxes by (source, destination, key)."""
+    """Mailboxes through which the threads of one local group exchange tensors, keyed by (source, destination, key)."""
 
     def __init__(self) -> None:
         self._boxes: dict[tuple[int, int, object], deque[Tensor | None]] = defaultdict(deque)
@@ -23,13 +23,25 @@ class LocalHub:
         self._aborted = False
 
     def put(self, src: int, dst: int, key: object, tensor: Tensor | None) -> None:
+        """Store a copy of ``tensor`` for rank ``dst``. None is a message without a tensor, for barriers."""
         copy = None if tensor is None else tensor.detach().clone()
         with self._changed:
             self._boxes[src, dst, key].append(copy)
             self._changed.notify_all()
 
     def take(self, src: int, dst: int, key: object, deadline: float) -> Tensor | None:
-        """The oldest tensor in the box; TimeoutError after ``deadline`` (monotonic seconds), RuntimeError on abort."""
+        """Remove and return the oldest tensor in a mailbox; block until there is one.
+
+        Args:
+            src: Rank of the sender.
+            dst: Rank of the receiver.
+            key: Tag, or number of the collective.
+            deadline: When to give up, in seconds of ``time.monotonic``.
+
+        Raises:
+            TimeoutError: Nothing came before the deadline.
+            RuntimeError: The group was aborted.
+        """
         with self._changed:
             while not (box := self._boxes[src, dst, key]):
                 if self._aborted:
@@ -42,13 +54,14 @@ class LocalHub:
             return tensor
 
     def abort(self) -> None:
+        """Make all current and later waits for an empty mailbox raise."""
         with self._changed:
             self._aborted = True
             self._changed.notify_all()
 
 
 class LocalGroup(Group):
-    """A group whose members are threads that share a ``LocalHub``; sums are added in rank order."""
+    """A group whose members are threads that share a ``LocalHub``. It adds in rank order."""
 
     def __init__(self, hub: LocalHub, axis: str, rank: int, size: int, timeout: float = 30.0) -> None:
         self._hub, self._issued = hub, 0
@@ -61,7 +74,10 @@ class LocalGroup(Group):
     def _exchange(
         self, parts: dict[int, Tensor | None], sources: list[int], done: Callable[[list[Tensor]], object]
     ) -> Finish:
-        """Give ``parts`` to their ranks; on finish pass what ``sources`` gave, in this order, to ``done``."""
+        """Send ``parts`` to their ranks.
+
+        The returned Finish passes the tensors of ``sources``, in that order, to ``done``.
+        """
         self._issued += 1
         key = ("collective", self._issued)
         for dst, part in parts.items():
@@ -130,7 +146,7 @@ class LocalGroup(Group):
 
 
 class FailingGroup(LocalGroup):
-    """A local group whose ``op`` raises on its ``nth`` call (counted from 1), like a backend that lost a peer."""
+    """A local group whose ``op`` raises GroupError on its ``nth`` call (from 1), like a backend that lost a peer."""
 
     def __init__(
         self, hub: LocalHub, axis: str, rank: int, size: int, *, op: str, nth: int, timeout: float = 30.0
@@ -147,7 +163,7 @@ class FailingGroup(LocalGroup):
 
 
 def local_groups(axis: str, size: int, timeout: float = 30.0) -> list[LocalGroup]:
-    """The members of one local group, by rank; give each to a thread of its own."""
+    """Create the members of one local group, in rank order; give each to a thread of its own."""
     hub = LocalHub()
     return [LocalGroup(hub, axis, rank, size, timeout) for rank in range(size)]
 

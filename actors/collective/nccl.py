@@ -1,4 +1,4 @@
-"""The GPU backend: torch's ProcessGroupNCCL, one for the collectives of a group and one for each of its edges."""
+"""The GPU backend over torch's ProcessGroupNCCL: one for the collectives of a group and one for each of its edges."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ _OPS: dict[ReduceOp, Any] = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
-_NEVER = timedelta(days=1)  # torch's own limit for an op; deadlines are the watcher's
-_EDGE_CTAS = 4  # of the GPU's multiprocessors (132 on an H100), for a receive that waits: it must leave room to compute
+_NEVER = timedelta(days=1)  # torch's own timeout of an op; our deadlines are kept by the watcher
+# Multiprocessors (of 132 on an H100) that a waiting receive may occupy: it must leave the others to compute.
+_EDGE_CTAS = 4
 _ENVIRONMENT = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch's own handling ends the process: no error would reach the driver
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch's own handler ends the process, so no error would reach the driver
     "TORCH_NCCL_BLOCKING_WAIT": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # so would its monitor, when an abort takes long; it also polls the store
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # its monitor also ends it if an abort takes long, and polls the store
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # and its watchdog, on an error that the action under way raises as well
-    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # an edge is meant to be serial
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # its watchdog ends it too, on an error that the current action also raises
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # ops over an edge are meant to be serial
 }
 
 
@@ -39,16 +40,16 @@ class NcclGroup(GpuGroup):
     """A group over ``torch.distributed.ProcessGroupNCCL``."""
 
     def _prepare(self) -> None:
-        os.environ.update(_ENVIRONMENT)  # torch reads it whenever it makes a process group
+        os.environ.update(_ENVIRONMENT)  # torch reads it whenever it creates a process group
 
     def _connect(self, name: str, rank: int, size: int, *, edge: bool) -> Any:
         nccl: Any = dist.ProcessGroupNCCL
-        options = nccl.Options(is_high_priority_stream=True)  # small kernels, for which others wait
+        options = nccl.Options(is_high_priority_stream=True)  # small kernels that other work waits for
         options._timeout = _NEVER
         if edge:
             options.config.max_ctas = _EDGE_CTAS
         group = nccl(PrefixStore(name, self._store), rank, size, options)
-        group.eager_connect_single_device(self.device)  # else send and recv would make communicators of their own
+        group.eager_connect_single_device(self.device)  # else send and recv would create communicators of their own
         return group
 
     def _put(self, edge: Any, flat: Tensor) -> Transfer:
@@ -104,7 +105,7 @@ class NcclGroup(GpuGroup):
             return self._nothing()
         flat, back = staged(tensor)
         if self.rank != root:
-            back = None  # NCCL has written nothing here
+            back = None  # only the root gets a result
         options = c10d.ReduceOptions()
         options.reduceOp, options.rootRank = _OPS[op], root
         return self._issued(_Work(self._all.reduce([flat], options)), back, flat)
@@ -135,7 +136,7 @@ class NcclGroup(GpuGroup):
 
 
 class _Work:
-    """torch's handle of an op as a Transfer."""
+    """Adapts torch's Work handle to a Transfer."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -146,10 +147,10 @@ class _Work:
     def over(self) -> bool:
         if not self._work.is_completed():
             return False
-        self._work.wait()  # returns at once, or raises what went wrong
+        self._work.wait()  # complete, so it returns at once or raises the op's error
         return True
 
 
 def is_available() -> bool:
-    """Whether this torch can talk over NCCL."""
+    """Return whether this torch supports NCCL."""
     return bool(dist.is_available() and hasattr(dist, "ProcessGroupNCCL"))

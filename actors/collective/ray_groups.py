@@ -1,10 +1,10 @@
-"""Groups between Ray actors: our backends registered with ``ray.util.collective``, and joining them.
+"""Register our backends with ``ray.util.collective``, and join groups between Ray actors.
 
-Ray's stock GLOO backend shares one process group between all groups of an actor (its sums are wrong where groups
-overlap) and knows no tags, handles, deadlines or abort; what its NCCL backend lacks is said in cupy_nccl.py.
-``register_collective_backend`` is the public way to others: ``RayparCpu`` and ``RayparGpu`` are what Ray sees,
-``.group`` is the Group that raypar uses. Of CPUs it goes over shared memory if all its members are on one node, else
-over Gloo; of GPUs over NCCL, by torch or by cupy, or through the host, as its members agree.
+Ray's stock GLOO backend shares one process group among all groups of an actor, which gives wrong sums where groups
+overlap, and it has no tags, handles, deadlines or abort; cupy_nccl.py says what its NCCL backend lacks. So we register
+``RayparCpu`` and ``RayparGpu`` through the public ``register_collective_backend``. Their ``.group`` is the Group that
+raypar uses. CPU groups use shared memory if all members are on one node, otherwise Gloo. GPU groups use NCCL through
+torch or cupy, or copy through the host, as the members agree.
 """
 
 from __future__ import annotations
@@ -52,18 +52,24 @@ def join(
     ledger: Ledger | None = None,
     device: torch.device = CPU,
 ) -> Group:
-    """Join a group from inside an actor; returns when every member has.
+    """Join a group from inside an actor. Returns once every member has joined.
 
-    name     unique to run, axis, index and generation: a name is never used twice, also after a failed attempt
-    timeout  seconds any wait in the group may take
-    device   where the tensors are; all members name one kind
+    Args:
+        name: Name unique to run, axis, index and generation. Never reuse one, not even after a failed attempt.
+        axis: Mesh axis under which the ledger counts.
+        size: Number of members.
+        rank: Rank of this member.
+        timeout: Deadline of every wait in the group, in seconds.
+        ledger: Where ops are counted; None for a new one.
+        device: Device of the tensors; all members must name the same kind.
 
-    Raises GroupError if a member does not come within a minute.
+    Raises:
+        GroupError: A member did not join within a minute.
     """
     register()
     backend = BACKEND if device.type == "cpu" else GPU_BACKEND
     with _current(device):
-        # this takes milliseconds; create_collective_group, from the driver, 0.6 s and a detached actor a group
+        # milliseconds; create_collective_group, called by the driver, takes 0.6 s and a detached actor per group
         collective.init_collective_group(size, rank, types.Backend(backend), name)
     group: Group = collective.get_group_handle(name).group
     ledger = Ledger() if ledger is None else ledger
@@ -73,13 +79,13 @@ def join(
 
 
 def leave(name: str) -> None:
-    """Drop a group of this actor, closed or not; its name stays used."""
+    """Destroy this actor's membership in a group, closed or not. The name stays used."""
     if collective.is_group_initialized(name):
         collective.destroy_collective_group(name)
 
 
 def close_together(groups: Mapping[str, Group]) -> None:
-    """Tie an actor's groups: a fault in one aborts them all, so that no neighbour waits for its deadline."""
+    """Make a fault in one of an actor's groups abort all of them, so that no neighbour has to wait for its deadline."""
 
     def abort_all() -> None:
         for group in groups.values():
@@ -90,14 +96,14 @@ def close_together(groups: Mapping[str, Group]) -> None:
 
 
 def register() -> None:
-    """Make the backends known to this process (driver or actor)."""
+    """Register the backends in this process (driver or actor)."""
     for backend in (RayparCpu, RayparGpu):
         if not _global_registry.is_registered(backend.backend()):
             register_collective_backend(backend.backend(), backend)
 
 
 class KVStore(Store):
-    """A torch Store over Ray's internal key-value store: no port, no server, no first rank that has to live."""
+    """A torch Store over Ray's internal key-value store: no port, no server, and no first rank that must stay alive."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
@@ -124,7 +130,7 @@ class KVStore(Store):
             pause = min(pause * 1.5, 0.02)
 
     def clear(self) -> None:
-        """Delete every key: a later group must not dial this one's addresses."""
+        """Delete all keys, so that a later group cannot connect to this one's addresses."""
         internal_kv._internal_kv_del(self._name(""), del_by_prefix=True, namespace=_NAMESPACE)
 
     def _name(self, key: str) -> bytes:
@@ -132,7 +138,7 @@ class KVStore(Store):
 
 
 class _Translated(BaseGroup):
-    """What ``ray.util.collective`` holds: its own calls work too, translated to the Group."""
+    """Adapter that ``ray.util.collective`` holds: it translates Ray's collective calls to those of our Group."""
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         super().__init__(world_size, rank, group_name)
@@ -142,7 +148,7 @@ class _Translated(BaseGroup):
 
     @abstractmethod
     def _connected(self, name: str, rank: int, size: int, store: KVStore) -> Group:
-        """The Group, once every member is there."""
+        """Return the Group once every member is connected."""
 
     def _clear(self) -> None:
         if self.rank == 0:
@@ -190,7 +196,7 @@ class _Translated(BaseGroup):
 
 
 class RayparCpu(_Translated):
-    """Groups of CPUs."""
+    """Ray backend for tensors on CPUs."""
 
     @classmethod
     def backend(cls) -> str:
@@ -205,7 +211,7 @@ class RayparCpu(_Translated):
 
 
 class RayparGpu(_Translated):
-    """Groups of GPUs: each member's is the current one of the thread that joins."""
+    """Ray backend for tensors on GPUs: each member uses the current GPU of the thread that joins."""
 
     @classmethod
     def backend(cls) -> str:
@@ -217,7 +223,7 @@ class RayparGpu(_Translated):
 
     def destroy_group(self) -> None:
         super().destroy_group()
-        self._clear()  # of edges that were connected later
+        self._clear()  # the keys of edges that were connected after the group
 
     def _connected(self, name: str, rank: int, size: int, store: KVStore) -> Group:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -229,10 +235,10 @@ def _op(options: Any) -> ReduceOp:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """A backend's constructor is not told its device: it takes the thread's current one."""
+    """Make ``device`` the thread's current one: Ray does not pass a device to a backend's constructor."""
     return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
 def _address() -> str:
-    """The node's own address, not loopback: members may be on other nodes."""
+    """Return this node's own IP address, not loopback: members may be on other nodes."""
     return str(ray.util.get_node_ip_address())

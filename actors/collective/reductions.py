@@ -1,4 +1,4 @@
-"""What a reduction does with the tensors of a group's members, in their order."""
+"""Reductions over the members' tensors in rank order, for the backends that compute them on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ReduceOp = Literal["sum", "product", "min", "max"]
 
 
 def reduce_in_order(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
-    """``out`` becomes the reduction of ``parts``, first to last; half-precision sums and products run in fp32."""
+    """Reduce ``parts`` into ``out`` from first to last. Half-precision sums and products run in fp32."""
     half = out.dtype in (torch.bfloat16, torch.float16)
     total = parts[0].float() if half else parts[0].clone()
     for part in parts[1:]:

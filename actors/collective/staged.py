@@ -1,4 +1,4 @@
-"""Groups of actors that share a GPU, which NCCL can't connect: their tensors go through the host and a CPU group."""
+"""Groups of actors that share a GPU, which NCCL cannot connect: tensors are copied through the host and a CPU group."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ log = logging.getLogger(__name__)
 
 
 class StagedGroup(Group):
-    """The group ``inner``, of CPU tensors, for tensors on ``device``. Both count in one ledger, an op once.
+    """A group for tensors on ``device`` that communicates through a CPU group.
 
-    What an op reads is copied to pinned memory when it is called, which blocks until the GPU has computed it; what it
-    writes is copied back on torch's current stream when it is waited for. Numbers, tags and deadlines are the CPU
-    group's. ``inner`` can be used beside it, as its ``host``, if all members do it in the same order.
+    An op copies its inputs to pinned memory when it is called, which blocks until the GPU has computed them. Its
+    outputs are copied back on torch's current stream when it is waited for. Order of additions, tags and deadlines are
+    those of the CPU group. Both groups share one ledger, in which an op counts once.
+
+    Args:
+        inner: The CPU group. It also serves as ``host``: it can be used directly if all members do so in the same
+            order.
+        device: Device of the tensors.
     """
 
     def __init__(self, inner: Group, device: torch.device) -> None:
@@ -90,11 +95,14 @@ class StagedGroup(Group):
         return _then(self._inner._recv(host, src, tag), tensor, host)
 
     def _room(self, tensor: Tensor) -> Tensor:
-        """A contiguous host tensor like this one; torch keeps freed pinned memory for the next."""
+        """Allocate a contiguous host tensor of this shape and dtype.
+
+        On GPUs it is pinned, and torch reuses freed pinned memory.
+        """
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.type == "cuda")
 
     def _read(self, tensor: Tensor) -> Tensor:
-        """A copy on the host, complete: a CPU group starts at once."""
+        """Copy a tensor to the host and wait for the copy: the CPU group reads it at once."""
         host = self._room(tensor)
         host.copy_(tensor, non_blocking=True)
         if self.device.type == "cuda":
@@ -104,7 +112,7 @@ class StagedGroup(Group):
 
 @functools.cache
 def _warn() -> None:
-    """Say so, once a process."""
+    """Log once per process that transfers are slow."""
     log.warning(
         "actors share a GPU, or have no NCCL: their tensors go through the host, which is slow; "
         "give every actor a GPU of its own"
@@ -112,7 +120,10 @@ def _warn() -> None:
 
 
 def _then(finish: Finish, target: Tensor, host: Tensor) -> Finish:
-    """Finish, and copy the result to where it belongs. The copy keeps ``host`` as long as it takes."""
+    """Return a Finish that calls ``finish`` and then copies ``host`` to ``target``.
+
+    Torch keeps ``host`` alive for the copy.
+    """
 
     def copy(timeout: float) -> None:
         finish(timeout)

@@ -1,4 +1,4 @@
-"""Ops that run while the host goes on: how they are waited for, and the thread that notices when one fails or hangs."""
+"""GPU ops in progress: waiting for them, and a thread that detects when one fails or misses its deadline."""
 
 from __future__ import annotations
 
@@ -12,31 +12,38 @@ from typing import Protocol
 
 from raypar.actors.errors import first_line
 
-_LOOK = 0.02  # seconds between two looks at the ops under way: how late a fault is noticed
-_SHORTEST, _LONGEST = 20e-6, 1e-3  # seconds between two looks while the host is blocked
+_LOOK = 0.02  # seconds between two checks of the ops in progress: how late a fault is noticed
+_SHORTEST, _LONGEST = 20e-6, 1e-3  # seconds between two checks while the host is blocked
 
 
 class Transfer(Protocol):
-    """An op that the GPU was given."""
+    """An op that was issued to the GPU."""
 
     def join(self) -> None:
-        """Let torch's current stream wait for it; the host goes on."""
+        """Make torch's current stream wait for the op; the host does not block."""
 
     def over(self) -> bool:
-        """Whether the GPU is done with it; raises RuntimeError if it failed. Safe from any thread."""
+        """Return whether the GPU has completed the op. Thread-safe. Raises RuntimeError if the op failed."""
 
 
 @dataclass(eq=False)
 class Issued:
-    """A transfer under way; as a Finish it lets the current stream wait for it, and then do ``then``.
+    """A transfer in progress.
 
-    keep         what must stay alive until the current stream waits, or the transfer is over
-    on_device    the context in which to work with the GPU
-    demand_open  raises RuntimeError if the group is closed: the transfer may then have ended halfway
-    blocks       whether a wait blocks the host until the transfer is over
-    op, peer     what it is, for messages
-    deadline     of the latest wait, monotonic seconds; ``seconds`` is how long that was
-    failed       why it failed; "" if it hasn't
+    Called as a Finish, it makes the current stream wait for the transfer and then calls ``then``.
+
+    Attributes:
+        transfer: The transfer.
+        then: Called after the wait, for example to copy the result back; may be None.
+        keep: Objects kept alive until the current stream waits or the transfer is complete.
+        on_device: Returns the context in which to use the GPU.
+        demand_open: Raises RuntimeError if the group is closed, as the transfer may then have ended halfway.
+        blocks: Whether a wait blocks the host until the transfer is complete.
+        op: Name of the op, for messages.
+        peer: Rank of the other side, for messages; None for all members.
+        deadline: Deadline of the latest wait, in seconds of ``time.monotonic``.
+        seconds: Timeout of the latest wait.
+        failed: Why the transfer failed; "" if it has not.
     """
 
     transfer: Transfer
@@ -52,7 +59,10 @@ class Issued:
     failed: str = ""
 
     def __call__(self, timeout: float) -> None:
-        """Wait. From now on the transfer has ``timeout`` seconds, with whatever the GPU has to do before it."""
+        """Wait for the transfer.
+
+        It, and the GPU work queued before it, must be complete within ``timeout`` seconds from now.
+        """
         if self.failed:
             raise RuntimeError(self.failed)
         self.demand_open()
@@ -69,7 +79,7 @@ class Issued:
 
 
 class Watcher:
-    """Looks after the ops of one group. ``fault`` is called with op, peer and reason of the first that goes wrong."""
+    """Watches the ops of one group in a thread, and calls ``fault(op, peer, reason)`` for the first that goes wrong."""
 
     def __init__(self, fault: Callable[[str, int | None, str], object]) -> None:
         self._fault = fault
@@ -79,7 +89,7 @@ class Watcher:
         self._thread: threading.Thread | None = None
 
     def add(self, issued: Issued) -> None:
-        """Watch an op until it is over."""
+        """Watch an op until it is complete."""
         with self._changed:
             self._issued.append(issued)
             if self._thread is None and not self._stopped:
@@ -88,18 +98,18 @@ class Watcher:
             self._changed.notify()
 
     def pending(self) -> list[Issued]:
-        """The ops that were not over when last looked at, oldest first."""
+        """Return the ops that were incomplete at the last check, oldest first."""
         with self._changed:
             return list(self._issued)
 
     def stop(self) -> None:
-        """Watch no more. Safe from any thread, the watcher's own too."""
+        """Stop watching. It may be called from any thread, including the watcher's own."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
 
     def forget(self) -> None:
-        """Let go of every op: the GPU has ended them all."""
+        """Release all ops and what they keep alive; call it only once the GPU has ended them all."""
         for issued in self.pending():
             issued.keep.clear()
         with self._changed:
@@ -120,7 +130,7 @@ class Watcher:
             time.sleep(_LOOK)
 
     def _look(self, issued: Issued) -> str:
-        """Why an op failed, "" if it hasn't; one that is over is forgotten."""
+        """Return why an op failed, "" if it has not; stop watching it if it is complete."""
         try:
             over = issued.transfer.over()
         except RuntimeError as error:
@@ -135,7 +145,18 @@ class Watcher:
 
 
 def block_until_over(transfer: Transfer, deadline: float, seconds: float, demand_open: Callable[[], None]) -> None:
-    """Block the host until a transfer is over; raises TimeoutError at its deadline, RuntimeError if it failed."""
+    """Block the host until a transfer is complete.
+
+    Args:
+        transfer: The transfer.
+        deadline: When to give up, in seconds of ``time.monotonic``.
+        seconds: The timeout behind the deadline, for the message.
+        demand_open: Raises RuntimeError if the group is closed.
+
+    Raises:
+        TimeoutError: The deadline has passed.
+        RuntimeError: The transfer failed, or the group was closed.
+    """
     pause = _SHORTEST
     try:
         while not transfer.over():
@@ -145,7 +166,7 @@ def block_until_over(transfer: Transfer, deadline: float, seconds: float, demand
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
     finally:
-        demand_open()  # what was aborted ends too, or fails for no reason of its own
+        demand_open()  # an aborted transfer also completes or fails: report the group's reason instead
 
 
 def _late(seconds: float) -> str:

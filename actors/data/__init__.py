@@ -1,1 +1,1 @@
-"""From text files and user functions to the batches of a step."""
+"""Training data: from text files and user functions to the batches of a step."""

@@ -1,4 +1,4 @@
-"""What goes into a step: the inputs of its first stage and the targets of its last."""
+"""The batches of a step: the inputs of the first stage and the targets of the last."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raypar.actors.tensors import Values, as_values
 
 
 class BatchSource(Protocol):
-    """Batches as pure functions of (step, microbatch, dp): any actor may ask for any of them, in any order."""
+    """Batches as pure functions of (step, microbatch, dp), so any actor may ask for any batch in any order."""
 
     def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values: ...
 
@@ -26,7 +26,10 @@ class BatchSource(Protocol):
 
 
 class TextSource:
-    """Windows of tokens (B, S) int64, and the same windows one token later."""
+    """Batches of text.
+
+    The inputs are windows of tokens (B, S) int64, the targets the same windows shifted by one token.
+    """
 
     def __init__(self, batches: TokenBatches) -> None:
         self._batches = batches
@@ -41,7 +44,7 @@ class TextSource:
 
 
 class FunctionSource:
-    """The user's own functions."""
+    """Batches from the user's own functions."""
 
     def __init__(self, spec: Batches) -> None:
         self._spec = spec
@@ -63,7 +66,12 @@ class FunctionSource:
 
 
 class ContextSource:
-    """Of every input and target (B, S, ...) of another source the tokens that are here."""
+    """The tokens of this context-parallel rank, taken from every input and target (B, S, ...) of another source.
+
+    Args:
+        source: Source of the whole sequences.
+        tokens: The part of dim 1 that this rank holds.
+    """
 
     def __init__(self, source: BatchSource, tokens: Portion) -> None:
         self._source, self._tokens = source, tokens
@@ -92,7 +100,19 @@ def batch_source(
     num_dp: int,
     seed: int,
 ) -> BatchSource:
-    """The batches of a run; ``microbatches`` are those of one data-parallel replica."""
+    """Create the source of a run's batches.
+
+    Args:
+        data: The user's text or functions.
+        model: The model, whose ``seq`` is the window length of text.
+        micro_batch_size: Sequences per microbatch.
+        microbatches: Microbatches per step of one data-parallel replica.
+        num_dp: Data-parallel replicas.
+        seed: Seed of the order of text windows.
+
+    Raises:
+        ValueError: The text has faults.
+    """
     if isinstance(data, Batches):
         return FunctionSource(data)
     assert model.seq is not None, "text needs a model with a sequence length"
@@ -101,14 +121,17 @@ def batch_source(
 
 
 class TokenMean:
-    """What each microbatch weighs in the step's loss, known before anybody else has counted.
+    """The weight of each microbatch in the step's loss, known before all tokens of the step are counted.
 
-    A microbatch's loss is a mean over its ``count`` tokens, so it should weigh count / (tokens of the step). No replica
-    knows that total during its backwards. It takes the total as expected: every microbatch as long as the first one of
-    the run. What is then still wrong is made good by ``correction``, usually 1, before the update.
+    The loss of a microbatch is a mean over its ``count`` tokens, so its weight should be count / (tokens of the step).
+    No replica knows that total during its backwards. So the total is estimated as if every microbatch had as many
+    tokens as the first one of the run, and ``correction``, usually 1, fixes the error before the update.
 
-    num_microbatches  of one replica
-    num_dp            replicas
+    Args:
+        model: Counts the tokens of a microbatch's targets.
+        source: The batches.
+        num_microbatches: Microbatches per step of one replica.
+        num_dp: Data-parallel replicas.
     """
 
     def __init__(self, model: Model, source: BatchSource, num_microbatches: int, num_dp: int) -> None:
@@ -117,15 +140,21 @@ class TokenMean:
 
     @cached_property
     def expected(self) -> int:
-        """The tokens of one replica in a step, if all microbatches are like the first one of the run."""
+        """Tokens of one replica in a step, if all microbatches are like the first one of the run."""
         reference = self._model.count(self._source.targets("train", 0, 0, 0))
         return self._num_microbatches * max(1, reference)
 
     def weight(self, count: int) -> Tensor:
-        """A microbatch's share of the step's loss, a scalar; with equal counts it is 1 / (microbatches of the step)."""
+        """Return the weight of a microbatch with ``count`` tokens, a scalar tensor.
+
+        With equal counts it is 1 / (microbatches of the step, over all replicas).
+        """
         return torch.tensor(count / (self.expected * self._num_dp))
 
 
 def correction(tokens: float, expected: float) -> float:
-    """What the gradients of a step have to be multiplied by, rounded to fp32: expected over true number of tokens."""
+    """Return the factor for the gradients of a step.
+
+    Expected over true number of tokens, rounded to fp32; 1 for no tokens.
+    """
     return float(torch.tensor(expected / tokens)) if tokens else 1.0

@@ -1,8 +1,9 @@
-"""Text files as one array of token ids: found, converted once into the cache folder, and memory-mapped.
+"""Text files as one array of token ids: found, converted once into the cache folder, then memory-mapped.
 
-Needs numpy only: the driver checks the data without torch. A cache entry is ``tokens/<key>.bin`` (ids, little endian)
-and ``tokens/<key>.json``, written last. The key covers names, sizes and modification times of the sources and the
-tokenizer's content, so an entry never goes stale, and two processes that convert at once write the same bytes.
+This file needs only numpy: the driver checks the data without torch. A cache entry is ``tokens/<key>.bin`` (ids, little
+endian) and ``tokens/<key>.json``, which is written last. The key covers the names, sizes and modification times of the
+sources and the content of the tokenizer. So an entry never goes stale, and two processes that convert at the same time
+write the same bytes.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ log = logging.getLogger(__name__)
 Tokens: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
 _FORMAT = 1  # part of every key: raise it when the conversion changes
-_MOST_TOKENIZER = 1 << 30  # bytes of its file
-_CHUNK = 1 << 20  # bytes that are read and encoded at once
+_MOST_TOKENIZER = 1 << 30  # bytes of a tokenizer file
+_CHUNK = 1 << 20  # bytes read and encoded at a time
 _SKIPPED = "below a folder or a glob, hidden files, .bin files and files with a NUL in their first 8 KiB are skipped"
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"})
 
 
 class TextError(FaultsError, ValueError):
-    """What is wrong with the user's text."""
+    """Faults of the user's text."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known about an array of tokens: the JSON of a cache entry."""
+    """Properties of an array of tokens, stored as the JSON file of a cache entry."""
 
     dtype: str  # numpy's name: "|u1" (bytes), "<u2" or "<u4"
     count: int  # tokens
@@ -57,7 +58,7 @@ class _File:
     path: Path
     size: int
     mtime: int  # ns
-    named: bool  # by the user himself: taken as it is, text or not
+    named: bool  # by the user directly: then it is read whether it is text or not
 
 
 @dataclass(frozen=True)
@@ -68,16 +69,23 @@ class _Encoder:
 
 
 def open_tokens(setting: str, path: str, tokenizer: str | None, cache: str | None) -> tuple[Tokens, Facts]:
-    """The tokens of ``path`` (see ``Text.path``) as a 1-d read-only memory map, and what is known about them.
+    """Open the tokens of a path, converting them first if the cache has none.
 
-    setting  what the user calls this path ("path" or "val_path"), for messages
-    cache    the cache folder; None is $XDG_CACHE_HOME/raypar or ~/.cache/raypar
+    Args:
+        setting: What the user calls this path ("path" or "val_path"), for messages.
+        path: A file, folder, glob or "stdlib" (see ``Text.path``).
+        tokenizer: Path of a tokenizers JSON file; None for bytes.
+        cache: The cache folder; None for $XDG_CACHE_HOME/raypar or ~/.cache/raypar.
 
-    Raises TextError with all faults of path, tokenizer and cache folder.
+    Returns:
+        A 1-d read-only memory map of token ids, and its properties.
+
+    Raises:
+        TextError: All faults of path, tokenizer and cache folder.
     """
     faults: list[str] = []
     folder = expanded(cache or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/raypar").absolute() / "tokens"
-    is_bin = path.endswith(".bin")  # token ids already: mapped in place, only its facts are kept in the cache
+    is_bin = path.endswith(".bin")  # already token ids: mapped in place; the cache keeps only its facts
     files = _sources(setting, path, folder, faults)
     tokenizer_sha = _tokenizer_sha(tokenizer, faults)
     key = hashlib.sha256(repr((_FORMAT, files, is_bin or tokenizer_sha)).encode()).hexdigest()[:32]
@@ -100,7 +108,7 @@ def open_tokens(setting: str, path: str, tokenizer: str | None, cache: str | Non
 
 
 def _sources(setting: str, path: str, cache: Path, faults: list[str]) -> list[_File]:
-    """The files that ``path`` names, sorted by name, without those of the cache; what is wrong goes to ``faults``."""
+    """List the files that ``path`` names, sorted, without those of the cache. Faults are appended to ``faults``."""
     files: list[_File] = []
     try:
         target = expanded(path)
@@ -124,7 +132,7 @@ def _sources(setting: str, path: str, cache: Path, faults: list[str]) -> list[_F
 
 
 def _find(path: str, target: Path) -> tuple[Path, list[str]]:
-    """A folder, and the files that ``path`` names, relative to it and with "/" between folders."""
+    """Return a folder and the files that ``path`` names, relative to that folder with "/" as separator."""
     if path == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         return root, [name for name in _below(root, _NOT_STDLIB) if name.endswith(".py")]
@@ -145,15 +153,15 @@ def _find(path: str, target: Path) -> tuple[Path, list[str]]:
 
 
 def _below(root: Path, without: frozenset[str] = frozenset()) -> Iterator[str]:
-    """All regular files below ``root`` that are not hidden; links to folders are not followed."""
+    """Yield all regular files below ``root`` that are not hidden. Links to folders are not followed."""
 
     def fail(error: OSError) -> None:
-        raise error  # os.walk would leave out a folder that it cannot read
+        raise error  # by default os.walk skips folders that it cannot read
 
     for folder, folders, names in os.walk(root, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
         inside = f"{Path(folder).relative_to(root).as_posix()}/".removeprefix("./")
-        seen = (name for name in names if not name.startswith("."))  # strings: there may be thousands, on every actor
+        seen = (name for name in names if not name.startswith("."))  # strings: there may be thousands, per actor
         yield from (inside + name for name in seen if os.path.isfile(f"{folder}/{name}"))  # noqa: PTH113
 
 
@@ -163,7 +171,7 @@ def _is_text(file: _File) -> bool:
 
 
 def _tokenizer_sha(tokenizer: str | None, faults: list[str]) -> str | None:
-    """sha256 of the tokenizer file, "" for bytes, None where the file cannot be read."""
+    """Return the sha256 of the tokenizer file; "" for bytes, None if the file cannot be read."""
     try:
         return "" if tokenizer is None else hashlib.sha256(read_named(expanded(tokenizer), _MOST_TOKENIZER)).hexdigest()
     except (OSError, ValueError) as error:
@@ -175,7 +183,7 @@ def _encoder(tokenizer: str | None, faults: list[str]) -> _Encoder | None:
     if tokenizer is None:
         return _Encoder(lambda text: np.frombuffer(text, np.uint8), "|u1", 256)
     try:
-        from tokenizers import Tokenizer  # optional: needed for the first conversion only
+        from tokenizers import Tokenizer  # optional dependency, needed only for the first conversion
 
         model = Tokenizer.from_file(str(expanded(tokenizer)))
     except ImportError:
@@ -184,15 +192,15 @@ def _encoder(tokenizer: str | None, faults: list[str]) -> _Encoder | None:
     except Exception as error:  # tokenizers raises Exception itself
         faults.append(f"tokenizer: {tokenizer!r} is not a tokenizers JSON file ({error}): give a tokenizer.json")
         return None
-    model.no_truncation()  # a file made for inference may cut every text at 512 tokens,
-    model.no_padding()  # or fill it up
+    model.no_truncation()  # a tokenizer file made for inference may truncate texts to 512 tokens
+    model.no_padding()  # or pad them
     vocab = max(model.get_vocab().values(), default=-1) + 1  # more than get_vocab_size() if the ids have holes
     dtype = "<u2" if vocab <= 1 << 16 else "<u4"
 
     def encode(text: bytes) -> Tokens:
         try:
             ids = model.encode(text.decode(errors="replace"), add_special_tokens=False).ids
-        except Exception as error:  # as above: a word that it has no token for, say
+        except Exception as error:  # tokenizers raises Exception itself, for a word without a token, say
             raise ValueError(f"the tokenizer fails: {error}") from error
         return np.array(ids, dtype)
 
@@ -200,7 +208,7 @@ def _encoder(tokenizer: str | None, faults: list[str]) -> _Encoder | None:
 
 
 def _convert(files: list[_File], encoder: _Encoder, tokenizer_sha: str, data: Path) -> Facts:
-    """Write the tokens of all text files, one after the other, to ``data``. Memory: a few chunks."""
+    """Write the tokens of all text files, one after the other, to ``data``. Needs memory for a few chunks only."""
     sources, tokens, count, max_id = hashlib.sha256(tokenizer_sha.encode()), hashlib.sha256(), 0, 0
     texts = [file for file in files if file.size and _is_text(file)]
     with WholeFile(data) as out:
@@ -216,7 +224,10 @@ def _convert(files: list[_File], encoder: _Encoder, tokenizer_sha: str, data: Pa
 
 
 def _chunks(file: _File, sources: hashlib._Hash, last: bool) -> Iterator[bytes]:
-    """The file in pieces that end where a line does; it gets a final newline unless it has one or is the ``last``."""
+    """Yield a file in chunks that end at line ends.
+
+    A file gets a final newline if it lacks one and is not the ``last``.
+    """
     rest = b""
     for block in _blocks(file):
         sources.update(block)
@@ -230,17 +241,17 @@ def _chunks(file: _File, sources: hashlib._Hash, last: bool) -> Iterator[bytes]:
 
 
 def _cut(text: bytes) -> int:
-    """Where to cut: behind the last newline, else before the last space, else between two UTF-8 characters."""
+    """Return where to cut: after the last newline, else before the last space, else between two UTF-8 characters."""
     if line := text.rfind(b"\n") + 1:
         return line
     if (space := text.rfind(b" ")) > 0:
         return space
-    # continuation bytes are 0b10xxxxxx, three of them to a character at most
+    # continuation bytes are 0b10xxxxxx; a character has at most three
     return next((cut for cut in range(len(text) - 1, len(text) - 5, -1) if text[cut] & 0xC0 != 0x80), len(text))
 
 
 def _scan(file: _File) -> Facts:
-    """The facts of a ``.bin`` file, which stays where it is."""
+    """Compute the facts of a ``.bin`` file, which is used in place."""
     tokens, max_id = hashlib.sha256(), 0
     for block in _blocks(file):
         tokens.update(block)
@@ -250,7 +261,7 @@ def _scan(file: _File) -> Facts:
 
 
 def _blocks(file: _File) -> Iterator[bytes]:
-    """The file's bytes. Raises OSError if it is not, or no longer, the file that was listed."""
+    """Yield a file's bytes. Raises OSError if the file changed since it was listed."""
     with file.path.open("rb") as source:
         while block := source.read(_CHUNK):
             yield block
@@ -269,7 +280,7 @@ def _make_folder(folder: Path, faults: list[str]) -> None:
 
 
 def _read_facts(path: Path, data: Path) -> Facts | None:
-    """The facts of an entry; None if there is none, or one that is not whole."""
+    """Read the facts of a cache entry; None if the entry is missing or incomplete."""
     try:
         facts = Facts(**json.loads(path.read_bytes()))
         whole = data.stat().st_size == facts.count * np.dtype(facts.dtype).itemsize

@@ -1,7 +1,7 @@
-"""Batches as pure functions of (step, microbatch, dp), and the checks of the user's text before a run starts.
+"""Token batches as pure functions of (step, microbatch, dp), and checks of the user's text before a run starts.
 
-First-stage workers read tokens, last-stage workers read labels, and nobody ships data. Resuming at any step, on any
-number of workers, needs no loader state. torch is imported where a tensor is made and nowhere else: the driver checks
+First-stage workers read tokens and last-stage workers read labels themselves; no data is sent. A run can resume at any
+step, on any number of workers, without loader state. torch is imported only where a tensor is made: the driver checks
 the data without it.
 """
 
@@ -25,20 +25,22 @@ if TYPE_CHECKING:
 UInt64s: TypeAlias = npt.NDArray[np.uint64]
 Int64s: TypeAlias = npt.NDArray[np.int64]
 
-# Rounds of the Feistel network. Chi-square a degree of freedom over the windows at four places, of 12 windows: 28 with
-# four rounds, 2.9 with six, 1.2 with eight, 1.0 with ten. A round costs 10 microseconds.
+# Rounds of the Feistel network. Measured chi-square per degree of freedom of the windows at four positions, for 12
+# windows: 28 with four rounds, 2.9 with six, 1.2 with eight, 1.0 with ten. A round costs 10 microseconds.
 _ROUNDS = 8
 
 
-@dataclass(frozen=True, eq=False)  # arrays do not compare to a bool
+@dataclass(frozen=True, eq=False)  # == on arrays gives no bool
 class Corpus:
-    """Training and validation tokens. Open it in the process that reads it: pickled, it would be copied whole.
+    """Training and validation tokens. Open it in the process that reads it: pickling copies all tokens.
 
-    train, val   1-d read-only memory maps: uint8 (bytes), uint16 (``.bin`` and small tokenizers) or uint32
-    vocab        ids that can occur: 256 for bytes, the tokenizer's size, or max_id + 1 for ``.bin``
-    max_id       largest id that does occur
-    fingerprint  sha256 of what train and val are made of (relative names, sizes, contents, tokenizer, where they are
-                 split): equal on machines that have the same data
+    Attributes:
+        train: 1-d read-only memory map of uint8 (bytes), uint16 (``.bin`` and small tokenizers) or uint32.
+        val: Likewise.
+        vocab: Number of possible ids: 256 for bytes, the tokenizer's size, or max_id + 1 for ``.bin``.
+        max_id: Largest id that occurs.
+        fingerprint: sha256 of the sources (relative names, sizes, contents), the tokenizer and the split. It is equal
+            on machines that have the same data.
     """
 
     train: Tokens
@@ -49,7 +51,7 @@ class Corpus:
 
 
 def open_corpus(text: Text) -> Corpus:
-    """Open the tokens that ``text`` names. The first call on a machine converts them, later ones take milliseconds.
+    """Open the tokens of a text. The first call on a machine converts them; later calls take milliseconds.
 
     Raises ValueError with all faults of the text; ``data_faults`` returns them instead.
     """
@@ -68,10 +70,14 @@ def open_corpus(text: Text) -> Corpus:
 
 
 def data_faults(text: Text, seq: int, vocab: int) -> list[str]:
-    """All that is wrong with ``text`` for a model of ``seq`` tokens a sequence and ids 0 to vocab - 1; [] if nothing.
+    """Return all faults of a text for a model; [] if there are none. Each is a sentence with its fix.
 
-    Each fault is a sentence with its fix. Token counts and ids are known only after conversion, so the first call
-    converts. Does not raise for user mistakes.
+    Token counts and ids are known only after conversion, so the first call converts. User mistakes raise no exception.
+
+    Args:
+        text: The user's text.
+        seq: Tokens per sequence.
+        vocab: The model's token ids are 0 to vocab - 1.
     """
     parts, faults = _open_parts(text)
     for setting, (_, facts) in parts.items():
@@ -81,7 +87,7 @@ def data_faults(text: Text, seq: int, vocab: int) -> list[str]:
                 f"set vocab to {facts.vocab}, or use a tokenizer with fewer ids"
             )
     if _fraction_faults(text) or parts.keys() != _paths(text).keys():
-        return faults  # there is no split to look at
+        return faults  # without a valid split there are no lengths to check
     longer = "a longer data.val_path" if text.val_path is not None else "more text, or a larger data.val_fraction"
     for name, tokens, fix in zip(
         ("training", "validation"), _split(text, parts), ("give more text", f"give {longer}"), strict=True
@@ -105,7 +111,7 @@ def _fraction_faults(text: Text) -> list[str]:
 
 
 def _open_parts(text: Text) -> tuple[dict[str, tuple[Tokens, Facts]], list[str]]:
-    """Those of path and val_path that can be opened, and what is wrong with the text."""
+    """Open path and val_path. Returns those that could be opened, by setting, and all faults."""
     faults = _fraction_faults(text)
     parts: dict[str, tuple[Tokens, Facts]] = {}
     for setting, path in _paths(text).items():
@@ -115,7 +121,7 @@ def _open_parts(text: Text) -> tuple[dict[str, tuple[Tokens, Facts]], list[str]]
             faults += error.faults
     if len({facts.dtype == "|u1" for _, facts in parts.values()}) == 2:
         faults.append("val_path: one of path and val_path is bytes, the other token ids: give two of a kind")
-    return parts, list(dict.fromkeys(faults))  # both paths may have met the same tokenizer or cache fault
+    return parts, list(dict.fromkeys(faults))  # both paths may report the same tokenizer or cache fault
 
 
 def _split(text: Text, parts: dict[str, tuple[Tokens, Facts]]) -> tuple[Tokens, Tokens]:
@@ -129,22 +135,34 @@ def _split(text: Text, parts: dict[str, tuple[Tokens, Facts]]) -> tuple[Tokens, 
 class TokenBatches:
     """Tokens and labels of any microbatch of any step, without state.
 
-    The training tokens are cut into W = (len - 1) // seq windows of seq + 1 tokens, the last token of a window being
-    the first of the next one. Samples are numbered
+    The training tokens are cut into W = (len - 1) // seq windows of seq + 1 tokens; the last token of a window is the
+    first of the next one. Samples are numbered
 
         n = ((step * microbatches + microbatch) * num_dp + dp) * micro_batch_size + i
 
-    so a step takes the same samples however microbatches * num_dp is divided. Sample n is window ``n % W`` of the
-    shuffled order of epoch ``n // W``: every window once an epoch, in another order each time (see ``shuffled``).
-    Validation windows come in order and start again at the end.
+    so a step takes the same samples however microbatches * num_dp is divided. Sample n is window ``n % W`` in the
+    shuffled order of epoch ``n // W``: each window comes once per epoch, in a new order every time (see ``shuffled``).
+    Validation windows come in order and start again after the last.
 
-    Every method returns int64 tensors of shape (micro_batch_size, seq); labels are the tokens shifted by one.
+    Every method returns int64 tensors of shape (micro_batch_size, seq). Labels are the tokens shifted by one.
     """
 
     def __init__(
         self, corpus: Corpus, seq: int, micro_batch_size: int, microbatches: int, num_dp: int = 1, seed: int = 0
     ) -> None:
-        """``microbatches`` are those of one data-parallel rank a step. Raises ValueError if a part has no window."""
+        """Prepare the windows; no tokens are read yet.
+
+        Args:
+            corpus: The tokens.
+            seq: Tokens per sequence.
+            micro_batch_size: Sequences per microbatch.
+            microbatches: Microbatches per step of one data-parallel rank.
+            num_dp: Data-parallel ranks.
+            seed: Seed of the shuffled order.
+
+        Raises:
+            ValueError: The training or validation tokens do not fill a window.
+        """
         for name, tokens in (("training", corpus.train), ("validation", corpus.val)):
             if len(tokens) < seq + 1:
                 raise ValueError(f"{name} data: {len(tokens)} tokens are fewer than one window of seq + 1 = {seq + 1}")
@@ -152,33 +170,33 @@ class TokenBatches:
         self.seq, self.seed = seq, seed
         self.train_windows = (len(corpus.train) - 1) // seq
         self.val_windows = (len(corpus.val) - 1) // seq
-        # row k of a view is tokens k to k + seq - 1; nothing is read until rows are taken
+        # row k of a view holds tokens k to k + seq - 1; nothing is read until rows are taken
         self._train = sliding_window_view(np.asarray(corpus.train), seq)
         self._val = sliding_window_view(np.asarray(corpus.val), seq)
 
     def train(self, step: int, microbatch: int, dp: int = 0) -> tuple[Tensor, Tensor]:
-        """(tokens, labels) of a training microbatch."""
+        """Return (tokens, labels) of a training microbatch."""
         starts = self._train_starts(step, microbatch, dp)
         return _take(self._train, starts), _take(self._train, starts + 1)
 
     def train_tokens(self, step: int, microbatch: int, dp: int = 0) -> Tensor:
-        """What the first stage needs of ``train``."""
+        """Return the tokens of a training microbatch, for the first stage."""
         return _take(self._train, self._train_starts(step, microbatch, dp))
 
     def train_labels(self, step: int, microbatch: int, dp: int = 0) -> Tensor:
-        """What the last stage needs of ``train``."""
+        """Return the labels of a training microbatch, for the last stage."""
         return _take(self._train, self._train_starts(step, microbatch, dp) + 1)
 
     def val(self, step: int, microbatch: int, dp: int = 0) -> tuple[Tensor, Tensor]:
-        """(tokens, labels) of a validation microbatch."""
+        """Return (tokens, labels) of a validation microbatch."""
         return self.val_tokens(step, microbatch, dp), self.val_labels(step, microbatch, dp)
 
     def val_tokens(self, step: int, microbatch: int, dp: int = 0) -> Tensor:
-        """What the first stage needs of ``val``."""
+        """Return the tokens of a validation microbatch, for the first stage."""
         return _take(self._val, self._val_starts(step, microbatch, dp))
 
     def val_labels(self, step: int, microbatch: int, dp: int = 0) -> Tensor:
-        """What the last stage needs of ``val``."""
+        """Return the labels of a validation microbatch, for the last stage."""
         return _take(self._val, self._val_starts(step, microbatch, dp) + 1)
 
     def _samples(self, step: int, microbatch: int, dp: int) -> Int64s:
@@ -199,17 +217,28 @@ class TokenBatches:
 
 
 def _take(rows: npt.NDArray[Any], starts: Int64s) -> Tensor:
-    import torch  # here and not above: the driver reads this module without torch
+    import torch  # imported here because the driver uses this module without torch
 
     return torch.from_numpy(rows[starts].astype(np.int64))
 
 
 def shuffled(position: Int64s, epoch: Int64s, size: int, seed: int) -> Int64s:
-    """Where ``position`` (each in 0 to size - 1) goes in the permutation of ``range(size)`` that (seed, epoch) names.
+    """Permute positions by the permutation of ``range(size)`` that (seed, epoch) selects.
 
-    Takes arrays of one shape and O(1) time and memory for each element: a Feistel network permutes the rectangle
-    a x b of numbers ``left * b + right`` with a = ceil(sqrt(size)), b = ceil(size / a) (Black & Rogaway 2002), which
-    has fewer than a numbers too many; an element that lands on one of those walks on until it is below size.
+    A Feistel network permutes the numbers ``left * b + right`` of a rectangle a x b, with a = ceil(sqrt(size)) and b =
+    ceil(size / a). The rectangle has fewer than a numbers too many; an element that lands on one of those is permuted
+    again until it is below size (cycle walking). Each element takes O(1) time and memory.
+
+    Args:
+        position: Positions in 0 to size - 1, int64.
+        epoch: Epoch of each position, int64, of the same shape.
+        size: Length of the permutation.
+        seed: Seed of all permutations.
+
+    Returns:
+        The permuted positions, int64, of the same shape.
+
+    Source: Black & Rogaway 2002, generalized Feistel cipher.
     """
     a = math.isqrt(size - 1) + 1
     b = -(-size // a)
@@ -222,7 +251,7 @@ def shuffled(position: Int64s, epoch: Int64s, size: int, seed: int) -> Int64s:
 
 
 def _feistel(number: UInt64s, keys: list[UInt64s], a: int, b: int) -> UInt64s:
-    """A permutation of 0 to a * b - 1: each round adds to one half what the other one says, and so can be undone."""
+    """Permute 0 to a * b - 1: each round adds a hash of one half to the other half, which can be undone."""
     left, right = np.divmod(number, np.uint64(b))
     for even, odd in zip(keys[::2], keys[1::2], strict=True):
         left = (left + _mix(right ^ even)) % np.uint64(a)
@@ -231,7 +260,10 @@ def _feistel(number: UInt64s, keys: list[UInt64s], a: int, b: int) -> UInt64s:
 
 
 def _mix(number: UInt64s) -> UInt64s:
-    """A step of SplitMix64 (Steele et al. 2014): every bit in moves half of the bits out. Wraps around at 2**64."""
+    """Apply one step of SplitMix64 (Steele et al.
+
+    2014): each input bit flips half of the output bits. Wraps at 2**64.
+    """
     number = number + np.uint64(0x9E3779B97F4A7C15)
     number = (number ^ (number >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     number = (number ^ (number >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

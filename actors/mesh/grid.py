@@ -1,4 +1,4 @@
-"""Grids of tensor ranks: their spelling, and which rank stands where."""
+"""Grids of tensor-parallel ranks: their spelling, and each rank's position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ _SIDE = "[1-9][0-9]{0,2}"
 
 
 class Line(NamedTuple):
-    """The ranks of a grid that differ along one of its axes only."""
+    """The ranks of a grid that differ along one axis only.
+
+    Attributes:
+        axis: The axis.
+        members: The ranks, in the order of their position on the axis.
+    """
 
     axis: str
     members: tuple[int, ...]
@@ -23,11 +28,14 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """A square (2d: Optimus, Xu & You 2021), squares behind one another (2.5d: Tesseract, Wang et al. 2021), or a cube
-    (3d: Bian et al. 2021) of tensor ranks.
+    """A grid of tensor-parallel ranks: a square (2d), stacked squares (2.5d) or a cube (3d).
 
-    side   ranks along each axis
-    depth  squares of a 2.5d grid
+    Attributes:
+        kind: "2d", "2.5d" or "3d".
+        side: Ranks along each axis of a square or cube.
+        depth: Number of squares of a 2.5d grid.
+
+    Source: 2d: Optimus (Xu & You 2021). 2.5d: Tesseract (Wang et al. 2021). 3d: Bian et al. 2021.
     """
 
     kind: GridKind
@@ -36,7 +44,10 @@ class Grid:
 
     @property
     def axes(self) -> Mapping[str, int]:
-        """Ranks along each axis, the innermost last. Those along ``col`` are a column: they differ in their row."""
+        """Number of ranks along each axis, innermost last.
+
+        Ranks along ``col`` form a column: they differ in their row.
+        """
         if self.kind == "3d":
             return {"x": self.side, "y": self.side, "z": self.side}
         square = {"col": self.side, "row": self.side}
@@ -49,11 +60,11 @@ class Grid:
 
     @property
     def batch_parts(self) -> int:
-        """Parts that every microbatch is divided into."""
+        """Number of parts into which each microbatch is divided."""
         return self.side**2 if self.kind == "3d" else self.side * self.depth
 
     def lines(self, rank: int) -> Iterator[Line]:
-        """The lines of more than one rank that a rank of the grid is on; ranks count from 0."""
+        """Yield the lines of more than one rank that contain ``rank``, which counts from 0 within the grid."""
         stride = self.size
         for axis, count in self.axes.items():
             stride //= count
@@ -64,7 +75,7 @@ class Grid:
 
 @cache
 def grid_of(spelling: str) -> Grid:
-    """The grid that is spelled ``2d:QxQ``, ``2.5d:QxQxD`` or ``3d:QxQxQ``, with Q of 2 at least.
+    """Parse a grid: ``2d:QxQ``, ``2.5d:QxQxD`` or ``3d:QxQxQ``, with Q of at least 2.
 
     Raises ValueError for any other spelling.
     """
@@ -81,7 +92,7 @@ def grid_of(spelling: str) -> Grid:
 
 
 def is_grid(spelling: str) -> bool:
-    """Whether a text spells a grid."""
+    """Return whether a text spells a grid."""
     try:
         grid_of(spelling)
     except ValueError:

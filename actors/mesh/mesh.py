@@ -43,7 +43,7 @@ class Mesh:
 
     @property
     def grid(self) -> Grid | None:
-        """The grid of the tensor ranks; None if they are a number."""
+        """The grid of the tensor ranks; None if ``tp`` is a number."""
         return grid_of(self.tp) if isinstance(self.tp, str) else None
 
     @property
@@ -52,30 +52,31 @@ class Mesh:
         return grid_of(self.tp).size if isinstance(self.tp, str) else self.tp
 
     def ways(self, axis: Axis) -> int:
-        """How many ways an axis splits the work."""
+        """Return how many ways an axis splits the work."""
         count: int = self.tensor_ranks if axis == "tp" else getattr(self, axis)
         return count
 
     def coordinate(self, rank: int) -> dict[Axis, int]:
-        """Where a rank stands on each axis."""
+        """Return a rank's position on each axis."""
         out: dict[Axis, int] = {}
         for axis in reversed(AXES):
             rank, out[axis] = divmod(rank, self.ways(axis))
         return {axis: out[axis] for axis in AXES}
 
     def rank(self, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """The rank at a coordinate."""
+        """Return the rank at a coordinate."""
         return ((pp * self.dp + dp) * self.cp + cp) * self.tensor_ranks + tp
 
     def label(self, rank: int) -> str:
-        """A rank's name in messages: ``pp=1``, or ``pp=1 dp=0 tp=3`` where more axes than pp are split."""
+        """Name a rank in messages: ``pp=1``, or ``pp=1 dp=0 tp=3`` if axes other than pp are split."""
         coordinate = self.coordinate(rank)
         return " ".join(f"{axis}={coordinate[axis]}" for axis in AXES if axis == "pp" or self.ways(axis) > 1)
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
-        """The members of every group of an axis, in the order of their coordinate on it.
+        """Return the members of every group of an axis, each in the order of their position on it.
 
-        Expert groups are runs of neighbours within a pipeline stage; ``edp`` joins ranks that hold the same experts.
+        Expert groups (``ep``) are runs of neighbouring ranks within a pipeline stage. ``edp`` groups join the ranks
+        that hold the same experts.
         """
         inner = self.dp * self.cp * self.tensor_ranks
         if axis == "ep":
@@ -94,14 +95,24 @@ class Mesh:
         return tuple(tuple(start + i * stride for i in range(size)) for start in starts)
 
     def replicas(self, rank: int) -> tuple[int, tuple[int, ...]]:
-        """The index of, and the ranks in, the group of all that hold the same weights as a rank: those that differ on
-        dp and cp only."""
+        """Return the group of ranks that hold the same weights as ``rank``: they differ from it on dp and cp only.
+
+        Returns:
+            The index of the group, and its members.
+        """
         at = self.coordinate(rank)
         members = (self.rank(at["pp"], dp, cp, at["tp"]) for dp in range(self.dp) for cp in range(self.cp))
         return at["pp"] * self.tensor_ranks + at["tp"], tuple(members)
 
     def group_of(self, axis: Axis, rank: int) -> tuple[int, tuple[int, ...]]:
-        """The index of a rank's group among the axis' groups, and its members."""
+        """Return the group of an axis that contains ``rank``.
+
+        Returns:
+            The index of the group among the axis' groups, and its members.
+
+        Raises:
+            ValueError: The rank is outside the mesh.
+        """
         for index, members in enumerate(self.groups(axis)):
             if rank in members:
                 return index, members

@@ -1,4 +1,4 @@
-"""Who takes part in a run, by rank: the workers of the mesh, then the parameter servers; and the groups they form."""
+"""The ranks of a run (workers of the mesh, then parameter servers) and the groups that they form."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ Zero = Literal[0, 1]
 
 
 class Membership(NamedTuple):
-    """One rank's place in a group.
+    """One rank's membership in a group.
 
-    key      the group among this rank's groups: ``pp``, ``dp`` (all with the same weights, on cp too), ``cp``, ``tp``,
-             ``tp.row`` (and other lines of a grid),
-             ``mesh`` (of all workers, or of those of one coordinate on tp), ``ps0``, ``servers``
-    axis     what its bytes are counted under
-    name     unique in the run
-    members  ranks, in the order of the group
+    Attributes:
+        key: The group's name among those of this rank: ``pp``, ``dp`` (all ranks with the same weights, including those
+            along cp), ``cp``, ``tp``, ``tp.row`` (and other lines of a grid), ``mesh`` (all workers, or all with one tp
+            coordinate), ``ps0`` (replicas and a parameter server) or ``servers``.
+        axis: Axis under which the ledger counts the group's bytes.
+        name: Unique in the run.
+        members: Ranks, in the order of the group.
     """
 
     key: str
@@ -31,10 +32,12 @@ class Membership(NamedTuple):
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of a run: ``mesh.size`` workers, then the servers of pipeline rank 0, of pipeline rank 1, ...
+    """All ranks of a run: ``mesh.size`` workers, then the servers of pipeline rank 0, of pipeline rank 1, and so on.
 
-    servers  parameter servers of each pipeline rank; 0 without
-    sharded  whether replicas own a part of the weights each
+    Attributes:
+        mesh: The mesh of the workers.
+        servers: Parameter servers per pipeline rank; 0 for none.
+        sharded: Whether each replica owns a part of the weights for the update (ZeRO-1).
     """
 
     mesh: Mesh
@@ -43,7 +46,7 @@ class World:
 
     @classmethod
     def of(cls, mesh: Mesh, data_parallel: DataParallel, servers: int, zero: Zero | None) -> World:
-        """The world of a run with these fields; replicas share the update unless ``zero`` is 0."""
+        """Create the world of a run. Replicas share the update unless ``zero`` is 0."""
         if data_parallel == "parameter_server":
             return cls(mesh, servers)
         return cls(mesh, sharded=zero != 0 and mesh.dp * mesh.cp > 1)
@@ -55,22 +58,22 @@ class World:
 
     @property
     def replicas(self) -> int:
-        """Actors with the same weights: those of all dp, and of all cp, for a sequence's parts are trained on alike."""
+        """Number of actors with the same weights: dp x cp, as context ranks train them on parts of a sequence."""
         return self.mesh.dp * self.mesh.cp
 
     @property
     def reduces(self) -> bool:
-        """Whether gradients have to be summed over replicas, or sent to servers."""
+        """Whether gradients must be summed over replicas or sent to servers."""
         return self.replicas > 1 or self.servers > 0
 
     @property
     def owners(self) -> int:
-        """Among how many actors of a pipeline rank (servers, or replicas) its weights are divided for the update."""
+        """Number of actors (servers or replicas) among which the update of a pipeline rank's weights is divided."""
         return self.servers or (self.replicas if self.sharded else 1)
 
     @property
     def updaters(self) -> str:
-        """The key of the group of all that update parts of one model, or of one tensor rank's part of it."""
+        """The key of the group of all ranks that update parts of one model, or of one tensor rank's part of it."""
         if self.servers:
             return "servers"
         if not self.sharded:
@@ -78,7 +81,7 @@ class World:
         return "mesh" if self.mesh.pp > 1 else "dp"
 
     def owner_rank(self, pp: int, owner: int) -> int:
-        """The rank, in the group of all updaters, of one of a pipeline rank's owners."""
+        """Return the rank, within the group of all updaters, of one owner of a pipeline rank."""
         return pp * self.owners + owner
 
     @property
@@ -86,48 +89,55 @@ class World:
         return range(self.mesh.size, self.size)
 
     def label(self, rank: int) -> str:
-        """A rank's name in messages: ``pp=1``, ``pp=1 dp=0``, ``server 0 of pp=1``."""
+        """Name a rank in messages: ``pp=1``, ``pp=1 dp=0``, ``server 0 of pp=1``."""
         if rank < self.mesh.size:
             return self.mesh.label(rank)
         return f"server {self.server_index(rank)} of pp={self.pp(rank)}"
 
     def pp(self, rank: int) -> int:
-        """The pipeline rank that a rank belongs to."""
+        """Return the pipeline rank of a rank."""
         if rank < self.mesh.size:
             return rank // self._inner
         return (rank - self.mesh.size) // self.servers
 
     def leads(self, rank: int) -> bool:
-        """Whether a rank speaks for its tensor group, where all have the same to say; a server speaks for itself."""
+        """Return whether a rank reports for its tensor group, whose ranks all have the same to report.
+
+        Servers always do.
+        """
         return rank >= self.mesh.size or self.mesh.coordinate(rank)["tp"] == 0
 
     def server_index(self, rank: int) -> int:
-        """Which one of its pipeline rank's servers this is."""
+        """Return a server's index among those of its pipeline rank."""
         return (rank - self.mesh.size) % self.servers
 
     def server_rank(self, pp: int, index: int) -> int:
-        """The rank of a pipeline rank's server."""
+        """Return the rank of a server of a pipeline rank."""
         return self.mesh.size + pp * self.servers + index
 
     def replica(self, dp: int) -> tuple[int, ...]:
-        """The workers of one data-parallel replica, by pipeline rank; of a tensor or context group the first."""
+        """Return the workers of one data-parallel replica by pipeline rank.
+
+        Of each tensor or context group, the first.
+        """
         return tuple(self.mesh.rank(pp=pp, dp=dp) for pp in range(self.mesh.pp))
 
     def tensor_group(self, rank: int) -> tuple[int, ...]:
-        """The workers that hold parts of what a worker of the first tensor rank holds, itself first."""
+        """Return the members of a worker's tensor group. If the worker is the first tensor rank, it comes first."""
         return self.mesh.group_of("tp", rank)[1]
 
     def replicas_of(self, pp: int) -> range:
-        """The workers of one pipeline rank, by replica."""
+        """Return the workers of one pipeline rank, in rank order."""
         return range(pp * self._inner, (pp + 1) * self._inner)
 
     def memberships(self, rank: int) -> Iterator[Membership]:
-        """A rank's groups, in the order of joining: nobody waits for a group that its peer would form later."""
+        """Yield a rank's groups in the order in which to join them, which prevents deadlock between ranks."""
         pp = self.pp(rank)
         if rank < self.mesh.size:
             for axis in AXES:
                 index, members = self.mesh.replicas(rank) if axis == "dp" else self.mesh.group_of(axis, rank)
-                if len(members) > 1 and not (axis == "dp" and self.servers):  # with servers nobody else is asked
+                # With servers, replicas do not talk to each other.
+                if len(members) > 1 and not (axis == "dp" and self.servers):
                     yield Membership(axis, axis, f"{axis}/{index}", members)
             tp = self.mesh.tensor_ranks
             if self.mesh.grid is not None:
@@ -144,11 +154,11 @@ class World:
                 yield Membership("servers", "servers", "servers/0", tuple(self.server_ranks))
 
     def _served(self, pp: int, index: int) -> Membership:
-        """The replicas of a pipeline rank and one of its servers, which is the last member."""
+        """Return the group of a pipeline rank's replicas and one of its servers, which is the last member."""
         members = (*self.replicas_of(pp), self.server_rank(pp, index))
         return Membership(f"ps{index}", "ps", f"ps/{pp}.{index}", members)
 
     @property
     def _inner(self) -> int:
-        """Workers of a pipeline rank: pp is the outermost axis of a mesh."""
+        """Number of workers per pipeline rank; pp is the mesh's outermost axis."""
         return self.mesh.size // self.mesh.pp

@@ -1,1 +1,1 @@
-"""The shared-memory backend: groups of actors on one node."""
+"""The shared-memory backend for groups whose members are on one node."""

@@ -1,4 +1,4 @@
-"""An op as it moves on: steps that each work through the same pieces, one behind the other."""
+"""Flows: ops in progress that process a tensor in pieces, through a pipeline of steps."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-AHEAD = 8  # pieces by which the first step may be ahead of the last one: until they are read they take memory
+AHEAD = 8  # pieces by which the first step may lead the last: they take memory until read
 
 
 class Flow(ABC):
-    """What a mailbox moves on.
+    """An op in progress, which a mailbox advances.
 
-    peers  those without whom it can't be finished
-    queue  flows of one queue take their pieces one after the other, in the order of their start (None: of no queue)
-    over   whether nothing is left to do; with an ``error``, nothing can be done any more
-    ahead  pieces that take memory now
+    Attributes:
+        peers: Ranks that the op needs to complete.
+        queue: (source, tag). Flows of one queue take their pieces one after the other, in the order in which they were
+            started. None for no queue.
+        error: Why the flow failed; None if it has not.
+        over: Whether the flow has completed or failed.
+        ahead: Pieces that take memory now.
     """
 
     def __init__(self, peers: Collection[int], queue: tuple[int, int] | None = None) -> None:
@@ -24,13 +27,13 @@ class Flow(ABC):
         self.over, self.ahead = False, 0
 
     def needs(self, peer: int) -> bool:
-        """Whether it can't be finished any more if this one of ``peers`` is lost."""
+        """Return whether the loss of ``peer``, one of ``peers``, would keep the flow from completing."""
         return True
 
     def advance(self, most: int) -> bool:
-        """Do what can be done now, but take memory for at most ``most`` pieces; what goes wrong is kept in ``error``.
+        """Do what can be done now, using memory for at most ``most`` pieces. Exceptions are stored in ``error``.
 
-        Returns whether another look is worth while: something was taken, or is over.
+        Returns whether to call again: a piece was taken, or the flow is over.
         """
         try:
             return self._advance(most)
@@ -43,16 +46,23 @@ class Flow(ABC):
 
 
 class Step(NamedTuple):
-    """``do(k)`` handles piece k, as soon as ``ready(k)``."""
+    """One step of a pipeline: ``do(k)`` processes piece k once ``ready(k)`` is true."""
 
     ready: Callable[[int], bool]
     do: Callable[[int], object]
 
 
 class Pieces(Flow):
-    """``count`` pieces that go through ``steps``; the last step goes first where it can, as what arrives is in cache.
+    """A flow of ``count`` pieces through ``steps``.
 
-    copies  whether a piece takes memory of its own from the first step to the last one
+    Later steps run first where they can: arrived data is still in cache.
+
+    Args:
+        count: Number of pieces.
+        steps: The steps, each of which processes the pieces in order and never overtakes the step before it.
+        peers: Ranks that the op needs to complete.
+        copies: Whether a piece takes memory of its own between the first step and the last.
+        queue: See ``Flow``.
     """
 
     def __init__(
@@ -69,7 +79,7 @@ class Pieces(Flow):
         self.over = not count
 
     def _advance(self, most: int) -> bool:
-        """At most one piece of the first step, so that pieces that arrive meanwhile can be taken while in cache."""
+        """Advance by at most one piece of the first step, so that pieces that arrive meanwhile are still in cache."""
         done, before = self._done, list(self._done)
         while done[0] == before[0] and self._one(most):
             pass
@@ -90,9 +100,9 @@ class Pieces(Flow):
 
 
 def always(piece: int) -> bool:
-    """A step that waits for nothing."""
+    """Readiness of a step that never has to wait."""
     return True
 
 
 def nothing(*_: object) -> None:
-    """A step that only waits."""
+    """Action of a step that only waits."""

@@ -1,6 +1,6 @@
-"""The CPU group of members that live on one node: tensors move through shared memory.
+"""The CPU group of members on one node: tensors move through shared memory.
 
-Every op is a Flow: it posts pieces of what this member gives, and takes the pieces that the others posted.
+Every op is a Flow: it posts the pieces that this member gives and takes the pieces that the others posted.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ from raypar.actors.collective.shm.ops import Swap, by_shares, reduce_parts
 from raypar.actors.collective.shm.slabs import SLAB
 from raypar.actors.tensors import nbytes, row_size, staged
 
-Fold = Callable[[slice, Parts], object]  # what to do with these elements of the peers' tensors
-WHOLE = slice(None)  # all of a tensor that is one piece: it need not be sliced, which takes 3 us
+Fold = Callable[[slice, Parts], object]  # called with a range of elements, and those of each peer
+WHOLE = slice(None)  # a tensor in one piece, which need not be sliced: that takes 3 us
 Back = Callable[[], object] | None
 
 
 class ShmGroup(Group):
-    """A group whose members are all in one ``links.place()``.
+    """A group whose members are all in one ``links.place()``. See ``Group`` for the other arguments.
 
-    store  where the members meet; its keys must not have been used by an earlier group
+    An op in progress advances whenever any op of the group is started or waited for.
 
-    An async op moves on whenever any op of the group is started or waited for. The constructor returns once every
-    member is connected, or raises within ``connect_timeout`` seconds.
+    Args:
+        store: Where the members exchange addresses. No earlier group may have used its keys.
+        connect_timeout: Seconds in which all members must connect.
+
+    Raises:
+        GroupError: A member did not connect in time.
     """
 
     def __init__(
@@ -67,15 +71,17 @@ class ShmGroup(Group):
         self._closed = True
         self._box.abort()
 
-    # --- the ops: what this member gives to whom, and what it makes of what it gets ---
+    # --- ops: what this member gives to whom, and what it does with what it gets ---
 
     def _all_reduce_bytes(self, tensor: Tensor) -> int:
         return (self.size - 1) * nbytes(tensor) if self._is_direct(tensor) else super()._all_reduce_bytes(tensor)
 
     def _is_direct(self, tensor: Tensor) -> bool:
-        """Whether everybody gives everything to everybody: one round, and for two members not a byte more.
+        """Return whether every member sends its whole tensor to every other.
 
-        A large window is not copied to be given, and then shares are less work.
+        One round, and for two members no byte more.
+
+        Otherwise each member reduces one share. For a large window that is less work, as nothing is copied to be given.
         """
         pair = self.size == 2 and (nbytes(tensor) <= SLAB or not self._box.is_window(tensor))
         return nbytes(tensor) <= INLINE or pair
@@ -166,7 +172,7 @@ class ShmGroup(Group):
     def _send(self, tensor: Tensor, dst: int, tag: int) -> Finish:
         flat = tensor.detach().contiguous().view(-1)
         piece = SLAB // flat.element_size()
-        with self._box.lock:  # another send with this tag comes before or after
+        with self._box.lock:  # keeps the pieces of concurrent sends with this tag apart
             for start in range(0, flat.numel(), piece):
                 self._box.post(tag, nbytes(flat), flat[start : start + piece], (dst,))
 
@@ -191,7 +197,7 @@ class ShmGroup(Group):
         self._box.await_pieces(flow)
         return self._finish(flow, back)
 
-    # --- inside ---
+    # --- internal ---
 
     def _exchange(
         self,
@@ -203,9 +209,16 @@ class ShmGroup(Group):
         block: int = SLAB,
         lend: bool = True,
     ) -> Finish:
-        """Give flat tensors to these peers, and fold in so many elements of those, in pieces of so many bytes.
+        """Give flat tensors to peers and fold in what others give, piece by piece.
 
-        lend  whether windows may be read where they stand; not if they are folded into
+        Args:
+            give: Flat tensors and the ranks that get each.
+            take: Elements expected from each rank.
+            dtype: dtype of all tensors.
+            fold: Called with each range of elements and the peers' pieces of it.
+            back: Called when all is done; may be None.
+            block: Bytes of a piece.
+            lend: Whether peers may read windows in place; not if ``fold`` writes to them.
         """
         channel = self._channel()
         piece = block // dtype.itemsize
@@ -225,7 +238,7 @@ class ShmGroup(Group):
         def post(k: int) -> None:
             for flat, peers in give:
                 if flat.numel() > k * piece:
-                    last = nbytes(flat[(k + 1) * piece :]) < LENT  # of those that are lent
+                    last = nbytes(flat[(k + 1) * piece :]) < LENT  # the last piece that is lent: later ones are copied
                     self._box.post(
                         channel, nbytes(flat), flat[k * piece : (k + 1) * piece], peers, lend=lend, ring=last
                     )
@@ -254,7 +267,10 @@ class ShmGroup(Group):
         return finish
 
     def _channel(self) -> int:
-        """A new one for a collective, the same on every member; the tags of p2p are channels too, from 0."""
+        """Return a new channel for a collective, the same on every member.
+
+        Tags, from 0, are the channels of point-to-point ops.
+        """
         self._issued += 1
         return -self._issued
 

@@ -1,7 +1,8 @@
-"""Connections between the members of a group that live on one node: local sockets that carry small messages and slabs.
+"""Connections between the members of a group on one node: local sockets that carry small messages and slabs.
 
-A message stands in a channel; those of one sender in one channel arrive in the order in which they were sent. Its bytes
-are in it if they are few, else in a slab. A member that dies closes its sockets, which its peers see at once.
+A message belongs to a channel. The messages of one sender in one channel arrive in the order in which they were sent.
+A message carries a few bytes itself; more bytes are in a slab. A member that dies closes its sockets, which its peers
+notice at once.
 """
 
 from __future__ import annotations
@@ -23,20 +24,24 @@ from torch._C._distributed_c10d import Store
 
 from raypar.actors.collective.shm.slabs import Slab
 
-INLINE = 1 << 13  # bytes that a message carries itself: below, two copies through the kernel are cheaper than a slab
-NOTHING = torch.empty(0, dtype=torch.uint8)  # what a bell carries
-_HEAD = struct.Struct("<qqiqqi")  # channel, total, slab (or _NO_SLAB), start in it, bytes, whether the lender waits
+INLINE = 1 << 13  # bytes up to which a message carries its data: two kernel copies are then cheaper than a slab
+NOTHING = torch.empty(0, dtype=torch.uint8)  # the data of a message without contents
+_HEAD = struct.Struct("<qqiqqi")  # channel, total, slab (or _NO_SLAB), start in it, bytes, awaited
 _NO_SLAB = -1
 _HELLO = struct.Struct("<i")
 _ROOM = INLINE + _HEAD.size
 _FD_ROOM = socket.CMSG_SPACE(4)
-_BUFFER = 1 << 22  # asked of the system for what is sent and not yet read; it may give less
+_BUFFER = 1 << 22  # bytes of send buffer to request; the system may grant less
 
 
 class Message(NamedTuple):
-    """A piece (uint8) of ``total`` bytes that a peer gives, perhaps in a slab of it that has to be given back.
+    """A piece of a tensor from a peer.
 
-    awaited  whether the peer has to be told when it was
+    Attributes:
+        data: The piece (uint8).
+        total: Bytes of the whole tensor.
+        slab: The peer's slab that holds ``data`` and has to be given back; None if the message carried the data itself.
+        awaited: Whether to notify the peer when the slab is given back.
     """
 
     data: Tensor
@@ -46,7 +51,10 @@ class Message(NamedTuple):
 
 
 def place() -> str:
-    """Where this process can be reached by local sockets and descriptors; "" where it can't (not on Linux)."""
+    """Identify where this process can be reached by local sockets and descriptors: boot, network namespace and user.
+
+    Returns "" if it cannot be reached so (not on Linux).
+    """
     if not sys.platform.startswith("linux"):
         return ""
     try:
@@ -57,23 +65,23 @@ def place() -> str:
 
 
 def same_place(store: Store, rank: int, size: int) -> bool:
-    """Whether all members can reach each other so; every member has to ask."""
+    """Return whether all members are in the same ``place``. Every member must call it."""
     here = place()
     store.set(f"place/{rank}", here)
     return all(store.get(f"place/{peer}").decode() == here for peer in range(size)) and bool(here)
 
 
 class Link:
-    """The connection to one peer. ``lost``: the peer has closed it, or died."""
+    """The connection to one peer. ``lost`` is set once the peer has closed it or died."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         self.lost = False
-        self._broken = False  # what the peer sent before can still be read
+        self._broken = False  # sending fails, but what the peer sent earlier can still be read
         self._socket = sock
-        self._slabs: dict[int, Slab] = {}  # the peer's
-        self._known: set[int] = set()  # own slabs that the peer has
+        self._slabs: dict[int, Slab] = {}  # the peer's slabs, by number
+        self._known: set[int] = set()  # numbers of own slabs that the peer has mapped
         self._queue: deque[tuple[bytes, int | None]] = deque()
 
     def fileno(self) -> int:
@@ -81,30 +89,40 @@ class Link:
 
     @property
     def idle(self) -> bool:
-        """Whether everything sent is on its way."""
+        """Whether everything sent has been handed to the kernel."""
         return not self._queue
 
     def send(self, channel: int, total: int, data: Tensor) -> None:
-        """Send at most INLINE bytes (uint8); the tensor may change as soon as this returns."""
+        """Send at most INLINE bytes (uint8). The tensor may change as soon as this returns."""
         self._put(_HEAD.pack(channel, total, _NO_SLAB, 0, data.numel(), 0) + data.numpy().tobytes(), None)
 
     def lend(self, channel: int, total: int, slab: Slab, start: int, count: int, fd: int, awaited: bool) -> None:
-        """Let the peer read ``count`` bytes of a slab, whose descriptor it gets if it does not know it yet."""
+        """Let the peer read part of a slab.
+
+        Args:
+            channel: Channel of the message.
+            total: Bytes of the whole tensor.
+            slab: The slab.
+            start: Offset of the part in the slab, in bytes.
+            count: Bytes of the part.
+            fd: The slab's descriptor, passed on the first time.
+            awaited: Whether the peer has to notify this member when it has read the part.
+        """
         new = slab.number not in self._known
         self._known.add(slab.number)
         self._put(_HEAD.pack(channel, total, slab.number, start, count, awaited), fd if new else None)
 
     def flush(self) -> None:
-        """Go on with what could not be sent because the peer did not read."""
+        """Send what was queued because the socket was full."""
         while self._queue and not self._broken and self._try(*self._queue[0]):
             self._queue.popleft()
 
     def receive(self) -> tuple[int, Message] | None:
-        """The next message that has arrived, with its channel; None if there is none, or none any more."""
+        """Return the next message that has arrived, with its channel; None if there is none or the peer is lost."""
         try:
             raw, control, _, _ = self._socket.recvmsg(_ROOM, _FD_ROOM)
         except (BlockingIOError, ConnectionResetError):
-            return None  # a reset is said once, ahead of what the peer had sent before it closed
+            return None  # a reset is reported once, before the data that the peer sent before it closed
         except OSError:
             raw, control = b"", []
         if not raw:
@@ -124,11 +142,11 @@ class Link:
         return channel, Message(slab.data[start : start + count], total, slab, bool(awaited))
 
     def shut(self) -> None:
-        """Close the connection for both ends; what waits for it wakes up. Safe from any thread."""
+        """Close the connection at both ends, which wakes threads that wait for it. Thread-safe."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # the peer was first
+            return  # already closed by the peer
 
     def _put(self, raw: bytes, fd: int | None) -> None:
         if self._queue or not self._try(raw, fd):
@@ -137,7 +155,7 @@ class Link:
             raise RuntimeError("the connection was closed")
 
     def _try(self, raw: bytes, fd: int | None) -> bool:
-        """Send one message, unless there is no room, or nobody who would read it."""
+        """Send one message. Returns False if the socket is full or the peer has closed it."""
         try:
             if fd is None:
                 self._socket.send(raw)
@@ -152,14 +170,27 @@ class Link:
 
 
 def connect(store: Store, rank: int, size: int, seconds: float) -> dict[int, Link]:
-    """A link to every other member, by rank; they meet in the store, whose keys must be new.
+    """Connect to every other member.
 
-    A listener's name is random and known through the store alone. Raises TimeoutError or OSError.
+    Each listener has a random name that only the store tells.
+
+    Args:
+        store: Where the members exchange names; its keys must be new.
+        rank: Rank of this member.
+        size: Number of members.
+        seconds: Timeout.
+
+    Returns:
+        A link per other member, by rank.
+
+    Raises:
+        TimeoutError: A member did not come in time.
+        OSError: A connection failed.
     """
     deadline = time.monotonic() + seconds
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         name = f"raypar-{secrets.token_hex(16)}"
-        listener.bind(f"\0{name}")  # no file: the name goes with the socket
+        listener.bind(f"\0{name}")  # an abstract name, which vanishes with the socket: no file
         listener.listen(size)
         store.set(f"local/{rank}", name)
         earlier = [f"local/{peer}" for peer in range(rank)]

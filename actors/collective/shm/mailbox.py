@@ -1,4 +1,4 @@
-"""What one member of a group on one node posts to the others, what has arrived from them, and waiting for it."""
+"""The mailbox of one member: posts pieces to peers, stores what they posted, and advances the ops in progress."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from raypar.actors.collective.shm.flow import AHEAD, Flow
 from raypar.actors.collective.shm.links import INLINE, NOTHING, Link, Message
 from raypar.actors.collective.shm.slabs import SLAB, Pool
 
-_MOST = 16  # pieces that all flows together may have posted and not finished: beyond, newer ones wait
-_LOOKS = 200  # before going to sleep, about 150 us: to be woken takes 30 us or more
-LENT = 1 << 17  # bytes of a window's piece: below, to copy it is cheaper than to be told that it was read
-_WINDOW_BLOCK = 4 * SLAB  # bytes; nothing is copied to be given, so what counts is that each block costs messages
-_BELL = -1 << 62  # the channel of a message without contents: something that was lent is given back
+_MOST = 16  # unfinished pieces that all flows together may have posted: beyond that, newer flows wait
+_LOOKS = 200  # polls before sleeping, about 150 us: a wake-up takes 30 us or more
+LENT = 1 << 17  # bytes from which a piece of a window is lent: below, a copy is cheaper than the notice
+_WINDOW_BLOCK = 4 * SLAB  # bytes; nothing is copied, so only the number of messages matters
+_BELL = -1 << 62  # channel of the empty message that says that a loan was given back
 
-_DAY = 86_400.0  # seconds; a poll takes no more than some weeks
+_DAY = 86_400.0  # seconds; poll() accepts no timeout beyond some weeks
 _NOBODY: Mapping[int, object] = {}
 
 Parts = dict[int, Tensor]  # by peer
@@ -31,27 +31,31 @@ Use = Callable[[Parts], object]
 
 
 class Mailbox:
-    """Pieces of tensors, each in a channel: contiguous, of one dim, and of one dtype in a channel.
+    """Exchanges pieces of tensors with peers.
 
-    links  to the other members, by rank
+    A piece is contiguous and 1-d and belongs to a channel, which has one dtype.
 
-    No thread works behind the caller's back: flows move on whenever one is started or waited for. Who waits sleeps in
-    the kernel, so that its core is free for the one it waits for. Safe to use from several threads.
+    No thread works in the background: flows advance whenever one is started or waited for. A waiting thread sleeps in
+    the kernel, which leaves its core to the process that it waits for. Thread-safe.
+
+    Args:
+        rank: Rank of this member.
+        links: Links to the other members, by rank.
     """
 
     def __init__(self, rank: int, links: Mapping[int, Link]) -> None:
         self._rank, self._links = rank, links
         self._pool = Pool(len(links) + 1)
-        self._arrived: dict[int, dict[int, deque[Message]]] = {}  # by channel and sender; none is empty
-        self._unsent = set[int]()  # peers to whom something posted is not on its way
-        self._flows: list[Flow] = []  # those that are not over, in the order of their start
-        self.lock = threading.RLock()  # taken by who posts several pieces in one go, too
+        self._arrived: dict[int, dict[int, deque[Message]]] = {}  # by channel and sender; no entry is empty
+        self._unsent = set[int]()  # peers whose link has queued messages
+        self._flows: list[Flow] = []  # those in progress, oldest first
+        self.lock = threading.RLock()  # callers also take it to post several pieces in a row
         self._changed = threading.Condition(self.lock)
         self._aborted = False
-        self._watched = False  # whether a thread sleeps on the links, and has to be told of what others did
-        self._full: Set[int] = frozenset()  # peers whose links it watches for room to send, too
+        self._watched = False  # whether a thread sleeps on the links and must be told what others did
+        self._full: Set[int] = frozenset()  # peers whose links it also watches for room to send
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._arrivals, self._poller = select.poll(), select.poll()  # the second one for who sleeps
+        self._arrivals, self._poller = select.poll(), select.poll()  # the second is for the sleeping thread
         self._poller.register(self._bell, select.POLLIN)
         self._peers = {link.fileno(): peer for peer, link in links.items()}
         for link in links.values():
@@ -62,24 +66,30 @@ class Mailbox:
         os.close(self._bell)
 
     def abort(self) -> None:
-        """Close every link, for both ends; who waits is woken. Safe from any thread."""
+        """Close every link at both ends and wake all waiting threads. Thread-safe."""
         self._aborted = True
         for link in self._links.values():
             link.shut()
 
     def start(self, flow: Flow) -> None:
-        """Do what can be done of it at once; it moves on with every other start or wait."""
+        """Start a flow and advance it as far as possible now. Later starts and waits advance it further."""
         with self.lock:
             self._flows.append(flow)
             self._advance()
 
     def await_pieces(self, flow: Flow) -> None:
-        """Start a flow that only takes: there is nothing to do until somebody waits."""
+        """Start a flow that only takes pieces. There is nothing to do until somebody waits for it."""
         with self.lock:
             self._flows.append(flow)
 
     def wait(self, flow: Flow, seconds: float) -> None:
-        """Return when the flow is over; raise what went wrong in it: TimeoutError, RuntimeError if a peer is lost."""
+        """Block until a flow is over, for at most ``seconds``.
+
+        Raises:
+            TimeoutError: The flow missed the deadline.
+            RuntimeError: The group was aborted or a needed peer is lost. Other errors of the flow are raised as they
+                are.
+        """
         if flow.over and flow.error is None:
             return
         deadline = time.monotonic() + seconds
@@ -96,7 +106,7 @@ class Mailbox:
                 self._advance(flow)
 
     def window(self, count: int) -> Tensor:
-        """A new tensor (uint8) of ``count`` bytes that peers can read where it stands."""
+        """Allocate a tensor (count,) of uint8 that peers can read in place."""
         with self.lock:
             return self._pool.window(count)
 
@@ -104,20 +114,29 @@ class Mailbox:
         return self._pool.window_of(tensor) is not None
 
     def block(self, tensor: Tensor) -> int:
-        """Bytes of a piece of a tensor that all members have in a window, or none of them."""
+        """Return how many bytes a piece of a tensor has. Either all members have the tensor in a window, or none."""
         return _WINDOW_BLOCK if self.is_window(tensor) else SLAB
 
-    # --- for the steps of a flow ---
+    # --- called by the steps of flows ---
 
     def post(
         self, channel: int, total: int, part: Tensor, peers: Iterable[int], *, lend: bool = True, ring: bool = True
     ) -> None:
-        """Give the peers a piece of what is ``total`` bytes in all.
+        """Post a piece of a tensor to peers.
 
-        It may change as soon as it is ``given``: at once, unless it is of a window, so large that it is read there, and
-        may be lent. Then who has read it rings; not needed (``ring``) if what he posts next says so too.
+        The piece may change once ``given`` returns true for it. That is at once, unless the piece is lent: then peers
+        read it in place, in its window.
+
+        Args:
+            channel: Channel of the piece.
+            total: Bytes of the whole tensor.
+            part: The piece.
+            peers: Ranks to post it to.
+            lend: Whether a piece of at least LENT bytes in a window may be lent.
+            ring: Whether peers send a notice when they have read a lent piece. Not needed if their next post implies
+                it.
         """
-        if part.stride(0) != 1:  # of a single element, which is contiguous with any stride
+        if part.stride(0) != 1:  # a single element, which counts as contiguous with any stride
             part = part.as_strided(part.shape, (1,))
         data = part.view(torch.uint8)
         count = data.numel()
@@ -135,13 +154,20 @@ class Mailbox:
                 self._note(peer)
 
     def have(self, channel: int, peers: Iterable[int]) -> bool:
-        """Whether each of the peers has posted a piece that was not taken yet."""
+        """Return whether every peer has a piece in the channel that has not been taken."""
         return all(map(self._arrived.get(channel, _NOBODY).__contains__, peers))
 
     def take(self, channel: int, totals: Mapping[int, int], dtype: torch.dtype, use: Use) -> None:
-        """Let ``use`` have the next piece of each peer, whose pieces have ``totals[peer]`` bytes in all.
+        """Take the next piece of each peer in ``totals`` and pass them to ``use``.
 
-        Raises RuntimeError if a peer gives more or less.
+        Args:
+            channel: Channel of the pieces.
+            totals: Expected bytes of each peer's whole tensor.
+            dtype: dtype of the pieces.
+            use: Called with the pieces by rank; it must not keep them.
+
+        Raises:
+            RuntimeError: A peer's tensor has another size.
         """
         pieces = {peer: self._next(peer, channel) for peer in totals}
         for peer, piece in pieces.items():
@@ -155,15 +181,15 @@ class Mailbox:
                     self._say(peer, _BELL, 0, NOTHING)
 
     def sent(self, peers: Iterable[int]) -> bool:
-        """Whether everything posted to the peers is on its way."""
+        """Return whether everything posted to the peers has been handed to the kernel."""
         return self._unsent.isdisjoint(peers)
 
     def given(self, tensor: Tensor) -> bool:
-        """Whether nobody will read the tensor any more."""
+        """Return whether no peer will read the tensor any more."""
         window = self._pool.window_of(tensor)
         return window is None or window.free
 
-    # --- inside; under the lock ---
+    # --- internal; the caller holds the lock ---
 
     def _say(self, peer: int, channel: int, total: int, data: Tensor) -> None:
         self._links[peer].send(channel, total, data)
@@ -174,7 +200,7 @@ class Mailbox:
             self._unsent.add(peer)
 
     def _over(self, flow: Flow) -> bool:
-        """Whether it came to a good end; raise if it can't any more."""
+        """Return whether a flow completed; raise its error, or one if it cannot complete any more."""
         if flow.error is not None:
             raise flow.error
         if flow.over:
@@ -187,9 +213,10 @@ class Mailbox:
         return False
 
     def _advance(self, awaited: Flow | None = None) -> None:
-        """Read and move on until nothing is left to do, or until the flow that is waited for is over.
+        """Read messages and advance flows until nothing is left to do, or until the ``awaited`` flow is over.
 
-        Within a round nothing is read: of two flows in one channel the first must not miss what the second one sees.
+        Nothing is read within a round: of two flows in one channel, the first must not miss a piece that the second one
+        sees.
         """
         moved, some = True, False
         while moved and self._flows and not (awaited and awaited.over):
@@ -204,10 +231,13 @@ class Mailbox:
             self._flows = [flow for flow in self._flows if not flow.over]
             some = some or moved
         if self._watched and (some or not self._unsent <= self._full):
-            os.eventfd_write(self._bell, 1)  # what moved may be what the sleeper waits for; and only it sees new room
+            os.eventfd_write(self._bell, 1)  # its flow may have advanced, and only it can watch for room to send
 
     def _round(self) -> bool:
-        """Let every flow move on; whether one did. The oldest always may, so that none waits for room forever."""
+        """Advance every flow once.
+
+        Return whether any did. The oldest always may take memory, so none is starved forever.
+        """
         moved, held, waiting = False, 0, set[tuple[int, int]]()
         for flow in self._flows:
             if flow.queue in waiting:
@@ -219,7 +249,7 @@ class Mailbox:
         return moved
 
     def _watch(self, seconds: float) -> None:
-        """Sleep until something arrives, or there is room for something to be sent."""
+        """Sleep until a message arrives or a full link has room."""
         self._full = {peer for peer in self._unsent if not self._links[peer].lost}
         for peer in self._full:
             self._poller.modify(self._links[peer], select.POLLIN | select.POLLOUT)
@@ -232,7 +262,7 @@ class Mailbox:
             self._watched = False
             self._changed.notify_all()
         for peer in self._full:
-            if not self._links[peer].lost:  # another thread may have read its end
+            if not self._links[peer].lost:  # another thread may have noticed its loss
                 self._poller.modify(self._links[peer], select.POLLIN)
         for fd, _ in ready:
             if fd in self._peers:
@@ -241,7 +271,7 @@ class Mailbox:
                 os.eventfd_read(fd)
 
     def _look(self) -> list[tuple[int, int]]:
-        """What has arrived, or arrives in a moment; any other process that wants this core gets it in between."""
+        """Poll for a short while, and yield the core to any other process that wants it in between."""
         for _ in range(_LOOKS):
             if ready := self._poller.poll(0):
                 return ready
@@ -249,7 +279,7 @@ class Mailbox:
         return []
 
     def _read(self, peer: int) -> None:
-        """One message that has arrived, or that the peer is lost."""
+        """Read one message from a peer, or notice that it is lost."""
         link = self._links[peer]
         if link.lost:
             return

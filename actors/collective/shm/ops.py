@@ -1,4 +1,4 @@
-"""An all_reduce through shared memory in which each member reduces a share and gives the result to all."""
+"""The flows of shared-memory ops that fit in one piece, and the all_reduce in which each member reduces one share."""
 
 from __future__ import annotations
 
@@ -14,9 +14,18 @@ from raypar.actors.tensors import nbytes
 
 
 class Swap(Flow):
-    """Give flat tensors to these peers, and let ``use`` have what those in ``totals`` give, so many bytes each.
+    """A flow that gives tensors to peers and takes one piece from each of others.
 
-    lend  whether windows may be read where they stand
+    Args:
+        box: The mailbox.
+        channel: Channel of the op.
+        give: Flat tensors and the ranks that get each.
+        totals: Expected bytes from each rank.
+        dtype: dtype of what is taken.
+        use: Called with the pieces by rank, once all are there.
+        peers: All ranks involved.
+        lend: Whether peers may read windows in place.
+        queue: See ``Flow``.
     """
 
     def __init__(
@@ -39,7 +48,7 @@ class Swap(Flow):
         self._posted, self._used = not give, not totals
 
     def needs(self, peer: int) -> bool:
-        """Not one who has given what it had to, and was sent what it had to get: it may leave before the others."""
+        """Return whether ``peer`` still has to give something or to get it. If not, it may leave before the others."""
         gives = peer in self._totals and not self._used and not self._box.have(self._channel, [peer])
         gets = any(peer in peers for _, peers in self._give)
         return gives or (gets and not (self._posted and self._box.sent([peer]) and not self._lent))
@@ -71,9 +80,18 @@ _PAIRS: dict[ReduceOp, Callable[..., object]] = {
 
 
 def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, channels: tuple[int, int]) -> Pieces:
-    """The flow that turns ``flat`` (contiguous, one dim) into the reduction; 2(N-1)/N of its bytes cross a member.
+    """Create the flow of an all_reduce in which each member reduces its share and gives the result to all.
 
-    What is in a window is read where it stands, so there the op is over only when all have read it.
+    2(N-1)/N of the tensor's bytes cross per member. Peers read a tensor in a window in place, so the op then completes
+    only when all have read it.
+
+    Args:
+        box: The mailbox.
+        rank: Rank of this member.
+        size: Number of members.
+        flat: The tensor, contiguous and 1-d, reduced in place.
+        op: The reduction.
+        channels: Channels for the shares and for the reduced shares.
     """
     given, reduced = channels
     block = box.block(flat) // flat.element_size()
@@ -84,7 +102,7 @@ def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, ch
         each = -(-part.numel() // size)
         return part[owner * each : (owner + 1) * each]
 
-    total = nbytes(flat)  # said with every share: that of another tensor may be as long
+    total = nbytes(flat)  # sent with every share to check it: shares of different tensors may have one length
     totals = dict.fromkeys(others, total)
 
     def give(k: int) -> None:
@@ -113,7 +131,7 @@ def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, ch
 
 
 def reduce_parts(out: Tensor, own: Tensor, parts: Parts, rank: int, op: ReduceOp) -> None:
-    """``out`` becomes the reduction of what member ``rank`` has itself and of the others' parts, in rank order."""
+    """Reduce this member's ``own`` tensor and the others' ``parts`` into ``out``, in rank order."""
     everyone = [own if member == rank else parts[member] for member in range(len(parts) + 1)]
     if len(everyone) == 2:
         _PAIRS[op](*everyone, out=out)

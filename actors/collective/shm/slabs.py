@@ -1,6 +1,6 @@
-"""Memory that one process writes and others of its node read: anonymous files, passed on as descriptors.
+"""Shared memory that one process writes and others on its node read: anonymous files, passed on as descriptors.
 
-Nothing of it has a name, in /dev/shm or elsewhere, so nothing is left behind however a process ends.
+The files have no name, in /dev/shm or elsewhere, so nothing is left behind however a process ends.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from collections import deque
 import torch
 from torch import Tensor
 
-SLAB = 1 << 20  # bytes of data; pages that nobody has touched take no memory
-_HEADER = 4096  # 8 bytes for each reader: how many loans it has given back
-_LINE = 64  # parts start at cache lines
+SLAB = 1 << 20  # bytes of data; untouched pages take no memory
+_HEADER = 4096  # bytes: a uint64 per reader that counts the loans it has returned
+_LINE = 64  # bytes: parts are aligned to cache lines
 
 
 class Slab:
-    """One piece of shared memory: ``data`` (uint8), written by its owner and read by those it is lent to.
+    """A block of shared memory: ``data`` (uint8) is written by its owner and read by the ranks that it is lent to.
 
-    Each count in the header is written by one reader alone, and what is lent is known to the owner alone: no write is
-    ever raced for.
+    There are no write races: each counter in the header is written by one reader, and only the owner counts the loans.
     """
 
     def __init__(self, fd: int, number: int) -> None:
@@ -32,53 +31,56 @@ class Slab:
         self._lent: dict[int, int] = {}
 
     def lend(self, reader: int) -> None:
-        """The owner: ``reader`` will read something here."""
+        """Count a loan to ``reader``, before it reads something here. For the owner only."""
         self._lent[reader] = self._lent.get(reader, 0) + 1
 
     def give_back(self, reader: int) -> None:
-        """A reader: it has read what one loan was for."""
+        """Return one loan, after reading. For readers only."""
         self._returned[reader] += 1
 
     @property
     def free(self) -> bool:
-        """Whether the owner may write it again."""
+        """Whether all loans have been returned, so that the owner may overwrite the data."""
         return all(self._returned[reader] == count for reader, count in self._lent.items())
 
 
 class Pool:
-    """The slabs of one member of a group of ``size``: those that pieces are copied into, and windows.
+    """The slabs that one member of a group of ``size`` owns: those that it copies pieces into, and windows.
 
-    A window is a slab that a tensor of the member lives in: its pieces are lent as they stand. It stays until the group
-    is dropped.
+    A window is a slab that holds a tensor of the member, whose pieces are lent in place, without a copy. It lives as
+    long as the group.
     """
 
     def __init__(self, size: int) -> None:
         if size * 8 > _HEADER:
             raise ValueError(f"{size} members: shared memory has room for {_HEADER // 8}")
-        self._slabs: deque[Slab] = deque()  # the one used longest ago first: its readers are the likeliest to be done
-        self._windows: dict[int, Slab] = {}  # by the address of their data
+        self._slabs: deque[Slab] = deque()  # least recently used first: its readers are most likely to be done
+        self._windows: dict[int, Slab] = {}  # by address of their data
         self._fds: list[int] = []
-        self._end = SLAB  # how much of the last one is taken
+        self._end = SLAB  # used bytes of the last slab
 
     def __del__(self) -> None:
         for fd in self._fds:
             os.close(fd)
 
     def window(self, count: int) -> Tensor:
-        """A new tensor (uint8) of ``count`` bytes that stays in shared memory."""
+        """Allocate a tensor (count,) of uint8 in shared memory."""
         slab = self._new(max(1, count))
         self._windows[slab.data.data_ptr()] = slab
         return slab.data[:count]
 
     def window_of(self, tensor: Tensor) -> Slab | None:
-        """The window that a tensor is in."""
+        """Return the window that holds a tensor; None if it is not in one."""
         return self._windows.get(tensor.untyped_storage().data_ptr())
 
     def put(self, data: Tensor) -> tuple[Slab, int]:
-        """Copy at most SLAB bytes (uint8); where they stand. Lend the slab before the next put."""
+        """Copy ``data``, at most SLAB bytes (uint8), into a slab. Lend the slab before the next put.
+
+        Returns the slab and the offset in it, in bytes.
+        """
         count = data.numel()
         if self._slabs and self._slabs[-1].free:
-            self._end = 0  # what was just read is in cache
+            self._end = 0  # start it over: what was just read is in cache
         if self._end + count > SLAB:
             self._next()
         slab, start = self._slabs[-1], self._end
@@ -87,7 +89,7 @@ class Pool:
         return slab, start
 
     def fd(self, slab: Slab) -> int:
-        """What a peer maps the slab by."""
+        """Return the file descriptor with which a peer maps the slab."""
         return self._fds[slab.number]
 
     def _next(self) -> None:
