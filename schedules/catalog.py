@@ -8,10 +8,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from raypar.schedules import user_code
 from raypar.schedules.generators import forward_only, gpipe, interleaved, naive, one_f_one_b
 from raypar.schedules.generators.entry import Entry, Sizes, failure, name_of
 from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.user_code import entry_of as entry_of_code
+from raypar.schedules.user_code import installed, names_code
 
 G = TypeVar("G", bound=Callable[..., Any])
 
@@ -104,9 +105,9 @@ def entry_of(word: str, catalog: Mapping[str, Entry] = CATALOG) -> Entry:
     """
     if word in catalog:
         return catalog[word]
-    if user_code.names_code(word):
-        return user_code.entry_of(word)
-    offered = user_code.installed() if catalog is CATALOG else {}
+    if names_code(word):
+        return entry_of_code(word)
+    offered = installed() if catalog is CATALOG else {}
     if word not in offered:
         raise _unknown(word, [*catalog, *offered])
     try:

@@ -208,9 +208,9 @@ MAY_IMPORT = {
     ),
     "raypar/config/validate": "actors/context_parallel actors/mesh actors/specs raypar raypar/config",
     "raypar/job": (
-        "actors actors/collective actors/mesh actors/optim actors/specs actors/worker raypar "
-        "raypar/checkpoint raypar/cluster raypar/config raypar/reporting raypar/stepping schedules "
-        "schedules/drawing schedules/simulation"
+        "actors actors/collective actors/mesh actors/specs actors/worker raypar raypar/checkpoint "
+        "raypar/cluster raypar/config raypar/reporting raypar/stepping schedules schedules/drawing "
+        "schedules/simulation"
     ),
     "raypar/parity": (
         "actors actors/data actors/data_parallel actors/inspect actors/layers actors/mesh actors/models "

@@ -11,7 +11,6 @@ from raypar.actors.specs.model import GPT
 from raypar.actors.specs.run import Run
 from raypar.config.run import check_run
 from raypar.job.plans import plans_of
-from raypar.planner.cost_model import performed
 from raypar.schedules import build
 
 RANKS = 64
@@ -19,8 +18,7 @@ LARGEST = 3_000  # bytes of a plan here: the run, the row, and nothing that grow
 
 
 def plans_for(run):
-    programs = check_run(run)
-    return plans_of(run, programs, performed(run, programs["train"]), "job@1")
+    return plans_of(run, check_run(run), "job@1")
 
 
 def test_no_actor_gets_the_rows_of_all_others():
