@@ -345,11 +345,6 @@ class Worker:
         return mesh.label(mesh.rank(**mesh.coordinate(self.seat.plan.rank) | {"pp": peer}))
 
 
-def _courier(schedule: Schedule, groups: Mapping[str, Group]) -> Courier:
-    """What carries the messages of a schedule over the pipeline's group."""
-    return Courier(groups.get("pp"), schedule.placement, schedule.num_microbatches)
-
-
 def _stage(action: Action) -> int:
     assert action.stage is not None
     return action.stage
