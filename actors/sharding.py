@@ -1,4 +1,8 @@
-"""What an actor holds of a logical tensor."""
+"""Shardings: which slices of a logical tensor an actor holds.
+
+Tensor parallelism, context parallelism and the checkpoint describe parts of tensors in these terms. Importing this file
+does not import torch, so that a driver can read shardings without it.
+"""
 
 from __future__ import annotations
 
@@ -8,95 +12,161 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import Tensor  # a driver reads portions without torch
+    from torch import Tensor
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Portion:
-    """Some of the equal pieces of a dim.
+class Pieces:
+    """Which pieces of a dim an actor holds.
 
-    of   pieces that all of the dim has
-    own  the pieces that are here, in the order in which they stand here
+    The dim is cut into ``count`` pieces. If its length is not divisible, the first pieces are longer by one.
+
+    Attributes:
+        count: Number of pieces of the whole dim.
+        own: Indices of the pieces that the actor holds, in the order in which it holds them.
     """
 
-    of: int = 1
+    count: int = 1
     own: tuple[int, ...] = (0,)
 
     @classmethod
-    def at(cls, rank: int, size: int) -> Portion:
-        """The one that a rank has where every rank has one."""
+    def at(cls, rank: int, size: int) -> Pieces:
+        """Return what one rank holds of a dim that is cut into one piece a rank."""
         return cls(size, (rank,))
 
-    def then(self, inner: Portion) -> Portion:
-        """Of what is here the part ``inner``; in pieces no finer than that takes, which the dim's length must allow."""
-        finer = inner.of // math.gcd(inner.of, len(self.own))  # so many of each piece
-        pieces = [piece * finer + i for piece in self.own for i in range(finer)]
-        size = len(pieces) // inner.of
-        return Portion(self.of * finer, tuple(pieces[part * size + i] for part in inner.own for i in range(size)))
+    @property
+    def are_adjacent(self) -> bool:
+        """Whether the pieces follow each other in the whole dim, so that they are one slice of it."""
+        return self.own == tuple(range(self.own[0], self.own[0] + len(self.own)))
 
-    def whole(self, length: int) -> int:
-        """The length of all of the dim, from that of what is here."""
-        return length * self.of // len(self.own)
+    def then(self, inner: Pieces) -> Pieces:
+        """Compose two shardings of a dim: the pieces ``inner`` of what these pieces hold.
+
+        The dim's length must be divisible by the count of the result, which is the least that can express it.
+        """
+        finer = inner.count // math.gcd(inner.count, len(self.own))  # each piece is cut into this many
+        pieces = [piece * finer + i for piece in self.own for i in range(finer)]
+        size = len(pieces) // inner.count
+        return Pieces(self.count * finer, tuple(pieces[part * size + i] for part in inner.own for i in range(size)))
+
+    def span(self, length: int) -> tuple[int, int]:
+        """Return the first index of the held slice of a dim of this length, and the index behind its last.
+
+        Raises:
+            ValueError: The pieces are not adjacent.
+        """
+        if not self.are_adjacent:
+            raise ValueError(f"pieces {self.own} of {self.count} are not one slice")
+        return self._start(length, self.own[0]), self._start(length, self.own[-1] + 1)
+
+    def whole_length(self, length: int) -> int:
+        """Return the length of the whole dim from the length that the actor holds; all pieces must be equal."""
+        return length * self.count // len(self.own)
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
-        """What is here of a tensor: a copy, unless it stands in one place there."""
-        if self.of == 1:
+        """Return the held pieces of a tensor along ``dim``: a view if they are adjacent, else a copy.
+
+        Pieces that are not adjacent must be equal.
+        """
+        if self.count == 1:
             return whole
-        pieces = whole.unflatten(dim, (self.of, -1))
-        first, last = self.own[0], self.own[-1]
-        if self.own == tuple(range(first, last + 1)):
-            here: Tensor = pieces.narrow(dim, first, len(self.own))
-        else:
-            here = pieces[(slice(None),) * dim + (list(self.own),)]
-        return here.flatten(dim, dim + 1)
+        if self.are_adjacent:
+            start, stop = self.span(whole.shape[dim])
+            return whole.narrow(dim, start, stop - start)
+        pieces = whole.unflatten(dim, (self.count, -1))
+        taken: Tensor = pieces[(slice(None),) * (dim % whole.dim()) + (list(self.own),)]
+        return taken.flatten(dim % whole.dim(), dim % whole.dim() + 1)
 
-
-Span = tuple[int, int]  # the first index, and one behind the last
+    def _start(self, length: int, piece: int) -> int:
+        base, longer = divmod(length, self.count)
+        return piece * base + min(piece, longer)
 
 
 @dataclass(frozen=True)
-class Cut:
-    """All of a logical tensor, or its span along some dims.
+class Sharding:
+    """Which slices of a logical tensor an actor holds, whatever the tensor's shape.
 
-    whole  the logical tensor's shape
-    spans  by dim what is here; of other dims all is
+    Attributes:
+        dims: The held pieces by dim; of other dims the actor holds everything. A dim may be negative where tensors of
+            different numbers of dims are meant.
     """
 
-    whole: tuple[int, ...]
-    spans: Mapping[int, Span] = field(default_factory=dict)
+    dims: Mapping[int, Pieces] = field(default_factory=dict)
 
-    @property
-    def offset(self) -> tuple[int, ...]:
-        """Where what is held begins in the logical tensor."""
-        return tuple(self._span(dim)[0] for dim in range(len(self.whole)))
+    def __getitem__(self, dim: int) -> Pieces:
+        """Return the held pieces of a dim."""
+        return self.dims.get(dim, _ALL)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of what is held."""
-        return tuple(stop - start for start, stop in map(self._span, range(len(self.whole))))
+    def then(self, inner: Sharding) -> Sharding:
+        """Compose two shardings: the slices ``inner`` of what this sharding holds."""
+        return Sharding({**self.dims, **{dim: self[dim].then(pieces) for dim, pieces in inner.dims.items()}})
+
+    def of_rank(self, num_dims: int) -> Sharding:
+        """Return this sharding for tensors of ``num_dims`` dims, without negative dims; scalars are not sharded."""
+        return Sharding({dim % num_dims: pieces for dim, pieces in self.dims.items() if num_dims})
 
     def take(self, whole: Tensor) -> Tensor:
-        """What is held of the logical tensor: a view of it."""
-        for dim, (start, stop) in self.spans.items():
-            whole = whole.narrow(dim, start, stop - start)
+        """Return the held part of a tensor: a view if it is one slice, else a copy."""
+        for dim, pieces in self.dims.items():
+            whole = pieces.take(whole, dim)
         return whole
 
-    def _span(self, dim: int) -> Span:
-        return self.spans.get(dim, (0, self.whole[dim]))
+    def whole_shape(self, held: Sequence[int]) -> Shape:
+        """Return the whole tensor's shape from the shape that the actor holds; dims must not be negative."""
+        return tuple(self[dim].whole_length(length) for dim, length in enumerate(held))
 
 
-def share_of(length: int, index: int, count: int) -> Span:
-    """One of ``count`` shares of a dim; if they can't be equal, the first ones are larger by one."""
-    base, extra = divmod(length, count)
-    start = index * base + min(index, extra)
-    return start, start + base + (index < extra)
+@dataclass(frozen=True)
+class Shard:
+    """The part that an actor holds of a logical tensor of known shape: one slice along each dim.
+
+    Attributes:
+        whole: Shape of the logical tensor.
+        sharding: Which slices the actor holds; dims are not negative.
+    """
+
+    whole: Shape
+    sharding: Sharding = Sharding()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tensor is not sharded at all."""
+        return not self.sharding.dims
+
+    @property
+    def offset(self) -> Shape:
+        """Where the part begins in the logical tensor."""
+        return tuple(self.span(dim)[0] for dim in range(len(self.whole)))
+
+    @property
+    def shape(self) -> Shape:
+        """The part's shape."""
+        return tuple(stop - start for start, stop in map(self.span, range(len(self.whole))))
+
+    def span(self, dim: int) -> tuple[int, int]:
+        """Return the first index of the part along a dim, and the index behind its last."""
+        return self.sharding[dim].span(self.whole[dim])
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Return a view of the part of the logical tensor."""
+        return self.sharding.take(whole)
 
 
-def joined(cuts: Sequence[Cut], held: Sequence[Tensor]) -> Tensor:
-    """The logical tensor that several actors hold: parts of it each, or all of it each."""
-    if not cuts[0].spans:
+def join_shards(shards: Sequence[Shard], held: Sequence[Tensor]) -> Tensor:
+    """Join the parts of a logical tensor that several actors hold.
+
+    Args:
+        shards: Each actor's part; if the tensor is not sharded, every actor holds all of it.
+        held: The actors' tensors, in the same order.
+    """
+    if shards[0].is_whole:
         return held[0]
-    whole = held[0].new_empty(cuts[0].whole)
-    for cut, part in zip(cuts, held, strict=True):
-        cut.take(whole).copy_(part)
+    whole = held[0].new_empty(shards[0].whole)
+    for shard, part in zip(shards, held, strict=True):
+        shard.take(whole).copy_(part)
     return whole
+
+
+_ALL = Pieces()

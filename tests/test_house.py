@@ -171,7 +171,7 @@ MAY_IMPORT = {
     "actors/data_parallel": (
         "actors actors/checkpoint actors/collective actors/models actors/optim actors/specs schedules"
     ),
-    "actors/inspect": "actors actors/checkpoint actors/layers schedules",
+    "actors/inspect": "actors actors/checkpoint schedules",
     "actors/layers": "actors actors/autograd actors/specs",
     "actors/mesh": "actors",
     "actors/models": "actors actors/collective actors/layers actors/specs",
@@ -179,15 +179,14 @@ MAY_IMPORT = {
         "actors actors/checkpoint actors/collective actors/data actors/models actors/specs actors/tensor_parallel"
     ),
     "actors/pipeline": (
-        "actors actors/autograd actors/collective actors/inspect actors/layers actors/models actors/specs "
-        "actors/tensor_parallel schedules"
+        "actors actors/autograd actors/collective actors/inspect actors/layers actors/models actors/specs schedules"
     ),
     "actors/specs": "actors actors/mesh schedules",
-    "actors/tensor_parallel": "actors actors/collective actors/layers actors/models",
+    "actors/tensor_parallel": "actors actors/autograd actors/collective actors/layers actors/models",
     "actors/tensor_parallel/grid": "actors actors/collective actors/layers actors/models actors/tensor_parallel",
     "actors/worker": (
         "actors actors/checkpoint actors/collective actors/context_parallel actors/data actors/data_parallel "
-        "actors/inspect actors/layers actors/mesh actors/models actors/optim actors/pipeline actors/specs "
+        "actors/inspect actors/mesh actors/models actors/optim actors/pipeline actors/specs "
         "actors/tensor_parallel actors/tensor_parallel/grid schedules"
     ),
     "raypar": "actors",
@@ -213,8 +212,8 @@ MAY_IMPORT = {
         "schedules/simulation"
     ),
     "raypar/parity": (
-        "actors actors/data actors/data_parallel actors/inspect actors/layers actors/mesh actors/models "
-        "actors/optim actors/specs raypar raypar/config raypar/job raypar/reporting schedules"
+        "actors actors/data actors/data_parallel actors/inspect actors/mesh actors/models actors/optim "
+        "actors/specs raypar raypar/config raypar/job raypar/reporting schedules"
     ),
     "raypar/planner": "actors/models actors/specs schedules schedules/simulation",
     "raypar/reporting": (

@@ -18,6 +18,16 @@ _Place = tuple[nn.Module, str]  # where a buffer stands: its module, and its nam
 Then = dict[_Place, Tensor]
 
 
+class SelectiveRecompute:
+    """Mixin of modules that can keep less for the backward and compute the rest of it again.
+
+    Attributes:
+        recomputes: Whether to do so; a stage sets it for the layers that are recomputed selectively.
+    """
+
+    recomputes: bool = False
+
+
 class Twice:
     """Call a function twice on the same inputs, in the forward and in the recomputation.
 

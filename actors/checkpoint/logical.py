@@ -37,25 +37,6 @@ _MAX_ELEMENTS = 1 << 60
 
 
 @dataclass(frozen=True)
-class Slice:
-    """The part of a logical tensor that a stored tensor holds.
-
-    Attributes:
-        tensor: Name of the logical tensor.
-        dtype: In safetensors' spelling: "F32", "BF16", ...
-        whole: Shape of the logical tensor.
-        offset: Where the part begins in each dim.
-        shape: Shape of the part.
-    """
-
-    tensor: str
-    dtype: str
-    whole: Shape
-    offset: Shape
-    shape: Shape
-
-
-@dataclass(frozen=True)
 class Stored:
     """A slice on disk.
 

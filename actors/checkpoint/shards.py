@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge
 from safetensors import SafetensorError, safe_open
 
-from raypar.actors.checkpoint.logical import DTYPES, Logical, Slice
+from raypar.actors.checkpoint.logical import DTYPES, Logical, Stored
 from raypar.actors.errors import CheckpointError
 from raypar.actors.files import plain_size, told, write_whole
+from raypar.actors.sharding import Shard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,28 +48,21 @@ def is_plain(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def slice_of(
-    name: str, tensor: Tensor, whole: Iterable[int] | None = None, offset: Iterable[int] | None = None
-) -> Slice:
-    """Describe a tensor as a slice of a logical tensor.
+def stored_in(file: str, name: str, tensor: Tensor, shard: Shard | None = None) -> Logical:
+    """Describe a tensor in a shard file as a logical tensor with one slice.
 
     Args:
+        file: Name of the shard file, in which the tensor has the logical tensor's name.
         name: Name of the logical tensor.
         tensor: The slice.
-        whole: Shape of the logical tensor; None for the tensor's own.
-        offset: Where the slice begins in each dim; None for zeros.
+        shard: Which part of the logical tensor it is; None for all of it.
 
     Raises:
-        CheckpointError: Shards cannot hold the tensor's dtype.
+        CheckpointError: Shard files cannot hold the tensor's dtype.
     """
-    shape = tuple(tensor.shape)
-    return Slice(
-        tensor=name,
-        dtype=_spelled(name, tensor),
-        whole=shape if whole is None else tuple(whole),
-        offset=(0,) * len(shape) if offset is None else tuple(offset),
-        shape=shape,
-    )
+    shard = shard or Shard(tuple(tensor.shape))
+    stored = Stored(file, name, shard.offset, tuple(tensor.shape))
+    return Logical(_spelled(name, tensor), shard.whole, (stored,))
 
 
 def write_shard(folder: Path, file: str, tensors: Mapping[str, Tensor], spare: float = 0.0) -> ShardFile:

@@ -11,18 +11,18 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from raypar.actors.checkpoint.logical import Logical, Slice
-from raypar.actors.checkpoint.shards import ShardFile, assemble, slice_of, write_shard
+from raypar.actors.checkpoint.logical import Logical
+from raypar.actors.checkpoint.shards import ShardFile, assemble, stored_in, write_shard
 from raypar.actors.errors import CheckpointError
-from raypar.actors.sharding import Cut
+from raypar.actors.sharding import Shard
 from raypar.actors.tensors import nbytes
 
 _ALIGNMENT = 64  # bytes
 # Bytes per second: if writing on idle cores alone is slower, the rest of a shard is written at full speed.
 _SLOWEST = 50e6
-_NO_CUTS: Mapping[str, Cut] = MappingProxyType({})
+_ALL_WHOLE: Mapping[str, Shard] = MappingProxyType({})
 
-Written = tuple[ShardFile, dict[str, Slice]]
+Written = tuple[ShardFile, dict[str, Logical]]
 # (name of a weight, its optimizer state or "" for the weight itself) -> the tensor; None if it was not saved.
 Read = Callable[[str, str], Tensor | None]
 
@@ -44,7 +44,7 @@ class Copies:
     """
 
     def __init__(self) -> None:
-        self._taken: SimpleQueue[tuple[dict[str, Tensor], Mapping[str, Cut]] | Exception] = SimpleQueue()
+        self._taken: SimpleQueue[tuple[dict[str, Tensor], Mapping[str, Shard]] | Exception] = SimpleQueue()
         self._maker = ThreadPoolExecutor(1)
         self._room: Future[Tensor] | None = None
 
@@ -52,12 +52,12 @@ class Copies:
         """Allocate the memory for copies of these tensors, in a thread."""
         self._room = self._maker.submit(_touched, sum(_padded(tensor) for _, tensor in tensors))
 
-    def take(self, tensors: Iterable[tuple[str, Tensor]], cuts: Mapping[str, Cut] = _NO_CUTS) -> None:
+    def take(self, tensors: Iterable[tuple[str, Tensor]], shards: Mapping[str, Shard] = _ALL_WHOLE) -> None:
         """Copy tensors to the host. Errors are kept for ``write`` to raise.
 
         Args:
             tensors: Pairs of a logical name and a tensor.
-            cuts: By name, which part of its logical tensor a tensor is; the others are whole.
+            shards: By name, which part of its logical tensor a tensor is; the others are whole.
         """
         try:
             held = dict(tensors)
@@ -69,7 +69,7 @@ class Copies:
                 copies[name] = room[start : start + nbytes(tensor)].view(tensor.dtype).view(tensor.shape)
                 copies[name].copy_(tensor.detach())
                 start += _padded(tensor)
-            self._taken.put((copies, cuts))
+            self._taken.put((copies, shards))
         except Exception as error:
             self._room = None
             self._taken.put(error)
@@ -83,7 +83,7 @@ class Copies:
             beside: Whether steps are running: then use only idle cores, unless that gets too slow.
 
         Returns:
-            The shard and the slice that each of its tensors is; None if the copy is empty.
+            The shard file and the logical tensors, each with its slice in the file; None if the copy is empty.
 
         Raises:
             CheckpointError: The state could not be copied or written.
@@ -91,13 +91,12 @@ class Copies:
         taken = self._taken.get()
         if isinstance(taken, Exception):
             raise CheckpointError([f"its state can't be copied ({type(taken).__name__}: {taken})"]) from taken
-        tensors, cuts = taken
+        tensors, shards = taken
         if not tensors:
             return None
-        wholes = {name: cuts.get(name) or Cut(tuple(tensor.shape)) for name, tensor in tensors.items()}
-        slices = {name: slice_of(name, tensors[name], cut.whole, cut.offset) for name, cut in wholes.items()}
+        saved = {name: stored_in(file, name, tensor, shards.get(name)) for name, tensor in tensors.items()}
         spare = sum(map(nbytes, tensors.values())) / _SLOWEST if beside else 0.0
-        return write_shard(folder, file, tensors, spare), slices
+        return write_shard(folder, file, tensors, spare), saved
 
 
 def reader(folder: Path, tensors: Mapping[str, Logical], homes: Mapping[str, str]) -> Read:

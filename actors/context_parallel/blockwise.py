@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from raypar.actors.context_parallel.kv_exchange import Carrier
-from raypar.actors.sharding import Portion
+from raypar.actors.sharding import Pieces
 
 
 class Block(NamedTuple):
@@ -39,16 +39,17 @@ class Bias(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """What the queries of one member may look at.
+    """What the queries of one member attend to.
 
-    portions  of the sequence, by member; pieces in rising order
-    rank      of the member
-    fused     whether torch's kernel may be used: on CPUs, and without dropout
-    bias      added to scores
-    mask      that scores are multiplied with behind the softmax, (B, N, S, all T of the sequence): dropout's
+    Attributes:
+        tokens: The pieces of the sequence that each member holds, in rising order.
+        rank: The member's rank.
+        fused: Whether torch's kernel may be used: on CPUs, and without dropout.
+        bias: Added to the scores.
+        mask: Dropout's mask (B, N, S, all T of the sequence), which the softmax is multiplied with.
     """
 
-    portions: Sequence[Portion]
+    tokens: Sequence[Pieces]
     rank: int
     fused: bool
     bias: Bias | None = None
@@ -59,7 +60,7 @@ class View:
         if source == self.rank:  # pieces stand in the order of the sequence
             yield Block(slice(0, length), slice(0, length), True)
             return
-        own, theirs = self.portions[self.rank].own, self.portions[source].own
+        own, theirs = self.tokens[self.rank].own, self.tokens[source].own
         piece = length // len(own)
         sees = [sum(other < mine for other in theirs) for mine in own]
         start = 0
@@ -71,8 +72,8 @@ class View:
 
     def extras(self, block: Block, source: int, length: int) -> tuple[Tensor | None, Tensor | None]:
         """The bias (N, S, T) of a block, and its part of the mask."""
-        mine, theirs = self.portions[self.rank], self.portions[source]
-        at = torch.arange(mine.whole(length)) if self.bias is not None or self.mask is not None else None
+        mine, theirs = self.tokens[self.rank], self.tokens[source]
+        at = torch.arange(mine.whole_length(length)) if self.bias is not None or self.mask is not None else None
         if at is None:
             return None, None
         keys = theirs.take(at, 0)[block.keys]

@@ -1,4 +1,4 @@
-"""Every layer on some of the tokens of each sequence, and attention across all of them.
+"""Parallel styles of context parallelism, and the attention cores that reach the tokens of other ranks.
 
 Shapes: B microbatch, S tokens here, N heads, K heads of keys and values, d width of a head.
 """
@@ -6,7 +6,8 @@ Shapes: B microbatch, S tokens here, N heads, K heads of keys and values, d widt
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,100 +19,118 @@ from raypar.actors.context_parallel.kv_exchange import AllGather, Carrier, Ring
 from raypar.actors.context_parallel.ring_self_attention import ring_scores, ring_values
 from raypar.actors.context_parallel.sequence import tokens_of
 from raypar.actors.layers.attention import Attention, Core
-from raypar.actors.layers.dropout import divided
-from raypar.actors.models.base import Kind, Model
-from raypar.actors.models.parallel_plan import Change, Division, Made
-from raypar.actors.sharding import Portion
+from raypar.actors.layers.dropout import sharded_dropout
+from raypar.actors.models.base import Kind
+from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle, ShardedDropout
+from raypar.actors.sharding import Pieces, Sharding
 from raypar.actors.specs.types import Context
 
 
-class ContextParallel(Division):
-    """Divides sequences over a group: what works token by token does so on those that are here, and attention's core
-    asks the other members. Weights are whole, and their gradients of these tokens.
+def context_styles(context: Context, group: Group) -> AxisStyles:
+    """Return the styles of context parallelism over a group.
 
-    ring        keys and values go round while they are used (Liu et al. 2023)
-    all_gather  keys and values of all members at once (Llama 3 team 2024, section 3.3.2)
-    ulysses     all_to_all: all tokens of some heads, and back (Jacobs et al. 2023)
-    rsa         as ring, but full rows of scores are kept (Li et al. 2021)
+    Every rank holds some tokens of each sequence. Layers work on its own tokens, and only the attention core reaches
+    the other ranks. Weights are whole on every rank, and their gradients are of its own tokens.
+
+    Args:
+        context: How the core reaches the other ranks: "ring" (keys and values go round while they are used: Liu et al.
+            2023), "all_gather" (keys and values of all ranks at once: Llama 3 team 2024, section 3.3.2), "ulysses" (an
+            all_to_all to all tokens of some heads, and one back: Jacobs et al. 2023) or "rsa" (as "ring", but full rows
+            of scores are kept: Li et al. 2021).
+        group: The context-parallel group.
+    """
+    tokens = tokens_of(context, group.size)[group.rank]
+    flow = Sharding({1: tokens})
+    styles: dict[Kind, ParallelStyle] = {
+        "heads": ContextAttention(context, group),
+        "drop": ShardedDropout(flow),
+        "table": TableOfTokens(tokens),
+    }
+    return AxisStyles(styles, flow)
+
+
+@dataclass(frozen=True)
+class ContextAttention(ParallelStyle):
+    """Let an attention core reach the tokens of the other ranks."""
+
+    context: Context
+    group: Group
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        assert isinstance(module, Attention)
+        module.tokens = tokens_of(self.context, self.group.size)[self.group.rank]
+        module.core = context_core(self.context, module.core, self.group)
+        return Applied(module)
+
+
+@dataclass(frozen=True)
+class TableOfTokens(ParallelStyle):
+    """Let a module that computes one row a token, given their number, return the rows of this rank's tokens.
+
+    Attributes:
+        tokens: This rank's pieces of the sequence.
     """
 
-    def __init__(self, model: Model, group: Group, context: Context) -> None:
-        super().__init__(model)
-        self.group, self.context = group, context
-        self.tokens = tokens_of(context, group.size)[group.rank]
-        self.flow = {1: self.tokens}
+    tokens: Pieces
 
-    @property
-    def changes(self) -> Mapping[Kind, Change]:
-        return {"heads": _heads, "drop": _drop, "table": _table}
-
-
-def _heads(module: nn.Module, division: ContextParallel) -> Made:
-    assert isinstance(module, Attention)
-    module.tokens = division.tokens
-    module.core = context_core(division.context, module.core, division.group)
-    return Made(module)
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        module.register_forward_pre_hook(lambda _, inputs: (self.tokens.whole_length(inputs[0]), *inputs[1:]))
+        module.register_forward_hook(lambda _, inputs, rows: self.tokens.take(rows, 0))
+        return Applied(module)
 
 
 def context_core(context: Context, core: Core, group: Group) -> Core:
-    """What ``core`` computes, for the queries, keys and values (B, N, S, d) of the tokens of a member of the group."""
-    portions = tokens_of(context, group.size)
+    """Return the core that computes the same as ``core`` when each rank holds some of the tokens.
+
+    Args:
+        context: How it reaches the other ranks; see ``context_styles``.
+        core: The core for whole sequences.
+        group: The context-parallel group.
+    """
+    tokens = tokens_of(context, group.size)
     if context == "ulysses":
-        return _UlyssesCore(core, group, portions)
+        return _UlyssesCore(core, group, tokens)
     if context == "rsa":
-        return _RowCore(core, group, portions)
-    return _BlockCore(core, Ring(group) if context == "ring" else AllGather(group), group, portions)
-
-
-def _drop(module: nn.Module, division: ContextParallel) -> Made:
-    assert isinstance(module, nn.Dropout)
-    return Made(divided(module, {1: division.tokens}))
-
-
-def _table(module: nn.Module, division: ContextParallel) -> Made:
-    """Asked for the rows of the tokens here, it makes those of the whole sequence."""
-    tokens = division.tokens
-    module.register_forward_pre_hook(lambda _, inputs: (tokens.whole(inputs[0]), *inputs[1:]))
-    module.register_forward_hook(lambda _, inputs, rows: tokens.take(rows, 0))
-    return Made(module)
+        return _RowCore(core, group, tokens)
+    return _BlockCore(core, Ring(group) if context == "ring" else AllGather(group), group, tokens)
 
 
 class _ContextCore(Core):
-    """A core whose queries, keys and values are those of the tokens here, (B, N, S, d) and twice (B, K, S, d)."""
+    """A core whose queries (B, N, S, d), keys and values (B, K, S, d) are those of this rank's tokens."""
 
-    def __init__(self, core: Core, group: Group, portions: Sequence[Portion]) -> None:
+    def __init__(self, core: Core, group: Group, tokens: Sequence[Pieces]) -> None:
         super().__init__(core.kind, core.drop.p, core.alibi, core.desk)
-        self.group, self.portions = group, portions
+        self.group, self.tokens = group, tokens
 
     def _bias_of(self, q_BNSd: Tensor) -> Bias | None:
         return None if self.alibi is None else Bias(torch.tensor(self.alibi.slopes, device=q_BNSd.device).to(q_BNSd))
 
 
 class _BlockCore(_ContextCore):
-    """Attention by blocks, of the keys and values of one member after the other."""
+    """Attention in blocks, over the keys and values of one rank after the other."""
 
-    def __init__(self, core: Core, carrier: Carrier, group: Group, portions: Sequence[Portion]) -> None:
-        super().__init__(core, group, portions)
+    def __init__(self, core: Core, carrier: Carrier, group: Group, tokens: Sequence[Pieces]) -> None:
+        super().__init__(core, group, tokens)
         self.carrier = carrier
 
     def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
-        tokens = self.portions[self.group.rank]
+        tokens = self.tokens[self.group.rank]
         mask = None
         if self.dropout:
-            every = tokens.whole(q_BNSd.shape[2])
+            every = tokens.whole_length(q_BNSd.shape[2])
             ones = q_BNSd.new_ones((*q_BNSd.shape[:3], every))
-            mask = divided(self.drop, {2: tokens}).train()(ones)
+            mask = sharded_dropout(self.drop, Sharding({2: tokens})).train()(ones)
         fused = self.kind != "materialised" and mask is None and q_BNSd.device.type == "cpu"
-        view = View(self.portions, self.group.rank, fused, self._bias_of(q_BNSd), mask)
+        view = View(self.tokens, self.group.rank, fused, self._bias_of(q_BNSd), mask)
         return attend(q_BNSd, k_BKSd, v_BKSd, view, self.carrier)
 
     def keeps_scores(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
-        """Only dropout's mask is as large."""
+        """Return whether there is dropout: of the tensors that are kept, only its mask has the scores' size."""
         return self.dropout > 0
 
 
 class _UlyssesCore(_ContextCore):
-    """All tokens of some of the heads here; between two all_to_alls attention is the plain one."""
+    """Attention over all tokens of some heads, between two all_to_alls."""
 
     def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
         ranks, heads = self.group.size, q_BNSd.shape[1]
@@ -122,13 +141,14 @@ class _UlyssesCore(_ContextCore):
             first = self.group.rank * heads // ranks
             inner.alibi = self.alibi.part(first, first + heads // ranks)
         if self.dropout:
-            inner.drop, inner.kind = divided(self.drop, {1: Portion.at(self.group.rank, ranks)}), "materialised"
+            inner.drop = sharded_dropout(self.drop, Sharding({1: Pieces.at(self.group.rank, ranks)}))
+            inner.kind = "materialised"
         mine = (autograd.all_to_all(part, self.group, 1, 2) for part in (q_BNSd, k_BKSd, v_BKSd))
         return autograd.all_to_all(inner(*mine), self.group, 2, 1)
 
 
 class _RowCore(_ContextCore):
-    """Full rows of scores, from keys and then values that go round a ring."""
+    """Attention with full rows of scores: first the keys go round a ring, then the values."""
 
     def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
         B, N, S, d = q_BNSd.shape
@@ -140,7 +160,8 @@ class _RowCore(_ContextCore):
             scores = scores + bias.between(mine.to(scores.device), every.to(scores.device))
         else:
             scores = scores.masked_fill((every > mine[:, None]).to(scores.device), -math.inf)
-        weights = divided(self.drop, {2: self.portions[self.group.rank]}).train(self.training)(scores.softmax(-1))
+        drop = sharded_dropout(self.drop, Sharding({2: self.tokens[self.group.rank]})).train(self.training)
+        weights = drop(scores.softmax(-1))
         return ring_values(weights.view(B, K, N // K * S, -1), v_BKSd, carrier).view(B, N, S, d)
 
     def keeps_scores(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:

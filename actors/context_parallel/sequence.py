@@ -1,22 +1,31 @@
-"""How a sequence is divided over the context-parallel axis, and how attention reaches across."""
+"""How context parallelism shards a sequence."""
 
 from __future__ import annotations
 
-from raypar.actors.sharding import Portion
+from raypar.actors.sharding import Pieces
 from raypar.actors.specs.types import Context
 
 
-def pieces_of(context: Context, cp: int) -> int:
-    """Into how many equal pieces a sequence is cut."""
+def num_pieces(context: Context, cp: int) -> int:
+    """Return into how many equal pieces a sequence is cut.
+
+    Args:
+        context: How attention reaches across the ranks.
+        cp: Number of context-parallel ranks.
+    """
     return 2 * cp if context in ("ring", "all_gather") else cp
 
 
-def tokens_of(context: Context, cp: int) -> tuple[Portion, ...]:
-    """The tokens of each member.
+def tokens_of(context: Context, cp: int) -> tuple[Pieces, ...]:
+    """Return the tokens of each context-parallel rank.
 
-    Where attention is done by blocks, a causal one does more for later tokens: each member has an early piece and a
-    late one, so that all have the same to do (zigzag).
+    Where attention is computed in blocks, later tokens cost more, because each token attends to all earlier ones. So
+    each rank holds one early and one late piece, and all ranks have the same work (zigzag).
+
+    Args:
+        context: How attention reaches across the ranks.
+        cp: Number of context-parallel ranks.
     """
-    if pieces_of(context, cp) == cp:
-        return tuple(Portion.at(rank, cp) for rank in range(cp))
-    return tuple(Portion(2 * cp, (rank, 2 * cp - 1 - rank)) for rank in range(cp))
+    if num_pieces(context, cp) == cp:
+        return tuple(Pieces.at(rank, cp) for rank in range(cp))
+    return tuple(Pieces(2 * cp, (rank, 2 * cp - 1 - rank)) for rank in range(cp))

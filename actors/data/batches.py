@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raypar.actors.data.token_batches import TokenBatches, open_corpus
 from raypar.actors.models.base import Model
-from raypar.actors.sharding import Portion
+from raypar.actors.sharding import Pieces
 from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.types import ProgramName
@@ -70,10 +70,10 @@ class ContextSource:
 
     Args:
         source: Source of the whole sequences.
-        tokens: The part of dim 1 that this rank holds.
+        tokens: The pieces of dim 1 that this rank holds.
     """
 
-    def __init__(self, source: BatchSource, tokens: Portion) -> None:
+    def __init__(self, source: BatchSource, tokens: Pieces) -> None:
         self._source, self._tokens = source, tokens
 
     def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
@@ -84,10 +84,10 @@ class ContextSource:
 
     def _here(self, values: Values) -> Values:
         for value in values:
-            if value.dim() < 2 or value.shape[1] % self._tokens.of:
+            if value.dim() < 2 or value.shape[1] % self._tokens.count:
                 raise ValueError(
                     f"a batch has a tensor {list(value.shape)}: with mesh.cp dim 1 is the sequence, "
-                    f"and must be a multiple of {self._tokens.of}"
+                    f"and must be a multiple of {self._tokens.count}"
                 )
         return tuple(self._tokens.take(value, 1).contiguous() for value in values)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from raypar.actors.inspect.recording import Backward, Forward
-from raypar.actors.layers.dropout import Portions
+from raypar.actors.sharding import Sharding
 from raypar.actors.tensors import Values, as_values
 
 LOSS = "loss"  # used as the module name of the loss
@@ -41,10 +41,10 @@ class Spot(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """An actor's part of a logical tensor: the tensor, and its portion of each divided dim. Other dims are whole."""
+    """An actor's part of a logical tensor, and which part it is."""
 
     tensor: Tensor
-    portions: Portions
+    sharding: Sharding
 
 
 class Watch:
@@ -56,8 +56,8 @@ class Watch:
 
     Args:
         layers: The layers by logical name. Kept are their outputs, and the outputs of the modules inside them that are
-            in ``portions``.
-        portions: This actor's portion of a module's outputs, by logical name. Other modules' outputs are whole.
+            in ``outputs``.
+        outputs: Sharding of a module's outputs, by logical name. Other modules' outputs are whole.
         keeps_loss: Whether the stage ends in the loss, which is to be kept too.
 
     Attributes:
@@ -65,7 +65,7 @@ class Watch:
     """
 
     def __init__(
-        self, layers: Mapping[str, nn.Module], portions: Mapping[str, Portions], *, keeps_loss: bool = False
+        self, layers: Mapping[str, nn.Module], outputs: Mapping[str, Sharding], *, keeps_loss: bool = False
     ) -> None:
         every = {
             f"{name}.{inner}".rstrip("."): module
@@ -76,9 +76,9 @@ class Watch:
         self._modules = {
             name: module
             for name, module in every.items()
-            if (name in layers or name in portions) and places[id(module)] == 1
+            if (name in layers or name in outputs) and places[id(module)] == 1
         }
-        self._portions, self._keeps_loss = portions, keeps_loss
+        self._outputs, self._keeps_loss = outputs, keeps_loss
         self.seen: dict[Spot, Sight] = {}
 
     @property
@@ -117,8 +117,8 @@ class Watch:
     def keep(self, spot: Spot, tensor: Tensor) -> None:
         """Keep a copy of a tensor, unless one of this name was kept already."""
         if spot not in self.seen:
-            portions = {dim % tensor.dim(): p for dim, p in self._portions.get(spot.module, {}).items() if tensor.dim()}
-            self.seen[spot] = Sight(tensor.detach().cpu().clone(), portions)
+            sharding = self._outputs.get(spot.module, Sharding()).of_rank(tensor.dim())
+            self.seen[spot] = Sight(tensor.detach().cpu().clone(), sharding)
 
     def _made(self, name: str, microbatch: int, module: nn.Module, inputs: object, output: object) -> None:
         for number, value in enumerate(as_values(output)):

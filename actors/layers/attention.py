@@ -14,29 +14,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
-from raypar.actors.autograd.recompute import drawn_again, rerun
+from raypar.actors.autograd.recompute import SelectiveRecompute, drawn_again, rerun
 from raypar.actors.layers import attention_blocks
 from raypar.actors.layers.attention_scratch import Desk
-from raypar.actors.layers.dropout import Portions, divided
+from raypar.actors.layers.dropout import sharded_dropout
 from raypar.actors.layers.linear import Fan, linear_of
 from raypar.actors.layers.positions import Alibi, Rope
-from raypar.actors.sharding import Portion
+from raypar.actors.sharding import Pieces, Sharding
 from raypar.actors.specs.model import AttentionKind, Transformer
 from raypar.actors.tensors import Values
 
 
-class Core(nn.Module):
+class Core(nn.Module, SelectiveRecompute):
     """Causal attention core: softmax(q k^T / sqrt(d)) v, where each query sees its own and all earlier tokens.
+
+    With selective recomputation the backward runs the core again instead of keeping tensors of the scores' size
+    (Korthikanti et al. 2022, section 5).
 
     Args:
         kind: Implementation: "materialised" (op by op), "blocks" (attention_blocks.py where it serves), or torch's.
         dropout: Dropout probability of the softmax weights.
         alibi: Bias to add to the scores; None for none.
         desk: Scratch memory for attention in blocks; None for new memory.
-
-    Attributes:
-        again: Whether the backward runs the core again instead of keeping tensors of the scores' size (selective
-            recomputation: Korthikanti et al. 2022, section 5).
     """
 
     def __init__(self, kind: AttentionKind, dropout: float, alibi: Alibi | None, desk: Desk | None = None) -> None:
@@ -44,11 +43,10 @@ class Core(nn.Module):
         self.desk = desk or Desk()
         self.kind, self.alibi = kind, alibi
         self.drop: nn.Dropout = nn.Dropout(dropout)
-        self.again = False
 
     def forward(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
         """Compute attention: q (B, N, S, d), k and v (B, K, S, d) -> (B, N, S, d)."""
-        if self.again and torch.is_grad_enabled() and self.keeps_scores(q_BNSd, k_BKSd, v_BKSd):
+        if self.recomputes and torch.is_grad_enabled() and self.keeps_scores(q_BNSd, k_BKSd, v_BKSd):
             return _again(self.attend, q_BNSd, k_BKSd, v_BKSd, draws=self.dropout > 0)
         return self.attend(q_BNSd, k_BKSd, v_BKSd)
 
@@ -66,19 +64,19 @@ class Core(nn.Module):
             return attention_blocks.attend(q_BNSd, k_BKSd, v_BKSd, self.desk)
         return _fused(q_BNSd, k_BKSd, v_BKSd, bias, self.dropout)
 
-    def narrow(self, heads: int, portions: Portions) -> None:
+    def narrow(self, heads: int, sharding: Sharding) -> None:
         """Restrict the core to this actor's part of the heads or of the batch.
 
         With dropout it becomes "materialised", because the mask must be this actor's part of the whole mask.
 
         Args:
             heads: Number of query heads before the restriction.
-            portions: This actor's portion of the dims of the scores (B, N, S, S), by dim.
+            sharding: This actor's part of the scores (B, N, S, S).
         """
-        if self.alibi is not None and (own := portions.get(1)) is not None:
-            self.alibi = self.alibi.part(own.own[0] * heads // own.of, (own.own[-1] + 1) * heads // own.of)
+        if self.alibi is not None:
+            self.alibi = self.alibi.part(*sharding[1].span(heads))
         if self.drop.p:
-            self.drop, self.kind = divided(self.drop, portions), "materialised"
+            self.drop, self.kind = sharded_dropout(self.drop, sharding), "materialised"
 
     def keeps_scores(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
         """Return whether a backward of ``attend`` keeps (B, N, S, S) tensors.
@@ -113,12 +111,12 @@ class Attention(nn.Module):
         bias: Whether the output projection has a bias.
 
     Attributes:
-        tokens: The portion of the sequence that this actor holds.
+        tokens: The pieces of the sequence that this actor holds.
     """
 
     def __init__(self, spec: Transformer, between: Rope | Alibi | None, desk: Desk, *, bias: bool) -> None:
         super().__init__()
-        self.width, self.tokens = spec.hidden // spec.heads, Portion()
+        self.width, self.tokens = spec.hidden // spec.heads, Pieces()
         self._rope = between if isinstance(between, Rope) else None
         linear, kv = linear_of(spec.linear), self.width * spec.num_kv_heads
         self.q = linear(spec.hidden, spec.hidden, bias=False)

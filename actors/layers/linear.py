@@ -229,7 +229,7 @@ class Fan(nn.Module):
         self.together = together
 
     def forward(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-        if any("forward" in vars(linear) for linear in linears) or not self.are_one(x, linears):
+        if not self.are_one(x, linears):
             return tuple([linear(x) for linear in linears])
         return self.as_one(x, linears)
 
@@ -243,14 +243,14 @@ class Fan(nn.Module):
         """Whether these layers of ``x`` are one product: all may be, nobody listens to one, and it pays."""
         return (
             self.together
-            and all(type(linear) is Linear and linear.bias is None and not _listened_to(linear) for linear in linears)
+            and all(isinstance(linear, Linear) and linear.bias is None and not _watched(linear) for linear in linears)
             and sum(linear.weight.numel() for linear in linears) <= _MOST
             and undisturbed(x)
             and serves(x, *(linear.weight for linear in linears))
         )
 
 
-def _listened_to(module: nn.Module) -> bool:
-    """Whether somebody is told of its calls."""
+def _watched(module: nn.Module) -> bool:
+    """Return whether somebody is told of a module's calls, or has wrapped its forward."""
     own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(own) or _has_any_global_hook()
+    return any(own) or "forward" in vars(module) or _has_any_global_hook()

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from raypar.actors.sharding import Portion
+from raypar.actors.sharding import Pieces
 from raypar.actors.specs.model import Transformer
 
 ALPHA = 0.4  # weight of the outer position in the hierarchical decomposition
@@ -92,14 +92,14 @@ class Rope:
     def __init__(self, seq: int, width: int, base: float) -> None:
         self._seq, self._width, self._base = seq, width, base
         self._table: tuple[Tensor, Tensor] | None = None
-        self._here: tuple[Portion, int, list[Tensor]] | None = None  # last call's tokens, length and rows
+        self._here: tuple[Pieces, int, list[Tensor]] | None = None  # last call's tokens, length and rows
 
-    def turn(self, x_BNSd: Tensor, tokens: Portion) -> Tensor:
+    def turn(self, x_BNSd: Tensor, tokens: Pieces) -> Tensor:
         """Rotate the vectors of all heads.
 
         Args:
             x_BNSd: Queries or keys.
-            tokens: The portion of the whole sequence that dim S holds.
+            tokens: The pieces of the whole sequence that dim S holds.
 
         Returns:
             The rotated vectors (B, N, S, d).
@@ -108,14 +108,14 @@ class Rope:
         one, other = x_BNSd.chunk(2, dim=-1)
         return torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1)
 
-    def _rows(self, tokens: Portion, x_BNSd: Tensor) -> list[Tensor]:
+    def _rows(self, tokens: Pieces, x_BNSd: Tensor) -> list[Tensor]:
         """Return the cosines and the sines of the tokens' angles, each (S, d/2)."""
         if self._table is None:
             angles = _angles(self._seq, self._width, self._base)
             self._table = angles.cos().to(x_BNSd), angles.sin().to(x_BNSd)
         length = x_BNSd.shape[-2]
         if self._here is None or self._here[:2] != (tokens, length):
-            rows = [tokens.take(part[: tokens.whole(length)], 0) for part in self._table]
+            rows = [tokens.take(part[: tokens.whole_length(length)], 0) for part in self._table]
             self._here = tokens, length, rows
         return self._here[2]
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypar.actors.models.partition import split_layers
-from raypar.actors.sharding import Cut
+from raypar.actors.sharding import Shard
 from raypar.actors.specs.types import Split
 from raypar.actors.tensors import Values
 
@@ -20,15 +20,27 @@ IGNORED = -100  # the ignore_index of torch's losses over classes
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]  # logits (T, V), labels (T,) -> the sum over tokens, a scalar
 
-Kind = Literal[
-    "enter", "column", "row", "vocab", "heads", "logits", "drop", "table", "norm", "copy", "gather", "dropout", "shared"
+Kind = Literal[  # of a module, as parallel styles distinguish them
+    "vocab",  # the embedding of token ids
+    "table",  # a module that computes one row for every position
+    "norm",
+    "drop",  # dropout of the values between layers
+    "enter",  # a module whose input several linear layers in it take
+    "heads",  # attention
+    "column",  # a linear layer whose outputs are sharded
+    "row",  # a linear layer whose inputs are sharded
+    "logits",  # the projection to the vocabulary, with which the layer ends
+    "copy",  # a linear layer that takes the same input as others
+    "gather",  # a module whose sharded output is gathered
+    "dropout",  # dropout of sharded outputs, in a user's plan
+    "shared",  # a module that stays whole although its input is sharded, in a user's plan
 ]
 TensorPlan = tuple[tuple[str, Kind], ...]
-Divide = Callable[[str, nn.Module], Mapping[str, Cut]]
+Parallelize = Callable[[str, nn.Module], Mapping[str, Shard]]
 
 
-def undivided(name: str, layer: nn.Module) -> Mapping[str, Cut]:
-    """Divide nothing: every parameter of the layer is whole on its actor."""
+def unsharded(name: str, layer: nn.Module) -> Mapping[str, Shard]:
+    """Shard nothing: every parameter of the layer is whole on its actor."""
     return {}
 
 
@@ -44,7 +56,8 @@ class Model(ABC):
             them to the last.
         costs: Relative cost of each layer of the body.
         ties: Pairs (home, copy) of parameters that are one logical weight.
-        tensor_plan: How tensor parallelism divides the modules, by patterns of their names: see TensorParallel.
+        tensor_plan: Which parallel style is applied to which modules: pairs of a pattern of logical names and a kind of
+            module, in the order of application.
         halves: Whether linear layers may make the gradients of their weights later than those of their inputs, or in
             given memory: see Linears.
         cross_entropy: Cross-entropy of logits (T, V) and labels (T,), summed over tokens. Tensor parallelism replaces
@@ -63,18 +76,23 @@ class Model(ABC):
         self.cross_entropy: CrossEntropy = partial(F.cross_entropy, ignore_index=IGNORED, reduction="sum")
 
     @abstractmethod
-    def materialize(self, layers: Sequence[int], seed: int, divide: Divide = undivided) -> list[nn.Module]:
+    def materialize(self, layers: Sequence[int], seed: int, parallelize: Parallelize = unsharded) -> list[nn.Module]:
         """Make some layers with their initial weights, which have the same bits whichever other layers are made.
 
         Args:
             layers: Indices of the layers.
             seed: The run's seed.
-            divide: Called with each layer's name and the layer, before it has weights. It may replace modules, and
-                returns which part of each divided parameter this actor holds, by the name inside the layer.
+            parallelize: Called with the name of each layer, or of a container of layers, and the module, before it has
+                weights. It may replace modules, and returns this actor's part of each sharded parameter, by the name
+                inside the module.
 
         Returns:
             The layers, on the CPU, in the order of ``layers``.
         """
+
+    def note(self, layer: int, error: Exception) -> str:
+        """Return the note to add to an error that a layer raised."""
+        return f"(in layers.{layer})"
 
     @abstractmethod
     def loss(self, output: Values, target: Values) -> Tensor:

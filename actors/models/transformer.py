@@ -17,11 +17,11 @@ from raypar.actors.layers.attention import Attention
 from raypar.actors.layers.attention_scratch import Desk
 from raypar.actors.layers.linear import linear_of
 from raypar.actors.layers.positions import Alibi, Rope, Sinusoidal, added, between
-from raypar.actors.models.base import IGNORED, Divide, Model, TensorPlan, undivided
+from raypar.actors.models.base import IGNORED, Model, Parallelize, TensorPlan, unsharded
 from raypar.actors.models.deferred_init import on_meta, unfilled
 from raypar.actors.models.partition import transformer_costs
 from raypar.actors.rng import derive
-from raypar.actors.sharding import Cut
+from raypar.actors.sharding import Shard
 from raypar.actors.specs.model import Transformer
 from raypar.actors.tensors import Values
 
@@ -121,19 +121,19 @@ class TransformerModel(Model):
     def mlp(self) -> nn.Module:
         """Return a block's MLP, (B, S, D) -> (B, S, D). Its output projection must be called ``down``."""
 
-    def materialize(self, layers: Sequence[int], seed: int, divide: Divide = undivided) -> list[nn.Module]:
+    def materialize(self, layers: Sequence[int], seed: int, parallelize: Parallelize = unsharded) -> list[nn.Module]:
         """Make some layers with their initial weights; see ``Model.materialize``.
 
-        Each weight has its own generator, seeded by its logical name. A divided weight is drawn whole and then cut, one
-        weight at a time, so that every layout gets the same bits.
+        Each weight has its own generator, seeded by its logical name. A sharded weight is drawn whole and then sliced,
+        one weight at a time, so that every layout gets the same bits.
         """
         homes = {copy: home for home, copy in self.ties}
         made = unfilled(lambda: map(partial(self._layer, between(self.spec), Desk()), layers))
         for index, module in zip(layers, made, strict=True):
-            cuts = divide(self.names[index], module)
+            shards = parallelize(self.names[index], module)
             for inner, parameter in module.named_parameters():
                 name = f"{self.names[index]}.{inner}"
-                self._init(homes.get(name, name), parameter, cuts.get(inner, Cut(tuple(parameter.shape))), seed)
+                self._init(homes.get(name, name), parameter, shards.get(inner, Shard(tuple(parameter.shape))), seed)
         return made
 
     def loss(self, output: Values, target: Values) -> Tensor:
@@ -159,8 +159,8 @@ class TransformerModel(Model):
         return Block((self.norm(), self.norm()), attn, self.mlp(), spec.dropout)
 
     @torch.no_grad()
-    def _init(self, name: str, parameter: Tensor, cut: Cut, seed: int) -> None:
-        """Set the initial values of a parameter, or of the part of it that ``cut`` describes, in place."""
+    def _init(self, name: str, parameter: Tensor, shard: Shard, seed: int) -> None:
+        """Set the initial values of this actor's part of a parameter, in place."""
         if name.endswith(".bias"):
             parameter.zero_()
         elif ".norm" in name:
@@ -169,7 +169,7 @@ class TransformerModel(Model):
             # the 2 x layers projections into the residual stream are scaled down by 1/sqrt of their number
             branches = 2 * self.spec.layers if name.endswith(("attn.out.weight", "mlp.down.weight")) else 1
             generator = torch.Generator().manual_seed(derive(seed, name))
-            whole = parameter if not cut.spans else parameter.new_empty(cut.whole)
+            whole = parameter if shard.is_whole else parameter.new_empty(shard.whole)
             whole.normal_(0.0, 0.02 / math.sqrt(branches), generator=generator)
-            if cut.spans:
-                parameter.copy_(cut.take(whole))
+            if not shard.is_whole:
+                parameter.copy_(shard.take(whole))

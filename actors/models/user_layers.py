@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from raypar.actors.models.base import Divide, Model, undivided
+from raypar.actors.models.base import Model, Parallelize, unsharded
 from raypar.actors.models.deferred_init import Recording, as_kind_of, has_strays, on_meta, record, seeded, slots_of
 from raypar.actors.models.user_plan import tensor_plan_of
 from raypar.actors.rng import derive
-from raypar.actors.sharding import Cut
+from raypar.actors.sharding import Shard
 from raypar.actors.specs.model import Layers
 from raypar.actors.tensors import Values, unwrap
 
@@ -38,6 +38,7 @@ class LayersModel(Model):
 
     def __init__(self, layers: Layers, seed: int) -> None:
         self._spec = layers
+        self._sharded = set[int]()  # layers of which this actor has only a part
         modules, self._recording = _built(layers, seed)
         if not modules or not _are_modules(modules):
             raise ValueError(_NO_LAYERS)
@@ -48,38 +49,47 @@ class LayersModel(Model):
         self.tensor_plan, self.halves = tensor_plan_of(layers.plan), layers.halves
         super().__init__(modules)
 
-    def materialize(self, layers: Sequence[int], seed: int, divide: Divide = undivided) -> list[nn.Module]:
+    def materialize(self, layers: Sequence[int], seed: int, parallelize: Parallelize = unsharded) -> list[nn.Module]:
         """Make some layers with their initial weights; see ``Model.materialize``."""
-        if divide is not undivided:
-            return self._materialize_parts(layers, seed, divide)
+        if parallelize is not unsharded:
+            return self._materialize_shards(layers, seed, parallelize)
         own = [self.skeleton[index] for index in layers]
         if self._recording is not None:
             self._recording.materialize(own, seed)
         return own
 
-    def _materialize_parts(self, layers: Sequence[int], seed: int, divide: Divide) -> list[nn.Module]:
-        """Make divided copies of some layers, with this actor's part of each weight.
+    def _materialize_shards(self, layers: Sequence[int], seed: int, parallelize: Parallelize) -> list[nn.Module]:
+        """Make sharded copies of some layers, with this actor's part of each weight.
 
-        The copies are divided on the meta device first. Then whole weights are made for one layer at a time and cut, to
-        save memory. The skeleton stays undivided, because every actor takes names and shapes from it.
+        Modules of the copies are replaced on the meta device first. Then whole weights are made for one layer at a time
+        and sliced, to save memory. The skeleton stays whole, because every actor takes names and shapes from it.
         """
         own = _copied(self.skeleton, layers)
         whole = {name: tensor for index in layers for *_, name, tensor in _slots(str(index), own[str(index)])}
-        named = _divided(divide, own)
-        cuts = {id(whole[name]): cut for name, cut in named.items()}
+        named = _parallelized(parallelize, own)
+        shards = {id(whole[name]): shard for name, shard in named.items()}
         made: dict[int, Tensor] = {}
         for index in layers:
             slots = [slot for slot in _slots(str(index), own[str(index)]) if slot[2] in whole]
             new = {id(whole[name]): whole[name] for *_, name, _ in slots if id(whole[name]) not in made}
             values = new.values() if self._recording is None else self._recording.values(new.values(), seed)
             for (key, tensor), value in zip(new.items(), values, strict=True):
-                part = value if key not in cuts else cuts[key].take(value).clone()
+                part = value if key not in shards else shards[key].take(value).clone()
                 made[key] = tensor if part is tensor else as_kind_of(tensor, part)
             for table, inner, name, _ in slots:
                 table[inner] = made[id(whole[name])]
-            if any(name.startswith(f"{index}.") for name in named):
-                _annotate(own[str(index)])
+        self._sharded |= {int(name.partition(".")[0]) for name in named}
         return [own[str(index)] for index in layers]
+
+    def note(self, layer: int, error: Exception) -> str:
+        """Return the note to add to an error that a layer raised; a sharded layer's often has a typical cause."""
+        note = super().note(layer, error)
+        if layer not in self._sharded or type(error) is not RuntimeError:  # torch's own; others raise subclasses
+            return note
+        return (
+            "(of what a column linear layer makes, an actor has only a part: view it with -1, or count the features "
+            f"and heads that are there, and end with a row linear layer) {note}"
+        )
 
     def loss(self, output: Values, target: Values) -> Tensor:
         """Call the user's loss function. Raises ValueError if it does not return one floating number."""
@@ -135,20 +145,20 @@ def _copied(modules: Sequence[nn.Module], layers: Sequence[int]) -> nn.ModuleDic
     return nn.ModuleDict({str(index): copy for index, copy in zip(layers, deepcopy(chosen, kept), strict=True)})
 
 
-def _divided(divide: Divide, own: nn.ModuleDict) -> Mapping[str, Cut]:
-    """Divide layers in place, in one call, so that a module that two layers share is divided once.
+def _parallelized(parallelize: Parallelize, own: nn.ModuleDict) -> Mapping[str, Shard]:
+    """Shard layers in place, in one call, so that a module that two layers share is replaced once.
 
     Returns:
-        The cut of each divided parameter, by "<layer index>.<name inside the layer>".
+        This actor's part of each sharded parameter, by "<layer index>.<name inside the layer>".
     """
-    cuts: dict[str, Cut] = {}
+    shards: dict[str, Shard] = {}
 
     def build() -> Iterable[nn.Module]:
-        cuts.update(divide("layers", own))
+        shards.update(parallelize("layers", own))
         return ()
 
     on_meta(build)
-    return cuts
+    return shards
 
 
 def _slots(prefix: str, layer: nn.Module) -> list[tuple[dict[str, Any], str, str, Tensor]]:
@@ -161,24 +171,6 @@ def _slots(prefix: str, layer: nn.Module) -> list[tuple[dict[str, Any], str, str
         for path, module in layer.named_modules(prefix=prefix)
         for table, inner, tensor in slots_of(module)
     ]
-
-
-def _annotate(layer: nn.Module) -> None:
-    """Wrap a divided layer's forward so that torch's errors, such as a wrong shape, get a note on the likely cause."""
-    forward = layer.forward
-
-    def annotated(*values: Tensor) -> Any:
-        try:
-            return forward(*values)
-        except RuntimeError as error:
-            if type(error) is RuntimeError:  # torch's own errors; subclasses come from others
-                error.add_note(
-                    "(of what a column linear layer makes, an actor has only a part: view it with -1, "
-                    "or count the features and heads that are there, and end with a row linear layer)"
-                )
-            raise
-
-    layer.forward = annotated
 
 
 def _shared(names: Sequence[str], modules: Sequence[nn.Module]) -> tuple[tuple[str, str], ...]:

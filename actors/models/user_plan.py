@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from raypar.actors.models.base import Kind, TensorPlan
-from raypar.actors.models.parallel_plan import named
+from raypar.actors.models.module_tree import modules_named
 
 
 class Divisible(NamedTuple):
@@ -52,7 +52,7 @@ def plan_faults(plan: Mapping[str, str], layers: Mapping[str, nn.Module], tp: in
         if kind not in _KINDS:
             yield f"model.plan: {pattern!r} is {kind!r}, which is no kind: use {_near(kind)}"
             continue
-        chosen = {f"layers.{inner}": module for inner, module in named(whole, "layers", pattern)}
+        chosen = {f"layers.{inner}": module for inner, module in modules_named(whole, "layers", pattern)}
         if not chosen:
             yield f"model.plan: {pattern!r} names no module: use {_nearest_names(pattern, whole)}"
         unfit = {name: fault for name, module in chosen.items() if (fault := _unfit(kind, module))}

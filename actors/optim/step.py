@@ -17,7 +17,7 @@ from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.optimizer import build_optimizer, gradient_norms, keep, kept_by, set_lr
 from raypar.actors.specs.optim import SGD, AdamW
 from raypar.actors.specs.results import Updated
-from raypar.actors.tensor_parallel.gradients import Divided
+from raypar.actors.tensor_parallel.gradients import ShardedGradients
 
 _TIE_TAG = 1 << 30  # above every tag of a schedule's messages
 
@@ -43,7 +43,7 @@ class Updater:
             the same update.
         group: All actors that update parts of one model: the ranks of the pipeline, or all servers. None if there is
             only one.
-        tensors: Which parameters are divided over a tensor-parallel group, and what that group must sum.
+        tensors: Which parameters a tensor-parallel group shards, and what it must sum.
         optim: Kind and settings of the optimizer.
         clip: Largest global gradient norm; None for no clipping.
         steps: Number of steps of the whole run, for the learning rate.
@@ -55,7 +55,7 @@ class Updater:
         names: Sequence[str],
         ties: Sequence[Tie],
         group: Group | None,
-        tensors: Divided,
+        tensors: ShardedGradients,
         optim: AdamW | SGD,
         clip: float | None,
         steps: int,

@@ -2,43 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from raypar.actors.autograd.backward import Tail
-from raypar.actors.autograd.recompute import Buffers, LayerAgain, Then, Twice
+from raypar.actors.autograd.recompute import Buffers, LayerAgain, SelectiveRecompute, Then, Twice
 from raypar.actors.device import Place
 from raypar.actors.inspect.recording import Listener
-from raypar.actors.layers.attention import Core
 from raypar.actors.models.base import Model
 from raypar.actors.pipeline.weight_grad import Linears, Owed
 from raypar.actors.rng import derive
 from raypar.actors.specs.recompute import Recompute, word_of
-from raypar.actors.tensor_parallel.linear import ColumnParallelFan
-from raypar.actors.tensor_parallel.plan_guard import is_divided
-from raypar.actors.tensor_parallel.sequence import Gathering
 from raypar.actors.tensors import Values, as_values
 
 
 class Stage:
     """Consecutive layers of a model on one actor.
 
-    layers     their indices in the model; ``modules`` are the layers themselves, in the same order
-    place      where the modules are, and what they are given
-    is_last    the stage ends in the loss
-    recompute  "full": keep only a microbatch's inputs and run its forward again before its backward (GPipe, Huang et
-               al. 2019, section 2.3); else a word for each layer of the model's body, or one for all of them: a "full"
-               layer keeps its own inputs, a "selective" one all but what its attention's core makes of queries, keys
-               and values, and of gathered inputs its own part (Korthikanti et al. 2022, sections 4.2.2 and 5)
-    halved     the microbatches whose ``backward_input`` leaves weights for ``backward_weight``; it costs a little
-    shared     parameters that stand in several places on this actor
+    Microbatches are numbered over the whole step and all replicas. Dropout and other randomness is seeded by (seed,
+    step, microbatch, layer), so it does not depend on the layout, on the order of microbatches, or on recomputation.
 
-    Microbatches go by their number in the whole step, over all replicas. Dropout and other randomness is seeded by
-    (seed, step, microbatch, layer), so it does not depend on the layout, on the order of microbatches, or on
-    recomputation.
+    Args:
+        model: The model.
+        layers: Indices of the stage's layers in the model.
+        modules: The layers themselves, in the same order.
+        place: The device of the modules and of their inputs.
+        is_last: Whether the stage ends in the loss.
+        recompute: "full": keep only the inputs of a microbatch and run its forward again before its backward (GPipe:
+            Huang et al. 2019, section 2.3). Otherwise a word for each layer of the model's body, or one for all of
+            them. A "full" layer keeps its inputs; a "selective" layer keeps everything but what its attention core
+            computes, and only its own part of gathered inputs (Korthikanti et al. 2022, sections 4.2.2 and 5).
+        seed: The run's seed.
+        halved: The microbatches whose ``backward_input`` leaves gradients of weights to ``backward_weight``, which
+            costs a little.
+        shared: Parameters that several modules on this actor share.
+        check_loss: Called with the first loss; raises ValueError if it is computed from a part of the outputs.
+
+    Attributes:
+        modules: The layers; linear layers in them may have been replaced.
+        listener: Is told of the forwards and backwards of the open step, if somebody listens.
     """
 
     def __init__(
@@ -53,25 +58,26 @@ class Stage:
         seed: int,
         halved: Container[int] = (),
         shared: Container[Tensor] = (),
+        check_loss: Callable[[Tensor], None] | None = None,
     ) -> None:
-        self.model, self.layers, self.modules = model, tuple(layers), tuple(modules)
+        self.model, self.layers = model, tuple(layers)
         self.is_last, self.recompute, self.seed = is_last, recompute == "full", seed
         words = {index: word_of(recompute, model.body, index) for index in self.layers}
         self._again = {
             index: LayerAgain(module)
-            for index, module in zip(self.layers, self.modules, strict=True)
+            for index, module in zip(self.layers, modules, strict=True)
             if words[index] == "full" and not self.recompute
         }
-        for index, module in zip(self.layers, self.modules, strict=True):
+        for index, module in zip(self.layers, modules, strict=True):
             for part in module.modules():
-                for one in (part, vars(part).get("gathering")):
-                    if isinstance(one, (Core, Gathering, ColumnParallelFan)):
-                        one.again = words[index] == "selective"
-        again = [module for index, module in zip(self.layers, self.modules, strict=True) if index in self._again]
-        self._linears = Linears(self.modules if model.halves else (), whole=again, shared=shared)
-        self._halved = halved
+                if isinstance(part, SelectiveRecompute):
+                    part.recomputes = words[index] == "selective"
+        again = [module for index, module in zip(self.layers, modules, strict=True) if index in self._again]
+        self._linears = Linears(modules, whole=again if model.halves else modules, shared=shared)
+        self._halved, self._check_loss = halved, check_loss
         if halved:
             self._linears.take_over()
+        self.modules = self._linears.modules
         self._owed: dict[int, Owed] = {}  # by microbatch: what the second half of its backward has to do
         self._place = place
         self._train = True
@@ -88,8 +94,9 @@ class Stage:
         return (*self._saved, *self._owed)
 
     def make_gradients_in(self, places: Mapping[Tensor, Tensor]) -> None:
-        """Let the first gradients of a step be made in these tensors, by parameter, where that spares a copy."""
+        """Compute the first gradients of a step in these tensors, by parameter, where that saves a copy."""
         self._linears.make_in(places)
+        self.modules = self._linears.modules
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """What torch would save of the layers, by logical name."""
@@ -200,17 +207,14 @@ class Stage:
         return leaves, outputs
 
     def _demand_gradient(self, inputs: Values, loss: Tensor) -> None:
-        """ValueError for a loss that nothing learns from, or from a part of the outputs alone."""
+        """Raise ValueError if the loss has no gradient, or is computed from a part of the outputs."""
         learns = any(value.requires_grad for value in inputs) or bool(self.parameters())
         if learns and not loss.requires_grad:
             raise ValueError(
                 "the loss has no gradient: compute it from the last layer's output, without detach or no_grad"
             )
-        if is_divided(loss):
-            raise ValueError(
-                "the loss is made of what each actor of tp has a part of: end the model with what the plan calls a "
-                "'row' or 'column_gather_output'"
-            )
+        if self._check_loss is not None:
+            self._check_loss(loss)
 
     def _apply(self, step: int, microbatch: int, target: Values, *values: Tensor) -> Values:
         for index, module in zip(self.layers, self.modules, strict=True):
@@ -220,7 +224,7 @@ class Stage:
             try:
                 values = as_values(module(*values)) if again is None else again(values, reseed)
             except Exception as error:
-                error.add_note(f"(in layers.{index})")
+                error.add_note(self.model.note(index, error))
                 raise
         return (self.model.loss(values, target),) if self.is_last else values
 

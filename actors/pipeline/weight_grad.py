@@ -1,10 +1,9 @@
-"""Linear layers whose weights' gradients are made later than those of their inputs, or right where they are wanted."""
+"""Split the backward of linear layers: gradients of weights are computed later, or in memory that is given."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -24,15 +23,16 @@ from raypar.actors.layers.linear import (
     products_of,
     undisturbed,
 )
+from raypar.actors.models.module_tree import replace_modules
 from raypar.actors.tensors import nbytes
 
-_Versions = tuple[int, int]  # of a use's tensors: how often they were written
+_Versions = tuple[int, int]  # of a use's tensors: how often they were written to
 
-_WORTH = 2 << 20  # bytes of a weight: to copy its gradient takes longer than to call a layer of here
+_WORTH = 2 << 20  # bytes of a weight whose gradient takes longer to copy than a replaced layer takes to call
 
 
 class Owed:
-    """What is left of a backward: the products for weights of linear layers, in the order in which it came to them.
+    """What is left of a backward: the gradients of linear layers' weights, in the order in which it came to them.
 
     It keeps the inputs of these layers and the gradients of their outputs.
     """
@@ -42,19 +42,23 @@ class Owed:
         self._versions: list[tuple[Use, _Versions]] = []
 
     def add(self, weight: Tensor, bias: Tensor | None, use: Use) -> None:
-        """Leave a weight, and the bias that goes with it, for later."""
+        """Leave the gradients of a weight and its bias for later."""
         self._uses.setdefault((weight, bias), []).append(use)
         self._versions.append((use, _versions(use)))
 
     @property
     def parameters(self) -> frozenset[Tensor]:
-        """Those whose gradients are not complete yet."""
+        """The parameters whose gradients are not complete yet."""
         return frozenset(p for pair in self._uses for p in pair if p is not None and p.requires_grad)
 
     def pay(self, places: dict[Tensor, Tensor]) -> None:
-        """Add what is owed to the gradients of the weights, as autograd adds: hooks are called, once a parameter.
+        """Add what is owed to the gradients of the weights, as autograd does: hooks are called once a parameter.
 
-        Raises RuntimeError if what it keeps was written meanwhile, by a hook or by the next microbatch.
+        Args:
+            places: Tensors for the first gradients of the step, by weight.
+
+        Raises:
+            RuntimeError: A tensor that it keeps was written to meanwhile, by a hook or by the next microbatch.
         """
         if any(_versions(use) != versions for use, versions in self._versions):
             raise RuntimeError(
@@ -73,21 +77,31 @@ class Owed:
 
 
 class Linears:
-    """The linear layers in some modules, of which it takes over those that something is to be gained from.
+    """The linear layers in some modules; it replaces those from which something is to be gained.
 
-    They leave their weights for later (``halve``), or make the first gradient of a step in a tensor that they are given
-    (``make_in``). Only plain ``nn.Linear`` and ``Linear`` are taken over, without ``shared`` parameters, and nothing in
-    modules that are to stay ``whole``. A layer is what it was where tensors are not kept as usual (torch's
-    checkpointing), are cast (autocast), complex, or laid out in another way, where its bias is computed, and in
-    forward-mode differentiation. Bits of gradients are those of an undivided backward: the same products, added up in
-    the same order.
+    The replacements leave the gradients of their weights for later (``halve``), or compute the first gradient of a step
+    in a tensor that they are given (``make_in``). Only plain ``nn.Linear`` and ``Linear`` layers are replaced, none
+    that has ``shared`` parameters, and none in modules that stay ``whole``. A replacement computes as the layer did
+    where tensors are not saved as usual (torch's checkpointing), are cast (autocast), are complex or laid out in
+    another way, where its bias is computed, and in forward-mode differentiation. The gradients have the bits of a
+    backward that is not split: the same products, added up in the same order.
+
+    Args:
+        modules: The modules to look through.
+        whole: Modules to leave as they are.
+        shared: Parameters that several modules share.
+
+    Attributes:
+        owed: What the backward under way leaves for later.
+        places: Tensors for the first gradients of this step, by weight; each is removed when it is used.
     """
 
     def __init__(
         self, modules: Iterable[nn.Module], *, whole: Container[nn.Module] = (), shared: Container[Tensor] = ()
     ) -> None:
-        parts = [part for module in modules if module not in whole for part in module.modules()]
-        self._layers = [
+        self._root = nn.ModuleList(modules)
+        parts = [part for module in self._root if module not in whole for part in module.modules()]
+        self._layers: list[nn.Linear] = [
             part
             for part in parts
             if isinstance(part, nn.Linear)
@@ -95,45 +109,58 @@ class Linears:
             and not any(p in shared for p in part.parameters(recurse=False))
         ]
         self._fans = [part for part in parts if type(part) is Fan]
-        self._taken = set[nn.Module]()
         self._halves = False
         self._anchor = torch.empty(0, requires_grad=True)  # makes the outputs of halved layers parts of a graph
-        self.owed: Owed | None = None  # of the backward under way
+        self.owed: Owed | None = None
         self._wanted: Mapping[Tensor, Tensor] = {}
-        self.places: dict[Tensor, Tensor] = {}  # by weight; of this step, as long as nothing was made there
+        self.places: dict[Tensor, Tensor] = {}
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules as they are now; a module that is a linear layer itself may have been replaced."""
+        return tuple(self._root)
 
     def take_over(self, least: int = 0) -> None:
-        """Take over the layers whose weights are of that many bytes or more."""
-        for layer in self._layers:
-            if nbytes(layer.weight) >= least and "forward" not in vars(layer):
-                layer.forward = partial(self._linear, layer)  # type: ignore[method-assign]
-                self._taken.add(layer)
-        for fan in self._fans:
-            if "forward" not in vars(fan):
-                fan.forward = partial(self._fan, fan)  # type: ignore[method-assign]
+        """Replace the layers whose weights have at least this many bytes, and the fans that call them."""
+        replacements: dict[nn.Module, nn.Module] = {
+            layer: _deferred(layer, self)
+            for layer in self._layers
+            if not isinstance(layer, DeferredLinear) and nbytes(layer.weight) >= least
+        }
+        replacements |= {fan: DeferredFan(fan, self) for fan in self._fans}
+        replace_modules(self._root, replacements)
+        self._layers = [replacements.get(layer, layer) for layer in self._layers]  # type: ignore[misc]
+        self._fans = []
 
     def halve(self, halves: bool) -> None:
-        """From here on, let the layers that were taken over leave their weights for later, or not. If they do, their
-        outputs are no functions of their weights: who asks for gradients inside a forward gets those of inputs only."""
+        """From now on, let the replaced layers leave the gradients of their weights for later, or not.
+
+        If they do, their outputs are no functions of their weights: who asks for gradients inside a forward gets only
+        those of inputs.
+        """
         self._halves = halves
 
     def make_in(self, wanted: Mapping[Tensor, Tensor], least: int = _WORTH) -> None:
-        """Make the first gradients of every step in these tensors, of the same shapes, by parameter; those of that many
-        bytes or more: small ones are copied there sooner by who wants them."""
+        """Compute the first gradients of every step in tensors that are given.
+
+        Args:
+            wanted: By parameter, a tensor of its shape.
+            least: Bytes of a weight from which on this is done; smaller gradients are copied in less time.
+        """
         weights = {layer.weight for layer in self._layers if nbytes(layer.weight) >= least}
         self._wanted = {parameter: place for parameter, place in wanted.items() if parameter in weights}
         self.take_over(least)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.places = dict(self._wanted)
 
     @contextmanager
     def postponed(self) -> Iterator[Owed]:
-        """For the time of a backward: halved layers leave their weights to what this gives.
+        """Within the context, a backward: let halved layers leave their weights to what this yields.
 
-        What is called in that time, because a user's function runs it again, is not of this backward, and leaves
-        nothing.
+        Layers that are called within the context, because a user's function runs its forward again, are not of this
+        backward, and leave nothing.
         """
         self.owed = owed = Owed()
         try:
@@ -141,26 +168,15 @@ class Linears:
         finally:
             self.owed = None
 
-    def _linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        if not self._asked(x, layer):
-            return type(layer).forward(layer, x)
-        (out,) = self._made(x, layer)
-        return out
-
-    def _fan(self, fan: Fan, x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-        if not (self._taken.issuperset(layers) and fan.are_one(x, layers)):
-            return type(fan).forward(fan, x, *layers)
-        return self._made(x, *layers) if self._asked(x, *layers) else fan.as_one(x, layers)
-
-    def _asked(self, x: Tensor, *layers: nn.Linear) -> bool:
-        """Whether something is wanted of these layers, and can be had."""
+    def wants(self, x: Tensor, *layers: nn.Linear) -> bool:
+        """Return whether something is to be gained from calling these layers on one input, and can be had."""
         if torch.compiler.is_compiling() or self.owed is not None:
             return False
         wanted = self._halves or any(layer.weight in self._wanted for layer in layers)
         return wanted and all(_usual(layer.weight, layer.bias, x) for layer in layers)
 
-    def _made(self, x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-        """What they make of one input; several are of one kind."""
+    def call(self, x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+        """Return the outputs of layers of one kind for one input; their weights' gradients are ours to compute."""
         products, pairs = products_of(layers[0]), [(layer.weight, layer.bias) for layer in layers]
         outs: tuple[Tensor, ...]
         if self._halves:
@@ -173,11 +189,62 @@ class Linears:
         return _place(self.places, weight)
 
 
-class _Halved(torch.autograd.Function):
-    """What layers make of one input; their weights come later.
+class DeferredLinear(nn.Linear):
+    """A linear layer in the place of another one, with its parameters: (..., in) -> (..., out).
 
-    They come in as pairs, which autograd takes for no input: of an input without a gradient it calls the hooks all the
-    same, with None.
+    Args:
+        layer: The layer that it replaces.
+        linears: Decides at every call when and where the gradients of the weights are computed.
+    """
+
+    def __init__(self, layer: nn.Linear, linears: Linears) -> None:
+        vars(self).update(vars(layer))
+        self.linears = linears
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.linears.wants(input, self):
+            return super().forward(input)
+        (out,) = self.linears.call(input, self)
+        return out
+
+
+class DeferredOneDnnLinear(DeferredLinear, Linear):
+    """The same in the place of a ``Linear``, which uses oneDNN's products."""
+
+
+class DeferredFan(Fan):
+    """A fan in the place of another one, whose layers may have been replaced.
+
+    Args:
+        fan: The fan that it replaces.
+        linears: Decides at every call when and where the gradients of the weights are computed.
+    """
+
+    def __init__(self, fan: Fan, linears: Linears) -> None:
+        super().__init__(together=fan.together)
+        self.linears = linears
+
+    def forward(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+        """Call the layers: together if that pays and they are of one kind, else one by one."""
+        deferred = [isinstance(linear, DeferredLinear) for linear in linears]
+        if len(set(deferred)) > 1 or not self.are_one(x, linears):
+            return tuple([linear(x) for linear in linears])
+        return (
+            self.linears.call(x, *linears)
+            if all(deferred) and self.linears.wants(x, *linears)
+            else self.as_one(x, linears)
+        )
+
+
+def _deferred(layer: nn.Linear, linears: Linears) -> DeferredLinear:
+    return DeferredOneDnnLinear(layer, linears) if isinstance(layer, Linear) else DeferredLinear(layer, linears)
+
+
+class _Halved(torch.autograd.Function):
+    """Layers of one input, whose weights' gradients are computed later.
+
+    The weights are passed as pairs, so that autograd does not see them as inputs: it would call the hooks of an input
+    without a gradient with None.
     """
 
     @staticmethod
@@ -200,7 +267,7 @@ class _Halved(torch.autograd.Function):
 
 
 class _Weights(torch.autograd.Function):
-    """A scalar behind the weights of a linear layer; going back from it adds what they are owed."""
+    """A scalar made from the weights of a linear layer; the backward from it adds the gradients that they are owed."""
 
     @staticmethod
     def forward(ctx: Any, places: dict[Tensor, Tensor], uses: list[Use], weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -214,7 +281,7 @@ class _Weights(torch.autograd.Function):
 
 
 def _add(places: dict[Tensor, Tensor], uses: list[Use], weight: Tensor, bias: Tensor | None) -> None:
-    """What going back from ``_Weights`` does where nobody listens, in a quarter of the time."""
+    """Do what the backward of ``_Weights`` does if the parameters have no hooks, in a quarter of the time."""
     wanted = weight.requires_grad, bias is not None and bias.requires_grad
     with torch.no_grad():
         for parameter, made in zip((weight, bias), of_weights(uses, wanted, _place(places, weight)), strict=True):
@@ -227,7 +294,7 @@ def _add(places: dict[Tensor, Tensor], uses: list[Use], weight: Tensor, bias: Te
 
 
 def _hooked(parameter: Tensor | None) -> bool:
-    """Whether somebody is to be called with the gradient of a weight."""
+    """Return whether a parameter has hooks that are called with its gradient."""
     return parameter is not None and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
@@ -237,7 +304,7 @@ def _versions(use: Use) -> _Versions:
 
 
 def _usual(weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:
-    """Whether a layer's weights train, and its tensors are kept and laid out as nearly everywhere."""
+    """Return whether a layer's weights train, and its tensors are saved and laid out as nearly everywhere."""
     return (
         torch.is_grad_enabled()
         and weight.requires_grad
@@ -254,5 +321,5 @@ def _usual(weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:
 
 
 def _place(places: dict[Tensor, Tensor], weight: Tensor) -> Tensor | None:
-    """Where the weight's gradient is to be made: once a step, while it has none."""
+    """Return the tensor for a weight's first gradient of the step; None if it has one already, or none is wanted."""
     return places.pop(weight, None) if weight.grad is None else None

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits whose vocabulary is divided over a group."""
+"""Cross-entropy of logits whose vocabulary is sharded over a group."""
 
 from __future__ import annotations
 
@@ -8,36 +8,41 @@ import torch
 from torch import Tensor
 
 from raypar.actors.collective.group import Group
-from raypar.actors.sharding import Cut
+from raypar.actors.sharding import Shard
 from raypar.actors.tensor_parallel.plan_guard import mark
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, cut: Cut, group: Group, ignored: int) -> Tensor:
-    """The sum of -log softmax(logits)[label] over the tokens whose label is not ``ignored``, a scalar, replicated.
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, shard: Shard, group: Group, ignored: int) -> Tensor:
+    """Return the sum of -log softmax(logits)[label] over the tokens, a scalar, the same on every member.
 
-    No member ever has the logits of the whole vocabulary. RuntimeError for labels that are not in it (on a GPU the
-    device fails, as torch's does).
+    No member ever has the logits of the whole vocabulary.
 
-    logits  (T, own part of V)
-    labels  (T,) int64, replicated
-    cut     which part of V is here, along dim 0
+    Args:
+        logits: This member's part of the logits, (T, own part of V).
+        labels: Labels (T,) int64, the same on every member.
+        shard: This member's part of the vocabulary, along dim 0.
+        group: The members.
+        ignored: The label of tokens that do not count.
+
+    Raises:
+        RuntimeError: A label is not in the vocabulary (on a GPU the device fails, as with torch's own loss).
     """
-    vocab = cut.whole[0]
+    vocab = shard.whole[0]
     known = ((labels >= 0) & (labels < vocab)) | (labels == ignored)
     torch._assert_async(known.all(), f"a label is out of bounds: give 0 to {vocab - 1}, or {ignored} to leave it out")
-    out: Tensor = _CrossEntropy.apply(logits, labels, cut.spans[0], group, ignored)  # type: ignore[no-untyped-call]
+    out: Tensor = _CrossEntropy.apply(logits, labels, shard.span(0), group, ignored)  # type: ignore[no-untyped-call]
     return mark(out, divided=False)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Three all_reduces of a number a token: the largest logit, the sum of exponentials, the label's own logit.
+    """Three all_reduces of one number a token: the largest logit, the sum of exponentials, and the label's logit.
 
-    The backward needs none: softmax - 1 at the label, of the own part. Half-precision logits are taken as fp32.
+    The backward needs no message: the gradient is the softmax, minus 1 at the label. Half-precision logits are computed
+    in fp32.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, span: tuple[int, int], group: Group, ignored: int) -> Tensor:
-        """Three small all_reduces: of the largest logit, of the sum of exponents, and of the label's logit."""
         exact = logits if logits.dtype == torch.float64 else logits.float()
         largest = exact.amax(-1)
         group.all_reduce(largest, "max").wait()

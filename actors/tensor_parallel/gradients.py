@@ -1,4 +1,4 @@
-"""Parameters of which each member of a tensor-parallel group updates a part."""
+"""Gradients of the parameters that a tensor-parallel group shards: sums over its members, and norms."""
 
 from __future__ import annotations
 
@@ -8,55 +8,71 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.collective.group import Group, Groups
-from raypar.actors.sharding import Cut
+from raypar.actors.sharding import Shard
 
 _ALIKE = 1e-3  # relative difference of squares
 _NOISE = 1e-10  # of the largest square
 
 
-class Divided:
-    """What the members must agree on at the end of a step. Other parameters are replicated: the same on all of them.
+class ShardedGradients:
+    """What the members of a tensor-parallel group must agree on at the end of a step.
 
-    cuts     by logical name, of the parameters that are divided
-    partial  over which groups the gradients of a parameter, the same part of which all their members have, are to be
-             summed
-    group    None: nothing is divided
-    watched  whether replicated gradients are compared: a user's plan may have forgotten something
+    Parameters that are not sharded are replicated: the same on all members.
+
+    Args:
+        shards: This member's part of each sharded parameter, by logical name.
+        partial: Groups over which the gradient of a parameter is to be summed, because all their members hold the same
+            part of the parameter; by logical name.
+        group: The tensor-parallel group; None if nothing is sharded.
+        watched: Whether to compare the gradients of replicated parameters: a user's plan may have forgotten something.
     """
 
     def __init__(
-        self, cuts: Mapping[str, Cut], partial: Mapping[str, Groups], group: Group | None, *, watched: bool
+        self, shards: Mapping[str, Shard], partial: Mapping[str, Groups], group: Group | None, *, watched: bool
     ) -> None:
-        self._cuts, self._group, self._partial, self._watched = cuts, group, partial, watched
-        self._counted = {name for name in cuts if first_of(partial.get(name, ()))}
+        self._shards, self._group, self._partial, self._watched = shards, group, partial, watched
+        self._counted = {name for name in shards if first_of(partial.get(name, ()))}
 
     def complete(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Sum partial gradients over the members, all that a group has to sum in one message."""
+        """Sum partial gradients over their groups, with one message a group."""
         made = {name: p.grad for name, p in parameters.items() if name in self._partial and p.grad is not None}
         for group in dict.fromkeys(group for name in made for group in self._partial[name]):
             _sum([gradient for name, gradient in made.items() if group in self._partial[name]], group)
 
     def norms(self, names: Sequence[str], norms: Tensor) -> Tensor:
-        """The norms of logical gradients (n,) from those of what is here, on the host; the same on every member.
+        """Return the norms of whole gradients, the same on every member.
 
-        Raises ValueError for a replicated parameter whose gradients are not, if they are watched.
+        Args:
+            names: Logical names of the parameters.
+            norms: Norms (n,) of this member's parts of their gradients, on the host.
+
+        Raises:
+            ValueError: They are watched, and the gradients of a replicated parameter differ between members.
         """
         if self._group is None:
             return norms
-        divided = torch.tensor([name in self._cuts for name in names])
+        sharded = torch.tensor([name in self._shards for name in names])
         counted = torch.tensor([name in self._counted for name in names])
         own = norms.double().square()
-        squares = torch.where(counted | ~divided, own, 0.0)
+        squares = torch.where(counted | ~sharded, own, 0.0)
         self._group.host.all_reduce(squares).wait()
         if self._watched:
-            whole = [name for name in names if name not in self._cuts]
-            _demand_alike(whole, own[~divided], squares[~divided], self._group)
-        return torch.where(divided, squares.sqrt().to(norms.dtype), norms)
+            whole = [name for name in names if name not in self._shards]
+            _demand_alike(whole, own[~sharded], squares[~sharded], self._group)
+        return torch.where(sharded, squares.sqrt().to(norms.dtype), norms)
 
 
 def _demand_alike(names: Sequence[str], own: Tensor, total: Tensor, group: Group) -> None:
-    """Raise ValueError if squares of norms (n,), which all members should have alike, are not the mean of the members',
-    to which ``total`` adds up. Of rounding noise they need not be: members may be machines of different kinds."""
+    """Raise ValueError if a gradient that should be the same on all members differs from their mean.
+
+    Differences of rounding are allowed, because members may be machines of different kinds.
+
+    Args:
+        names: Logical names of the parameters.
+        own: Squares of this member's norms (n,).
+        total: Sums (n,) of the members' squares.
+        group: The members.
+    """
     if not names:
         return
     mean = total / group.size
@@ -70,7 +86,7 @@ def _demand_alike(names: Sequence[str], own: Tensor, total: Tensor, group: Group
 
 
 def first_of(groups: Groups) -> bool:
-    """Whether this member is the first of all that have the same as their fellow members of these groups."""
+    """Return whether this member is the first of those that hold the same part, the members of these groups."""
     return all(group.rank == 0 for group in groups)
 
 

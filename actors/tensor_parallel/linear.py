@@ -1,4 +1,7 @@
-"""Linear layers and embeddings divided over a group, by their weights (Shoeybi et al. 2019)."""
+"""Linear layers and embeddings whose weights are sharded over a group.
+
+Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypar.actors.autograd.recompute import SelectiveRecompute
 from raypar.actors.collective.autograd import Move, all_gathered, begin_sum
 from raypar.actors.collective.group import Group
 from raypar.actors.layers.linear import Fan
-from raypar.actors.sharding import Cut, share_of
+from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.actors.tensor_parallel.plan_guard import mark
 
 
 class ColumnParallelLinear(nn.Linear):
-    """Some of the outputs of a linear layer: (..., in) -> (..., own outputs); the input comes by way of ``copy_to``.
+    """A linear layer sharded by outputs: (..., in) -> (..., own outputs).
 
-    cut  what of the weight (out, in) is here; of the bias the same outputs
+    Its input must have passed ``copy_to``, which sums the members' gradients of the input.
+
+    Args:
+        whole: The layer to shard.
+        shard: This member's part of the weight (out, in), along dim 0; of the bias it has the same outputs.
     """
 
-    def __init__(self, whole: nn.Linear, cut: Cut) -> None:
-        outputs, inputs = cut.shape
+    def __init__(self, whole: nn.Linear, shard: Shard) -> None:
+        outputs, inputs = shard.shape
         super().__init__(inputs, outputs, whole.bias is not None, dtype=whole.weight.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -31,11 +39,13 @@ class ColumnParallelLinear(nn.Linear):
 
 
 class SharedLinear(nn.Linear):
-    """Some of the outputs of a linear layer, whose weights are whole on every member: (..., in) -> (..., own outputs).
+    """A linear layer that every member holds, and of which each computes some outputs: (..., in) -> (..., own outputs).
 
-    Other members make other outputs, or the same ones; a member's gradients are partial.
+    Several members may compute the same outputs. A member's gradient of the weight is partial.
 
-    span  first and one behind the last output that this member makes
+    Args:
+        whole: The layer that every member holds.
+        span: Index of the first output that this member computes, and the index behind its last.
     """
 
     def __init__(self, whole: nn.Linear, span: tuple[int, int]) -> None:
@@ -47,20 +57,22 @@ class SharedLinear(nn.Linear):
 
 
 class RowParallelLinear(nn.Linear):
-    """The outputs that some of the inputs of a linear layer make, summed: (..., own inputs) -> (..., out).
+    """A linear layer sharded by inputs, whose products are summed over the members: (..., own inputs) -> (..., out).
 
-    cut    what of the weight (out, in) is here; the bias is replicated, and added once: behind the sum
-    leave  what sums: ``reduce_from`` the group, say
-    label  what it is called where a mistake is told
+    Args:
+        whole: The layer to shard.
+        shard: This member's part of the weight (out, in), along dim 1. The bias is replicated, and added after the sum.
+        leave: Sums over the members: ``reduce_from`` or ``reduce_scatter`` of the group.
+        label: The layer's name in error messages.
     """
 
-    def __init__(self, whole: nn.Linear, cut: Cut, leave: Move) -> None:
-        outputs, inputs = cut.shape
+    def __init__(self, whole: nn.Linear, shard: Shard, leave: Move, label: str = "a row linear layer") -> None:
+        outputs, inputs = shard.shape
         super().__init__(inputs, outputs, whole.bias is not None, dtype=whole.weight.dtype)
-        self.whole, self.leave, self.label = whole.in_features, leave, "a row linear layer"
+        self.whole, self.leave, self.label = whole.in_features, leave, label
 
     def forward(self, input: Tensor) -> Tensor:
-        """Raises ValueError for inputs that are not divided as the weight is."""
+        """Apply the layer. Raises ValueError if the input is not sharded as the weight is."""
         if input.shape[-1] != self.in_features:
             raise ValueError(
                 f"{self.label} of {self.whole} inputs has {self.in_features} of them here and is given "
@@ -71,66 +83,83 @@ class RowParallelLinear(nn.Linear):
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """The embeddings of some of the ids, summed with those of the others: ids (...) int64 -> (..., D).
+    """An embedding sharded by ids, whose vectors are summed over the members: ids (...) int64 -> (..., D).
 
-    cut      which rows of the table (V, D) are here; a row for padding gets no gradient, as in torch
-    leave    what sums: ``reduce_from`` the group, say
-    weights  what makes these rows of what is here of them, if that is not all
+    A row for padding gets no gradient, as in torch.
+
+    Args:
+        whole: The embedding to shard.
+        shard: This member's part of the table (V, D).
+        leave: Sums over the members: ``reduce_from`` or ``reduce_scatter`` of the group.
+        gather: Makes whole rows of the member's part, if the table is sharded along dim 1 too.
     """
 
-    def __init__(self, whole: nn.Embedding, cut: Cut, leave: Move, weights: Move | None = None) -> None:
-        ids, width = cut.shape
+    def __init__(self, whole: nn.Embedding, shard: Shard, leave: Move, gather: Move | None = None) -> None:
+        ids, width = shard.shape
         super().__init__(ids, width, dtype=whole.weight.dtype)
-        (self.start, self.stop), self.ids = cut.spans[0], cut.whole[0]
+        (self.start, self.stop), self.ids = shard.span(0), shard.whole[0]
         if whole.padding_idx is not None and self.start <= whole.padding_idx < self.stop:
             self.padding_idx = whole.padding_idx - self.start
-        self.leave, self.weights = leave, weights
+        self.leave, self.gather = leave, gather
 
     def forward(self, input: Tensor) -> Tensor:
-        """RuntimeError for ids that nobody has."""
+        """Embed ids. Raises RuntimeError if an id is not in the vocabulary."""
         known = ((input >= 0) & (input < self.ids)).all()
         torch._assert_async(known, f"an id is out of bounds: the embedding has {self.ids}, counted from 0")
         foreign = (input < self.start) | (input >= self.stop)
-        weight = self.weight if self.weights is None else self.weights(self.weight)
+        weight = self.weight if self.gather is None else self.gather(self.weight)
         own = F.embedding((input - self.start).masked_fill(foreign, 0), weight, self.padding_idx)
         return self.leave(own.masked_fill(foreign.unsqueeze(-1), 0.0))
 
 
 def own_outputs(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """The weight (own out, in) and the bias (own out,) that make what a linear layer makes here."""
+    """Return the weight (own out, in) and the bias (own out,) with which a layer computes its outputs."""
     if not isinstance(linear, SharedLinear):
         return linear.weight, linear.bias
     return linear.weight[linear.span], None if linear.bias is None else linear.bias[linear.span]
 
 
-def cut_of(whole: tuple[int, ...], dim: int, group: Group) -> Cut:
-    """A member's share of a tensor along a dim; if shares can't be equal, the first ones are larger by one."""
-    return Cut(whole, {dim: share_of(whole[dim], group.rank, group.size)})
+def shard_of(whole: Sequence[int], dim: int, group: Group) -> Shard:
+    """Return this member's part of a tensor of shape ``whole`` that is sharded over a group along one dim."""
+    return Shard(tuple(whole), Sharding({dim: Pieces.at(group.rank, group.size)}))
 
 
-class ColumnParallelFan(Fan):
-    """As a Fan, of layers of which each member of ``group`` has some outputs.
+class ColumnParallelFan(Fan, SelectiveRecompute):
+    """A Fan of layers that are sharded by outputs: one message for all of them.
 
-    dim    along which the input is divided; None if it is replicated
-    again  keep only the own part of a divided input, and gather it anew in the backward (Korthikanti et al. 2022,
-           section 4.2.2); a stage sets it where it recomputes
+    With selective recomputation it keeps only its own part of a sharded input, and gathers it again in the backward
+    (Korthikanti et al. 2022, section 4.2.2).
+
+    Args:
+        group: The members.
+        dim: The dim along which the input is sharded; None if the input is replicated.
     """
 
     def __init__(self, group: Group, dim: int | None) -> None:
         super().__init__()
-        self.group, self.dim, self.again = group, dim, False
+        self.group, self.dim = group, dim
 
     def forward(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-        return columns(x, [own_outputs(linear) for linear in linears], self.group, self.dim, again=self.again)
+        return columns(x, [own_outputs(linear) for linear in linears], self.group, self.dim, again=self.recomputes)
 
 
 def columns(
     x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]], group: Group, dim: int | None, *, again: bool = False
 ) -> tuple[Tensor, ...]:
-    """What layers of these weights (own out, in) and biases (own out,) make of one input (B, ..., in).
+    """Apply several linear layers, sharded by outputs, to one input.
 
-    As ``copy_to`` (``dim`` None) or ``all_gather`` and then ``linear``, but in the backward the weights' gradients are
-    computed while that of the input is summed, as Megatron-LM does.
+    The result is that of ``copy_to`` (if ``dim`` is None) or ``all_gather``, followed by each layer. The backward
+    computes the gradients of the weights while the gradient of the input is summed, as Megatron-LM does.
+
+    Args:
+        x: The input (B, ..., in), or this member's part of it along ``dim``.
+        layers: The weight (own out, in) and the bias (own out,) of each layer.
+        group: The members.
+        dim: The dim along which the input is sharded; None if it is replicated.
+        again: Keep only the part of the input, and gather it again in the backward.
+
+    Returns:
+        The outputs (B, ..., own out) of each layer.
     """
     weights, biases = [weight for weight, _ in layers], [bias for _, bias in layers]
     outs: tuple[Tensor, ...] = _Columns.apply(group, dim, again, x, *weights, *biases)  # type: ignore[no-untyped-call]

@@ -1,8 +1,11 @@
-"""From a model's layers to an actor's part of them, by the model's plan."""
+"""Parallel styles of 1D tensor parallelism, with or without sequence parallelism.
+
+Sources: Shoeybi et al. 2019, "Megatron-LM", section 3; Korthikanti et al. 2022, section 4.2.2.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,11 +14,10 @@ from torch import Tensor, nn
 from raypar.actors.collective.autograd import Move, copy_to, gather_from, reduce_from, reduce_scatter
 from raypar.actors.collective.group import Group
 from raypar.actors.layers.attention import Attention
-from raypar.actors.layers.dropout import divided
 from raypar.actors.layers.linear import Fan
-from raypar.actors.models.base import IGNORED, Kind, Model
-from raypar.actors.models.parallel_plan import Change, Division, Made, named, rows_of
-from raypar.actors.sharding import Cut, Portion
+from raypar.actors.models.base import IGNORED, Kind
+from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle, ShardedDropout, apply_to_children
+from raypar.actors.sharding import Pieces, Sharding
 from raypar.actors.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from raypar.actors.tensor_parallel.linear import (
     ColumnParallelFan,
@@ -23,185 +25,251 @@ from raypar.actors.tensor_parallel.linear import (
     RowParallelLinear,
     SharedLinear,
     VocabParallelEmbedding,
-    cut_of,
+    shard_of,
 )
-from raypar.actors.tensor_parallel.plan_guard import demand, mark
-from raypar.actors.tensor_parallel.sequence import Entrance, Gathering
+from raypar.actors.tensor_parallel.plan_guard import demand, demand_whole_loss, mark
+from raypar.actors.tensor_parallel.sequence import Gathering, SharedCopy
 
 
-class TensorParallel(Division):
-    """Divides layers over a group as Megatron does (Shoeybi et al. 2019): the same on every member outside of the
-    attention and the MLP, inside each member has its heads and its columns.
+def megatron_styles(group: Group, *, sequence: bool) -> AxisStyles:
+    """Return the styles of 1D tensor parallelism over a group.
 
-    The model's plan says what becomes of which modules, in the order of application:
+    Values between layers are the same on every member; inside attention and MLP each member has its heads and its
+    columns. With ``sequence``, values between layers are sharded too, along the sequence (dim 1): as many bytes are
+    sent, and norms and dropout are computed once.
 
-    vocab   an embedding, divided by ids
-    enter   what the module is given, once for all that it does with it (Megatron's f)
-    heads   attention over the heads that are here; heads of keys and values are divided, or else shared
-    column  a linear layer, divided by outputs
-    row     a linear layer, divided by inputs; its outputs are summed (Megatron's g)
-    logits  a linear layer, divided by outputs, and the loss that follows
-    drop    dropout of what is divided along the sequence
-    table   a module that makes a row for every token: of what is divided along the sequence, the rows that are here
-    copy    what a linear layer is given, once for those that are given the same one after the other
-    gather  what is divided along the last dim is put together again on every member
-    dropout of what is divided along the last dim
-    shared  a module for what is divided, whole on every member; its gradients are summed
+    Args:
+        group: The tensor-parallel group.
+        sequence: Whether to shard the sequence between attention and MLP.
+    """
+    own = Pieces.at(group.rank, group.size)
+    flow = Sharding({1: own}) if sequence else Sharding()
+    leave: Move = (
+        partial(reduce_scatter, group=group, dim=1) if sequence else partial(reduce_from, group=group, in_place=True)
+    )
+    column = ColumnParallel(group)
+    styles: dict[Kind, ParallelStyle] = {
+        "vocab": VocabParallel(group, leave, flow),
+        "enter": GatheredInput(group) if sequence else ReplicatedInput(group),
+        "column": column,
+        "heads": HeadParallel(group, column),
+        "row": RowParallel(group, leave, flow),
+        "logits": LogitsParallel(group, column),
+        "copy": CopiedInput(SharedCopy(partial(copy_to, group=group))),
+        "gather": GatheredOutput(group),
+        "dropout": DropoutOfColumns(Sharding({-1: own})),
+        "shared": PartialGradients(group),
+    }
+    if sequence:
+        styles |= {"drop": ShardedDropout(flow), "table": TableOfSequence(own)}
+    partial_outside = (group,) if sequence else ()
+    return AxisStyles(styles, flow, partial_outside, guard=_demand_whole_dropouts, check_loss=demand_whole_loss)
 
-    With ``sequence`` what stands outside of attention and MLP is divided too, along the sequence, dim 1 of what goes
-    through the layers (Korthikanti et al. 2022, section 4.2.2): as many bytes, and norms and dropout once.
+
+@dataclass(frozen=True)
+class ColumnParallel(ParallelStyle):
+    """Shard a linear layer by outputs."""
+
+    group: Group
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        assert isinstance(module, nn.Linear)
+        weight = shard_of(module.weight.shape, 0, self.group)
+        shards = {"weight": weight} | (
+            {} if module.bias is None else {"bias": shard_of(module.bias.shape, 0, self.group)}
+        )
+        return Applied(ColumnParallelLinear(module, weight), shards, outputs={"": Sharding({-1: weight.sharding[0]})})
+
+
+@dataclass(frozen=True)
+class RowParallel(ParallelStyle):
+    """Shard a linear layer by inputs, and sum its outputs (Megatron's g)."""
+
+    group: Group
+    leave: Move
+    flow: Sharding
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        assert isinstance(module, nn.Linear)
+        weight = shard_of(module.weight.shape, 1, self.group)
+        made = RowParallelLinear(module, weight, self.leave, name)
+        return Applied(made, {"weight": weight}, outputs={"": self.flow})
+
+
+@dataclass(frozen=True)
+class VocabParallel(ParallelStyle):
+    """Shard an embedding by ids, and sum its vectors."""
+
+    group: Group
+    leave: Move
+    flow: Sharding
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        assert isinstance(module, nn.Embedding)
+        weight = shard_of(module.weight.shape, 0, self.group)
+        return Applied(VocabParallelEmbedding(module, weight, self.leave), {"weight": weight}, outputs={"": self.flow})
+
+
+@dataclass(frozen=True)
+class HeadParallel(ParallelStyle):
+    """Let each member compute some of the heads of an attention.
+
+    Heads of keys and values are sharded too if the group divides their number; otherwise every member holds their
+    whole projections, and computes the one head that it needs.
     """
 
-    def __init__(self, model: Model, group: Group, *, sequence: bool) -> None:
-        super().__init__(model)
-        self.group, self.sequence = group, sequence
-        self.portion = Portion.at(group.rank, group.size)
-        self.copy = Entrance(partial(copy_to, group=group))
-        self.flow = {1: self.portion} if sequence else {}
-        self.leave: Move = (
-            partial(reduce_scatter, group=group, dim=1)
-            if sequence
-            else partial(reduce_from, group=group, in_place=True)
-        )
+    group: Group
+    column: ColumnParallel
 
-    @property
-    def changes(self) -> Mapping[Kind, Change]:
-        return _CHANGES
-
-    def divide(self, name: str, layer: nn.Module) -> Mapping[str, Cut]:
-        """As every Division; what is whole here is given the tokens of this member only, if they are divided."""
-        found = super().divide(name, layer)
-        if self.sequence:
-            whole = {f"{name}.{inner}" for inner, _ in layer.named_parameters() if inner not in found}
-            self.partial |= dict.fromkeys(whole, (self.group,))
-        self._look_out(name, layer)
-        return found
-
-    def _look_out(self, name: str, layer: nn.Module) -> None:
-        """Let the modules of a divided layer tell of a plan that is wrong where no shape would."""
-        for inner, module in layer.named_modules(prefix=name):
-            if isinstance(module, RowParallelLinear):
-                module.label = inner
-            elif type(module) is nn.Dropout and module.p:
-                what = "is dropout of what each actor of tp has a part of, and all would drop alike"
-                demand(module, divided=False, otherwise=f"{inner} {what}: name it in the plan, as 'dropout'")
-        for pattern, kind in self.model.tensor_plan:
-            if kind in ("dropout", "shared"):
-                for inner, module in named(layer, name, pattern):
-                    path = f"{name}.{inner}".rstrip(".")
-                    what = f"is {kind!r} in the plan, but what it is given is whole on every actor of tp"
-                    demand(module, divided=True, otherwise=f"{path} {what}: leave it out of the plan")
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        assert isinstance(module, Attention)
+        heads, kv_heads = module.q.out_features // module.width, module.k.out_features // module.width
+        module.core.narrow(heads, Sharding({1: Pieces.at(self.group.rank, self.group.size)}))
+        kv: ParallelStyle = self.column
+        if kv_heads % self.group.size:
+            kv = SharedOutputs(self.group, Pieces.at(self.group.rank * kv_heads // self.group.size, kv_heads))
+        return apply_to_children(name, module, {"q": self.column, "k": kv, "v": kv})
 
 
-def _enter(module: nn.Module, tensors: TensorParallel) -> Made:
-    if isinstance(getattr(module, "fan", None), Fan):  # that is where it enters
-        module.fan = ColumnParallelFan(tensors.group, 1 if tensors.sequence else None)
-    elif tensors.sequence:
-        Gathering(module, tensors.group, dim=1)
-    else:
-        module.register_forward_pre_hook(lambda _, inputs: (copy_to(inputs[0], tensors.group), *inputs[1:]))
-    return Made(module)
+@dataclass(frozen=True)
+class SharedOutputs(ParallelStyle):
+    """Let each member compute some outputs of a linear layer that every member holds; other members may need them too.
+
+    Attributes:
+        group: The members.
+        outputs: The outputs that this member computes.
+    """
+
+    group: Group
+    outputs: Pieces
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        assert isinstance(module, nn.Linear)
+        made = SharedLinear(module, self.outputs.span(module.out_features))
+        return Applied(made, partial=dict.fromkeys(_parameters_of(made), (self.group,)))
 
 
-def _vocab(module: nn.Module, tensors: TensorParallel) -> Made:
-    assert isinstance(module, nn.Embedding)
-    cut = cut_of(tuple(module.weight.shape), 0, tensors.group)
-    return Made(VocabParallelEmbedding(module, cut, tensors.leave), {"weight": cut}, outputs={"": tensors.flow})
+@dataclass(frozen=True)
+class LogitsParallel(ParallelStyle):
+    """Shard the projection to the vocabulary by outputs, and compute the loss from sharded logits."""
+
+    group: Group
+    column: ColumnParallel
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        applied = self.column.apply(name, module)
+        loss = partial(vocab_parallel_cross_entropy, shard=applied.shards["weight"], group=self.group, ignored=IGNORED)
+        return applied._replace(cross_entropy=loss)
 
 
-def _column(module: nn.Module, tensors: TensorParallel) -> Made:
-    assert isinstance(module, nn.Linear)
-    cut = cut_of(tuple(module.weight.shape), 0, tensors.group)
-    bias = {} if module.bias is None else {"bias": cut_of(tuple(module.bias.shape), 0, tensors.group)}
-    return Made(ColumnParallelLinear(module, cut), {"weight": cut} | bias, outputs={"": {-1: rows_of(cut)}})
+@dataclass(frozen=True)
+class ReplicatedInput(ParallelStyle):
+    """Sum the gradient of a module's input over the members, once for all its uses of it (Megatron's f)."""
+
+    group: Group
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        if isinstance(getattr(module, "fan", None), Fan):
+            module.fan = ColumnParallelFan(self.group, None)
+        else:
+            module.register_forward_pre_hook(lambda _, inputs: (copy_to(inputs[0], self.group), *inputs[1:]))
+        return Applied(module)
 
 
-def _row(module: nn.Module, tensors: TensorParallel) -> Made:
-    assert isinstance(module, nn.Linear)
-    cut = cut_of(tuple(module.weight.shape), 1, tensors.group)
-    return Made(RowParallelLinear(module, cut, tensors.leave), {"weight": cut}, outputs={"": tensors.flow})
+@dataclass(frozen=True)
+class GatheredInput(ParallelStyle):
+    """Gather a module's input along the sequence, once for all that the module does with it."""
+
+    group: Group
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        if isinstance(getattr(module, "fan", None), Fan):
+            module.fan = ColumnParallelFan(self.group, 1)
+        else:
+            Gathering(self.group, dim=1).attach(module)
+        return Applied(module)
 
 
-def _heads(module: nn.Module, tensors: TensorParallel) -> Made:
-    assert isinstance(module, Attention)
-    group, width = tensors.group, module.width
-    heads, kv_heads = module.q.out_features // width, module.k.out_features // width
-    module.core.narrow(heads, {1: tensors.portion})
-    made = {"q": _column(module.q, tensors)}
-    if kv_heads % group.size == 0:
-        made |= {"k": _column(module.k, tensors), "v": _column(module.v, tensors)}
-    else:  # several members need the same head of keys and values
-        head = group.rank * kv_heads // group.size
-        span = head * width, (head + 1) * width
-        made |= {"k": _shared(module.k, span, tensors), "v": _shared(module.v, span, tensors)}
-    for name, one in made.items():
-        setattr(module, name, one.module)
-    cuts = {f"{name}.{inner}": cut for name, one in made.items() for inner, cut in one.cuts.items()}
-    partial = {f"{name}.{inner}": over for name, one in made.items() for inner, over in one.partial.items()}
-    return Made(module, cuts, partial, {name: one.outputs[""] for name, one in made.items() if one.outputs})
+@dataclass(frozen=True)
+class CopiedInput(ParallelStyle):
+    """Sum the gradient of a linear layer's input over the members, once for all layers that are given the same one."""
+
+    copy: SharedCopy
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        """Register a hook that copies the input."""
+        def copied(
+            _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+        ) -> tuple[tuple[Tensor], dict[str, Any]]:
+            (x,) = (*inputs, *named.values())
+            return (self.copy(x),), {}
+
+        module.register_forward_pre_hook(copied, with_kwargs=True)
+        return Applied(module)
 
 
-def _shared(whole: nn.Linear, span: tuple[int, int], tensors: TensorParallel) -> Made:
-    module = SharedLinear(whole, span)
-    return Made(module, partial={name: (tensors.group,) for name, _ in module.named_parameters()})
+@dataclass(frozen=True)
+class GatheredOutput(ParallelStyle):
+    """Gather a module's output along its last dim, so that every member has all of it."""
+
+    group: Group
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        def gathered(_: nn.Module, inputs: tuple[Any, ...], part: Tensor) -> Tensor:
+            return mark(gather_from(part, self.group, part.dim() - 1), divided=False)
+
+        module.register_forward_hook(gathered)
+        return Applied(module)
 
 
-def _logits(module: nn.Module, tensors: TensorParallel) -> Made:
-    made = _column(module, tensors)
-    tensors.model.cross_entropy = partial(
-        vocab_parallel_cross_entropy, cut=made.cuts["weight"], group=tensors.group, ignored=IGNORED
-    )
-    return made
+@dataclass(frozen=True)
+class TableOfSequence(ParallelStyle):
+    """Of a module that computes one row a token, return the rows of this member's tokens.
+
+    Attributes:
+        tokens: This member's part of the sequence.
+    """
+
+    tokens: Pieces
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        module.register_forward_hook(lambda _, inputs, rows: self.tokens.take(rows, 0))
+        return Applied(module)
 
 
-def _drop(module: nn.Module, tensors: TensorParallel) -> Made:
-    assert isinstance(module, nn.Dropout)
-    return Made(divided(module, {1: tensors.portion}) if tensors.sequence else module)
+@dataclass(frozen=True)
+class DropoutOfColumns(ShardedDropout):
+    """Dropout, in a user's plan, of what is sharded along its last dim."""
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        applied = super().apply(name, module)
+        _demand_sharded(name, "dropout", applied.module)
+        return applied
 
 
-def _table(module: nn.Module, tensors: TensorParallel) -> Made:
-    if tensors.sequence:
-        module.register_forward_hook(lambda _, inputs, rows: cut_of(tuple(rows.shape), 0, tensors.group).take(rows))
-    return Made(module)
+@dataclass(frozen=True)
+class PartialGradients(ParallelStyle):
+    """Keep a module of a user's plan whole although its input is sharded: its gradients are partial."""
+
+    group: Group
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        _demand_sharded(name, "shared", module)
+        return Applied(module, partial=dict.fromkeys(_parameters_of(module), (self.group,)))
 
 
-def _copy(module: nn.Module, tensors: TensorParallel) -> Made:
-    def copied(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Tensor], dict[str, Any]]:
-        (x,) = (*inputs, *named.values())
-        return (tensors.copy(x),), {}
-
-    module.register_forward_pre_hook(copied, with_kwargs=True)
-    return Made(module)
+def _parameters_of(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters()]
 
 
-def _gather(module: nn.Module, tensors: TensorParallel) -> Made:
-    def gathered(_: nn.Module, inputs: tuple[Any, ...], part: Tensor) -> Tensor:
-        return mark(gather_from(part, tensors.group, part.dim() - 1), divided=False)
-
-    module.register_forward_hook(gathered)
-    return Made(module)
+def _demand_sharded(name: str, kind: str, module: nn.Module) -> None:
+    what = f"is {kind!r} in the plan, but what it is given is whole on every actor of tp"
+    demand(module, divided=True, otherwise=f"{name} {what}: leave it out of the plan")
 
 
-def _dropout(module: nn.Module, tensors: TensorParallel) -> Made:
-    assert isinstance(module, nn.Dropout)
-    return Made(divided(module, {-1: tensors.portion}))
-
-
-def _partial(module: nn.Module, tensors: TensorParallel) -> Made:
-    return Made(module, partial={name: (tensors.group,) for name, _ in module.named_parameters()})
-
-
-_CHANGES: Mapping[Kind, Change] = {
-    "vocab": _vocab,
-    "enter": _enter,
-    "column": _column,
-    "heads": _heads,
-    "row": _row,
-    "logits": _logits,
-    "drop": _drop,
-    "table": _table,
-    "copy": _copy,
-    "gather": _gather,
-    "dropout": _dropout,
-    "shared": _partial,
-}
+def _demand_whole_dropouts(name: str, layer: nn.Module) -> None:
+    """Let the dropouts that no style replaced refuse an input that is sharded."""
+    for path, module in layer.named_modules(prefix=name):
+        if type(module) is nn.Dropout and module.p:
+            what = "is dropout of what each actor of tp has a part of, and all would drop alike"
+            demand(module, divided=False, otherwise=f"{path} {what}: name it in the plan, as 'dropout'")

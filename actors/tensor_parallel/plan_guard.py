@@ -1,4 +1,8 @@
-"""Whether a tensor is here in part: its autograd graph tells, back to the layers that divide and put together."""
+"""Find mistakes in a user's plan of tensor parallelism where no shape would tell them.
+
+Layers that shard a tensor, and layers that make it whole, note that in the autograd graph. Walking back through the
+graph tells whether this member holds only a part of a tensor.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ _KEY = "raypar.divided"
 
 
 def mark(tensor: Tensor, *, divided: bool) -> Tensor:
-    """Note in the graph that this member has a part of the tensor along its last dim, or all of it."""
+    """Note in the graph whether this member holds only a part of the tensor, along its last dim; return the tensor."""
     for one in (tensor, tensor._base):  # what changes a view in place leaves out the view's own node
         if one is not None and one.grad_fn is not None:
             _notes(one.grad_fn)[_KEY] = divided
@@ -25,7 +29,7 @@ def _notes(node: Node) -> dict[Any, Any]:
 
 
 def is_divided(tensor: Tensor) -> bool | None:
-    """Whether it was made of something that is here in part; None if the graph does not go back far enough."""
+    """Return whether a tensor was computed from a part of another; None if the graph does not go back far enough."""
     if tensor.grad_fn is None:
         return None
     nodes, seen, known = [tensor.grad_fn], set[Node](), True
@@ -45,8 +49,13 @@ def is_divided(tensor: Tensor) -> bool | None:
 
 
 def demand(module: nn.Module, *, divided: bool, otherwise: str) -> None:
-    """Let the module look at the first tensor that it is given with a graph: ValueError if that is divided, or not,
-    where it should be the other way round. ``otherwise`` says so, with the fix."""
+    """Let a module check the first tensor with a graph that it is given.
+
+    Args:
+        module: The module; it raises ValueError if the tensor is not as it should be.
+        divided: Whether the member should hold only a part of the tensor.
+        otherwise: The error message, with the fix.
+    """
 
     def look(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         given = [is_divided(x) for x in (*inputs, *named.values()) if isinstance(x, Tensor)]
@@ -56,3 +65,12 @@ def demand(module: nn.Module, *, divided: bool, otherwise: str) -> None:
             hook.remove()
 
     hook = module.register_forward_pre_hook(look, with_kwargs=True)
+
+
+def demand_whole_loss(loss: Tensor) -> None:
+    """Raise ValueError if a loss is computed from only a part of the last layer's outputs."""
+    if is_divided(loss):
+        raise ValueError(
+            "the loss is made of what each actor of tp has a part of: end the model with what the plan calls a "
+            "'row' or 'column_gather_output'"
+        )

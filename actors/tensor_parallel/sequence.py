@@ -1,4 +1,4 @@
-"""A module that is given the whole of what its group has in parts."""
+"""Inputs that a module needs whole: copied once for several layers, or gathered along the sequence."""
 
 from __future__ import annotations
 
@@ -10,32 +10,35 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from raypar.actors.autograd.recompute import SelectiveRecompute
 from raypar.actors.collective.autograd import Move, all_gather
 from raypar.actors.collective.group import Group
 
 
-class Entrance:
-    """Gives layers that are given the same tensor, one after the other, the same copy of it: their gradients are added
-    up here before they are summed over the group, in one message (those of queries, keys and values, say).
+class SharedCopy:
+    """Copy a tensor to a group, once for all layers that are given the same tensor one after the other.
 
-    The last tensor is kept until another one comes.
+    The layers' gradients are added up before they are summed over the group, so that one message serves all of them
+    (the projections to queries, keys and values, for example). The last tensor is kept until another one comes.
 
-    enter  ``copy_to`` the group
+    Args:
+        copy: ``copy_to`` the group.
     """
 
-    def __init__(self, enter: Move) -> None:
-        self._enter = enter
+    def __init__(self, copy: Move) -> None:
+        self._copy = copy
         self._last: tuple[Tensor, tuple[object, ...], Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        state = x._version, x.requires_grad, torch.is_grad_enabled()  # of a tensor that was written into, another copy
+        """Return the copy of a tensor. A tensor that was written to meanwhile gets a new one."""
+        state = x._version, x.requires_grad, torch.is_grad_enabled()
         if self._last is None or self._last[0] is not x or self._last[1] != state:
-            self._last = x, state, self._enter(x)
+            self._last = x, state, self._copy(x)
         return self._last[2]
 
 
-class Kept(NamedTuple):
-    """Stands for a view of the whole among what is kept for the backward."""
+class GatheredView(NamedTuple):
+    """What autograd saves in the place of a view of the gathered input: this member's part, and the view's layout."""
 
     part: Tensor
     shape: Sequence[int]
@@ -43,17 +46,25 @@ class Kept(NamedTuple):
     offset: int
 
 
-class Gathering:
-    """Gathers a module's input along a dim before it is called; the module has it as ``gathering``.
+class Gathering(nn.Module, SelectiveRecompute):
+    """Gathers the input of the module that it is attached to, along one dim.
 
-    With ``again`` only the own part is kept, and the backward gathers it anew (Korthikanti et al. 2022, section 4.2.2).
+    With selective recomputation only the member's own part is kept, and the backward gathers it again (Korthikanti et
+    al. 2022, section 4.2.2). It is a child of its module, without parameters, so that a stage finds it.
+
+    Args:
+        group: The members.
+        dim: The dim along which the input is sharded.
     """
 
-    def __init__(self, module: nn.Module, group: Group, dim: int) -> None:
+    def __init__(self, group: Group, dim: int) -> None:
+        super().__init__()
         self._group, self._dim = group, dim
-        self._open: list[ExitStack] = []  # calls under way: of a module that is entered again before it has returned
-        self.again = False
-        vars(module)["gathering"] = self
+        self._open: list[ExitStack] = []  # the module's calls under way: it may be entered again before it returns
+
+    def attach(self, module: nn.Module) -> None:
+        """Gather the first input of every call of a module."""
+        module.add_module("gathering", self)
         module.register_forward_pre_hook(self._enter)
         module.register_forward_hook(self._leave, always_call=True)
 
@@ -61,7 +72,7 @@ class Gathering:
         part, stack = inputs[0], ExitStack()
         self._open.append(stack)
         whole = all_gather(part, self._group, self._dim)
-        if self.again and torch.is_grad_enabled():
+        if self.recomputes and torch.is_grad_enabled():
             stack.enter_context(saved_tensors_hooks(*self._hooks(part.detach(), whole)))
         return whole, *inputs[1:]
 
@@ -70,18 +81,21 @@ class Gathering:
             self._open.pop().close()
 
     def _hooks(self, part: Tensor, whole: Tensor) -> tuple[Any, Any]:
-        """What is kept instead of a tensor, and the tensor again; the whole stays for as long as somebody wants it."""
+        """Return autograd's hooks that save a part instead of the whole, and that make the whole of it again.
+
+        The whole that was gathered again is kept until the last tensor that needs it has been unpacked.
+        """
         memory, wanted = whole.untyped_storage().data_ptr(), 0
         made: Tensor | None = None
 
-        def pack(tensor: Tensor) -> Tensor | Kept:
+        def pack(tensor: Tensor) -> Tensor | GatheredView:
             nonlocal wanted
             if tensor.untyped_storage().data_ptr() != memory:
                 return tensor
             wanted += 1
-            return Kept(part, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            return GatheredView(part, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-        def unpack(kept: Tensor | Kept) -> Tensor:
+        def unpack(kept: Tensor | GatheredView) -> Tensor:
             nonlocal made, wanted
             if isinstance(kept, Tensor):
                 return kept

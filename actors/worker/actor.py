@@ -15,7 +15,7 @@ from raypar.actors.collective.ledger import Ledger
 from raypar.actors.device import Place, keep_freed_memory, place_of
 from raypar.actors.inspect.activations import Sight, Spot
 from raypar.actors.inspect.step import Held, Seen
-from raypar.actors.sharding import Cut
+from raypar.actors.sharding import Shard
 from raypar.actors.specs.results import Progress, Span, StepResult
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.plan import Plan
@@ -39,7 +39,7 @@ class Hosted:
 
     # --- a run ---
 
-    def start(self, plan: Plan) -> dict[str, Cut]:
+    def start(self, plan: Plan) -> dict[str, Shard]:
         """Join the groups of a run, and build this actor's part of it.
 
         Returns:

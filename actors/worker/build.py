@@ -20,19 +20,17 @@ from raypar.actors.data_parallel.reducer import Channel, Reducer
 from raypar.actors.data_parallel.replica_checks import fixed_weights
 from raypar.actors.data_parallel.zero1 import ShardedUpdate
 from raypar.actors.device import Place
-from raypar.actors.layers.dropout import Portions
-from raypar.actors.models.base import Model, undivided
+from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model
-from raypar.actors.models.parallel_plan import divide, outputs_of
 from raypar.actors.models.tied_weights import Tie, share, ties_of
 from raypar.actors.optim.step import Update, Updater
 from raypar.actors.pipeline.stage import Stage
-from raypar.actors.sharding import Cut
+from raypar.actors.sharding import Shard, Sharding
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.types import Split
-from raypar.actors.tensor_parallel.gradients import Divided
+from raypar.actors.tensor_parallel.gradients import ShardedGradients
 from raypar.actors.tensors import nbytes
-from raypar.actors.worker.parallelize import divisions_of
+from raypar.actors.worker.parallelize import Parallelizer, axis_styles
 from raypar.actors.worker.plan import Plan
 from raypar.schedules.action import Action, Op
 from raypar.schedules.schedule import Schedule
@@ -44,13 +42,15 @@ _MIB = 2**20
 class Part:
     """A pipeline rank's part of the model.
 
-    stages      by number
-    parameters  by logical name; a tied weight whose home is on this rank too stands there only once
-    owner_of    who updates each parameter of the model, among the owners (see World) of its pipeline rank
-    ties        between different pipeline ranks; their ranks are those of the owners in the group of all updaters
-    cuts        what is here of each parameter that is divided over tp, by logical name
-    partial     the parameters whose gradients are, over which groups: see Division
-    outputs     what is here of the outputs of layers and of some modules in them, by logical name: see Division
+    Attributes:
+        model: The model.
+        stages: The rank's stages by number.
+        parameters: Trainable parameters by logical name; a tied weight whose home is on this rank too is listed once.
+        owner_of: Which rank updates each parameter of the model, among the owners (see World) of its pipeline rank.
+        ties: Ties between pipeline ranks; their ranks are those of the owners in the group of all updaters.
+        shards: This actor's part of each sharded parameter, by logical name.
+        partial: Groups over which a parameter's gradient is partial, by logical name: see Parallelizer.
+        outputs: Sharding of the outputs of layers and of some modules in them, by logical name.
     """
 
     model: Model
@@ -58,9 +58,9 @@ class Part:
     parameters: dict[str, nn.Parameter]
     owner_of: dict[str, int]
     ties: list[Tie]
-    cuts: Mapping[str, Cut]
+    shards: Mapping[str, Shard]
     partial: Mapping[str, Groups]
-    outputs: Mapping[str, Portions]
+    outputs: Mapping[str, Sharding]
 
     def share(self, owner: int) -> dict[str, nn.Parameter]:
         """The parameters of one owner."""
@@ -78,16 +78,19 @@ class Part:
 
 
 def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
-    """Build the stages of this actor's pipeline rank, of each its part in its groups. Only its own weights are made:
-    on the host, the same bits for every place, and then moved there."""
+    """Build this actor's part of the stages of its pipeline rank.
+
+    Only its own weights are made: on the host, so that every device gets the same bits, and then moved to ``place``.
+    """
     run, world = plan.run, plan.world
     model = build_model(run.model, run.seed)
-    divisions = divisions_of(plan, model, groups)
+    axes = axis_styles(run, groups)
+    parallelizer = Parallelizer(model, axes)
     train = plan.programs["train"]
     parts = model.stages(run.split, train.num_stages)
     own = train.stages_of(world.pp(plan.rank))
     indices = [index for number in own for index in parts[number]]
-    made = model.materialize(indices, run.seed, partial(divide, divisions) if divisions else undivided)
+    made = model.materialize(indices, run.seed, parallelizer.parallelize if axes else unsharded)
     modules = dict(zip(indices, made, strict=True))
     place.settle(modules.values())
     ties, same = ties_of(model, homes_of(model, run.split, train))
@@ -106,6 +109,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
             seed=run.seed,
             halved=halved[number],
             shared=shared,
+            check_loss=parallelizer.check_loss,
         )
         for number in own
     }
@@ -129,9 +133,8 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
         )
         for tie in ties
     ]
-    cuts = {name: cut for division in divisions for name, cut in division.cuts.items()}
-    partials = {name: over for division in divisions for name, over in division.partial.items()}
-    return Part(model, stages, parameters, owner_of, ties, cuts, partials, outputs_of(divisions))
+    sharded = parallelizer.shards, parallelizer.partial, parallelizer.outputs
+    return Part(model, stages, parameters, owner_of, ties, *sharded)
 
 
 def _halved(plan: Plan) -> dict[int, set[int]]:
@@ -222,7 +225,7 @@ def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
 def updater_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter], groups: Mapping[str, Group]) -> Updater:
     """The update of these parameters of a part, in step with everybody else's."""
     run, names, group = plan.run, part.model.parameter_names(), groups.get(plan.world.updaters)
-    tensors = Divided(part.cuts, part.partial, groups.get("tp"), watched=isinstance(run.model, Layers))
+    tensors = ShardedGradients(part.shards, part.partial, groups.get("tp"), watched=isinstance(run.model, Layers))
     return Updater(parameters, names, part.ties, group, tensors, run.optim, run.clip, run.steps)
 
 

@@ -1,32 +1,122 @@
-"""How a model is divided over the tensor-parallel and context-parallel axes of a mesh."""
+"""Apply the mesh axes' parallel styles to the layers of a model: first those of cp, then those of tp."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from raypar.actors.collective.group import Group
-from raypar.actors.context_parallel.cores import ContextParallel
+from torch import Tensor, nn
+
+from raypar.actors.collective.group import Group, Groups
+from raypar.actors.context_parallel.cores import context_styles
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.base import Model
-from raypar.actors.models.parallel_plan import Division
-from raypar.actors.tensor_parallel.grid.cube import CubeParallel
-from raypar.actors.tensor_parallel.grid.summa import SquareParallel
-from raypar.actors.tensor_parallel.megatron import TensorParallel
-from raypar.actors.worker.plan import Plan
+from raypar.actors.models.module_tree import modules_named, replace_modules
+from raypar.actors.models.parallel_style import AxisStyles
+from raypar.actors.sharding import Shard, Sharding
+from raypar.actors.specs.run import Run
+from raypar.actors.tensor_parallel.grid.cube import cube_styles
+from raypar.actors.tensor_parallel.grid.summa import summa_styles
+from raypar.actors.tensor_parallel.megatron import megatron_styles
 
 
-def divisions_of(plan: Plan, model: Model, groups: Mapping[str, Group]) -> list[Division]:
-    """How the layers of a run are divided, in this order: by tokens, then by weights."""
-    divisions: list[Division] = []
+def axis_styles(run: Run, groups: Mapping[str, Group]) -> list[AxisStyles]:
+    """Return what the mesh axes of a run do to its model, in the order of application.
+
+    Args:
+        run: The run.
+        groups: This rank's groups by key.
+    """
+    axes = []
     if "cp" in groups:
-        divisions.append(ContextParallel(model, groups["cp"], plan.run.context))
+        axes.append(context_styles(run.context, groups["cp"]))
     if "tp" in groups:
-        divisions.append(tensor_division(model, plan.run.mesh, groups, sequence=plan.run.sequence_parallel))
-    return divisions
+        axes.append(tensor_styles(run.mesh, groups, sequence=run.sequence_parallel))
+    return axes
 
 
-def tensor_division(model: Model, mesh: Mesh, groups: Mapping[str, Group], *, sequence: bool) -> Division:
-    """How layers are divided over the tensor ranks of a mesh, by number or by grid; ``groups`` of this rank, by key."""
+def tensor_styles(mesh: Mesh, groups: Mapping[str, Group], *, sequence: bool) -> AxisStyles:
+    """Return what the tp axis of a mesh does to a model, in 1D or on a grid.
+
+    Args:
+        mesh: The mesh.
+        groups: This rank's groups by key.
+        sequence: Whether 1D tensor parallelism shards the sequence too.
+    """
     if mesh.grid is None:
-        return TensorParallel(model, groups["tp"], sequence=sequence)
-    return CubeParallel(model, groups) if mesh.grid.kind == "3d" else SquareParallel(model, groups)
+        return megatron_styles(groups["tp"], sequence=sequence)
+    return cube_styles(groups) if mesh.grid.kind == "3d" else summa_styles(groups)
+
+
+class Parallelizer:
+    """Applies styles to the layers of a model, axis by axis, and keeps what became of their tensors.
+
+    Args:
+        model: The model. If a style shards its logits, its cross-entropy is replaced.
+        axes: What each mesh axis does, in the order of application.
+
+    Attributes:
+        shards: This actor's part of each sharded parameter, by logical name; other parameters are whole.
+        partial: Groups over which the gradient of a parameter is to be summed, because all their members hold the same
+            part of the parameter but only a part of the sum; by logical name.
+    """
+
+    def __init__(self, model: Model, axes: Sequence[AxisStyles]) -> None:
+        self._model, self._axes = model, tuple(axes)
+        self._outputs: list[dict[str, Sharding]] = [{} for _ in self._axes]
+        self.shards: dict[str, Shard] = {}
+        self.partial: dict[str, Groups] = {}
+
+    def parallelize(self, name: str, layer: nn.Module) -> dict[str, Shard]:
+        """Apply the styles to the modules of a layer, in place, before the layer has weights.
+
+        Args:
+            name: Logical name of the layer.
+            layer: The layer, or a container of layers.
+
+        Returns:
+            This actor's part of each sharded parameter, by the name inside the layer.
+        """
+        found: dict[str, Shard] = {}
+        for axis, outputs in zip(self._axes, self._outputs, strict=True):
+            found |= self._apply(axis, outputs, name, layer)
+        return found
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Raise ValueError if a loss is computed from only a part of the last layer's outputs."""
+        for axis in self._axes:
+            axis.check_loss(loss)
+
+    @property
+    def outputs(self) -> dict[str, Sharding]:
+        """The sharding of the outputs of layers and of some modules in them, by logical name."""
+        found: dict[str, Sharding] = dict.fromkeys((name for outputs in self._outputs for name in outputs), Sharding())
+        for axis, outputs in zip(self._axes, self._outputs, strict=True):
+            # an axis that says nothing of a module leaves its output sharded as between layers
+            found = {name: before.then(outputs.get(name, axis.flow)) for name, before in found.items()}
+        return found
+
+    def _apply(self, axis: AxisStyles, outputs: dict[str, Sharding], name: str, layer: nn.Module) -> dict[str, Shard]:
+        outputs[name] = axis.flow
+        found: dict[str, Shard] = {}
+        for pattern, kind in self._model.tensor_plan:
+            if (style := axis.styles.get(kind)) is None:
+                continue
+            replacements: dict[nn.Module, nn.Module] = {}
+            for inner, module in modules_named(layer, name, pattern):
+                path = f"{name}.{inner}".rstrip(".")
+                applied = style.apply(path, module)
+                if applied.module is not module:
+                    replacements[module] = applied.module
+                found |= {f"{inner}.{parameter}": shard for parameter, shard in applied.shards.items()}
+                self.partial |= {f"{path}.{parameter}": groups for parameter, groups in applied.partial.items()}
+                outputs |= {f"{path}.{own}".rstrip("."): sharding for own, sharding in applied.outputs.items()}
+                if applied.cross_entropy is not None:
+                    self._model.cross_entropy = applied.cross_entropy
+                    outputs[name] = applied.outputs[""]  # the layer ends in the logits
+            replace_modules(layer, replacements)
+        self.shards |= {f"{name}.{inner}": shard for inner, shard in found.items()}
+        if axis.partial:
+            whole = [f"{name}.{inner}" for inner, _ in layer.named_parameters() if inner not in found]
+            self.partial |= dict.fromkeys(whole, axis.partial)
+        axis.guard(name, layer)
+        return found

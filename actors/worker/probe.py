@@ -11,7 +11,7 @@ from torch import Tensor
 from raypar.actors.inspect.activations import Sight, Spot, Watch
 from raypar.actors.inspect.recording import Tape
 from raypar.actors.inspect.step import Held, Seen
-from raypar.actors.layers.dropout import Portions
+from raypar.actors.sharding import Sharding
 from raypar.actors.specs.results import Progress, Span
 from raypar.actors.specs.types import KEPT
 from raypar.actors.tensors import nbytes
@@ -29,7 +29,7 @@ class Probe:
     step     the latest one that was begun
     """
 
-    def __init__(self, seat: Seat, state: WorkerState, names: Sequence[str], outputs: Mapping[str, Portions]) -> None:
+    def __init__(self, seat: Seat, state: WorkerState, names: Sequence[str], outputs: Mapping[str, Sharding]) -> None:
         self.step = Step()
         self._seat, self._state, self._names, self._outputs = seat, state, names, outputs
         self._trained: deque[list[Span]] = deque(maxlen=KEPT)  # of compiled training steps, the latest first

@@ -13,7 +13,7 @@ from raypar.actors.checkpoint.snapshot import Copies, Read, Written, buffer_name
 from raypar.actors.inspect.step import Notes
 from raypar.actors.optim.step import Update
 from raypar.actors.pipeline.stage import Stage
-from raypar.actors.sharding import Cut
+from raypar.actors.sharding import Shard
 from raypar.actors.tensor_parallel.gradients import first_of
 from raypar.actors.worker.build import Part
 from raypar.actors.worker.seat import Seat
@@ -36,13 +36,13 @@ class WorkerState:
         stages: Mapping[int, Stage],
     ) -> None:
         self.parameters, self.update, self.stages = parameters, update, stages
-        self._seat, self._cuts, self._partial = seat, part.cuts, part.partial
+        self._seat, self._shards, self._partial = seat, part.shards, part.partial
         self._homes = {copy: home for home, copy in part.model.ties}
         self._copies = Copies()
 
-    def holds(self) -> dict[str, Cut]:
+    def holds(self) -> dict[str, Shard]:
         """What this actor holds of which logical parameters."""
-        return {name: self._cuts.get(name) or Cut(tuple(p.shape)) for name, p in self.parameters.items()}
+        return {name: self._shards.get(name) or Shard(tuple(p.shape)) for name, p in self.parameters.items()}
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers of the stages, under the names that a checkpoint gives them."""
@@ -63,12 +63,12 @@ class WorkerState:
     def stage(self) -> None:
         """Copy what this actor puts into a checkpoint, for ``write``; training may go on then."""
         self._seat.place.enter()
-        cuts = {
-            logical_name(weight, kept): cut
+        shards = {
+            logical_name(weight, kept): shard
             for weight, kept, tensor in self.update.state()
-            if (cut := self._cut(weight, tensor)) is not None
+            if (shard := self._shard(weight, tensor)) is not None
         }
-        self._copies.take(self._saved(), cuts)
+        self._copies.take(self._saved(), shards)
 
     def write(self, folder: str, *, beside: bool) -> Written | None:
         """Write the copy as a shard, in another thread than the steps.
@@ -130,18 +130,18 @@ class WorkerState:
 
         def own(weight: str, kept: str = "") -> Tensor | None:
             whole = read(weight, kept)
-            cut = None if whole is None or not whole.dim() else self._cuts.get(weight)
-            return whole if whole is None or cut is None else cut.take(whole).clone()
+            shard = None if whole is None or not whole.dim() else self._shards.get(weight)
+            return whole if whole is None or shard is None else shard.take(whole).clone()
 
         return own
 
-    def _cut(self, weight: str, tensor: Tensor) -> Cut | None:
-        """What a weight here, or what the optimizer keeps for it, is of a logical tensor; None for all of one."""
-        return self._cuts.get(weight) if tensor.dim() else None
+    def _shard(self, weight: str, tensor: Tensor) -> Shard | None:
+        """Return which part of a logical tensor a weight or its optimizer state is; None for all of it."""
+        return self._shards.get(weight) if tensor.dim() else None
 
     def _speaks(self, weight: str, tensor: Tensor) -> bool:
         """Whether this actor is the first of its tensor group that has a weight, or its part of it."""
-        return self._seat.leads if self._cut(weight, tensor) is None else first_of(self._partial.get(weight, ()))
+        return self._seat.leads if self._shard(weight, tensor) is None else first_of(self._partial.get(weight, ()))
 
     def _load_weights(self, read: Read) -> None:
         for name, parameter in self.parameters.items():

@@ -15,7 +15,7 @@ from annotated_types import Ge, Lt
 from pydantic import FailFast, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-from raypar.actors.checkpoint.logical import Logical, Slice, Stored
+from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.shards import ShardFile, is_plain
 from raypar.actors.errors import CheckpointError
 from raypar.config.fields import brief
@@ -72,24 +72,24 @@ class Manifest:
 
 
 def manifest_of(
-    step: int, seed: int, run: Mapping[str, Any], shards: Iterable[tuple[ShardFile, Mapping[str, Slice]]]
+    step: int, seed: int, run: Mapping[str, Any], shards: Iterable[tuple[ShardFile, Mapping[str, Logical]]]
 ) -> Manifest:
-    """The manifest of shards, each with what its tensors are, by their keys.
+    """The manifest of shard files, each with the slices of logical tensors in it, by the tensors' names.
 
     Raises CheckpointError if slices of one tensor don't agree or don't make it up, or if the run is not plain data.
     """
     shards = sorted(shards, key=lambda shard: shard[0].name)
-    found: defaultdict[str, list[tuple[Slice, Stored]]] = defaultdict(list)
-    for file, slices in shards:
-        for key, part in slices.items():
-            found[part.tensor].append((part, Stored(file.name, key, part.offset, part.shape)))
+    found: defaultdict[str, list[Logical]] = defaultdict(list)
+    for _, tensors_in in shards:
+        for name, part in tensors_in.items():
+            found[name].append(part)
     faults, tensors = [], {}
     for name, parts in sorted(found.items()):
-        kinds = {(part.dtype, part.whole) for part, _ in parts}
+        kinds = {(part.dtype, part.shape) for part in parts}
         if len(kinds) > 1:
             faults.append(f"tensor {name!r}: its slices are of different tensors: {sorted(kinds)}")
-        dtype, shape = parts[0][0].dtype, parts[0][0].whole
-        tensors[name] = Logical(dtype, shape, tuple(stored for _, stored in parts))
+        slices = tuple(stored for part in parts for stored in part.slices)
+        tensors[name] = Logical(parts[0].dtype, parts[0].shape, slices)
     manifest = Manifest(step, seed, dict(run), tensors, tuple(file for file, _ in shards), _own_version())
     faults = faults or list(manifest.faults())
     if faults:

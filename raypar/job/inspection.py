@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from raypar.actors.collective.ledger import Entry
-from raypar.actors.sharding import Cut, joined
+from raypar.actors.sharding import Shard, join_shards
 from raypar.actors.specs.types import KEPT
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
@@ -30,7 +30,7 @@ class Inspection:
     holds  what each rank has of which logical parameters
     """
 
-    def __init__(self, lifetime: Lifetime, loaded: LoadedRun, holds: Sequence[Mapping[str, Cut]]) -> None:
+    def __init__(self, lifetime: Lifetime, loaded: LoadedRun, holds: Sequence[Mapping[str, Shard]]) -> None:
         self._guard, self._demand_open, self._holds = lifetime.guard, lifetime.demand_open, holds
         self._run, self._world, self._calls = loaded.run, loaded.world, loaded.calls
         self._schedule, self._skeleton = loaded.schedule, loaded.skeleton
@@ -38,7 +38,7 @@ class Inspection:
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Shape of every logical parameter."""
-        return {name: cut.whole for held in self._holds for name, cut in held.items()}
+        return {name: shard.whole for held in self._holds for name, shard in held.items()}
 
     def param(self, name: str) -> Tensor:
         """A weight by its logical name, whole, fetched from the actors that hold it, on the CPU."""
@@ -70,11 +70,11 @@ class Inspection:
         """What ``grad`` gives of every parameter, by logical name; every actor is asked once."""
         found: dict[str, Tensor | None] = {}
         for rank in filter(self._world.leads, self._world.server_ranks or range(self._world.size)):
-            cuts = {name: cut for name, cut in self._holds[rank].items() if found.get(name) is None}
-            ranks = self._world.tensor_group(rank) if any(cut.spans for cut in cuts.values()) else (rank,)
-            ask = partial(self._calls.some, ranks, "gradients", list(cuts), what="fetching gradients")
-            for (name, cut), *parts in zip(cuts.items(), *self._guard(ask), strict=True):
-                count = len(ranks) if cut.spans else 1
+            shards = {name: shard for name, shard in self._holds[rank].items() if found.get(name) is None}
+            ranks = self._world.tensor_group(rank) if not all(shard.is_whole for shard in shards.values()) else (rank,)
+            ask = partial(self._calls.some, ranks, "gradients", list(shards), what="fetching gradients")
+            for (name, shard), *parts in zip(shards.items(), *self._guard(ask), strict=True):
+                count = 1 if shard.is_whole else len(ranks)
                 found[name] = None if parts[0] is None else self._joined(name, ranks[:count], parts[:count])
         return found
 
@@ -91,7 +91,7 @@ class Inspection:
         found = self._guard(lambda: self._calls.some(ranks, "sights", spots, what="fetching what the layers made"))
         return [{rank: sight for rank, sight in enumerate(one) if sight} for one in zip(*found, strict=True)]
 
-    def grads(self, name: str) -> dict[int, tuple[Cut, Tensor]]:
+    def grads(self, name: str) -> dict[int, tuple[Shard, Tensor]]:
         """What every actor has of a gradient of the latest step, by rank; those that have none are left out."""
         ranks = [rank for rank in self._world.server_ranks or range(self._world.size) if name in self._holds[rank]]
         found = self._guard(lambda: self._calls.some(ranks, "gradient", name, what=f"fetching {name}"))
@@ -149,10 +149,10 @@ class Inspection:
 
     def _whole(self, name: str, method: str, rank: int) -> Tensor | None:
         """A logical tensor of which a rank has all or a part, then the other ranks of its tensor group the rest."""
-        ranks = self._world.tensor_group(rank) if self._holds[rank][name].spans else (rank,)
+        ranks = (rank,) if self._holds[rank][name].is_whole else self._world.tensor_group(rank)
         parts = self._guard(partial(self._calls.some, ranks, method, name, what=f"fetching {name}"))
         return None if parts[0] is None else self._joined(name, ranks, parts)
 
     def _joined(self, name: str, ranks: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
         """A logical tensor of what these ranks have of it."""
-        return joined([self._holds[rank][name] for rank in ranks], parts)
+        return join_shards([self._holds[rank][name] for rank in ranks], parts)

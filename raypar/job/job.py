@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from raypar.actors.collective.ledger import Entry
-from raypar.actors.sharding import Cut
+from raypar.actors.sharding import Shard
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
@@ -169,7 +169,7 @@ class Job:
         """What the actors have of each of these tensors, which were watched, by rank."""
         return self._inspection.sights(spots)
 
-    def grads(self, name: str) -> dict[int, tuple[Cut, Tensor]]:
+    def grads(self, name: str) -> dict[int, tuple[Shard, Tensor]]:
         """What every actor has of a gradient of the latest step, by rank; those that have none are left out."""
         return self._inspection.grads(name)
 
@@ -252,7 +252,7 @@ class Job:
         handles = self._lifetime.handles(world.size)
         return LoadedRun(run, schedule, world, handles, calls, skeleton)
 
-    def _start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> Sequence[Mapping[str, Cut]]:
+    def _start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> Sequence[Mapping[str, Shard]]:
         """Have the actors build their parts of a run, and load a checkpoint; what each rank then has of which logical
         parameters."""
         run, guard = loaded.run, self._lifetime.guard
@@ -260,7 +260,7 @@ class Job:
         plans = plans_of(run, programs, name, self.device)
         refs = [handle.start.remote(plan) for handle, plan in zip(loaded.handles, plans, strict=True)]
         launch = Calls(loaded.handles, loaded.world, max(run.timeout, _LAUNCH_SECONDS))
-        holds: list[dict[str, Cut]] = guard(lambda: launch.gather(refs, "the launch"), patient=False)
+        holds: list[dict[str, Shard]] = guard(lambda: launch.gather(refs, "the launch"), patient=False)
         if found is not None:
             state = str(found.path), found.manifest.tensors
             guard(lambda: launch.all("load", *state, what=f"loading {found.path.name}"), patient=False)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.activations import Spot
-from raypar.actors.layers.dropout import Portions
 from raypar.actors.mesh.mesh import AXES
+from raypar.actors.sharding import Sharding
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.parity.causes import Case, Piece, cause_of
@@ -129,16 +129,16 @@ def _first(job: Job, step: int, allowed: float) -> tuple[_Compared, Case] | None
 
 def _made(job: Job, plain: Watched) -> Iterator[_Compared]:
     """Yield the layers' outputs and their gradients; fetches one direction of one microbatch at a time."""
-    there: dict[Spot, dict[int, Portions]] = {}  # which part of an output each rank has
+    there: dict[Spot, dict[int, Sharding]] = {}  # which part of an output each rank has
     for (_, backward), same in groupby(plain.tensors, lambda spot: (spot.microbatch, spot.backward)):
         spots = list(same)
         for spot, ours in zip(spots, job.sights(spots), strict=True):
             wanted, output = plain.tensors[spot], spot._replace(backward=False)
             if not backward:
-                there[spot] = {rank: sight.portions for rank, sight in ours.items()}
+                there[spot] = {rank: sight.sharding for rank, sight in ours.items()}
             pieces = [
-                _piece(job, rank, ours[rank].tensor if rank in ours else None, _taken(wanted, portions))
-                for rank, portions in there[output].items()
+                _piece(job, rank, ours[rank].tensor if rank in ours else None, sharding.take(wanted))
+                for rank, sharding in there[output].items()
             ]
             if pieces:  # no actor keeps the loss if each has only a part of the tokens
                 yield _Compared(str(spot), wanted, norm_of(wanted), backward, pieces)
@@ -149,7 +149,7 @@ def _gradients(job: Job, plain: Watched) -> Iterator[_Compared]:
     made = {name: gradient for name, gradient in plain.gradients.items() if gradient is not None}
     scales = scales_of(made, plain.layers)
     for name, wanted in made.items():
-        pieces = [_piece(job, rank, ours, cut.take(wanted)) for rank, (cut, ours) in job.grads(name).items()]
+        pieces = [_piece(job, rank, ours, shard.take(wanted)) for rank, (shard, ours) in job.grads(name).items()]
         nobody = [Piece("nobody", {}, None, wanted)]
         yield _Compared(f"gradient of {name}", wanted, scales[name], True, pieces or nobody)
 
@@ -159,10 +159,3 @@ def _piece(job: Job, rank: int, ours: Tensor | None, wanted: Tensor) -> Piece:
     world = world_of(job.run)
     at = world.mesh.coordinate(rank) if rank < world.mesh.size else {}  # a parameter server has no coordinate
     return Piece(world.label(rank), {str(axis): index for axis, index in at.items()}, ours, wanted)
-
-
-def _taken(whole: Tensor, portions: Portions) -> Tensor:
-    """Return the portions of a tensor that an actor has."""
-    for dim, portion in portions.items():
-        whole = portion.take(whole, dim)
-    return whole

@@ -20,6 +20,7 @@ from raypar.actors.models.build import build_model
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.optimizer import build_optimizer, set_lr
 from raypar.actors.rng import derive
+from raypar.actors.sharding import Sharding
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import as_values
 from raypar.errors import ConfigError
@@ -102,7 +103,7 @@ def watch_plainly(run: Run, step: int, modules: Iterable[str] = ()) -> Watched:
             plain.step(number)
         weights = {name: weight.clone() for name, weight in plain.weights().items()}
         layers = plain.model.names
-        watch = Watch(dict(zip(layers, plain.layers, strict=True)), {module: {} for module in modules})
+        watch = Watch(dict(zip(layers, plain.layers, strict=True)), dict.fromkeys(modules, Sharding()))
         plain.step(step, watch)
         tensors = {spot: sight.tensor for spot, sight in watch.seen.items()}
         return Watched(tensors, plain.gradients(), weights, layers)

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
-from raypar.actors.checkpoint.shards import assemble, slice_of, write_shard
+from raypar.actors.checkpoint.shards import assemble, stored_in, write_shard
+from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.checkpoint import Save, manifest_of, save, verified
 
 
@@ -23,6 +24,11 @@ def tensors(step):
     }
 
 
+def rows_of_w(first, count):
+    """Some of the six rows of ``w``."""
+    return Shard((6, 4), Sharding({0: Pieces(6, tuple(range(first, first + count)))}))
+
+
 def save_at(folder, step, keep_last=None):
     """A checkpoint of two shards; the rows of ``w`` are in both."""
     all_of = tensors(step)
@@ -31,10 +37,10 @@ def save_at(folder, step, keep_last=None):
         shards = []
         for file, cut in parts.items():
             held = {name: part for name, (part, _) in cut.items()}
-            slices = {name: slice_of(name, part, (6, 4), (row, 0)) for name, (part, row) in cut.items()}
+            slices = {name: stored_in(file, name, part, rows_of_w(row, len(part))) for name, (part, row) in cut.items()}
             if file.startswith("pp1"):
                 held |= {name: tensor for name, tensor in all_of.items() if name != "w"}
-                slices |= {name: slice_of(name, tensor) for name, tensor in all_of.items() if name != "w"}
+                slices |= {name: stored_in(file, name, tensor) for name, tensor in all_of.items() if name != "w"}
             shards.append((write_shard(under_way.path, file, held), slices))
         return under_way.commit(manifest_of(step, 7, {"steps": 100, "mesh": {"pp": 2}}, shards), keep_last)
 

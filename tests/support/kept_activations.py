@@ -9,24 +9,25 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from raypar.actors.device import Host
-from raypar.actors.models.base import undivided
+from raypar.actors.models.base import unsharded
 from raypar.actors.models.build import build_model
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.specs.model import GPT
-from raypar.actors.tensor_parallel.sequence import Kept
+from raypar.actors.tensor_parallel.sequence import GatheredView
+from raypar.actors.worker.parallelize import Parallelizer
 from tests.support.counted import threads
 
 S, B, H, A = 64, 3, 48, 4
 SBH, ASSB = S * B * H, A * S * S * B
 
 
-def block(kind=GPT, recompute=("none",), division=None, **changes):
-    """A stage of one block, its input, and a gradient for its output; of what ``division`` makes of it a part."""
+def block(kind=GPT, recompute=("none",), styles=None, **changes):
+    """A stage of one block, its input, and a gradient for its output; with ``styles`` the part that these leave."""
     sizes = {"layers": 1, "hidden": H, "heads": A, "seq": S, "vocab": 7, "attention": "materialised"}
     model = build_model(kind(**(sizes | changes)), 0)
-    divide = division(model).divide if division else undivided
+    parallelize = Parallelizer(model, [styles]).parallelize if styles else unsharded
     stage = Stage(
-        model, [1], model.materialize([1], 0, divide), place=Host(), is_last=False, recompute=recompute, seed=0
+        model, [1], model.materialize([1], 0, parallelize), place=Host(), is_last=False, recompute=recompute, seed=0
     )
     stage.begin(train=True)
     x, gradient = (torch.randn(B, S, H, generator=torch.Generator().manual_seed(n)) for n in range(2))
@@ -37,7 +38,7 @@ COUNTED = threading.local()  # what this thread's forward keeps, by address
 
 
 def count(tensor):
-    here = tensor.part if isinstance(tensor, Kept) else tensor
+    here = tensor.part if isinstance(tensor, GatheredView) else tensor
     COUNTED.held[here.untyped_storage().data_ptr()] = here
     return tensor
 

@@ -8,7 +8,7 @@ import torch
 
 from raypar.actors.collective.local import local_groups
 from raypar.actors.mesh.grid import grid_of
-from raypar.actors.sharding import Cut, joined, share_of
+from raypar.actors.sharding import Pieces, Shard, Sharding, join_shards
 
 GRIDS = ["2d:2x2", "2.5d:2x2x2", "3d:2x2x2"]
 
@@ -26,14 +26,14 @@ def groups_on(spelling):
 
 def cut_on(groups, shape, over):
     """What a member has of a tensor; ``over``: by dim the axes that divide it, one within the other, as ``z x``."""
-    spans = {}
+    dims = {}
     for dim, axes in over.items():
         lines = [groups[f"tp.{axis}"] for axis in axes.split() if f"tp.{axis}" in groups]
         index, count = 0, 1
         for line in lines:
             index, count = index * line.size + line.rank, count * line.size
-        spans[dim % len(shape)] = share_of(shape[dim], index, count)
-    return Cut(tuple(shape), spans)
+        dims[dim % len(shape)] = Pieces.at(index, count)
+    return Shard(tuple(shape), Sharding(dims))
 
 
 def at_once(members, call):
@@ -62,7 +62,7 @@ class OnGrid(torch.autograd.Function):
                 return cuts, leaves, cut_on(groups, *out), work(groups, *leaves)
 
         ctx.made = at_once(members, one)
-        return joined([cut for *_, cut, _ in ctx.made], [output.detach() for *_, output in ctx.made]).clone()
+        return join_shards([cut for *_, cut, _ in ctx.made], [output.detach() for *_, output in ctx.made]).clone()
 
     @staticmethod
     def backward(ctx, gradient):

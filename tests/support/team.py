@@ -11,7 +11,7 @@ from torch import nn
 from raypar.actors.collective.local import local_groups
 from raypar.actors.device import place_of
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.sharding import joined
+from raypar.actors.sharding import join_shards
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import SGD
@@ -123,7 +123,7 @@ class Team:
             held = [worker.holds() for worker in group]
             for name in held[0]:
                 parts = [worker.parameter(name) for worker in group]
-                found[name] = joined([cuts[name] for cuts in held], parts).clone()
+                found[name] = join_shards([shards[name] for shards in held], parts).clone()
         return found
 
     def gradients(self):
@@ -135,7 +135,9 @@ class Team:
             for name in held[0]:
                 parts = [actor.gradient(name) for actor in group]
                 if found.get(name) is None:
-                    found[name] = None if parts[0] is None else joined([cuts[name] for cuts in held], parts).clone()
+                    found[name] = (
+                        None if parts[0] is None else join_shards([shards[name] for shards in held], parts).clone()
+                    )
         return found
 
     def ledger(self, axis):

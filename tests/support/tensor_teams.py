@@ -55,7 +55,7 @@ def replicated_alike(team):
     for rank in range(0, team.world.mesh.size, team.run.mesh.tensor_ranks):
         first, *others = [team.all[one] for one in team.world.tensor_group(rank)]
         for name, cut in first.holds().items():
-            if not cut.spans:
+            if cut.is_whole:
                 for other in others:
                     assert torch.equal(first.parameter(name), other.parameter(name)), name
                     mine, theirs = first.gradient(name), other.gradient(name)

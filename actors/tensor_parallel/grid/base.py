@@ -1,9 +1,14 @@
-"""What dividing a model's layers over a grid of members has in common, whichever grid it is."""
+"""What tensor parallelism on a grid does to a model, whichever grid it is.
+
+Every matrix is sharded by rows and columns, and every activation by the batch and by features: no member holds more
+than its part of anything. So norms see only parts of vectors. What an axis of the grid does not shard is the same along
+that axis, but its gradient is of each member's own tokens.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,173 +17,188 @@ from torch import Tensor, nn
 from raypar.actors.collective.autograd import reduce_from
 from raypar.actors.collective.group import Group, Groups
 from raypar.actors.layers.attention import Attention
-from raypar.actors.layers.dropout import Portions, divided
 from raypar.actors.layers.positions import Learned, Sinusoidal
-from raypar.actors.models.base import IGNORED, Kind, Model
-from raypar.actors.models.parallel_plan import Change, Division, Made, rows_of
-from raypar.actors.sharding import Cut, Portion, share_of
+from raypar.actors.models.base import IGNORED, Kind
+from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle, ShardedDropout, apply_to_children
+from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.actors.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from raypar.actors.tensor_parallel.grid.norm import DividedNorm
+from raypar.actors.tensor_parallel.grid.norm import NormOfShard
 
 
-class Spread(NamedTuple):
-    """How (B, S, features) is divided: the batch over lines of the grid one within the other, features over one."""
+class GridAxes(NamedTuple):
+    """The axes of a grid that shard an activation (B, S, features); each is this member's group along it.
+
+    Attributes:
+        batch: The axes that shard the batch, the outermost first.
+        features: The axis that shards the features.
+    """
 
     batch: Groups
     features: Group
 
 
-class GridParallel(Division):
-    """Divides layers over a grid: every matrix by rows and columns, every activation by the batch and by features.
+@dataclass(frozen=True)
+class GridLayout:
+    """How a grid shards activations.
 
-    No member has more than its part of anything: norms look at parts of vectors, too. What a line of the grid does not
-    divide is the same along it, but its gradient is of each member's own tokens.
-
-    The model's plan says what becomes of which modules:
-
-    vocab   an embedding, divided by ids and by hidden
-    table   a module that makes a row for every token: of each the part that is here
-    norm    a norm of vectors of which parts are here
-    enter   what the module is given, once for all that it does with it
-    heads   attention over the heads that are here
-    column  a linear layer from hidden to what the inside divides: heads, columns, vocabulary
-    row     a linear layer back
-    logits  a ``column``, and the loss that follows
-    drop    dropout of a part
-
-    lines    of the grid that this member is on
-    outside  how what goes through the layers is divided
-    inside   likewise within attention, MLP and loss
+    Attributes:
+        axes: This member's group along each axis of the grid.
+        outside: The axes that shard the values between layers.
+        inside: The axes that shard the values inside attention and MLP, and the logits.
     """
 
-    def __init__(self, model: Model, lines: Groups, outside: Spread, inside: Spread) -> None:
-        super().__init__(model)
-        self.lines, self.outside, self.inside = lines, outside, inside
-        self.flow = {0: portion_of(outside.batch), 2: portion_of((outside.features,))}
+    axes: Groups
+    outside: GridAxes
+    inside: GridAxes
 
     @property
-    def changes(self) -> Mapping[Kind, Change]:
-        return _CHANGES
+    def flow(self) -> Sharding:
+        """Sharding of the values between layers (B, S, D)."""
+        return Sharding({0: pieces_along(self.outside.batch), 2: pieces_along((self.outside.features,))})
 
-    @abstractmethod
-    def embedding(self, module: nn.Embedding) -> Made:
-        """Ids (B, S) of a whole microbatch -> embeddings, divided as outside."""
-
-    @abstractmethod
-    def linear(self, module: nn.Linear, inputs: Spread, outputs: Spread) -> Made:
-        """From what is divided one way to what is divided the other."""
-
-    def enter(self, module: nn.Module) -> None:
-        """Let a module that begins with ``column`` layers gather what they need, once."""
-
-    def cut(self, shape: tuple[int, ...], over: Mapping[int, Groups]) -> Cut:
-        """What is here of a tensor whose dims are divided over lines, one within the other."""
-        spans = {}
-        for dim, lines in over.items():
-            index, count = 0, 1
-            for line in lines:
-                index, count = index * line.size + line.rank, count * line.size
-            spans[dim] = share_of(shape[dim], index, count)
-        return Cut(shape, spans)
-
-    def alike(self, *over: Group) -> Groups:
-        """The lines along which all members have the same part of what is divided over these."""
-        return tuple(line for line in self.lines if line not in over)
+    def same_along(self, *sharding: Group) -> Groups:
+        """Return the axes along which all members hold the same part of a tensor that these axes shard."""
+        return tuple(axis for axis in self.axes if axis not in sharding)
 
 
-def portion_of(lines: Groups) -> Portion:
-    """What is here of a dim that is divided over lines, one within the other."""
-    portion = Portion()
-    for line in lines:
-        portion = portion.then(Portion.at(line.rank, line.size))
-    return portion
+def pieces_along(axes: Groups) -> Pieces:
+    """Return this member's pieces of a dim that axes shard, each within the one before."""
+    pieces = Pieces()
+    for axis in axes:
+        pieces = pieces.then(Pieces.at(axis.rank, axis.size))
+    return pieces
 
 
-def _vocab(module: nn.Module, grid: GridParallel) -> Made:
-    assert isinstance(module, nn.Embedding)
-    return grid.embedding(module)._replace(outputs={"": grid.flow})
+def shard_along(whole: Sequence[int], dims: Mapping[int, Groups]) -> Shard:
+    """Return this member's part of a tensor.
+
+    Args:
+        whole: Shape of the whole tensor.
+        dims: By dim, the axes that shard it, the outermost first.
+    """
+    return Shard(tuple(whole), Sharding({dim: pieces_along(axes) for dim, axes in dims.items()}))
 
 
-def _table(module: nn.Module, grid: GridParallel) -> Made:
-    if isinstance(module, Sinusoidal):
-        portion = portion_of((grid.outside.features,))
-        module.register_forward_hook(lambda _, inputs, rows: portion.take(rows, 1))
-    if not isinstance(module, Learned):
-        return Made(module)
-    line = grid.outside.features
-    cut = grid.cut(tuple(module.weight.shape), {1: (line,)})
-    module.weight = nn.Parameter(torch.empty(cut.shape, dtype=module.weight.dtype))
-    return Made(module, {"weight": cut}, {"weight": grid.alike(line)})
+GridLinear = Callable[[nn.Linear, GridAxes, GridAxes], Applied]  # a layer whose input and output these axes shard
 
 
-def _norm(module: nn.Module, grid: GridParallel) -> Made:
-    assert isinstance(module, (nn.LayerNorm, nn.RMSNorm))
-    line = grid.outside.features
-    cut = grid.cut(tuple(module.weight.shape), {0: (line,)})
-    made = DividedNorm(module, cut, line)
-    names = [name for name, _ in made.named_parameters()]
-    return Made(made, dict.fromkeys(names, cut), dict.fromkeys(names, grid.alike(line)))
+def grid_styles(
+    layout: GridLayout, embedding: ParallelStyle, linear: GridLinear, enter: ParallelStyle | None = None
+) -> AxisStyles:
+    """Return the styles of tensor parallelism on a grid.
+
+    Args:
+        layout: How the grid shards activations.
+        embedding: Shards the embedding.
+        linear: Shards a linear layer.
+        enter: Gathers the input of attention, MLP and logits, if the grid's linear layers need that.
+    """
+    column = GridColumn(layout, linear)
+    styles: dict[Kind, ParallelStyle] = {
+        "vocab": embedding,
+        "table": GridTable(layout),
+        "norm": GridNorm(layout),
+        "heads": GridHeads(layout, column),
+        "column": column,
+        "row": GridRow(layout, linear),
+        "logits": GridLogits(layout, column),
+        "drop": ShardedDropout(layout.flow),
+    }
+    return AxisStyles(styles if enter is None else styles | {"enter": enter}, layout.flow)
 
 
-def _enter(module: nn.Module, grid: GridParallel) -> Made:
-    grid.enter(module)
-    return Made(module)
+@dataclass(frozen=True)
+class GridTable(ParallelStyle):
+    """Shard a table of positions along its features."""
+
+    layout: GridLayout
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        """Shard the table, or the rows that it computes."""
+        axis = self.layout.outside.features
+        if isinstance(module, Sinusoidal):
+            pieces = pieces_along((axis,))
+            module.register_forward_hook(lambda _, inputs, rows: pieces.take(rows, 1))
+        if not isinstance(module, Learned):
+            return Applied(module)
+        shard = shard_along(module.weight.shape, {1: (axis,)})
+        module.weight = nn.Parameter(torch.empty(shard.shape, dtype=module.weight.dtype))
+        return Applied(module, {"weight": shard}, {"weight": self.layout.same_along(axis)})
 
 
-def _heads(module: nn.Module, grid: GridParallel) -> Made:
-    assert isinstance(module, Attention)
-    batch, heads = portion_of(grid.inside.batch), portion_of((grid.inside.features,))
-    module.core.narrow(module.q.out_features // module.width, {0: batch, 1: heads})
-    cuts, partial, outputs = dict[str, Cut](), dict[str, Groups](), dict[str, Portions]()
-    for name in ("q", "k", "v"):
-        made = _column(module.get_submodule(name), grid)
-        setattr(module, name, made.module)
-        cuts |= {f"{name}.{inner}": cut for inner, cut in made.cuts.items()}
-        partial |= {f"{name}.{inner}": over for inner, over in made.partial.items()}
-        outputs[name] = made.outputs[""]
-    return Made(module, cuts, partial, outputs)
+@dataclass(frozen=True)
+class GridNorm(ParallelStyle):
+    """Normalise vectors of which each member holds a part."""
+
+    layout: GridLayout
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        assert isinstance(module, (nn.LayerNorm, nn.RMSNorm))
+        axis = self.layout.outside.features
+        shard = shard_along(module.weight.shape, {0: (axis,)})
+        made = NormOfShard(module, shard, axis)
+        names = [parameter for parameter, _ in made.named_parameters()]
+        return Applied(made, dict.fromkeys(names, shard), dict.fromkeys(names, self.layout.same_along(axis)))
 
 
-def _column(module: nn.Module, grid: GridParallel) -> Made:
-    assert isinstance(module, nn.Linear)
-    made = grid.linear(module, grid.outside, grid.inside)
-    features = grid.cut((module.out_features,), {0: (grid.inside.features,)})
-    return made._replace(outputs={"": {0: portion_of(grid.inside.batch), -1: rows_of(features)}})
+@dataclass(frozen=True)
+class GridColumn(ParallelStyle):
+    """Shard a linear layer from hidden features to heads, columns or the vocabulary."""
+
+    layout: GridLayout
+    linear: GridLinear
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        assert isinstance(module, nn.Linear)
+        inside = self.layout.inside
+        outputs = Sharding({0: pieces_along(inside.batch), -1: pieces_along((inside.features,))})
+        return self.linear(module, self.layout.outside, inside)._replace(outputs={"": outputs})
 
 
-def _row(module: nn.Module, grid: GridParallel) -> Made:
-    assert isinstance(module, nn.Linear)
-    return grid.linear(module, grid.inside, grid.outside)._replace(outputs={"": grid.flow})
+@dataclass(frozen=True)
+class GridRow(ParallelStyle):
+    """Shard a linear layer back to hidden features."""
+
+    layout: GridLayout
+    linear: GridLinear
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        assert isinstance(module, nn.Linear)
+        applied = self.linear(module, self.layout.inside, self.layout.outside)
+        return applied._replace(outputs={"": self.layout.flow})
 
 
-def _logits(module: nn.Module, grid: GridParallel) -> Made:
-    made, (lines, vocab) = _column(module, grid), grid.inside
-    batch, cut = portion_of(lines), grid.cut((made.cuts["weight"].whole[0],), {0: (vocab,)})
+@dataclass(frozen=True)
+class GridHeads(ParallelStyle):
+    """Let each member compute some of the heads of an attention, for some samples."""
 
-    def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-        total = vocab_parallel_cross_entropy(logits, batch.take(labels, 0), cut, vocab, IGNORED)
-        for line in lines:
-            total = reduce_from(total, line)
-        return total
+    layout: GridLayout
+    column: GridColumn
 
-    grid.model.cross_entropy = cross_entropy
-    return made
-
-
-def _drop(module: nn.Module, grid: GridParallel) -> Made:
-    assert isinstance(module, nn.Dropout)
-    batch, features = portion_of(grid.outside.batch), portion_of((grid.outside.features,))
-    return Made(divided(module, {0: batch, 2: features}))
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        assert isinstance(module, Attention)
+        batch, heads = pieces_along(self.layout.inside.batch), pieces_along((self.layout.inside.features,))
+        module.core.narrow(module.q.out_features // module.width, Sharding({0: batch, 1: heads}))
+        return apply_to_children(name, module, dict.fromkeys(("q", "k", "v"), self.column))
 
 
-_CHANGES: Mapping[Kind, Change] = {
-    "vocab": _vocab,
-    "table": _table,
-    "norm": _norm,
-    "enter": _enter,
-    "heads": _heads,
-    "column": _column,
-    "row": _row,
-    "logits": _logits,
-    "drop": _drop,
-}
+@dataclass(frozen=True)
+class GridLogits(ParallelStyle):
+    """Shard the projection to the vocabulary, and compute the loss from sharded logits."""
+
+    layout: GridLayout
+    column: GridColumn
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        """Replace the projection, and return the loss that goes with it."""
+        applied, (axes, vocab) = self.column.apply(name, module), self.layout.inside
+        batch = pieces_along(axes)
+        shard = Shard(applied.shards["weight"].whole[:1], Sharding({0: pieces_along((vocab,))}))
+
+        def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+            total = vocab_parallel_cross_entropy(logits, batch.take(labels, 0), shard, vocab, IGNORED)
+            for axis in axes:
+                total = reduce_from(total, axis)
+            return total
+
+        return applied._replace(cross_entropy=cross_entropy)

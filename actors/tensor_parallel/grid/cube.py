@@ -1,8 +1,9 @@
-"""A linear layer whose weights and inputs are parts on a cube of members (Bian et al. 2021)."""
+"""3D tensor parallelism: weights and activations are parts on an l x l x l cube of members (Bian et al. 2021)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,26 +13,26 @@ from torch import Tensor, nn
 
 from raypar.actors.collective.autograd import all_gather, all_gathered, reduce_scatter, reduce_scattered
 from raypar.actors.collective.group import Group
-from raypar.actors.models.base import Model
-from raypar.actors.models.parallel_plan import Made
-from raypar.actors.sharding import Cut
-from raypar.actors.tensor_parallel.grid.base import GridParallel, Spread, portion_of
+from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle
+from raypar.actors.sharding import Shard
+from raypar.actors.tensor_parallel.grid.base import GridAxes, GridLayout, grid_styles, pieces_along, shard_along
 from raypar.actors.tensor_parallel.linear import VocabParallelEmbedding
 from raypar.actors.tensor_parallel.sequence import Gathering
 
 
 class CubeLinear(nn.Linear):
-    """A part of a linear layer: some of its inputs make parts of some of its outputs, which are summed.
+    """A part of a linear layer, whose products are summed: (b, ..., own inputs) -> (b / inputs.size, ..., own outputs).
 
-    (b, ..., own inputs) -> (b / size of ``inputs``, ..., own outputs).
-
-    cut      what of the weight (out, in) is here; of the bias the outputs ``bias``
-    inputs   the members that have the other inputs
-    weights  the members that have the other parts of these inputs' weights
+    Args:
+        whole: The layer to shard.
+        shard: This member's part of the weight (out, in).
+        bias: This member's part of the bias (out,); None without a bias.
+        inputs: The members that hold the other inputs.
+        weights: The members that hold the other parts of these inputs' weights.
     """
 
-    def __init__(self, whole: nn.Linear, cut: Cut, bias: Cut | None, *, inputs: Group, weights: Group) -> None:
-        outputs, held = cut.shape
+    def __init__(self, whole: nn.Linear, shard: Shard, bias: Shard | None, *, inputs: Group, weights: Group) -> None:
+        outputs, held = shard.shape
         super().__init__(held, outputs, bias=False, dtype=whole.weight.dtype)
         if bias is not None:
             self.bias = nn.Parameter(torch.empty(bias.shape, dtype=whole.bias.dtype))
@@ -44,9 +45,10 @@ class CubeLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """x w^T, of w the members have parts along the inputs. A member keeps its own: others' come again in the backward.
+    """x w^T, where each member holds a part of w along the inputs.
 
-    The members' gradients of w are partial, and each gets the sum for its part.
+    The forward keeps only the member's own part; the others are gathered again in the backward. The members' gradients
+    of w are partial, and each member gets the sum for its part.
     """
 
     @staticmethod
@@ -63,43 +65,63 @@ class _Product(torch.autograd.Function):
         return back, reduce_scattered(ctx.group, 1, made), None
 
 
-class CubeParallel(GridParallel):
-    """3D (Bian et al. 2021): of l x l x l members (x, y, z) each has 1/l^3 of every matrix, and of every activation but
-    what goes into linear layers, of which it keeps what it gathers: 1/l^2, unless it is told to gather it anew.
+def cube_styles(groups: Mapping[str, Group]) -> AxisStyles:
+    """Return the styles of 3D tensor parallelism (Bian et al. 2021).
 
-    Outside of attention and MLP the batch is divided over x, then y, and features over z. A linear layer gathers its
-    inputs along y and its weights along x, and sums its products along z: behind it y and z have swapped. The next one
-    swaps them back.
+    Each of the l x l x l members (x, y, z) holds 1/l^3 of every matrix and of every activation. The exception is the
+    gathered input that a linear layer keeps for its backward, 1/l^2, unless it is recomputed selectively.
 
-    groups  ``tp.x``, ``tp.y`` and ``tp.z``, by key
+    Outside of attention and MLP the batch is sharded over x, then y, and features over z. A linear layer gathers its
+    inputs along y and its weights along x, and sums its products along z: behind it y and z have swapped. The next
+    linear layer swaps them back.
+
+    Args:
+        groups: This rank's groups ``tp.x``, ``tp.y`` and ``tp.z``, by key.
+    """
+    x, y, z = (groups[f"tp.{axis}"] for axis in "xyz")
+    layout = GridLayout((x, y, z), outside=GridAxes((x, y), z), inside=GridAxes((x, z), y))
+    return grid_styles(layout, CubeEmbedding(layout), partial(_linear, layout), CubeInput(y))
+
+
+@dataclass(frozen=True)
+class CubeInput(ParallelStyle):
+    """Gather the samples of a module's input along y."""
+
+    y: Group
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        Gathering(self.y, dim=0).attach(module)
+        return Applied(module)
+
+
+@dataclass(frozen=True)
+class CubeEmbedding(ParallelStyle):
+    """Shard an embedding by ids along y, and by features along z and x.
+
+    A member embeds the samples of all members along y with the ids that it holds. Then the vectors are summed along y,
+    and each member gets those of its own tokens.
     """
 
-    def __init__(self, model: Model, groups: Mapping[str, Group]) -> None:
-        self.x, self.y, self.z = (groups[f"tp.{axis}"] for axis in "xyz")
-        super().__init__(
-            model, (self.x, self.y, self.z), Spread((self.x, self.y), self.z), Spread((self.x, self.z), self.y)
-        )
+    layout: GridLayout
 
-    def enter(self, module: nn.Module) -> None:
-        """Gather the samples along y."""
-        Gathering(module, self.y, dim=0)
-
-    def embedding(self, module: nn.Embedding) -> Made:
-        """The own ids' vectors for the samples of all along y, then those of the own tokens, summed."""
-        cut = self.cut(tuple(module.weight.shape), {0: (self.y,), 1: (self.z, self.x)})
-        leave, weights = partial(reduce_scatter, group=self.y, dim=0), partial(all_gather, group=self.x, dim=1)
-        made, samples = VocabParallelEmbedding(module, cut, leave, weights), portion_of((self.x,))
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        assert isinstance(module, nn.Embedding)
+        x, y, z = self.layout.axes
+        weight = shard_along(module.weight.shape, {0: (y,), 1: (z, x)})
+        leave, gather = partial(reduce_scatter, group=y, dim=0), partial(all_gather, group=x, dim=1)
+        made, samples = VocabParallelEmbedding(module, weight, leave, gather), pieces_along((x,))
         made.register_forward_pre_hook(lambda _, inputs: (samples.take(inputs[0], 0),))
-        return Made(made, {"weight": cut})
+        return Applied(made, {"weight": weight}, outputs={"": self.layout.flow})
 
-    def linear(self, module: nn.Linear, inputs: Spread, outputs: Spread) -> Made:
-        """Features go from z to y, where ``enter`` has gathered the samples, or from y to z."""
-        out, into = outputs.features, inputs.features
-        cut = self.cut(tuple(module.weight.shape), {0: (out,), 1: (into, self.x)})
-        bias = None if module.bias is None else self.cut(tuple(module.bias.shape), {0: (out,)})
-        made = CubeLinear(module, cut, bias, inputs=into, weights=self.x)
-        if inputs == self.inside:
-            Gathering(made, out, dim=0)
-        if bias is None:
-            return Made(made, {"weight": cut})
-        return Made(made, {"weight": cut, "bias": bias}, {"bias": self.alike(out)})
+
+def _linear(layout: GridLayout, module: nn.Linear, inputs: GridAxes, outputs: GridAxes) -> Applied:
+    """Shard a linear layer from z to y, where ``CubeInput`` has gathered the samples, or from y to z."""
+    x, out = layout.axes[0], outputs.features
+    weight = shard_along(module.weight.shape, {0: (out,), 1: (inputs.features, x)})
+    bias = None if module.bias is None else shard_along(module.bias.shape, {0: (out,)})
+    made = CubeLinear(module, weight, bias, inputs=inputs.features, weights=x)
+    if inputs == layout.inside:
+        Gathering(out, dim=0).attach(made)
+    if bias is None:
+        return Applied(made, {"weight": weight})
+    return Applied(made, {"weight": weight, "bias": bias}, {"bias": layout.same_along(out)})

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm of vectors that are divided over a group."""
+"""LayerNorm and RMSNorm of vectors that are sharded over a group."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from torch import Tensor, nn
 
 from raypar.actors.collective.autograd import all_gathered
 from raypar.actors.collective.group import Group
-from raypar.actors.sharding import Cut
+from raypar.actors.sharding import Shard
 
 
-class DividedNorm(nn.Module):
-    """A LayerNorm or RMSNorm of which each member has a part of every vector: (..., own part) -> (..., own part).
+class NormOfShard(nn.Module):
+    """A LayerNorm or RMSNorm of vectors of which each member holds a part: (..., own part) -> (..., own part).
 
-    cut    what of the weight (D,) is here; of the bias the same
-    group  whose members have the parts
+    Args:
+        whole: The norm to shard.
+        shard: This member's part of the weight (D,); of the bias it has the same part.
+        group: The members that hold the parts of a vector.
     """
 
-    def __init__(self, whole: nn.LayerNorm | nn.RMSNorm, cut: Cut, group: Group) -> None:
+    def __init__(self, whole: nn.LayerNorm | nn.RMSNorm, shard: Shard, group: Group) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(cut.shape, dtype=whole.weight.dtype))
+        self.weight = nn.Parameter(torch.empty(shard.shape, dtype=whole.weight.dtype))
         biased = isinstance(whole, nn.LayerNorm) and whole.bias is not None
         self.bias = nn.Parameter(torch.empty_like(self.weight)) if biased else None
         self._centred, self._group = isinstance(whole, nn.LayerNorm), group
-        self._whole, self._eps = cut.whole[0], whole.eps
+        self._whole, self._eps = shard.whole[0], whole.eps
 
     def forward(self, x: Tensor) -> Tensor:
         eps = torch.finfo(x.dtype).eps if self._eps is None else self._eps  # as RMSNorm
@@ -34,17 +36,25 @@ class DividedNorm(nn.Module):
 
 
 def normalised(x: Tensor, whole: int, eps: float, group: Group, *, centred: bool) -> Tensor:
-    """x / sqrt(mean(x^2) + eps), with ``centred`` of x - mean(x): means over the ``whole`` of a vector, of which the
-    members have parts along the last dim."""
+    """Return x / sqrt(mean(x^2) + eps), or the same of x - mean(x).
+
+    Args:
+        x: This member's part of the vectors, along the last dim.
+        whole: Length of a whole vector, over which the means are taken.
+        eps: Added to the mean square.
+        group: The members that hold the parts.
+        centred: Whether to subtract the mean first, as LayerNorm does.
+    """
     out: Tensor = _Normalised.apply(x, whole, eps, group, centred)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Normalised(torch.autograd.Function):
-    """One message of a number or two a token, forwards and backwards: a part's squares, and with ``centred`` its mean.
+    """One message of one or two numbers a token in the forward, and one in the backward.
 
-    Squares are those of differences from the part's own mean, so that none is large (Chan et al. 1979). Half precision
-    is computed in fp32. Of the forward only the result is kept, which its user keeps too, and the divisor.
+    The numbers are the sum of squares of the member's part, and its mean if the norm is centred. The squares are of the
+    differences from that mean, so that no large numbers cancel (Chan et al. 1979). Half precision is computed in fp32.
+    The forward keeps only its result, which the next layer keeps too, and the divisor.
     """
 
     @staticmethod

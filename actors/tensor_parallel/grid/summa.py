@@ -1,13 +1,14 @@
-"""A linear layer whose weights and inputs are blocks on a square of members (SUMMA, van de Geijn & Watts 1997).
+"""2D and 2.5D tensor parallelism: weights and activations are blocks on a q x q square of members.
 
-Member (i, j) of a q x q square is in row i and column j. Blocks travel along rows and columns, one of q at a time: of
-others' a member has the one in use and the next. Products are added up where their sum belongs (Xu & You 2021,
-algorithms 1 to 3).
+The product is SUMMA (van de Geijn & Watts 1997). Member (i, j) is in row i and column j. Blocks travel along rows and
+columns, one of q at a time: of other members' blocks a member holds the one in use and the next one. Products are
+summed on the member that holds the result (Xu & You 2021, algorithms 1 to 3).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,27 +16,32 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.collective.autograd import reduce_scatter
-from raypar.actors.collective.group import Group
-from raypar.actors.models.base import Model
-from raypar.actors.models.parallel_plan import Made
-from raypar.actors.sharding import Cut, share_of
-from raypar.actors.tensor_parallel.grid.base import GridParallel, Spread, portion_of
+from raypar.actors.collective.group import Group, Groups
+from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle
+from raypar.actors.sharding import Pieces, Shard
+from raypar.actors.tensor_parallel.grid.base import GridAxes, GridLayout, grid_styles, pieces_along, shard_along
 from raypar.actors.tensor_parallel.linear import VocabParallelEmbedding
 
 
 class SummaLinear(nn.Linear):
-    """A block of a linear layer: (B/q, ..., own inputs) -> (B/q, ..., own outputs), divided by j in and out.
+    """A block of a linear layer: (B/q, ..., own inputs) -> (B/q, ..., own outputs).
 
-    cut  what of the weight (out, in) is here: outputs by i, inputs by j; of the bias the outputs by j
-    row  the members with this i, by j
-    col  the members with this j, by i
+    Inputs and outputs are sharded by j.
+
+    Args:
+        whole: The layer to shard.
+        shard: This member's block of the weight (out, in): outputs by i, inputs by j. Of the bias it holds the outputs
+            by j.
+        row: The members with the same i; ranks are j.
+        col: The members with the same j; ranks are i.
     """
 
-    def __init__(self, whole: nn.Linear, cut: Cut, row: Group, col: Group) -> None:
-        outputs, inputs = cut.shape
+    def __init__(self, whole: nn.Linear, shard: Shard, row: Group, col: Group) -> None:
+        outputs, inputs = shard.shape
         super().__init__(inputs, outputs, bias=False, dtype=whole.weight.dtype)
         self.row, self.col = row, col
-        self.shares = [stop - start for start, stop in (share_of(cut.whole[0], i, col.size) for i in range(col.size))]
+        spans = [Pieces.at(i, col.size).span(shard.whole[0]) for i in range(col.size)]
+        self.shares = [stop - start for start, stop in spans]  # outputs of each i
         if whole.bias is not None:
             self.bias = nn.Parameter(torch.empty(self.shares[row.rank], dtype=whole.bias.dtype))
 
@@ -45,7 +51,7 @@ class SummaLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """x w^T. A member keeps its own blocks only: others' come again in the backward."""
+    """x w^T. The forward keeps only the member's own blocks; the others are sent again in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, row: Group, col: Group, shares: Sequence[int]) -> Tensor:
@@ -76,7 +82,7 @@ class _Product(torch.autograd.Function):
 
 
 def _in_turn(own: Tensor, group: Group, shapes: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-    """Each member's tensor, by rank: while one is used the next one is under way."""
+    """Yield each member's tensor, by rank; while one is used, the next one is under way."""
 
     def start(root: int) -> tuple[Tensor, Any]:
         block = own.detach().contiguous() if root == group.rank else own.new_empty(shapes[root])
@@ -91,36 +97,52 @@ def _in_turn(own: Tensor, group: Group, shapes: Sequence[tuple[int, int]]) -> It
         yield block
 
 
-class SquareParallel(GridParallel):
-    """2D as in Optimus (Xu & You 2021), 2.5D as in Tesseract (Wang et al. 2021).
+def summa_styles(groups: Mapping[str, Group]) -> AxisStyles:
+    """Return the styles of 2D (Optimus: Xu & You 2021) or 2.5D tensor parallelism (Tesseract: Wang et al. 2021).
 
-    In member (i, j) of a q x q square are the samples i and the features j of every activation, and of every matrix the
-    block of outputs i and inputs j. Of d squares each takes a part of the batch, with weights of its own, whose
-    gradients are summed once a step.
+    Member (i, j) of a q x q square holds the samples i and the features j of every activation, and the block of outputs
+    i and inputs j of every matrix. With d squares (2.5D), each square takes a part of the batch and holds all weights,
+    whose gradients are summed over the squares once a step.
 
-    groups  ``tp.row``, ``tp.col`` and, if there are several squares, ``tp.depth``, by key
+    Args:
+        groups: This rank's groups ``tp.row`` and ``tp.col``, and ``tp.depth`` if there are several squares, by key.
+    """
+    row, col = groups["tp.row"], groups["tp.col"]
+    depth = (groups["tp.depth"],) if "tp.depth" in groups else ()
+    axes = GridAxes((*depth, col), row)
+    layout = GridLayout((*depth, col, row), axes, axes)
+    return grid_styles(layout, SummaEmbedding(layout, row, col, depth), partial(_linear, layout, row, col))
+
+
+@dataclass(frozen=True)
+class SummaEmbedding(ParallelStyle):
+    """Shard an embedding by ids and by features.
+
+    A member embeds the tokens of its whole square with the ids that it holds. Then the vectors are summed along the
+    column, and each member gets those of its own tokens.
     """
 
-    def __init__(self, model: Model, groups: Mapping[str, Group]) -> None:
-        self.row, self.col = groups["tp.row"], groups["tp.col"]
-        self.behind = (groups["tp.depth"],) if "tp.depth" in groups else ()
-        spread = Spread((*self.behind, self.col), self.row)
-        super().__init__(model, (*self.behind, self.col, self.row), spread, spread)
+    layout: GridLayout
+    row: Group
+    col: Group
+    depth: Groups
 
-    def embedding(self, module: nn.Embedding) -> Made:
-        """The own ids' vectors for all tokens of the square, then those of the own tokens, summed."""
-        cut = self.cut(tuple(module.weight.shape), {0: (self.col,), 1: (self.row,)})
-        made = VocabParallelEmbedding(module, cut, partial(reduce_scatter, group=self.col, dim=0))
-        square = portion_of(self.behind)
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        assert isinstance(module, nn.Embedding)
+        weight = shard_along(module.weight.shape, {0: (self.col,), 1: (self.row,)})
+        made = VocabParallelEmbedding(module, weight, partial(reduce_scatter, group=self.col, dim=0))
+        square = pieces_along(self.depth)
         made.register_forward_pre_hook(lambda _, inputs: (square.take(inputs[0], 0),))
-        return Made(made, {"weight": cut}, {"weight": self.alike(self.col, self.row)})
+        same = self.layout.same_along(self.col, self.row)
+        return Applied(made, {"weight": weight}, {"weight": same}, {"": self.layout.flow})
 
-    def linear(self, module: nn.Linear, inputs: Spread, outputs: Spread) -> Made:
-        """Inside and outside are divided alike."""
-        cut = self.cut(tuple(module.weight.shape), {0: (self.col,), 1: (self.row,)})
-        made = SummaLinear(module, cut, self.row, self.col)
-        cuts, partials = {"weight": cut}, {"weight": self.alike(self.col, self.row)}
-        if module.bias is not None:
-            cuts["bias"] = self.cut(tuple(module.bias.shape), {0: (self.row,)})
-            partials["bias"] = self.alike(self.row)
-        return Made(made, cuts, partials)
+
+def _linear(
+    layout: GridLayout, row: Group, col: Group, module: nn.Linear, inputs: GridAxes, outputs: GridAxes
+) -> Applied:
+    """Shard a linear layer; its inputs and outputs are sharded alike."""
+    weight = shard_along(module.weight.shape, {0: (col,), 1: (row,)})
+    shards, partials = {"weight": weight}, {"weight": layout.same_along(col, row)}
+    if module.bias is not None:
+        shards["bias"], partials["bias"] = shard_along(module.bias.shape, {0: (row,)}), layout.same_along(row)
+    return Applied(SummaLinear(module, weight, row, col), shards, partials)

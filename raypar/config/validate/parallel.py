@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from raypar.actors.context_parallel.sequence import pieces_of
+from raypar.actors.context_parallel.sequence import num_pieces
 from raypar.actors.mesh.grid import grid_of
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import DataParallel
@@ -23,7 +23,7 @@ def context_faults(model: GPT | Llama | Layers, mesh: Mesh, context: Context, *,
     if isinstance(model, Layers):
         yield f"mesh.cp is {cp}: the user's own Layers can't be divided by tokens, only a GPT or Llama: set it to 1"
         return
-    if model.seq % (pieces := pieces_of(context, cp)):
+    if model.seq % (pieces := num_pieces(context, cp)):
         what = f"mesh.cp {cp}: context {context!r} cuts a sequence into {pieces} pieces"
         yield f"{what}, but model.seq is {model.seq}: use {multiples_near(model.seq, pieces)}"
     elif sequence and mesh.grid is None and model.seq // cp % mesh.tensor_ranks:

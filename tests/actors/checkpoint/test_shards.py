@@ -24,10 +24,11 @@ from raypar.actors.checkpoint.shards import (
     is_plain,
     read_header,
     read_shard,
-    slice_of,
+    stored_in,
     write_shard,
 )
 from raypar.actors.errors import CheckpointError
+from raypar.actors.sharding import Pieces, Shard, Sharding
 
 
 def bits(tensor):
@@ -283,8 +284,7 @@ def test_what_is_assembled_outlives_its_file(tmp_path):
 
 def test_a_slice_is_all_of_a_tensor_unless_told_otherwise():
     part = torch.ones(2, 3, dtype=torch.bfloat16)
-    assert slice_of("w", part).offset == (0, 0)
-    assert slice_of("w", part).whole == (2, 3)
-    assert slice_of("w", torch.tensor(1.0)).shape == ()
-    cut = slice_of("w", part, whole=(4, 3), offset=(2, 0))
-    assert (cut.tensor, cut.dtype, cut.whole, cut.offset, cut.shape) == ("w", "BF16", (4, 3), (2, 0), (2, 3))
+    assert stored_in("a", "w", part) == Logical("BF16", (2, 3), (Stored("a", "w", (0, 0), (2, 3)),))
+    assert stored_in("a", "w", torch.tensor(1.0)).shape == ()
+    lower = Shard((4, 3), Sharding({0: Pieces.at(1, 2)}))
+    assert stored_in("a", "w", part, lower) == Logical("BF16", (4, 3), (Stored("a", "w", (2, 0), (2, 3)),))

@@ -6,7 +6,6 @@ Without dropout: threads share torch's generator. Of real actors each has its ow
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import get_args
 
@@ -17,17 +16,15 @@ from raypar.actors.collective.local import local_groups
 from raypar.actors.errors import ActionError
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.gpt import GPTModel
-from raypar.actors.models.parallel_plan import divide
-from raypar.actors.sharding import Portion
+from raypar.actors.sharding import Pieces, Sharding
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT, Layers, Llama, Positions
 from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Context
-from raypar.actors.worker.parallelize import divisions_of
+from raypar.actors.worker.parallelize import Parallelizer, axis_styles
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
-from raypar.job.plans import plans_of
 from raypar.reporting.report import losses_of, mean_loss
 from tests.support.snapshots import loaded, saved
 from tests.support.team import Team
@@ -168,10 +165,11 @@ def test_ulysses_shares_heads_of_keys_and_values_only_where_they_come_out_even()
 
 def test_with_tensor_parallelism_dropout_is_of_a_part_of_a_part():
     run = team_of(2, tp=2, sequence_parallel=True).run
-    plan = plans_of(run, check_run(run), "t")[0]
     model = GPTModel(replace(MODEL, dropout=0.1))
     groups = {"cp": local_groups("cp", 2)[1], "tp": local_groups("tp", 2)[0]}
-    (block,) = model.materialize([1], 0, partial(divide, divisions_of(plan, model, groups)))
-    assert block.drop.portions == {1: Portion(4, (1,))}, "of the pieces 1 and 2 of 4 the first half"
-    assert block.attn.core.drop.portions == {1: Portion(2, (0,))}, "of the heads; of the tokens when it is drawn"
+    (block,) = model.materialize([1], 0, Parallelizer(model, axis_styles(run, groups)).parallelize)
+    assert block.drop.sharding == Sharding({1: Pieces(4, (1,))}), "of the pieces 1 and 2 of 4 the first half"
+    assert block.attn.core.drop.sharding == Sharding({1: Pieces(2, (0,))}), (
+        "of the heads; of the tokens when it is drawn"
+    )
     assert block.attn.core.keeps_scores(*[torch.empty(1, 2, 8, 4)] * 3)

@@ -77,14 +77,14 @@ def test_large_scores_do_not_overflow(context):
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("context", ["ring", "rsa"])
 def test_every_pair_is_seen_once_and_none_that_is_later(context, size):
-    portions, length = tokens_of(context, size), 2 * (2 if context == "ring" else 1)
+    tokens, length = tokens_of(context, size), 2 * (2 if context == "ring" else 1)
     whole, at = length * size, torch.arange(length * size)
     seen, work = torch.zeros(whole, whole, dtype=torch.int64), []
-    for rank, portion in enumerate(portions):
-        view, count = View(portions, rank, fused=False), 0
-        for source, other in enumerate(portions):
+    for rank, own in enumerate(tokens):
+        view, count = View(tokens, rank, fused=False), 0
+        for source, other in enumerate(tokens):
             for queries, keys, causal in view.blocks(source, length):
-                rows, columns = portion.take(at, 0)[queries], other.take(at, 0)[keys]
+                rows, columns = own.take(at, 0)[queries], other.take(at, 0)[keys]
                 block = torch.ones(len(rows), len(columns), dtype=torch.int64)
                 seen[rows[:, None], columns] += block.tril() if causal else block
                 count += int(block.sum())

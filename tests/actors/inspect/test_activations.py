@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from raypar.actors.inspect.activations import LOSS, Spot, Watch
-from raypar.actors.models.parallel_plan import Division, outputs_of
-from raypar.actors.sharding import Portion
+from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle
+from raypar.actors.sharding import Pieces, Sharding
 from raypar.actors.specs.model import GPT
+from raypar.actors.worker.parallelize import Parallelizer
 from tests.support.team import Team
 from tests.support.tensor_teams import longer
 
@@ -31,7 +34,7 @@ def team_of(**changes):
 
 def test_outputs_and_gradients_in_the_order_of_a_step():
     layers = {"a": nn.Linear(3, 3), "b": nn.Sequential(nn.Tanh(), nn.Linear(3, 2))}
-    watch = Watch(layers, {"b.1": {-1: Portion.at(1, 2)}})
+    watch = Watch(layers, {"b.1": Sharding({-1: Pieces.at(1, 2)})})
     assert watch.names == ("a", "b", "b.1")
     x = torch.randn(4, 3)
     with watch.of(5):
@@ -41,7 +44,7 @@ def test_outputs_and_gradients_in_the_order_of_a_step():
     assert list(watch.seen) == [Spot(n, 5) for n in order] + [Spot(n, 5, backward=True) for n in ("b.1", "b", "a")]
     assert torch.equal(watch.seen[Spot("b", 5)].tensor, out)
     assert torch.equal(watch.seen[Spot("b", 5, backward=True)].tensor, torch.ones(4, 2))
-    assert watch.seen[Spot("b.1", 5)].portions == {1: Portion.at(1, 2)}
+    assert watch.seen[Spot("b.1", 5)].sharding == Sharding({1: Pieces.at(1, 2)})
     before = dict(watch.seen)
     layers["b"](layers["a"](x)).sum().backward()
     assert watch.seen == before, "outside of its time it hears nothing"
@@ -87,9 +90,7 @@ def test_parts_make_up_what_one_actor_has(sequence):
     (wholes,) = [actor.sights(spots) for actor in alone.workers]
     for sights in [actor.sights(spots) for actor in team.workers]:
         for spot, whole, sight in zip(spots, wholes, sights, strict=True):
-            part = whole.tensor
-            for dim, portion in sight.portions.items():
-                part = portion.take(part, dim)
+            part = sight.sharding.take(whole.tensor)
             torch.testing.assert_close(sight.tensor, part, msg=str(spot))
             divided = spot.module == "head" or (sequence and spot.module != LOSS)
             assert (sight.tensor.numel() < whole.tensor.numel()) == divided
@@ -116,22 +117,26 @@ def test_spots_are_told_in_words(spot, says):
     assert str(spot) == says
 
 
-class Fake(Division):
-    """Divides nothing, but says that it does."""
+class Says(ParallelStyle):
+    """Shards nothing, but says that it shards a module's output."""
 
-    changes = property(lambda self: {})
+    def __init__(self, sharding):
+        self.sharding = sharding
 
-    def __init__(self, flow, outputs):
-        super().__init__(None)
-        self.flow, self.outputs = flow, outputs
+    def apply(self, name, module):
+        return Applied(module, outputs={"": self.sharding})
 
 
-def test_one_division_within_the_other():
+def test_one_sharding_within_the_other():
     """By tokens and then by columns, and by tokens twice."""
-    tokens = Portion(4, (0, 3))
-    outer = Fake({1: tokens}, {"a": {1: tokens}, "b": {1: tokens}})
-    inner = Fake({1: Portion.at(1, 2)}, {"a": {-1: Portion.at(1, 2)}, "a.q": {-1: Portion.at(1, 2)}})
-    found = outputs_of([outer, inner])
-    assert found["a"] == found["a.q"] == {1: tokens, -1: Portion.at(1, 2)}
-    assert found["b"] == {1: Portion(4, (3,))}
-    assert outputs_of([]) == {}
+    tokens, half = Sharding({1: Pieces(4, (0, 3))}), Pieces.at(1, 2)
+    model = SimpleNamespace(tensor_plan=(("a", "heads"), ("a.q", "column")))
+    outer = AxisStyles({"heads": Says(tokens)}, tokens)
+    inner = AxisStyles({"heads": Says(Sharding({-1: half})), "column": Says(Sharding({-1: half}))}, Sharding({1: half}))
+    parallelizer = Parallelizer(model, [outer, inner])
+    parallelizer.parallelize("a", nn.ModuleDict({"q": nn.Linear(2, 2)}))
+    parallelizer.parallelize("b", nn.Linear(2, 2))
+    found = parallelizer.outputs
+    assert found["a"] == found["a.q"] == Sharding({1: Pieces(4, (0, 3)), -1: half})
+    assert found["b"] == Sharding({1: Pieces(4, (3,))})
+    assert Parallelizer(model, []).outputs == {}

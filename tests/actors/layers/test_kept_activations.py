@@ -8,18 +8,17 @@ numbers for each of sbh, and 2 are 2 masks; of 5 as^2b bytes 4 are 2 numbers (so
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
 from raypar.actors.collective.local import local_groups
-from raypar.actors.context_parallel.cores import ContextParallel
+from raypar.actors.context_parallel.cores import context_styles
 from raypar.actors.device import Host
 from raypar.actors.models.build import build_model
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.specs.model import GPT, Llama
-from raypar.actors.tensor_parallel.megatron import TensorParallel
+from raypar.actors.tensor_parallel.megatron import megatron_styles
+from raypar.actors.worker.parallelize import Parallelizer
 from tests.support.kept_activations import (  # noqa: F401  (fixtures that hold for every test)
     ASSB,
     SBH,
@@ -60,7 +59,7 @@ def test_of_a_divided_block_each_member_keeps_its_part(tp, sequence, whole, drop
     inputs of attention and MLP, which are kept as they were gathered."""
 
     def one(group):
-        stage, x, _ = block(division=partial(TensorParallel, group=group, sequence=sequence), dropout=dropout)
+        stage, x, _ = block(styles=megatron_styles(group, sequence=sequence), dropout=dropout)
         return kept(stage, x.chunk(tp, 1)[group.rank].contiguous() if sequence else x)
 
     masks, scores = (2, 3) if dropout else (0, 1)
@@ -77,7 +76,8 @@ def test_of_divided_sequences_each_member_keeps_its_part(cp, context):
 
     def one(group):
         model = build_model(GPT(layers=1, hidden=H, heads=A, seq=S, vocab=7), 0)
-        made = model.materialize([1], 0, ContextParallel(model, group, context).divide)
+        parallelizer = Parallelizer(model, [context_styles(context, group)])
+        made = model.materialize([1], 0, parallelizer.parallelize)
         stage = Stage(model, [1], made, place=Host(), is_last=False, recompute="none", seed=0)
         stage.begin(train=True)
         return kept(stage, torch.randn(B, S // cp, H))
@@ -92,9 +92,7 @@ def test_selective_along_the_sequence_each_member_keeps_its_part_of_everything(t
     """34 sbh / t, in the paper's bytes: inputs of attention and MLP are gathered anew."""
 
     def one(group):
-        stage, x, _ = block(
-            recompute=("selective",), division=partial(TensorParallel, group=group, sequence=True), dropout=0.1
-        )
+        stage, x, _ = block(recompute=("selective",), styles=megatron_styles(group, sequence=True), dropout=0.1)
         return kept(stage, x.chunk(tp, 1)[group.rank].contiguous())
 
     for found in in_threads(local_groups("tp", tp), one):

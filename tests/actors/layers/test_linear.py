@@ -155,6 +155,7 @@ def test_a_layer_that_was_taken_over_has_the_bits_of_its_own(counted, half):
     if not half:
         linears.make_in({p: torch.empty_like(p) for p in ours.parameters()}, least=0)
     linears.begin()
+    (ours,) = linears.modules
     for _ in range(2):  # the second gradient adds to the first
         x, gradient = torch.randn(*ROWS, IN), torch.randn(*ROWS, OUT)
         mine = x.clone().requires_grad_()

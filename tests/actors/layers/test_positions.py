@@ -9,7 +9,7 @@ import torch
 
 from raypar.actors.layers.positions import ALPHA, Alibi, Hierarchical, Rope, Sinusoidal, alibi_slopes
 from raypar.actors.models.build import build_model
-from raypar.actors.sharding import Portion
+from raypar.actors.sharding import Pieces
 from raypar.actors.specs.model import GPT, Llama
 
 EVERY = ("learned", "sinusoidal", "hierarchical", "rope", "alibi")
@@ -59,7 +59,7 @@ def test_a_hierarchical_table_has_the_root_of_the_rows(seq, rows):
 def test_rope_turns_pairs_so_that_a_product_depends_on_the_distance_only():
     q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
     rope = Rope(12, 8, 100.0)
-    turned_q, turned_k = (rope.turn(x.expand(1, 1, 12, 8), Portion())[0, 0] for x in (q, k))
+    turned_q, turned_k = (rope.turn(x.expand(1, 1, 12, 8), Pieces())[0, 0] for x in (q, k))
     products = turned_q @ turned_k.T
     for distance in range(-11, 12):
         diagonal = products.diagonal(distance)

@@ -61,6 +61,7 @@ def test_gradients_have_the_bits_of_an_undivided_backward(shape, dtype, laid_out
         plain = nn.Linear(shape[-1], out, bias=bias, dtype=dtype)
         ours = deepcopy(plain)
         linears = taken_over(ours, half)
+        (ours,) = linears.modules
         for _ in range(2):  # the second one adds to the first
             x = torch.randn(shape, dtype=dtype).requires_grad_()
             y = x.detach().clone().requires_grad_()
@@ -91,6 +92,7 @@ def test_a_layer_that_is_called_thrice_adds_up_in_the_same_order(half):
     plain = Thrice()
     ours = deepcopy(plain)
     linears = taken_over(ours, half)
+    (ours,) = linears.modules
     x, gradient = torch.randn(5, 6), torch.randn(5, 6)
     calls = []
     for name, parameter in ours.named_parameters():
@@ -238,6 +240,7 @@ def test_where_a_layer_can_leave_nothing_it_is_what_it_was(kind, half):
     plain = UNTOUCHED[kind]()
     ours = deepcopy(plain)
     linears = taken_over(ours, half)
+    (ours,) = linears.modules
     gradient, x = torch.randn(5, 6), torch.randn(5, 6).requires_grad_()
     y = x.detach().clone().requires_grad_()
     assert not backward(linears, ours(y), gradient)
@@ -270,7 +273,8 @@ def test_a_gradient_belongs_to_the_weight_that_was_there(half):
 def test_a_frozen_bias_gets_no_gradient():
     layer = nn.Linear(6, 6)
     layer.bias.requires_grad_(False)
-    backward(taken_over(layer), layer(torch.randn(5, 6)), torch.randn(5, 6))
+    linears = taken_over(layer)
+    backward(linears, linears.modules[0](torch.randn(5, 6)), torch.randn(5, 6))
     assert (layer.weight.grad is not None, layer.bias.grad) == (True, None)
 
 
@@ -279,6 +283,7 @@ def test_a_loss_may_have_a_gradient_in_it(half):
     plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
     ours, x = deepcopy(plain), torch.randn(5, 6)
     linears = taken_over(ours, half)
+    (ours,) = linears.modules
 
     def penalty(model):
         leaf = x.clone().requires_grad_()
@@ -301,6 +306,7 @@ def test_the_first_gradient_of_a_step_is_made_in_its_place(half):
     linears.halve(half)
     linears.make_in({layer.weight: place, layer.bias: small})
     linears.begin()
+    (layer,) = linears.modules
     x = torch.randn(5, 1024)
     for count in (1.0, 2.0):
         backward(linears, layer(x), torch.ones(5, 1024))
@@ -327,6 +333,7 @@ def test_outputs_may_be_written_into(shape, bias, write, half):
     plain = nn.Linear(6, 6, bias=bias)
     ours = deepcopy(plain)
     linears, x = taken_over(ours, half), torch.randn(shape)
+    (ours,) = linears.modules
     one, other = ours(x), plain(x)
     WRITERS[write](one)
     WRITERS[write](other)
@@ -342,7 +349,7 @@ def test_outputs_may_be_written_into(shape, bias, write, half):
 def test_what_is_owed_must_not_be_written_meanwhile(which):
     layer = nn.Linear(6, 6)
     linears, x, gradient = taken_over(layer), torch.randn(5, 6), torch.randn(5, 6)
-    out = layer(x)
+    out = linears.modules[0](x)
     with linears.postponed() as owed:
         out.backward(gradient)
     (x if which == "input" else gradient).mul_(0.5)
@@ -352,8 +359,9 @@ def test_what_is_owed_must_not_be_written_meanwhile(which):
 
 def test_small_layers_are_not_taken_over_for_the_sake_of_a_place():
     layer = nn.Linear(8, 8)
-    Linears([layer]).make_in({layer.weight: torch.empty(8, 8)})
-    assert "forward" not in vars(layer)
+    linears = Linears([layer])
+    linears.make_in({layer.weight: torch.empty(8, 8)})
+    assert linears.modules == (layer,)
 
 
 def test_what_is_to_stay_whole_does():
@@ -361,5 +369,7 @@ def test_what_is_to_stay_whole_does():
     linears = Linears(layers, whole=layers[1:])
     linears.take_over()
     linears.halve(True)
-    left = backward(linears, layers[1](layers[0](torch.randn(5, 6))), torch.randn(5, 6))
+    first, second = linears.modules
+    assert second is layers[1]
+    left = backward(linears, second(first(torch.randn(5, 6))), torch.randn(5, 6))
     assert left == {*layers[0].parameters()}

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypar.actors.collective import autograd as ops
 from raypar.actors.collective.local import local_groups
-from raypar.actors.layers.dropout import DividedDropout
+from raypar.actors.layers.dropout import DropoutOfShard
 from raypar.actors.models.gpt import GPTModel
-from raypar.actors.sharding import Cut, Portion, joined
+from raypar.actors.sharding import Pieces, Shard, Sharding, join_shards
 from raypar.actors.specs.model import GPT
 from raypar.actors.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from raypar.actors.tensor_parallel.linear import (
@@ -23,9 +23,10 @@ from raypar.actors.tensor_parallel.linear import (
     RowParallelLinear,
     VocabParallelEmbedding,
     columns,
-    cut_of,
+    shard_of,
 )
-from raypar.actors.tensor_parallel.megatron import TensorParallel
+from raypar.actors.tensor_parallel.megatron import megatron_styles
+from raypar.actors.worker.parallelize import Parallelizer
 from tests.support.logical import in_threads, together
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -33,7 +34,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 def column(group, x, weight, bias):
     """With the weights of each member given."""
-    layer = ColumnParallelLinear(nn.Linear(6, 4), cut_of((4, 6), 0, group))
+    layer = ColumnParallelLinear(nn.Linear(6, 4), shard_of((4, 6), 0, group))
     return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (ops.copy_to(x, group),))
 
 
@@ -54,18 +55,18 @@ def product(x, weight, bias, other):
 
 def row(group, x, weight, bias):
     leave = partial(ops.reduce_from, group=group, in_place=True)
-    layer = RowParallelLinear(nn.Linear(4, 6), cut_of((6, 4), 1, group), leave)
+    layer = RowParallelLinear(nn.Linear(4, 6), shard_of((6, 4), 1, group), leave)
     return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (x,))
 
 
 def embedding(group, ids, weight):
-    cut = cut_of((7, 3), 0, group)
+    cut = shard_of((7, 3), 0, group)
     layer = VocabParallelEmbedding(nn.Embedding(7, 3), cut, lambda x: ops.reduce_from(x, group))
     return torch.func.functional_call(layer, {"weight": weight}, (ids,))
 
 
 def loss(group, logits, labels):
-    return vocab_parallel_cross_entropy(logits, labels, cut_of((logits_of(7).shape[1],), 0, group), group, -100)
+    return vocab_parallel_cross_entropy(logits, labels, shard_of((logits_of(7).shape[1],), 0, group), group, -100)
 
 
 def partial_sums(group, x, w):
@@ -158,12 +159,12 @@ def test_a_loss_without_labels_is_zero_and_large_logits_do_not_overflow(labels):
 
 def test_shares_are_even_and_each_index_has_one_owner():
     groups = local_groups("tp", 3)
-    cuts = [cut_of((5, 8), 1, group) for group in groups]
-    assert [cut.spans[1] for cut in cuts] == [(0, 3), (3, 6), (6, 8)]
+    cuts = [shard_of((5, 8), 1, group) for group in groups]
+    assert [cut.span(1) for cut in cuts] == [(0, 3), (3, 6), (6, 8)]
     assert [(cut.offset, cut.shape) for cut in cuts] == [((0, 0), (5, 3)), ((0, 3), (5, 3)), ((0, 6), (5, 2))]
     whole = torch.arange(40).view(5, 8)
-    assert torch.equal(joined(cuts, [cut.take(whole) for cut in cuts]), whole)
-    assert joined([Cut(())], [whole[0, 0]]).shape == ()
+    assert torch.equal(join_shards(cuts, [cut.take(whole) for cut in cuts]), whole)
+    assert join_shards([Shard(())], [whole[0, 0]]).shape == ()
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -192,7 +193,7 @@ def test_what_they_send_is_the_formula(size):
     assert sent(lambda group, x: ops.all_gather(x, group, 0), 8) == ((size - 1) * 8 * 4,) * 2
     assert sent(lambda group, x: ops.reduce_scatter(x, group, 0), 8) == ((size - 1) * 8 * 4 // size,) * 2
     labels = torch.zeros(8, dtype=torch.int64)
-    cuts = [cut_of((7,), 0, group) for group in groups]
+    cuts = [shard_of((7,), 0, group) for group in groups]
 
     def cross_entropy(group, x):
         own = x[:, : cuts[group.rank].shape[0]]
@@ -207,12 +208,12 @@ def test_labels_and_ids_that_nobody_has_are_refused_as_without_a_group(label):
     labels = torch.tensor([0, label])
 
     def loss(group):
-        cut = cut_of((7,), 0, group)
+        cut = shard_of((7,), 0, group)
         return vocab_parallel_cross_entropy(torch.zeros(2, cut.shape[0]), labels, cut, group, -100)
 
     def embed(group):
         whole = nn.Embedding(7, 3)
-        return VocabParallelEmbedding(whole, cut_of((7, 3), 0, group), lambda x: ops.reduce_from(x, group))(labels)
+        return VocabParallelEmbedding(whole, shard_of((7, 3), 0, group), lambda x: ops.reduce_from(x, group))(labels)
 
     with pytest.raises(RuntimeError, match="a label is out of bounds: give 0 to 6, or -100 to leave it out"):
         in_threads(groups, loss)
@@ -266,20 +267,22 @@ def test_dropout_of_a_part_of_the_sequence_is_a_part_of_dropout():
     wanted, parts = F.dropout(x, 0.4), []
     for group in local_groups("tp", 3):
         torch.manual_seed(1)
-        parts.append(DividedDropout(0.4, {1: Portion.at(group.rank, 3)})(x[:, 2 * group.rank : 2 * group.rank + 2]))
+        parts.append(
+            DropoutOfShard(0.4, Sharding({1: Pieces.at(group.rank, 3)}))(x[:, 2 * group.rank : 2 * group.rank + 2])
+        )
     assert torch.equal(torch.cat(parts, 1), wanted)
-    assert torch.equal(DividedDropout(0.4, {1: Portion.at(0, 2)}).eval()(x), x)
+    assert torch.equal(DropoutOfShard(0.4, Sharding({1: Pieces.at(0, 2)})).eval()(x), x)
 
 
 def test_a_plan_changes_what_it_names_and_nothing_inside_of_that():
     model = GPTModel(GPT(layers=2, hidden=8, heads=2, seq=4, vocab=5))
-    tensors = TensorParallel(model, local_groups("tp", 2)[1], sequence=True)
-    (block,) = model.materialize([1], 0, tensors.divide)
+    tensors = Parallelizer(model, [megatron_styles(local_groups("tp", 2)[1], sequence=True)])
+    (block,) = model.materialize([1], 0, tensors.parallelize)
     kinds = {name: type(module) for name, module in block.named_modules()}
-    assert kinds["drop"] is DividedDropout
+    assert kinds["drop"] is DropoutOfShard
     assert kinds["attn.core.drop"] is nn.Dropout, "nothing is dropped, and * is one part of a name"
-    assert tensors.cuts["blocks.0.attn.q.weight"] == Cut((8, 8), {0: (4, 8)})
-    assert tensors.cuts["blocks.0.mlp.down.weight"] == Cut((8, 32), {1: (16, 32)})
+    assert tensors.shards["blocks.0.attn.q.weight"] == Shard((8, 8), Sharding({0: Pieces.at(1, 2)}))
+    assert tensors.shards["blocks.0.mlp.down.weight"] == Shard((8, 32), Sharding({1: Pieces.at(1, 2)}))
     assert set(tensors.partial) == {
         *(f"blocks.0.norm{number}.{name}" for number in (1, 2) for name in ("weight", "bias")),
         "blocks.0.attn.out.bias",

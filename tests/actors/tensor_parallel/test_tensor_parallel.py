@@ -85,7 +85,7 @@ def test_an_actor_holds_its_part_of_divided_weights_only():
         4 * actor.parameter(name).numel()
         for actor in team.all[:1]
         for name, cut in actor.holds().items()
-        if not cut.spans
+        if cut.is_whole
     )
     assert sum(part - replicated for part in parts) == whole - replicated
     assert max(parts) < 0.45 * whole
@@ -132,7 +132,7 @@ def test_along_the_sequence_as_many_bytes_are_sent():
     teams = [team_of(tp, pp=2, m=m, sequence_parallel=sequence, **fields) for sequence in (False, True)]
     plain, divided = [team.step(0) and team.ledger("tp") for team in teams]
     worker = teams[1].workers[0]
-    replicated = sum(4 * worker.parameter(name).numel() for name, cut in worker.holds().items() if not cut.spans)
+    replicated = sum(4 * worker.parameter(name).numel() for name, cut in worker.holds().items() if cut.is_whole)
     total, before = (sum(count for _, count in table[0].values()) for table in (divided, plain))
     assert total - before == 2 * (tp - 1) * replicated // tp
     calls, each = (

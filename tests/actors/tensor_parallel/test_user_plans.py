@@ -14,7 +14,7 @@ from raypar.actors.errors import ActionError
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
-from raypar.actors.tensor_parallel.sequence import Entrance
+from raypar.actors.tensor_parallel.sequence import SharedCopy
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.parity.verify import train_plainly
@@ -261,7 +261,7 @@ def test_another_number_of_parts_reads_what_was_written(here, there, tmp_path):
 
 def test_layers_that_are_given_the_same_tensor_enter_once():
     (group,) = local_groups("tp", 1)
-    entrance = Entrance(lambda x: copy_to(x, group))
+    entrance = SharedCopy(lambda x: copy_to(x, group))
     x = torch.ones(3, requires_grad=True)
     assert entrance(x) is entrance(x)
     with torch.no_grad():

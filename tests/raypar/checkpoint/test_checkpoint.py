@@ -15,7 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypar.actors.checkpoint.shards import ShardFile, slice_of, write_shard
+from raypar.actors.checkpoint.shards import ShardFile, stored_in, write_shard
+from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.checkpoint import CheckpointError, Save, ls, manifest_of, newest, verified, verify
 from raypar.checkpoint.manifest import decode, encode
 from raypar.paths import aside_of, is_aside, name_of, step_of
@@ -83,10 +84,11 @@ def test_a_run_that_can_not_be_read_back_is_refused(run, tmp_path):
 
 
 def test_slices_that_do_not_agree_are_refused_all_at_once():
-    half = torch.ones(2)
+    half, two_of_nine = torch.ones(2), Shard((9,), Sharding({0: Pieces(9, (2, 3))}))
+    parts = {"x": stored_in("b", "x", half.double()), "y": stored_in("b", "y", half, two_of_nine)}
     shards = [
-        (ShardFile("a", 1, ""), {"x": slice_of("x", half), "y": slice_of("y", half)}),
-        (ShardFile("b", 1, ""), {"x": slice_of("x", half.double()), "y": slice_of("y", half, (9,), (2,))}),
+        (ShardFile("a", 1, ""), {"x": stored_in("a", "x", half), "y": stored_in("a", "y", half)}),
+        (ShardFile("b", 1, ""), parts),
     ]
     with pytest.raises(CheckpointError) as caught:
         manifest_of(1, 0, {}, shards)
@@ -95,7 +97,7 @@ def test_slices_that_do_not_agree_are_refused_all_at_once():
         "tensor 'y': its slices are of differen",
     ]
     with pytest.raises(CheckpointError, match="7 of its 9 elements are in no slice"):
-        manifest_of(1, 0, {}, [(ShardFile("a", 1, ""), {"y": slice_of("y", half, (9,), (2,))})])
+        manifest_of(1, 0, {}, [(ShardFile("a", 1, ""), {"y": stored_in("a", "y", half, two_of_nine)})])
 
 
 def test_shards_that_are_not_there_are_never_committed(tmp_path):
@@ -106,7 +108,7 @@ def test_shards_that_are_not_there_are_never_committed(tmp_path):
         (save.path / "a").unlink()
         write_shard(save.path, "stray", {})
         with pytest.raises(CheckpointError) as caught:
-            save.commit(manifest_of(2, 0, {}, [(shard, {"x": slice_of("x", torch.ones(2))})]))
+            save.commit(manifest_of(2, 0, {}, [(shard, {"x": stored_in("a", "x", torch.ones(2))})]))
     assert caught.value.faults == ["'stray' is in the folder, but not in the manifest", "'a' is missing"]
     assert visible(tmp_path) == ["step-00000001"]
     assert holds(tmp_path / "step-00000001", 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from torch import nn
@@ -14,12 +13,11 @@ from raypar.actors.context_parallel import cores as context_model
 from raypar.actors.data.batches import TokenMean
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.inspect.activations import Watch
-from raypar.actors.models.parallel_plan import Made
+from raypar.actors.models.parallel_style import Applied
 from raypar.actors.optim.step import Updater
-from raypar.actors.tensor_parallel import megatron as parallelize
+from raypar.actors.tensor_parallel import megatron
 from raypar.actors.tensor_parallel import sequence as gathered
 from raypar.actors.tensor_parallel.linear import RowParallelLinear
-from raypar.actors.tensor_parallel.megatron import TensorParallel
 from raypar.parity.verify import verify
 from tests.support.tensor_teams import TINY, longer
 from tests.support.thread_jobs import TeamJob
@@ -46,20 +44,15 @@ def found():
 
 @pytest.fixture
 def sabotaged(monkeypatch):
-    """Let every TensorParallel enter, or leave, in another way; each is a function of what goes through and a group."""
+    """Let tensor parallelism enter, or leave, in another way; each is a function of what goes through and a group."""
 
     def sabotage(enter=None, leave=None):
-        init = TensorParallel.__init__
-
-        def change(self, *args, **named):
-            init(self, *args, **named)
-            self.leave = partial(leave, group=self.group)
-
         if enter is not None:
-            monkeypatch.setattr(parallelize, "copy_to", enter)
+            monkeypatch.setattr(megatron, "copy_to", enter)
             monkeypatch.setattr(gathered, "all_gather", lambda x, group, dim: enter(x, group))
         if leave is not None:
-            monkeypatch.setattr(TensorParallel, "__init__", change)
+            monkeypatch.setattr(megatron, "reduce_from", lambda x, group, in_place: leave(x, group))
+            monkeypatch.setattr(megatron, "reduce_scatter", lambda x, group, dim: leave(x, group))
 
     return sabotage
 
@@ -138,7 +131,7 @@ def test_replicas_that_do_not_reduce(found, monkeypatch, axis):
 
 def test_tokens_in_the_wrong_places(found, monkeypatch):
     """The first layer that looks at more than one token is named."""
-    monkeypatch.setattr(context_model, "_heads", lambda module, division: Made(module))
+    monkeypatch.setattr(context_model.ContextAttention, "apply", lambda style, name, module: Applied(module))
     diagnosis = found(tp=1, cp=2, pp=2).diagnosis
     assert diagnosis.place == "output of blocks.0 in microbatch 0, forward"
 
@@ -159,7 +152,9 @@ def test_a_loss_that_is_not_averaged(found, monkeypatch):
 
 def test_gradients_that_are_wrong_behind_the_layers(found, monkeypatch):
     """Partial gradients of norms, with the sequence divided, that nobody sums up."""
-    monkeypatch.setattr("raypar.actors.tensor_parallel.gradients.Divided.complete", lambda self, parameters: None)
+    monkeypatch.setattr(
+        "raypar.actors.tensor_parallel.gradients.ShardedGradients.complete", lambda self, parameters: None
+    )
     diagnosis = found(sequence_parallel=True).diagnosis
     assert diagnosis.place == "gradient of embed.positions.weight"
     assert diagnosis.cause.startswith("each member of tp has its own part of a sum")
@@ -168,8 +163,8 @@ def test_gradients_that_are_wrong_behind_the_layers(found, monkeypatch):
 class OfSomeTokens(Watch):
     """Where the loss that an actor has is not the whole one."""
 
-    def __init__(self, layers, portions, *, keeps_loss):
-        super().__init__(layers, portions)
+    def __init__(self, layers, outputs, *, keeps_loss):
+        super().__init__(layers, outputs)
 
 
 @pytest.mark.parametrize("kind", [Watch, OfSomeTokens])

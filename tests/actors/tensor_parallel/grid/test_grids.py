@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from raypar.actors.errors import ActionError
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.build import build_model
-from raypar.actors.sharding import joined
+from raypar.actors.sharding import join_shards
 from raypar.actors.specs.model import GPT, Llama, Positions
 from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.types import Context
-from raypar.actors.worker.parallelize import tensor_division
+from raypar.actors.tensor_parallel.grid.base import shard_along
+from raypar.actors.worker.parallelize import Parallelizer, tensor_styles
 from raypar.parity.verify import train_plainly
 from raypar.reporting.report import losses_of
 from raypar.schedules.action import Op
@@ -121,20 +122,20 @@ def test_masks_are_parts_of_the_one_that_one_process_draws(grid):
     found = {"drop": ([], []), "attn.core.drop": ([], [])}
     for groups in groups_on(grid):
         model = build_model(replace(TINY, dropout=0.4), 0)
-        division = tensor_division(model, Mesh(tp=grid), groups, sequence=False)
-        (layer,) = model.materialize([1], 0, division.divide)
-        outside, inside = division.outside, division.inside
+        styles = tensor_styles(Mesh(tp=grid), groups, sequence=False)
+        (layer,) = model.materialize([1], 0, Parallelizer(model, [styles]).parallelize)
+        outside, inside = styles.styles["norm"].layout.outside, styles.styles["norm"].layout.inside
         for name, shape, over in (
             ("drop", (8, 5, 16), {0: outside.batch, 2: (outside.features,)}),
             ("attn.core.drop", (8, 4, 5, 5), {0: inside.batch, 1: (inside.features,)}),
         ):
-            cut = division.cut(shape, over)
+            cut = shard_along(shape, over)
             torch.manual_seed(1)
             found[name][0].append(cut)
             found[name][1].append(layer.get_submodule(name)(torch.ones(cut.shape)))
     for cuts, parts in found.values():
         torch.manual_seed(1)
-        assert torch.equal(joined(cuts, parts), F.dropout(torch.ones(cuts[0].whole), 0.4))
+        assert torch.equal(join_shards(cuts, parts), F.dropout(torch.ones(cuts[0].whole), 0.4))
 
 
 def test_a_step_on_a_square_sends_what_the_formula_says():
@@ -165,7 +166,7 @@ def test_a_step_on_a_square_sends_what_the_formula_says():
 
 def alike(team, name):
     """Whether all in a column have the same part."""
-    return team.all[0].holds()[name].spans == team.all[2].holds()[name].spans
+    return team.all[0].holds()[name] == team.all[2].holds()[name]
 
 
 def test_over_the_depth_gradients_are_sent_once():

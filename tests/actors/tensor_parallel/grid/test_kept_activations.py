@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.worker.parallelize import tensor_division
+from raypar.actors.worker.parallelize import tensor_styles
 from tests.support.kept_activations import (  # noqa: F401  (fixtures that hold for every test)
     ASSB,
     SBH,
@@ -33,8 +31,8 @@ def test_of_a_divided_block_each_member_keeps_its_part(grid, parts, dropout):
     samples, heads = (3, 3) if grid == "2d:3x3" else (4, 4)
 
     def one(groups):
-        division = partial(tensor_division, mesh=mesh, groups=groups, sequence=False)
-        stage, *_ = block(division=division, dropout=dropout, heads=heads)
+        styles = tensor_styles(mesh, groups, sequence=False)
+        stage, *_ = block(styles=styles, dropout=dropout, heads=heads)
         x = torch.randn(samples // mesh.grid.batch_parts, S, H // mesh.grid.side)
         return kept(stage, x)
 
@@ -51,8 +49,8 @@ def test_selective_each_member_of_a_cube_keeps_its_part_of_everything():
     """Inputs of linear layers are gathered anew, and scores computed again."""
 
     def one(groups):
-        division = partial(tensor_division, mesh=Mesh(tp="3d:2x2x2"), groups=groups, sequence=False)
-        stage, *_ = block(division=division, recompute=("selective",))
+        styles = tensor_styles(Mesh(tp="3d:2x2x2"), groups, sequence=False)
+        stage, *_ = block(styles=styles, recompute=("selective",))
         return kept(stage, torch.randn(1, S, H // 2))
 
     for found in at_once(groups_on("3d:2x2x2"), one):

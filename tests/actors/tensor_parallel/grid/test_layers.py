@@ -11,7 +11,7 @@ from torch import nn
 
 from raypar.actors.collective import autograd as ops
 from raypar.actors.tensor_parallel.grid.cube import CubeLinear
-from raypar.actors.tensor_parallel.grid.norm import DividedNorm
+from raypar.actors.tensor_parallel.grid.norm import NormOfShard
 from raypar.actors.tensor_parallel.grid.summa import SummaLinear
 from raypar.actors.tensor_parallel.linear import VocabParallelEmbedding
 from raypar.actors.tensor_parallel.sequence import Gathering
@@ -34,13 +34,13 @@ def cube(groups, x, weight, bias, into, out):
     """``into`` and ``out`` are the axes of the inputs' and of the outputs' features."""
     cuts = cut_on(groups, (5, 4), {0: out, 1: f"{into} x"}), cut_on(groups, (5,), {0: out})
     layer = CubeLinear(nn.Linear(4, 5), *cuts, inputs=groups[f"tp.{into}"], weights=groups["tp.x"])
-    Gathering(layer, groups[f"tp.{out}"], dim=0)
+    Gathering(groups[f"tp.{out}"], dim=0).attach(layer)
     return called(layer, {"weight": weight, "bias": bias}, x)
 
 
 def norm(groups, x, weight, bias=None):
     whole = nn.RMSNorm(6, eps=1e-5) if bias is None else nn.LayerNorm(6)
-    layer = DividedNorm(whole, cut_on(groups, (6,), {0: "row"}), groups["tp.row"])
+    layer = NormOfShard(whole, cut_on(groups, (6,), {0: "row"}), groups["tp.row"])
     return called(layer, {"weight": weight} | ({} if bias is None else {"bias": bias}), x)
 
 
@@ -196,7 +196,7 @@ def test_a_cube_linear_gathers_inputs_and_weights_and_scatters_outputs():
 def cube_without_bias(groups, x, weight, into, out):
     cut = cut_on(groups, (12, 8), {0: out, 1: f"{into} x"})
     layer = CubeLinear(nn.Linear(8, 12, bias=False), cut, None, inputs=groups[f"tp.{into}"], weights=groups["tp.x"])
-    Gathering(layer, groups[f"tp.{out}"], dim=0)
+    Gathering(groups[f"tp.{out}"], dim=0).attach(layer)
     return called(layer, {"weight": weight}, x)
 
 

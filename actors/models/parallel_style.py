@@ -1,0 +1,113 @@
+"""Parallel styles: what a mesh axis does to one kind of module, and what becomes of the module's tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from raypar.actors.collective.group import Groups
+from raypar.actors.layers.dropout import sharded_dropout
+from raypar.actors.models.base import CrossEntropy, Kind
+from raypar.actors.sharding import Shard, Sharding
+
+
+class Applied(NamedTuple):
+    """What a style makes of a module.
+
+    Attributes:
+        module: What takes the module's place; it may be the module itself.
+        shards: This actor's part of each sharded parameter, by the parameter's name in the module.
+        partial: For parameters whose gradient is partial on each member of some groups: these groups, over which it is
+            to be summed, by the parameter's name in the module.
+        outputs: Sharding of the output of the module (under "") and of modules in it (under their names), as far as a
+            parity check can compare them.
+        cross_entropy: Takes the place of the model's cross-entropy, if the module's outputs are sharded logits.
+    """
+
+    module: nn.Module
+    shards: Mapping[str, Shard] = {}
+    partial: Mapping[str, Groups] = {}
+    outputs: Mapping[str, Sharding] = {}
+    cross_entropy: CrossEntropy | None = None
+
+
+class ParallelStyle(ABC):
+    """What a mesh axis does to one kind of module."""
+
+    @abstractmethod
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        """Apply the style to a module, before it has weights.
+
+        Args:
+            name: Logical name of the module, for messages.
+            module: The module. It may be changed in place, or another one may be made from it.
+        """
+
+
+def _accept_layer(name: str, layer: nn.Module) -> None:
+    """Find no mistake."""
+
+
+def _accept_loss(loss: Tensor) -> None:
+    """Find no mistake."""
+
+
+@dataclass(frozen=True)
+class AxisStyles:
+    """What one mesh axis does to a model: a style for each kind of module.
+
+    Attributes:
+        styles: By kind of the model's plan; modules of other kinds stay as they are.
+        flow: Sharding of the values between layers.
+        partial: Groups over which gradients are partial if no style shards the parameter.
+        guard: Called with the name of each layer and the layer, after the styles were applied, to look for mistakes in
+            the user's plan.
+        check_loss: Called with the first loss; raises ValueError if it was computed from only a part of the outputs.
+    """
+
+    styles: Mapping[Kind, ParallelStyle]
+    flow: Sharding = field(default_factory=Sharding)
+    partial: Groups = ()
+    guard: Callable[[str, nn.Module], None] = _accept_layer
+    check_loss: Callable[[Tensor], None] = _accept_loss
+
+
+@dataclass(frozen=True)
+class ShardedDropout(ParallelStyle):
+    """Let a dropout apply this actor's part of the whole tensor's mask.
+
+    Attributes:
+        sharding: Sharding of what the dropout is given.
+    """
+
+    sharding: Sharding
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        """Replace the dropout."""
+        assert isinstance(module, nn.Dropout)
+        return Applied(sharded_dropout(module, self.sharding))
+
+
+def apply_to_children(name: str, module: nn.Module, styles: Mapping[str, ParallelStyle]) -> Applied:
+    """Apply styles to children of a module, which they replace.
+
+    Args:
+        name: Logical name of the module.
+        module: The parent; it stays in its place.
+        styles: By the child's name.
+
+    Returns:
+        What became of the parent, with the children's names as prefixes.
+    """
+    shards, partial, outputs = dict[str, Shard](), dict[str, Groups](), dict[str, Sharding]()
+    for child, style in styles.items():
+        applied = style.apply(f"{name}.{child}", module.get_submodule(child))
+        setattr(module, child, applied.module)
+        shards |= {f"{child}.{inner}": shard for inner, shard in applied.shards.items()}
+        partial |= {f"{child}.{inner}": groups for inner, groups in applied.partial.items()}
+        outputs |= {f"{child}.{inner}".rstrip("."): sharding for inner, sharding in applied.outputs.items()}
+    return Applied(module, shards, partial, outputs)
