@@ -30,22 +30,16 @@ from raypar.schedules.simulation.simulate import Costs
 
 
 def check_run(run: Run, resumed: Path | None = None, skeleton: Skeleton | None = None) -> Programs:
-    """Check a run and return its schedules as the actors perform them.
+    """Check a run and return its programs (training step and evaluation) as the actors perform them.
 
-    A field of a wrong type or out of its range is one fault. Checks that would compare it with other fields are then
-    skipped.
+    A field of a wrong type or range is one fault. Checks that would compare it with other fields are then skipped.
 
     Args:
         run: The run.
-        resumed: Path of the checkpoint to continue from; None for a new run. Only a run that continues from one of a
-            run folder's checkpoints may use that folder again.
-        skeleton: Skeleton of the run's model, if the caller needs it too; None to create one here.
+        resumed: The checkpoint to continue from. Only a run that resumes from a run folder may use that folder again.
+        skeleton: Skeleton of the run's model, if the caller has one already.
 
-    Returns:
-        The programs of a training step and of an evaluation.
-
-    Raises:
-        ConfigError: The run has faults. The error lists all of them.
+    Raises ConfigError with all faults of the run.
     """
     wrong = list(field_faults(run))
     skeleton = Skeleton(run.model, run.seed) if skeleton is None else skeleton
