@@ -39,7 +39,7 @@ class PaperArgs:
     microbatches: int | None = None
     """microbatches of a step; None: 8, or what the file has"""
     chunks: int | None = None
-    """stages a rank holds; None is the schedule's own default"""
+    """stages on each rank; None is the schedule's own default"""
 
 
 @dataclass(frozen=True)
