@@ -34,4 +34,4 @@ def recompute_faults(recompute: Recompute, num_layers: int, *, has_core: bool) -
     if not isinstance(recompute, str) and len(words) != num_layers:
         yield f"recompute has {len(words)} words, the model {num_layers} layers: give one word, or one for each layer"
     if "selective" in words and not has_core:
-        yield "recompute is 'selective', but of your own layers it is not known what attends: use 'full' or 'none'"
+        yield "recompute is 'selective', but raypar can't tell which of your own layers attend: use 'full' or 'none'"

@@ -104,7 +104,7 @@ class Worker:
         }
         self.program = self._programs["train"]
         self._rehearsed: set[ProgramName] = set()  # programs that have run before
-        self._sources: dict[Action, tuple[Action, ...]] = {}  # by action, those whose values it takes; in every step
+        self._sources: dict[Action, tuple[Action, ...]] = {}  # by action, the actions whose values it takes
         seat.connect(part.ties)
         for owner in range(seat.world.owners):
             seat.compare(owner, part.share(owner))

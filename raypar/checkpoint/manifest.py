@@ -59,7 +59,7 @@ class Manifest:
         names = Counter(file.name for file in self.files)
         for name in names:
             if not is_plain(name) or name == MANIFEST:
-                yield f"the file name {brief(name)} is none of a shard's: it might lead out of the folder"
+                yield f"{brief(name)} is no name for a shard: it might lead out of the folder"
             if names[name] > 1:
                 yield f"the file {brief(name)} is listed {names[name]} times"
         takers: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
@@ -144,7 +144,7 @@ def decode(raw: bytes) -> tuple[Manifest | None, list[str]]:
     faults = first_of(manifest.faults())
     try:
         if encode(manifest) != raw:
-            faults.insert(0, f"{MANIFEST} was changed: its text is not the one that its sha256 is of")
+            faults.insert(0, f"{MANIFEST} was changed: its text does not match its sha256")
     except CheckpointError as error:
         faults += error.faults
     return manifest, faults

@@ -24,7 +24,7 @@ from raypar.paths import CHECKPOINTS, absolute, checkpoints_in, step_of
 
 log = logging.getLogger(__name__)
 
-_TOLD = (  # fields that may change between save and resume; a change is logged
+_TOLD = (  # fields whose changes are allowed (except optim.kind) and logged
     "model.attention",
     "model.linear",
     "data",
@@ -81,7 +81,7 @@ def prepared(run: Run, resume: str | Path | Found | None) -> tuple[Programs, Ske
 
 
 def demand_resumable(run: Run, skeleton: Skeleton, found: Found) -> None:
-    """Check that a run can continue from a checkpoint, and log other fields that have changed.
+    """Check that a run can continue from a checkpoint, and log the changed fields that affect its numbers.
 
     Args:
         run: The run.

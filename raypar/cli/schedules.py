@@ -32,6 +32,8 @@ _RANKS, _MICROBATCHES = 4, 8
 
 @dataclass(frozen=True)
 class PaperArgs:
+    """The flags that draw, check and simulate share."""
+
     schedule: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCHEDULE|FILE.csv|FILE.py:FUNCTION")]
     """a name, a CSV file as torch.distributed.pipelining and raypar draw write it, or a function that generates rows"""
     ranks: int | None = None
@@ -44,6 +46,8 @@ class PaperArgs:
 
 @dataclass(frozen=True)
 class DrawArgs(PaperArgs):
+    """The flags of ``raypar draw``."""
+
     format: Format | None = None
     """a grid, a picture, torch's table or a trace for ui.perfetto.dev; None: by the suffix of --out, else text"""
     lowered: bool = False
@@ -54,6 +58,8 @@ class DrawArgs(PaperArgs):
 
 @dataclass(frozen=True)
 class CheckArgs(PaperArgs):
+    """The flags of ``raypar check``."""
+
     blocking: bool = False
     """prove it for sends that block until they are received; raypar's own sends do not block"""
     order: Order = "just_in_time"
@@ -62,6 +68,8 @@ class CheckArgs(PaperArgs):
 
 @dataclass(frozen=True)
 class SimulateArgs(PaperArgs):
+    """The flags of ``raypar simulate``."""
+
     f: float = 1.0
     """duration of a forward, in any unit"""
     b: float = 2.0
@@ -150,7 +158,9 @@ def measure(words: Sequence[str]) -> str:
     Raises:
         ScheduleError: The schedule or a duration is wrong.
     """
-    args = _parse(SimulateArgs, words, "simulate", "Run a schedule on paper: how long it takes, how much is bubble.")
+    args = _parse(
+        SimulateArgs, words, "simulate", "Simulate a schedule: how long it takes, and how much of it is bubble."
+    )
     given = {name: getattr(args, name) for name in ("f", "b", "i", "w", "link")}
     wrong = [f"--{name} is {cost}: it must be 0 or more" for name, cost in given.items() if not 0 <= cost < math.inf]
     if wrong:

@@ -57,6 +57,8 @@ class RunArgs(Run):
 
 @dataclass(frozen=True)
 class TrainArgs(RunArgs):
+    """The flags of ``raypar train``."""
+
     log: Path | None = None
     """file for one line of JSON per step and per evaluation; overwritten if it exists"""
     trace: Path | None = None

@@ -124,7 +124,7 @@ def run_of(table: Mapping[str, Any], base: Run | None = None) -> Run:
     rest = dict(table)
     own = {part: table[part]["fn"] for part in ("model", "data") if "fn" in _part(table, part)}
     if own:
-        how = "what has functions of yours is run in Python, launch(run, resume=...)"
+        how = "a run with your own functions starts from Python, launch(run, resume=...)"
         raise ConfigError([f"{part}.fn is {brief(name)}: {how}" for part, name in own.items()])
     start = base or Run()
     if "recipe" in rest:

@@ -59,7 +59,7 @@ def _head_faults(model: GPT | Llama, cp: int, tp: int) -> Iterator[str]:
     here = max(1, model.num_kv_heads // tp)
     if model.num_kv_heads != model.heads and here % cp and cp % here:
         yield (
-            f"context 'ulysses': of mesh.cp {cp} and the {here} heads of keys and values of a tensor rank one must "
+            f"context 'ulysses': a tensor rank has {here} heads of keys and values, and mesh.cp is {cp}: one must "
             "divide the other: change model.kv_heads, or use context 'ring'"
         )
 
@@ -140,11 +140,11 @@ def tensor_faults(
             yield f"mesh.tp is {tp!r}: your own layers are divided by a plan, over a number of actors: set it to 2, say"
         elif not model.plan:
             yield (
-                f"mesh.tp is {tp}, but of your own layers it is not known how to divide them: "
+                f"mesh.tp is {tp}, but raypar does not know how to divide your own layers: "
                 'give Layers(plan={"layers.*.up": "column", "layers.*.down": "row"}), say, or set it to 1'
             )
         if sequence:
-            yield "sequence_parallel: of your own layers it is not known where the sequence is: set it to False"
+            yield "sequence_parallel: raypar does not know where the sequence of your own layers is: set it to False"
         return
     if isinstance(tp, str):
         yield from grid_faults(model, tp, sequence=sequence)
