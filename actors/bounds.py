@@ -1,4 +1,4 @@
-"""The bounds of the numbers in a run's description."""
+"""Number types with bounds, for the fields of a run."""
 
 from __future__ import annotations
 

@@ -57,6 +57,7 @@ class _Spare(threading.Thread):
         self.error: BaseException | None = None
 
     def run(self) -> None:
+        """Do pieces of the work until it is complete or this thread is late."""
         try:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         except OSError:
@@ -100,40 +101,48 @@ def told(doing: str) -> Iterator[None]:
 
 
 class WholeFile:
-    """A file that is written beside its place: ``commit`` syncs and renames it, so that it is there whole or not at
-    all. The folder has yet to be synced. As a context manager it leaves nothing unless it was committed.
+    """A file that appears at its path only when it is complete.
 
-    size  bytes that were written
+    It is written under a hidden name; ``commit`` syncs and renames it. The caller must still sync the folder. As a
+    context manager, it removes the file unless it was committed.
+
+    Args:
+        path: Path of the file.
+
+    Attributes:
+        size: Number of bytes written so far.
+
+    Raises:
+        OSError: The file can't be created.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file beside ``path``. Raises OSError."""
         self._path, self._aside = path, path.with_name(f".{uuid4().hex}")
         self._out = os.open(self._aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._open, self._synced, self.size = True, False, 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write these bytes behind those that were written. Raises OSError."""
+        """Append bytes to the file. Raises OSError."""
         left = memoryview(data)
         self._synced, self.size = False, self.size + left.nbytes
         while left:
             left = left[os.write(self._out, left) :]
 
     def sync(self) -> None:
-        """Have the disk hold what was written. Raises OSError."""
+        """Flush what was written to the disk. Raises OSError."""
         if not self._synced:
             os.fsync(self._out)
             self._synced = True
 
     def commit(self) -> None:
-        """Sync the file, and put it in its place. Raises OSError."""
+        """Sync the file and rename it to its path. Raises OSError."""
         self.sync()
         self._aside.rename(self._path)
         self._open = False
         os.close(self._out)
 
     def close(self) -> None:
-        """Remove what is not committed; does nothing the second time, or behind ``commit``."""
+        """Remove the file unless it was committed. A second call does nothing."""
         if self._open:
             self._open = False
             with suppress(OSError):
@@ -148,15 +157,18 @@ class WholeFile:
 
 
 def write_whole(path: Path, parts: Iterable[memoryview], spare: float = 0.0) -> tuple[int, str]:
-    """Write a file that is there whole or not at all, as a ``WholeFile``. Raises OSError.
+    """Write a file atomically, as a ``WholeFile``. The caller must still sync the folder.
 
     Args:
-        path: of the file; its folder has yet to be synced
-        parts: the bytes, one part after the other
-        spare: seconds for which it takes only cores that nothing else wants
+        path: Path of the file.
+        parts: The bytes, one part after the other.
+        spare: Seconds for which to use only idle cores (see ``exhaust``).
 
     Returns:
-        The number of bytes, and their sha256, hashed on their way.
+        The number of bytes, and their sha256 in hex.
+
+    Raises:
+        OSError: The file can't be written. Nothing is left behind.
     """
     digest = hashlib.sha256()
     with WholeFile(path) as out:
@@ -166,7 +178,7 @@ def write_whole(path: Path, parts: Iterable[memoryview], spare: float = 0.0) -> 
 
 
 def _written(out: WholeFile, parts: Iterable[memoryview], digest: hashlib._Hash) -> Iterator[None]:
-    """Hash and write a piece with each ``next``, and sync with the last."""
+    """Hash and write one piece per ``next``; the last ``next`` syncs the file."""
     for part in parts:
         for start in range(0, len(part), _PIECE):
             piece = part[start : start + _PIECE]

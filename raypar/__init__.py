@@ -1,6 +1,6 @@
 """raypar: train PyTorch models in parallel with Ray actors.
 
-Importing it starts nothing and imports neither torch nor ray; names load on first use.
+``import raypar`` starts nothing and imports neither torch nor ray. Each name is imported when it is first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a running job raises."""
+"""Errors that the driver raises."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ from raypar.actors.errors import FaultsError
 
 
 class ConfigError(FaultsError, ValueError):
-    """A user's mistakes, all of them, each with its fix; raised before any actor starts."""
+    """The user's mistakes in a run. Lists all of them, each with its fix. Raised before any actor starts.
+
+    Attributes:
+        faults: One sentence per mistake.
+    """
 
 
 class JobError(RuntimeError):
-    """A run that can't go on; the text names the actor, what it did and why. The job's actors are gone."""
+    """The run cannot continue. The text names the actor, its action and the cause. The job's actors have ended."""
 
 
 class ActorDiedError(JobError):
-    """An actor's process or node is gone."""
+    """An actor's process or node died."""
 
 
 class StalledError(JobError):
-    """An actor made no progress within the run's timeout."""
+    """An actor made no progress for the run's timeout."""

@@ -1,1 +1,1 @@
-"""Plain descriptions of models, data and optimizers, and the results that actors report. No torch."""
+"""Plain data that describes a run (model, data, optimizer) and the results that actors report. Imports no torch."""

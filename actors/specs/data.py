@@ -1,4 +1,4 @@
-"""Where batches come from: text files, or a function of the user's."""
+"""The data of a run: text files, or the user's own function."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens of text files."""
+    """Data from text files: windows of tokens."""
 
     path: str = "stdlib"
-    """file, folder or glob; stdlib: the .py files of Python's own library; .bin: uint16 tokens (nanoGPT's format)"""
+    """file, folder or glob; stdlib: the .py files of Python's library; a .bin file has uint16 tokens (as nanoGPT's)"""
     tokenizer: str | None = None
     """a Hugging Face ``tokenizers`` JSON file; None reads bytes (256 ids)"""
     val_path: str | None = None
-    """validation text, same kinds as path; None keeps the last ``val_fraction`` of path for validation"""
+    """validation text, spelled like path; None takes the last ``val_fraction`` of path for validation"""
     val_fraction: float = 0.1
-    """share of the tokens that is kept for validation, 0 < val_fraction < 1"""
+    """share of the tokens to keep for validation, between 0 and 1"""
     cache: str | None = None
     """folder for the converted tokens; None is ~/.cache/raypar"""
 
@@ -27,11 +27,11 @@ class Text:
 class Batches:
     """The user's own data: ``fn(step, microbatch, dp)`` returns ``(inputs, targets)``, a microbatch of replica ``dp``.
 
-    A pure function: inputs and targets are asked for by different actors, which have to get the same batch. How many
-    samples it has is up to it; a run's ``micro_batch_size`` does not count.
+    The function must be pure: different actors call it for the inputs and for the targets of the same batch. It decides
+    how many samples a microbatch has; the run's ``micro_batch_size`` is ignored.
     """
 
     fn: Callable[[int, int, int], tuple[Any, Any]]
-    """training batches; inputs and targets are tensors (or tuples of them) of one fixed shape"""
+    """training batches; inputs and targets are tensors (or tuples of tensors) whose shapes never change"""
     validate: Callable[[int, int, int], tuple[Any, Any]] | None = None
-    """the same for evaluation; None means that the run has no validation data"""
+    """validation batches; None if the run has no validation data"""

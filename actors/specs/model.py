@@ -1,6 +1,6 @@
-"""What a worker builds from: plain descriptions of model, data and optimizer. Nothing here imports torch.
+"""The model of a run as plain data: a GPT, a Llama, or the user's own layers. Imports no torch.
 
-They are frozen dataclasses so that a run can be written down, compared, shipped to actors and read from TOML.
+Frozen dataclasses can be compared, sent to actors, and written to and read from TOML.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LinearKind = Literal["auto", "onednn", "torch"]
 
 @dataclass(frozen=True)
 class Transformer:
-    """What GPT and Llama have in common: equal blocks over tokens, bytes unless a tokenizer says otherwise."""
+    """Base of GPT and Llama: equal transformer blocks over tokens, which are bytes unless there is a tokenizer."""
 
     layers: Annotated[int, Ge(1), Le(100_000)] = 8
     """number of transformer blocks"""
@@ -30,30 +30,31 @@ class Transformer:
     heads: Count = 8
     """attention heads, a divisor of hidden"""
     seq: Count = 256
-    """tokens a sequence, at most"""
+    """most tokens in a sequence"""
     vocab: Count = 256
     """token ids run from 0 to vocab - 1"""
     dropout: Share = 0.0
-    """probability, after embeddings, in attention and on both residual branches"""
+    """dropout probability after embeddings, in attention and on both residual branches"""
     tied: bool = False
     """one logical weight for the embedding and the head (Press & Wolf 2017)"""
     positions: Positions = "learned"
-    """learned, sinusoidal or hierarchical: added to embeddings; rope turns queries and keys, alibi biases scores"""
+    """learned, sinusoidal or hierarchical: added to embeddings; rope: rotates queries and keys; alibi: biases scores"""
     rope_base: Positive = 10_000.0
-    """of the angles of rope: the slowest pair turns by about 1 / rope_base a token"""
+    """base of rope's angles: the slowest pair rotates by about 1 / rope_base per token"""
     attention: AttentionKind = "blocks"
-    """fused is torch's kernel; blocks too, but for float32 on a thread of a CPU, where batched products of some queries
-    at a time are faster, some of whose scores, up to 12 MiB an actor, wait for their backward; materialised keeps those
-    of all pairs of tokens, as formulas count them"""
+    """fused: torch's kernel; blocks: the same, except in float32 on one CPU thread, where batched products for some
+    queries at a time are faster and keep up to 12 MiB of scores per actor for the backward; materialised: keeps the
+    scores of all pairs of tokens, as formulas count them"""
     linear: LinearKind = "auto"
-    """whose products linear layers take of float32 on CPUs: torch is nn.Linear; onednn takes oneDNN's where they are
-    large, some percent faster on an AMD EPYC; auto is torch on processors of Intel, whom MKL is for, else onednn"""
+    """library for float32 matrix products of linear layers on CPUs: torch: nn.Linear; onednn: oneDNN for large ones,
+    some percent faster on an AMD EPYC; auto: torch on Intel processors, which MKL is made for, else onednn"""
 
     def faults(self, right: Callable[..., bool]) -> Iterator[str]:
-        """Sizes that don't fit each other, with the nearest ones that do.
+        """Yield the sizes that do not fit each other, with the nearest ones that do.
 
         Args:
-            right: tells of fields, by their paths in a run, whether each by itself is sound; others are left out
+            right: Called with paths of a run's fields, returns whether these have valid values by themselves. Sizes
+                that have not are not compared.
         """
         if not right("model.hidden", "model.heads"):
             return
@@ -66,7 +67,7 @@ class Transformer:
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads of the keys and values."""
+        """Number of heads of the keys and values."""
         return self.heads
 
     @property
@@ -76,7 +77,7 @@ class Transformer:
 
     @property
     def mlp_matrices(self) -> int:
-        """Matrices of hidden x mlp_width in an MLP."""
+        """Number of weight matrices of hidden x mlp_width in an MLP."""
         raise NotImplementedError
 
 
@@ -105,16 +106,16 @@ class Llama(Transformer):
     kind: Literal["llama"] = field(default="llama", kw_only=True)
     """gpt or llama; each has fields and defaults of its own"""
     positions: Positions = "rope"
-    """learned, sinusoidal or hierarchical: added to embeddings; rope turns queries and keys, alibi biases scores"""
+    """learned, sinusoidal or hierarchical: added to embeddings; rope: rotates queries and keys; alibi: biases scores"""
     kv_heads: Count | None = None
-    """heads of keys and values, each shared by as many heads of queries: a divisor of heads; None is heads, 1 is MQA"""
+    """heads of keys and values, a divisor of heads; each serves heads / kv_heads query heads; None: heads, 1: MQA"""
     ffn: Count | None = None
-    """width of a block's MLP; None is 8/3 of hidden, up to a multiple of 8: as many weights as a GPT's with mlp = 4"""
+    """width of a block's MLP; None: 8/3 of hidden, rounded up to a multiple of 8, as many weights as a GPT's MLP"""
     norm_eps: Positive = 1e-5
-    """added to the mean square that a norm divides by"""
+    """added to the mean square in RMSNorm, against division by zero"""
 
     def faults(self, right: Callable[..., bool]) -> Iterator[str]:
-        """What ``Transformer.faults`` finds, and heads of keys and values that don't divide those of queries."""
+        """Yield what ``Transformer.faults`` yields, and a fault if kv_heads does not divide heads."""
         yield from super().faults(right)
         if right("model.heads", "model.kv_heads") and self.heads % self.num_kv_heads:
             near = _divisor_near(self.num_kv_heads, self.heads)
@@ -137,30 +138,31 @@ class Llama(Transformer):
 class Layers:
     """The user's own modules: ``fn()`` returns a list of nn.Modules that are applied one after the other.
 
-    Replicas share their parameters; buffers, as the running statistics of a BatchNorm, are each replica's own.
+    Replicas have the same parameters. Buffers, such as a BatchNorm's running statistics, differ between replicas.
     """
 
     fn: Callable[[], Sequence[Any]]
-    """builds the list; each layer takes what the layer before it returned (a tensor or a tuple of tensors)"""
+    """builds the list; each layer gets what the layer before it returned (a tensor or a tuple of tensors)"""
     loss: Callable[[Any, Any], Any]
     """``loss(output, target) -> scalar tensor``, the mean over the microbatch"""
     seq: Count | None = None
-    """tokens a sequence, for a model over text; with other data leave it out"""
+    """tokens in a sequence, for a model over text; leave it out for other data"""
     vocab: Count = 256
     """token ids run from 0 to vocab - 1, for a model over text"""
     plan: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """how modules are divided over ``mesh.tp``, by patterns of their names ``layers.<i>.<name inside>``; ``*`` is one
-    part. column divides an nn.Linear by outputs, row by inputs (outputs are summed), column_gather_output by outputs
-    that are put together again; embedding divides an nn.Embedding by ids; dropout is an nn.Dropout between a column and
-    a row, shared any other module there that has weights. All else is done alike by every actor"""
+    """how to divide modules over ``mesh.tp``: a style for each pattern of names ``layers.<i>.<name inside>``, in which
+    ``*`` stands for one part. Styles: column divides an nn.Linear by outputs; row divides one by inputs and sums the
+    outputs; column_gather_output divides one by outputs and gathers them again; embedding divides an nn.Embedding by
+    ids; dropout is for an nn.Dropout between a column and a row, and shared for any other module with weights there.
+    Every actor computes all other modules in full"""
     halves: bool = False
-    """whether nn.Linear layers may make the gradients of their weights later than those of their inputs, as W of a
-    schedule, or where they are reduced, not copied there: the same bits, and faster, for modules that do nothing but
-    call these layers: no forward and no hook may ask for gradients, and no hook write into one"""
+    """whether nn.Linear layers may compute their weight gradients separately: later, as the W of a schedule, or
+    directly in the buffer in which they are reduced. This is faster and gives the same bits. It requires that modules
+    just call these layers: no forward or hook may compute gradients, and no hook may change one"""
 
 
 def _divisor_near(wanted: int, whole: int) -> int:
-    """The divisor of ``whole`` that is nearest to ``wanted``; of two the smaller."""
+    """Return the divisor of ``whole`` that is nearest to ``wanted``, the smaller of two."""
     wanted = min(wanted, whole)
     near = (number for gap in count() for number in (wanted - gap, wanted + gap))
     return next(number for number in near if number > 0 and whole % number == 0)

@@ -21,7 +21,7 @@ class AdamW:
     lr: Positive = 3e-4
     """peak learning rate"""
     betas: tuple[Share, Share] = (0.9, 0.95)
-    """decay of the running means of gradients and of their squares"""
+    """decay rates of the running means of gradients and of their squares"""
     eps: Positive = 1e-8
     """added to the denominator of an update"""
     weight_decay: NotNegative = 0.1

@@ -1,4 +1,4 @@
-"""What a backward computes again instead of having kept it, layer by layer, and what can be wrong with that."""
+"""Activation recomputation: which activations a backward computes again, for each layer."""
 
 from __future__ import annotations
 
@@ -10,16 +10,28 @@ Recompute = Word | tuple[Word, ...]
 
 
 def word_of(recompute: Recompute, body: range, layer: int) -> Word:
-    """The word for a layer of the model; a tuple has those of its body, the others are then kept."""
+    """Return how to recompute one layer.
+
+    Args:
+        recompute: One word for all layers, or a tuple with a word for each layer of the body.
+        body: Indices of the body's layers in the model. With a tuple, all other layers have "none".
+        layer: Index of the layer in the model.
+    """
     if isinstance(recompute, str):
         return recompute
     return recompute[layer - body.start] if layer in body else "none"
 
 
 def recompute_faults(recompute: Recompute, num_layers: int, *, has_core: bool) -> Iterator[str]:
-    """Everything that is wrong with it for so many layers in a model's body, with or without attention cores."""
+    """Yield the faults of a run's ``recompute``.
+
+    Args:
+        recompute: The field's value.
+        num_layers: Number of layers in the model's body.
+        has_core: Whether raypar knows the attention cores of the layers, which "selective" recomputes.
+    """
     words = (recompute,) if isinstance(recompute, str) else recompute
     if not isinstance(recompute, str) and len(words) != num_layers:
         yield f"recompute has {len(words)} words, the model {num_layers} layers: give one word, or one for each layer"
     if "selective" in words and not has_core:
-        yield "recompute is 'selective', but of your own layers it is not known what attends: use 'full' or 'none'"
+        yield "recompute is 'selective', but raypar can't tell which of your own layers attend: use 'full' or 'none'"

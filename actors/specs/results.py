@@ -1,4 +1,4 @@
-"""What an actor reports of a step: losses, norms, times and memory."""
+"""What an actor reports about a step: losses, norms, times and memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from raypar.schedules.action import Action
 
 
 class Span(NamedTuple):
-    """Something that an actor did, with seconds of its machine's monotonic clock.
+    """The time that an action took on an actor.
 
-    bytes   that were moved, where that is known
-    bucket  None for an action of the row; else REDUCE_GRAD stands for the reduction of the bucket of this number, which
-            goes on beside the actions
+    Attributes:
+        action: The action. REDUCE_GRAD with a bucket is the reduction of that bucket, which runs beside the row.
+        start: In seconds of the machine's monotonic clock.
+        end: Likewise.
+        bytes: Number of bytes moved; 0 if not known.
+        bucket: Index of the reduced bucket; None for an action of the row.
     """
 
     action: Action
@@ -24,10 +27,11 @@ class Span(NamedTuple):
 
 
 class Updated(NamedTuple):
-    """What an actor knows of an update; None of one that others make.
+    """What an actor knows about an update.
 
-    grad_norm  global norm of the gradients before clipping
-    lr         learning rate
+    Attributes:
+        grad_norm: Global norm of the gradients before clipping; None if not known.
+        lr: Learning rate; None if another actor made the update.
     """
 
     grad_norm: float | None = None
@@ -36,17 +40,19 @@ class Updated(NamedTuple):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one actor has to say of one step.
+    """What one actor reports about one step.
 
-    losses       mean loss of each microbatch, in their order; only from the last stage
-    counts       target elements of each microbatch, likewise
-    grad_norm    global norm of the gradients before clipping, the same on every actor; None in an evaluation
-    lr           learning rate of the update; None in an evaluation, and of an actor that updates nothing
-    busy, span   seconds of compute, and from the first action to the last
-    overlap      share of the gradients' reduction that was hidden behind compute; None without one
-    in_flight    most microbatches whose forward was done and whose backward was not, over the actor's stages
-    peak_memory  bytes: the process' high-water mark during the step (0 where the system does not tell); on a GPU that
-                 of torch's memory there
+    Attributes:
+        losses: Mean loss of each microbatch, in order of microbatches; empty except from the last stage.
+        counts: Number of target elements of each microbatch, likewise.
+        grad_norm: Global norm of the gradients before clipping, the same on every actor; None in an evaluation.
+        lr: Learning rate of the update; None in an evaluation, and from an actor that updates nothing.
+        busy: Seconds of compute.
+        span: Seconds from the start of the first action to the end of the last.
+        overlap: Share of the gradient reduction that ran behind compute; None if there was none.
+        in_flight: Largest number of microbatches between forward and backward at a time, over all stages of the actor.
+        peak_memory: Peak memory during the step, in bytes: of the process on a CPU (0 if the system does not report
+            it), of torch's allocations on a GPU.
     """
 
     losses: tuple[float, ...]
@@ -62,9 +68,13 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where an actor is: the step, how many of its actions are done, and which one is under way.
+    """How far an actor is in a step.
 
-    idle  it waits, for as long as it takes, for others that compute
+    Attributes:
+        step: Number of the step.
+        done: Number of its actions that are done.
+        action: The action under way; None between two.
+        idle: Whether it waits for others or for the disk without a deadline.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""The words that a run's description is spelled with, and the figures that both sides of a run know."""
+"""Types of a run's fields, and constants that the driver and the actors share."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ Split = Literal["even", "balanced"] | tuple[int, ...]  # layers to stages: a rul
 Context = Literal["ring", "all_gather", "ulysses", "rsa"]  # how attention reaches all tokens of a divided sequence
 
 SEND_WINDOW = 8  # sends to one peer that may be under way before an actor waits; every schedule is checked for it
-KEPT = 4  # training steps whose events an actor remembers
+KEPT = 4  # number of training steps whose events an actor keeps

@@ -198,6 +198,7 @@ class CopiedInput(ParallelStyle):
 
     def apply(self, name: str, module: nn.Module) -> Applied:
         """Register a hook that copies the input."""
+
         def copied(
             _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
         ) -> tuple[tuple[Tensor], dict[str, Any]]:

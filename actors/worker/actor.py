@@ -1,4 +1,4 @@
-"""Workers and servers as Ray hosts them: joined to their groups when a run starts."""
+"""The class of a job's Ray actors, which hosts a worker or a parameter server for each run."""
 
 from __future__ import annotations
 
@@ -25,29 +25,32 @@ from raypar.schedules.action import Action
 
 
 class Hosted:
-    """A worker or a parameter server inside a Ray actor, as each run wants it.
+    """Hosts a worker or a parameter server inside a Ray actor.
 
-    Ray wraps every method of an actor's class, and a step makes a hundred calls of one by another: so this class has
-    only what the driver calls, and holds the worker or server that does the work.
+    It has only the methods that the driver calls. Ray wraps each method of an actor's class, which would slow down
+    calls between methods; inside a Worker a step makes about a hundred of them.
     """
 
     def __init__(self) -> None:
-        self._member: Worker | Server | None = None  # between two runs there is none
+        self._member: Worker | Server | None = None  # None between two runs
         self._joined: dict[str, Group] = {}
         keep_freed_memory()
-        gc.freeze()  # the collector need not look at all of torch again and again
+        gc.freeze()  # exclude torch's objects from garbage collection
 
     # --- a run ---
 
     def start(self, plan: Plan) -> dict[str, Shard]:
-        """Join the groups of a run, and build this actor's part of it.
+        """Join the groups of a run and build this actor's part of it.
+
+        Args:
+            plan: The actor's plan.
 
         Returns:
-            What this actor holds of which logical parameters.
+            By logical name, which part of each parameter this actor holds.
 
         Raises:
-            UnequalReplicasError: a replica has made other weights of the same plan.
-            RuntimeError: the plan's device is not there.
+            UnequalReplicasError: A replica has made other weights of the same plan.
+            RuntimeError: The plan's device does not exist.
         """
         ledger, place = Ledger(), place_of(plan.device)
         place.enter()
@@ -61,120 +64,129 @@ class Hosted:
         return self._member.state.holds()
 
     def leave(self) -> None:
-        """Leave the groups of a run, and forget all of it."""
+        """Leave the groups of a run and release its memory."""
         self._member = None
         for group in self._joined.values():
             ray_groups.leave(group.name)
         self._joined = {}
-        gc.collect()  # its shared memory
+        gc.collect()  # frees shared memory
 
     # --- steps ---
 
     def run(self, program: ProgramName, step: int, epoch: int | None = None) -> StepResult:
-        """Perform this actor's row of a program for a step; see ``Worker.run``."""
+        """Perform this actor's row of a program; see ``Worker.run``."""
         return _there(self._member).run(program, step, epoch)
 
     def open(self, step: int) -> None:
-        """Open a training step that is taken by hand."""
+        """Begin a training step by hand."""
         _there(self._member).open(step)
 
     def perform(self, action: Action) -> None:
-        """Perform one action of the step that was opened."""
+        """Perform one action of the open step; see ``Worker.perform``."""
         _there(self._member).perform(action)
 
     def end(self) -> StepResult:
-        """Close the step."""
+        """End the open step and return its result."""
         return _there(self._member).end()
 
     def rewind(self) -> None:
-        """Put everything back as it was when the step was opened, and open it anew."""
+        """Restore the state that the actor had when the step by hand was opened, and open the step again."""
         _there(self._member).rewind()
 
     # --- checkpoints ---
 
     def make_room(self) -> None:
-        """Get memory for a copy of the state ready, beside the next steps."""
+        """Allocate the memory for a copy of the state, in a thread."""
         _there(self._member).state.make_room()
 
     def stage(self) -> None:
-        """Copy the state for a checkpoint."""
+        """Copy this actor's share of a checkpoint."""
         _there(self._member).state.stage()
 
     def write(self, folder: str, beside: bool = False) -> Written | None:
-        """Write the copy as a shard, in another thread than the steps; see ``WorkerState.write``."""
+        """Write the copy as a shard, in Ray's "disk" concurrency group; see ``WorkerState.write``."""
         return _there(self._member).state.write(folder, beside=beside)
 
     def load(self, folder: str, tensors: Mapping[str, Logical]) -> None:
-        """Go on with a checkpoint; see ``WorkerState.load``."""
+        """Load a checkpoint; see ``WorkerState.load``."""
         member = _there(self._member)
         with member.probe.idle():
             member.state.load(folder, tensors)
 
-    # --- from another thread, while a step is under way ---
+    # --- called from another thread during a step ---
 
     def progress(self) -> Progress:
-        """Where this actor is."""
+        """Return how far this actor is in its step."""
         return Progress(-1, 0, None) if self._member is None else self._member.probe.progress()
 
     def abort(self) -> None:
-        """Break off every communication under way."""
+        """Abort all communication under way."""
         for group in list(self._joined.values()):
             group.abort()
 
     # --- looking inside ---
 
     def events(self, ago: int = 0) -> list[Span]:
-        """What was done in a compiled training step; see ``Probe.events``."""
+        """Return the spans of a compiled training step; see ``Probe.events``."""
         return _there(self._member).probe.events(ago)
 
     def ledger(self) -> dict[tuple[str, str], tuple[int, int, float]]:
-        """Calls, bytes and seconds by (axis, op)."""
+        """Return calls, bytes and seconds by (axis, op)."""
         return _there(self._member).probe.ledger()
 
     def parameters(self) -> dict[str, Tensor]:
-        """This actor's weights by logical name, on the host."""
+        """Return this actor's weights by logical name, on the host."""
         return _there(self._member).probe.parameters()
 
     def parameter(self, name: str) -> Tensor:
-        """One weight, on the host."""
+        """Return one of this actor's weights, on the host."""
         return _there(self._member).probe.parameter(name)
 
     def gradient(self, name: str) -> Tensor | None:
-        """One gradient as the optimizer saw it, on the host."""
+        """Return one gradient as the optimizer saw it, on the host; None if there is none."""
         return _there(self._member).probe.gradient(name)
 
     def gradients(self, names: Sequence[str]) -> list[Tensor | None]:
-        """These gradients, in their order."""
+        """Return gradients by logical name, in the order of ``names``."""
         probe = _there(self._member).probe
         return [probe.gradient(name) for name in names]
 
     def peek(self, action: Action, tensors: bool) -> Seen:
-        """What an action of the step by hand has made; see ``Probe.peek``."""
+        """Return what an action of a step by hand has computed; see ``Probe.peek``."""
         return _there(self._member).probe.peek(action, tensors=tensors)
 
     def held(self) -> Held:
-        """What this actor holds now."""
+        """Return the sizes of everything that this actor holds now."""
         return _there(self._member).probe.held()
 
     def record(self, stage: int) -> None:
-        """Record what a stage does in the step that was opened."""
+        """Start recording a stage in the step that was opened."""
         _there(self._member).probe.record(stage)
 
     def recording(self, stage: int) -> tuple[tuple[int, ...], list[str], dict[str, Tensor]]:
-        """What was recorded of a stage; see ``Probe.recording``."""
+        """Return a stage's recording; see ``Probe.recording``."""
         return _there(self._member).probe.recording(stage)
 
     def watch(self) -> tuple[str, ...]:
-        """Keep what the layers make in the step that was opened; see ``Probe.watch``."""
+        """Start keeping the outputs of layers in the step that was opened; see ``Probe.watch``."""
         return _there(self._member).probe.watch()
 
     def sights(self, spots: Sequence[Spot]) -> list[Sight | None]:
-        """What is here of tensors that were watched."""
+        """Return this actor's part of watched tensors; see ``Probe.sights``."""
         return _there(self._member).probe.sights(spots)
 
 
 def member_of(plan: Plan, groups: Mapping[str, Group], place: Place) -> Worker | Server:
-    """Build the worker or the parameter server that a plan is for. Raises UnequalReplicasError."""
+    """Build the worker or the parameter server of a plan.
+
+    Args:
+        plan: The actor's plan.
+        groups: The groups that it has joined, by their keys.
+        place: The device that it computes on.
+
+    Raises:
+        UnequalReplicasError: A replica has made other weights of the same plan.
+    """
     return (Server if plan.rank in plan.world.server_ranks else Worker)(plan, groups, place)
 
 

@@ -1,4 +1,4 @@
-"""Everything that one actor is told about a run. Plain data; nothing here imports torch."""
+"""The plan of one actor: all that it needs to know about a run, as plain data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from raypar.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class Plan:
-    """A run as one actor sees it.
+    """The part of a run that concerns one actor.
 
-    run       the run; its data's paths are absolute, and its schedule is only a name
-    name      unique to job and generation; the names of its groups begin with it
-    rank      this actor's rank in the world
-    programs  the schedules by name, as they are performed; of their rows only this actor's is filled
-    device    what every actor of the run computes on
+    Attributes:
+        run: The run. The paths of its data are absolute, and its schedule is only a name.
+        name: A name that is unique for this job and generation. The names of the groups begin with it.
+        rank: Rank of this actor in the world.
+        programs: Lowered schedules by program name, in which only this actor's row is filled.
+        device: Device that all actors of the run compute on.
     """
 
     run: Run

@@ -1,4 +1,4 @@
-"""What can be asked of an actor: where it is, what it holds, what it has made."""
+"""Inspection of one actor: its progress, its weights and gradients, and the values of a step."""
 
 from __future__ import annotations
 
@@ -22,29 +22,34 @@ from raypar.schedules.action import Action
 
 
 class Probe:
-    """The view into one actor; it changes no number of a run.
+    """Inspects one actor without changing a number of the run.
 
-    names    of the model's layers
-    outputs  what is here of the outputs of layers and of some modules in them, by logical name: see Division
-    step     the latest one that was begun
+    Args:
+        seat: The actor's seat.
+        state: The actor's state.
+        names: Logical names of all layers of the model.
+        outputs: By logical name, this actor's portion of the outputs of layers, and of some modules inside them.
+
+    Attributes:
+        step: The latest step that was begun.
     """
 
     def __init__(self, seat: Seat, state: WorkerState, names: Sequence[str], outputs: Mapping[str, Sharding]) -> None:
         self.step = Step()
         self._seat, self._state, self._names, self._outputs = seat, state, names, outputs
-        self._trained: deque[list[Span]] = deque(maxlen=KEPT)  # of compiled training steps, the latest first
+        self._trained: deque[list[Span]] = deque(maxlen=KEPT)  # spans of compiled training steps, latest first
         self._is_idle = False
 
-    # --- where it is ---
+    # --- progress and times ---
 
     def progress(self) -> Progress:
-        """Where this actor is; safe to call from another thread."""
+        """Return how far this actor is. Safe to call from another thread."""
         step = self.step
         return Progress(step.number, len(step.events), step.now, self._is_idle)
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """The time in which the actor waits, for as long as it takes, for others or for the disk."""
+        """Report the actor as idle within this context, in which it waits for others or the disk without a deadline."""
         self._is_idle = True
         try:
             yield
@@ -52,47 +57,61 @@ class Probe:
             self._is_idle = False
 
     def close(self, events: list[Span]) -> None:
-        """Close a training step: what was done is worth keeping unless somebody paused between the actions."""
+        """Close a training step and keep its spans, except of a step by hand, whose pauses make them useless.
+
+        Args:
+            events: Spans of the step, in seconds.
+        """
         if self.step.notes is None:
             self._trained.appendleft(events)
         self.step.notes = None
 
     def events(self, ago: int = 0) -> list[Span]:
-        """What was done in the latest compiled training step, or in one so many before it; empty if that is not
-        known (any more)."""
+        """Return the spans of a compiled training step.
+
+        Args:
+            ago: How many steps before the latest.
+
+        Returns:
+            The spans in seconds; [] if they are not known, or not any more.
+        """
         return self._trained[ago] if 0 <= ago < len(self._trained) else []
 
     def ledger(self) -> dict[tuple[str, str], tuple[int, int, float]]:
-        """Calls, bytes and seconds by (axis, op) since the run began, as an Entry has them."""
-        tables = [group.ledger.entries() for group in self._seat.groups.values()]  # one ledger, or one a group
+        """Return calls, bytes and seconds by (axis, op) since the run began."""
+        # The groups share one ledger, or each has its own.
+        tables = [group.ledger.entries() for group in self._seat.groups.values()]
         return {key: (entry.calls, entry.bytes, entry.seconds) for table in tables for key, entry in table.items()}
 
     # --- weights and gradients ---
 
     def parameters(self) -> dict[str, Tensor]:
-        """This actor's weights by logical name, on the host."""
+        """Return this actor's weights by logical name, on the host."""
         return {name: parameter.detach().cpu() for name, parameter in self._state.parameters.items()}
 
     def parameter(self, name: str) -> Tensor:
-        """One weight, on the host."""
+        """Return one of this actor's weights by logical name, on the host."""
         return self._state.parameters[name].detach().cpu()
 
     def gradient(self, name: str) -> Tensor | None:
-        """One gradient as the optimizer saw it: summed over the step and the replicas, clipped; on the host."""
+        """Return the gradient of one weight as the optimizer saw it, on the host; None if there is none.
+
+        It is summed over the step and the replicas, and clipped.
+        """
         gradient = self._state.parameters[name].grad
         return None if gradient is None else gradient.cpu()
 
     # --- a step by hand ---
 
     def peek(self, action: Action, *, tensors: bool) -> Seen:
-        """What an action of this step has made.
+        """Return what an action of a step by hand has computed.
 
         Args:
-            action: one that was performed.
-            tensors: whether the values come along, and not only their figures.
+            action: An action that was performed.
+            tensors: Whether to return the values too, and not only their statistics.
 
         Raises:
-            KeyError: the action is not done, or makes nothing.
+            KeyError: The action is not done, or has no outputs.
         """
         assert self.step.notes is not None
         made = self.step.notes.made[action]
@@ -100,7 +119,7 @@ class Probe:
         return Seen.of(self._seat.label, action, made, in_flight, self._seat.place.peak(), tensors=tensors)
 
     def held(self) -> Held:
-        """What this actor holds now."""
+        """Return the sizes of everything that this actor holds now."""
         parameters, dp = list(self._state.parameters.values()), self._seat.world.mesh.dp
         return Held(
             self._seat.label,
@@ -116,7 +135,7 @@ class Probe:
         )
 
     def record(self, stage: int) -> None:
-        """Record what a stage does in the step that was opened, of which it has done nothing yet."""
+        """Start recording a stage in the step that was opened, before the stage has done anything."""
         stages = self._state.stages
         others = {id(p) for number, one in stages.items() if number != stage for p in one.parameters().values()}
         own = {name: p for name, p in stages[stage].parameters().items() if id(p) not in others}
@@ -124,25 +143,33 @@ class Probe:
         stages[stage].listener = Tape(stages[stage].state(), own, microbatches)
 
     def recording(self, stage: int) -> tuple[tuple[int, ...], list[str], dict[str, Tensor]]:
-        """What was recorded: the stage's layers, its actions in their order, and all tensors."""
+        """Return a stage's recording.
+
+        Returns:
+            Indices of the stage's layers; the recorded calls in their order, such as ``F3``; all tensors by name (see
+            ``Tape``).
+        """
         tape = self._state.stages[stage].listener
         assert isinstance(tape, Tape)
         return self._state.stages[stage].layers, tape.actions, tape.tensors
 
     def watch(self) -> tuple[str, ...]:
-        """Keep what the layers make in the step that was opened, and the gradients there; the logical names of them,
-        and of the modules in them that are watched too."""
+        """Start keeping the outputs of layers and their gradients, in the step that was opened.
+
+        Returns:
+            Logical names of the watched layers, and of the watched modules inside them.
+        """
         names = list[str]()
         for stage in self._state.stages.values():
             layers = [self._names[index] for index in stage.layers]
-            whole = stage.is_last and self._seat.world.mesh.cp == 1  # else its loss is that of some tokens
+            whole = stage.is_last and self._seat.world.mesh.cp == 1  # with cp, the loss covers only some tokens
             watch = Watch(dict(zip(layers, stage.modules, strict=True)), self._outputs, keeps_loss=whole)
             stage.listener = watch
             names += watch.names
         return tuple(names)
 
     def sights(self, spots: Sequence[Spot]) -> list[Sight | None]:
-        """What is here of tensors that were watched; None for those that did not come by."""
+        """Return this actor's part of each of these watched tensors; None where it has none."""
         stages = self._state.stages.values()
         watches = [stage.listener for stage in stages if isinstance(stage.listener, Watch)]
         return [next((watch.seen[spot] for watch in watches if spot in watch.seen), None) for spot in spots]

@@ -1,4 +1,4 @@
-"""An actor's seat in a run: who it is there, where it computes, and whom it talks to."""
+"""An actor's seat in a run: its rank, its device, and its groups."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from raypar.actors.worker.plan import Plan
 
 @dataclass(frozen=True, eq=False)
 class Seat:
-    """The place of one actor, a worker or a parameter server, in one run.
+    """The seat of one actor, a worker or a parameter server, in one run.
 
-    plan    what it is told about the run
-    groups  those that it has joined, by the keys of ``World.memberships``
-    place   what it computes on
+    Attributes:
+        plan: The actor's plan.
+        groups: The groups that it has joined, by the keys of ``World.memberships``.
+        place: The device that it computes on.
     """
 
     plan: Plan
@@ -43,7 +44,7 @@ class Seat:
 
     @cached_property
     def leads(self) -> bool:
-        """Whether the actor speaks for its tensor group, where all have the same to say."""
+        """Whether the actor reports for its tensor group, whose members would all report the same."""
         return self.world.leads(self.plan.rank)
 
     @cached_property
@@ -53,12 +54,12 @@ class Seat:
 
     @cached_property
     def dp(self) -> int:
-        """A worker's replica; a server counts as the first one."""
+        """Data-parallel coordinate of a worker; 0 for a server."""
         return self._coordinate[0]
 
     @cached_property
     def cp(self) -> int:
-        """A worker's part of the sequence; a server counts as the first one."""
+        """Context-parallel coordinate of a worker; 0 for a server."""
         return self._coordinate[1]
 
     @cached_property
@@ -69,7 +70,11 @@ class Seat:
         return coordinate["dp"], coordinate["cp"]
 
     def connect(self, ties: Sequence[Tie]) -> None:
-        """Connect the ends of every message of a step, so that nobody has to in the middle of one."""
+        """Connect this actor in advance with all ranks that it exchanges messages with in a step.
+
+        Args:
+            ties: Tied weights whose ends are on different ranks; they exchange gradients.
+        """
         placement, cp = self.plan.programs["train"].placement, self.world.mesh.cp
         tied, ring = [(tie.home_rank, tie.copy_rank) for tie in ties], [(rank, (rank + 1) % cp) for rank in range(cp)]
         for key, pairs in (("pp", pairwise(placement)), ("cp", ring), (self.world.updaters, tied)):
@@ -78,31 +83,45 @@ class Seat:
                 self.groups[key].connect(ends | {(there, here) for here, there in ends})
 
     def compare(self, owner: int, weights: Mapping[str, Tensor]) -> None:
-        """Compare initial weights that belong to one owner with those that the other replicas have made.
+        """Check that all replicas have made the same initial weights.
+
+        Args:
+            owner: Index of the owner (server or replica) that updates these weights; see ``World.owners``.
+            weights: This actor's weights by logical name.
 
         Raises:
-            UnequalReplicasError: a replica has made other weights of the same plan.
+            UnequalReplicasError: A replica has other weights.
         """
         for group in self.world.memberships(self.plan.rank):
             if group.key in ("dp", f"ps{owner}"):
                 demand_equal(weights, self.groups[group.key], [self.world.label(rank) for rank in group.members])
 
     def synchronize(self) -> None:
-        """Wait until every message so far is over: on GPUs nobody knows before whether one failed."""
+        """Wait until all communication so far is complete. On a GPU a failure shows only then."""
         for group in self.groups.values():
             group.synchronize()
 
     def demand_current(self, epoch: int | None, current: int) -> None:
-        """Refuse what the driver handed over before it knew that a step could not be made.
+        """Refuse a call that the driver made before it knew that an earlier step was refused.
+
+        Args:
+            epoch: Epoch of the call; None to accept it in any case.
+            current: This actor's epoch: the number of steps refused so far for non-finite gradients.
 
         Raises:
-            StaleError: the call's epoch is before the current one.
+            StaleError: The call's epoch is before the current one.
         """
         if epoch is not None and epoch < current:
             raise StaleError(f"this call is of epoch {epoch}; {self.label} is in epoch {current}")
 
     def failed(self, action: str, peer: str | None, error: Exception) -> ActionError:
-        """Abort every group, so that everybody who waits for this actor is let go; returns the error to raise."""
+        """Abort all groups, so that no other actor waits for this one, and return the error to raise.
+
+        Args:
+            action: The failed action, for the message.
+            peer: Label of the action's peer; None if it has none.
+            error: Why it failed.
+        """
         for group in self.groups.values():
             group.abort()
         if isinstance(error, GroupError):
@@ -110,7 +129,7 @@ class Seat:
         return ActionError(self.label, action, peer, described(error), False, trace())
 
     def _peer_of(self, error: GroupError) -> str | None:
-        """The name of the peer of a failed communication, if there was one."""
+        """Return the label of the peer of a failed communication; None if it is not known."""
         for group in self.world.memberships(self.plan.rank):
             if error.peer is not None and self.groups[group.key].name == error.group:
                 return self.world.label(group.members[error.peer])

@@ -1,4 +1,4 @@
-"""The parameter server: an actor that keeps weights and their optimizer for the replicas of a pipeline rank."""
+"""The parameter server: an actor that holds weights and their optimizer for the replicas of a pipeline rank."""
 
 from __future__ import annotations
 
@@ -22,23 +22,32 @@ from raypar.actors.worker.state import WorkerState
 from raypar.actors.worker.step import Step
 from raypar.schedules.action import STEP, Action
 
-_WHOLE_STEP = 1e6  # seconds: gradients come when the replicas have computed; who is late is told by others
+_WHOLE_STEP = 1e6  # seconds to wait for gradients, in effect no limit: other actors report a replica that is late
 
 
 class Server:
-    """Master weights and optimizer state of some of a pipeline rank's parameters (Li et al. 2014).
+    """Holds the master weights and optimizer state of some of a pipeline rank's parameters.
 
-    In a step the replicas push their gradients, bucket by bucket, and the server sums them up. All servers of the run
-    agree on norm and vote and update their weights, and the replicas pull them: each sends its gradients once, the
-    server sends the weights once to each.
+    In a step the replicas push their gradients, bucket by bucket, and the server sums them. Then all servers of the run
+    agree on the global norm and the vote, update their weights, and send them to their replicas.
+
+    Args:
+        plan: The actor's plan.
+        groups: The groups that it has joined, by their keys.
+        place: The device that it computes on.
+
+    Attributes:
+        seat: The actor's seat in the run.
+        state: Its weights and optimizer state.
+        probe: Its inspection.
+
+    Raises:
+        UnequalReplicasError: A replica has made other weights of the same plan.
+
+    Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".
     """
 
     def __init__(self, plan: Plan, groups: Mapping[str, Group], place: Place) -> None:
-        """Build this server's share of a run.
-
-        Raises:
-            UnequalReplicasError: a replica has made other weights of the same plan.
-        """
         torch.set_num_threads(plan.run.threads)
         self.seat = seat = Seat(plan, groups, place)
         part, world = build_part(plan, place, {}), seat.world
@@ -47,7 +56,7 @@ class Server:
         self.state = WorkerState(seat, part, own, updater_of(plan, part, own, groups), {})
         self.probe = Probe(seat, self.state, part.model.names, part.outputs)
         self._step = self.probe.step
-        self._epoch = 0  # how many steps could not be made
+        self._epoch = 0  # number of steps refused for non-finite gradients
         self._group = groups[f"ps{index}"]
         self._buckets = buckets_of(plan, part, own)
         self._counts_votes = index == 0 and train.placement[-1] == seat.pp  # see Reducer.total
@@ -55,7 +64,18 @@ class Server:
         seat.compare(index, own)
 
     def run(self, program: ProgramName, step: int, epoch: int | None = None) -> StepResult:
-        """Serve a whole step; an evaluation needs no server. Raises StaleError if it is of an earlier epoch."""
+        """Serve a whole step. In an evaluation there is nothing to do.
+
+        Args:
+            program: Name of the program.
+            step: Number of the step.
+            epoch: Epoch of the call; None to accept it in any case.
+
+        Raises:
+            StaleError: The call is of an earlier epoch.
+            ActionError: The step failed.
+            NonFiniteError: The gradients are not finite; no weight was changed.
+        """
         self.seat.demand_current(epoch, self._epoch)
         self.begin(program, step)
         if program == "train":
@@ -63,7 +83,7 @@ class Server:
         return self.end()
 
     def begin(self, program: ProgramName, step: int) -> None:
-        """Open a step."""
+        """Begin a step."""
         self.seat.place.enter()
         self._step = self.probe.step = Step(program, step, is_train=program == "train")
         if self._step.is_train:
@@ -71,12 +91,20 @@ class Server:
         self.seat.place.begin()
 
     def open(self, step: int) -> None:
-        """Open a training step that is taken by hand, so that it can be taken again."""
+        """Begin a training step by hand, which can be rewound."""
         self.begin("train", step)
         self._step.notes = Notes()
 
     def perform(self, action: Action) -> None:
-        """Sum the replicas' gradients, update, and send the weights; raises ActionError, or NonFiniteError."""
+        """Sum the replicas' gradients, update the weights, and send them to the replicas.
+
+        Args:
+            action: STEP, the only action of a server.
+
+        Raises:
+            ActionError: It failed.
+            NonFiniteError: The gradients are not finite. The replicas get the unchanged weights.
+        """
         assert action == STEP
         step, place = self._step, self.seat.place
         place.enter()
@@ -89,7 +117,7 @@ class Server:
             try:
                 step.updated = self.state.update.step(step.number, ballot)
             except NonFiniteError:
-                self._publish()  # the weights of before: the replicas wait for some
+                self._publish()  # unchanged weights, because the replicas wait for some
                 raise
             self._publish()
             step.events.append(Span(action, start, place.mark()))
@@ -100,18 +128,18 @@ class Server:
             raise self.seat.failed(str(action), None, error) from None
 
     def rewind(self) -> None:
-        """Put everything back as it was when the step was opened, and open it anew."""
+        """Restore the state that the actor had when the step by hand was opened, and open the step again."""
         notes = self._step.notes
         assert notes is not None
         self.seat.place.enter()
         with torch.no_grad():
             if not notes.updated:
-                self._pushed()  # what the replicas have pushed of the step, and then push of the rest
+                self._pushed()  # gradients that the replicas push for the step that they give up
         self.state.restore(notes)
         self.open(self._step.number)
 
     def end(self) -> StepResult:
-        """Close a step."""
+        """End a step and return its result. Raises ActionError if a communication failed."""
         step, place = self._step, self.seat.place
         place.enter()
         try:
@@ -135,7 +163,7 @@ class Server:
         )
 
     def _pushed(self) -> Tensor | None:
-        """Wait for the sums of the gradients, and of the ballots if they come here."""
+        """Wait for the summed gradients. Return the summed ballots if this server gets them, else None."""
         root, flats = self._group.rank, [bucket.zeros() for bucket in self._buckets]
         handles = [self._group.reduce(flat, root) for flat in flats]
         with self.probe.idle():
@@ -149,7 +177,7 @@ class Server:
             return ballot
 
     def _publish(self) -> None:
-        """Send the weights to the replicas."""
+        """Broadcast the weights to the replicas."""
         root = self._group.rank
         for handle in [self._group.broadcast(bucket.weights(), root) for bucket in self._buckets]:
             handle.wait()

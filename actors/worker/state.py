@@ -1,4 +1,4 @@
-"""What an actor holds of the model from step to step, and how it is saved, loaded and put back."""
+"""The state that an actor keeps from step to step, and how it is saved, loaded and restored."""
 
 from __future__ import annotations
 
@@ -20,11 +20,16 @@ from raypar.actors.worker.seat import Seat
 
 
 class WorkerState:
-    """The weights of an actor, what their optimizer keeps, and the buffers of its stages.
+    """An actor's parameters, their optimizer state, and the buffers of its stages.
 
-    parameters  by logical name: those of the part that are here
-    update      how a step of them ends
-    stages      by number; a parameter server has none
+    Args:
+        seat: The actor's seat.
+        part: Its pipeline rank's part of the model.
+        parameters: The parameters that this actor holds, by logical name.
+        update: Their update at the end of a step.
+        stages: The actor's stages by number; empty for a parameter server.
+
+    ``parameters``, ``update`` and ``stages`` are attributes too.
     """
 
     def __init__(
@@ -41,27 +46,27 @@ class WorkerState:
         self._copies = Copies()
 
     def holds(self) -> dict[str, Shard]:
-        """What this actor holds of which logical parameters."""
+        """Return, by logical name, which part of each parameter this actor holds."""
         return {name: self._shards.get(name) or Shard(tuple(p.shape)) for name, p in self.parameters.items()}
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of the stages, under the names that a checkpoint gives them."""
+        """Yield the buffers of all stages with their names in a checkpoint."""
         for stage in self.stages.values():
             yield from ((buffer_name(self._seat.dp, name), buffer) for name, buffer in stage.buffers().items())
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
+        """Drop the gradients of the step before."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
     # --- checkpoints ---
 
     def make_room(self) -> None:
-        """Get memory for what ``stage`` copies ready, beside the next steps."""
+        """Allocate the memory for the copies of ``stage``, in a thread."""
         self._copies.make_room(self._saved())
 
     def stage(self) -> None:
-        """Copy what this actor puts into a checkpoint, for ``write``; training may go on then."""
+        """Copy this actor's share of a checkpoint for ``write``. Afterwards training may continue."""
         self._seat.place.enter()
         shards = {
             logical_name(weight, kept): shard
@@ -71,26 +76,30 @@ class WorkerState:
         self._copies.take(self._saved(), shards)
 
     def write(self, folder: str, *, beside: bool) -> Written | None:
-        """Write the copy as a shard, in another thread than the steps.
+        """Write the copy as a shard. It may run in another thread than the steps.
 
         Args:
-            folder: where the shard goes.
-            beside: whether steps go on, so that the writing gives way to them.
+            folder: Folder of the checkpoint.
+            beside: Whether steps run meanwhile, so that the writing uses only idle cores.
 
         Returns:
             The shard's file and slices; None if this actor has nothing to write.
 
         Raises:
-            CheckpointError: the copy can't be written.
+            CheckpointError: The copy can't be written.
         """
         file = f"{self._seat.label.replace('=', '').replace(' ', '-')}.safetensors"
         return self._copies.write(Path(folder), file, beside=beside)
 
     def load(self, folder: str, tensors: Mapping[str, Logical]) -> None:
-        """Go on with a checkpoint's weights, optimizer state and buffers.
+        """Load a checkpoint's weights, optimizer state and buffers.
+
+        Args:
+            folder: Folder of the checkpoint.
+            tensors: The checkpoint's logical tensors by name.
 
         Raises:
-            CheckpointError: the checkpoint can't be read.
+            CheckpointError: The checkpoint can't be read.
         """
         self._seat.place.enter()
         with torch.no_grad():
@@ -101,13 +110,13 @@ class WorkerState:
     # --- a step by hand ---
 
     def remember(self, notes: Notes) -> None:
-        """Copy weights and optimizer state into the notes: a STEP is about to change them."""
+        """Copy weights and optimizer state into the notes, before a STEP changes them."""
         notes.remember(self.parameters.items())
         notes.remember((logical_name(weight, kept), tensor) for weight, kept, tensor in self.update.state() if kept)
         notes.updated = True
 
     def restore(self, notes: Notes) -> None:
-        """Put back what the notes remember."""
+        """Restore the state that the notes remember."""
         with torch.no_grad():
             if notes.updated:
                 self._load_weights(notes.read)
@@ -116,8 +125,10 @@ class WorkerState:
     # --- inside ---
 
     def _saved(self) -> Iterator[tuple[str, Tensor]]:
-        """What this actor puts into a checkpoint: the weights that it updates, tied ones as their home only; of what is
-        the same on several of a tensor group or on all replicas, the first one's."""
+        """Yield this actor's share of a checkpoint: weights that it updates, their optimizer state, and buffers.
+
+        A tied weight is saved only under its home. Of equal copies on several ranks, the first rank saves its own.
+        """
         if self._seat.dp == self._seat.cp == 0 or self._seat.world.sharded:
             for weight, kept, tensor in self.update.state():
                 if weight not in self._homes and self._speaks(weight, tensor):
@@ -126,7 +137,7 @@ class WorkerState:
             yield from self.buffers()
 
     def _own(self, read: Read) -> Read:
-        """Reads what is here of what ``read`` reads."""
+        """Return a function like ``read`` that returns only this actor's part of each tensor."""
 
         def own(weight: str, kept: str = "") -> Tensor | None:
             whole = read(weight, kept)
@@ -136,11 +147,11 @@ class WorkerState:
         return own
 
     def _shard(self, weight: str, tensor: Tensor) -> Shard | None:
-        """Return which part of a logical tensor a weight or its optimizer state is; None for all of it."""
+        """Return which part of its logical tensor a weight or its optimizer state is; None for the whole."""
         return self._shards.get(weight) if tensor.dim() else None
 
     def _speaks(self, weight: str, tensor: Tensor) -> bool:
-        """Whether this actor is the first of its tensor group that has a weight, or its part of it."""
+        """Return whether this actor is the first of its tensor group that holds this weight, or this part of it."""
         return self._seat.leads if self._shard(weight, tensor) is None else first_of(self._partial.get(weight, ()))
 
     def _load_weights(self, read: Read) -> None:
@@ -153,7 +164,7 @@ class WorkerState:
     def _load_buffers(self, read: Read) -> None:
         for stage in self.stages.values():
             for name, buffer in stage.buffers().items():
-                for dp in (self._seat.dp, 0):  # there may have been fewer replicas
+                for dp in (self._seat.dp, 0):  # the checkpoint may have fewer replicas
                     if (saved := read(buffer_name(dp, name), "")) is not None:
                         buffer.copy_(saved)
                         break

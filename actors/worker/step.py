@@ -1,4 +1,4 @@
-"""One step of an actor, while it is performed."""
+"""The state of one step while an actor performs it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from raypar.schedules.action import Action
 
 @dataclass(slots=True)
 class Step:
-    """What an actor knows of the step that it performs; ``begin`` makes a new one.
+    """State of the step that an actor performs. ``begin`` creates a new one.
 
-    number     of the step; -1 before the first one
-    is_train   whether it has backwards
-    notes      of a step that is taken by hand; None of a compiled one
-    now        the action under way
-    num_bytes  that this action has moved
-    events     what was done, between marks of the place
-    values     by action: what it provided and another action still needs
-    computed   by microbatch: losses that were not read yet
-    losses     by microbatch: those that were
-    counts     by microbatch: target elements
-    in_flight  most microbatches between forward and backward so far
-    updated    what is known of the update, once it is made
+    Attributes:
+        program: Name of the program.
+        number: Number of the step; -1 before the first one.
+        is_train: Whether the step has backwards.
+        notes: Notes of a step taken by hand; None in a compiled step.
+        now: The action under way; None between two.
+        num_bytes: Bytes that this action has moved.
+        events: Spans of the actions done so far, in marks of the place.
+        values: By action, its outputs that another action still needs.
+        computed: By microbatch, losses (scalar tensors) that were not read yet.
+        losses: By microbatch, losses that were read.
+        counts: By microbatch, the number of target elements.
+        in_flight: Largest number of microbatches between forward and backward so far.
+        updated: Gradient norm and learning rate, once the update is made.
     """
 
     program: ProgramName = "train"

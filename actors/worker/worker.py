@@ -1,4 +1,4 @@
-"""The Worker: one actor's plain Python class. It holds stages and performs their actions."""
+"""The Worker: a plain Python class that holds the stages of one actor and performs their actions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,13 @@ from raypar.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class _Program:
-    """A program as this rank performs it: the schedule, this rank's row of it, and who carries its messages."""
+    """A program as this rank performs it.
+
+    Attributes:
+        schedule: The lowered schedule.
+        row: This rank's row of it.
+        courier: Sends and receives its messages.
+    """
 
     schedule: Schedule
     row: tuple[Action, ...]
@@ -41,28 +47,28 @@ class _Program:
 
 
 class Worker:
-    """One rank of the mesh in one run: the executor of its row. ``run`` performs a whole step of it.
+    """One rank of the mesh in one run, which performs its row. ``run`` performs a whole step.
 
-    A step may also be taken action by action (``begin`` or ``open``, ``perform`` for each, ``end``); the numbers are
-    the same.
+    A step may also be taken action by action: ``begin`` or ``open``, ``perform`` for each action, then ``end``. The
+    numbers are the same.
 
-    seat   its place in the run
-    parts  what it works with
-    state  what it holds from step to step
-    probe  what can be asked of it
+    Args:
+        plan: The rank's plan.
+        groups: The groups that it has joined, by their keys.
+        place: The device that it computes on; the calling thread must have entered it.
+
+    Attributes:
+        seat: The rank's seat in the run.
+        parts: Its stages, optimizer, batches and reducer.
+        state: Its weights, optimizer state and buffers.
+        probe: Its inspection.
+        program: The program under way.
+
+    Raises:
+        UnequalReplicasError: Another replica has made other weights of the same plan.
     """
 
     def __init__(self, plan: Plan, groups: Mapping[str, Group], place: Place) -> None:
-        """Build this rank's part of a run.
-
-        Args:
-            plan: what this rank is told about the run.
-            groups: those that it has joined, by their keys.
-            place: what it computes on; the calling thread has entered it.
-
-        Raises:
-            UnequalReplicasError: another replica has made other weights of the same plan.
-        """
         torch.set_num_threads(plan.run.threads)
         torch.set_grad_enabled(True)
         self.seat = seat = Seat(plan, groups, place)
@@ -71,7 +77,7 @@ class Worker:
         self.state = WorkerState(seat, part, part.parameters, self.parts.update, part.stages)
         self.probe = Probe(seat, self.state, part.model.names, part.outputs)
         self._place, self._stages, self._step = place, part.stages, self.probe.step
-        self._epoch = 0  # how many steps could not be made
+        self._epoch = 0  # number of steps refused for non-finite gradients
         self._methods: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -97,8 +103,8 @@ class Worker:
             for name, schedule in plan.programs.items()
         }
         self.program = self._programs["train"]
-        self._rehearsed: set[ProgramName] = set()  # programs that were run once
-        self._sources: dict[Action, tuple[Action, ...]] = {}  # whose values an action takes; the same in every step
+        self._rehearsed: set[ProgramName] = set()  # programs that have run before
+        self._sources: dict[Action, tuple[Action, ...]] = {}  # by action, the actions whose values it takes
         seat.connect(part.ties)
         for owner in range(seat.world.owners):
             seat.compare(owner, part.share(owner))
@@ -108,7 +114,18 @@ class Worker:
     # --- a step ---
 
     def run(self, program: ProgramName, step: int, epoch: int | None = None) -> StepResult:
-        """Perform the whole row of a program for a step; raises StaleError if it is of an earlier epoch."""
+        """Perform the whole row of a program for a step.
+
+        Args:
+            program: Name of the program.
+            step: Number of the step.
+            epoch: Epoch of the call; None to accept it in any case.
+
+        Raises:
+            StaleError: The call is of an earlier epoch.
+            ActionError: An action failed.
+            NonFiniteError: The gradients are not finite; no weight was changed.
+        """
         self.seat.demand_current(epoch, self._epoch)
         self.begin(program, step)
         row = self.program.row
@@ -123,9 +140,9 @@ class Worker:
         return self.end()
 
     def begin(self, program: ProgramName, step: int) -> None:
-        """Open a step."""
+        """Begin a step of a program."""
         self._place.enter()
-        torch.set_grad_enabled(True)  # the thread that runs calls is not the one that ran __init__
+        torch.set_grad_enabled(True)  # a setting per thread, and this thread is not the one of __init__
         self.program = self._programs[program]
         train = not self.program.schedule.forward_only
         self._step = self.probe.step = Step(program, step, is_train=train)
@@ -138,13 +155,21 @@ class Worker:
         self._place.begin()
 
     def open(self, step: int) -> None:
-        """Open a training step that is taken by hand: what it makes can be looked at, and it can be taken again."""
+        """Begin a training step by hand, which can be inspected and rewound."""
         self.begin("train", step)
         self._step.notes = Notes()
-        self._step.notes.remember(self.state.buffers())  # forwards change them
+        self._step.notes.remember(self.state.buffers())  # forwards change buffers
 
     def perform(self, action: Action) -> None:
-        """Perform one action, as soon as what it needs is there; raises ActionError."""
+        """Perform one action. Receives wait for their messages.
+
+        Args:
+            action: An action of the row whose needs are done.
+
+        Raises:
+            ActionError: It failed. All groups of this actor are aborted.
+            NonFiniteError: The gradients are not finite (only STEP); no weight was changed.
+        """
         step, place = self._step, self._place
         place.enter()
         start = place.mark()
@@ -161,7 +186,7 @@ class Worker:
             step.notes.made[action] = made
 
     def rewind(self) -> None:
-        """Put everything back as it was when the step was opened, and open it anew."""
+        """Restore the state that the actor had when the step by hand was opened, and open the step again."""
         notes = self._step.notes
         assert notes is not None
         self._place.enter()
@@ -171,7 +196,11 @@ class Worker:
         self.open(self._step.number)
 
     def end(self) -> StepResult:
-        """Close a step: everything is computed, and everything sent has arrived."""
+        """End a step: wait until all is computed and all messages have arrived, and return the step's result.
+
+        Raises:
+            ActionError: A communication failed.
+        """
         step = self._step
         self._place.enter()
         try:
@@ -201,7 +230,7 @@ class Worker:
     # --- the actions ---
 
     def _forward(self, action: Action) -> None:
-        """Roughly ``held[F] = stage(held[F of the stage before])``; the last stage keeps its loss."""
+        """Run a stage's forward: ``values[F] = stage(values[F of the stage before])``. The last one keeps its loss."""
         stage, microbatch = self._stages[_stage(action)], _microbatch(action)
         step, source = self._step, self.parts.source
         batch = step.program, step.number, microbatch, self.seat.dp
@@ -220,7 +249,10 @@ class Worker:
         step.in_flight = max(step.in_flight, in_flight)
 
     def _backward(self, action: Action) -> None:
-        """Roughly ``held[I] = stage.backward(held[I of the stage behind])``; the loss is weighted by its tokens."""
+        """Run a stage's backward, or its I half: ``values[I] = stage.backward(values[I of the next stage])``.
+
+        The last stage begins with the loss's weight, which is proportional to its tokens.
+        """
         step, number, microbatch = self._step, _stage(action), _microbatch(action)
         stage = self._stages[number]
         if stage.is_last:
@@ -235,29 +267,29 @@ class Worker:
             step.values[Action(number, Op.I, action.microbatch)] = inputs
 
     def _backward_weight(self, action: Action) -> None:
-        """Roughly ``stage.backward_weight()``: what I has left."""
+        """Run the W half of a stage's backward, which adds the weight gradients that I has left."""
         stage, microbatch = self._stages[_stage(action)], self._in_all(_microbatch(action))
         with self._watched(action, stage.owed(microbatch)):
             stage.backward_weight(microbatch)
 
     def _send(self, action: Action) -> None:
-        """Roughly ``peer.held[RECV] = held.pop(F or I)``."""
+        """Send the outputs of F or I to the peer, and drop them here."""
         values = self._take(action)
         self._step.num_bytes = sum(map(nbytes, values))
         self.program.courier.send(action, values)
 
     def _receive(self, action: Action) -> None:
-        """Roughly ``held[RECV] = what the peer sent``."""
+        """Wait for the values that the peer sends."""
         values = self._step.values[action] = self.program.courier.receive(action)
         self._step.num_bytes = sum(map(nbytes, values))
 
     def _reduce(self, action: Action) -> None:
-        """Roughly ``all_reduce(gradients)``: started here at the latest, and waited for by STEP."""
+        """Start the reduction of all buckets of a stage that has not started yet. STEP waits for it."""
         if self.parts.reducer is not None:
             self.parts.reducer.flush(_stage(action))
 
     def _update(self, action: Action) -> None:
-        """Roughly ``optimizer.step()`` on every actor at once, after clipping by the global norm."""
+        """Finish the reduction of gradients, vote, clip by the global norm, and step the optimizer."""
         step, parts, ballot = self._step, self.parts, None
         if any(stage.is_last for stage in self._stages.values()):
             self._read_losses()
@@ -267,48 +299,52 @@ class Worker:
             parts.reducer.finish()
             if ballot is not None:
                 parts.reducer.total(ballot)
-        self.seat.synchronize()  # nothing of a message that failed may reach the weights
+        self.seat.synchronize()  # so that a failed message cannot reach the weights
         if step.notes is not None:
             self.state.remember(step.notes)
         step.updated = self.state.update.step(step.number, ballot)
 
     def _nothing(self, action: Action) -> None:
-        """A stage without shards: there is nothing to gather."""
+        """Do nothing for UNSHARD and RESHARD, because stages have no sharded parameters."""
 
     # --- helpers ---
 
     def _settle(self, notes: Notes) -> None:
-        """Wait for what is under way in a step that is given up."""
+        """Wait for the communication under way in a step that is given up."""
         self.program.courier.drain()
         if (reducer := self.parts.reducer) is not None:
-            serving = self.seat.world.servers > 0 and not notes.updated  # they wait for the gradients of this step
+            serving = self.seat.world.servers > 0 and not notes.updated  # servers still wait for this step's gradients
             reducer.settle(whole=serving)
             if serving and any(stage.is_last for stage in self._stages.values()):
                 reducer.total(ballot_of(0, 0.0, sound=True))
 
     def _made(self, action: Action) -> Values:
-        """What an action that was just performed has left for others, or its loss."""
+        """Return the outputs of an action that was just performed: values for other actions, or its loss."""
         computed, values = self._step.computed, self._step.values
         if action.op is Op.F and action.microbatch in computed and self._stages[_stage(action)].is_last:
             return (computed[action.microbatch],)
         return next((values[value] for value in provides(action) if value in values), ())
 
     def _read_losses(self) -> None:
-        """Read the losses that were computed, all at once: on a GPU that waits for them."""
+        """Read the computed losses, all at once, because on a GPU reading waits for the computation."""
         step = self._step
         if step.computed:
             step.losses |= zip(step.computed, torch.stack([*step.computed.values()]).tolist(), strict=True)
             step.computed.clear()
 
     def _in_all(self, microbatch: int) -> int:
-        """A microbatch's number in the whole step, over all replicas: the order in which one process would take it."""
+        """Return a microbatch's number in the whole step, over all replicas, as a single process would count it."""
         return microbatch * self.seat.world.mesh.dp + self.seat.dp
 
     def _watched(self, action: Action, left: Collection[Tensor] | None = None) -> AbstractContextManager[None]:
-        """The time of a backward, or of its half that adds what is ``left``; the Reducer looks on at a stage's first
-        one and at its last.
+        """Return a context for a backward, in which the Reducer watches gradients become complete.
 
-        By hand they come in any order, and nothing is reduced before REDUCE_GRAD.
+        It watches only the first and the last backward of a stage. In a step by hand it watches none, because
+        backwards come in any order and nothing is reduced before REDUCE_GRAD.
+
+        Args:
+            action: The backward, B or W.
+            left: The parameters whose gradients a W adds; None for a B.
         """
         reducer, first, last = self.parts.reducer, action in self._first, action in self._last
         if reducer is None or self._step.notes is not None or not (first or last):
@@ -316,7 +352,10 @@ class Worker:
         return reducer.watch(_stage(action), last=last, left=left)
 
     def _take(self, action: Action) -> Values:
-        """What the action needs from other actions, in one tuple; a stage keeps its own forward itself."""
+        """Remove and return the values that an action needs from other actions, in one tuple.
+
+        What a backward needs from its own forward is not among them: the stage keeps that itself.
+        """
         sources = self._sources.get(action)
         if sources is None:
             own = Action(action.stage, Op.F, action.microbatch)
@@ -330,7 +369,7 @@ class Worker:
         return values
 
     def _expect(self, receives: Iterator[Action]) -> None:
-        """Post receives before their turn."""
+        """Post receives ahead of their place in the row."""
         for action in receives:
             try:
                 self.program.courier.expect(action)

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: a folder of shards and a manifest for each, whole or not there at all."""
+"""Checkpoints on disk. Each is a folder with shards and a manifest, which exists completely or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving a job: its actors copy their state between two steps, and write it beside the next ones."""
+"""Save a job's checkpoints: its actors copy their state between two steps and write it while the next steps run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,17 @@ from raypar.config.toml import plain_of
 from raypar.paths import CHECKPOINTS, absolute
 
 log = logging.getLogger(__name__)
-_GRACE = 10.0  # seconds
+_GRACE = 10.0  # seconds that a save gets to complete after the run has failed
 
 
 class Saver:
-    """Saves checkpoints of a run, one at a time: the next one waits for the one under way."""
+    """Saves checkpoints of a run, one at a time: the next one waits for the one under way.
+
+    Args:
+        run: The run.
+        calls: Calls to its actors.
+        world: All ranks of the run, for the actors' names in messages.
+    """
 
     def __init__(self, run: Run, calls: Calls, world: World) -> None:
         self._run, self._calls, self._world = run, calls, world
@@ -35,31 +41,49 @@ class Saver:
         self._prepared = False
 
     def due(self, step: int) -> bool:
-        """Whether the run asks for a checkpoint after so many steps."""
+        """Return whether the run asks for a checkpoint after ``step`` steps."""
         every = self._run.save_every
         return self._run.folder is not None and (step == self._run.steps or (every > 0 and step % every == 0))
 
     def next_due(self, step: int, last: int) -> int:
-        """The next step count at which a checkpoint is due, ``last`` if none is due before."""
+        """Return the number of steps after which the next checkpoint is due.
+
+        Args:
+            step: Number of steps taken so far.
+            last: The result if no checkpoint is due before.
+        """
         every, ends = self._run.save_every, [last]
         if self._run.folder is not None:
             ends += [self._run.steps, *([(step // every + 1) * every] if every else [])]
         return min(end for end in ends if end > step)
 
     def save(self, folder: Path, step: int, keep_last: int | None) -> Path:
-        """Save the state after ``step`` steps, now; returns the committed checkpoint. Raises CheckpointError."""
+        """Save a checkpoint now and wait until it is committed.
+
+        Args:
+            folder: Folder of checkpoints.
+            step: Number of steps taken so far.
+            keep_last: Number of checkpoints to keep, this one included; None keeps all.
+
+        Returns:
+            The checkpoint's path.
+
+        Raises:
+            CheckpointError: The checkpoint can't be written.
+            ValueError: ``keep_last`` is less than 1.
+        """
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}: keep 1 at least, or None for all")
         return self._begin(folder, step, keep_last, beside=False).result()
 
     def after(self, step: int) -> None:
-        """Save what is due after ``step`` steps while training goes on; a failure is a warning.
+        """Save the checkpoint that is due after ``step`` steps, if any, while training continues.
 
-        The last one of a run is waited for.
+        A failure is logged as a warning. Wait only for the last checkpoint of the run.
         """
         if self._run.folder is None:
             return
-        if not self._prepared:  # before the first step an optimizer has kept nothing yet
+        if not self._prepared:  # not earlier: before the first step the optimizer has no state to make room for
             self._calls.submit("make_room")
             self._prepared = True
         if not self.due(step):
@@ -73,15 +97,21 @@ class Saver:
             self._wait()
 
     def ask(self, methods: Sequence[str], then: Callable[..., None]) -> None:
-        """Ask all actors now, and call ``then`` in the thread that saves with the answers to each of the methods.
+        """Call methods of all actors now and pass their answers on in the saving thread.
 
-        It is not called if an actor can't answer.
+        Args:
+            methods: Names of the methods.
+            then: Called with one list of answers, by rank, for each method. Not called if an actor fails to answer.
         """
         asked = [self._calls.submit(method) for method in methods]
         self._asked = self._thread.submit(self._answered, asked, then)
 
     def close(self, *, hurried: bool = False) -> None:
-        """Finish what is under way; a run that has failed is ``hurried``, and gives it up if it takes long."""
+        """Wait for the save under way and end the saving thread.
+
+        Args:
+            hurried: Whether to give the save up if it takes more than a few seconds, because the run has failed.
+        """
         try:
             self._wait(_GRACE if hurried else None)
         finally:
@@ -89,12 +119,19 @@ class Saver:
             self._thread.shutdown()
 
     def _wait(self, seconds: float | None = None) -> None:
-        """Wait until nothing is under way, so many seconds at most."""
+        """Wait until nothing is under way, at most for ``seconds``."""
         under_way: list[Future[Any]] = [future for future in (self._under_way, self._asked) if future is not None]
         wait(under_way, seconds)
 
     def _begin(self, folder: Path, step: int, keep_last: int | None, *, beside: bool) -> Future[Path]:
-        """``beside`` says whether steps go on meanwhile, which it should take little from."""
+        """Start a save: the actors copy their state and write it, and the saving thread commits it.
+
+        Args:
+            folder: Folder of checkpoints.
+            step: Number of steps taken so far.
+            keep_last: Number of checkpoints to keep; None keeps all.
+            beside: Whether steps run meanwhile, so that the writing uses only idle cores.
+        """
         if self._under_way is not None:
             wait([self._under_way])
         save = Save(absolute(folder), step)
@@ -129,7 +166,7 @@ class Saver:
 
 
 def _warn(saved: Future[Path]) -> None:
-    with suppress(BaseException):  # what the thread did not expect is no reason to end the training either
+    with suppress(BaseException):  # no error of a save ends the training
         if (error := saved.exception()) is not None:
             _tell(error)
 

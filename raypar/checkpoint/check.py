@@ -1,4 +1,4 @@
-"""Whether a checkpoint is sound. Nothing in it is believed, nothing runs, and no more is read than its files have."""
+"""Check whether a checkpoint is sound. Nothing in it is trusted or executed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ from raypar.config.fields import brief
 from raypar.paths import step_of
 from raypar.schedules.drawing.cells import first_of
 
-Expected = dict[str, tuple[str, tuple[int, ...]]]
+Expected = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of each tensor of a shard, by key
 
 
 def verify(path: Path) -> list[str]:
-    """What is wrong with a checkpoint, a sentence each, of many the first; [] if it is sound. Reads every byte."""
+    """Read every byte of a checkpoint and return its faults.
+
+    Args:
+        path: The checkpoint's folder.
+
+    Returns:
+        One sentence per fault, of many only the first ones; [] if the checkpoint is sound.
+    """
     try:
         verified(path)
     except CheckpointError as error:
@@ -29,7 +36,7 @@ def verify(path: Path) -> list[str]:
 
 
 def verified(path: Path) -> Manifest:
-    """The manifest of a sound checkpoint. Raises CheckpointError with all faults."""
+    """Read every byte of a checkpoint and return its manifest. Raises CheckpointError with the faults if it has any."""
     manifest, faults = look(path)
     if manifest is not None:
         faults += first_of(file_faults(path, manifest, digests=True))
@@ -39,7 +46,14 @@ def verified(path: Path) -> Manifest:
 
 
 def look(path: Path) -> tuple[Manifest | None, list[str]]:
-    """A checkpoint's manifest, if it can be told, and what is wrong with it; the shards are not looked at."""
+    """Read a checkpoint's manifest, without its shards.
+
+    Args:
+        path: The checkpoint's folder.
+
+    Returns:
+        The manifest, or None if it can't be read, and its faults.
+    """
     try:
         if path.is_symlink() or not path.is_dir():
             return None, [f"{str(path)!r} is no folder"]
@@ -54,7 +68,13 @@ def look(path: Path) -> tuple[Manifest | None, list[str]]:
 
 
 def file_faults(path: Path, manifest: Manifest, *, digests: bool) -> Iterator[str]:
-    """What the files say against the manifest; without digests they are not read, but for their headers."""
+    """Yield the differences between a checkpoint's files and its manifest.
+
+    Args:
+        path: The checkpoint's folder.
+        manifest: Its manifest.
+        digests: Whether to read all bytes and compare the sha256. If not, only sizes and headers are compared.
+    """
     listed = {file.name for file in manifest.files}
     try:
         with told(f"{str(path)!r} can't be listed"):
@@ -65,14 +85,14 @@ def file_faults(path: Path, manifest: Manifest, *, digests: bool) -> Iterator[st
     yield from (f"{brief(name)} is in the folder, but not in the manifest" for name in sorted(there - listed))
     expected = _expected(manifest.tensors)
     for file in manifest.files:
-        if file.name not in there:  # nor is a name that leads elsewhere: only what the folder lists is touched
+        if file.name not in there:  # this also covers names that lead out of the folder
             yield f"{file.name!r} is missing"
         else:
             yield from _shard_faults(path, file, expected.get(file.name, {}), digests)
 
 
 def _expected(tensors: dict[str, Logical]) -> dict[str, Expected]:
-    """dtype and shape of each stored tensor, by file and key."""
+    """Return the dtype and shape of each stored tensor, by file and key."""
     found: defaultdict[str, Expected] = defaultdict(dict)
     for logical in tensors.values():
         for stored in logical.slices:

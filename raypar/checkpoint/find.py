@@ -1,4 +1,4 @@
-"""Finding checkpoints: by looking, there is no file that points to the newest one."""
+"""Find checkpoints by listing their folder. No file points to the newest one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint, every byte of which was verified."""
+    """A checkpoint of which every byte was verified.
+
+    Attributes:
+        path: The checkpoint's folder.
+        manifest: Its manifest.
+    """
 
     path: Path
     manifest: Manifest
@@ -25,11 +30,14 @@ class Found:
 
 @dataclass(frozen=True)
 class Listed:
-    """A line of ``ls``.
+    """A checkpoint as ``ls`` lists it. Only its manifest was read, not its shards.
 
-    size     bytes of its shards; 0 if the manifest can't be read
-    tensors  logical ones
-    faults   of the manifest: the shards were not read
+    Attributes:
+        path: The checkpoint's folder.
+        step: Number of steps after which it was saved.
+        size: Bytes of its shards; 0 if the manifest can't be read.
+        tensors: Number of logical tensors; 0 if the manifest can't be read.
+        faults: Faults of the manifest.
     """
 
     path: Path
@@ -40,9 +48,12 @@ class Listed:
 
 
 def newest(folder: Path) -> Found | None:
-    """The newest sound checkpoint in a folder, every byte of which was read; None if there is none.
+    """Return the newest sound checkpoint in a folder, after reading every byte of it; None if there is none.
 
-    Each newer one that is not sound is logged, with all its faults. Raises CheckpointError if the folder can't be read.
+    Newer checkpoints that are not sound are logged with their faults.
+
+    Raises:
+        CheckpointError: The folder can't be read.
     """
     for _, path in listed(folder):
         try:
@@ -53,7 +64,7 @@ def newest(folder: Path) -> Found | None:
 
 
 def ls(folder: Path) -> list[Listed]:
-    """The checkpoints in a folder, the newest first. Raises CheckpointError if it can't be read."""
+    """Return the checkpoints in a folder, newest first. Raises CheckpointError if the folder can't be read."""
     lines = []
     for step, path in listed(folder):
         manifest, faults = look(path)
@@ -63,6 +74,9 @@ def ls(folder: Path) -> list[Listed]:
 
 
 def listed(folder: Path) -> list[tuple[int, Path]]:
-    """Step and path of every checkpoint in a folder, sound or not, the newest first. Raises CheckpointError."""
+    """Return step and path of every checkpoint in a folder, sound or not, newest first.
+
+    Raises CheckpointError if the folder can't be read.
+    """
     with told(f"{str(folder)!r} can't be read"):
         return checkpoints(folder)

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint is of, which logical tensors it has, and which files they are in, as JSON."""
+"""The manifest of a checkpoint: its run and step, its logical tensors, and the shards that hold them, as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raypar.config.fields import brief
 from raypar.schedules.drawing.cells import first_of
 
 MANIFEST = "manifest.json"
-MAX_BYTES = 64 << 20  # a slice takes about 120
+MAX_BYTES = 64 << 20  # each slice takes about 120 bytes
 _FORMAT, _VERSION = "raypar checkpoint", 1
 
 Step = Annotated[int, Ge(0), Lt(10**15)]
@@ -30,15 +30,18 @@ Step = Annotated[int, Ge(0), Lt(10**15)]
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
-    step     committed steps: the position in the data and in the learning-rate schedule
-    seed     of the run; with the step it is all the state that data and dropout have
-    run      the run's resolved config, as plain data
-    tensors  by logical name; what the optimizer keeps for a weight beside it, as ``optim.<weight>.exp_avg``
-    files    the shards: there is no other file than these and the manifest
-    raypar   the version that wrote it
-    sha256   of this manifest as it is written, but with "" in this place
+    Attributes:
+        step: Number of committed steps, which is the position in the data and in the learning-rate schedule.
+        seed: Seed of the run. Data order and dropout depend on nothing but seed and step.
+        run: The resolved run, as plain data.
+        tensors: Logical tensors by name. Optimizer state has names such as ``optim.<weight>.exp_avg``.
+        files: The shards. A checkpoint has no files but these and the manifest.
+        raypar: Version of raypar that wrote it.
+        format: Name of the file format.
+        version: Version of the file format.
+        sha256: Digest of the manifest's text with an empty string in place of this digest.
     """
 
     step: Step
@@ -52,11 +55,11 @@ class Manifest:
     sha256: str = ""
 
     def faults(self) -> Iterator[str]:
-        """What its parts say against each other; the files are not looked at."""
+        """Yield contradictions within the manifest, without looking at the files."""
         names = Counter(file.name for file in self.files)
         for name in names:
             if not is_plain(name) or name == MANIFEST:
-                yield f"the file name {brief(name)} is none of a shard's: it might lead out of the folder"
+                yield f"{brief(name)} is no name for a shard: it might lead out of the folder"
             if names[name] > 1:
                 yield f"the file {brief(name)} is listed {names[name]} times"
         takers: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
@@ -74,9 +77,16 @@ class Manifest:
 def manifest_of(
     step: int, seed: int, run: Mapping[str, Any], shards: Iterable[tuple[ShardFile, Mapping[str, Logical]]]
 ) -> Manifest:
-    """The manifest of shard files, each with the slices of logical tensors in it, by the tensors' names.
+    """Create the manifest of a checkpoint.
 
-    Raises CheckpointError if slices of one tensor don't agree or don't make it up, or if the run is not plain data.
+    Args:
+        step: Number of committed steps.
+        seed: Seed of the run.
+        run: The resolved run, as plain data.
+        shards: Each shard file, with the logical tensors of which it has a slice, by name.
+
+    Raises:
+        CheckpointError: The slices of a tensor disagree or do not cover it.
     """
     shards = sorted(shards, key=lambda shard: shard[0].name)
     found: defaultdict[str, list[Logical]] = defaultdict(list)
@@ -98,9 +108,9 @@ def manifest_of(
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as it is written, with its digest. Raises CheckpointError if the run is no plain data."""
+    """Return the manifest's text, with its digest. Raises CheckpointError if the run is not plain data."""
     try:
-        plain = _reader().dump_python(manifest, warnings=False)  # dataclasses.asdict takes five times as long
+        plain = _reader().dump_python(manifest, warnings=False)  # five times as fast as dataclasses.asdict
         blank = _text({**plain, "sha256": ""})
         return _text({**plain, "sha256": hashlib.sha256(blank).hexdigest()})
     except (TypeError, ValueError, RecursionError) as error:
@@ -108,7 +118,14 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(raw: bytes) -> tuple[Manifest | None, list[str]]:
-    """The manifest that bytes hold, if it can be told, and what is wrong with it: the first faults of many."""
+    """Read a manifest's text.
+
+    Args:
+        raw: Content of the file.
+
+    Returns:
+        The manifest, or None if it can't be read, and its faults, of many only the first ones.
+    """
     try:
         plain = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -127,7 +144,7 @@ def decode(raw: bytes) -> tuple[Manifest | None, list[str]]:
     faults = first_of(manifest.faults())
     try:
         if encode(manifest) != raw:
-            faults.insert(0, f"{MANIFEST} was changed: its text is not the one that its sha256 is of")
+            faults.insert(0, f"{MANIFEST} was changed: its text does not match its sha256")
     except CheckpointError as error:
         faults += error.faults
     return manifest, faults
@@ -145,5 +162,5 @@ def _reader() -> TypeAdapter[Manifest]:
 def _own_version() -> str:
     try:
         return version("raypar")
-    except PackageNotFoundError:  # a checkout on the path
+    except PackageNotFoundError:  # raypar is not installed but imported from a checkout
         return "unknown"

@@ -1,4 +1,4 @@
-"""Resuming: which checkpoint is meant, whether a run can go on from it, and whether it may save others."""
+"""Resume from a checkpoint: find it, check that the run can continue from it, and that the run can save others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from raypar.paths import CHECKPOINTS, absolute, checkpoints_in, step_of
 
 log = logging.getLogger(__name__)
 
-_TOLD = (
+_TOLD = (  # fields whose changes are allowed (except optim.kind) and logged
     "model.attention",
     "model.linear",
     "data",
@@ -34,20 +34,24 @@ _TOLD = (
     "optim",
     "clip",
     "steps",
-)  # may change
+)
 
 
 def find(path: Path) -> Found:
-    """The checkpoint at a path; of a folder of them, or of a run, the newest sound one.
+    """Find a checkpoint.
 
-    Raises ConfigError if there is none.
+    Args:
+        path: A checkpoint, or a run folder or folder of checkpoints, whose newest sound checkpoint is meant.
+
+    Raises:
+        ConfigError: There is no sound checkpoint.
     """
     path = checkpoints_in(absolute(path))
     one = step_of(path.name) is not None or os.path.lexists(path / MANIFEST)
     try:
         found = Found(path, verified(path)) if one else newest(path)
     except CheckpointError as error:
-        what = f"resume {str(path)!r}" if one else "resume"  # what is wrong with a folder names it
+        what = f"resume {str(path)!r}" if one else "resume"  # the faults of a folder name it already
         raise ConfigError([f"{what}: {fault}" for fault in error.faults]) from error
     if found is None:
         raise ConfigError([f"resume {str(path)!r}: there is no sound checkpoint in it: give another folder, or none"])
@@ -55,9 +59,17 @@ def find(path: Path) -> Found:
 
 
 def prepared(run: Run, resume: str | Path | Found | None) -> tuple[Programs, Skeleton, Found | None]:
-    """The run's schedules, its model without weights, and the checkpoint that it goes on from if there is one.
+    """Check a run, its checkpoint and its folder, before any actor starts.
 
-    Raises ConfigError with all that is wrong with the run, with going on from there, or with the run's folder.
+    Args:
+        run: The run.
+        resume: Checkpoint to continue from: a path (see ``find``) or the checkpoint itself; None for a new run.
+
+    Returns:
+        The run's lowered schedules, the skeleton of its model, and the checkpoint (None for a new run).
+
+    Raises:
+        ConfigError: The run has faults, cannot continue from the checkpoint, or cannot use its folder.
     """
     found = find(Path(resume)) if isinstance(resume, str | Path) else resume
     skeleton = Skeleton(run.model, run.seed)
@@ -69,10 +81,19 @@ def prepared(run: Run, resume: str | Path | Found | None) -> tuple[Programs, Ske
 
 
 def demand_resumable(run: Run, skeleton: Skeleton, found: Found) -> None:
-    """Raise ConfigError with all that keeps a run from going on from a checkpoint; log what else is not as it was."""
+    """Check that a run can continue from a checkpoint, and log the changed fields that affect its numbers.
+
+    Args:
+        run: The run.
+        skeleton: Skeleton of its model.
+        found: The checkpoint.
+
+    Raises:
+        ConfigError: The run differs from the checkpoint's in a field that must not change. Lists all of them.
+    """
     was, now = flat(found.manifest.run), flat(plain_of(run))
     changed = [name for name in now if name in was and was[name] != now[name]]
-    mine = "model.fn" in now and "model.fn" in was  # of the user's own modules only the weights can be compared
+    mine = "model.fn" in now and "model.fn" in was  # the user's own Layers, of which only the weights can be compared
     faults = [
         f"{name} is {brief(now[name])}, but {brief(was[name])} in the checkpoint: give the same"
         for name in changed
@@ -82,7 +103,7 @@ def demand_resumable(run: Run, skeleton: Skeleton, found: Found) -> None:
         faults.append("model is the user's own Layers in one of them only: give the run that was saved")
     if not any(fault.startswith("model") for fault in faults):
         stored = found.manifest.tensors
-        if "optim.kind" in changed:  # said once, and not of every tensor that it keeps
+        if "optim.kind" in changed:  # one fault is enough, without one for each tensor of optimizer state
             stored = {name: logical for name, logical in stored.items() if not name.startswith("optim.")}
         faults += _tensor_faults(run, skeleton, stored)
     if faults:
@@ -93,7 +114,15 @@ def demand_resumable(run: Run, skeleton: Skeleton, found: Found) -> None:
 
 
 def demand_room(run: Run, step: int) -> None:
-    """Raise ConfigError if checkpoints of a run that begins at ``step`` can't be saved, or would not be the newest."""
+    """Check that a run can save its checkpoints, and that no checkpoint of a later step is in its folder.
+
+    Args:
+        run: The run.
+        step: Number of the step at which it begins.
+
+    Raises:
+        ConfigError: It cannot save them, or there is a later checkpoint.
+    """
     if run.folder is None:
         return
     folder = absolute(run.folder) / CHECKPOINTS
@@ -108,7 +137,7 @@ def demand_room(run: Run, step: int) -> None:
 
 
 def _tensor_faults(run: Run, skeleton: Skeleton, stored: Mapping[str, Logical]) -> Iterator[str]:
-    """What the model's tensors are against what is stored."""
+    """Yield the differences between the model's tensors and the stored ones."""
     from raypar.actors.checkpoint.snapshot import buffer_name, logical_name
     from raypar.actors.optim.optimizer import KEPT
 

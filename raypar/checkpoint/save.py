@@ -1,4 +1,4 @@
-"""Saving: everything is written into a hidden folder, which one rename makes a checkpoint."""
+"""Save a checkpoint: write everything into a hidden folder, which one rename turns into a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,17 +21,24 @@ log = logging.getLogger(__name__)
 
 
 class Save:
-    """One save under way; as a context manager it is given up unless it was committed.
+    """A save under way. As a context manager, it aborts unless it was committed.
 
-    Until ``commit`` returns, the checkpoints that were there are untouched. Whoever dies meanwhile leaves a hidden
-    folder, which the next save removes: a lock on the folder, which dies with its owner, says that nobody fills it.
+    Existing checkpoints are untouched until ``commit``. A process that dies during a save leaves a hidden folder, which
+    the next save removes. A file lock, which ends with its process, allows only one save to the folder at a time.
 
-    step  the checkpoint is of the state after so many steps
-    path  the hidden folder: actors write their shards there
+    Args:
+        folder: Folder of checkpoints; created if it does not exist.
+        step: Number of steps taken so far.
+
+    Attributes:
+        step: Number of steps taken so far.
+        path: The hidden folder, into which the actors write their shards.
+
+    Raises:
+        CheckpointError: The folder can't be written, or another save to it is under way.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        """Begin. Raises CheckpointError if the folder can't be written, or while another save is under way there."""
         self.step = step
         self._folder = folder
         self._final = folder / name_of(step)
@@ -50,10 +57,18 @@ class Save:
         self._open = True
 
     def commit(self, manifest: Manifest, keep_last: int | None = None) -> Path:
-        """Make what was written a checkpoint, in the place of one of the same step; returns its path.
+        """Turn the written shards into a checkpoint, which replaces one of the same step.
 
-        Of those of earlier steps, only the ``keep_last - 1`` newest stay; None keeps all. Raises CheckpointError, and
-        gives the save up, if the shards are not what the manifest says or the disk refuses.
+        Args:
+            manifest: The checkpoint's manifest.
+            keep_last: Number of checkpoints to keep, this one included: older ones of earlier steps are removed. None
+                keeps all.
+
+        Returns:
+            The checkpoint's path.
+
+        Raises:
+            CheckpointError: The shards do not match the manifest, or can't be written. The save is aborted.
         """
         assert self._open and manifest.step == self.step and (keep_last is None or keep_last >= 1)
         try:
@@ -75,7 +90,7 @@ class Save:
         return self._final
 
     def abort(self) -> None:
-        """Remove what is not committed and let go of the folder; does nothing the second time."""
+        """Remove what was not committed and release the lock. A second call does nothing."""
         if self._open:
             self._open = False
             try:
@@ -84,11 +99,11 @@ class Save:
                 os.close(self._lock)
 
     def _thin(self, keep_last: int) -> None:
-        """Remove earlier checkpoints; the one just committed is the newest sound one, and stays."""
+        """Remove checkpoints of earlier steps, except the newest ``keep_last - 1``."""
         earlier = [(step, path) for step, path in checkpoints(self._folder) if step < self.step]
         for step, path in earlier[keep_last - 1 :]:
             try:
-                path.rename(aside := self._folder / aside_of(step))  # from here on it is a leftover, not half of one
+                path.rename(aside := self._folder / aside_of(step))  # so that no half-removed checkpoint is visible
                 shutil.rmtree(aside)
             except OSError as error:
                 log.warning("%s can't be removed (%s)", path, error.strerror)
@@ -101,7 +116,7 @@ class Save:
 
 
 def _locked(folder: Path) -> int:
-    """A descriptor that holds the folder's lock until it is closed or its process dies."""
+    """Lock a folder and return the file descriptor, which holds the lock until it is closed or the process dies."""
     lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,8 +132,8 @@ def _locked(folder: Path) -> int:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what killed saves left behind; the caller holds the lock, so nobody else is saving."""
+    """Remove the hidden folders of killed saves. The caller holds the lock, so no other save is under way."""
     for path in folder.iterdir():
         if is_aside(path.name):
-            with suppress(OSError):  # an actor of a killed run may still be writing there: the next save tries again
+            with suppress(OSError):  # an actor of a killed run may still write there; the next save tries again
                 shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""The commands about checkpoints on disk: ``raypar ckpt ls`` and ``raypar ckpt verify``."""
+"""The commands for checkpoints on disk: ``raypar ckpt ls`` and ``raypar ckpt verify``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,26 @@ Checkpoint = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")
 
 
 class Outcome(NamedTuple):
-    """What to say, and whether every checkpoint is sound as far as was looked."""
+    """Outcome of a command.
+
+    Attributes:
+        text: The text to print.
+        sound: Whether no fault was found in any checkpoint.
+    """
 
     text: str
     sound: bool
 
 
 def run(words: Sequence[str]) -> Outcome:
-    """``raypar ckpt``. Raises ConfigError if there is nothing at a path that can be looked at."""
+    """Run ``raypar ckpt``.
+
+    Args:
+        words: The words after ``ckpt``.
+
+    Raises:
+        ConfigError: There are no checkpoints at the path, or it can't be read.
+    """
     try:
         return tyro.extras.subcommand_cli_from_dict(
             {"ls": ls, "verify": verify}, prog="raypar ckpt", description="Look after checkpoints.", args=list(words)
@@ -36,7 +48,7 @@ def run(words: Sequence[str]) -> Outcome:
 
 
 def ls(folder: Folder) -> Outcome:
-    """List the checkpoints in a folder, or of a run, the newest first; their shards are not read."""
+    """List the checkpoints of a folder or a run, newest first. Their shards are not read."""
     listed = find.ls(checkpoints_in(folder))
     lines = [
         f"{line.path.name}  {line.size / 2**20:,.1f} MiB  {line.tensors:,} tensors{_marked(line.faults)}"
@@ -46,7 +58,7 @@ def ls(folder: Folder) -> Outcome:
 
 
 def verify(path: Checkpoint) -> Outcome:
-    """Read every byte of a checkpoint, or of all in a folder or of a run, and tell all that is wrong."""
+    """Read every byte of a checkpoint, or of all checkpoints of a folder or a run, and report all faults."""
     if step_of(path.absolute().name) is None:
         paths = [found for _, found in find.listed(checkpoints_in(path))]
         if not paths:

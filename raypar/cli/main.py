@@ -28,7 +28,7 @@ with actors:
   raypar step [RECIPE|FILE.toml] [flags]        a Python REPL in which you take a step action by action (gpt-tiny)
   raypar verify [RECIPE|FILE.toml] [flags]      compare a few steps with one plain process, bit by bit
 
-on paper, in no time:
+without actors, in no time:
   raypar draw SCHEDULE|FILE.csv [flags]         draw a schedule: text, SVG, CSV, Chrome trace
   raypar check SCHEDULE|FILE.csv [flags]        prove that a schedule can run
   raypar simulate SCHEDULE|FILE.csv [flags]     how long a schedule takes, and how much of it is bubble
@@ -72,17 +72,24 @@ _DISK = ("ckpt", "report", "trace")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code, see HELP. ``argv`` is what stands behind ``raypar``."""
+    """Run a command line.
+
+    Args:
+        argv: The words after ``raypar``; None for those of this process.
+
+    Returns:
+        The exit code, see HELP.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _command(words)
-    except SystemExit as stop:  # tyro has said what is wrong with a flag, or has shown its help
+    except SystemExit as stop:  # tyro has printed its help or a wrong flag, or SIGTERM has come
         if stop.code == signal.SIGTERM:
             return _fail("terminated", TERMINATED)
         _say("", end="")
         return stop.code if isinstance(stop.code, int) else MISTAKE
     except BrokenPipeError:
-        if not {"-h", "--help"} & set(words):  # tyro's help; what this file prints, _say looks after
+        if not {"-h", "--help"} & set(words):  # only tyro's help prints without _say
             raise
         return _hush()
     except KeyboardInterrupt:
@@ -163,7 +170,7 @@ def _with_actors(command: str, words: list[str]) -> int:
 
 @contextmanager
 def _messages() -> Iterator[None]:
-    """What raypar logs goes to standard error as it is, for the time of a command."""
+    """Print raypar's log messages to standard error while a command runs."""
     logger, handler = logging.getLogger("raypar"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     before = logger.level, logger.propagate
@@ -179,7 +186,7 @@ def _messages() -> Iterator[None]:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM unwinds as Ctrl-C does, so that the actors end."""
+    """Make SIGTERM unwind the stack, as Ctrl-C does, so that the actors are ended."""
     came = False
 
     def end(number: int, frame: object) -> None:
@@ -192,12 +199,12 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-        if came:  # Ray, if it waits at that moment, makes another exit of it
+        if came:  # again, because Ray may have replaced the SystemExit by another error
             sys.exit(signal.SIGTERM)
 
 
 def _table(rows: Rows) -> str:
-    """Rows as a table for a terminal, else as plain lines."""
+    """Format rows as a table for a terminal, and as plain lines otherwise."""
     if not sys.stdout.isatty():
         return "\n".join(f"{name + ':':<22} {figure}" for name, figure in rows)
     from rich.console import Console
@@ -213,7 +220,7 @@ def _table(rows: Rows) -> str:
 
 
 def _say(text: str, end: str = "\n") -> int:
-    """Print for the user; a reader who has gone away, as head does, is no error."""
+    """Print to standard output and return the exit code. A closed pipe, as by ``head``, is no error."""
     try:
         print(text, end=end, flush=True)
     except BrokenPipeError:
@@ -225,7 +232,7 @@ def _say(text: str, end: str = "\n") -> int:
 
 
 def _hush() -> int:
-    """Let what is still to be flushed go nowhere."""
+    """Redirect standard output to /dev/null, for the flush at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return OK
 

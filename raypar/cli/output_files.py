@@ -1,4 +1,4 @@
-"""Files that a command was asked to write."""
+"""Output files that a flag of a command names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ Write = Callable[[str], object]
 
 
 def file_faults(flag: str, path: Path | None) -> Iterator[str]:
-    """Why a file that a flag names can't be written, as far as that is known beforehand."""
+    """Yield the reasons why a file cannot be written, as far as they are known before writing.
+
+    Args:
+        flag: The flag that names the file, for messages.
+        path: The file; None if the flag was not given.
+    """
     if path is None:
         return
     try:
@@ -28,9 +33,17 @@ def file_faults(flag: str, path: Path | None) -> Iterator[str]:
 
 @contextmanager
 def growing_file(flag: str, path: Path | None) -> Iterator[Write]:
-    """A function that adds to a file, line by line, so that it can be read at once; without a path it does nothing.
+    """Open a file to which lines are appended, each readable at once.
 
-    Raises ConfigError if the file can't be opened.
+    Args:
+        flag: The flag that names the file, for messages.
+        path: The file, which is overwritten; None to write nothing.
+
+    Yields:
+        A function that appends text.
+
+    Raises:
+        ConfigError: The file can't be opened.
     """
     if path is None:
         yield lambda text: None
@@ -45,10 +58,17 @@ def growing_file(flag: str, path: Path | None) -> Iterator[Write]:
 
 @contextmanager
 def whole_file(flag: str, path: Path | None) -> Iterator[Write]:
-    """A function that writes all of a file: beside its place, so that it is there whole or not at all; a device or a
-    pipe is written as it is.
+    """Open a file that is written in one piece, atomically unless it is a device or a pipe.
 
-    Raises ConfigError if the file can't be made, before anything else is done, and JobError if it can't be filled.
+    Args:
+        flag: The flag that names the file, for messages.
+        path: The file, which is overwritten; None to write nothing.
+
+    Yields:
+        A function that writes the file's whole text. It raises JobError if that fails.
+
+    Raises:
+        ConfigError: The file can't be opened. This is raised before the body of the ``with`` block runs.
     """
     if path is None:
         yield lambda text: None

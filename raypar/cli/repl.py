@@ -1,4 +1,4 @@
-"""A REPL on a job and its stepper, with tab completion that offers the actions that make sense."""
+"""A REPL for a job and its stepper, with tab completion of actions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ from raypar.schedules.step_board import MoveError, makes_tensors
 from raypar.stepping.stepper import Stepper
 
 _CALL = re.compile(r"""(\w+)\.(do|run_to|why|peek|swap|param|grad)\(\s*["']([\w.-]*)$""")
-_TOLD = (ConfigError, ScheduleError, MoveError, JobError, StopIteration, KeyboardInterrupt)  # their text says it all
+_TOLD = (
+    ConfigError,
+    ScheduleError,
+    MoveError,
+    JobError,
+    StopIteration,
+    KeyboardInterrupt,
+)  # errors that need no traceback
 
 HELP = """\
 job is the run on its actors, s the stepper of its next step:
@@ -36,7 +43,7 @@ Namespace = dict[str, Any]
 
 
 def interact(job: Job) -> None:
-    """A console on standard input, with ``job``, its stepper ``s`` and ``rp``, until the input ends."""
+    """Run a Python console on standard input, with ``job``, its stepper ``s`` and ``rp``, until the input ends."""
     import raypar
 
     namespace: Namespace = {"job": job, "s": job.stepper(), "rp": raypar, "__name__": "__console__"}
@@ -46,9 +53,12 @@ def interact(job: Job) -> None:
 
 
 def tab_completion(namespace: Namespace) -> None:
-    """Complete names of a namespace, and actions inside of ``s.do("`` and its like, in this process' REPL.
+    """Turn on tab completion in this process's REPL, also of actions in ``s.do("`` and similar calls.
 
-    ``raypar.tab_completion(globals())`` in your own one; in IPython it adds to what there is.
+    In your own REPL, call ``raypar.tab_completion(globals())``. In IPython it adds to IPython's own completion.
+
+    Args:
+        namespace: The names to complete.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
@@ -67,8 +77,15 @@ def tab_completion(namespace: Namespace) -> None:
 
 
 def matches(namespace: Namespace, line: str) -> list[str] | None:
-    """What may stand at the end of a line that is inside of the call of a stepper's or job's method; None if it is
-    not."""
+    """Return the completions for the quoted argument of a call of a stepper's or job's method.
+
+    Args:
+        namespace: The names of the REPL.
+        line: The input up to the cursor, such as ``s.do("0F``.
+
+    Returns:
+        The whole arguments that fit; None if the line does not end in such a call.
+    """
     found = _CALL.search(line)
     owner = namespace.get(found[1]) if found else None
     offered = None if found is None else _offered(owner, found[2])
@@ -78,7 +95,7 @@ def matches(namespace: Namespace, line: str) -> list[str] | None:
 
 
 def _offered(owner: object, method: str) -> Iterable[object] | None:
-    """What makes sense in quotes in a call of a method."""
+    """Return the sensible arguments of a method; None if the owner has no such method."""
     if isinstance(owner, Job):
         return owner.parameters if method in ("param", "grad") else None
     if not isinstance(owner, Stepper):
@@ -97,19 +114,19 @@ def _offered(owner: object, method: str) -> Iterable[object] | None:
 def _completer(
     namespace: Namespace, line: Callable[[], str], names_of: Callable[[str, int], str | None]
 ) -> Callable[[str, int], str | None]:
-    """readline asks for the first, second, ... completion of a word until there is none."""
+    """Return a completer for readline, which asks for the first, second, ... completion until it gets None."""
 
     def complete(word: str, number: int) -> str | None:
         inside = matches(namespace, line())
         if inside is None:
             return names_of(word, number)
-        return inside[number] if number < len(inside) else None  # readline closes the quotes
+        return inside[number] if number < len(inside) else None
 
     return complete
 
 
 class _Console(code.InteractiveConsole):
-    """Tells a user's mistake by its text; anything else with its traceback, without the console's own frames."""
+    """Console that shows only the text of a user's mistake, and other errors without the console's own frames."""
 
     def showsyntaxerror(self, filename: str | None = None, **_: object) -> None:
         self.write("".join(traceback.format_exception_only(sys.exc_info()[1])))

@@ -1,4 +1,4 @@
-"""The commands about what a run has left in its folder: ``raypar report`` and ``raypar trace``."""
+"""The commands for run folders: ``raypar report`` and ``raypar trace``."""
 
 from __future__ import annotations
 
@@ -21,13 +21,24 @@ Out = Annotated[Path | None, tyro.conf.arg(aliases=("-o",))]
 
 
 def run(command: str, words: Sequence[str]) -> str:
-    """``raypar report`` or ``raypar trace``: where it was written. Raises ConfigError with all faults."""
+    """Run ``raypar report`` or ``raypar trace``.
+
+    Args:
+        command: "report" or "trace".
+        words: The words after the command.
+
+    Returns:
+        A line that says which file was written.
+
+    Raises:
+        ConfigError: The run folder can't be read, or the file can't be written.
+    """
     commands: dict[str, Callable[..., str]] = {"report": report, "trace": trace}
     return tyro.cli(commands[command], prog=f"raypar {command}", args=list(words))
 
 
 def report(folder: Folder, out: Out = None) -> str:
-    """One HTML file of a run: figures, losses, speed, the latest step over its prediction, memory, messages.
+    """Write one HTML file about a run: figures, losses, speed, the latest step and its prediction, memory, messages.
 
     Args:
         folder: the run's folder
@@ -37,7 +48,7 @@ def report(folder: Folder, out: Out = None) -> str:
 
 
 def trace(folder: Folder, out: Out = None) -> str:
-    """The latest measured step of a run as a Chrome trace, for ui.perfetto.dev.
+    """Write the latest measured step of a run as a Chrome trace, for ui.perfetto.dev.
 
     Args:
         folder: the run's folder

@@ -1,4 +1,4 @@
-"""The commands that need no actors, no torch and no Ray: draw, check and simulate a schedule."""
+"""The commands for schedules, which need no actors, torch or Ray: draw, check and simulate."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ _RANKS, _MICROBATCHES = 4, 8
 
 @dataclass(frozen=True)
 class PaperArgs:
+    """The flags that draw, check and simulate share."""
+
     schedule: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCHEDULE|FILE.csv|FILE.py:FUNCTION")]
     """a name, a CSV file as torch.distributed.pipelining and raypar draw write it, or a function that generates rows"""
     ranks: int | None = None
@@ -39,45 +41,62 @@ class PaperArgs:
     microbatches: int | None = None
     """microbatches of a step; None: 8, or what the file has"""
     chunks: int | None = None
-    """stages a rank holds; None is the schedule's own default"""
+    """stages on each rank; None is the schedule's own default"""
 
 
 @dataclass(frozen=True)
 class DrawArgs(PaperArgs):
+    """The flags of ``raypar draw``."""
+
     format: Format | None = None
-    """a grid, a picture, torch's table or a trace for ui.perfetto.dev; None goes by the name of --out, else text"""
+    """a grid, a picture, torch's table or a trace for ui.perfetto.dev; None: by the suffix of --out, else text"""
     lowered: bool = False
-    """with the communication: SEND, RECV and the closing STEP"""
+    """draw the communication too: SEND, RECV and the STEP at the end"""
     out: Annotated[Path | None, tyro.conf.arg(aliases=("-o",))] = None
-    """write to this file, not to the screen"""
+    """write to this file instead of the screen"""
 
 
 @dataclass(frozen=True)
 class CheckArgs(PaperArgs):
+    """The flags of ``raypar check``."""
+
     blocking: bool = False
-    """prove it for sends that block until they are received, not for raypar's own, which do not"""
+    """prove it for sends that block until they are received; raypar's own sends do not block"""
     order: Order = "just_in_time"
-    """where the communication goes, if the file has none: one_sweep is safe with sends that block"""
+    """where to insert the communication if the file has none; one_sweep is safe with sends that block"""
 
 
 @dataclass(frozen=True)
 class SimulateArgs(PaperArgs):
+    """The flags of ``raypar simulate``."""
+
     f: float = 1.0
-    """what a forward lasts, in any unit"""
+    """duration of a forward, in any unit"""
     b: float = 2.0
-    """what a full backward lasts"""
+    """duration of a full backward"""
     i: float = 1.0
-    """what the input half of a backward lasts"""
+    """duration of the input half of a backward"""
     w: float = 1.0
-    """what the weight half of a backward lasts"""
+    """duration of the weight half of a backward"""
     link: float = 0.0
-    """from the end of a compute action to the arrival of its value on another rank"""
+    """time from the end of a compute action to the arrival of its value on another rank"""
     format: Literal["text", "json"] = "text"
-    """json: one object for programs to read"""
+    """json: one JSON object, for programs"""
 
 
 def draw(words: Sequence[str], terminal: bool) -> str:
-    """``raypar draw``: the drawing, or where it went; coloured and cut to its width for a terminal."""
+    """Run ``raypar draw``.
+
+    Args:
+        words: The words after ``draw``.
+        terminal: Whether to use colours and cut lines to the terminal's width.
+
+    Returns:
+        The drawing, or a line that says which file was written.
+
+    Raises:
+        ScheduleError: The schedule is wrong or the file can't be written.
+    """
     args = _parse(DrawArgs, words, "draw", "Draw a schedule.")
     schedule = _load(args).schedule
     if args.lowered:
@@ -97,7 +116,17 @@ def draw(words: Sequence[str], terminal: bool) -> str:
 
 
 def prove(words: Sequence[str]) -> str:
-    """``raypar check``: what was proved; raises ScheduleError with what does not hold."""
+    """Run ``raypar check``.
+
+    Args:
+        words: The words after ``check``.
+
+    Returns:
+        A text that says what was proved.
+
+    Raises:
+        ScheduleError: The schedule breaks a rule.
+    """
     what = "Prove that a schedule can run: nothing missing, nothing twice, everything in order, no deadlock."
     args = _parse(CheckArgs, words, "check", what)
     loaded = _load(args)
@@ -118,8 +147,20 @@ def prove(words: Sequence[str]) -> str:
 
 
 def measure(words: Sequence[str]) -> str:
-    """``raypar simulate``: makespan, bubble and activations in flight of a schedule as it would run."""
-    args = _parse(SimulateArgs, words, "simulate", "Run a schedule on paper: how long it takes, how much is bubble.")
+    """Run ``raypar simulate``.
+
+    Args:
+        words: The words after ``simulate``.
+
+    Returns:
+        Makespan, bubble and activations in flight of the lowered schedule, as text or as JSON.
+
+    Raises:
+        ScheduleError: The schedule or a duration is wrong.
+    """
+    args = _parse(
+        SimulateArgs, words, "simulate", "Simulate a schedule: how long it takes, and how much of it is bubble."
+    )
     given = {name: getattr(args, name) for name in ("f", "b", "i", "w", "link")}
     wrong = [f"--{name} is {cost}: it must be 0 or more" for name, cost in given.items() if not 0 <= cost < math.inf]
     if wrong:
@@ -154,7 +195,7 @@ def _parse(kind: type[A], words: Sequence[str], command: str, what: str) -> A:
 
 
 def _load(args: PaperArgs) -> Loaded:
-    """The schedule; raises ScheduleError, also if a file is not of the sizes that were asked for."""
+    """Load the schedule. Raises ScheduleError, also if a file has other sizes than the flags ask for."""
     ranks = _RANKS if args.ranks is None else args.ranks
     microbatches = _MICROBATCHES if args.microbatches is None else args.microbatches
     loaded = load(args.schedule, ranks, microbatches, args.chunks)
@@ -177,7 +218,7 @@ def _grid(schedule: Schedule, color: bool) -> str:
 
 
 def _rows(schedule: Schedule) -> str:
-    """Every action in its order; the columns are places in the row, not times."""
+    """Return every row as a line. A column is a position in the row, not a time."""
     rows = [[str(action) for action in row] for row in schedule.rows]
     labels = [f"rank {rank}" for rank in range(schedule.num_ranks)]
     return "\n".join(lines(labels, padded(rows, widest(cell for row in rows for cell in row))))

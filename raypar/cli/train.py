@@ -1,4 +1,4 @@
-"""The commands that train: their flags are the fields of Run."""
+"""The commands that train: ``raypar train``, ``verify`` and ``step``. Their flags are the fields of Run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _VERIFIED_STEPS = 5
 
 @dataclass(frozen=True)
 class RunArgs(Run):
-    """A Run with what a command line can say: no functions, and a word for where to start from."""
+    """A Run restricted to what a command line can express, without functions, plus the run to start from."""
 
     model: GPT | Llama = field(default_factory=GPT)
     schedule: str = "1f1b"
@@ -51,37 +51,54 @@ class RunArgs(Run):
     """the run that the flags change: gpt-tiny, gpt-small, gpt-124m, llama-tiny, llama-small, or a TOML file"""
 
     def run(self) -> Run:
-        """The run alone."""
+        """Return the Run alone."""
         return Run(**{field.name: getattr(self, field.name) for field in fields(Run)})
 
 
 @dataclass(frozen=True)
 class TrainArgs(RunArgs):
+    """The flags of ``raypar train``."""
+
     log: Path | None = None
-    """a file for one line of JSON a step and an evaluation; overwritten if it exists"""
+    """file for one line of JSON per step and per evaluation; overwritten if it exists"""
     trace: Path | None = None
-    """a file for the trace of the last step, for ui.perfetto.dev; overwritten if it exists"""
+    """file for the trace of the last step, for ui.perfetto.dev; overwritten if it exists"""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """check everything and draw the schedule, but start no actor"""
     resume: Path | None = None
-    """go on from this checkpoint, or the newest sound one in this folder (a run's will do); without RECIPE|FILE.toml
-    with its run, too, in its folder"""
+    """continue from this checkpoint, or from the newest sound one of this folder or run folder; without
+    RECIPE|FILE.toml also with its run, and in its run folder"""
     wait_for_nodes: float = 0.0
-    """seconds that a cluster with too few CPUs is given for its autoscaler to bring more"""
+    """seconds to wait for the cluster's autoscaler if the cluster has too few CPUs"""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A dry run's outcome: the picture of its schedule, and its figures."""
+    """Outcome of a dry run.
+
+    Attributes:
+        picture: The schedule as text.
+        rows: Names and figures of the run.
+    """
 
     picture: str
     rows: Rows
 
 
 def train(words: Sequence[str], terminal: bool) -> Plan | Rows:
-    """``raypar train``: the closing figures, or the plan of a dry run.
+    """Run ``raypar train``.
 
-    Raises ConfigError before any actor starts, JobError or NonFiniteError after that.
+    Args:
+        words: The words after ``train``.
+        terminal: Whether to draw a dry run's schedule in colours.
+
+    Returns:
+        The figures of the completed run, or the plan of a dry run.
+
+    Raises:
+        ConfigError: The flags or files have faults; no actor was started.
+        JobError: The run failed.
+        NonFiniteError: The gradients became infinite or NaN.
     """
     start = next((_found(path) for path in _values_of("--resume", words) if path), None)
     known = {} if start is None else {str(start.path): _its_run(start)}
@@ -100,7 +117,7 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Rows:
         raise ConfigError([*faults, *_misfits(run, start)])
     if args.dry_run:
         return Plan(text(schedule, color=terminal), plan_rows(run, schedule))
-    from raypar.job.launch import launch  # torch and Ray: not for mistakes, and not for a dry run
+    from raypar.job.launch import launch  # imports torch and Ray, which mistakes and dry runs do not need
 
     began = time.perf_counter()
     with (
@@ -128,7 +145,7 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Rows:
 
 
 def _keep(job: Job) -> None:
-    """Save what an interrupted run has come to, if it has a folder and its actors can still be asked."""
+    """Save a checkpoint of an interrupted run, if it has a folder and its actors can still be called."""
     run, log = job.run, logging.getLogger("raypar")
     if run.folder is None or not job.next_step:
         return
@@ -141,7 +158,7 @@ def _keep(job: Job) -> None:
 
 
 def _misfits(run: Run, start: Found | None) -> list[str]:
-    """What else keeps a run from going on from a checkpoint."""
+    """Return the reasons why a run cannot continue from a checkpoint."""
     if start is None:
         return []
     from raypar.checkpoint.resume import demand_resumable
@@ -155,7 +172,10 @@ def _misfits(run: Run, start: Found | None) -> list[str]:
 
 
 def verify(words: Sequence[str]) -> Verdict:
-    """``raypar verify``: whether the layout computes what one plain process does. Raises what ``train`` raises."""
+    """Run ``raypar verify``: compare a run on actors with the same run in one plain process.
+
+    Raises what ``train`` raises.
+    """
     what = "Train a few steps on actors and in one plain process, and compare all losses, gradients and weights."
     run = unrecorded(_parse(RunArgs, words, "verify", what, "gpt-tiny", {"steps": _VERIFIED_STEPS}).run())
     check_run(run)
@@ -167,7 +187,7 @@ def verify(words: Sequence[str]) -> Verdict:
 
 
 def step(words: Sequence[str]) -> None:
-    """``raypar step``: a REPL on the run's first step. Raises what ``train`` raises."""
+    """Run ``raypar step``: a REPL for the run's first step. Raises what ``train`` raises."""
     what = "Step through a schedule by hand, on actors, in a Python REPL."
     run = _parse(RunArgs, words, "step", what, "gpt-tiny").run()
     check_run(run)
@@ -179,13 +199,13 @@ def step(words: Sequence[str]) -> None:
 
 
 def _found(path: str) -> Found:
-    from raypar.checkpoint.resume import find  # numpy: not without need
+    from raypar.checkpoint.resume import find  # imports numpy
 
     return find(Path(path))
 
 
 def _its_run(found: Found) -> Run:
-    """The run that a checkpoint is of, in the folder that it lies in: that may have been moved."""
+    """Return a checkpoint's run, with the run folder that the checkpoint is in now; it may have been moved."""
     run, home = run_of(found.manifest.run), home_of(found.path)
     return run if home is None else replace(run, folder=str(home))
 
@@ -199,14 +219,23 @@ def _parse(
     table: dict[str, int] | None = None,
     known: Mapping[str, Run] | None = None,
 ) -> A:
-    """The flags over the run they start from: a recipe, changed by ``table``, a file, or one that is ``known`` by name.
+    """Parse the flags of a command.
 
-    The defaults of the flags are that run's, so it has to be known first. It is the first word; if it turns out to
-    stand somewhere else, the words are read again.
+    The run that the flags change, called the base, gives the flags their defaults, so it must be known first. It is
+    usually the first word. If it turns out to be another word, parse again with that base.
+
+    Args:
+        kind: The class to parse.
+        words: The words after the command.
+        command: The command's name.
+        what: What the command does, for its help.
+        fallback: Name of the base if the words have none.
+        table: Fields that change a recipe or a file's defaults.
+        known: Further bases by name, beside recipes and files.
     """
 
     def parse(base: str) -> A:
-        """The words over the run of this name; tyro ends the process if it can't read them."""
+        """Parse the words with this base. If they are wrong, tyro ends the process."""
         default = known[base] if known and base in known else _base(base, table or {})
         for model_kind in _values_of("--model.kind", words):
             default = replace(default, model=of_kind("model", model_kind, default.model))
@@ -238,7 +267,7 @@ def _base(name: str, table: dict[str, int]) -> Run:
 
 
 def _read_none(words: Sequence[str]) -> list[str]:
-    """``--clip none``, as files say it, in the word that tyro knows: None."""
+    """Replace ``none``, as TOML files write it, by tyro's ``None`` for flags whose field may be None."""
     hints = ((name, get_args(hint)) for name, hint in get_type_hints(Run).items())
     optional = {f"--{name}" for name, kinds in hints if type(None) in kinds and str not in kinds}
 

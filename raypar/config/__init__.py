@@ -1,1 +1,1 @@
-"""A run as plain data: its fields, recipes, TOML files, and everything that can be wrong with it."""
+"""Configuration of a run: recipes, TOML files, and the check that finds all faults before any actor starts."""

@@ -1,6 +1,6 @@
-"""Whether the fields of a run hold what they are declared to hold: a dataclass itself does not look.
+"""Check that the fields of a run have their declared types and ranges, which a dataclass itself does not do.
 
-pydantic looks. What only draws a schedule does without, so it is imported where it is used.
+pydantic does the check. It is imported only inside the functions that use it: to draw a schedule does not need it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,13 @@ _WORDS = _RANGES | {
 
 
 class Fault(NamedTuple):
-    """A field's fault: the field by its dotted path, a sentence, and whether the type is wrong, not the value only."""
+    """A field with a wrong value.
+
+    Attributes:
+        path: Dotted path of the field, such as ``model.layers``.
+        text: The sentence for the user.
+        of_type: Whether the type is wrong. If not, the value is out of range.
+    """
 
     path: str
     text: str
@@ -48,9 +54,13 @@ class Fault(NamedTuple):
 
 
 def field_faults(part: Any, below: str = "") -> Iterator[Fault]:
-    """Every field of a dataclass, and of those in it, that is not of its declared type or out of its range.
+    """Yield the faults of a dataclass's fields, including those of nested dataclasses.
 
-    Numbers are taken strictly: True is no number, 2.0 no whole number, and nan and inf no finite number.
+    The check is strict: True is not a number, 2.0 is not a whole number, and nan and inf are not finite numbers.
+
+    Args:
+        part: A dataclass instance.
+        below: Prefix of the fields' paths, such as ``model.``.
     """
     from pydantic import ValidationError
 
@@ -63,19 +73,19 @@ def field_faults(part: Any, below: str = "") -> Iterator[Fault]:
     for name, value in values.items():
         if name in wrong:
             yield from _told(wrong[name], f"{below}{name}")
-        elif is_dataclass(value) and not isinstance(value, Schedule):  # its own check looks at every action
+        elif is_dataclass(value) and not isinstance(value, Schedule):  # a Schedule has its own check
             yield from field_faults(value, f"{below}{name}.")
 
 
 def brief(value: Any) -> str:
-    """The value as Python writes it, cut where it gets long."""
+    """Return the repr of a value, shortened to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @cache
 def _strict(kind: type) -> type:
-    """The dataclass as pydantic's: making one checks its fields; a field that is a dataclass has to be one already."""
+    """Return a pydantic dataclass with the fields of ``kind``. Creating an instance checks the fields strictly."""
     from pydantic import ConfigDict
     from pydantic.dataclasses import dataclass
 
@@ -83,8 +93,11 @@ def _strict(kind: type) -> type:
 
 
 def _told(errors: list[ErrorDetails], path: str) -> Iterator[Fault]:
-    """One field's errors as sentences: what a union could be in one, unless a value out of range or a wrong item of a
-    tuple says more."""
+    """Yield the faults of one field.
+
+    pydantic reports an error for each member of a union. They become one sentence, and only the most specific ones are
+    used: a value out of range, or a wrong item of a tuple.
+    """
 
     def items(error: ErrorDetails) -> str:
         return "".join(f".{index}" for index in error["loc"] if isinstance(index, int))

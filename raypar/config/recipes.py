@@ -1,4 +1,4 @@
-"""Runs by name, to start from."""
+"""Recipes: named runs to start from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raypar.errors import ConfigError
 
 
 def gpt_tiny() -> Run:
-    """Seconds: for tests, and to try things. Dropout and clipping are on, so that they are tried too."""
+    """Return a run of seconds, for tests and first steps. It uses dropout and clipping, so that tests cover them."""
     return Run(
         model=GPT(layers=8, hidden=32, heads=4, seq=32, dropout=0.1),
         mesh=Mesh(pp=2),
@@ -28,7 +28,7 @@ def gpt_tiny() -> Run:
 
 
 def gpt_small() -> Run:
-    """Minutes on two CPU cores: 6.5 million parameters over the bytes of Python's standard library."""
+    """Return a run of minutes on two CPU cores: 6.5 million parameters, on the bytes of Python's standard library."""
     return Run(
         model=GPT(layers=8, hidden=256, heads=8, seq=256),
         mesh=Mesh(pp=2),
@@ -42,7 +42,7 @@ def gpt_small() -> Run:
 
 
 def gpt_124m() -> Run:
-    """The size of GPT-2 small (Radford et al. 2019, table 2): for machines that have hours, or GPUs to come."""
+    """Return a run of GPT-2 small's size (Radford et al. 2019, table 2): hours on CPUs."""
     return Run(
         model=GPT(layers=12, hidden=768, heads=12, seq=1024, vocab=50257, tied=True),
         mesh=Mesh(pp=4),
@@ -57,12 +57,12 @@ def gpt_124m() -> Run:
 
 
 def llama_tiny() -> Run:
-    """gpt-tiny as a Llama, whose keys and values have half as many heads."""
+    """Return gpt-tiny with a Llama instead, whose keys and values have half as many heads as the queries."""
     return replace(gpt_tiny(), model=Llama(layers=8, hidden=32, heads=4, kv_heads=2, seq=32, dropout=0.1))
 
 
 def llama_small() -> Run:
-    """gpt-small as a Llama of 6.0 million parameters."""
+    """Return gpt-small with a Llama of 6.0 million parameters instead."""
     return replace(gpt_small(), model=Llama(layers=8, hidden=256, heads=8, kv_heads=4, seq=256))
 
 
@@ -76,7 +76,15 @@ RECIPES: dict[str, Callable[[], Run]] = {
 
 
 def recipe(name: str, **changes: Any) -> Run:
-    """A run by name, with these fields changed. Raises ConfigError for a name that is not known."""
+    """Return the run of a recipe.
+
+    Args:
+        name: Name of the recipe: gpt-tiny, gpt-small, gpt-124m, llama-tiny or llama-small.
+        **changes: Fields of the run to change.
+
+    Raises:
+        ConfigError: There is no such recipe.
+    """
     if name not in RECIPES:
         close = difflib.get_close_matches(name, RECIPES, n=1)
         guess = f"did you mean {close[0]!r}? " if close else ""

@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a run."""
+"""Check a run as a whole and create its schedules, before any actor starts."""
 
 from __future__ import annotations
 
@@ -30,17 +30,22 @@ from raypar.schedules.simulation.simulate import Costs
 
 
 def check_run(run: Run, resumed: Path | None = None, skeleton: Skeleton | None = None) -> Programs:
-    """The run's schedules as its actors perform them, checked; raises ConfigError with all that is wrong with the run.
+    """Check a run and return its programs (training step and evaluation) as the actors perform them.
 
-    ``resumed`` is the checkpoint that it goes on from: only such a run may use a folder that holds one. ``skeleton`` is
-    that of the run's model, where the caller has use for it too.
-    A field of a wrong type or out of its range is a fault by itself; what it is compared with is then left out.
+    A field of a wrong type or range is one fault. Checks that would compare it with other fields are then skipped.
+
+    Args:
+        run: The run.
+        resumed: The checkpoint to continue from. Only a run that resumes from a run folder may use that folder again.
+        skeleton: Skeleton of the run's model, if the caller has one already.
+
+    Raises ConfigError with all faults of the run.
     """
     wrong = list(field_faults(run))
     skeleton = Skeleton(run.model, run.seed) if skeleton is None else skeleton
 
     def right(*paths: str) -> bool:
-        """Whether all these fields, and what is in them, are what they are declared to be."""
+        """Return whether these fields, and all fields inside them, have their declared types and ranges."""
         pairs = ((f"{path}.", f"{fault.path}.") for path in paths for fault in wrong)
         return not any(one.startswith(other) or other.startswith(one) for one, other in pairs)
 
@@ -82,28 +87,34 @@ def check_run(run: Run, resumed: Path | None = None, skeleton: Skeleton | None =
     if run.backward == "auto" and isinstance(run.model, Layers) and not run.model.halves:
         return programs
     costs = costs_of_run(run, programs["train"].num_stages)
-    # what a layer keeps for a W is as large as all its activations: who runs forwards again does not keep it
+    # What a layer keeps for a later W is as large as all its activations, which recomputation is meant to spare.
     return with_backward(programs, run.backward, costs, hold=run.recompute == "none")
 
 
 def costs_of_run(run: Run, num_stages: int) -> Costs:
-    """What the actions of a run's training step last, on paper."""
+    """Return the estimated durations of the actions of a run's training step, from the FLOPs of its layers."""
     ranks = run.mesh.tensor_ranks
     return costs_on_paper(run.model, num_stages, split=run.split, recompute=run.recompute, tensor_ranks=ranks)
 
 
 def world_of(run: Run) -> World:
-    """All ranks of a run: its workers, and its parameter servers if it has any."""
+    """Return the world of a run: all its workers, and its parameter servers if it has any."""
     return World.of(run.mesh, run.data_parallel, run.servers, run.zero)
 
 
 def unrecorded(run: Run) -> Run:
-    """The run, but it leaves nothing behind."""
+    """Return the run without a folder, checkpoints and trackers."""
     return replace(run, folder=None, save_every=0, track=())
 
 
 def reset_faults(run: Run, actors: int, device: DeviceKind) -> Iterator[str]:
-    """Why a run can't begin on so many actors, which compute on ``device`` and are there already."""
+    """Yield the reasons why a run cannot start on existing actors.
+
+    Args:
+        run: The run.
+        actors: Number of actors.
+        device: Device on which they compute.
+    """
     if (wanted := world_of(run).size) > actors:
         yield f"reset keeps the actors: the run needs {wanted}, there are {actors}; launch anew for more"
     if run.device not in ("auto", device):
@@ -118,7 +129,7 @@ def _server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
 
 
 def _backward_faults(run: Run) -> Iterator[str]:
-    """Backwards that are to be split, where W would make nothing."""
+    """Yield a fault if backwards are to be split but W would have nothing to compute."""
     if run.backward != "split":
         return
     fix = "or let backward be auto or whole"
@@ -130,10 +141,10 @@ def _backward_faults(run: Run) -> Iterator[str]:
 
 
 def _share_faults(run: Run, skeleton: Skeleton, schedule: Schedule, right: Callable[..., bool]) -> Iterator[str]:
-    """Servers without a parameter; a rank that has none is left its one server."""
+    """Yield a fault if a pipeline rank has fewer parameters than servers. One server is always allowed."""
     if not right("servers", "data_parallel", "zero", "mesh", "model", "split") or world_of(run).servers < 2:
         return
-    from raypar.actors.worker.build import sizes_of  # imports torch: only for more than one server
+    from raypar.actors.worker.build import sizes_of  # imports torch
 
     sizes = sizes_of(skeleton.model, run.split, schedule)
     fewest, pp = min((len(sizes.get(pp, {})), pp) for pp in range(schedule.num_ranks))
@@ -143,7 +154,7 @@ def _share_faults(run: Run, skeleton: Skeleton, schedule: Schedule, right: Calla
 
 
 def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable[..., bool]) -> list[str]:
-    """What is wrong with the split, with recompute, and with a plan, which all speak of the model's layers."""
+    """Return the faults of the fields that refer to the model's layers: split, recompute and a plan."""
     transformer = isinstance(run.model, Transformer)
     if not right("model.layers" if transformer else "model"):
         return []
@@ -151,7 +162,7 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
     if isinstance(run.model, Transformer):
         count = run.model.layers
     else:
-        from raypar.actors.models.user_plan import embedding_faults, plan_faults  # torch: only it can count these
+        from raypar.actors.models.user_plan import embedding_faults, plan_faults  # imports torch
 
         try:
             count, layers = len(skeleton.model.body), skeleton.layers
@@ -167,7 +178,7 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
 
 
 def _data_faults(run: Run, right: Callable[..., bool]) -> list[str]:
-    """What is wrong with the text, for a model that takes everything where its own sizes are wrong."""
+    """Return the faults of the data. A size of the model that is itself wrong is not compared with the data."""
     if isinstance(run.data, Batches):
         return [*length_faults(run.model, run.data)] if right("model.seq") else []
     seq = run.model.seq if right("model.seq") else 1
@@ -180,7 +191,7 @@ def _data_faults(run: Run, right: Callable[..., bool]) -> list[str]:
 
 
 def rooted(data: Text | Batches) -> Text | Batches:
-    """Paths as this process sees them: an actor may have another working directory."""
+    """Return the data with absolute paths, because an actor may have another working directory."""
     if isinstance(data, Batches):
         return data
 

@@ -1,4 +1,4 @@
-"""From what a run calls its schedule to the programs that actors perform: every pass, and the check behind the last."""
+"""Turn a run's ``schedule`` into the programs that actors perform: load it, apply every pass, then check the result."""
 
 from __future__ import annotations
 
@@ -20,19 +20,26 @@ from raypar.schedules.torch_csv import from_csv
 
 Programs = Mapping[ProgramName, Schedule]
 
-MOST_BYTES = 128 << 20  # of a CSV file
-MOST_CELLS = 5_000_000  # microbatches x stages; to lower and to check one takes about 700 bytes and 70 us
+MOST_BYTES = 128 << 20  # largest CSV file
+MOST_CELLS = 5_000_000  # most microbatches x stages; lowering and checking takes about 700 bytes and 70 us for each
 
 
 def programs_of(
     schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | None, *, reduce_grad: bool = False
 ) -> Programs:
-    """The training step and its evaluation: the same forwards in the same order, without the backwards.
+    """Return the lowered and checked programs of a run, apart from ``with_backward``, which may split backwards later.
 
-    ``reduce_grad``: there are replicas or servers, so that every stage reduces its gradients. Backwards are as the
-    schedule writes them: ``with_backward`` is the pass that is left.
+    The evaluation has the same forwards as the training step, in the same order, and no backwards.
 
-    Raises ScheduleError if there is no such schedule, if it does not fit the sizes, or if it breaks a rule.
+    Args:
+        schedule: A name, user code, a CSV file, or a Schedule; see ``load``.
+        ranks: Number of pipeline ranks.
+        microbatches: Number of microbatches in a step of one replica.
+        chunks: Stages on each rank; None for the schedule's default.
+        reduce_grad: Whether every stage reduces its gradients, because there are replicas or parameter servers.
+
+    Raises:
+        ScheduleError: There is no such schedule, it does not fit the sizes, or it breaks a rule.
     """
     loaded = load(schedule, ranks, microbatches, chunks)
     train = loaded.schedule
@@ -51,16 +58,16 @@ def programs_of(
 
 
 def with_backward(programs: Programs, backward: Backward, costs: Costs, *, hold: bool) -> Programs:
-    """The programs with the backwards of the training step split into I and W; proved safe, as they will run.
+    """Return the programs with backwards of the training step split into I and W, checked again.
 
     Args:
-        programs: lowered and checked.
-        backward: "auto" splits where it makes the step shorter, "split" every backward, "whole" none.
-        costs: what the actions of the training step last, on paper.
-        hold: a W may come later than the SEND of its I; see ``split_backward``.
+        programs: Lowered and checked programs.
+        backward: "auto" splits backwards where that makes the step shorter, "split" splits all, "whole" none.
+        costs: Estimated durations of the actions of the training step.
+        hold: Whether a W may come later than the SEND of its I; see ``split_backward``.
 
     Raises:
-        ScheduleError: the rows break a rule, which would be a fault of the pass.
+        ScheduleError: The new rows break a rule, which would be a bug of the pass.
     """
     if backward == "whole":
         return programs
@@ -72,7 +79,12 @@ def with_backward(programs: Programs, backward: Backward, costs: Costs, *, hold:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A schedule, and what makes it for other sizes; None where there are only its rows."""
+    """A schedule and its generator.
+
+    Attributes:
+        schedule: The schedule, usually of compute actions only.
+        generate: Generates it for other sizes, to find a smaller counterexample; None if only the rows are known.
+    """
 
     schedule: Schedule
     generate: Generate | None = None
@@ -80,8 +92,15 @@ class Loaded:
     def lowered(
         self, order: Order = "just_in_time", *, reduce_grad: bool = False, send_capacity: int = SEND_WINDOW
     ) -> Schedule:
-        """The schedule lowered and proved safe; raises ScheduleError with what does not hold, the smallest case of it
-        too.
+        """Return the schedule, lowered and proved safe.
+
+        Args:
+            order: Where to insert the SENDs and RECVs; see ``lower``.
+            reduce_grad: Whether to add REDUCE_GRAD for every stage.
+            send_capacity: How many sends to a peer may be under way before a sender waits; 0 if sends block.
+
+        Raises:
+            ScheduleError: The schedule breaks a rule. The text also shows the smallest sizes that break it.
         """
         generate = self.generate
 
@@ -91,7 +110,7 @@ class Loaded:
         try:
             lowered = full(self.schedule)
         except ScheduleError:
-            demand_sound(self.schedule, generate)  # it says more: what is missing, and where
+            demand_sound(self.schedule, generate)  # its error says more: what is missing, and where
             raise
         smaller = None if generate is None else lambda *sizes: full(generate(*sizes))
         demand_sound(lowered, smaller, send_capacity=send_capacity)
@@ -99,9 +118,17 @@ class Loaded:
 
 
 def load(schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | None) -> Loaded:
-    """A schedule by name, by the code that generates it (``my.py:zigzag``), from a CSV file, or as it is.
+    """Load a schedule, without lowering or checking it.
 
-    Raises ScheduleError, for a file that can't be read and for code that fails, too.
+    Args:
+        schedule: A name of the catalog, code that generates it (``my.py:zigzag``), a CSV file, or a Schedule.
+        ranks: Number of pipeline ranks to generate for. A file or a Schedule has its own sizes, so that these and the
+            next two arguments do not matter.
+        microbatches: Number of microbatches.
+        chunks: Stages on each rank; None for the schedule's default.
+
+    Raises:
+        ScheduleError: There is no such schedule, it cannot have these sizes, the file can't be read, or the code fails.
     """
     if isinstance(schedule, Schedule):
         return Loaded(schedule)
@@ -112,7 +139,7 @@ def load(schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | 
             raise ScheduleError(f"schedule {schedule!r}: {sizes} are more than {MOST_CELLS}: use smaller numbers")
         generate = partial(entry_of(schedule).build, schedule)
         return Loaded(generate(ranks, microbatches, chunks), generate)
-    from raypar.actors.files import read_named  # to draw a schedule by its name takes no file
+    from raypar.actors.files import read_named
 
     try:
         return Loaded(from_csv(read_named(path, MOST_BYTES).decode(), path.stem))
@@ -120,12 +147,12 @@ def load(schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | 
         raise ScheduleError(f"schedule file {schedule!r} can't be read ({error.strerror}): correct the path") from error
     except ScheduleError:
         raise
-    except (ValueError, csv.Error) as error:  # no UTF-8, a NUL in the path
+    except (ValueError, csv.Error) as error:  # not UTF-8, or a NUL in the path
         raise ScheduleError(f"schedule file {schedule!r} is not a CSV text ({error}): write one with to_csv") from error
 
 
 def schedule_faults(schedule: str | Schedule) -> list[str]:
-    """What is wrong with what a run calls its schedule, whatever the sizes of the run."""
+    """Return the faults of a run's ``schedule`` that do not depend on the (perhaps wrong) sizes of the run."""
     try:
         if isinstance(schedule, str) and Path(schedule).suffix != ".csv":
             entry_of(schedule)
@@ -137,5 +164,5 @@ def schedule_faults(schedule: str | Schedule) -> list[str]:
 
 
 def only_row(schedule: Schedule, rank: int) -> Schedule:
-    """The schedule with the other ranks' rows empty: what one actor has to know."""
+    """Return the schedule with the rows of all other ranks empty, which is what one actor needs."""
     return replace(schedule, rows=tuple(row if i == rank else () for i, row in enumerate(schedule.rows)))

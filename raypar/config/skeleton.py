@@ -1,4 +1,4 @@
-"""A run's model without its weights: what the driver has to know of it, built once a run."""
+"""The skeleton of a run's model: its layers without weights, which the driver builds once per run."""
 
 from __future__ import annotations
 
@@ -15,28 +15,33 @@ if TYPE_CHECKING:
 
 
 class Skeleton:
-    """The names, shapes and ties of a run's model. The model is built when one of them is first asked for, and then
-    kept: to check a GPT or a Llama takes none of them, and no torch."""
+    """Names, shapes and ties of a run's model.
+
+    The model is built, and torch imported, when one of them is first used. The check of a GPT or Llama uses none.
+
+    Args:
+        spec: Description of the model.
+        seed: Seed for user functions that draw random numbers while they build the model.
+    """
 
     def __init__(self, spec: GPT | Llama | Layers, seed: int) -> None:
-        """``seed`` is for user functions that draw while they build."""
         self._spec, self._seed = spec, seed
 
     @cached_property
     def model(self) -> Model:
-        """The model, whose layers are on the meta device. Raises what the user's own function raises."""
+        """The model, with its layers on the meta device. Raises what the user's own function raises."""
         from raypar.actors.models.build import build_model
 
         return build_model(self._spec, self._seed)
 
     @cached_property
     def layers(self) -> Mapping[str, nn.Module]:
-        """Every layer on the meta device, by logical name."""
+        """All layers by logical name, on the meta device."""
         return dict(zip(self.model.names, self.model.skeleton, strict=True))
 
     @cached_property
     def weights(self) -> Mapping[str, Tensor]:
-        """Every logical parameter that trains, on the meta device; a tied weight once, under its home."""
+        """All trainable parameters by logical name, on the meta device. A tied weight appears once, under its home."""
         every = {
             f"{layer}.{inner}": p for layer, module in self.layers.items() for inner, p in module.named_parameters()
         }
@@ -44,12 +49,12 @@ class Skeleton:
 
     @cached_property
     def buffers(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every buffer that is saved, by logical name."""
+        """Shapes of all buffers that a checkpoint saves, by logical name."""
         return dict(self._buffers())
 
     @cached_property
     def homes(self) -> Mapping[str, str]:
-        """The home of every tied weight that is a copy, by the copy's name."""
+        """Names of the homes of tied weights, by the names of their copies."""
         return {copy: home for home, copy in self.model.ties}
 
     def _buffers(self) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -1,15 +1,17 @@
-"""Runs from TOML files. Strict: an unknown key or a wrong type is a fault, and all faults are told at once.
+"""Read runs from TOML files and write them as TOML. Unknown keys and wrong types are faults, and all are reported.
 
-recipe = "gpt-small"   # optional: what the rest changes
-steps = 200
-split = [3, 5]
-clip = "none"          # where a field may be None
+An example::
 
-[model]                # the fields that are not named keep the recipe's values
-layers = 12
+    recipe = "gpt-small"   # optional: the run that the other lines change
+    steps = 200
+    split = [3, 5]
+    clip = "none"          # stands for None
 
-[optim]
-kind = "sgd"
+    [model]                # fields that are left out keep the recipe's values
+    layers = 12
+
+    [optim]
+    kind = "sgd"
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from raypar.schedules.torch_csv import to_csv
 
 
 def flat(table: Mapping[str, Any], below: str = "") -> dict[str, Any]:
-    """Values by dotted path."""
+    """Return the values of nested tables by dotted path, each prefixed with ``below``."""
     found: dict[str, Any] = {}
     for key, value in table.items():
         found |= flat(value, f"{below}{key}.") if isinstance(value, dict) else {f"{below}{key}": value}
@@ -47,30 +49,36 @@ T = TypeVar("T")
 
 _MOST_BYTES = 1 << 20
 _MOST_DOTS = 100  # in a line
-_KINDS: dict[str, dict[str, type[Any]]] = {  # by field: what may stand there
+_KINDS: dict[str, dict[str, type[Any]]] = {  # the classes that a field may have, by kind
     "model": {"gpt": GPT, "llama": Llama},
     "optim": {"adamw": AdamW, "sgd": SGD},
 }
-_COMMON = {  # what another kind takes over; the rest are its own defaults
+_COMMON = {  # the fields that another kind takes over; the others get its defaults
     "model": ("layers", "hidden", "heads", "seq", "vocab", "dropout", "tied", "attention"),
     "optim": ("warmup", "decay", "final"),
 }
 
 
 def load_run(path: Path, base: Run | None = None) -> Run:
-    """The run that a TOML file describes: what it does not name comes from its ``recipe``, else from ``base``.
+    """Return the run that a TOML file describes.
 
-    Paths in it are counted from the working directory. Raises ConfigError for a file that can't be read or is not
-    TOML, and for unknown keys and wrong types, all at once, with the values that are out of range. If those are all
-    that is wrong, the file is read: ``check_run`` tells them, with what it alone finds.
+    Values that are only out of range do not raise here: ``check_run`` reports them together with what it finds.
+
+    Args:
+        path: The file. Relative paths inside it start from the working directory.
+        base: The run that the file changes, unless the file names a ``recipe``; None for the default run.
+
+    Raises:
+        ConfigError: The file can't be read or is not TOML, or it has unknown keys or wrong types. The error lists all
+            of them, and the values out of range.
     """
     return run_of(read_table(path), base)
 
 
 def plain_of(run: Run) -> dict[str, Any]:
-    """The run as plain data, of which ``run_of`` makes it again, from any working directory.
+    """Return a run as plain data, from which ``run_of`` restores it in any working directory.
 
-    It refuses what stands there for functions, and for a Schedule that is no name.
+    Functions and Schedules are written too, but ``run_of`` refuses them.
     """
     folder = run.folder if run.folder is None else str(absolute(run.folder))
     table: dict[str, Any] = _written(replace(run, data=rooted(run.data), folder=folder))
@@ -78,7 +86,7 @@ def plain_of(run: Run) -> dict[str, Any]:
 
 
 def toml_of(plain: Mapping[str, Any]) -> str:
-    """Plain data with tables of one level as TOML."""
+    """Return plain data with tables of one level as TOML text."""
     tables = {key: value for key, value in plain.items() if isinstance(value, dict)}
     lines = [f"{key} = {_spelled(value)}" for key, value in plain.items() if key not in tables]
     for name, table in tables.items():
@@ -87,7 +95,7 @@ def toml_of(plain: Mapping[str, Any]) -> str:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """A TOML file as it is; raises ConfigError, with the line if it is not TOML."""
+    """Read a TOML file. Raises ConfigError if it can't be read or is not TOML; the text then names the line."""
     try:
         return parsed(read_named(path, _MOST_BYTES))
     except OSError as error:
@@ -97,8 +105,12 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def parsed(raw: bytes) -> dict[str, Any]:
-    """What TOML says. Raises ValueError, also for what would take far more time or memory than it has bytes."""
-    if any(line.count(b".") > _MOST_DOTS for line in raw.split(b"\n")):  # tomllib takes memory by the square of them
+    """Parse TOML.
+
+    Raises:
+        ValueError: It is not TOML, or would take far more time or memory than its size suggests.
+    """
+    if any(line.count(b".") > _MOST_DOTS for line in raw.split(b"\n")):  # tomllib's memory grows by their square
         raise ValueError(f"more than {_MOST_DOTS} dots in a line")
     try:
         return tomllib.loads(raw.decode())
@@ -107,12 +119,12 @@ def parsed(raw: bytes) -> dict[str, Any]:
 
 
 def run_of(table: Mapping[str, Any], base: Run | None = None) -> Run:
-    """``load_run`` for what has been read already."""
+    """Return the run that a table describes: ``load_run`` for a file that was read already. Raises ConfigError."""
     faults: list[str] = []
     rest = dict(table)
     own = {part: table[part]["fn"] for part in ("model", "data") if "fn" in _part(table, part)}
     if own:
-        how = "what has functions of yours is run in Python, launch(run, resume=...)"
+        how = "a run with your own functions starts from Python, launch(run, resume=...)"
         raise ConfigError([f"{part}.fn is {brief(name)}: {how}" for part, name in own.items()])
     start = base or Run()
     if "recipe" in rest:
@@ -133,10 +145,17 @@ def _part(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def of_kind(name: str, kind: object, like: T) -> T:
-    """The model or optimizer (``name`` says which) of a kind: ``like`` if it is that kind, else one with defaults of
-    its own and what the two have in common: a model's sizes, an optimizer's schedule.
+    """Return a model or an optimizer of the given kind.
 
-    Raises ConfigError for a kind that is not known.
+    Args:
+        name: Field of the run: "model" or "optim".
+        kind: The kind, such as "llama" or "sgd".
+        like: The present model or optimizer. It is returned itself if it has that kind. Otherwise the new one takes
+            over the fields common to all kinds (a model's sizes, an optimizer's learning-rate schedule), and has its
+            own defaults for the rest.
+
+    Raises:
+        ConfigError: There is no such kind.
     """
     kinds = _KINDS[name]
     if not isinstance(kind, str) or kind not in kinds:
@@ -149,7 +168,7 @@ def of_kind(name: str, kind: object, like: T) -> T:
 
 
 def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[str]) -> T:
-    """``base`` with the fields that the table names; the keys that it should not name go to ``faults``."""
+    """Return ``base`` with the fields that a table sets, and add its unknown keys to ``faults``."""
     assert is_dataclass(base) and not isinstance(base, type)
     hints = get_type_hints(type(base))
     names = [field.name for field in fields(base)]
@@ -174,14 +193,17 @@ def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[str]) -
 
 
 def _plain(value: Any, hint: Any) -> Any:
-    """TOML's lists as tuples, and "none" as None where a field may be None."""
+    """Convert a value from TOML: a list to a tuple, and "none" to None where the field's type allows None."""
     if isinstance(value, list):
         return tuple(value)
     return None if value == "none" and type(None) in get_args(hint) else value
 
 
 def _written(value: Any) -> Any:
-    """``_plain`` backwards; functions by their names, a Schedule as its table, a plan as pairs."""
+    """Convert a value to plain data, the inverse of ``_plain``.
+
+    A function becomes its name, a Schedule its CSV table, and a plan a list of pairs.
+    """
     if isinstance(value, Schedule):
         return {"csv": to_csv(value)}
     if is_dataclass(value):
@@ -196,7 +218,7 @@ def _written(value: Any) -> Any:
 
 
 def _spelled(value: Any) -> str:
-    """A value as TOML spells it: as JSON, but for the one character that JSON leaves as it is and TOML does not."""
+    """Return a value as TOML spells it: like JSON, except that TOML escapes DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -1,1 +1,1 @@
-"""The job: a run on its actors."""
+"""The job: a run and the actors that train it."""

@@ -1,4 +1,4 @@
-"""Looking inside a job: its weights, gradients, messages and times, asked of the actors that have them."""
+"""Inspect a job: fetch weights, gradients, communication totals and times from its actors."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 
 
 class Inspection:
-    """What can be asked of a job's actors about the run that they have. Nothing here changes anything.
+    """Fetches the state of a job's actors for the loaded run. It never changes a number of the run.
 
-    holds  what each rank has of which logical parameters
+    Args:
+        lifetime: The life of the job's actors.
+        loaded: The run that the actors have.
+        holds: By rank, the shard that the rank holds of each of its logical parameters.
     """
 
     def __init__(self, lifetime: Lifetime, loaded: LoadedRun, holds: Sequence[Mapping[str, Shard]]) -> None:
@@ -37,19 +40,27 @@ class Inspection:
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every logical parameter."""
+        """Shapes of all logical parameters by name."""
         return {name: shard.whole for held in self._holds for name, shard in held.items()}
 
     def param(self, name: str) -> Tensor:
-        """A weight by its logical name, whole, fetched from the actors that hold it, on the CPU."""
+        """Fetch a whole weight by its logical name, to the CPU.
+
+        Raises:
+            KeyError: There is no such parameter.
+        """
         weight: Tensor = self._ask(name, "parameter", range(self._run.mesh.size))
         return weight
 
     def weights(self, dp: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Every weight of a replica with its logical name, one actor's after the other; both ends of a tie, if they are
-        apart.
+        """Fetch all weights of one replica, pipeline rank by pipeline rank.
 
-        A copy goes by the name of its home.
+        Args:
+            dp: Index of the data-parallel replica.
+
+        Yields:
+            Logical name and whole tensor. If the two ends of a tied weight are on different ranks, both are yielded
+            under the name of the home.
         """
         homes = self._skeleton.homes
         for rank in self._world.replica(dp):
@@ -59,15 +70,24 @@ class Inspection:
                 yield homes.get(name, name), self._joined(name, ranks, [parts[name] for parts in held])
 
     def grad(self, name: str) -> Tensor | None:
-        """A gradient of the latest step as the optimizer saw it (summed, clipped); None before the first step.
+        """Fetch a gradient of the latest step as the optimizer saw it: summed over the replicas, and clipped.
 
-        It comes from the actor that updates the weight: a worker, or a parameter server.
+        It comes from the actor that updates the weight, a worker or a parameter server.
+
+        Args:
+            name: Logical name of the parameter.
+
+        Returns:
+            The whole gradient on the CPU; None if there is none, as before the first step.
+
+        Raises:
+            KeyError: There is no such parameter.
         """
         gradient: Tensor | None = self._ask(name, "gradient", self._world.server_ranks or range(self._world.size))
         return gradient
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """What ``grad`` gives of every parameter, by logical name; every actor is asked once."""
+        """Fetch all gradients by logical name, as ``grad`` does for one, with one call per actor."""
         found: dict[str, Tensor | None] = {}
         for rank in filter(self._world.leads, self._world.server_ranks or range(self._world.size)):
             shards = {name: shard for name, shard in self._holds[rank].items() if found.get(name) is None}
@@ -79,33 +99,59 @@ class Inspection:
         return found
 
     def watch(self) -> tuple[str, ...]:
-        """Have the actors keep what their layers make in the step that a stepper has just opened, and the gradients
-        there, for ``sights``; the logical names of those layers, and of modules in them. Instead of a recording."""
+        """Make the actors keep activations and their gradients, for ``sights``, in the step that a stepper just opened.
+
+        A stage cannot be watched and recorded in the same step.
+
+        Returns:
+            The logical names of the watched layers, and of the watched modules inside them.
+        """
         ranks = range(self._run.mesh.size)
         found = self._guard(lambda: self._calls.some(ranks, "watch", what="watching the layers"))
         return tuple(dict.fromkeys(name for names in found for name in names))
 
     def sights(self, spots: Sequence[Spot]) -> list[dict[int, Sight]]:
-        """What the actors have of each of these tensors, which were watched, by rank."""
+        """Fetch watched tensors.
+
+        Args:
+            spots: The tensors.
+
+        Returns:
+            For each tensor, by rank, the part that the rank has. Ranks without a part are left out.
+        """
         ranks = range(self._run.mesh.size)
         found = self._guard(lambda: self._calls.some(ranks, "sights", spots, what="fetching what the layers made"))
         return [{rank: sight for rank, sight in enumerate(one) if sight} for one in zip(*found, strict=True)]
 
     def grads(self, name: str) -> dict[int, tuple[Shard, Tensor]]:
-        """What every actor has of a gradient of the latest step, by rank; those that have none are left out."""
+        """Fetch every actor's part of a gradient of the latest step.
+
+        Args:
+            name: Logical name of the parameter.
+
+        Returns:
+            By rank, the shard and its gradient on the CPU. Ranks without one are left out.
+        """
         ranks = [rank for rank in self._world.server_ranks or range(self._world.size) if name in self._holds[rank]]
         found = self._guard(lambda: self._calls.some(ranks, "gradient", name, what=f"fetching {name}"))
         pairs = zip(ranks, found, strict=True)
         return {rank: (self._holds[rank][name], gradient) for rank, gradient in pairs if gradient is not None}
 
     def ledger(self) -> dict[str, dict[tuple[str, str], Entry]]:
-        """What every actor's groups moved since the launch: calls, bytes and seconds by (axis, op)."""
+        """Return the communication totals since the launch: by actor, then by (axis, op), calls, bytes and seconds."""
         return ledger_of(self._world, self._guard(lambda: self._calls.all("ledger", what="reading the ledger")))
 
     def timeline(self, dp: int = 0) -> Timeline:
-        """The latest compiled training step of one replica as measured, in seconds from the first action of any.
+        """Return the measured timeline of one replica's latest compiled training step.
 
-        Before there is one, ValueError: a step by hand is not measured.
+        Args:
+            dp: Index of the data-parallel replica.
+
+        Returns:
+            The timeline, in seconds since the first action on any actor.
+
+        Raises:
+            ValueError: No step was measured yet (a step by hand is not measured), or there is no such replica.
         """
         measured = self._replica(dp, 0)
         if not measured.events:
@@ -113,19 +159,28 @@ class Inspection:
         return measured
 
     def timelines(self, ago: int = 0) -> list[Timeline]:
-        """The latest compiled training step on one clock: a timeline for each replica, then one for the servers 0, the
-        servers 1, ... of the pipeline ranks.
+        """Return the measured timelines of a compiled training step, all on one clock.
 
-        ``ago`` asks for a step so many before the latest: actors remember a few. Of others nothing is measured.
+        Args:
+            ago: How many steps before the latest. Actors keep the last few; the timelines of others are empty.
+
+        Returns:
+            One timeline per replica, then one for server 0 of every pipeline rank, one for server 1, and so on.
         """
         rows = self._guard(lambda: self._calls.all("events", ago, what="reading the timeline"))
         return timelines_of(self._schedule, self._world, rows)
 
     def overlay(self, dp: int = 0) -> Overlay:
-        """The latest compiled training step of one replica over what those before it predict: simulated with their
-        costs.
+        """Compare the latest compiled training step of one replica with its prediction.
 
-        After the first step there are none, and it is its own prediction. Before it, ValueError.
+        The prediction is a simulation with the durations measured in the steps before it. The first step, which has
+        none before it, is predicted from its own durations.
+
+        Args:
+            dp: Index of the data-parallel replica.
+
+        Raises:
+            ValueError: No step was measured yet, or there is no such replica.
         """
         measured = self.timeline(dp)
         before = [earlier for ago in range(1, KEPT) if (earlier := self._replica(dp, ago)).events]
@@ -148,11 +203,11 @@ class Inspection:
         )
 
     def _whole(self, name: str, method: str, rank: int) -> Tensor | None:
-        """A logical tensor of which a rank has all or a part, then the other ranks of its tensor group the rest."""
+        """Fetch a logical tensor from a rank, or from its whole tensor group if the rank holds only a part."""
         ranks = (rank,) if self._holds[rank][name].is_whole else self._world.tensor_group(rank)
         parts = self._guard(partial(self._calls.some, ranks, method, name, what=f"fetching {name}"))
         return None if parts[0] is None else self._joined(name, ranks, parts)
 
     def _joined(self, name: str, ranks: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
-        """A logical tensor of what these ranks have of it."""
+        """Join the parts that these ranks hold of a logical tensor."""
         return join_shards([self._holds[rank][name] for rank in ranks], parts)

@@ -1,4 +1,4 @@
-"""The job: a run on its actors, trained, inspected, exchanged for another one, and ended."""
+"""The job: trains a run on its actors, inspects them, replaces the run by another one, and ends the actors."""
 
 from __future__ import annotations
 
@@ -37,18 +37,19 @@ if TYPE_CHECKING:
 
     from raypar.actors.inspect.activations import Sight, Spot
 
-_LAUNCH_SECONDS = 60.0  # for actors to start, build and meet, however short a run's own timeout is
-_MOST_SHOWN = 200  # actions of a schedule that a job shows in a REPL
+_LAUNCH_SECONDS = 60.0  # least time for actors to start, build and connect, even if the run's timeout is shorter
+_MOST_SHOWN = 200  # largest schedule, in actions, that a job's repr shows
 
 
 class Job:
-    """A run on its actors. ``launch`` makes one.
+    """A run and the actors that train it. ``launch`` creates it.
 
-    run         what it was launched with, or reset to
-    device      what its actors compute on: cpu or cuda
-    num_actors  how many were launched; a run that it was reset to may need fewer
-    schedule    of a training step, as it is drawn, checked, simulated, stepped and run
-    next_step   number of the step that comes next
+    Attributes:
+        run: The run that was launched, or that the job was reset to.
+        device: The device that the actors compute on: "cpu" or "cuda".
+        num_actors: Number of launched actors. A run that the job was reset to may use fewer.
+        schedule: The schedule of a training step, the same object that is drawn, checked, simulated, stepped and run.
+        next_step: Number of the next step, from 0.
     """
 
     def __init__(
@@ -89,13 +90,18 @@ class Job:
         return f"{self._told()}\n{grid}"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the same, with a picture."""
+        """Return the job's summary and a picture of its schedule, for notebooks."""
         return f"<pre>{escape(self._told())}</pre>{self.schedule._repr_svg_() or ''}"
 
     # --- training ---
 
     def step(self) -> Report:
-        """One compiled training step: every actor performs its row; one call an actor."""
+        """Take one compiled training step: one call per actor, in which the actor performs its whole row.
+
+        Raises:
+            JobError: The step failed, and the job is over.
+            NonFiniteError: The gradients are not finite. No weight was changed, and the job can continue.
+        """
         return self._loop.step()
 
     def train(
@@ -105,107 +111,194 @@ class Job:
         on: Callable[[Report | Evaluation], None] | None = None,
         ahead: int | None = None,
     ) -> list[Report]:
-        """Train ``steps`` steps (None: what is left of the run's) with progress; returns their reports.
+        """Train with a progress display, with the evaluations and checkpoints that the run asks for.
 
-        ``on`` is called with every report, and with every evaluation that ``run.eval_every`` asks for. ``ahead`` steps
-        are handed to the actors before the report of the one they work on is in: then they never wait for the driver,
-        but what ``on`` looks up in the job may be that many steps further. None is 0 with ``on`` and 1 without.
+        Args:
+            steps: Number of steps; None for all that are left of the run.
+            on: Called with every report, and with every evaluation that ``run.eval_every`` asks for.
+            ahead: How many further steps to hand to the actors before the report of the current one has arrived, so
+                that they never wait for the driver. What ``on`` fetches from the job may then be up to that many steps
+                ahead of its report. None for 0 with ``on``, and 1 without.
+
+        Returns:
+            The reports of the steps.
+
+        Raises:
+            ValueError: ``ahead`` is not a whole number of 0 or more.
+            JobError: A step failed, and the job is over.
+            NonFiniteError: The gradients are not finite. No weight was changed, and the job can continue.
         """
         return self._loop.train(steps, on, ahead)
 
     def evaluate(self, steps: int | None = None) -> Evaluation:
-        """The loss on validation data: ``steps`` (None: ``run.eval_steps``) times ``run.microbatches`` microbatches, on
-        each replica others."""
+        """Compute the loss on validation data.
+
+        Args:
+            steps: Number of evaluation steps; None for ``run.eval_steps``. In each, every replica evaluates
+                ``run.microbatches`` microbatches of its own.
+
+        Raises:
+            ConfigError: The run has no validation data.
+            ValueError: ``steps`` is less than 1.
+        """
         return self._loop.evaluate(steps)
 
     def save(self, folder: str | Path, keep_last: int | None = None) -> Path:
-        """Save a checkpoint into a folder; returns its path when it is whole and on disk.
+        """Save a checkpoint and wait until it is complete on disk.
 
-        Of those of earlier steps, only the ``keep_last - 1`` newest stay; None keeps all. In ``run.folder`` are those
-        that are saved beside the training. Raises CheckpointError if the folder can't be written; the job can go on.
+        Checkpoints that the training saves by itself are in ``run.folder``.
+
+        Args:
+            folder: Folder of checkpoints, in which this one gets a subfolder.
+            keep_last: Number of checkpoints to keep, this one included: older ones of earlier steps are removed. None
+                keeps all.
+
+        Returns:
+            The checkpoint's path.
+
+        Raises:
+            CheckpointError: The folder can't be written. The job can continue.
+            ValueError: ``keep_last`` is less than 1.
         """
         return self._loop.save(Path(folder), keep_last)
 
     def stepper(self) -> Stepper:
-        """The next training step, action by action; the stepper of it that is under way, if there is one."""
+        """Return a Stepper for the next training step, action by action; the same one if its step has already begun."""
         return self._loop.stepper()
 
     # --- looking inside ---
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every logical parameter."""
+        """Shapes of all logical parameters by name."""
         return self._inspection.parameters
 
     def param(self, name: str) -> Tensor:
-        """A weight by its logical name, whole, fetched from the actors that hold it, on the CPU."""
+        """Fetch a whole weight by its logical name, to the CPU.
+
+        Raises:
+            KeyError: There is no such parameter.
+        """
         return self._inspection.param(name)
 
     def weights(self, dp: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Every weight of a replica with its logical name, one actor's after the other; both ends of a tie, if they are
-        apart.
+        """Fetch all weights of one replica, pipeline rank by pipeline rank.
 
-        A copy goes by the name of its home.
+        Args:
+            dp: Index of the data-parallel replica.
+
+        Yields:
+            Logical name and whole tensor. If the two ends of a tied weight are on different ranks, both are yielded
+            under the name of the home.
         """
         return self._inspection.weights(dp)
 
     def grad(self, name: str) -> Tensor | None:
-        """A gradient of the latest step as the optimizer saw it (summed, clipped); None before the first step.
+        """Fetch a gradient of the latest step as the optimizer saw it: summed over the replicas, and clipped.
 
-        It comes from the actor that updates the weight: a worker, or a parameter server.
+        It comes from the actor that updates the weight, a worker or a parameter server.
+
+        Args:
+            name: Logical name of the parameter.
+
+        Returns:
+            The whole gradient on the CPU; None if there is none, as before the first step.
+
+        Raises:
+            KeyError: There is no such parameter.
         """
         return self._inspection.grad(name)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """What ``grad`` gives of every parameter, by logical name; every actor is asked once."""
+        """Fetch all gradients by logical name, as ``grad`` does for one, with one call per actor."""
         return self._inspection.gradients()
 
     def watch(self) -> tuple[str, ...]:
-        """Have the actors keep what their layers make in the step that a stepper has just opened, and the gradients
-        there, for ``sights``; the logical names of those layers, and of modules in them. Instead of a recording."""
+        """Make the actors keep activations and their gradients, for ``sights``, in the step that a stepper just opened.
+
+        A stage cannot be watched and recorded in the same step.
+
+        Returns:
+            The logical names of the watched layers, and of the watched modules inside them.
+        """
         return self._inspection.watch()
 
     def sights(self, spots: Sequence[Spot]) -> list[dict[int, Sight]]:
-        """What the actors have of each of these tensors, which were watched, by rank."""
+        """Fetch watched tensors.
+
+        Args:
+            spots: The tensors.
+
+        Returns:
+            For each tensor, by rank, the part that the rank has. Ranks without a part are left out.
+        """
         return self._inspection.sights(spots)
 
     def grads(self, name: str) -> dict[int, tuple[Shard, Tensor]]:
-        """What every actor has of a gradient of the latest step, by rank; those that have none are left out."""
+        """Fetch every actor's part of a gradient of the latest step.
+
+        Args:
+            name: Logical name of the parameter.
+
+        Returns:
+            By rank, the shard and its gradient on the CPU. Ranks without one are left out.
+        """
         return self._inspection.grads(name)
 
     def ledger(self) -> dict[str, dict[tuple[str, str], Entry]]:
-        """What every actor's groups moved since the launch: calls, bytes and seconds by (axis, op)."""
+        """Return the communication totals since the launch: by actor, then by (axis, op), calls, bytes and seconds."""
         return self._inspection.ledger()
 
     def timeline(self, dp: int = 0) -> Timeline:
-        """The latest compiled training step of one replica as measured, in seconds from the first action of any.
+        """Return the measured timeline of one replica's latest compiled training step.
 
-        Before there is one, ValueError: a step by hand is not measured.
+        Args:
+            dp: Index of the data-parallel replica.
+
+        Returns:
+            The timeline, in seconds since the first action on any actor.
+
+        Raises:
+            ValueError: No step was measured yet (a step by hand is not measured), or there is no such replica.
         """
         return self._inspection.timeline(dp)
 
     def timelines(self, ago: int = 0) -> list[Timeline]:
-        """The latest compiled training step on one clock: a timeline for each replica, then one for the servers 0, the
-        servers 1, ... of the pipeline ranks.
+        """Return the measured timelines of a compiled training step, all on one clock.
 
-        ``ago`` asks for a step so many before the latest: actors remember a few. Of others nothing is measured.
+        Args:
+            ago: How many steps before the latest. Actors keep the last few; the timelines of others are empty.
+
+        Returns:
+            One timeline per replica, then one for server 0 of every pipeline rank, one for server 1, and so on.
         """
         return self._inspection.timelines(ago)
 
     def overlay(self, dp: int = 0) -> Overlay:
-        """The latest compiled training step of one replica over what those before it predict: simulated with their
-        costs.
+        """Compare the latest compiled training step of one replica with its prediction.
 
-        After the first step there are none, and it is its own prediction. Before it, ValueError.
+        The prediction is a simulation with the durations measured in the steps before it. The first step, which has
+        none before it, is predicted from its own durations.
+
+        Args:
+            dp: Index of the data-parallel replica.
+
+        Raises:
+            ValueError: No step was measured yet, or there is no such replica.
         """
         return self._inspection.overlay(dp)
 
     # --- its life ---
 
     def reset(self, run: Run, *, resume: str | Path | Found | None = None) -> None:
-        """Begin another run, from ``resume`` as in ``launch``, on the same actors; those not needed are idle.
+        """Replace the run by another one on the same actors, which keep their nodes, GPUs and names.
 
-        Their nodes, shares of GPUs and names in Ray's dashboard stay. Raises ConfigError, before anything is changed.
+        Args:
+            run: The new run. It may need fewer actors, the others are then idle.
+            resume: Checkpoint to continue from, as in ``launch``.
+
+        Raises:
+            ConfigError: The run has faults. The present run goes on unchanged.
         """
         self._loop.demand_ready()
         programs, skeleton, found = prepared(run, resume)
@@ -215,7 +308,7 @@ class Job:
         self._lifetime.guard(partial(self._exchange, run, programs, skeleton, found, Record(run)))
 
     def close(self) -> None:
-        """Finish the save under way; end the actors, and Ray if the launch started it. More than once does no harm."""
+        """Finish the save under way; end the actors, and Ray if the launch started it. A second call does nothing."""
         try:
             self._loop.keep_times()
         finally:
@@ -232,7 +325,7 @@ class Job:
     # --- loading a run ---
 
     def _exchange(self, run: Run, programs: Programs, skeleton: Skeleton, found: Found | None, record: Record) -> None:
-        """Load another run on the actors in the place of the one that they have."""
+        """Replace the actors' run by another one."""
         self._loop.keep_times()
         self._loop.close()
         try:
@@ -246,15 +339,18 @@ class Job:
         self._inspection = Inspection(self._lifetime, loaded, self._start(loaded, programs, found))
 
     def _loaded(self, run: Run, programs: Programs, skeleton: Skeleton) -> LoadedRun:
-        """A run and the actors that it needs; nothing is told to them yet."""
+        """Return a run with the actors that it needs, without calling them yet."""
         world, schedule = world_of(run), programs["train"]
         calls = self._lifetime.calls_on(world, run.timeout)
         handles = self._lifetime.handles(world.size)
         return LoadedRun(run, schedule, world, handles, calls, skeleton)
 
     def _start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> Sequence[Mapping[str, Shard]]:
-        """Have the actors build their parts of a run, and load a checkpoint; what each rank then has of which logical
-        parameters."""
+        """Make the actors build their parts of a run, and load a checkpoint if there is one.
+
+        Returns:
+            By rank, the shard that the rank holds of each of its logical parameters.
+        """
         run, guard = loaded.run, self._lifetime.guard
         name = f"{self._name}@{self._generation}"
         plans = plans_of(run, programs, name, self.device)
@@ -268,7 +364,7 @@ class Job:
         return holds
 
     def _told(self) -> str:
-        """The job in three lines."""
+        """Return a summary of the job in three lines."""
         failure, last, world = self._lifetime.failure, self._loop.last, self._loop.loaded.world
         over = f", over: {failure}" if failure is not None else ""
         loss = f", loss {last.loss:.4f} in step {last.step}" if last is not None else ""

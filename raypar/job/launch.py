@@ -1,4 +1,4 @@
-"""Starting a job: everything that can be wrong is said first, then its actors are placed."""
+"""Launch a job: check the run first, then place its actors."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ log = logging.getLogger(__name__)
 
 
 def launch(run: Run, *, wait_for_nodes: float = 0.0, resume: str | Path | Found | None = None) -> Job:
-    """Start a run's actors and build its model on them; use the Job in a ``with``, or close it.
+    """Start a run's actors and build its model on them. Use the Job in a ``with`` block, or close it.
 
-    A cluster that has too little is given ``wait_for_nodes`` seconds for its autoscaler to bring more. ``resume`` is a
-    checkpoint, or a folder of them or of a run, of which the newest sound one counts: the job goes on from there,
-    bitwise. Another mesh or schedule will do; another model, kind of optimizer or seed will not.
+    Args:
+        run: The run.
+        wait_for_nodes: Seconds to wait for the cluster's autoscaler if the cluster is too small for the run.
+        resume: Checkpoint to continue from, bitwise. For a run folder or a folder of checkpoints, the newest sound one.
+            The mesh and the schedule may differ from the checkpoint's; the model, the kind of optimizer and the seed
+            may not. None starts from new weights.
 
-    Raises ConfigError with everything that is wrong with the run, before any actor starts.
+    Raises:
+        ConfigError: The run has faults. The error lists all of them, and no actor was started.
+        JobError: The actors could not be started.
     """
     programs, skeleton, found = prepared(run, resume)
     from raypar.actors.worker.actor import Hosted

@@ -1,4 +1,4 @@
-"""The life of a job's actors: calls on them come to their end, or the job does."""
+"""The life of a job's actors: a call to them completes, or its failure ends the job."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ T = TypeVar("T")
 
 
 class Lifetime:
-    """A job's actors, until a fault or the job's ``close`` ends them.
+    """A job's actors, until a failure or the job's ``close`` ends them.
 
-    failure  why the job is over; None while it goes on
-    epoch    how many steps could not be made by now
+    Args:
+        actors: The actors.
+        close: Closes the job. A failure calls it, and it calls ``end``.
+
+    Attributes:
+        failure: Why the job is over; None while it is alive.
+        epoch: Number of steps so far that were refused for non-finite gradients. Actors refuse calls of an earlier
+            epoch.
     """
 
     def __init__(self, actors: Actors, close: Callable[[], None]) -> None:
-        """``close`` closes the job; a fault calls it, and it calls ``end``."""
         self.failure: str | None = None
         self.epoch = 0
         self._actors: Actors | None = actors
@@ -32,13 +37,21 @@ class Lifetime:
         self._close = close
 
     def handles(self, count: int) -> list[Any]:
-        """The handles of the first ``count`` actors. Raises JobError if the job is over."""
+        """Return the handles of the first ``count`` actors. Raises JobError if the job is over."""
         self.demand_open()
         assert self._actors is not None
         return self._actors.handles[:count]
 
     def calls_on(self, world: World, timeout: float) -> Calls:
-        """Calls on the actors of a world, which a fault breaks off from now on. Raises JobError if the job is over."""
+        """Return Calls to the actors of a world. From now on, a failure aborts these.
+
+        Args:
+            world: The ranks; rank i is actor i.
+            timeout: How long an actor may stay in one action, in seconds.
+
+        Raises:
+            JobError: The job is over.
+        """
         self._calls = Calls(self.handles(world.size), world, timeout)
         return self._calls
 
@@ -50,22 +63,21 @@ class Lifetime:
             raise JobError(f"this job is over ({self.failure}): launch the run again")
 
     def guard(self, call: Callable[[], T], *, patient: bool = True) -> T:
-        """Run a call on the actors; a fault ends the job, so that nothing is left waiting or running.
-
-        With a patient call Ctrl-C waits for it, and only a second one ends the job. What the actors are told and what
-        the driver then notes of it belong into one call: interrupted in between, they would not be in the same step.
+        """Run a function that calls the actors. If it fails, end the job, so that nothing is left waiting or running.
 
         Args:
-            call: asks the actors, and notes their answers
-            patient: whether Ctrl-C waits for the call
+            call: Calls the actors and records their answers. Both belong into one function: if it were interrupted in
+                between, driver and actors would be in different steps.
+            patient: Whether a first Ctrl-C waits for the function to return; a second one ends the job. If not, the
+                first one ends it.
 
         Returns:
-            What the call returns.
+            What the function returns.
 
         Raises:
-            JobError: if the job is over, or with the fault that has ended it
-            NonFiniteError: if no actor has made the step; the job can go on
-            KeyboardInterrupt: after the call if Ctrl-C was pressed in it; else the job has ended
+            JobError: The job is over, or the function's failure has ended it.
+            NonFiniteError: The gradients are not finite, and no actor has updated its weights. The job can continue.
+            KeyboardInterrupt: Ctrl-C was pressed. If it waited for the function the job can continue, else it is over.
         """
         self.demand_open()
         try:
@@ -73,19 +85,19 @@ class Lifetime:
                 answer = call()
         except NonFiniteError:
             self.epoch += 1
-            raise  # nobody has changed a weight: the job can go on
+            raise  # no weight was changed: the job can continue
         except (KeyboardInterrupt, JobError) as error:
-            if self.failure is None:  # else a call within this one has ended the job
+            if self.failure is None:  # otherwise a nested guard has ended the job
                 self._fail(error)
             raise
         ctrl_c.heed()
         return answer
 
     def end(self, let_go: Callable[[bool], None]) -> None:
-        """End the actors, and Ray if the launch started it. More than once does no harm.
+        """End the actors, and Ray if the launch started it. A second call does nothing.
 
         Args:
-            let_go: ends what the run has begun beside its actors; called first, with whether the job has failed
+            let_go: Ends what the run has started besides its actors. Called first, with whether the job has failed.
         """
         if self._actors is None:
             return
@@ -101,6 +113,6 @@ class Lifetime:
             self.failure = str(error).splitlines()[0]
             if self._calls is not None:
                 self._calls.abort()
-        else:  # the actors go on with what they were told: the same step once more would be taken twice
+        else:  # the actors still complete their step, so the driver must not repeat it
             self.failure = "it was interrupted while its actors worked"
         self._close()

@@ -1,4 +1,4 @@
-"""A run as it is loaded on a job's actors."""
+"""A run that is loaded on a job's actors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from raypar.schedules.schedule import Schedule
 class LoadedRun:
     """A run, and the actors of a job that take part in it.
 
-    schedule  the schedule of a training step, as the actors perform it
-    world     all ranks of the run
-    handles   the actors' handles, by rank
-    calls     calls on these actors
-    skeleton  the model without its weights
+    Attributes:
+        run: The run.
+        schedule: Lowered schedule of a training step, as the actors perform it.
+        world: All ranks of the run.
+        handles: Ray handles of the actors, by rank.
+        calls: Calls to these actors.
+        skeleton: The model without its weights.
     """
 
     run: Run

@@ -1,4 +1,4 @@
-"""From a run to what each of its actors is told."""
+"""Create the plan of every actor from a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from raypar.config.schedule import Programs, only_row
 
 
 def plans_of(run: Run, programs: Programs, name: str, device: DeviceKind = "cpu") -> list[Plan]:
-    """The plan of every rank; ``name`` is unique to job and generation, ``device`` what all of them compute on."""
+    """Create the plan of every rank.
+
+    Args:
+        run: The run.
+        programs: Its lowered schedules.
+        name: A name that is unique for this job and generation. The names of the run's groups begin with it.
+        device: Device that all actors compute on.
+
+    Returns:
+        The plans by rank.
+    """
     world = world_of(run)
     own = [{key: only_row(schedule, pp) for key, schedule in programs.items()} for pp in range(run.mesh.pp)]
     return [
@@ -28,7 +38,9 @@ def plans_of(run: Run, programs: Programs, name: str, device: DeviceKind = "cpu"
 
 
 def shipped(run: Run) -> Run:
-    """The run as its actors get it: the data's paths are absolute; of a Schedule, which has the rows of all ranks, only
-    the name goes along."""
+    """Return the run that the actors get.
+
+    Paths of the data are absolute. A Schedule is replaced by its name, because actors get their own rows separately.
+    """
     schedule = run.schedule if isinstance(run.schedule, str) else run.schedule.name
     return replace(run, schedule=schedule, data=rooted(run.data))

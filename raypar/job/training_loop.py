@@ -1,4 +1,4 @@
-"""The training loop: steps are handed to the actors, their reports are committed, checkpoints saved when due."""
+"""The training loop: hand steps to the actors, commit their reports, save checkpoints when they are due."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ from raypar.stepping.stepper import Stepper
 
 
 class Ahead:
-    """Hands steps to the actors before the one they work on has been reported, so that they never wait for the driver.
+    """Hands steps to the actors before the report of the current one has arrived, so that they never wait.
 
-    most   steps that may be handed over beyond the one that is waited for
-    epoch  how many steps could not be made by now: actors refuse a call of an earlier one
+    Args:
+        calls: Calls to the actors.
+        most: How many steps may be handed over beyond the current one.
+        epoch: Epoch of the steps; see ``Lifetime``.
     """
 
     def __init__(self, calls: Calls, most: int, epoch: int) -> None:
@@ -42,18 +44,27 @@ class Ahead:
         self._since = time.perf_counter()
 
     def hand_over(self, first: int, stop: int) -> None:
-        """Hand over the steps from ``first`` (the one to be reported next) on, but not step ``stop``."""
+        """Hand over as many steps as allowed.
+
+        Args:
+            first: Number of the step whose report comes next.
+            stop: Number of the first step that must not be handed over yet.
+        """
         if not self._handed:
             self._since = time.perf_counter()
         for number in range(first + len(self._handed), min(stop, first + self._most + 1)):
             self._handed.append((number, self._calls.submit("run", "train", number, self._epoch)))
 
     def collect(self) -> tuple[list[Any], float]:
-        """The results of the oldest step, and the seconds since the one before it (or since it was handed over).
+        """Wait for the oldest step that was handed over.
 
-        They are no less than an actor took: the driver may have come late to the one before.
+        Returns:
+            The results by rank, and the step's duration in seconds: since the step before it was collected, or since
+            this one was handed over, but at least as long as the slowest actor took.
 
-        Raises what Calls.gather raises. After a NonFiniteError nothing is left: the actors refuse what came behind.
+        Raises:
+            NonFiniteError: The gradients are not finite. No later steps are left, because the actors refuse them.
+            Exception: Other errors of ``Calls.gather``.
         """
         number, refs = self._handed.popleft()
         try:
@@ -70,17 +81,23 @@ class Ahead:
 
 
 class TrainingLoop:
-    """Takes the training steps of a job's run: hands them to the actors, commits their reports, saves when a checkpoint
-    is due, and evaluates in between.
+    """Takes the training steps of a job's run, with the evaluations and checkpoints that are due.
 
-    loaded     the run that it trains
-    next_step  number of the step that comes next
-    last       the report of the latest step; None before the first
+    Args:
+        lifetime: The life of the job's actors.
+        device: Device that the actors compute on.
+        loaded: The run.
+        record: Record of the run's reports and evaluations.
+
+    Attributes:
+        loaded: The run.
+        next_step: Number of the next step, from 0.
+        last: Report of the latest step; None before the first.
     """
 
     def __init__(self, lifetime: Lifetime, device: DeviceKind, loaded: LoadedRun, record: Record) -> None:
         self._lifetime, self._device = lifetime, device
-        self._training = threading.RLock()  # held by the thread that takes steps
+        self._training = threading.RLock()  # held while a thread takes steps
         self._ahead: Ahead | None = None
         self._stepper: Stepper | None = None
         self.last: Report | None = None
@@ -88,18 +105,23 @@ class TrainingLoop:
         self._record, self._saver = record, Saver(loaded.run, loaded.calls, loaded.world)
 
     def exchange(self, loaded: LoadedRun, record: Record) -> None:
-        """Train another run from its first step on; the one before it was closed."""
+        """Replace the run by another one, from its first step. The present one must be closed already."""
         self._stepper, self.last = None, None
         self.loaded, self.next_step = loaded, 0
         self._record, self._saver = record, Saver(loaded.run, loaded.calls, loaded.world)
 
     def begin(self, step: int, name: str) -> None:
-        """The actors have the run: tell its record that it begins with ``step``; ``name`` is the job's."""
+        """Start the run's record, once the actors have built the run.
+
+        Args:
+            step: Number of the first step to take.
+            name: The job's name.
+        """
         self.next_step = step
         self._record.begin(self.loaded.run, self.loaded.schedule, step, name)
 
     def step(self) -> Report:
-        """Take one compiled training step."""
+        """Take one compiled training step, as ``Job.step`` does."""
         with closing(self._train(1, 0)) as outcomes:
             report = next(outcomes)
             assert isinstance(report, Report)
@@ -108,7 +130,7 @@ class TrainingLoop:
     def train(
         self, steps: int | None, on: Callable[[Report | Evaluation], None] | None, ahead: int | None
     ) -> list[Report]:
-        """Take training steps with progress, as ``Job.train`` does; returns their reports."""
+        """Take training steps with a progress display, as ``Job.train`` does, and return their reports."""
         most = int(on is None) if ahead is None else ahead
         if not isinstance(most, int) or most < 0:
             raise ValueError(f"ahead is {ahead!r}: give a number of steps, 0 or more")
@@ -125,9 +147,14 @@ class TrainingLoop:
         return reports
 
     def evaluate(self, steps: int | None = None) -> Evaluation:
-        """Take the loss on validation data, over ``steps`` (None: ``run.eval_steps``) evaluations.
+        """Compute the loss on validation data, as ``Job.evaluate`` does.
 
-        Raises ConfigError if the data has none, ValueError if ``steps`` is less than 1.
+        Args:
+            steps: Number of evaluation steps; None for ``run.eval_steps``.
+
+        Raises:
+            ConfigError: The run has no validation data.
+            ValueError: ``steps`` is less than 1.
         """
         self.demand_ready()
         run, calls = self.loaded.run, self.loaded.calls
@@ -147,12 +174,12 @@ class TrainingLoop:
         return evaluation
 
     def save(self, folder: Path, keep_last: int | None) -> Path:
-        """Save a checkpoint now; returns its path. Raises CheckpointError if the folder can't be written."""
+        """Save a checkpoint now and return its path, as ``Job.save`` does. Raises CheckpointError and ValueError."""
         self.demand_ready()
         return self._lifetime.guard(partial(self._saver.save, folder, self.next_step, keep_last))
 
     def stepper(self) -> Stepper:
-        """The next training step, action by action; the stepper of it that is under way, if there is one."""
+        """Return a Stepper for the next training step; the same one if that step has already begun."""
         self._lifetime.demand_open()
         if self._stepper is not None and self._stepper.midway and self._stepper.done:
             return self._stepper
@@ -175,14 +202,14 @@ class TrainingLoop:
         """Raise JobError if the job is over, or in the middle of a step."""
         self._lifetime.demand_open()
         if self._stepper is not None and self._stepper.midway and not self._stepper.done:
-            self._stepper.abort()  # it has not done anything that somebody may want to go on with
+            self._stepper.abort()  # it has done no action yet, so nothing is lost
         if self._stepper is not None and self._stepper.midway:
             raise JobError("job.stepper() is in the middle of this step: call its finish() or abort() first")
         if self._ahead is not None and len(self._ahead):
             raise JobError("train has handed over steps ahead: do this when it has returned, or train with ahead=0")
 
     def keep_times(self) -> None:
-        """Leave the latest step's times in the run's folder, beside the next ones, if the actors can still be asked."""
+        """Write the latest step's times to the run's folder in the background, if the actors can still be called."""
         step = self._record.unmeasured()
         if step is not None:
             with suppress(JobError):
@@ -191,7 +218,7 @@ class TrainingLoop:
                 self._saver.ask(("events", "ledger"), keep)
 
     def close(self, hurried: bool = False) -> None:
-        """End what the run has begun beside its actors; a run that has failed is ``hurried``."""
+        """End the saving and the record of the run. ``hurried`` gives up a slow save, after a failure."""
         try:
             self._saver.close(hurried=hurried)
         finally:
@@ -208,7 +235,7 @@ class TrainingLoop:
     def _steps(self, count: int, most: int) -> Generator[Report | Evaluation]:
         self.demand_ready()
         last = self.next_step + count
-        # a step that could not be made is not told to replicas that servers keep in step: they would take the next one
+        # With servers, replicas do not learn that a step was refused, so steps handed over ahead would still run.
         most = 0 if self.loaded.world.servers else most
         ahead = self._ahead = Ahead(self.loaded.calls, most, self._lifetime.epoch)
         try:
@@ -226,12 +253,12 @@ class TrainingLoop:
                 self._lifetime.guard(self._save_due)
                 if every and self.next_step % every == 0 and self.next_step < self.loaded.run.steps:
                     yield self.evaluate()
-        finally:  # nobody wants more reports: the actors go on all the same with what they have
+        finally:  # the caller may have stopped early, but the actors still complete the steps they have
             if len(ahead) and self._lifetime.failure is None:
                 self._lifetime.guard(partial(self._settle, ahead))
 
     def _next(self, ahead: Ahead, stop: int) -> Report:
-        """Hand over the steps before ``stop``, and wait for the oldest."""
+        """Hand over steps before ``stop``, then wait for the oldest one and commit it."""
         ahead.hand_over(self.next_step, stop)
         return self._commit(*ahead.collect())
 
@@ -245,7 +272,7 @@ class TrainingLoop:
         self._saver.after(self.next_step)
 
     def _commit(self, results: list[Any], seconds: float) -> Report:
-        """The step counts once every actor has reported it."""
+        """Count the step, now that every actor has reported it, and record its report."""
         report = report_of(self.next_step, seconds, results, self.loaded.world)
         self.next_step += 1
         self.last = report
@@ -253,6 +280,6 @@ class TrainingLoop:
         return report
 
     def _lowered(self, schedule: str | Schedule) -> Schedule:
-        """A schedule for a training step of this run, its backwards as they are written. Raises ScheduleError."""
+        """Lower a schedule for a training step of this run, without splitting backwards. Raises ScheduleError."""
         run, reduces = self.loaded.run, self.loaded.world.reduces
         return programs_of(schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=reduces)["train"]

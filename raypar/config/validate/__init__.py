@@ -1,1 +1,1 @@
-"""What crosses several specs of a run and can be wrong."""
+"""Checks that involve several fields of a run. What concerns one spec alone is in the spec's own ``faults``."""

@@ -1,4 +1,4 @@
-"""What can be wrong between a model and the rest of a run."""
+"""Check a model against the data, and suggest sizes that fit."""
 
 from __future__ import annotations
 
@@ -10,14 +10,22 @@ from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
 
 
 def heads_near(heads: int, ways: int, hidden: int) -> str:
-    """The multiples of ``ways`` next to a number of heads, each with the hidden size next to ``hidden`` that it
-    divides."""
+    """Name the multiples of ``ways`` closest to a number of heads, each with a hidden size that it divides.
+
+    Args:
+        heads: Number of attention heads.
+        ways: The number that must divide the heads.
+        hidden: The model's hidden size. The suggested hidden sizes are the closest to it.
+
+    Returns:
+        A phrase for a message, such as "6 heads with model.hidden 30 or 9 heads with model.hidden 36".
+    """
     below = heads // ways * ways
     return " or ".join(_of(near, hidden) for near in (below, below + ways) if near)
 
 
 def multiples_near(size: int, ways: int) -> str:
-    """The multiples of ``ways`` next to a size."""
+    """Name the multiples of ``ways`` just below and above a size, such as "6 or 9"."""
     below = size // ways * ways
     return " or ".join(str(fit) for fit in (below, below + ways) if fit)
 
@@ -28,14 +36,14 @@ def _of(heads: int, hidden: int) -> str:
 
 
 def length_faults(model: GPT | Llama | Layers, data: Batches) -> Iterator[str]:
-    """Sequences of the user's own batches that are longer than the model's: the first batch is looked at."""
+    """Yield a fault if the first batch of the user's functions has longer sequences than the model's ``seq``."""
     if not isinstance(model, Transformer):
         return
     for name, fn in (("data.fn", data.fn), ("data.validate", data.validate)):
         try:
             inputs: Any = fn(0, 0, 0)[0] if fn is not None else ()
             lengths = [value.shape[1] for value in (inputs if isinstance(inputs, tuple) else (inputs,))]
-        except Exception:  # the actors tell, with its trace; here its files may be missing
+        except Exception:  # here its files may be missing; an actor reports the error with its traceback
             continue
         if (longest := max(lengths, default=0)) > model.seq:
             yield f"{name} returns sequences of {longest} tokens, but model.seq is {model.seq}: set it to {longest}"

@@ -1,4 +1,4 @@
-"""Why a run can't leave its things in a folder, as far as that is known before it starts."""
+"""Check a run's folder and trackers, as far as that is possible before the run starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ _PACKAGES: dict[Tracker, str] = {"tensorboard": "tensorboard", "wandb": "wandb",
 
 
 def track_faults(track: Sequence[Tracker], folder: str | None) -> Iterator[str]:
-    """Why trackers can't be told of a run that leaves its things in ``folder``."""
+    """Yield the reasons why trackers cannot be used.
+
+    Args:
+        track: Names of the trackers.
+        folder: The run's folder; None if it has none.
+    """
     for name in track:
         package = _PACKAGES.get(name)
         if package is not None and package not in sys.modules and not _installed(package):
@@ -28,7 +33,7 @@ def track_faults(track: Sequence[Tracker], folder: str | None) -> Iterator[str]:
 
 
 def _installed(package: str) -> bool:
-    """Whether there is such a package, and not just a folder of this name: W&B leaves one."""
+    """Return whether a package is installed. A mere folder of this name does not count; W&B leaves one."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
@@ -37,7 +42,12 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
 def folder_faults(folder: str, resumed: Path | None) -> Iterator[str]:
-    """All that speaks against a folder for a run that goes on from the checkpoint ``resumed``, or from none."""
+    """Yield the reasons why a run cannot use a folder.
+
+    Args:
+        folder: The run's folder.
+        resumed: Path of the checkpoint that the run continues from; None for a new run.
+    """
     if not folder.strip():
         yield f"folder {folder!r} has no name: give it one, or leave it out"
         return
@@ -66,6 +76,6 @@ def _faults(path: Path, resumed: Path | None) -> Iterator[str]:
 
 
 def _is_home(path: Path, resumed: Path | None) -> bool:
-    """Whether the checkpoint to go on from lies in this run folder."""
+    """Return whether the checkpoint to continue from is in this run folder."""
     home = None if resumed is None else home_of(resumed)
     return home is not None and home.resolve() == path.resolve()

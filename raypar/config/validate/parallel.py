@@ -1,4 +1,4 @@
-"""What can be wrong with dividing a model over the tensor-parallel axis."""
+"""Check that a model and its batches can be divided over the tensor-parallel and context-parallel axes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from raypar.config.validate.model import heads_near, multiples_near
 
 
 def context_faults(model: GPT | Llama | Layers, mesh: Mesh, context: Context, *, sequence: bool) -> Iterator[str]:
-    """Everything that keeps the sequences of a model from being divided ``mesh.cp`` ways."""
+    """Yield the reasons why a model's sequences cannot be divided over the context-parallel axis.
+
+    Args:
+        model: The model.
+        mesh: The mesh, whose ``cp`` is the number of context ranks.
+        context: How attention reaches all tokens.
+        sequence: Whether sequence parallelism is on.
+    """
     cp = mesh.cp
     if cp == 1:
         return
@@ -37,7 +44,13 @@ def context_faults(model: GPT | Llama | Layers, mesh: Mesh, context: Context, *,
 
 
 def _head_faults(model: GPT | Llama, cp: int, tp: int) -> Iterator[str]:
-    """Of heads that are divided ``tp`` ways already; of a grid that is its side."""
+    """Yield the reasons why Ulysses cannot divide the heads.
+
+    Args:
+        model: The model.
+        cp: Number of context ranks.
+        tp: Number of parts into which tensor parallelism has divided the heads already; for a grid its side.
+    """
     if model.heads % (cp * tp):
         yield (
             f"context 'ulysses' divides heads: mesh.cp x mesh.tp = {cp * tp} does not divide model.heads "
@@ -46,13 +59,21 @@ def _head_faults(model: GPT | Llama, cp: int, tp: int) -> Iterator[str]:
     here = max(1, model.num_kv_heads // tp)
     if model.num_kv_heads != model.heads and here % cp and cp % here:
         yield (
-            f"context 'ulysses': of mesh.cp {cp} and the {here} heads of keys and values of a tensor rank one must "
+            f"context 'ulysses': a tensor rank has {here} heads of keys and values, and mesh.cp is {cp}: one must "
             "divide the other: change model.kv_heads, or use context 'ring'"
         )
 
 
 def grid_faults(model: GPT | Llama, tp: str, *, sequence: bool) -> Iterator[str]:
-    """Everything that keeps a model from being divided over the grid ``tp``; a vocabulary need not be a multiple."""
+    """Yield the reasons why a model cannot be divided over a tensor-parallel grid.
+
+    The vocabulary need not be a multiple of anything.
+
+    Args:
+        model: The model.
+        tp: The grid, as ``mesh.tp`` spells it, such as "2d:2x2".
+        sequence: Whether sequence parallelism is on.
+    """
     grid, named = grid_of(tp), f"mesh.tp is {tp!r}"
     if sequence:
         yield f"sequence_parallel: {named}, which divides norms and dropout already: set it to false"
@@ -62,7 +83,7 @@ def grid_faults(model: GPT | Llama, tp: str, *, sequence: bool) -> Iterator[str]
     if isinstance(model, Llama) and model.num_kv_heads % grid.side:
         near = multiples_near(model.num_kv_heads, grid.side)
         yield f"{named}, but {grid.side} does not divide model.kv_heads {model.num_kv_heads}: use {near}"
-    inputs = grid.side**2 if grid.kind == "3d" else grid.side  # into how many parts those of a matrix go
+    inputs = grid.side**2 if grid.kind == "3d" else grid.side  # number of parts of a matrix's input dim
     if model.hidden % inputs:
         near = multiples_near(model.hidden, inputs)
         yield f"{named}, but {inputs} does not divide model.hidden {model.hidden}: use {near}"
@@ -74,7 +95,13 @@ def grid_faults(model: GPT | Llama, tp: str, *, sequence: bool) -> Iterator[str]
 
 
 def batch_faults(tp: str, data: Text | Batches, micro_batch_size: int) -> Iterator[str]:
-    """Microbatches that the grid ``tp`` does not divide; of the user's own batches the first one is looked at."""
+    """Yield a fault if a grid cannot divide the samples of a microbatch equally.
+
+    Args:
+        tp: The grid, as ``mesh.tp`` spells it.
+        data: The data. Of the user's own batches, only the first is checked.
+        micro_batch_size: Samples in a microbatch of text.
+    """
     parts = grid_of(tp).batch_parts
     fix = f"of which mesh.tp {tp!r} can't make {parts} equal parts: use"
     if isinstance(data, Text):
@@ -85,7 +112,7 @@ def batch_faults(tp: str, data: Text | Batches, micro_batch_size: int) -> Iterat
         try:
             batch: Any = fn(0, 0, 0) if fn is not None else ()
             sizes = {len(value) for values in batch for value in (values if isinstance(values, tuple) else (values,))}
-        except Exception:  # the actors tell, with its trace; here its files may be missing
+        except Exception:  # here its files may be missing; an actor reports the error with its traceback
             continue
         for size in sorted(size for size in sizes if size % parts):
             yield f"{name} returns {size} samples, {fix} {multiples_near(size, parts)}"
@@ -94,8 +121,16 @@ def batch_faults(tp: str, data: Text | Batches, micro_batch_size: int) -> Iterat
 def tensor_faults(
     model: GPT | Llama | Layers, tp: int | str, data_parallel: DataParallel, *, sequence: bool
 ) -> Iterator[str]:
-    """Everything that keeps a model from being divided ``tp`` ways, or over the grid ``tp``; a vocabulary need not be a
-    multiple, and what is a multiple of the heads is one of ``tp`` too. A user's plan is checked with the modules."""
+    """Yield the reasons why a model cannot be divided over the tensor-parallel axis.
+
+    The vocabulary need not be a multiple of ``tp``. A user's plan is checked elsewhere, against the modules.
+
+    Args:
+        model: The model.
+        tp: Number of tensor-parallel ranks, or a grid such as "2d:2x2".
+        data_parallel: How replicas share gradients.
+        sequence: Whether sequence parallelism is on.
+    """
     if tp == 1:
         return
     if data_parallel == "parameter_server":
@@ -105,11 +140,11 @@ def tensor_faults(
             yield f"mesh.tp is {tp!r}: your own layers are divided by a plan, over a number of actors: set it to 2, say"
         elif not model.plan:
             yield (
-                f"mesh.tp is {tp}, but of your own layers it is not known how to divide them: "
+                f"mesh.tp is {tp}, but raypar does not know how to divide your own layers: "
                 'give Layers(plan={"layers.*.up": "column", "layers.*.down": "row"}), say, or set it to 1'
             )
         if sequence:
-            yield "sequence_parallel: of your own layers it is not known where the sequence is: set it to False"
+            yield "sequence_parallel: raypar does not know where the sequence of your own layers is: set it to False"
         return
     if isinstance(tp, str):
         yield from grid_faults(model, tp, sequence=sequence)

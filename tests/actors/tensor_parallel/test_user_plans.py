@@ -297,7 +297,7 @@ def odd():
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        ({}, 'mesh.tp is 2, but of your own layers it is not known how to divide them: give Layers(plan={"layers.*.up'),
+        ({}, 'mesh.tp is 2, but raypar does not know how to divide your own layers: give Layers(plan={"layers.*.up'),
         ({"layers.0.q": "colum"}, "model.plan: 'layers.0.q' is 'colum', which is no kind: use 'column'"),
         (
             {"layers.0.q": "x"},
@@ -332,7 +332,7 @@ def test_all_faults_at_once():
     plan = {"layers.0": "embeding", "layers.*.[qkv]": "column", "layers.*.o": "row"}
     faults = wrong(plan, tp=32, sequence_parallel=True)
     assert len(faults) == 9
-    assert "sequence_parallel: of your own layers it is not known where the sequence is: set it to False" in faults
+    assert "sequence_parallel: raypar does not know where the sequence of your own layers is: set it to False" in faults
     assert (
         "mesh.tp is 32, but layers.1.q has out_features 16: set it to 16 at most, or leave it out of the plan" in faults
     )

@@ -100,7 +100,7 @@ FORGED = {
     "another version": (lambda plain: plain.update(version=2), "has version 2, this raypar reads 1"),
     "another program": (lambda plain: plain.update(format="DCP"), "not that of a raypar checkpoint"),
     "a field too few": (lambda plain: plain.pop("seed"), "seed is .*: Field required"),
-    "a field too many": (lambda plain: plain.update(code="import os"), "text is not the one"),
+    "a field too many": (lambda plain: plain.update(code="import os"), "its text does not match"),
     "a step that is text": (lambda plain: plain.update(step="1"), "step is '1': Input should be a valid integer"),
     "a step that is true": (lambda plain: plain.update(step=True), "step is True: Input should be a valid integer"),
     "a huge step": (lambda plain: plain.update(step=10**15), "step is 1000000000000000: Input should be less"),

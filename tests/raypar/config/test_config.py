@@ -135,7 +135,7 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         ({"mesh": Mesh(tp=2), "data_parallel": "parameter_server"}, "mesh.tp is 2, but servers hold whole weights"),
         (
             {"mesh": Mesh(tp=2), "model": Layers(fn=list, loss=max, seq=8)},
-            "mesh.tp is 2, but of your own layers it is not known how to divide them: give Layers(plan=",
+            "mesh.tp is 2, but raypar does not know how to divide your own layers: give Layers(plan=",
         ),
         (
             {"mesh": Mesh(tp=4), "model": GPT(vocab=3, heads=4)},
@@ -194,7 +194,7 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         ({"recompute": ("full", "some")}, "recompute.1 is 'some': it must be 'none', 'selective' or 'full'"),
         (
             {"recompute": "selective", "model": Layers(lambda: [torch.nn.Identity()] * 2, loss=max)},
-            "recompute is 'selective', but of your own layers it is not known what attends: use 'full' or 'none'",
+            "recompute is 'selective', but raypar can't tell which of your own layers attend: use 'full' or 'none'",
         ),
         ({"data": Text(path="/no/such/file")}, "data.path: '/no/such/file' cannot be read"),
         ({"data": Text(val_fraction=1.0)}, "data.val_fraction: 1.0 is not between 0 and 1"),
@@ -479,7 +479,7 @@ def test_what_is_not_toml_is_named_with_its_line(tmp_path, written, says):
 def test_a_run_of_functions_is_for_python(tmp_path, part):
     """The run folder of one names them, but a name is no function."""
     assert toml_faults(tmp_path, f'[{part}]\nfn = "__main__.fn"\nvalidate = 3') == [
-        f"{part}.fn is '__main__.fn': what has functions of yours is run in Python, launch(run, resume=...)"
+        f"{part}.fn is '__main__.fn': a run with your own functions starts from Python, launch(run, resume=...)"
     ]
 
 
@@ -635,7 +635,7 @@ def test_heads_that_do_not_fit_are_told_once(tiny):
     [
         ({"sparse": True}, Mesh(), "layers.0 has sparse gradients, which are not added up and clipped as others are"),
         ({"max_norm": 1.0}, Mesh(dp=2), "layers.0 has max_norm, which changes the weights of one actor alone"),
-        ({"max_norm": 1.0}, Mesh(tp=2), "mesh.tp is 2, but of your own layers it is not known how to divide them"),
+        ({"max_norm": 1.0}, Mesh(tp=2), "mesh.tp is 2, but raypar does not know how to divide your own layers"),
         ({"max_norm": 1.0}, Mesh(pp=2), None),
     ],
 )
