@@ -136,7 +136,7 @@ class Schedule:
         except ValueError as error:
             raise ScheduleError(f"schedule {name!r}: {error}") from error
         home: dict[int, int] = {}
-        last_microbatch, communicates, forward_only = -1, False, True
+        last_microbatch, forwards, communicates, forward_only = -1, 0, False, True
         faults: dict[str, None] = {}
         for rank, row in enumerate(frozen):
             for stage, op, microbatch in row:
@@ -147,7 +147,9 @@ class Schedule:
                         faults[f"stage {stage} is {both}: give it to one of them"] = None
                     if microbatch > last_microbatch:
                         last_microbatch = microbatch
-                    if op is not Op.F:
+                    if op is Op.F:
+                        forwards += 1
+                    else:
                         forward_only = False
                 elif op in SENDS or op in RECVS:
                     communicates = True
@@ -155,6 +157,10 @@ class Schedule:
         if missing:
             which = ", ".join(map(str, missing[:8]))
             faults[f"stage {which} has no action on any rank: number the stages 0, 1, 2, ..."] = None
+        if last_microbatch >= forwards > 0:  # the check takes memory and time by their number
+            only = f"{forwards} forward{'s' * (forwards != 1)}"
+            which = f"microbatch {last_microbatch} is named, but the rows have only {only}"
+            faults[f"{which}: number the microbatches 0, 1, 2, ..."] = None
         if not home:
             faults["the rows name no F, B, I or W: nothing would be computed"] = None
         if faults:

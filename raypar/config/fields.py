@@ -79,7 +79,10 @@ def field_faults(part: Any, below: str = "") -> Iterator[Fault]:
 
 def brief(value: Any) -> str:
     """Return the repr of a value, shortened to 80 characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return f"a value of type {type(value).__name__} that is too long to write"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

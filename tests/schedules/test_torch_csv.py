@@ -156,3 +156,10 @@ def test_every_cell_that_cannot_be_read_is_named():
     assert lines[1].startswith("line 1, column 2: '0X1' is not an action")
     assert "line 2, column 1: '1F': F needs a microbatch number behind" in lines[2]
     assert "line 2, column 3: 'F1': F needs a stage number in front" in lines[3]
+
+
+@pytest.mark.parametrize("number", ["30000000", "999999999999999999"])
+def test_a_microbatch_that_the_rows_can_not_reach_is_refused_at_once(number):
+    says = rf"microbatch {number} is named, but the rows have only 1 forward: number the microbatches 0, 1, 2, \.\.\."
+    with pytest.raises(ScheduleError, match=says):
+        from_csv(f"0F{number},0B{number}\n", "tiny")

@@ -467,6 +467,7 @@ def test_values_out_of_range_come_with_the_wrong_types_of_a_file(tmp_path):
         ("steps = 3\nsteps = 4\nseed = 1", "is not TOML (Cannot overwrite a value (at line 2, column 10))"),
         ("steps = 1e", "at line 1"),
         ("steps = " + "9" * 5000, "is not TOML"),
+        ("steps = 0x" + "f" * 5000, "steps is a value of type int that is too long to write"),
         ("a = " + "[" * 10_000, "nested too deeply"),
     ],
 )

@@ -269,8 +269,13 @@ def test_the_text_of_an_error_shows_a_window_of_a_large_schedule():
 
 
 def test_a_huge_microbatch_number_costs_neither_time_nor_memory():
+    huge, row = 4_000_000_000, "0F0 0B0 0F4000000000 0B4000000000 0REDUCE_GRAD"
+    with pytest.raises(ScheduleError, match="microbatch 4000000000 is named, but the rows have only 2 forwards"):
+        read([row])
+    rows = (tuple(map(Action.parse, row.split())),)
+    unread = Schedule("mine", rows, (0,), huge + 1, lowered=True, forward_only=False)
     with pytest.raises(CheckError, match="stage 0 has no F and B of microbatch 1, 2, 3"):
-        check(read(["0F0 0B0 0F4000000000 0B4000000000 0REDUCE_GRAD"]))
+        check(unread)
     with pytest.raises(ScheduleError, match="stage 1 has no action on any rank"):
         read(["0F0 0B0 4000000000F0"])
 
