@@ -70,16 +70,19 @@ class Actors:
     def end(self) -> None:
         """Kill the actors, remove their placement group, and leave Ray if the job connected to it.
 
-        A second call does nothing.
+        What Ray fails to do is logged, so that it does not replace the error for which the job ends. A second call does
+        nothing.
         """
         handles, self.handles = self.handles, []
         if not handles or not self.reachable():  # the actors ended with their Ray
             return
-        for handle in handles:
-            ray.kill(handle)
-        remove_placement_group(self.group)
-        if self.owns_cluster:
-            ray.shutdown()
+        try:
+            for handle in handles:
+                _try(ray.kill, handle)
+            _try(remove_placement_group, self.group)
+        finally:
+            if self.owns_cluster:
+                ray.shutdown()
 
 
 def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wait_for_nodes: float = 0.0) -> Actors:
@@ -130,6 +133,13 @@ def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wai
             ray.shutdown()
         raise
     return Actors(handles, group, owns, _driver(), share.device)
+
+
+def _try(release: Callable[..., object], what: object) -> None:
+    try:
+        release(what)
+    except Exception as error:
+        log.warning("Ray did not release everything (%s: %s)", type(error).__name__, first_line(error))
 
 
 def _in_lasting_thread(call: Callable[..., object], **settings: object) -> None:

@@ -1,0 +1,37 @@
+"""Actors are released as far as Ray answers, and what it does not answer masks no error of the run."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from ray.exceptions import GetTimeoutError
+
+from raypar.cluster import ray_cluster
+from raypar.cluster.ray_cluster import Actors
+
+
+def fails(*_):
+    raise GetTimeoutError("Failed to remove placement group within timeout")
+
+
+@pytest.mark.parametrize("which", ["kill", "remove_placement_group"])
+@pytest.mark.parametrize("owns", [False, True])
+def test_a_ray_that_does_not_answer_is_left_all_the_same(monkeypatch, caplog, which, owns):
+    called = []
+    ray = SimpleNamespace(
+        kill=fails if which == "kill" else lambda handle: called.append(handle),
+        shutdown=lambda: called.append("shutdown"),
+        is_initialized=lambda: True,
+    )
+    monkeypatch.setattr(ray_cluster, "ray", ray)
+    monkeypatch.setattr(ray_cluster, "_driver", lambda: "me")
+    monkeypatch.setattr(ray_cluster, "remove_placement_group", fails if which != "kill" else called.append)
+    actors = Actors(["a", "b"], "group", owns, "me", "cpu")
+    with caplog.at_level(logging.WARNING, "raypar"):
+        actors.end()
+    assert called == (["group"] if which == "kill" else ["a", "b"]) + ["shutdown"] * owns
+    assert "Ray did not release everything" in caplog.text and "within timeout" in caplog.text
+    actors.end()
+    assert called.count("shutdown") == owns
