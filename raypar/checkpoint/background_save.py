@@ -30,9 +30,15 @@ class Saver:
         run: The run.
         calls: Calls to its actors.
         world: All ranks of the run, for the actors' names in messages.
+
+    Attributes:
+        newest: The newest checkpoint that was saved; None before the first.
+        lost: Why the checkpoint at the end of the run was not saved; None if it was, or if it is not due yet.
     """
 
     def __init__(self, run: Run, calls: Calls, world: World) -> None:
+        self.newest: Path | None = None
+        self.lost: BaseException | None = None
         self._run, self._calls, self._world = run, calls, world
         self._thread = ThreadPoolExecutor(1, "raypar-save")
         self._under_way: Future[Path] | None = None
@@ -74,7 +80,10 @@ class Saver:
         """
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}: keep 1 at least, or None for all")
-        return self._begin(folder, step, keep_last, beside=False).result()
+        saved = self._begin(folder, step, keep_last, beside=False).result()
+        if step == self._run.steps:
+            self.lost = None
+        return saved
 
     def after(self, step: int) -> None:
         """Save the checkpoint that is due after ``step`` steps, if any, while training continues.
@@ -90,11 +99,15 @@ class Saver:
             return
         folder, last = absolute(self._run.folder) / CHECKPOINTS, step == self._run.steps
         try:
-            self._begin(folder, step, self._run.keep_last, beside=not last).add_done_callback(_warn)
+            saving = self._begin(folder, step, self._run.keep_last, beside=not last)
         except CheckpointError as error:
             _tell(error)
+            self.lost = error if last else None
+            return
+        saving.add_done_callback(_warn)
         if last:
             self._wait()
+            self.lost = saving.exception()
 
     def ask(self, methods: Sequence[str], then: Callable[..., None]) -> None:
         """Call methods of all actors now and pass their answers on in the saving thread.
@@ -157,7 +170,8 @@ class Saver:
                 raise CheckpointError(faults)
             shards = [outcome for outcome in outcomes if outcome is not None]
             manifest = manifest_of(save.step, self._run.seed, plain_of(self._run), shards)
-            return save.commit(manifest, keep_last)
+            self.newest = save.commit(manifest, keep_last)
+            return self.newest
 
     def _answered(self, asked: Sequence[Sequence[Any]], then: Callable[..., None]) -> None:
         answers = [self._calls.outcomes(refs, self._given_up) for refs in asked]

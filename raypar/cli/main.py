@@ -60,7 +60,7 @@ exit codes:
   0    done
   1    verify found a difference; ckpt found a checkpoint that is not sound
   2    a mistake in flags, file or schedule; each is listed with its fix, and no step was taken
-  4    the run failed: an actor died, stalled, or raised an error
+  4    the run failed: an actor died, stalled, or raised an error; or its last checkpoint could not be saved
   6    the gradients became infinite or NaN
   130  stopped with Ctrl-C; the actors are gone
   143  ended by SIGTERM; the actors are gone
@@ -158,7 +158,8 @@ def _with_actors(command: str, words: list[str]) -> int:
         outcome = train.train(words, terminal=sys.stdout.isatty())
         if isinstance(outcome, train.Plan):
             return _say(f"{outcome.picture}\n\n{_table(outcome.rows)}\n\nok: this run can start; no actor was started")
-        return _say(_table(outcome))
+        said = _say(_table(outcome.rows))
+        return _fail(outcome.lost, FAILED) if outcome.lost else said
     except ConfigError as error:
         count = "a mistake" if len(error.faults) == 1 else f"{len(error.faults)} mistakes"
         return _fail(f"{count}, no step was taken:\n{error}", MISTAKE)

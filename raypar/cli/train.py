@@ -85,7 +85,20 @@ class Plan:
     rows: Rows
 
 
-def train(words: Sequence[str], terminal: bool) -> Plan | Rows:
+@dataclass(frozen=True)
+class Finished:
+    """Outcome of a run that took all its steps.
+
+    Attributes:
+        rows: Names and figures of the run.
+        lost: What is missing of what the run should have left, and how to go on; "" if nothing is.
+    """
+
+    rows: Rows
+    lost: str
+
+
+def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
     """Run ``raypar train``.
 
     Args:
@@ -141,7 +154,18 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Rows:
         write(evaluation)
         wall = time.perf_counter() - began
         files = {"log": args.log, "trace": args.trace, "folder": Path(run.folder) if run.folder else None}
-        return closing_rows(run, schedule, reports, evaluation, launched, wall, files)
+        rows = closing_rows(run, schedule, reports, evaluation, launched, wall, files)
+        if job.saved is not None:
+            rows = [*rows, ("newest checkpoint", str(job.saved))]
+        return Finished(rows, "" if job.lost is None else _told_lost(job))
+
+
+def _told_lost(job: Job) -> str:
+    """Describe a run whose last checkpoint is missing."""
+    lost = f"the run took all its steps, but its weights after step {job.run.steps} are not saved (see above)"
+    if job.saved is None:
+        return f"{lost}, and no others are: free some room and train again"
+    return f"{lost}: free some room and go on from {job.saved.name} with raypar train --resume {job.run.folder}"
 
 
 def _keep(job: Job) -> None:

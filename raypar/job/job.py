@@ -85,6 +85,16 @@ class Job:
     def next_step(self, step: int) -> None:
         self._loop.next_step = step
 
+    @property
+    def saved(self) -> Path | None:
+        """The newest checkpoint of the run that this job has saved; None before the first."""
+        return self._loop.saved
+
+    @property
+    def lost(self) -> BaseException | None:
+        """Why the checkpoint at the end of the run was not saved; None if it was, or if it is not due yet."""
+        return self._loop.lost
+
     def __repr__(self) -> str:
         grid = repr(self.schedule) if self.schedule.num_actions <= _MOST_SHOWN else self.schedule.title
         return f"{self._told()}\n{grid}"

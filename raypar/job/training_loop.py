@@ -208,6 +208,16 @@ class TrainingLoop:
         if self._ahead is not None and len(self._ahead):
             raise JobError("train has handed over steps ahead: do this when it has returned, or train with ahead=0")
 
+    @property
+    def saved(self) -> Path | None:
+        """The newest checkpoint of the run that was saved; None before the first."""
+        return self._saver.newest
+
+    @property
+    def lost(self) -> BaseException | None:
+        """Why the checkpoint at the end of the run was not saved; None if it was, or if it is not due yet."""
+        return self._saver.lost
+
     def keep_times(self) -> None:
         """Write the latest step's times to the run's folder in the background, if the actors can still be called."""
         step = self._record.unmeasured()

@@ -162,3 +162,27 @@ def test_a_folder_that_is_taken_warns_too(actors, tmp_path, caplog):
     (tmp_path / "file").touch()
     saver_of(actors, tmp_path / "file").after(10)
     assert "give a path that is a folder" in caplog.text
+
+
+def test_a_last_checkpoint_that_is_missing_is_known(actors, tmp_path):
+    saver = saver_of(actors, tmp_path, save_every=4)
+    for step in range(1, 10):
+        saver.after(step)
+    saver._wait()
+    assert (saver.newest.name, saver.lost) == ("step-00000008", None)
+    actors.wrong = {1: CheckpointError(["no space left"])}
+    saver.after(10)
+    assert saver.newest.name == "step-00000008"
+    assert "no space left" in str(saver.lost)
+    actors.wrong = {}
+    saver.save(tmp_path / "checkpoints", 10, None)
+    assert (saver.newest.name, saver.lost) == ("step-00000010", None)
+    saver.close()
+
+
+def test_a_folder_that_refuses_the_last_checkpoint_is_known(actors, tmp_path):
+    saver = saver_of(actors, tmp_path)
+    (tmp_path / "checkpoints").write_text("a file in its place")
+    saver.after(10)
+    assert saver.newest is None and isinstance(saver.lost, CheckpointError)
+    saver.close()

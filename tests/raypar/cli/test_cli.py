@@ -316,6 +316,14 @@ def raising(error):
     return call
 
 
+def test_a_run_whose_weights_are_lost_is_summed_up_and_failed(said, monkeypatch):
+    finished = commands.Finished([("steps", "4")], "its weights after step 4 are not saved")
+    monkeypatch.setattr(commands, "train", lambda *words, **flags: finished)
+    code, out, err = said("train")
+    assert (code, err) == (4, "raypar: its weights after step 4 are not saved\n")
+    assert out.split() == ["steps:", "4"]
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
