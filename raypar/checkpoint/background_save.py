@@ -99,6 +99,10 @@ class Saver:
             return
         folder, last = absolute(self._run.folder) / CHECKPOINTS, step == self._run.steps
         try:
+            if folder.is_symlink():
+                raise CheckpointError(
+                    [f"{str(folder)!r} is a symbolic link, and raypar writes through none: remove it"]
+                )
             saving = self._begin(folder, step, self._run.keep_last, beside=not last)
         except CheckpointError as error:
             _tell(error)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from raypar.actors.specs.types import Tracker
 from raypar.config.fields import brief
-from raypar.paths import LEDGER, METRICS, RUN, SCHEDULE, TIMELINE, absolute, home_of
+from raypar.paths import CHECKPOINTS, LEDGER, LOG, METRICS, RUN, SCHEDULE, TIMELINE, absolute, home_of
 
 _PACKAGES: dict[Tracker, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
@@ -68,6 +68,10 @@ def _faults(path: Path, resumed: Path | None) -> Iterator[str]:
         yield f"can't be made: {str(above)!r} is no folder: give another path"
     elif not os.access(above, os.W_OK | os.X_OK):
         yield f"can't be written: there is no permission for {str(above)!r}: give another path"
+    if not new:
+        for name in (RUN, METRICS, SCHEDULE, TIMELINE, LEDGER, LOG, CHECKPOINTS):
+            if (path / name).is_symlink():
+                yield f"has a symbolic link {name}, and raypar writes through none: remove it, or give another folder"
     if not new and not _is_home(path, resumed):
         taken = [name for name in (RUN, METRICS, SCHEDULE, TIMELINE, LEDGER) if os.path.lexists(path / name)]
         if taken:

@@ -186,3 +186,13 @@ def test_a_folder_that_refuses_the_last_checkpoint_is_known(actors, tmp_path):
     saver.after(10)
     assert saver.newest is None and isinstance(saver.lost, CheckpointError)
     saver.close()
+
+
+def test_checkpoints_that_became_a_link_are_not_written_through_it(actors, tmp_path, caplog):
+    (tmp_path / "other").mkdir()
+    saver = saver_of(actors, tmp_path)
+    (tmp_path / "checkpoints").symlink_to("other")
+    saver.after(10)
+    assert "checkpoints' is a symbolic link, and raypar writes through none: remove it" in caplog.text
+    assert not list((tmp_path / "other").iterdir()) and saver.lost is not None
+    saver.close()

@@ -96,7 +96,12 @@ def test_a_folder_of_something_else_is_told(past, tmp_path):
         ("metrics.jsonl", "[" * 100_000 + "\n", "line 1 has a text: "),
         ("metrics.jsonl", " " * 2_000_000 + "\n", "line 1 is longer than 1048576 bytes"),
         ("schedule.csv", "0F0,0B0\n1B0,1F0\n", "schedule.csv is no schedule that can run"),
-        ("schedule.csv", "0F999999999,0B999999999\n", "it leaves microbatches out"),
+        (
+            "schedule.csv",
+            "0F999999999,0B999999999\n",
+            "microbatch 999999999 is named, but the rows have only 1 forward",
+        ),
+        ("schedule.csv", "0F0,0F1,0F2,0F3,1F0,2F0\n", "it leaves microbatches out"),
         ("schedule.csv", "<html>", "is not an action"),
         ("schedule.csv", "<html>\n" * 10_000, "... and 9990 more"),
         ("schedule.csv", "<" * 100_000, "is not an action"),

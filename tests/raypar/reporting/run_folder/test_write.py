@@ -251,7 +251,7 @@ def test_a_folder_that_can_not(folder, says, tmp_path, monkeypatch):
 
 def test_a_run_that_is_there_is_not_written_over_but_resumed(tmp_path):
     for name in ("run.toml", "metrics.jsonl", "schedule.csv", "timeline.json", "ledger.json"):
-        (tmp_path / name).symlink_to("gone")
+        (tmp_path / name).touch()
         how = f"--resume {tmp_path} (in Python launch(run, resume=...))"
         fix = f"resume it with {how}, or give another folder"
         assert list(folder_faults(str(tmp_path), None)) == [
@@ -261,6 +261,15 @@ def test_a_run_that_is_there_is_not_written_over_but_resumed(tmp_path):
     (tmp_path / "run.toml").touch()
     assert not list(folder_faults(str(tmp_path), tmp_path / "checkpoints" / "step-00000001"))
     assert list(folder_faults(str(tmp_path), tmp_path / "step-00000001"))
+
+
+@pytest.mark.parametrize("name", ["run.toml", "metrics.jsonl", "log.txt", "checkpoints"])
+def test_a_link_in_the_place_of_a_file_is_refused_by_its_name(name, tmp_path):
+    (tmp_path / name).symlink_to("gone")
+    says = f"has a symbolic link {name}, and raypar writes through none: remove it, or give another folder"
+    assert f"folder {str(tmp_path)!r} {says}" in list(folder_faults(str(tmp_path), None))
+    home = tmp_path / "checkpoints" / "step-00000001"
+    assert f"folder {str(tmp_path)!r} {says}" in list(folder_faults(str(tmp_path), home))
 
 
 def test_it_is_told_with_all_other_faults(tmp_path):
