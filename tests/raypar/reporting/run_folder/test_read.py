@@ -99,7 +99,7 @@ def test_a_folder_of_something_else_is_told(past, tmp_path):
         (
             "schedule.csv",
             "0F999999999,0B999999999\n",
-            "microbatch 999999999 is named, but the rows have only 1 forward",
+            "999999999 is named, but the rows have only 1 forward",
         ),
         ("schedule.csv", "0F0,0F1,0F2,0F3,1F0,2F0\n", "it leaves microbatches out"),
         ("schedule.csv", "<html>", "is not an action"),
