@@ -1,4 +1,8 @@
-"""How every member of a group gets to see what each of them has, and how what they make of it comes home."""
+"""Exchange keys and values between the ranks of a context-parallel group, and return their gradients to their owners.
+
+Every rank computes with the keys and values of each rank, its own included. In the backward it computes a gradient for
+each of these tensors, and the rank that owns a tensor needs the sum of all ranks' gradients for it.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,42 @@ from torch import Tensor
 
 from raypar.actors.collective.group import Group, Handle
 
-Contribute = Callable[[int, Tensor], Tensor]  # (whose, what that member has) -> a gradient for it
+Contribute = Callable[[int, Tensor], Tensor]  # (owner's rank, owner's tensor) -> this rank's gradient for that tensor
 
-_THERE, _BACK = 0, 1  # tags
+_THERE, _BACK = 0, 1  # tags of tensors and of their gradients
 
 
 class Carrier(Protocol):
-    """Brings the members' tensors, all of one shape, to each of them."""
+    """Brings the tensor of every rank to all ranks, and gradients back; all tensors have one shape and one dtype."""
 
     def visit(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(whose, tensor) for every member, the own one first. A tensor is good until the next one is asked for."""
+        """Yield the tensor of every rank, this rank's own first.
+
+        Args:
+            own: This rank's tensor.
+
+        Yields:
+            The owner's rank, and its tensor, which is valid until the next one is requested.
+        """
 
     def back(self, own: Tensor, contribute: Contribute) -> Tensor:
-        """The sum over the members of their contributions to ``own``; each is asked once for every member."""
+        """Return the gradient of this rank's tensor, summed over the gradients that all ranks compute for it.
+
+        Args:
+            own: This rank's tensor.
+            contribute: Computes this rank's gradient for the tensor of one rank. It is called once for every rank.
+        """
 
 
 class Ring:
-    """Tensors go from neighbour to neighbour, each while the one before is worked on (Liu et al. 2023).
+    """Pass tensors from each rank to the next, and compute with one while the next one is on its way.
 
-    A member sends size - 1 tensors in a visit, and in ``back`` twice as many: the contributions travel along.
+    A rank sends size - 1 tensors in ``visit``, and twice as many in ``back``, where their gradients follow them.
+
+    Args:
+        group: The context-parallel group.
+
+    Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
     """
 
     def __init__(self, group: Group) -> None:
@@ -45,7 +66,11 @@ class Ring:
             here = coming
 
     def back(self, own: Tensor, contribute: Contribute) -> Tensor:
-        """The contributions for others are handed on, each with what was made of it so far; the own one stays."""
+        """Return the gradient of this rank's tensor.
+
+        The gradient of each tensor goes round the ring behind the tensor. Each rank adds its own part to it and passes
+        it on, so that it arrives at the tensor's owner complete.
+        """
         under_way: list[Handle] = []
         visits = self.visit(own)
         home = contribute(*next(visits))
@@ -62,7 +87,11 @@ class Ring:
         return home
 
     def _shift(self, here: Tensor, tag: int, what: str) -> tuple[list[Handle], Tensor]:
-        """To the next member, and from the one before."""
+        """Start to send a tensor to the next rank and to receive one from the previous rank.
+
+        Returns:
+            The handles of both ops, and the tensor that is being received.
+        """
         coming = torch.empty_like(here)
         sent = self._group.send(here, self._next, tag, f"send {what}")
         return [sent, self._group.recv(coming, self._before, tag, f"recv {what}")], coming
@@ -74,7 +103,13 @@ class Ring:
 
 
 class AllGather:
-    """All tensors at once, and all contributions back at once."""
+    """Gather the tensors of all ranks with one all_gather, and sum their gradients with one reduce_scatter.
+
+    Args:
+        group: The context-parallel group.
+
+    Source: Llama 3 team 2024, "The Llama 3 Herd of Models", section 3.3.2.
+    """
 
     def __init__(self, group: Group) -> None:
         self._group = group
