@@ -16,7 +16,7 @@ from raypar.actors.collective.group import Group, Handle
 
 Contribute = Callable[[int, Tensor], Tensor]  # (owner's rank, owner's tensor) -> this rank's gradient for that tensor
 
-_THERE, _BACK = 0, 1  # tags of tensors and of their gradients
+_TENSOR_TAG, _GRADIENT_TAG = 0, 1  # tags of tensors and of their gradients
 
 
 class Carrier(Protocol):
@@ -57,44 +57,46 @@ class Ring:
         self._next, self._before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
 
     def visit(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        here = own.contiguous()
+        current = own.contiguous()
         for hop in range(self._group.size):
-            under_way, coming = ([], here) if hop == self._group.size - 1 else self._shift(here, _THERE, "kv")
-            yield (self._group.rank - hop) % self._group.size, here
-            for handle in under_way:
+            handles, incoming = (
+                ([], current) if hop == self._group.size - 1 else self._shift(current, _TENSOR_TAG, "kv")
+            )
+            yield (self._group.rank - hop) % self._group.size, current
+            for handle in handles:
                 handle.wait()
-            here = coming
+            current = incoming
 
     def back(self, own: Tensor, contribute: Contribute) -> Tensor:
         """Return the gradient of this rank's tensor.
 
         The gradient of each tensor goes round the ring behind the tensor. Each rank adds its own part to it and passes
-        it on, so that it arrives at the tensor's owner complete.
+        it on; the owner receives the sum of the other ranks and adds its own part.
         """
-        under_way: list[Handle] = []
+        handles: list[Handle] = []
         visits = self.visit(own)
-        home = contribute(*next(visits))
-        carried: Tensor | None = None
-        for source, here in visits:
-            made = contribute(source, here)
-            if carried is not None:
-                self._settle(under_way)
-                made += carried
-            under_way, carried = self._shift(made, _BACK, "gradient of kv")
-        if carried is not None:
-            self._settle(under_way)
-            home += carried
-        return home
+        own_total = contribute(*next(visits))
+        received: Tensor | None = None
+        for source, current in visits:
+            made = contribute(source, current)
+            if received is not None:
+                self._settle(handles)
+                made += received
+            handles, received = self._shift(made, _GRADIENT_TAG, "gradient of kv")
+        if received is not None:
+            self._settle(handles)
+            own_total += received
+        return own_total
 
-    def _shift(self, here: Tensor, tag: int, what: str) -> tuple[list[Handle], Tensor]:
+    def _shift(self, current: Tensor, tag: int, what: str) -> tuple[list[Handle], Tensor]:
         """Start to send a tensor to the next rank and to receive one from the previous rank.
 
         Returns:
             The handles of both ops, and the tensor that is being received.
         """
-        coming = torch.empty_like(here)
-        sent = self._group.send(here, self._next, tag, f"send {what}")
-        return [sent, self._group.recv(coming, self._before, tag, f"recv {what}")], coming
+        incoming = torch.empty_like(current)
+        sent = self._group.send(current, self._next, tag, f"send {what}")
+        return [sent, self._group.recv(incoming, self._before, tag, f"recv {what}")], incoming
 
     @staticmethod
     def _settle(handles: list[Handle]) -> None:
@@ -123,8 +125,8 @@ class AllGather:
 
     def back(self, own: Tensor, contribute: Contribute) -> Tensor:
         made = own.new_empty((self._group.size, *own.shape))
-        for source, here in self.visit(own):
-            made[source] = contribute(source, here)
+        for source, current in self.visit(own):
+            made[source] = contribute(source, current)
         total = torch.empty_like(made[0])
         self._group.reduce_scatter(total, made).wait()
         return total
