@@ -46,9 +46,15 @@ Finish = Callable[[float], None]  # blocks until an op is complete, for at most 
 
 
 class GroupError(RuntimeError):
-    """A failed communication: the group, the op, the peer (None if all members took part) and the reason.
+    """A failed communication.
 
     The group is closed afterwards. Its members must join a new generation of it or give up.
+
+    Args:
+        group: Name of the group.
+        op: Name of the op.
+        peer: Rank of the other side; None if all members took part.
+        reason: Why the op failed.
     """
 
     def __init__(self, group: str, op: str, peer: int | None, reason: str) -> None:
@@ -110,6 +116,11 @@ class Handle:
 
 class Group(ABC):
     """A collective group: one axis slice of the mesh with ``size`` members, of which this process is ``rank``.
+
+    Backends that connect over a store (Gloo, shared memory, GPUs) take two more arguments: ``store``, where the members
+    exchange addresses and whose keys no earlier group may have used, and ``connect_timeout``, the seconds in which all
+    members must connect. Their constructors return once every member is connected, and raise GroupError if one is not
+    in time.
 
     Args:
         name: Run, axis, index and generation, for messages.
@@ -260,7 +271,7 @@ class Group(ABC):
         """
         return torch.empty(count, dtype=dtype, device=self.device)
 
-    def connect(self, edges: Iterable[Edge]) -> None:  # noqa: B027  (only GPUs need it, and the next one)
+    def connect(self, edges: Iterable[Edge]) -> None:  # noqa: B027  (only GPU groups override this and the next one)
         """Connect these edges now, instead of in the first op over each. All members must pass the same edges.
 
         Only GPU groups need it. Raises GroupError.

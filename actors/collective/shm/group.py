@@ -24,22 +24,15 @@ from raypar.actors.collective.shm.ops import Swap, by_shares, reduce_parts
 from raypar.actors.collective.shm.slabs import SLAB
 from raypar.actors.tensors import nbytes, row_size, staged
 
-Fold = Callable[[slice, Parts], object]  # called with a range of elements, and those of each peer
+Fold = Callable[[slice, Parts], object]  # uses a range of elements and the peers' pieces of it
 WHOLE = slice(None)  # a tensor in one piece, which need not be sliced: that takes 3 us
 Back = Callable[[], object] | None
 
 
 class ShmGroup(Group):
-    """A group whose members are all in one ``links.place()``. See ``Group`` for the other arguments.
+    """A group whose members are all in one ``links.place()``. See ``Group`` for the arguments.
 
     An op in progress advances whenever any op of the group is started or waited for.
-
-    Args:
-        store: Where the members exchange addresses. No earlier group may have used its keys.
-        connect_timeout: Seconds in which all members must connect.
-
-    Raises:
-        GroupError: A member did not connect in time.
     """
 
     def __init__(
@@ -77,11 +70,10 @@ class ShmGroup(Group):
         return (self.size - 1) * nbytes(tensor) if self._is_direct(tensor) else super()._all_reduce_bytes(tensor)
 
     def _is_direct(self, tensor: Tensor) -> bool:
-        """Return whether every member sends its whole tensor to every other.
+        """Return whether an all_reduce of the tensor is direct: every member sends its whole tensor to every other.
 
-        One round, and for two members no byte more.
-
-        Otherwise each member reduces one share. For a large window that is less work, as nothing is copied to be given.
+        That takes one round, and between two members no more bytes. Otherwise each member reduces one share, which
+        takes two rounds. For a large window that is less work, because nothing is copied to be sent.
         """
         pair = self.size == 2 and (nbytes(tensor) <= SLAB or not self._box.is_window(tensor))
         return nbytes(tensor) <= INLINE or pair
