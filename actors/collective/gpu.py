@@ -96,14 +96,7 @@ class GpuGroup(Group):
             raise self.fault("connect", None, first_line(error)) from error
 
     def connect(self, edges: Iterable[Edge]) -> None:
-        """Connect edges now; otherwise the first op over each waits for its peer.
-
-        Args:
-            edges: The edges, the same on every member.
-
-        Raises:
-            GroupError: An edge could not be connected.
-        """
+        """Connect edges now, as ``Group.connect`` says. The first op over an unconnected edge waits for its peer."""
         ordered = sorted(edges)  # the same order on every member prevents deadlock
         if ordered and self.host is not self:
             self.host.barrier().wait()  # NCCL can't be interrupted while it waits for an absent member
@@ -117,14 +110,7 @@ class GpuGroup(Group):
                     raise self.fault("connect", peer, first_line(error)) from error
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Block the host until every op so far is complete.
-
-        Args:
-            timeout: Deadline in seconds; None for the group's own.
-
-        Raises:
-            GroupError: An op failed or missed the deadline.
-        """
+        """Block the host until every op so far is complete, as ``Group.synchronize`` says."""
         seconds = self.timeout if timeout is None else timeout
         end = time.monotonic() + seconds
         for issued in self._watcher.pending():
@@ -260,7 +246,14 @@ def ring(size: int) -> set[Edge]:
 
 
 def demand_device(group: str, op: str, device: torch.device, args: tuple[object, ...]) -> None:
-    """Raise ValueError if a tensor among the arguments of an op is not on the group's device."""
+    """Raise ValueError if a tensor among the arguments of an op is not on the group's device.
+
+    Args:
+        group: Name of the group, for the message.
+        op: Name of the op, for the message.
+        device: The group's device.
+        args: The arguments of the op.
+    """
     for tensor in args:
         if isinstance(tensor, Tensor) and tensor.device != device:
             raise ValueError(

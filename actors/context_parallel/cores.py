@@ -52,7 +52,12 @@ def context_styles(context: Context, group: Group) -> AxisStyles:
 
 @dataclass(frozen=True)
 class ContextAttention(ParallelStyle):
-    """Let an attention core reach the tokens of the other ranks."""
+    """Let an attention core reach the tokens of the other ranks.
+
+    Attributes:
+        context: How it reaches them; see ``context_styles``.
+        group: The context-parallel group.
+    """
 
     context: Context
     group: Group

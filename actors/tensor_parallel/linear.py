@@ -120,7 +120,13 @@ def own_outputs(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 
 def shard_of(whole: Sequence[int], dim: int, group: Group) -> Shard:
-    """Return this member's part of a tensor of shape ``whole`` that is sharded over a group along one dim."""
+    """Return this member's part of a tensor that is sharded over a group along one dim.
+
+    Args:
+        whole: Shape of the whole tensor.
+        dim: The dim.
+        group: The members.
+    """
     return Shard(tuple(whole), Sharding({dim: Pieces.at(group.rank, group.size)}))
 
 

@@ -16,7 +16,15 @@ _KEY = "raypar.divided"
 
 
 def mark(tensor: Tensor, *, divided: bool) -> Tensor:
-    """Note in the graph whether this member holds only a part of the tensor, along its last dim; return the tensor."""
+    """Note in the autograd graph whether this member holds only a part of a tensor.
+
+    Args:
+        tensor: The tensor.
+        divided: Whether it is a part, along the last dim.
+
+    Returns:
+        The same tensor.
+    """
     for one in (tensor, tensor._base):  # an in-place op on a view continues the base's graph, without the view's node
         if one is not None and one.grad_fn is not None:
             _notes(one.grad_fn)[_KEY] = divided

@@ -186,7 +186,13 @@ def last_backwards(row: tuple[Action, ...]) -> dict[int, Action]:
 
 
 def homes_of(model: Model, split: Split, schedule: Schedule) -> dict[int, int]:
-    """Return the pipeline rank of each layer, by the layer's index."""
+    """Return the pipeline rank of each layer, by the layer's index.
+
+    Args:
+        model: The model.
+        split: How its layers are split into stages.
+        schedule: The schedule, which places the stages on ranks.
+    """
     parts = model.stages(split, schedule.num_stages)
     return {index: schedule.placement[number] for number, part in enumerate(parts) for index in part}
 
@@ -194,7 +200,7 @@ def homes_of(model: Model, split: Split, schedule: Schedule) -> dict[int, int]:
 def sizes_of(model: Model, split: Split, schedule: Schedule) -> dict[int, dict[str, int]]:
     """Return the size in bytes of each pipeline rank's trainable parameters, by rank and logical name.
 
-    A tied weight whose home is on the same rank is listed once.
+    A tied weight whose home is on the same rank is listed once. The arguments are those of ``homes_of``.
     """
     homes = homes_of(model, split, schedule)
     _, same = ties_of(model, homes)

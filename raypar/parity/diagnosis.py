@@ -128,7 +128,10 @@ def _first(job: Job, step: int, allowed: float) -> tuple[_Compared, Case] | None
 
 
 def _made(job: Job, plain: Watched) -> Iterator[_Compared]:
-    """Yield the layers' outputs and their gradients; fetches one direction of one microbatch at a time."""
+    """Yield the layers' outputs and the gradients of these outputs.
+
+    The tensors of one microbatch's forward, or of its backward, are fetched at a time.
+    """
     there: dict[Spot, dict[int, Sharding]] = {}  # which part of an output each rank has
     for (_, backward), same in groupby(plain.tensors, lambda spot: (spot.microbatch, spot.backward)):
         spots = list(same)

@@ -54,7 +54,8 @@ class _Normalised(torch.autograd.Function):
 
     The forward sends the sum of squares of the member's part, and the part's mean if the norm is centred. The squares
     are of the differences from that mean, so that no large numbers cancel (Chan et al. 1979). Half precision is
-    computed in fp32. The forward keeps only its result, which the next layer keeps too, and the inverse of the norm.
+    computed in fp32. The forward keeps only its result, which the next layer keeps too, and the factor
+    that it multiplied the vectors by.
     """
 
     @staticmethod
