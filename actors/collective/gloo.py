@@ -34,9 +34,8 @@ _OPS: dict[ReduceOp, Any] = {
 _ABORT_TAG = (1 << 31) - 1
 _SMALL_TAG = _ABORT_TAG - 1
 _SMALL = 1 << 15  # bytes, summed over the members, up to which an all_reduce exchanges tensors directly
-_NEVER = timedelta(
-    days=1
-)  # torch's own timeout, which also covers ops that nobody waits for yet; our deadlines are on the waits
+# Torch's own timeout of an op, which also runs before anybody waits for it; our deadlines are those of the waits.
+_NEVER = timedelta(days=1)
 
 
 class GlooGroup(Group):

@@ -377,9 +377,8 @@ class Group(ABC):
             raise self.fault(op, peer, plain_reason(error, self.timeout)) from error
         self.ledger.record(self.axis, op, sent)
         self.ledger.spent(self.axis, op, time.perf_counter() - begin)
-        return Handle(
-            self, op, None if peer == self.rank else peer, finish
-        )  # the root waits for all members, so it names no peer
+        # The root of an op waits for all members, so its handle names no peer.
+        return Handle(self, op, None if peer == self.rank else peer, finish)
 
     def _splits(self, tensor: Tensor, splits: Sequence[int], name: str) -> list[int]:
         rows = tensor.shape[0] if tensor.dim() else -1

@@ -283,7 +283,7 @@ def _demand_sharded(name: str, kind: str, module: nn.Module) -> None:
 
 
 def _demand_whole_dropouts(name: str, layer: nn.Module) -> None:
-    """Let the dropouts that no style replaced refuse an input that is sharded."""
+    """Make the dropouts that no style replaced raise ValueError if their input is sharded."""
     for path, module in layer.named_modules(prefix=name):
         if type(module) is nn.Dropout and module.p:
             what = "is dropout of what each actor of tp has a part of, and all would drop alike"

@@ -201,16 +201,19 @@ class ShmGroup(Group):
         block: int = SLAB,
         lend: bool = True,
     ) -> Finish:
-        """Give flat tensors to peers and fold in what others give, piece by piece.
+        """Send flat tensors to peers and use what they send, piece by piece.
 
         Args:
-            give: Flat tensors and the ranks that get each.
-            take: Elements expected from each rank.
+            give: Flat tensors, each with the ranks of its receivers.
+            take: Number of elements to receive, by the sender's rank.
             dtype: dtype of all tensors.
             fold: Called with each range of elements and the peers' pieces of it.
-            back: Called when all is done; may be None.
+            back: Called at the end, for example to copy the result back; may be None.
             block: Bytes of a piece.
             lend: Whether peers may read windows in place; not if ``fold`` writes to them.
+
+        Returns:
+            The function that completes the op.
         """
         channel = self._channel()
         piece = block // dtype.itemsize

@@ -38,11 +38,11 @@ class Slab:
         self._lent: dict[int, int] = {}
 
     def lend(self, reader: int) -> None:
-        """Count a loan to ``reader``, before it reads something here. For the owner only."""
+        """Count a loan to rank ``reader``, before it reads from the slab. For the owner only."""
         self._lent[reader] = self._lent.get(reader, 0) + 1
 
     def give_back(self, reader: int) -> None:
-        """Return one loan, after reading. For readers only."""
+        """Count one loan of rank ``reader`` as returned, after it has read. For readers only."""
         self._returned[reader] += 1
 
     @property

@@ -30,7 +30,7 @@ class NormOfShard(nn.Module):
         self._whole, self._eps = shard.whole[0], whole.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        eps = torch.finfo(x.dtype).eps if self._eps is None else self._eps  # as RMSNorm
+        eps = torch.finfo(x.dtype).eps if self._eps is None else self._eps  # torch's default for RMSNorm
         out: Tensor = self.weight * normalised(x, self._whole, eps, self._group, centred=self._centred)
         return out if self.bias is None else out + self.bias
 
