@@ -101,14 +101,14 @@ class View:
             length: Number of keys of that rank.
         """
         mine, theirs = self.tokens[self.rank], self.tokens[source]
-        at = torch.arange(mine.whole_length(length)) if self.bias is not None or self.mask is not None else None
-        if at is None:
+        positions = torch.arange(mine.whole_length(length)) if self.bias is not None or self.mask is not None else None
+        if positions is None:
             return None, None
-        keys = theirs.take(at, 0)[block.keys]
+        keys = theirs.take(positions, 0)[block.keys]
         bias = None
         if self.bias is not None:
             device = self.bias.slopes.device
-            bias = self.bias.between(mine.take(at, 0)[block.queries].to(device), keys.to(device))
+            bias = self.bias.between(mine.take(positions, 0)[block.queries].to(device), keys.to(device))
         return bias, None if self.mask is None else self.mask[:, :, block.queries][..., keys.to(self.mask.device)]
 
 
@@ -168,10 +168,10 @@ class _Attend(torch.autograd.Function):
                 bias, mask = view.extras(block, source, length)
                 keys, values = (_for_heads(part, q)[:, :, block.keys] for part in kv)
                 inputs = gradient[rows], q[rows], keys, values, out[rows], total[rows]
-                own, *others = _backward(*inputs, block.causal, bias, mask, view.fused)
-                dq[rows] += own
-                for part, other in zip(made, others, strict=True):
-                    part[:, :, block.keys] += other.unflatten(1, (-1, shared)).sum(2) if shared > 1 else other
+                dq_block, *dkv_block = _backward(*inputs, block.causal, bias, mask, view.fused)
+                dq[rows] += dq_block
+                for part, grad in zip(made, dkv_block, strict=True):
+                    part[:, :, block.keys] += grad.unflatten(1, (-1, shared)).sum(2) if shared > 1 else grad
             return made
 
         dk, dv = ctx.carrier.back(torch.stack((k, v)), contribute)
@@ -241,8 +241,8 @@ def _backward(
     used = weights
     if mask is not None:
         seen, used = seen * mask, weights * mask
-    about = (exact * out).sum(-1, keepdim=True)
-    scores = weights * (seen - about) / math.sqrt(q.shape[-1])
+    rowsum = (exact * out).sum(-1, keepdim=True)
+    scores = weights * (seen - rowsum) / math.sqrt(q.shape[-1])
     dq, dk, dv = scores @ k.to(scores.dtype), scores.transpose(-2, -1) @ q.to(scores.dtype), used.mT @ exact
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 

@@ -176,11 +176,12 @@ class _RowCore(_ContextCore):
         K, ranks, carrier = k_BKSd.shape[1], self.group.size, Ring(self.group)
         q_BKRd = (q_BNSd / math.sqrt(d)).reshape(B, K, N // K * S, d)
         scores = ring_scores(q_BKRd, k_BKSd, carrier, ranks).view(B, N, S, ranks * S)
-        mine, every = (torch.arange(i * S, j * S) for i, j in ((self.group.rank, self.group.rank + 1), (0, ranks)))
+        q_positions = torch.arange(self.group.rank * S, (self.group.rank + 1) * S)
+        k_positions = torch.arange(ranks * S)
         if (bias := self._bias_of(q_BNSd)) is not None:
-            scores = scores + bias.between(mine.to(scores.device), every.to(scores.device))
+            scores = scores + bias.between(q_positions.to(scores.device), k_positions.to(scores.device))
         else:
-            scores = scores.masked_fill((every > mine[:, None]).to(scores.device), -math.inf)
+            scores = scores.masked_fill((k_positions > q_positions[:, None]).to(scores.device), -math.inf)
         drop = sharded_dropout(self.drop, Sharding({2: self.tokens[self.group.rank]})).train(self.training)
         weights = drop(scores.softmax(-1))
         return ring_values(weights.view(B, K, N // K * S, -1), v_BKSd, carrier).view(B, N, S, d)
