@@ -48,9 +48,17 @@ def capability(device: torch.device) -> Capability:
 
 
 def agree(store: Store, name: str, rank: int, size: int, own: Capability) -> Backend:
-    """Choose a backend with the other members: they exchange capabilities in the store and all reach the same result.
+    """Choose the backend of a group together with the other members, who all reach the same result.
 
-    Raises ValueError on every member if some have a GPU and others do not.
+    Args:
+        store: Where the members exchange their capabilities.
+        name: Name of the group, for messages.
+        rank: Rank of this member.
+        size: Number of members.
+        own: What this member can communicate over.
+
+    Raises:
+        ValueError: Some members have a GPU and others do not. All members raise it.
     """
     store.set(f"capability/{rank}", json.dumps(asdict(own)))
     everyone = [Capability(**json.loads(store.get(f"capability/{peer}"))) for peer in range(size)]
@@ -58,7 +66,11 @@ def agree(store: Store, name: str, rank: int, size: int, own: Capability) -> Bac
 
 
 def backend_for(name: str, everyone: list[Capability]) -> Backend:
-    """Choose the backend for members with these capabilities, given in rank order.
+    """Choose the backend for members with given capabilities.
+
+    Args:
+        name: Name of the group, for messages.
+        everyone: The members' capabilities in rank order.
 
     Returns:
         "cpu" if no member has a GPU; "staged" (through the host) if two share a GPU or some lack NCCL; otherwise "nccl"
@@ -83,7 +95,7 @@ def backend_for(name: str, everyone: list[Capability]) -> Backend:
 
 
 log = logging.getLogger(__name__)
-# Until the owner sets its own: seconds for all members to connect and for a wait, and the axis.
+# Defaults until the owner sets its own: the seconds for all members to connect and for a wait, and the axis.
 TIMEOUT = 60.0
 _AXIS = "default"
 
@@ -115,19 +127,13 @@ def cpu_group(name: str, rank: int, size: int, store: Store, address: str) -> Gr
 def gpu_group(
     name: str, rank: int, size: int, store: Store, address: str, device: torch.device, own: Capability
 ) -> Group:
-    """Connect a group for tensors on GPUs over the fastest backend of all members, with a CPU group as its ``host``.
+    """Connect a group for tensors on GPUs, over the fastest backend that all members have; its ``host`` is a CPU group.
+
+    See ``cpu_group`` for the other arguments and for errors.
 
     Args:
-        name: Name of the group, for messages.
-        rank: Rank of this member.
-        size: Number of members.
-        store: Where the members exchange addresses; its keys must be new.
-        address: IP address of this node.
         device: This member's GPU.
         own: What this member can communicate over.
-
-    Raises:
-        GroupError: The members could not be connected.
     """
     try:
         backend = agree(store, name, rank, size, own)

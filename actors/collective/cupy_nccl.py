@@ -35,7 +35,7 @@ _DTYPES = {
 
 
 class CupyGroup(GpuGroup):
-    """A group over ``cupy.cuda.nccl.NcclCommunicator`` of cupy 14 or newer.
+    """A group over ``cupy.cuda.nccl.NcclCommunicator`` of cupy 14 or newer. See ``GpuGroup`` for the arguments.
 
     cupy cannot limit how much of the GPU a communicator occupies. With many edges set NCCL_MAX_CTAS, or waiting
     receives may leave no room to compute.
@@ -139,7 +139,12 @@ class CupyGroup(GpuGroup):
     # --- NCCL's calls ---
 
     def _exchange(self, give: dict[int, Tensor], take: dict[int, Tensor]) -> Transfer:
-        """Send to some ranks and receive from some, possibly including this one, as one op."""
+        """Send to some ranks and receive from some, possibly including this one, as one op.
+
+        Args:
+            give: The contiguous tensor for each receiver, by rank.
+            take: Where to store what each sender sends, by rank.
+        """
 
         def call(comm: Any, stream: int) -> None:
             for peer, part in give.items():
@@ -173,7 +178,13 @@ class CupyGroup(GpuGroup):
 
 
 class _Lane:
-    """A communicator and the stream of its ops. Before each op the stream waits for torch's current stream."""
+    """A communicator and the stream of its ops. Before each op the stream waits for torch's current stream.
+
+    Args:
+        nccl: cupy's NCCL module.
+        comm: The communicator.
+        device: Its GPU.
+    """
 
     def __init__(self, nccl: Any, comm: Any, device: torch.device) -> None:
         self._nccl, self._comm, self._device = nccl, comm, device
@@ -182,7 +193,11 @@ class _Lane:
         self._aborted = False
 
     def issue(self, call: Callable[[Any, int], object]) -> Transfer:
-        """Issue an op: ``call(communicator, stream)`` makes its NCCL calls."""
+        """Issue an op.
+
+        Args:
+            call: Makes the op's NCCL calls; it is given the communicator and the CUDA stream's address.
+        """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._nccl.groupStart()
         try:

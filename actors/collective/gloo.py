@@ -34,21 +34,15 @@ _OPS: dict[ReduceOp, Any] = {
 _ABORT_TAG = (1 << 31) - 1
 _SMALL_TAG = _ABORT_TAG - 1
 _SMALL = 1 << 15  # bytes, summed over the members, up to which an all_reduce exchanges tensors directly
-_NEVER = timedelta(
-    days=1
-)  # torch's own timeout, which also covers ops that nobody waits for yet; our deadlines are on the waits
+# Torch's own timeout of an op, which also runs before anybody waits for it; our deadlines are those of the waits.
+_NEVER = timedelta(days=1)
 
 
 class GlooGroup(Group):
     """A group over ``torch.distributed.ProcessGroupGloo``. See ``Group`` for the other arguments.
 
     Args:
-        store: Where the members exchange addresses. No earlier group may have used its keys.
         device: The process's Gloo device (event loop and listener), shared by all its groups.
-        connect_timeout: Seconds in which all members must connect.
-
-    Raises:
-        GroupError: A member did not connect in time.
     """
 
     def __init__(
@@ -195,9 +189,12 @@ class GlooGroup(Group):
 def create_device(host: str) -> Any:
     """Create a Gloo device bound to an IP address of this node.
 
-    By default torch resolves the host name, often to loopback. The device's event loop runs as a batch thread
-    (SCHED_BATCH). Otherwise it preempts the computing thread in the middle of a send, finds the connection locked by
-    that thread, and spins until the scheduler's next tick: milliseconds where cores are few.
+    The device's event loop runs as a batch thread (SCHED_BATCH). Otherwise it preempts the computing thread in the
+    middle of a send, finds the connection locked by that thread, and spins until the scheduler's next tick:
+    milliseconds where cores are few.
+
+    Args:
+        host: The IP address. Without one torch would resolve the host name, often to loopback.
     """
     before = _threads()
     device = dist.ProcessGroupGloo.create_device(hostname=host)
@@ -220,7 +217,7 @@ def _waiter(work: Any, then: Callable[[], object] | None, *keep: object) -> Fini
     """
 
     def finish(timeout: float) -> None:
-        work.wait(timedelta(seconds=max(0.001, timeout)))  # torch takes a shorter timeout for none at all
+        work.wait(timedelta(seconds=max(0.001, timeout)))  # torch would take a shorter one as no timeout
         if then is not None:
             then()
         del keep_alive[:]

@@ -48,13 +48,8 @@ class GpuGroup(Group):
     end.
 
     Args:
-        store: Where the members exchange addresses. No earlier group may have used its keys.
         device: A GPU with its index. No two members may share one.
-        host: Group of the same members for tensors on the host, which is aborted with this one.
-        connect_timeout: Seconds in which all members must connect.
-
-    Raises:
-        GroupError: A member did not connect in time.
+        host: Group of the same members for tensors on the host, which is aborted with this one; None for no such group.
     """
 
     def __init__(
@@ -77,7 +72,7 @@ class GpuGroup(Group):
         self._reason = "the group was aborted"
         self._all: Any = None  # the communicator of the collectives
         self._edges: dict[Edge, Any] = {}
-        self._open_ones: list[Communicator] = []  # of the collectives and of the edges
+        self._open_ones: list[Communicator] = []  # those of the collectives and of the edges
         self._watcher = Watcher(self.fault)
         self._prepare()
         self._open(store, connect_timeout)
@@ -101,10 +96,7 @@ class GpuGroup(Group):
             raise self.fault("connect", None, first_line(error)) from error
 
     def connect(self, edges: Iterable[Edge]) -> None:
-        """Connect these edges now. The first op over an unconnected edge waits for its peer.
-
-        All members must pass the same edges. Raises GroupError.
-        """
+        """Connect edges now, as ``Group.connect`` says. The first op over an unconnected edge waits for its peer."""
         ordered = sorted(edges)  # the same order on every member prevents deadlock
         if ordered and self.host is not self:
             self.host.barrier().wait()  # NCCL can't be interrupted while it waits for an absent member
@@ -118,10 +110,7 @@ class GpuGroup(Group):
                     raise self.fault("connect", peer, first_line(error)) from error
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Block the host until every op so far is complete, for at most ``timeout`` seconds (None: the group's own).
-
-        Raises GroupError if an op failed.
-        """
+        """Block the host until every op so far is complete, as ``Group.synchronize`` says."""
         seconds = self.timeout if timeout is None else timeout
         end = time.monotonic() + seconds
         for issued in self._watcher.pending():
@@ -189,10 +178,14 @@ class GpuGroup(Group):
 
     @abstractmethod
     def _connect(self, name: str, rank: int, size: int, *, edge: bool) -> Any:
-        """Create a communicator of ``size`` members. All of them call this with the same name, each with its own rank.
+        """Create a communicator. All its members call this.
 
-        Ops over an ``edge`` may wait for long while the GPU computes, so its communicator should occupy little of the
-        GPU.
+        Args:
+            name: Name of the communicator, the same on all members.
+            rank: Rank of this member in the communicator.
+            size: Number of members.
+            edge: Whether it is for an edge. Ops over an edge may wait for long while the GPU computes, so they should
+                occupy little of the GPU.
         """
 
     @abstractmethod
@@ -244,13 +237,23 @@ class GpuGroup(Group):
 
 
 def ring(size: int) -> set[Edge]:
-    """Return the edges between neighbouring ranks in both directions, including last to first: what a pipeline uses."""
+    """Return the edges that a pipeline of ``size`` ranks uses: between neighbours, and between the last and first rank.
+
+    Every edge is in the result in both directions.
+    """
     there = {(rank, (rank + 1) % size) for rank in range(size) if size > 1}
     return there | {(destination, source) for source, destination in there}
 
 
 def demand_device(group: str, op: str, device: torch.device, args: tuple[object, ...]) -> None:
-    """Raise ValueError if a tensor among the arguments of an op is not on the group's device."""
+    """Raise ValueError if a tensor among the arguments of an op is not on the group's device.
+
+    Args:
+        group: Name of the group, for the message.
+        op: Name of the op, for the message.
+        device: The group's device.
+        args: The arguments of the op.
+    """
     for tensor in args:
         if isinstance(tensor, Tensor) and tensor.device != device:
             raise ValueError(

@@ -46,9 +46,15 @@ Finish = Callable[[float], None]  # blocks until an op is complete, for at most 
 
 
 class GroupError(RuntimeError):
-    """A failed communication: the group, the op, the peer (None if all members took part) and the reason.
+    """A failed communication.
 
     The group is closed afterwards. Its members must join a new generation of it or give up.
+
+    Args:
+        group: Name of the group.
+        op: Name of the op.
+        peer: Rank of the other side; None if all members took part.
+        reason: Why the op failed.
     """
 
     def __init__(self, group: str, op: str, peer: int | None, reason: str) -> None:
@@ -111,6 +117,11 @@ class Handle:
 class Group(ABC):
     """A collective group: one axis slice of the mesh with ``size`` members, of which this process is ``rank``.
 
+    Backends that connect over a store (Gloo, shared memory, GPUs) take two more arguments: ``store``, where the members
+    exchange addresses and whose keys no earlier group may have used, and ``connect_timeout``, the seconds in which all
+    members must connect. Their constructors return once every member is connected, and raise GroupError if one is not
+    in time.
+
     Args:
         name: Run, axis, index and generation, for messages.
         axis: Mesh axis under which the ledger counts the ops.
@@ -139,7 +150,12 @@ class Group(ABC):
     # --- collectives: called by every member in the same order ---
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Handle:
-        """Reduce ``tensor`` over all members, in place. A ring sends 2(N-1)/N of its bytes per member."""
+        """Reduce a tensor over all members, in place. A ring sends 2(N-1)/N of its bytes per member.
+
+        Args:
+            tensor: This member's tensor, which becomes the result; of one shape and dtype on all members.
+            op: The reduction.
+        """
         self._known(op, "all_reduce")
         return self._run("all_reduce", None, self._all_reduce_bytes(tensor), self._all_reduce, tensor, op)
 
@@ -186,12 +202,23 @@ class Group(ABC):
         return self._run("all_to_all", None, sent, self._all_to_all, out, tensor, outs, ins)
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
-        """Copy the ``tensor`` of rank ``root`` into the ``tensor`` of every other member."""
+        """Copy a tensor of one rank to all members.
+
+        Args:
+            tensor: What to copy on the root, where to store it on the others; of one shape and dtype.
+            root: Rank that has the tensor.
+        """
         sent = (self.size - 1) * nbytes(tensor) if self.rank == root else 0
         return self._run("broadcast", root, sent, self._broadcast, tensor, root)
 
     def reduce(self, tensor: Tensor, root: int, op: ReduceOp = "sum") -> Handle:
-        """Reduce ``tensor`` over all members into that of rank ``root``. The other members' tensors do not change."""
+        """Reduce a tensor over all members into that of one rank. The other members' tensors do not change.
+
+        Args:
+            tensor: This member's tensor; of one shape and dtype on all members.
+            root: Rank that gets the result.
+            op: The reduction.
+        """
         self._known(op, "reduce")
         return self._run("reduce", root, nbytes(tensor) * (self.rank != root), self._reduce, tensor, root, op)
 
@@ -257,19 +284,31 @@ class Group(ABC):
 
         Either all members pass such a tensor to an op, or none does. Concurrent ops on different parts of one such
         tensor may complete only together: give every op that is waited for on its own a tensor of its own.
+
+        Args:
+            count: Number of elements.
+            dtype: Their dtype.
         """
         return torch.empty(count, dtype=dtype, device=self.device)
 
-    def connect(self, edges: Iterable[Edge]) -> None:  # noqa: B027  (only GPUs need it, and the next one)
-        """Connect these edges now, instead of in the first op over each. All members must pass the same edges.
+    def connect(self, edges: Iterable[Edge]) -> None:  # noqa: B027  (only GPU groups override this and the next one)
+        """Connect edges now, instead of in the first op over each. Only GPU groups need it.
 
-        Only GPU groups need it. Raises GroupError.
+        Args:
+            edges: The edges, the same on every member.
+
+        Raises:
+            GroupError: An edge could not be connected.
         """
 
     def synchronize(self, timeout: float | None = None) -> None:  # noqa: B027
-        """Block until every op that was waited for is complete, which on GPUs a wait does not guarantee.
+        """Block until every op so far is complete, which on GPUs a wait does not guarantee.
 
-        Raises GroupError if one failed.
+        Args:
+            timeout: Deadline in seconds; None for the group's own.
+
+        Raises:
+            GroupError: An op failed or missed the deadline.
         """
 
     # --- faults ---
@@ -282,7 +321,16 @@ class Group(ABC):
         """
 
     def fault(self, op: str, peer: int | None, reason: str) -> GroupError:
-        """Close the group and its owner's other groups, and return the error that describes the failed op."""
+        """Close the group and its owner's other groups.
+
+        Args:
+            op: Name of the failed op.
+            peer: Rank of the other side; None for all members.
+            reason: Why the op failed.
+
+        Returns:
+            The error to raise.
+        """
         first, self._closed = not self._closed, True
         if first:
             self.on_fault()
@@ -329,9 +377,8 @@ class Group(ABC):
             raise self.fault(op, peer, plain_reason(error, self.timeout)) from error
         self.ledger.record(self.axis, op, sent)
         self.ledger.spent(self.axis, op, time.perf_counter() - begin)
-        return Handle(
-            self, op, None if peer == self.rank else peer, finish
-        )  # the root waits for all members, so it names no peer
+        # The root of an op waits for all members, so its handle names no peer.
+        return Handle(self, op, None if peer == self.rank else peer, finish)
 
     def _splits(self, tensor: Tensor, splits: Sequence[int], name: str) -> list[int]:
         rows = tensor.shape[0] if tensor.dim() else -1

@@ -61,7 +61,11 @@ class LocalHub:
 
 
 class LocalGroup(Group):
-    """A group whose members are threads that share a ``LocalHub``. It adds in rank order."""
+    """A group whose members are threads of one process. It adds in rank order. See ``Group`` for the other arguments.
+
+    Args:
+        hub: The mailboxes that all members share.
+    """
 
     def __init__(self, hub: LocalHub, axis: str, rank: int, size: int, timeout: float = 30.0) -> None:
         self._hub, self._issued = hub, 0
@@ -74,9 +78,12 @@ class LocalGroup(Group):
     def _exchange(
         self, parts: dict[int, Tensor | None], sources: list[int], done: Callable[[list[Tensor]], object]
     ) -> Finish:
-        """Send ``parts`` to their ranks.
+        """Send tensors to some ranks and start to receive from some.
 
-        The returned Finish passes the tensors of ``sources``, in that order, to ``done``.
+        Args:
+            parts: The tensor for each receiver, by rank; None for a message without a tensor.
+            sources: Ranks to receive from.
+            done: Called at the end with the received tensors, in the order of ``sources``.
         """
         self._issued += 1
         key = ("collective", self._issued)
@@ -146,7 +153,14 @@ class LocalGroup(Group):
 
 
 class FailingGroup(LocalGroup):
-    """A local group whose ``op`` raises GroupError on its ``nth`` call (from 1), like a backend that lost a peer."""
+    """A local group in which one call of an op raises GroupError, like a backend that lost a peer.
+
+    See ``LocalGroup`` for the other arguments.
+
+    Args:
+        op: Name of the op.
+        nth: Number of the call that fails, from 1.
+    """
 
     def __init__(
         self, hub: LocalHub, axis: str, rank: int, size: int, *, op: str, nth: int, timeout: float = 30.0
@@ -163,7 +177,13 @@ class FailingGroup(LocalGroup):
 
 
 def local_groups(axis: str, size: int, timeout: float = 30.0) -> list[LocalGroup]:
-    """Create the members of one local group, in rank order; give each to a thread of its own."""
+    """Create the members of one local group, in rank order; use each in a thread of its own.
+
+    Args:
+        axis: Mesh axis under which the ledgers count.
+        size: Number of members.
+        timeout: Default deadline of a wait, in seconds.
+    """
     hub = LocalHub()
     return [LocalGroup(hub, axis, rank, size, timeout) for rank in range(size)]
 

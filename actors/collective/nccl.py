@@ -37,10 +37,10 @@ _ENVIRONMENT = {
 
 
 class NcclGroup(GpuGroup):
-    """A group over ``torch.distributed.ProcessGroupNCCL``."""
+    """A group over ``torch.distributed.ProcessGroupNCCL``. See ``GpuGroup`` for the arguments."""
 
     def _prepare(self) -> None:
-        os.environ.update(_ENVIRONMENT)  # torch reads it whenever it creates a process group
+        os.environ.update(_ENVIRONMENT)  # torch reads the variables whenever it creates a process group
 
     def _connect(self, name: str, rank: int, size: int, *, edge: bool) -> Any:
         nccl: Any = dist.ProcessGroupNCCL
@@ -136,7 +136,7 @@ class NcclGroup(GpuGroup):
 
 
 class _Work:
-    """Adapts torch's Work handle to a Transfer."""
+    """Adapts the Work handle of a torch op to a Transfer."""
 
     def __init__(self, work: Any) -> None:
         self._work = work

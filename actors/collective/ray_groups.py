@@ -69,7 +69,7 @@ def join(
     register()
     backend = BACKEND if device.type == "cpu" else GPU_BACKEND
     with _current(device):
-        # milliseconds; create_collective_group, called by the driver, takes 0.6 s and a detached actor per group
+        # takes milliseconds; create_collective_group in the driver takes 0.6 s and a detached actor per group
         collective.init_collective_group(size, rank, types.Backend(backend), name)
     group: Group = collective.get_group_handle(name).group
     ledger = Ledger() if ledger is None else ledger
@@ -85,7 +85,11 @@ def leave(name: str) -> None:
 
 
 def close_together(groups: Mapping[str, Group]) -> None:
-    """Make a fault in one of an actor's groups abort all of them, so that no neighbour has to wait for its deadline."""
+    """Make a fault in one of an actor's groups abort all of them, so that no peer has to wait for its deadline.
+
+    Args:
+        groups: All groups of the actor, by key.
+    """
 
     def abort_all() -> None:
         for group in groups.values():
@@ -103,7 +107,11 @@ def register() -> None:
 
 
 class KVStore(Store):
-    """A torch Store over Ray's internal key-value store: no port, no server, and no first rank that must stay alive."""
+    """A torch Store over Ray's internal key-value store: no port, no server, and no first rank that must stay alive.
+
+    Args:
+        prefix: Beginning of all keys, unique to the group.
+    """
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
@@ -138,7 +146,15 @@ class KVStore(Store):
 
 
 class _Translated(BaseGroup):
-    """Adapter that ``ray.util.collective`` holds: it translates Ray's collective calls to those of our Group."""
+    """Adapter that ``ray.util.collective`` holds: it translates Ray's collective calls to those of our Group.
+
+    Ray creates it in ``init_collective_group``.
+
+    Args:
+        world_size: Number of members.
+        rank: Rank of this member.
+        group_name: Name of the group.
+    """
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         super().__init__(world_size, rank, group_name)
@@ -148,7 +164,14 @@ class _Translated(BaseGroup):
 
     @abstractmethod
     def _connected(self, name: str, rank: int, size: int, store: KVStore) -> Group:
-        """Return the Group once every member is connected."""
+        """Return the Group once every member is connected.
+
+        Args:
+            name: Name of the group.
+            rank: Rank of this member.
+            size: Number of members.
+            store: Where the members exchange addresses.
+        """
 
     def _clear(self) -> None:
         if self.rank == 0:

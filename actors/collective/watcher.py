@@ -79,7 +79,11 @@ class Issued:
 
 
 class Watcher:
-    """Watches the ops of one group in a thread, and calls ``fault(op, peer, reason)`` for the first that goes wrong."""
+    """Watches the ops of one group in a thread, until the first one fails or misses its deadline.
+
+    Args:
+        fault: Called as ``fault(op, peer, reason)`` for that op, as ``Group.fault`` is.
+    """
 
     def __init__(self, fault: Callable[[str, int | None, str], object]) -> None:
         self._fault = fault

@@ -1,1 +1,1 @@
-"""Context parallelism: a sequence divided over actors, and the attention that reaches across."""
+"""Context parallelism: sequences sharded over ranks, and attention that reaches the tokens of other ranks."""

@@ -1,6 +1,12 @@
-"""Causal attention of some queries to some keys, in a form that adds up (Dao et al. 2022; Milakov & Gimelshein 2018).
+"""Causal attention in blocks: the queries of this rank attend to the keys of one rank after the other.
 
-Shapes: B microbatch, N heads, K heads of keys and values, S queries here, T keys of one member, d width of a head.
+The softmax is computed online: each block of keys gives outputs and the logarithm of their divisor, from which the
+outputs over all blocks are combined. No scores are kept for the backward.
+
+Shapes: B samples, N query heads, K heads of keys and values, S queries of this rank, T keys of one rank, d width of a
+head.
+
+Sources: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al. 2022, "FlashAttention".
 """
 
 from __future__ import annotations
@@ -18,8 +24,13 @@ from raypar.actors.sharding import Pieces
 
 
 class Block(NamedTuple):
-    """Queries and keys, each a run of those that two members have. ``causal``: the k-th query sees the first k keys;
-    else each one sees all."""
+    """Adjacent queries of this rank, and the adjacent keys of one rank that they attend to.
+
+    Attributes:
+        queries: Slice of this rank's queries.
+        keys: Slice of the other rank's keys.
+        causal: Whether each query attends only to keys up to its own position in the block; else to all keys.
+    """
 
     queries: slice
     keys: slice
@@ -27,26 +38,32 @@ class Block(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """What is added to scores: slope (N,) x (position of the key - position of the query)."""
+    """The ALiBi bias of attention scores: slope x (position of the key - position of the query).
+
+    Attributes:
+        slopes: One slope per query head (N,).
+
+    Source: Press et al. 2022, "Train Short, Test Long".
+    """
 
     slopes: Tensor
 
     def between(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """(N, S, T) from positions (S,) and (T,); -inf for what is later."""
+        """Return the bias (N, S, T) for positions of queries (S,) and keys (T,); -inf where the key is later."""
         distance = (keys - queries[:, None]).to(self.slopes)
         return self.slopes[:, None, None] * distance.masked_fill(distance > 0, -math.inf)
 
 
 @dataclass(frozen=True)
 class View:
-    """What the queries of one member attend to.
+    """What the queries of one rank attend to.
 
     Attributes:
-        tokens: The pieces of the sequence that each member holds, in rising order.
-        rank: The member's rank.
-        fused: Whether torch's kernel may be used: on CPUs, and without dropout.
-        bias: Added to the scores.
-        mask: Dropout's mask (B, N, S, all T of the sequence), which the softmax is multiplied with.
+        tokens: The pieces of the sequence that each rank holds, in rising order.
+        rank: The rank whose queries these are.
+        fused: Whether torch's fused CPU kernel is used, which has no dropout.
+        bias: Bias of the scores, or None.
+        mask: Dropout mask (B, N, S, tokens of the whole sequence) that attention weights are multiplied by, or None.
     """
 
     tokens: Sequence[Pieces]
@@ -56,8 +73,13 @@ class View:
     mask: Tensor | None = None
 
     def blocks(self, source: int, length: int) -> Iterator[Block]:
-        """What of a member's ``length`` keys is seen, by as many queries."""
-        if source == self.rank:  # pieces stand in the order of the sequence
+        """Yield the blocks of queries of this rank and keys of another that attention needs.
+
+        Args:
+            source: Rank that holds the keys.
+            length: Number of its keys, which is also the number of this rank's queries.
+        """
+        if source == self.rank:  # its pieces are in the order of the sequence, so one causal block is enough
             yield Block(slice(0, length), slice(0, length), True)
             return
         own, theirs = self.tokens[self.rank].own, self.tokens[source].own
@@ -71,33 +93,51 @@ class View:
                 start = stop
 
     def extras(self, block: Block, source: int, length: int) -> tuple[Tensor | None, Tensor | None]:
-        """The bias (N, S, T) of a block, and its part of the mask."""
+        """Return the bias (N, queries, keys) and the dropout mask (B, N, queries, keys) of a block, or None for each.
+
+        Args:
+            block: The block.
+            source: Rank that holds its keys.
+            length: Number of keys of that rank.
+        """
         mine, theirs = self.tokens[self.rank], self.tokens[source]
-        at = torch.arange(mine.whole_length(length)) if self.bias is not None or self.mask is not None else None
-        if at is None:
+        positions = torch.arange(mine.whole_length(length)) if self.bias is not None or self.mask is not None else None
+        if positions is None:
             return None, None
-        keys = theirs.take(at, 0)[block.keys]
+        keys = theirs.take(positions, 0)[block.keys]
         bias = None
         if self.bias is not None:
             device = self.bias.slopes.device
-            bias = self.bias.between(mine.take(at, 0)[block.queries].to(device), keys.to(device))
+            bias = self.bias.between(mine.take(positions, 0)[block.queries].to(device), keys.to(device))
         return bias, None if self.mask is None else self.mask[:, :, block.queries][..., keys.to(self.mask.device)]
 
 
 def attend(q_BNSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, view: View, carrier: Carrier) -> Tensor:
-    """Softmax(q k^T / sqrt(d)) v over the keys and values of all members, (B, N, S, d)."""
+    """Return softmax(q k^T / sqrt(d)) v over the keys and values of all ranks, (B, N, S, d).
+
+    Args:
+        q_BNSd: This rank's queries (B, N, S, d).
+        k_BKTd: This rank's keys (B, K, T, d), where T = S. N is a multiple of K.
+        v_BKTd: This rank's values (B, K, T, d).
+        view: What the queries attend to.
+        carrier: Brings the keys and values of the other ranks.
+    """
     out: Tensor = _Attend.apply(q_BNSd, k_BKTd, v_BKTd, view, carrier)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Attend(torch.autograd.Function):
-    """Keeps the own queries, keys and values, the outputs and a number a query: no scores, and nothing of others."""
+    """Attention over the keys of all ranks.
+
+    For the backward it keeps this rank's queries, keys, values and outputs, and one number per query and head. It keeps
+    no scores and no tensors of other ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, view: View, carrier: Carrier) -> Tensor:
         B, N, length, d = q.shape
-        out = q.new_zeros((B, length, N, d), dtype=_exact(q)).transpose(1, 2)  # whoever joins the heads copies nothing
-        total = out.new_full(q.shape[:3], -math.inf)  # logarithm of what the outputs were divided by
+        out = q.new_zeros((B, length, N, d), dtype=_exact(q)).transpose(1, 2)  # so that joining heads copies nothing
+        total = out.new_full(q.shape[:3], -math.inf)  # logarithm of the sum of exponentials so far
         for source, kv in carrier.visit(torch.stack((k, v))):
             for block in view.blocks(source, length):
                 bias, mask = view.extras(block, source, length)
@@ -128,10 +168,10 @@ class _Attend(torch.autograd.Function):
                 bias, mask = view.extras(block, source, length)
                 keys, values = (_for_heads(part, q)[:, :, block.keys] for part in kv)
                 inputs = gradient[rows], q[rows], keys, values, out[rows], total[rows]
-                own, *others = _backward(*inputs, block.causal, bias, mask, view.fused)
-                dq[rows] += own
-                for part, other in zip(made, others, strict=True):
-                    part[:, :, block.keys] += other.unflatten(1, (-1, shared)).sum(2) if shared > 1 else other
+                dq_block, *dkv_block = _backward(*inputs, block.causal, bias, mask, view.fused)
+                dq[rows] += dq_block
+                for part, grad in zip(made, dkv_block, strict=True):
+                    part[:, :, block.keys] += grad.unflatten(1, (-1, shared)).sum(2) if shared > 1 else grad
             return made
 
         dk, dv = ctx.carrier.back(torch.stack((k, v)), contribute)
@@ -139,7 +179,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _for_heads(part_BKTd: Tensor, q_BNSd: Tensor) -> Tensor:
-    """Keys or values, once for every head of queries."""
+    """Repeat keys or values (B, K, T, d) for every query head, (B, N, T, d)."""
     shared = q_BNSd.shape[1] // part_BKTd.shape[1]
     return part_BKTd if shared == 1 else part_BKTd.repeat_interleave(shared, 1)
 
@@ -147,7 +187,12 @@ def _for_heads(part_BKTd: Tensor, q_BNSd: Tensor) -> Tensor:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, mask: Tensor | None, fused: bool
 ) -> tuple[Tensor, Tensor]:
-    """Outputs (B, N, S, d) over these keys alone, and the logarithm (B, N, S) of what they were divided by."""
+    """Compute attention over the keys of one block.
+
+    Returns:
+        The outputs (B, N, S, d) over these keys alone, and the logarithm (B, N, S) of the sum of exponentials that they
+        were divided by.
+    """
     if fused:
         causal, extra = _as_torch(causal, bias, q)
         seen, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=extra)
@@ -170,7 +215,20 @@ def _backward(
     mask: Tensor | None,
     fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What these keys add to the gradients of queries, keys and values: ``out`` and ``total`` are those over all."""
+    """Return what one block adds to the gradients of its queries, keys and values.
+
+    Args:
+        gradient: Gradient of the outputs (B, N, S, d).
+        q: Queries (B, N, S, d).
+        k: Keys (B, N, T, d).
+        v: Values (B, N, T, d).
+        out: The outputs over all keys (B, N, S, d), not only those of this block.
+        total: The logarithm of the sum of exponentials over all keys (B, N, S).
+        causal: As in ``Block``.
+        bias: Bias (N, S, T) or None.
+        mask: Dropout mask (B, N, S, T) or None.
+        fused: As in ``View``.
+    """
     if fused:
         causal, extra = _as_torch(causal, bias, q)
         made: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -183,8 +241,8 @@ def _backward(
     used = weights
     if mask is not None:
         seen, used = seen * mask, weights * mask
-    about = (exact * out).sum(-1, keepdim=True)
-    scores = weights * (seen - about) / math.sqrt(q.shape[-1])
+    rowsum = (exact * out).sum(-1, keepdim=True)
+    scores = weights * (seen - rowsum) / math.sqrt(q.shape[-1])
     dq, dk, dv = scores @ k.to(scores.dtype), scores.transpose(-2, -1) @ q.to(scores.dtype), used.mT @ exact
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
@@ -201,10 +259,10 @@ def _scores(q: Tensor, k: Tensor, causal: bool, bias: Tensor | None) -> Tensor:
 
 
 def _as_torch(causal: bool, bias: Tensor | None, q: Tensor) -> tuple[bool, Tensor | None]:
-    """A bias says what is later, too."""
+    """Return torch's arguments ``is_causal`` and ``attn_mask``. A bias masks later keys itself."""
     return (causal, None) if bias is None else (False, bias[None].to(q.dtype))
 
 
 def _exact(tensor: Tensor) -> torch.dtype:
-    """What sums over blocks are kept in."""
+    """Return the dtype in which sums over blocks are computed."""
     return tensor.dtype if tensor.dtype == torch.float64 else torch.float32

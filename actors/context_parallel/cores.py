@@ -1,6 +1,6 @@
 """Parallel styles of context parallelism, and the attention cores that reach the tokens of other ranks.
 
-Shapes: B microbatch, S tokens here, N heads, K heads of keys and values, d width of a head.
+Shapes: B samples, S tokens of this rank, N query heads, K heads of keys and values, d width of a head.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ def context_styles(context: Context, group: Group) -> AxisStyles:
     the other ranks. Weights are whole on every rank, and their gradients are of its own tokens.
 
     Args:
-        context: How the core reaches the other ranks: "ring" (keys and values go round while they are used: Liu et al.
-            2023), "all_gather" (keys and values of all ranks at once: Llama 3 team 2024, section 3.3.2), "ulysses" (an
-            all_to_all to all tokens of some heads, and one back: Jacobs et al. 2023) or "rsa" (as "ring", but full rows
-            of scores are kept: Li et al. 2021).
+        context: How the core reaches the other ranks: "ring" (keys and values go round a ring while the core computes
+            with them: Liu et al. 2023), "all_gather" (the keys and values of all ranks are gathered first: Llama 3 team
+            2024, section 3.3.2), "ulysses" (an all_to_all gives each rank all tokens of some heads, and another one
+            restores the layout: Jacobs et al. 2023) or "rsa" (as "ring", but full rows of scores are kept: Li et al.
+            2021).
         group: The context-parallel group.
     """
     tokens = tokens_of(context, group.size)[group.rank]
@@ -51,7 +52,12 @@ def context_styles(context: Context, group: Group) -> AxisStyles:
 
 @dataclass(frozen=True)
 class ContextAttention(ParallelStyle):
-    """Let an attention core reach the tokens of the other ranks."""
+    """Let an attention core reach the tokens of the other ranks.
+
+    Attributes:
+        context: How it reaches them; see ``context_styles``.
+        group: The context-parallel group.
+    """
 
     context: Context
     group: Group
@@ -65,7 +71,9 @@ class ContextAttention(ParallelStyle):
 
 @dataclass(frozen=True)
 class TableOfTokens(ParallelStyle):
-    """Let a module that computes one row a token, given their number, return the rows of this rank's tokens.
+    """Let a module that computes one row per token return only the rows of this rank's tokens.
+
+    The module is called with a number of tokens. It is given that of the whole sequence.
 
     Attributes:
         tokens: This rank's pieces of the sequence.
@@ -96,7 +104,13 @@ def context_core(context: Context, core: Core, group: Group) -> Core:
 
 
 class _ContextCore(Core):
-    """A core whose queries (B, N, S, d), keys and values (B, K, S, d) are those of this rank's tokens."""
+    """A core that is given this rank's queries (B, N, S, d), keys and values (B, K, S, d).
+
+    Args:
+        core: The core for whole sequences, whose settings it takes.
+        group: The context-parallel group.
+        tokens: The tokens of each rank.
+    """
 
     def __init__(self, core: Core, group: Group, tokens: Sequence[Pieces]) -> None:
         super().__init__(core.kind, core.drop.p, core.alibi, core.desk)
@@ -107,7 +121,14 @@ class _ContextCore(Core):
 
 
 class _BlockCore(_ContextCore):
-    """Attention in blocks, over the keys and values of one rank after the other."""
+    """Attention in blocks, over the keys and values of one rank after the other; see ``blockwise``.
+
+    Args:
+        core: As in ``_ContextCore``.
+        carrier: Brings the keys and values of the other ranks.
+        group: As in ``_ContextCore``.
+        tokens: As in ``_ContextCore``.
+    """
 
     def __init__(self, core: Core, carrier: Carrier, group: Group, tokens: Sequence[Pieces]) -> None:
         super().__init__(core, group, tokens)
@@ -134,7 +155,7 @@ class _UlyssesCore(_ContextCore):
 
     def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
         ranks, heads = self.group.size, q_BNSd.shape[1]
-        if (kv_heads := k_BKSd.shape[1]) % ranks:  # several members need the same one
+        if (kv_heads := k_BKSd.shape[1]) % ranks:  # several ranks need the same head
             k_BKSd, v_BKSd = (part.repeat_interleave(ranks // kv_heads, 1) for part in (k_BKSd, v_BKSd))
         inner = Core(self.kind, 0.0, None, self.desk)
         if self.alibi is not None:
@@ -155,11 +176,12 @@ class _RowCore(_ContextCore):
         K, ranks, carrier = k_BKSd.shape[1], self.group.size, Ring(self.group)
         q_BKRd = (q_BNSd / math.sqrt(d)).reshape(B, K, N // K * S, d)
         scores = ring_scores(q_BKRd, k_BKSd, carrier, ranks).view(B, N, S, ranks * S)
-        mine, every = (torch.arange(i * S, j * S) for i, j in ((self.group.rank, self.group.rank + 1), (0, ranks)))
+        q_positions = torch.arange(self.group.rank * S, (self.group.rank + 1) * S)
+        k_positions = torch.arange(ranks * S)
         if (bias := self._bias_of(q_BNSd)) is not None:
-            scores = scores + bias.between(mine.to(scores.device), every.to(scores.device))
+            scores = scores + bias.between(q_positions.to(scores.device), k_positions.to(scores.device))
         else:
-            scores = scores.masked_fill((every > mine[:, None]).to(scores.device), -math.inf)
+            scores = scores.masked_fill((k_positions > q_positions[:, None]).to(scores.device), -math.inf)
         drop = sharded_dropout(self.drop, Sharding({2: self.tokens[self.group.rank]})).train(self.training)
         weights = drop(scores.softmax(-1))
         return ring_values(weights.view(B, K, N // K * S, -1), v_BKSd, carrier).view(B, N, S, d)

@@ -1,4 +1,8 @@
-"""How every member of a group gets to see what each of them has, and how what they make of it comes home."""
+"""Exchange keys and values between the ranks of a context-parallel group, and return their gradients to their owners.
+
+Every rank computes with the keys and values of each rank, its own included. In the backward it computes a gradient for
+each of these tensors, and the rank that owns a tensor needs the sum of all ranks' gradients for it.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,42 @@ from torch import Tensor
 
 from raypar.actors.collective.group import Group, Handle
 
-Contribute = Callable[[int, Tensor], Tensor]  # (whose, what that member has) -> a gradient for it
+Contribute = Callable[[int, Tensor], Tensor]  # (owner's rank, owner's tensor) -> this rank's gradient for that tensor
 
-_THERE, _BACK = 0, 1  # tags
+_TENSOR_TAG, _GRADIENT_TAG = 0, 1  # tags of tensors and of their gradients
 
 
 class Carrier(Protocol):
-    """Brings the members' tensors, all of one shape, to each of them."""
+    """Brings the tensor of every rank to all ranks, and gradients back; all tensors have one shape and one dtype."""
 
     def visit(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(whose, tensor) for every member, the own one first. A tensor is good until the next one is asked for."""
+        """Yield the tensor of every rank, this rank's own first.
+
+        Args:
+            own: This rank's tensor.
+
+        Yields:
+            The owner's rank, and its tensor, which is valid until the next one is requested.
+        """
 
     def back(self, own: Tensor, contribute: Contribute) -> Tensor:
-        """The sum over the members of their contributions to ``own``; each is asked once for every member."""
+        """Return the gradient of this rank's tensor, summed over the gradients that all ranks compute for it.
+
+        Args:
+            own: This rank's tensor.
+            contribute: Computes this rank's gradient for the tensor of one rank. It is called once for every rank.
+        """
 
 
 class Ring:
-    """Tensors go from neighbour to neighbour, each while the one before is worked on (Liu et al. 2023).
+    """Pass tensors from each rank to the next, and compute with one while the next one is on its way.
 
-    A member sends size - 1 tensors in a visit, and in ``back`` twice as many: the contributions travel along.
+    A rank sends size - 1 tensors in ``visit``, and twice as many in ``back``, where their gradients follow them.
+
+    Args:
+        group: The context-parallel group.
+
+    Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
     """
 
     def __init__(self, group: Group) -> None:
@@ -36,36 +57,46 @@ class Ring:
         self._next, self._before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
 
     def visit(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        here = own.contiguous()
+        current = own.contiguous()
         for hop in range(self._group.size):
-            under_way, coming = ([], here) if hop == self._group.size - 1 else self._shift(here, _THERE, "kv")
-            yield (self._group.rank - hop) % self._group.size, here
-            for handle in under_way:
+            handles, incoming = (
+                ([], current) if hop == self._group.size - 1 else self._shift(current, _TENSOR_TAG, "kv")
+            )
+            yield (self._group.rank - hop) % self._group.size, current
+            for handle in handles:
                 handle.wait()
-            here = coming
+            current = incoming
 
     def back(self, own: Tensor, contribute: Contribute) -> Tensor:
-        """The contributions for others are handed on, each with what was made of it so far; the own one stays."""
-        under_way: list[Handle] = []
-        visits = self.visit(own)
-        home = contribute(*next(visits))
-        carried: Tensor | None = None
-        for source, here in visits:
-            made = contribute(source, here)
-            if carried is not None:
-                self._settle(under_way)
-                made += carried
-            under_way, carried = self._shift(made, _BACK, "gradient of kv")
-        if carried is not None:
-            self._settle(under_way)
-            home += carried
-        return home
+        """Return the gradient of this rank's tensor.
 
-    def _shift(self, here: Tensor, tag: int, what: str) -> tuple[list[Handle], Tensor]:
-        """To the next member, and from the one before."""
-        coming = torch.empty_like(here)
-        sent = self._group.send(here, self._next, tag, f"send {what}")
-        return [sent, self._group.recv(coming, self._before, tag, f"recv {what}")], coming
+        The gradient of each tensor goes round the ring behind the tensor. Each rank adds its own part to it and passes
+        it on; the owner receives the sum of the other ranks and adds its own part.
+        """
+        handles: list[Handle] = []
+        visits = self.visit(own)
+        own_total = contribute(*next(visits))
+        received: Tensor | None = None
+        for source, current in visits:
+            made = contribute(source, current)
+            if received is not None:
+                self._settle(handles)
+                made += received
+            handles, received = self._shift(made, _GRADIENT_TAG, "gradient of kv")
+        if received is not None:
+            self._settle(handles)
+            own_total += received
+        return own_total
+
+    def _shift(self, current: Tensor, tag: int, what: str) -> tuple[list[Handle], Tensor]:
+        """Start to send a tensor to the next rank and to receive one from the previous rank.
+
+        Returns:
+            The handles of both ops, and the tensor that is being received.
+        """
+        incoming = torch.empty_like(current)
+        sent = self._group.send(current, self._next, tag, f"send {what}")
+        return [sent, self._group.recv(incoming, self._before, tag, f"recv {what}")], incoming
 
     @staticmethod
     def _settle(handles: list[Handle]) -> None:
@@ -74,7 +105,13 @@ class Ring:
 
 
 class AllGather:
-    """All tensors at once, and all contributions back at once."""
+    """Gather the tensors of all ranks with one all_gather, and sum their gradients with one reduce_scatter.
+
+    Args:
+        group: The context-parallel group.
+
+    Source: Llama 3 team 2024, "The Llama 3 Herd of Models", section 3.3.2.
+    """
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -88,8 +125,8 @@ class AllGather:
 
     def back(self, own: Tensor, contribute: Contribute) -> Tensor:
         made = own.new_empty((self._group.size, *own.shape))
-        for source, here in self.visit(own):
-            made[source] = contribute(source, here)
+        for source, current in self.visit(own):
+            made[source] = contribute(source, current)
         total = torch.empty_like(made[0])
         self._group.reduce_scatter(total, made).wait()
         return total

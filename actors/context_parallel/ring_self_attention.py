@@ -1,9 +1,11 @@
-"""Attention with full rows of scores, whose keys and values come round a ring (Li et al. 2021, ring self-attention).
+"""Ring self-attention: full rows of attention scores, computed while keys and then values go round a ring.
 
-Kept for the record, and for what it is compared with: scores take B x N x S x T x size elements, where attention by
-blocks keeps none.
+It exists for comparison: it keeps the scores of all keys for the backward, and blockwise attention keeps none.
 
-Shapes: B microbatch, K heads of keys and values, R queries of all heads that share one, T keys of one member, d width.
+Shapes: B samples, K heads of keys and values, R = (queries of this rank) x (query heads that share one head of keys and
+values), T keys of one rank, d width of a head.
+
+Source: Li et al. 2021, "Sequence Parallelism: Long Sequence Training from System Perspective".
 """
 
 from __future__ import annotations
@@ -17,19 +19,35 @@ from raypar.actors.context_parallel.kv_exchange import Carrier
 
 
 def ring_scores(q_BKRd: Tensor, k_BKTd: Tensor, carrier: Carrier, size: int) -> Tensor:
-    """q k^T over the keys of all ``size`` members, (B, K, R, size x T), by rank."""
+    """Return q k^T for the keys of all ranks.
+
+    Args:
+        q_BKRd: Queries (B, K, R, d).
+        k_BKTd: This rank's keys (B, K, T, d).
+        carrier: Brings the keys of the other ranks.
+        size: Number of ranks.
+
+    Returns:
+        The scores (B, K, R, size x T); the keys are in the order of the ranks.
+    """
     out: Tensor = _Scores.apply(q_BKRd, k_BKTd, carrier, size)  # type: ignore[no-untyped-call]
     return out
 
 
 def ring_values(weights_BKRT: Tensor, v_BKTd: Tensor, carrier: Carrier) -> Tensor:
-    """weights v over the values of all members, (B, K, R, d)."""
+    """Return the product of attention weights and the values of all ranks, (B, K, R, d).
+
+    Args:
+        weights_BKRT: Weights (B, K, R, size x T), for the keys in the order of the ranks.
+        v_BKTd: This rank's values (B, K, T, d).
+        carrier: Brings the values of the other ranks.
+    """
     out: Tensor = _Values.apply(weights_BKRT, v_BKTd, carrier)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Scores(torch.autograd.Function):
-    """RingQK."""
+    """The product of queries and keys, called RingQK in the paper."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, carrier: Carrier, size: int) -> Tensor:
@@ -56,7 +74,7 @@ class _Scores(torch.autograd.Function):
 
 
 class _Values(torch.autograd.Function):
-    """RingAV."""
+    """The product of weights and values, called RingAV in the paper."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, v: Tensor, carrier: Carrier) -> Tensor:

@@ -43,8 +43,8 @@ def split_layers(split: Split, costs: Sequence[float], num_stages: int) -> tuple
     """Split layers into contiguous stages.
 
     Args:
-        split: "even" (equal counts, the first stages larger by one), "balanced" (least cost of the dearest stage), or
-            the number of layers of each stage. It must have no ``split_faults``.
+        split: "even" (equal counts, the first stages larger by one), "balanced" (the most expensive stage is as cheap
+            as possible), or the number of layers of each stage. It must have no ``split_faults``.
         costs: Relative cost of each layer.
         num_stages: Number of stages.
 
@@ -85,10 +85,10 @@ def core_cost(model: Transformer) -> float:
 
 
 def _balanced(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Find the layer counts for which the dearest stage is as cheap as possible.
+    """Find the layer counts for which the most expensive stage is as cheap as possible.
 
     This is the contiguous partition problem, solved by dynamic programming over stages in O(layers x stages). If a
-    stage starts later, it is cheaper and the stages before it are dearer. The best start is where the two costs cross,
+    stage starts later, it costs less and the stages before it cost more. The best start is where the two costs cross,
     and the crossing only moves forward as the end of the stage does.
 
     Returns:

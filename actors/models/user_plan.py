@@ -1,4 +1,7 @@
-"""A user's plan of dividing modules, by patterns of their names: what it comes to, and what can be wrong with it."""
+"""A user's plan of tensor parallelism: translate it to parallel styles, and find its faults.
+
+A plan maps patterns of module names to kinds such as "column" and "row".
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,13 @@ from raypar.actors.models.module_tree import modules_named
 
 
 class Divisible(NamedTuple):
-    """A kind of plan.
+    """What a kind in a plan does to a module.
 
-    of     the modules that it is for
-    steps  what becomes of them
-    dims   along which dim each of their parameters is cut
-    size   the attribute of a module that says how many there are to divide
+    Attributes:
+        of: Type of the modules that it applies to.
+        steps: Kinds of parallel styles, in the order of application.
+        dims: The dim along which each parameter is sharded, by the parameter's name in the module.
+        size: The module's attribute that holds the length of that dim; "" if nothing is sharded.
     """
 
     of: type[nn.Module]
@@ -40,14 +44,24 @@ _KINDS: Mapping[str, Divisible] = {
 
 
 def tensor_plan_of(plan: Mapping[str, str]) -> TensorPlan:
-    """What becomes of which modules, in the order of application; kinds that are not known are left out."""
+    """Translate a plan to pairs of a name pattern and a kind of parallel style, in the order of application.
+
+    Args:
+        plan: The kind for each name pattern. Unknown kinds are left out; ``plan_faults`` reports them.
+    """
     return tuple((pattern, step) for pattern, kind in plan.items() if kind in _KINDS for step in _KINDS[kind].steps)
 
 
 def plan_faults(plan: Mapping[str, str], layers: Mapping[str, nn.Module], tp: int) -> Iterator[str]:
-    """Everything that keeps ``layers``, which have names and shapes only, from being divided ``tp`` ways by a plan."""
+    """Yield the faults of a plan, each with its fix.
+
+    Args:
+        plan: The kind for each name pattern.
+        layers: The model's layers by logical name, without memory (on the meta device).
+        tp: Number of tensor-parallel ranks.
+    """
     whole = nn.ModuleDict({layer.rpartition(".")[2]: module for layer, module in layers.items()})
-    known: dict[str, str] = {}  # by the first name of a module: its kind
+    known: dict[str, str] = {}  # kind of each module, by its first name
     for pattern, kind in plan.items():
         if kind not in _KINDS:
             yield f"model.plan: {pattern!r} is {kind!r}, which is no kind: use {_near(kind)}"
@@ -72,7 +86,12 @@ def plan_faults(plan: Mapping[str, str], layers: Mapping[str, nn.Module], tp: in
 
 
 def embedding_faults(layers: Mapping[str, nn.Module], *, alone: bool) -> Iterator[str]:
-    """Options of embeddings that can't be kept, in layers that are ``alone`` or have copies on other actors."""
+    """Yield the options of embeddings that raypar can't support, each with its fix.
+
+    Args:
+        layers: The model's layers by logical name.
+        alone: Whether every layer is on one actor only; else other actors hold copies or parts of it.
+    """
     for name, layer in layers.items():
         for path, module in layer.named_modules(prefix=name):
             if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -84,7 +103,7 @@ def embedding_faults(layers: Mapping[str, nn.Module], *, alone: bool) -> Iterato
 
 
 def _unfit(kind: str, module: nn.Module) -> str | None:
-    """Why a module can't be divided as a plan says, with the fix."""
+    """Return why a kind can't be applied to a module, with the fix; None if it can."""
     wanted = _KINDS[kind].of
     if wanted is nn.Module:
         return None
@@ -99,7 +118,13 @@ def _unfit(kind: str, module: nn.Module) -> str | None:
 
 
 def _size_faults(known: Mapping[str, str], whole: nn.Module, tp: int) -> Iterator[str]:
-    """What can't be divided ``tp`` ways, and what would be divided unequally where that won't do."""
+    """Yield the modules that are too small for ``tp`` ranks, or whose equal division is needed and impossible.
+
+    Args:
+        known: The kind of each module, by its first name.
+        whole: All layers.
+        tp: Number of tensor-parallel ranks.
+    """
     dropping = "dropout" in known.values()
     for name, kind in known.items():
         if not (attribute := _KINDS[kind].size):
@@ -116,7 +141,12 @@ def _size_faults(known: Mapping[str, str], whole: nn.Module, tp: int) -> Iterato
 
 
 def _tie_faults(kinds: Mapping[nn.Module, str], whole: nn.Module) -> Iterator[str]:
-    """One weight in several modules that the plan treats in different ways."""
+    """Yield the tied weights that the plan treats differently in different modules.
+
+    Args:
+        kinds: The kind of each module that the plan names.
+        whole: All layers.
+    """
     shared = {part for module, kind in kinds.items() if kind == "shared" for part in module.modules()}
     first: dict[nn.Parameter, tuple[str, str]] = {}
     for path, module in whole.named_modules(prefix="layers"):
@@ -140,7 +170,10 @@ def _near(kind: str) -> str:
 
 
 def _nearest_names(pattern: str, whole: nn.Module) -> str:
-    """The names that end as a pattern does, or else those that are most like it; with ``*`` for numbers."""
+    """Suggest up to three patterns: names with the pattern's last part, or else the most similar names.
+
+    Numbers in the names are replaced by ``*``.
+    """
     names = [name for name, _ in whole.named_modules(prefix="layers", remove_duplicate=False) if name != "layers"]
     starred = list(dict.fromkeys(map(_starred, names)))
     near = [name for name in starred if name.rpartition(".")[2] == pattern.rpartition(".")[2]]

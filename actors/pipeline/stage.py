@@ -31,19 +31,21 @@ class Stage:
         modules: The layers themselves, in the same order.
         place: The device of the modules and of their inputs.
         is_last: Whether the stage ends in the loss.
-        recompute: "full": keep only the inputs of a microbatch and run its forward again before its backward (GPipe:
-            Huang et al. 2019, section 2.3). Otherwise a word for each layer of the model's body, or one for all of
-            them. A "full" layer keeps its inputs; a "selective" layer keeps everything but what its attention core
-            computes, and only its own part of gathered inputs (Korthikanti et al. 2022, sections 4.2.2 and 5).
+        recompute: "full" keeps only the inputs of a microbatch, and runs its whole forward again before its backward
+            (GPipe: Huang et al. 2019, section 2.3). Otherwise it is one word for all layers of the model's body, or a
+            word for each. A "full" layer keeps its inputs. A "selective" layer keeps everything except what its
+            attention core computes, and of gathered inputs only its own part (Korthikanti et al. 2022, sections 4.2.2
+            and 5).
         seed: The run's seed.
-        halved: The microbatches whose ``backward_input`` leaves gradients of weights to ``backward_weight``, which
-            costs a little.
+        halved: Microbatches whose backward is split: ``backward_input`` leaves gradients of weights to
+            ``backward_weight``, which costs a little time.
         shared: Parameters that several modules on this actor share.
-        check_loss: Called with the first loss; raises ValueError if it is computed from a part of the outputs.
+        check_loss: Called with the first loss; raises ValueError if the loss is computed from only a part of the last
+            layer's outputs.
 
     Attributes:
         modules: The layers; linear layers in them may have been replaced.
-        listener: Is told of the forwards and backwards of the open step, if somebody listens.
+        listener: Observer of the forwards and backwards of the open step, or None.
     """
 
     def __init__(
@@ -78,33 +80,38 @@ class Stage:
         if halved:
             self._linears.take_over()
         self.modules = self._linears.modules
-        self._owed: dict[int, Owed] = {}  # by microbatch: what the second half of its backward has to do
+        self._owed: dict[int, Owed] = {}  # by microbatch: what is left for backward_weight
         self._place = place
         self._train = True
-        self._twice = Twice()  # with the inputs: the first layer may write into them
+        self._twice = Twice()  # copies the inputs of the stage if the first layer writes into them
         self._buffers = Buffers(*self.modules)
-        # of a microbatch: inputs; the graph, or buffers and target, for those who run it again
+        # By microbatch: inputs, graph, buffers, target. With "full" recomputation there is no graph yet; otherwise
+        # buffers and target are empty.
         self._saved: dict[int, tuple[Values, Tail | None, Then, Values]] = {}
-        self._looked = False  # whether the loss's graph is known to be one
-        self.listener: Listener | None = None  # to the step that is open
+        self._looked = False  # whether the first loss was checked
+        self.listener: Listener | None = None
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """The microbatches whose forward is done and whose backward is not."""
+        """The microbatches whose forward is done and whose backward is not complete."""
         return (*self._saved, *self._owed)
 
     def make_gradients_in(self, places: Mapping[Tensor, Tensor]) -> None:
-        """Compute the first gradients of a step in these tensors, by parameter, where that saves a copy."""
+        """Let the first backward of each step write gradients directly into given tensors, where that saves a copy.
+
+        Args:
+            places: The tensor for each parameter's gradient.
+        """
         self._linears.make_in(places)
         self.modules = self._linears.modules
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
-        """What torch would save of the layers, by logical name."""
+        """Yield every tensor of the layers' ``state_dict``, with its logical name."""
         for index, module in zip(self.layers, self.modules, strict=True):
             yield from ((f"{self.model.names[index]}.{name}", value) for name, value in module.state_dict().items())
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The trainable parameters by logical name."""
+        """Return the trainable parameters by logical name."""
         return {
             f"{self.model.names[index]}.{inner}": parameter
             for index, module in zip(self.layers, self.modules, strict=True)
@@ -113,7 +120,7 @@ class Stage:
         }
 
     def buffers(self) -> dict[str, Tensor]:
-        """What layers keep beside their parameters and torch would save, by logical name: a BatchNorm's statistics."""
+        """Return the persistent buffers by logical name, such as the running statistics of a BatchNorm."""
         return {
             f"{self.model.names[index]}.{inner}": buffer
             for index, module in zip(self.layers, self.modules, strict=True)
@@ -122,7 +129,11 @@ class Stage:
         }
 
     def begin(self, *, train: bool) -> None:
-        """Open a step, of training or of evaluation; what an interrupted one left behind is dropped."""
+        """Open a step, and drop what an interrupted step left behind.
+
+        Args:
+            train: Whether it is a training step; else an evaluation, which keeps nothing for a backward.
+        """
         self._saved.clear()
         self._owed.clear()
         self._linears.begin()
@@ -132,36 +143,55 @@ class Stage:
             module.train(train)
 
     def forward(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
-        """The outputs for ``inputs`` (the last stage: its loss, a scalar), without history; for training keep what the
-        backward needs."""
+        """Compute the forward of a microbatch; in training, keep what its backward needs.
+
+        Args:
+            step: The step.
+            microbatch: Number of the microbatch in the whole step.
+            inputs: The outputs of the previous stage; for the first stage, the data.
+            target: The targets of the microbatch; only the last stage uses them.
+
+        Returns:
+            The outputs, detached; from the last stage the loss, a scalar.
+
+        Raises:
+            ValueError: It is the first loss, and it has no gradient or is computed from only a part of the outputs.
+        """
         if self.listener is not None:
             return self.listener.forward(self._forward, step, microbatch, inputs, target)
         return self._forward(step, microbatch, inputs, target)
 
     def backward(self, step: int, microbatch: int, gradients: Values) -> Values:
-        """Add this microbatch's gradients to the parameters'; return those of the floating inputs, in their order.
+        """Compute the backward of a microbatch, and add the gradients of parameters to their ``grad``.
 
-        ``gradients`` has one tensor for every floating output; the last stage gets its loss's weight, a scalar.
+        Args:
+            step: The step.
+            microbatch: Number of the microbatch in the whole step.
+            gradients: The gradient of each floating-point output; for the last stage the weight of its loss, a scalar.
+
+        Returns:
+            The gradient of each floating-point input; nothing from the first stage.
         """
         if self.listener is not None:
             return self.listener.backward(self._backward, step, microbatch, gradients)
         return self._backward(step, microbatch, gradients)
 
     def backward_input(self, step: int, microbatch: int, gradients: Values) -> Values:
-        """The first half of ``backward``: the same gradients of the inputs, but weights may be left for later.
+        """Compute the first half of ``backward``: the gradients of the inputs, and of some parameters.
 
-        Who listens is told of the whole, which is done here and now.
+        The gradients of the other parameters are left for ``backward_weight``. With a listener, which observes whole
+        backwards, nothing is left. Arguments and return value are those of ``backward``.
         """
         if self.listener is not None:
             return self.backward(step, microbatch, gradients)
         return self._backward_input(step, microbatch, gradients)
 
     def owed(self, microbatch: int) -> frozenset[Tensor]:
-        """The parameters whose gradients wait for ``backward_weight``."""
+        """Return the parameters whose gradients of this microbatch are left for ``backward_weight``."""
         return self._owed[microbatch].parameters if microbatch in self._owed else frozenset()
 
     def backward_weight(self, microbatch: int) -> None:
-        """The second half of ``backward``: add what is left of the gradients to the parameters'."""
+        """Compute the second half of ``backward``: the gradients that ``backward_input`` left for later."""
         if microbatch in self._owed:
             self._owed.pop(microbatch).pay(self._linears.places)
 
@@ -196,7 +226,12 @@ class Stage:
         return tuple(_gradient(value) for value in inputs if value.requires_grad)
 
     def _with_history(self, step: int, microbatch: int, inputs: Values, target: Values) -> tuple[Values, Values]:
-        """The inputs as the leaves of a graph, and the outputs at its end. Nobody wants gradients of the data."""
+        """Run the forward of a microbatch and record its graph.
+
+        Returns:
+            The inputs as leaves of the graph, and the outputs. Leaves of the first stage need no gradient: they are
+            data.
+        """
         wanted = self.layers[0] > 0
         self._linears.halve(microbatch in self._halved)
         leaves = tuple([value.detach().requires_grad_(wanted and value.is_floating_point()) for value in inputs])
@@ -207,7 +242,7 @@ class Stage:
         return leaves, outputs
 
     def _demand_gradient(self, inputs: Values, loss: Tensor) -> None:
-        """Raise ValueError if the loss has no gradient, or is computed from a part of the outputs."""
+        """Raise ValueError if the loss has no gradient, or is computed from only a part of the outputs."""
         learns = any(value.requires_grad for value in inputs) or bool(self.parameters())
         if learns and not loss.requires_grad:
             raise ValueError(
@@ -217,6 +252,7 @@ class Stage:
             self._check_loss(loss)
 
     def _apply(self, step: int, microbatch: int, target: Values, *values: Tensor) -> Values:
+        """Run the layers, each with its own seed. Returns the outputs, from the last stage the loss."""
         for index, module in zip(self.layers, self.modules, strict=True):
             reseed = partial(self._place.seed, derive(self.seed, "layer", step, microbatch, index))
             reseed()
@@ -230,7 +266,7 @@ class Stage:
 
 
 def _tail(outputs: Values) -> Tail:
-    """Nobody goes back from numbers that are not floating."""
+    """Return the end of the graph: the outputs that can have gradients, which are floating-point."""
     return Tail(tuple([value for value in outputs if value.is_floating_point()]))
 
 

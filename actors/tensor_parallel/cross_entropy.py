@@ -18,11 +18,11 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, shard: Shard, g
     No member ever has the logits of the whole vocabulary.
 
     Args:
-        logits: This member's part of the logits, (T, own part of V).
+        logits: This member's part of the logits (T, own ids), where T is the number of tokens.
         labels: Labels (T,) int64, the same on every member.
         shard: This member's part of the vocabulary, along dim 0.
         group: The members.
-        ignored: The label of tokens that do not count.
+        ignored: The label of tokens that are left out of the sum.
 
     Raises:
         RuntimeError: A label is not in the vocabulary (on a GPU the device fails, as with torch's own loss).
@@ -35,7 +35,8 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, shard: Shard, g
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Three all_reduces of one number a token: the largest logit, the sum of exponentials, and the label's logit.
+    """The loss, with three all_reduces of one number per token: the largest logit, the sum of exponentials, and the
+    label's logit.
 
     The backward needs no message: the gradient is the softmax, minus 1 at the label. Half-precision logits are computed
     in fp32.

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from raypar.actors.collective.group import Group, Groups
 from raypar.actors.sharding import Shard
 
-_ALIKE = 1e-3  # relative difference of squares
-_NOISE = 1e-10  # of the largest square
+_ALIKE = 1e-3  # relative difference of the squares of norms that counts as rounding
+_NOISE = 1e-10  # difference that counts as rounding, relative to the largest square
 
 
 class ShardedGradients:
@@ -24,7 +24,8 @@ class ShardedGradients:
         partial: Groups over which the gradient of a parameter is to be summed, because all their members hold the same
             part of the parameter; by logical name.
         group: The tensor-parallel group; None if nothing is sharded.
-        watched: Whether to compare the gradients of replicated parameters: a user's plan may have forgotten something.
+        watched: Whether to compare the gradients of replicated parameters between members, which finds mistakes in a
+            user's plan.
     """
 
     def __init__(
@@ -34,7 +35,11 @@ class ShardedGradients:
         self._counted = {name for name in shards if first_of(partial.get(name, ()))}
 
     def complete(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Sum partial gradients over their groups, with one message a group."""
+        """Sum partial gradients over their groups, with one all_reduce per group.
+
+        Args:
+            parameters: This member's parameters by logical name.
+        """
         made = {name: p.grad for name, p in parameters.items() if name in self._partial and p.grad is not None}
         for group in dict.fromkeys(group for name in made for group in self._partial[name]):
             _sum([gradient for name, gradient in made.items() if group in self._partial[name]], group)
@@ -47,7 +52,7 @@ class ShardedGradients:
             norms: Norms (n,) of this member's parts of their gradients, on the host.
 
         Raises:
-            ValueError: They are watched, and the gradients of a replicated parameter differ between members.
+            ValueError: The gradients are watched, and that of a replicated parameter differs between members.
         """
         if self._group is None:
             return norms

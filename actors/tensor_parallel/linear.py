@@ -62,7 +62,7 @@ class RowParallelLinear(nn.Linear):
     Args:
         whole: The layer to shard.
         shard: This member's part of the weight (out, in), along dim 1. The bias is replicated, and added after the sum.
-        leave: Sums over the members: ``reduce_from`` or ``reduce_scatter`` of the group.
+        leave: Sums the products over the members: ``reduce_from`` or ``reduce_scatter`` of the group.
         label: The layer's name in error messages.
     """
 
@@ -79,7 +79,7 @@ class RowParallelLinear(nn.Linear):
                 f"{input.shape[-1]}: give it what a column linear layer of {self.whole} outputs has made"
             )
         out = self.leave(F.linear(input, self.weight))
-        return mark(out if self.bias is None else out.add_(self.bias), divided=False)  # nobody else has it yet
+        return mark(out if self.bias is None else out.add_(self.bias), divided=False)  # in place: nothing else uses it
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -90,8 +90,8 @@ class VocabParallelEmbedding(nn.Embedding):
     Args:
         whole: The embedding to shard.
         shard: This member's part of the table (V, D).
-        leave: Sums over the members: ``reduce_from`` or ``reduce_scatter`` of the group.
-        gather: Makes whole rows of the member's part, if the table is sharded along dim 1 too.
+        leave: Sums the vectors over the members: ``reduce_from`` or ``reduce_scatter`` of the group.
+        gather: Gathers the rest of the member's rows, if the table is sharded along dim 1 too; else None.
     """
 
     def __init__(self, whole: nn.Embedding, shard: Shard, leave: Move, gather: Move | None = None) -> None:
@@ -120,12 +120,18 @@ def own_outputs(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 
 def shard_of(whole: Sequence[int], dim: int, group: Group) -> Shard:
-    """Return this member's part of a tensor of shape ``whole`` that is sharded over a group along one dim."""
+    """Return this member's part of a tensor that is sharded over a group along one dim.
+
+    Args:
+        whole: Shape of the whole tensor.
+        dim: The dim.
+        group: The members.
+    """
     return Shard(tuple(whole), Sharding({dim: Pieces.at(group.rank, group.size)}))
 
 
 class ColumnParallelFan(Fan, SelectiveRecompute):
-    """A Fan of layers that are sharded by outputs: one message for all of them.
+    """A Fan of layers that are sharded by outputs, with one message for the input of all of them.
 
     With selective recomputation it keeps only its own part of a sharded input, and gathers it again in the backward
     (Korthikanti et al. 2022, section 4.2.2).
@@ -167,6 +173,8 @@ def columns(
 
 
 class _Columns(torch.autograd.Function):
+    """The layers of ``columns``. ``tensors`` are their weights, followed by as many biases."""
+
     @staticmethod
     def forward(ctx: Any, group: Group, dim: int | None, again: bool, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         weights, biases = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]

@@ -1,5 +1,12 @@
 """Parallel styles of 1D tensor parallelism, with or without sequence parallelism.
 
+Attributes that several styles have:
+
+- ``group``: the tensor-parallel group;
+- ``column``: the style of linear layers that are sharded by outputs;
+- ``leave``: sums partial tensors over the group, and with sequence parallelism keeps this member's tokens;
+- ``flow``: the sharding of the values between layers.
+
 Sources: Shoeybi et al. 2019, "Megatron-LM", section 3; Korthikanti et al. 2022, section 4.2.2.
 """
 
@@ -164,7 +171,7 @@ class LogitsParallel(ParallelStyle):
 
 @dataclass(frozen=True)
 class ReplicatedInput(ParallelStyle):
-    """Sum the gradient of a module's input over the members, once for all its uses of it (Megatron's f)."""
+    """Sum the gradient of a module's input over the members, once for all layers in the module (Megatron's f)."""
 
     group: Group
 
@@ -178,7 +185,7 @@ class ReplicatedInput(ParallelStyle):
 
 @dataclass(frozen=True)
 class GatheredInput(ParallelStyle):
-    """Gather a module's input along the sequence, once for all that the module does with it."""
+    """Gather a module's input along the sequence, once for all layers in the module."""
 
     group: Group
 
@@ -192,7 +199,11 @@ class GatheredInput(ParallelStyle):
 
 @dataclass(frozen=True)
 class CopiedInput(ParallelStyle):
-    """Sum the gradient of a linear layer's input over the members, once for all layers that are given the same one."""
+    """Sum the gradient of a linear layer's input over the members, once for all layers that take the same input.
+
+    Attributes:
+        copy: Copies the input to the members.
+    """
 
     copy: SharedCopy
 
@@ -225,7 +236,7 @@ class GatheredOutput(ParallelStyle):
 
 @dataclass(frozen=True)
 class TableOfSequence(ParallelStyle):
-    """Of a module that computes one row a token, return the rows of this member's tokens.
+    """Keep only the rows of this member's tokens of a module that computes one row per token.
 
     Attributes:
         tokens: This member's part of the sequence.
@@ -240,7 +251,7 @@ class TableOfSequence(ParallelStyle):
 
 @dataclass(frozen=True)
 class DropoutOfColumns(ShardedDropout):
-    """Dropout, in a user's plan, of what is sharded along its last dim."""
+    """Apply dropout, in a user's plan, to a tensor that is sharded along its last dim."""
 
     def apply(self, name: str, module: nn.Module) -> Applied:
         applied = super().apply(name, module)
@@ -250,7 +261,10 @@ class DropoutOfColumns(ShardedDropout):
 
 @dataclass(frozen=True)
 class PartialGradients(ParallelStyle):
-    """Keep a module of a user's plan whole although its input is sharded: its gradients are partial."""
+    """Keep a module of a user's plan whole although its input is sharded.
+
+    Each member's gradients of its parameters are partial.
+    """
 
     group: Group
 
@@ -269,7 +283,7 @@ def _demand_sharded(name: str, kind: str, module: nn.Module) -> None:
 
 
 def _demand_whole_dropouts(name: str, layer: nn.Module) -> None:
-    """Let the dropouts that no style replaced refuse an input that is sharded."""
+    """Make the dropouts that no style replaced raise ValueError if their input is sharded."""
     for path, module in layer.named_modules(prefix=name):
         if type(module) is nn.Dropout and module.p:
             what = "is dropout of what each actor of tp has a part of, and all would drop alike"

@@ -1,4 +1,4 @@
-"""Find mistakes in a user's plan of tensor parallelism where no shape would tell them.
+"""Find mistakes in a user's plan of tensor parallelism that cause no error of shapes.
 
 Layers that shard a tensor, and layers that make it whole, note that in the autograd graph. Walking back through the
 graph tells whether this member holds only a part of a tensor.
@@ -16,8 +16,16 @@ _KEY = "raypar.divided"
 
 
 def mark(tensor: Tensor, *, divided: bool) -> Tensor:
-    """Note in the graph whether this member holds only a part of the tensor, along its last dim; return the tensor."""
-    for one in (tensor, tensor._base):  # what changes a view in place leaves out the view's own node
+    """Note in the autograd graph whether this member holds only a part of a tensor.
+
+    Args:
+        tensor: The tensor.
+        divided: Whether it is a part, along the last dim.
+
+    Returns:
+        The same tensor.
+    """
+    for one in (tensor, tensor._base):  # an in-place op on a view continues the base's graph, without the view's node
         if one is not None and one.grad_fn is not None:
             _notes(one.grad_fn)[_KEY] = divided
     return tensor
@@ -44,7 +52,7 @@ def is_divided(tensor: Tensor) -> bool | None:
         if divided is None:
             nodes += [before for before, _ in node.next_functions if before is not None]
             leaf = getattr(node, "variable", None)
-            known = known and (leaf is None or isinstance(leaf, nn.Parameter))  # else given by another stage
+            known = known and (leaf is None or isinstance(leaf, nn.Parameter))  # other leaves are inputs of the stage
     return False if known else None
 
 

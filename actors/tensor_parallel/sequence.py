@@ -38,7 +38,14 @@ class SharedCopy:
 
 
 class GatheredView(NamedTuple):
-    """What autograd saves in the place of a view of the gathered input: this member's part, and the view's layout."""
+    """What autograd saves instead of a view of the gathered input.
+
+    Attributes:
+        part: This member's part of the input.
+        shape: The view's shape.
+        stride: The view's strides.
+        offset: The view's storage offset in the gathered input.
+    """
 
     part: Tensor
     shape: Sequence[int]
@@ -81,9 +88,13 @@ class Gathering(nn.Module, SelectiveRecompute):
             self._open.pop().close()
 
     def _hooks(self, part: Tensor, whole: Tensor) -> tuple[Any, Any]:
-        """Return autograd's hooks that save a part instead of the whole, and that make the whole of it again.
+        """Return autograd's pack hook, which saves the part, and its unpack hook, which gathers the input again.
 
-        The whole that was gathered again is kept until the last tensor that needs it has been unpacked.
+        The input is gathered once in the backward, and kept until the last view of it has been unpacked.
+
+        Args:
+            part: This member's part of the input.
+            whole: The gathered input.
         """
         memory, wanted = whole.untyped_storage().data_ptr(), 0
         made: Tensor | None = None

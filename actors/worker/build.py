@@ -1,4 +1,4 @@
-"""From a plan to a worker's parts: its stages with their weights, its optimizer, its batches."""
+"""Build what a worker needs for a run from its plan: stages with weights, the update, the reducer and the batches."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Part:
-    """A pipeline rank's part of the model.
+    """One actor's part of the model.
 
     Attributes:
         model: The model.
-        stages: The rank's stages by number.
+        stages: The actor's stages by number.
         parameters: Trainable parameters by logical name; a tied weight whose home is on this rank too is listed once.
         owner_of: Which rank updates each parameter of the model, among the owners (see World) of its pipeline rank.
         ties: Ties between pipeline ranks; their ranks are those of the owners in the group of all updaters.
@@ -63,11 +63,11 @@ class Part:
     outputs: Mapping[str, Sharding]
 
     def share(self, owner: int) -> dict[str, nn.Parameter]:
-        """The parameters of one owner."""
+        """Return the parameters that one owner updates, by logical name."""
         return {name: p for name, p in self.parameters.items() if self.owner_of[name] == owner}
 
     def fixed(self) -> dict[str, Tensor]:
-        """What no optimizer changes, by logical name: frozen parameters, and buffers."""
+        """Return the tensors that no optimizer changes, by logical name: frozen parameters, and buffers."""
         return {
             f"{self.model.names[index]}.{inner}": tensor
             for stage in self.stages.values()
@@ -80,7 +80,13 @@ class Part:
 def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
     """Build this actor's part of the stages of its pipeline rank.
 
-    Only its own weights are made: on the host, so that every device gets the same bits, and then moved to ``place``.
+    Only this actor's weights are made. They are made on the host, so that every device gets the same bits, and then
+    moved to the device.
+
+    Args:
+        plan: The actor's plan.
+        place: The device.
+        groups: The actor's groups by key.
     """
     run, world = plan.run, plan.world
     model = build_model(run.model, run.seed)
@@ -138,7 +144,10 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
 
 
 def _halved(plan: Plan) -> dict[int, set[int]]:
-    """By stage, the microbatches whose backwards are split, by their numbers in the whole step."""
+    """Return the microbatches whose backwards are split, by stage.
+
+    Microbatches are numbered over the whole step and all replicas.
+    """
     dp, found = plan.run.mesh.coordinate(plan.rank)["dp"], defaultdict[int, set[int]](set)
     for stage, op, microbatch in plan.programs["train"].rows[plan.world.pp(plan.rank)]:
         if op is Op.I and stage is not None and microbatch is not None:
@@ -147,7 +156,13 @@ def _halved(plan: Plan) -> dict[int, set[int]]:
 
 
 def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -> list[Bucket]:
-    """These parameters of a part in buckets, in the order in which a step completes their gradients."""
+    """Group parameters into buckets, in the order in which a step completes their gradients.
+
+    Args:
+        plan: The actor's plan.
+        part: The actor's part of the model.
+        parameters: The parameters of the part to group, by logical name.
+    """
     row, limit = plan.programs["train"].rows[plan.world.pp(plan.rank)], int(plan.run.bucket_mb * _MIB)
     buckets = []
     for number in last_backwards(row):
@@ -157,10 +172,10 @@ def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -
 
 
 def last_backwards(row: tuple[Action, ...]) -> dict[int, Action]:
-    """The last backward of each stage in a row, in their order.
+    """Return the last backward (B or W) of each stage in a row, in the order of the row.
 
-    A weight that stages of one rank share belongs to the first of them, whose last backward needs those of the others:
-    then its gradient is complete.
+    If stages of one rank share a weight, it belongs to the first of them. The last backward of that stage depends on
+    those of the other stages, so the weight's gradient is complete after it.
     """
     last: dict[int, Action] = {}
     for action in row:
@@ -171,13 +186,22 @@ def last_backwards(row: tuple[Action, ...]) -> dict[int, Action]:
 
 
 def homes_of(model: Model, split: Split, schedule: Schedule) -> dict[int, int]:
-    """The pipeline rank of each layer."""
+    """Return the pipeline rank of each layer, by the layer's index.
+
+    Args:
+        model: The model.
+        split: How its layers are split into stages.
+        schedule: The schedule, which places the stages on ranks.
+    """
     parts = model.stages(split, schedule.num_stages)
     return {index: schedule.placement[number] for number, part in enumerate(parts) for index in part}
 
 
 def sizes_of(model: Model, split: Split, schedule: Schedule) -> dict[int, dict[str, int]]:
-    """Bytes of the parameters of each pipeline rank, by logical name."""
+    """Return the size in bytes of each pipeline rank's trainable parameters, by rank and logical name.
+
+    A tied weight whose home is on the same rank is listed once. The arguments are those of ``homes_of``.
+    """
     homes = homes_of(model, split, schedule)
     _, same = ties_of(model, homes)
     sizes: defaultdict[int, dict[str, int]] = defaultdict(dict)
@@ -191,10 +215,14 @@ def sizes_of(model: Model, split: Split, schedule: Schedule) -> dict[int, dict[s
 
 @dataclass(frozen=True)
 class Assembly:
-    """What one worker works with.
+    """Everything that one worker needs for a run.
 
-    mean     what its microbatches weigh
-    reducer  None with neither replicas nor servers
+    Attributes:
+        part: Its part of the model.
+        update: The end of a step: clipping and the optimizer.
+        source: The batches.
+        mean: The weights of the microbatches in the loss.
+        reducer: Sums gradients over replicas; None if there are neither replicas nor parameter servers.
     """
 
     part: Part
@@ -205,7 +233,13 @@ class Assembly:
 
 
 def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
-    """Build this rank's part of the run. Only its own weights are made."""
+    """Build everything that one worker needs for a run.
+
+    Args:
+        plan: The worker's plan.
+        groups: The worker's groups by key.
+        place: The worker's device.
+    """
     part = build_part(plan, place, groups)
     run, m = plan.run, plan.programs["train"].num_microbatches
     source = batch_source(run.data, run.model, run.micro_batch_size, m, run.mesh.dp, run.seed)
@@ -223,14 +257,25 @@ def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
 
 
 def updater_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter], groups: Mapping[str, Group]) -> Updater:
-    """The update of these parameters of a part, in step with everybody else's."""
+    """Create the update of some parameters, which clips by the norm of all parameters of the model.
+
+    Args:
+        plan: The actor's plan.
+        part: The actor's part of the model.
+        parameters: The parameters to update, by logical name.
+        groups: The actor's groups by key.
+    """
     run, names, group = plan.run, part.model.parameter_names(), groups.get(plan.world.updaters)
     tensors = ShardedGradients(part.shards, part.partial, groups.get("tp"), watched=isinstance(run.model, Layers))
     return Updater(parameters, names, part.ties, group, tensors, run.optim, run.clip, run.steps)
 
 
 def _shared(plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, Group]) -> tuple[list[Channel], Update]:
-    """Where gradients are summed, and how a step ends, with replicas or servers."""
+    """Create the channels that gradients are summed over, and the update, for replicas or parameter servers.
+
+    Returns:
+        One channel for each owner, and the update.
+    """
     if plan.world.servers:
         servers = [groups[f"ps{index}"] for index in range(plan.world.servers)]
         channels = [_channel_to(group, group.size - 1, partial(_empty, group.device)) for group in servers]
@@ -247,7 +292,7 @@ def _shared(plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, 
 
 
 def _channel_to(group: Group, root: int, empty: Callable[[int, torch.dtype], Tensor]) -> Channel:
-    """The sums are at one member."""
+    """Create a channel that gives the sums to one rank of a group."""
     return Channel(partial(group.reduce, root=root), partial(group.host.reduce, root=root), empty, root == group.rank)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-NOISE = 1e-6  # of its layer's norm: a tensor with a smaller norm is only rounding noise
+NOISE = 1e-6  # a tensor with a smaller norm, relative to its layer's norm, is only rounding noise
 
 
 def norm_of(tensor: Tensor) -> float:

@@ -128,17 +128,20 @@ def _first(job: Job, step: int, allowed: float) -> tuple[_Compared, Case] | None
 
 
 def _made(job: Job, plain: Watched) -> Iterator[_Compared]:
-    """Yield the layers' outputs and their gradients; fetches one direction of one microbatch at a time."""
-    there: dict[Spot, dict[int, Sharding]] = {}  # which part of an output each rank has
+    """Yield the layers' outputs and the gradients of these outputs.
+
+    The tensors of one microbatch's forward, or of its backward, are fetched at a time.
+    """
+    shardings: dict[Spot, dict[int, Sharding]] = {}  # which part of an output each rank has
     for (_, backward), same in groupby(plain.tensors, lambda spot: (spot.microbatch, spot.backward)):
         spots = list(same)
         for spot, ours in zip(spots, job.sights(spots), strict=True):
             wanted, output = plain.tensors[spot], spot._replace(backward=False)
             if not backward:
-                there[spot] = {rank: sight.sharding for rank, sight in ours.items()}
+                shardings[spot] = {rank: sight.sharding for rank, sight in ours.items()}
             pieces = [
                 _piece(job, rank, ours[rank].tensor if rank in ours else None, sharding.take(wanted))
-                for rank, sharding in there[output].items()
+                for rank, sharding in shardings[output].items()
             ]
             if pieces:  # no actor keeps the loss if each has only a part of the tokens
                 yield _Compared(str(spot), wanted, norm_of(wanted), backward, pieces)

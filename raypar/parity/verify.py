@@ -66,12 +66,18 @@ def demand_pure(run: Run) -> None:
 
 CLOSE = 1e-6  # relative difference if the same numbers are added in another order
 DRIFTED = 1e-3  # relative difference of weights that AdamW has updated from such gradients
-NOISY = 1.0  # of the distance that AdamW can put between two weights, if their gradients are only rounding noise
+NOISY = 1.0  # share of the distance that AdamW can put between two weights whose gradients are only rounding noise
 _WHY = " of how far AdamW can move it: its gradient is rounding noise"
 
 
 class Bounds(NamedTuple):
-    """The largest relative differences that count as right."""
+    """The largest relative differences that count as right.
+
+    Attributes:
+        loss: For losses.
+        gradient: For gradient norms and gradients.
+        weight: For weights.
+    """
 
     loss: float
     gradient: float
@@ -271,7 +277,16 @@ def _compare(job: Job, plain: Trained) -> Verdict:
 
 
 class _Pair(NamedTuple):
-    """Two tensors to compare. ``scale`` is what the error is relative to, or None for the norm of ``wanted``."""
+    """Two tensors to compare.
+
+    Attributes:
+        what: Name of the tensor in messages.
+        found: The layout's tensor.
+        wanted: The plain process's tensor.
+        allowed: The largest error that counts as right.
+        step: As in ``Difference``.
+        scale: What the error is relative to, or None for the norm of ``wanted``.
+    """
 
     what: str
     found: Tensor

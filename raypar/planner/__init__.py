@@ -1,1 +1,1 @@
-"""What a run costs, computed before it starts."""
+"""The planner: what a run costs, computed before it starts."""

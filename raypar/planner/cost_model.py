@@ -1,4 +1,4 @@
-"""What the actions of a training step cost on paper."""
+"""The cost model: how long the actions of a training step last, predicted from FLOPs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from raypar.schedules.simulation.simulate import Costs
 
 
 class _Work(NamedTuple):
-    """What a microbatch costs a stage: its forward, what its backward runs again, what it can leave for W."""
+    """What one microbatch costs one stage.
+
+    Attributes:
+        forward: Cost of its forward.
+        again: Cost of what its backward recomputes.
+        later: Cost of the weight gradients that its backward can leave for W.
+    """
 
     forward: float
     again: float
@@ -28,18 +34,20 @@ def costs_on_paper(
     recompute: Recompute = "none",
     tensor_ranks: int = 1,
 ) -> Costs:
-    """A stage's forward lasts as its layers' FLOPs say, a backward twice as long; the user's own Layers count as stages
-    of equal length.
+    """Predict the costs of the compute actions of every stage.
+
+    A forward costs the FLOPs of its layers, and a backward twice as much plus what it recomputes. FLOPs of the user's
+    own Layers are unknown, so their stages count as equal.
 
     Args:
-        model: what is trained.
-        num_stages: of the pipeline, at most as many as the model has layers.
-        split: of the layers over the stages.
-        recompute: what a backward runs again, which it takes time for.
-        tensor_ranks: actors that divide each layer. W makes nothing in layers that are divided.
+        model: The model.
+        num_stages: Number of pipeline stages, at most the number of layers.
+        split: How the layers are split into stages.
+        recompute: What a backward recomputes.
+        tensor_ranks: Number of tensor-parallel ranks. If there are several, a backward leaves nothing for W.
 
     Returns:
-        F, B, I and W of every stage, in FLOPs of one sample's forward up to a common factor.
+        The costs of F, B, I and W of every stage, in FLOPs per token; for Layers, in forwards of a stage.
     """
     of_stage: dict[tuple[int, Op], float] = {}
     for stage, (forward, again, later) in enumerate(_works(model, num_stages, split, recompute, tensor_ranks == 1)):
@@ -51,11 +59,15 @@ def costs_on_paper(
 def _works(
     model: GPT | Llama | Layers, num_stages: int, split: Split, recompute: Recompute, whole_layers: bool
 ) -> list[_Work]:
-    """A W makes the gradients of linear layers that are not divided, in layers that are not run again by themselves."""
+    """Compute the work of every stage.
+
+    A backward can leave the weight gradients of linear layers for W if the layers are not sharded (``whole_layers``)
+    and are not recomputed one by one.
+    """
     if not isinstance(model, Transformer):
         return [_Work(1.0, 1.0 if recompute == "full" else 0.0, 1.0 if whole_layers else 0.0)] * num_stages
     costs, body, core = transformer_costs(model), range(model.layers), core_cost(model)
-    scores = model.attention == "materialised" or model.dropout > 0  # else the kernel does it in any case
+    scores = model.attention == "materialised" or model.dropout > 0  # else the kernel recomputes them anyway
     words = [word_of(recompute, body, layer) for layer in body]
     again = [
         {"none": 0.0, "selective": core if scores else 0.0, "full": cost}[word]

@@ -17,9 +17,15 @@ Moved = Mapping[tuple[str, str], tuple[int, int]]  # by (axis, op): calls and by
 
 
 def timelines_of(schedule: Schedule, world: World, rows: Sequence[Sequence[Span]]) -> list[Timeline]:
-    """Make the timelines of a step.
+    """Make the timelines of a step, whose first span begins at second 0.
 
-    ``schedule`` is the run's, and ``rows`` are the spans of every rank. The first of all is at second 0.
+    Args:
+        schedule: The schedule as it was performed.
+        world: The ranks.
+        rows: The spans of every rank, by rank.
+
+    Returns:
+        One timeline for each replica, then one for each parameter server of a pipeline rank.
     """
     zero = min((span.start for row in rows for span in row), default=0.0)
     lanes = [world.replica(dp) for dp in range(world.mesh.dp)]

@@ -20,7 +20,12 @@ Rows = list[tuple[str, str]]
 
 
 def predicted(run: Run, schedule: Schedule) -> Timeline:
-    """The step on paper, with the costs that FLOPs say."""
+    """Simulate a training step with costs predicted from FLOPs.
+
+    Args:
+        run: The run.
+        schedule: The lowered schedule of a training step.
+    """
     return simulate(schedule, costs_of_run(run, schedule.num_stages))
 
 

@@ -158,7 +158,14 @@ def _reader() -> TypeAdapter[Any]:
 
 
 class Recorder:
-    """The recordings that the user wants of a step."""
+    """The recordings that the user wants of a step.
+
+    Args:
+        run: The run.
+        device: The kind of device that the actors compute on.
+        world: The ranks.
+        calls: Calls to the job's actors.
+    """
 
     def __init__(self, run: Run, device: DeviceKind, world: World, calls: Calls) -> None:
         self._run, self._device, self._world, self._calls = run, device, world, calls

@@ -89,9 +89,8 @@ def replay(
             differences += _unequal(found, tensors, f"{action}/outputs/")
         gradients = {name: p.grad for name, p in stage.parameters().items() if p.grad is not None}
         found = {f"gradients/{name}": gradient for name, gradient in gradients.items()}
-        shared = {
-            name: value for name, value in found.items() if name in tensors
-        }  # a tied weight's gradient is not recorded: the stage makes only a part of it
+        # The gradient of a tied weight is not recorded, because the stage makes only a part of it.
+        shared = {name: value for name, value in found.items() if name in tensors}
         differences += _unequal(shared, tensors, "gradients/")
     return Replayed(recorded, stage, tuple(differences))
 

@@ -37,6 +37,17 @@ class Stepper:
     step within rounding, and bitwise if each stage runs its backwards in the order of the microbatches. Weights change
     only in the STEP, and ``rewind`` undoes even that.
 
+    Args:
+        schedule: The lowered schedule of the step.
+        step: The number of the step.
+        world: The ranks.
+        handles: The actors' Ray handles, by rank.
+        calls: Calls to the same actors.
+        guard: Makes a call to the actors, and handles its failure as the job does.
+        commit: Called when the step is complete, with the actors' results and the step's seconds; returns its report.
+        lowered: Lowers a schedule for this step.
+        recorder: Makes the recordings that the user asks for.
+
     Attributes:
         schedule: The schedule of this step: the job's, or the one that ``swap`` has put in its place.
         step: The number of the step.

@@ -22,7 +22,12 @@ class Taken(tuple[Action, ...]):
 
     @classmethod
     def of(cls, moves: Sequence[Move], picture: str) -> Taken:
-        """Make the value from the moves taken and the drawing to show."""
+        """Make the value.
+
+        Args:
+            moves: The moves taken.
+            picture: The drawing to show.
+        """
         taken = cls(name for move in moves for name in move.names)
         taken._picture = picture
         return taken

@@ -12,10 +12,12 @@ AHEAD = 8  # pieces by which the first step may lead the last: they take memory 
 class Flow(ABC):
     """An op in progress, which a mailbox advances.
 
-    Attributes:
+    Args:
         peers: Ranks that the op needs to complete.
         queue: (source, tag). Flows of one queue take their pieces one after the other, in the order in which they were
             started. None for no queue.
+
+    Attributes:
         error: Why the flow failed; None if it has not.
         over: Whether the flow has completed or failed.
         ahead: Pieces that take memory now.
@@ -31,9 +33,13 @@ class Flow(ABC):
         return True
 
     def advance(self, most: int) -> bool:
-        """Do what can be done now, using memory for at most ``most`` pieces. Exceptions are stored in ``error``.
+        """Do what can be done now. Exceptions are stored in ``error``.
 
-        Returns whether to call again: a piece was taken, or the flow is over.
+        Args:
+            most: Number of pieces that may take memory at a time.
+
+        Returns:
+            Whether to advance the flows again: this one has processed a piece or is over.
         """
         try:
             return self._advance(most)
@@ -46,7 +52,12 @@ class Flow(ABC):
 
 
 class Step(NamedTuple):
-    """One step of a pipeline: ``do(k)`` processes piece k once ``ready(k)`` is true."""
+    """One step of a flow's pipeline.
+
+    Attributes:
+        ready: Returns whether piece k can be processed now.
+        do: Processes piece k.
+    """
 
     ready: Callable[[int], bool]
     do: Callable[[int], object]
@@ -55,7 +66,7 @@ class Step(NamedTuple):
 class Pieces(Flow):
     """A flow of ``count`` pieces through ``steps``.
 
-    Later steps run first where they can: arrived data is still in cache.
+    Of the steps that are ready, the last one runs first, because data that has just arrived is still in cache.
 
     Args:
         count: Number of pieces.
@@ -100,9 +111,9 @@ class Pieces(Flow):
 
 
 def always(piece: int) -> bool:
-    """Readiness of a step that never has to wait."""
+    """Return True: the ``ready`` of a step that never has to wait."""
     return True
 
 
 def nothing(*_: object) -> None:
-    """Action of a step that only waits."""
+    """Do nothing: the ``do`` of a step that only waits."""

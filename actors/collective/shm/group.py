@@ -24,22 +24,15 @@ from raypar.actors.collective.shm.ops import Swap, by_shares, reduce_parts
 from raypar.actors.collective.shm.slabs import SLAB
 from raypar.actors.tensors import nbytes, row_size, staged
 
-Fold = Callable[[slice, Parts], object]  # called with a range of elements, and those of each peer
+Fold = Callable[[slice, Parts], object]  # uses a range of elements and the peers' pieces of it
 WHOLE = slice(None)  # a tensor in one piece, which need not be sliced: that takes 3 us
 Back = Callable[[], object] | None
 
 
 class ShmGroup(Group):
-    """A group whose members are all in one ``links.place()``. See ``Group`` for the other arguments.
+    """A group whose members are all in one ``links.place()``. See ``Group`` for the arguments.
 
     An op in progress advances whenever any op of the group is started or waited for.
-
-    Args:
-        store: Where the members exchange addresses. No earlier group may have used its keys.
-        connect_timeout: Seconds in which all members must connect.
-
-    Raises:
-        GroupError: A member did not connect in time.
     """
 
     def __init__(
@@ -77,11 +70,10 @@ class ShmGroup(Group):
         return (self.size - 1) * nbytes(tensor) if self._is_direct(tensor) else super()._all_reduce_bytes(tensor)
 
     def _is_direct(self, tensor: Tensor) -> bool:
-        """Return whether every member sends its whole tensor to every other.
+        """Return whether an all_reduce of the tensor is direct: every member sends its whole tensor to every other.
 
-        One round, and for two members no byte more.
-
-        Otherwise each member reduces one share. For a large window that is less work, as nothing is copied to be given.
+        That takes one round, and between two members no more bytes. Otherwise each member reduces one share, which
+        takes two rounds. For a large window that is less work, because nothing is copied to be sent.
         """
         pair = self.size == 2 and (nbytes(tensor) <= SLAB or not self._box.is_window(tensor))
         return nbytes(tensor) <= INLINE or pair
@@ -209,16 +201,19 @@ class ShmGroup(Group):
         block: int = SLAB,
         lend: bool = True,
     ) -> Finish:
-        """Give flat tensors to peers and fold in what others give, piece by piece.
+        """Send flat tensors to peers and use what they send, piece by piece.
 
         Args:
-            give: Flat tensors and the ranks that get each.
-            take: Elements expected from each rank.
+            give: Flat tensors, each with the ranks of its receivers.
+            take: Number of elements to receive, by the sender's rank.
             dtype: dtype of all tensors.
             fold: Called with each range of elements and the peers' pieces of it.
-            back: Called when all is done; may be None.
+            back: Called at the end, for example to copy the result back; may be None.
             block: Bytes of a piece.
             lend: Whether peers may read windows in place; not if ``fold`` writes to them.
+
+        Returns:
+            The function that completes the op.
         """
         channel = self._channel()
         piece = block // dtype.itemsize

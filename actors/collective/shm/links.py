@@ -72,7 +72,14 @@ def same_place(store: Store, rank: int, size: int) -> bool:
 
 
 class Link:
-    """The connection to one peer. ``lost`` is set once the peer has closed it or died."""
+    """The connection to one peer.
+
+    Args:
+        sock: The connected socket (SOCK_SEQPACKET).
+
+    Attributes:
+        lost: Whether the peer has closed the connection or died.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -93,7 +100,13 @@ class Link:
         return not self._queue
 
     def send(self, channel: int, total: int, data: Tensor) -> None:
-        """Send at most INLINE bytes (uint8). The tensor may change as soon as this returns."""
+        """Send a message that carries its data. The tensor may change as soon as this returns.
+
+        Args:
+            channel: Channel of the message.
+            total: Bytes of the whole tensor.
+            data: The piece (uint8), at most INLINE bytes.
+        """
         self._put(_HEAD.pack(channel, total, _NO_SLAB, 0, data.numel(), 0) + data.numpy().tobytes(), None)
 
     def lend(self, channel: int, total: int, slab: Slab, start: int, count: int, fd: int, awaited: bool) -> None:

@@ -78,12 +78,16 @@ class Mailbox:
             self._advance()
 
     def await_pieces(self, flow: Flow) -> None:
-        """Start a flow that only takes pieces. There is nothing to do until somebody waits for it."""
+        """Start a flow that only takes pieces, without advancing it: it advances when it is waited for."""
         with self.lock:
             self._flows.append(flow)
 
     def wait(self, flow: Flow, seconds: float) -> None:
-        """Block until a flow is over, for at most ``seconds``.
+        """Block until a flow is over.
+
+        Args:
+            flow: The flow, which must have been started.
+            seconds: Timeout.
 
         Raises:
             TimeoutError: The flow missed the deadline.
@@ -114,7 +118,7 @@ class Mailbox:
         return self._pool.window_of(tensor) is not None
 
     def block(self, tensor: Tensor) -> int:
-        """Return how many bytes a piece of a tensor has. Either all members have the tensor in a window, or none."""
+        """Return the size in bytes of a tensor's pieces. Either all members have the tensor in a window, or none."""
         return _WINDOW_BLOCK if self.is_window(tensor) else SLAB
 
     # --- called by the steps of flows ---
@@ -131,7 +135,7 @@ class Mailbox:
             channel: Channel of the piece.
             total: Bytes of the whole tensor.
             part: The piece.
-            peers: Ranks to post it to.
+            peers: Ranks of the receivers.
             lend: Whether a piece of at least LENT bytes in a window may be lent.
             ring: Whether peers send a notice when they have read a lent piece. Not needed if their next post implies
                 it.
@@ -231,12 +235,13 @@ class Mailbox:
             self._flows = [flow for flow in self._flows if not flow.over]
             some = some or moved
         if self._watched and (some or not self._unsent <= self._full):
-            os.eventfd_write(self._bell, 1)  # its flow may have advanced, and only it can watch for room to send
+            # The sleeping thread's flow may have advanced, and only that thread can watch for room to send.
+            os.eventfd_write(self._bell, 1)
 
     def _round(self) -> bool:
-        """Advance every flow once.
+        """Advance every flow once, and return whether any did.
 
-        Return whether any did. The oldest always may take memory, so none is starved forever.
+        The oldest flow may always take memory, so none waits forever.
         """
         moved, held, waiting = False, 0, set[tuple[int, int]]()
         for flow in self._flows:

@@ -14,13 +14,13 @@ from raypar.actors.tensors import nbytes
 
 
 class Swap(Flow):
-    """A flow that gives tensors to peers and takes one piece from each of others.
+    """A flow that posts whole tensors to peers, each as one piece, and takes one piece from each of some peers.
 
     Args:
         box: The mailbox.
         channel: Channel of the op.
-        give: Flat tensors and the ranks that get each.
-        totals: Expected bytes from each rank.
+        give: Flat tensors, each with the ranks of its receivers.
+        totals: Expected bytes, by the sender's rank.
         dtype: dtype of what is taken.
         use: Called with the pieces by rank, once all are there.
         peers: All ranks involved.
@@ -82,8 +82,8 @@ _PAIRS: dict[ReduceOp, Callable[..., object]] = {
 def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, channels: tuple[int, int]) -> Pieces:
     """Create the flow of an all_reduce in which each member reduces its share and gives the result to all.
 
-    2(N-1)/N of the tensor's bytes cross per member. Peers read a tensor in a window in place, so the op then completes
-    only when all have read it.
+    Each of N members sends 2(N-1)/N of the tensor's bytes. Peers read a tensor in a window in place, so the op is then
+    complete only when all have read it.
 
     Args:
         box: The mailbox.

@@ -18,9 +18,16 @@ _LINE = 64  # bytes: parts are aligned to cache lines
 
 
 class Slab:
-    """A block of shared memory: ``data`` (uint8) is written by its owner and read by the ranks that it is lent to.
+    """A block of shared memory that its owner writes and that the ranks it is lent to read.
 
     There are no write races: each counter in the header is written by one reader, and only the owner counts the loans.
+
+    Args:
+        fd: Descriptor of the memory, which may be closed afterwards.
+        number: Number of the slab among its owner's.
+
+    Attributes:
+        data: The memory behind the header (uint8).
     """
 
     def __init__(self, fd: int, number: int) -> None:
@@ -31,11 +38,11 @@ class Slab:
         self._lent: dict[int, int] = {}
 
     def lend(self, reader: int) -> None:
-        """Count a loan to ``reader``, before it reads something here. For the owner only."""
+        """Count a loan to rank ``reader``, before it reads from the slab. For the owner only."""
         self._lent[reader] = self._lent.get(reader, 0) + 1
 
     def give_back(self, reader: int) -> None:
-        """Return one loan, after reading. For readers only."""
+        """Count one loan of rank ``reader`` as returned, after it has read. For readers only."""
         self._returned[reader] += 1
 
     @property
@@ -45,10 +52,16 @@ class Slab:
 
 
 class Pool:
-    """The slabs that one member of a group of ``size`` owns: those that it copies pieces into, and windows.
+    """The slabs that one member of a group owns: those that it copies pieces into, and windows.
 
     A window is a slab that holds a tensor of the member, whose pieces are lent in place, without a copy. It lives as
     long as the group.
+
+    Args:
+        size: Number of members.
+
+    Raises:
+        ValueError: There are more members than a slab has counters.
     """
 
     def __init__(self, size: int) -> None:
@@ -80,7 +93,7 @@ class Pool:
         """
         count = data.numel()
         if self._slabs and self._slabs[-1].free:
-            self._end = 0  # start it over: what was just read is in cache
+            self._end = 0  # reuse it from its start: what was just read is in cache
         if self._end + count > SLAB:
             self._next()
         slab, start = self._slabs[-1], self._end

@@ -1,8 +1,14 @@
-"""What tensor parallelism on a grid does to a model, whichever grid it is.
+"""Parallel styles that tensor parallelism on any grid shares.
 
-Every matrix is sharded by rows and columns, and every activation by the batch and by features: no member holds more
-than its part of anything. So norms see only parts of vectors. What an axis of the grid does not shard is the same along
-that axis, but its gradient is of each member's own tokens.
+Every matrix is sharded by rows and columns, and every activation by the batch and by features. So norms see only parts
+of vectors. A parameter that an axis of the grid does not shard is the same on all members along that axis, but each
+member's gradient of it is partial: it is that of the member's own tokens.
+
+Attributes that several styles have:
+
+- ``layout``: how the grid shards activations;
+- ``linear``: shards a linear layer on this grid;
+- ``column``: the style of linear layers from hidden features to heads, columns or the vocabulary.
 """
 
 from __future__ import annotations
@@ -62,7 +68,11 @@ class GridLayout:
 
 
 def pieces_along(axes: Groups) -> Pieces:
-    """Return this member's pieces of a dim that axes shard, each within the one before."""
+    """Return this member's pieces of a dim.
+
+    Args:
+        axes: The axes that shard the dim, the outermost first.
+    """
     pieces = Pieces()
     for axis in axes:
         pieces = pieces.then(Pieces.at(axis.rank, axis.size))
@@ -79,7 +89,7 @@ def shard_along(whole: Sequence[int], dims: Mapping[int, Groups]) -> Shard:
     return Shard(tuple(whole), Sharding({dim: pieces_along(axes) for dim, axes in dims.items()}))
 
 
-GridLinear = Callable[[nn.Linear, GridAxes, GridAxes], Applied]  # a layer whose input and output these axes shard
+GridLinear = Callable[[nn.Linear, GridAxes, GridAxes], Applied]  # shards a layer; the axes of its input and output
 
 
 def grid_styles(
@@ -128,7 +138,7 @@ class GridTable(ParallelStyle):
 
 @dataclass(frozen=True)
 class GridNorm(ParallelStyle):
-    """Normalise vectors of which each member holds a part."""
+    """Shard a LayerNorm or RMSNorm along its features."""
 
     layout: GridLayout
 

@@ -27,8 +27,8 @@ class CubeLinear(nn.Linear):
         whole: The layer to shard.
         shard: This member's part of the weight (out, in).
         bias: This member's part of the bias (out,); None without a bias.
-        inputs: The members that hold the other inputs.
-        weights: The members that hold the other parts of these inputs' weights.
+        inputs: The group over which products are summed; its members hold the other inputs.
+        weights: The group over which the weight is gathered; its members hold the other parts of the same inputs.
     """
 
     def __init__(self, whole: nn.Linear, shard: Shard, bias: Shard | None, *, inputs: Group, weights: Group) -> None:
@@ -85,7 +85,11 @@ def cube_styles(groups: Mapping[str, Group]) -> AxisStyles:
 
 @dataclass(frozen=True)
 class CubeInput(ParallelStyle):
-    """Gather the samples of a module's input along y."""
+    """Gather the samples of a module's input along y.
+
+    Attributes:
+        y: This member's group along y.
+    """
 
     y: Group
 
@@ -115,7 +119,11 @@ class CubeEmbedding(ParallelStyle):
 
 
 def _linear(layout: GridLayout, module: nn.Linear, inputs: GridAxes, outputs: GridAxes) -> Applied:
-    """Shard a linear layer from z to y, where ``CubeInput`` has gathered the samples, or from y to z."""
+    """Shard a linear layer.
+
+    Either its inputs are sharded over z and its outputs over y, and then ``CubeInput`` has gathered the samples of its
+    input; or they are the other way round, and then the layer itself gathers the samples.
+    """
     x, out = layout.axes[0], outputs.features
     weight = shard_along(module.weight.shape, {0: (out,), 1: (inputs.features, x)})
     bias = None if module.bias is None else shard_along(module.bias.shape, {0: (out,)})

@@ -30,7 +30,7 @@ class NormOfShard(nn.Module):
         self._whole, self._eps = shard.whole[0], whole.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        eps = torch.finfo(x.dtype).eps if self._eps is None else self._eps  # as RMSNorm
+        eps = torch.finfo(x.dtype).eps if self._eps is None else self._eps  # torch's default for RMSNorm
         out: Tensor = self.weight * normalised(x, self._whole, eps, self._group, centred=self._centred)
         return out if self.bias is None else out + self.bias
 
@@ -42,7 +42,7 @@ def normalised(x: Tensor, whole: int, eps: float, group: Group, *, centred: bool
         x: This member's part of the vectors, along the last dim.
         whole: Length of a whole vector, over which the means are taken.
         eps: Added to the mean square.
-        group: The members that hold the parts.
+        group: The members that hold the parts of a vector.
         centred: Whether to subtract the mean first, as LayerNorm does.
     """
     out: Tensor = _Normalised.apply(x, whole, eps, group, centred)  # type: ignore[no-untyped-call]
@@ -50,11 +50,12 @@ def normalised(x: Tensor, whole: int, eps: float, group: Group, *, centred: bool
 
 
 class _Normalised(torch.autograd.Function):
-    """One message of one or two numbers a token in the forward, and one in the backward.
+    """The norm, with one message of one or two numbers per token in the forward and another in the backward.
 
-    The numbers are the sum of squares of the member's part, and its mean if the norm is centred. The squares are of the
-    differences from that mean, so that no large numbers cancel (Chan et al. 1979). Half precision is computed in fp32.
-    The forward keeps only its result, which the next layer keeps too, and the divisor.
+    The forward sends the sum of squares of the member's part, and the part's mean if the norm is centred. The squares
+    are of the differences from that mean, so that no large numbers cancel (Chan et al. 1979). Half precision is
+    computed in fp32. The forward keeps only its result, which the next layer keeps too, and the factor
+    that it multiplied the vectors by.
     """
 
     @staticmethod

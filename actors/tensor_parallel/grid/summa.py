@@ -30,8 +30,8 @@ class SummaLinear(nn.Linear):
 
     Args:
         whole: The layer to shard.
-        shard: This member's block of the weight (out, in): outputs by i, inputs by j. Of the bias it holds the outputs
-            by j.
+        shard: This member's block of the weight (out, in), whose outputs are sharded by i and inputs by j. The bias is
+            sharded by j.
         row: The members with the same i; ranks are j.
         col: The members with the same j; ranks are i.
     """
@@ -82,7 +82,13 @@ class _Product(torch.autograd.Function):
 
 
 def _in_turn(own: Tensor, group: Group, shapes: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-    """Yield each member's tensor, by rank; while one is used, the next one is under way."""
+    """Yield the matrix of each member, by rank. While one is used, the next one is on its way.
+
+    Args:
+        own: This member's matrix.
+        group: The members.
+        shapes: The shape of each member's matrix, by rank.
+    """
 
     def start(root: int) -> tuple[Tensor, Any]:
         block = own.detach().contiguous() if root == group.rank else own.new_empty(shapes[root])
@@ -120,6 +126,12 @@ class SummaEmbedding(ParallelStyle):
 
     A member embeds the tokens of its whole square with the ids that it holds. Then the vectors are summed along the
     column, and each member gets those of its own tokens.
+
+    Attributes:
+        layout: How the grid shards activations.
+        row: This member's group along its row.
+        col: This member's group along its column.
+        depth: This member's group along the squares, if there are several.
     """
 
     layout: GridLayout

@@ -50,7 +50,15 @@ class History:
 
 
 def headline(past: Past, history: History) -> list[tuple[str, str]]:
-    """Return the figures at the top of the page, as ``(name, value)``."""
+    """Return the figures at the top of the page.
+
+    Args:
+        past: The content of the run folder.
+        history: The steps and evaluations of the same folder.
+
+    Returns:
+        ``(name, formatted value)`` of each figure.
+    """
     rows = [("steps", f"{len(history.steps):,} of {past.config['steps']:,}")]
     if history.steps:
         rows.append(("train loss", f"{history.steps[-1]['loss']:.4f}"))
@@ -93,7 +101,12 @@ def significant(value: float) -> str:
 
 
 def flat(table: dict[str, Any], below: str = "") -> dict[str, object]:
-    """Flatten nested tables to one, with dots in its keys."""
+    """Flatten nested tables into one, with dots in its keys.
+
+    Args:
+        table: The tables.
+        below: Text that all keys begin with.
+    """
     found: dict[str, object] = {}
     for key, value in table.items():
         found |= flat(value, f"{below}{key}.") if isinstance(value, dict) else {f"{below}{key}": value}

@@ -39,7 +39,7 @@ def speed(history: History) -> Markup:
 
 
 def steps(past: Past) -> Markup:
-    """Draw the latest measured step and its prediction."""
+    """Draw the latest measured step over its prediction, which is simulated with the step's own median costs."""
     title = "Measured over predicted"
     if not past.timelines or not past.timelines[0].events:
         return _section(title, _note("No step was measured."))

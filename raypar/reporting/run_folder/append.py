@@ -68,7 +68,11 @@ log = logging.getLogger("raypar")
 
 
 class LogFile(logging.Handler):
-    """A handler that writes the messages of the logger "raypar" to a file. A line that the disk refuses is lost."""
+    """A handler that writes the messages of the logger "raypar" to a file. A line that can't be written is lost.
+
+    Args:
+        lines: The file.
+    """
 
     def __init__(self, lines: Lines) -> None:
         super().__init__()

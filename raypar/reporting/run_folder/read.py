@@ -37,8 +37,8 @@ Ledger = dict[str, dict[str, tuple[Number, Number]]]
 
 _MOST = {RUN: 1 << 20, METRICS: 1 << 30, SCHEDULE: MOST_BYTES, TIMELINE: 1 << 30, LEDGER: 64 << 20}  # bytes
 _LONGEST = 1 << 20  # bytes of a line of metrics
-_MOST_ACTIONS = 8  # of a stage for one microbatch: F, I, W and communication
-_MOST_TOLD = 10  # faults that are reported of one file
+_MOST_ACTIONS = 8  # actions of a stage for one microbatch: F, I, W and communication
+_MOST_TOLD = 10  # largest number of faults that are reported of one file
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,10 @@ def _measured(raw: bytes, schedule: Schedule | None) -> Latest:
 
 
 def _as_measured(schedule: Schedule, events: Sequence[Event]) -> Schedule:
-    """The schedule; where an older run wrote it with whole backwards and split some, with the rows of the events."""
+    """Return the schedule that a timeline was measured with.
+
+    An older raypar wrote the schedule before backwards were split. Then its rows are replaced by those of the events.
+    """
     planned = {action for row in schedule.rows for action in row}
     if not any(event.action.op is Op.I and event.action not in planned for event in events):
         return schedule

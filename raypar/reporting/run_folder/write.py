@@ -69,7 +69,7 @@ class Folder:
             del config["folder"]  # another run with this configuration needs another folder
             if not isinstance(run.schedule, str):
                 config["schedule"] = str(path / SCHEDULE)
-            for name in (TIMELINE, LEDGER):  # they are of steps that will be repeated, perhaps with another schedule
+            for name in (TIMELINE, LEDGER):  # their steps will be repeated, perhaps with another schedule
                 (path / name).unlink(missing_ok=True)
             _write(path / SCHEDULE, to_csv(schedule))
             _write(path / METRICS, kept(path / METRICS, step) if step else "")

@@ -8,7 +8,13 @@ from ray.util.metrics import Gauge
 
 
 def gauge(name: str, what: str, tags: tuple[str, ...]) -> Gauge:
-    """Make a gauge of Ray's metrics."""
+    """Make a gauge of Ray's metrics.
+
+    Args:
+        name: The metric's name.
+        what: Its description.
+        tags: Names of its tags.
+    """
     return Gauge(name, what, tags)
 
 
@@ -21,7 +27,11 @@ _GAUGES = {
 
 
 class Gauges:
-    """A sink that sets ``raypar_loss`` and other gauges, tagged ``run``; each rank's memory is also tagged ``pp``."""
+    """A sink that sets ``raypar_loss`` and other gauges, tagged ``run``; each rank's memory is also tagged ``pp``.
+
+    Args:
+        run: The run's name, for the tag.
+    """
 
     def __init__(self, run: str) -> None:
         self._tags = {"run": run}

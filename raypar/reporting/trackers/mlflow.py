@@ -10,7 +10,11 @@ from raypar.reporting.trackers.tracker import scalars
 
 
 class MLflow:
-    """A sink that writes to a run of MLflow, whose own thread sends the figures."""
+    """A sink that writes to a run of MLflow, whose own thread sends the figures.
+
+    Args:
+        name: The run's name.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -12,7 +12,12 @@ from raypar.reporting.trackers.tracker import scalars
 
 
 class TensorBoard:
-    """A sink that writes event files to a folder. Events that are already there for ``step`` and later are removed."""
+    """A sink that writes event files.
+
+    Args:
+        folder: The folder of the files.
+        step: The first step of the run. Events of this and later steps that are already in the folder are removed.
+    """
 
     def __init__(self, folder: Path, step: int) -> None:
         self._writer: Any = SummaryWriter(str(folder), purge_step=step or None)

@@ -9,7 +9,12 @@ from raypar.reporting.trackers.tracker import scalars
 
 
 class Wandb:
-    """A sink that writes to a run of W&B. ``folder`` is where W&B keeps its files, or None for its default."""
+    """A sink that writes to a run of W&B.
+
+    Args:
+        name: The run's name.
+        folder: The folder in which W&B keeps its files, or None for its default.
+    """
 
     def __init__(self, name: str, folder: str | None) -> None:
         self._name, self._folder = name, folder
