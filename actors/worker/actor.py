@@ -18,8 +18,8 @@ from raypar.actors.inspect.step import Held, Seen
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.results import Progress, Span, StepResult
 from raypar.actors.specs.types import ProgramName
+from raypar.actors.worker.parameter_server import Server
 from raypar.actors.worker.plan import Plan
-from raypar.actors.worker.server import Server
 from raypar.actors.worker.worker import Worker
 from raypar.schedules.action import Action
 

@@ -15,9 +15,9 @@ from raypar.actors.collective.group import Group, Groups
 from raypar.actors.context_parallel.sequence import tokens_of
 from raypar.actors.data.batches import BatchSource, ContextSource, TokenMean, batch_source
 from raypar.actors.data_parallel.buckets import Bucket, pack, share_out
-from raypar.actors.data_parallel.parameter_server import ServedUpdate
 from raypar.actors.data_parallel.reducer import Channel, Reducer
 from raypar.actors.data_parallel.replica_checks import fixed_weights
+from raypar.actors.data_parallel.served_update import ServedUpdate
 from raypar.actors.data_parallel.zero1 import ShardedUpdate
 from raypar.actors.device import Place
 from raypar.actors.models.base import Model, unsharded

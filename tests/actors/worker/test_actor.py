@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raypar.actors.worker.actor import Hosted
-from raypar.actors.worker.server import Server
+from raypar.actors.worker.parameter_server import Server
 from raypar.actors.worker.worker import Worker
 from raypar.schedules.action import STEP
 from tests.support.team import Team, linears
