@@ -202,12 +202,7 @@ class Group(ABC):
         return self._run("all_to_all", None, sent, self._all_to_all, out, tensor, outs, ins)
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
-        """Copy a tensor of one rank to all members.
-
-        Args:
-            tensor: What to copy on the root, where to store it on the others; of one shape and dtype.
-            root: Rank that has the tensor.
-        """
+        """Copy the ``tensor`` of rank ``root`` into the ``tensor`` of every other member."""
         sent = (self.size - 1) * nbytes(tensor) if self.rank == root else 0
         return self._run("broadcast", root, sent, self._broadcast, tensor, root)
 
@@ -284,31 +279,19 @@ class Group(ABC):
 
         Either all members pass such a tensor to an op, or none does. Concurrent ops on different parts of one such
         tensor may complete only together: give every op that is waited for on its own a tensor of its own.
-
-        Args:
-            count: Number of elements.
-            dtype: Their dtype.
         """
         return torch.empty(count, dtype=dtype, device=self.device)
 
     def connect(self, edges: Iterable[Edge]) -> None:  # noqa: B027  (only GPU groups override this and the next one)
-        """Connect edges now, instead of in the first op over each. Only GPU groups need it.
+        """Connect edges, the same on every member, now instead of in the first op over each. Only GPU groups need it.
 
-        Args:
-            edges: The edges, the same on every member.
-
-        Raises:
-            GroupError: An edge could not be connected.
+        Raises GroupError if an edge can't be connected.
         """
 
     def synchronize(self, timeout: float | None = None) -> None:  # noqa: B027
         """Block until every op so far is complete, which on GPUs a wait does not guarantee.
 
-        Args:
-            timeout: Deadline in seconds; None for the group's own.
-
-        Raises:
-            GroupError: An op failed or missed the deadline.
+        The timeout is in seconds; None is the group's own. Raises GroupError if an op failed or is late.
         """
 
     # --- faults ---

@@ -57,6 +57,7 @@ class Ring:
         self._next, self._before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
 
     def visit(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the tensor of every rank; while it is used, the next one is on its way."""
         current = own.contiguous()
         for hop in range(self._group.size):
             handles, incoming = (

@@ -85,8 +85,8 @@ def _demand_alike(names: Sequence[str], own: Tensor, total: Tensor, group: Group
     if wrong := [name for name, differs in zip(names, apart.tolist(), strict=True) if differs]:
         raise ValueError(
             f"the gradient of {wrong[0]}, which is whole on every actor of {group.axis}, differs among them "
-            f"({len(wrong)} of {len(names)} do): it is used on what is divided. After a column linear layer the "
-            "model's plan needs a row, or a column_gather_output instead; what has weights between the two is shared"
+            f"({len(wrong)} of {len(names)} do): the input of its module is divided. After a column linear layer the "
+            "model's plan needs a row, or a column_gather_output instead; modules with weights between them are shared"
         )
 
 

@@ -278,7 +278,7 @@ def _parameters_of(module: nn.Module) -> list[str]:
 
 
 def _demand_sharded(name: str, kind: str, module: nn.Module) -> None:
-    what = f"is {kind!r} in the plan, but what it is given is whole on every actor of tp"
+    what = f"is {kind!r} in the plan, but its input is whole on every actor of tp"
     demand(module, divided=True, otherwise=f"{name} {what}: leave it out of the plan")
 
 
@@ -286,5 +286,5 @@ def _demand_whole_dropouts(name: str, layer: nn.Module) -> None:
     """Make the dropouts that no style replaced raise ValueError if their input is sharded."""
     for path, module in layer.named_modules(prefix=name):
         if type(module) is nn.Dropout and module.p:
-            what = "is dropout of what each actor of tp has a part of, and all would drop alike"
+            what = "is a dropout whose input is divided over tp, and every actor would use the same mask"
             demand(module, divided=False, otherwise=f"{path} {what}: name it in the plan, as 'dropout'")

@@ -79,6 +79,6 @@ def demand_whole_loss(loss: Tensor) -> None:
     """Raise ValueError if a loss is computed from only a part of the last layer's outputs."""
     if is_divided(loss):
         raise ValueError(
-            "the loss is made of what each actor of tp has a part of: end the model with what the plan calls a "
-            "'row' or 'column_gather_output'"
+            "the loss is computed from outputs that are divided over tp: end the model with a module that the plan "
+            "calls 'row' or 'column_gather_output'"
         )

@@ -80,13 +80,8 @@ class Part:
 def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
     """Build this actor's part of the stages of its pipeline rank.
 
-    Only this actor's weights are made. They are made on the host, so that every device gets the same bits, and then
-    moved to the device.
-
-    Args:
-        plan: The actor's plan.
-        place: The device.
-        groups: The actor's groups by key.
+    Only this actor's weights are made: on the host, so that every device gets the same bits, and then moved to the
+    device ``place``. ``groups`` are the actor's, by key.
     """
     run, world = plan.run, plan.world
     model = build_model(run.model, run.seed)

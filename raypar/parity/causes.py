@@ -114,11 +114,11 @@ class _Factor(NamedTuple):
 
 
 _FACTORS = (
-    _Factor("tp", 1, "summed over tp once too often", "what all of tp have alike was summed over tp: reduced twice"),
+    _Factor("tp", 1, "summed over tp once too often", "equal on all of tp, and yet summed over tp: reduced twice"),
     _Factor(
         "tp", -1, "an all_reduce over tp is missing (Megatron's g)", "an all_reduce over tp is missing (Megatron's f)"
     ),
-    _Factor("cp", 1, "summed over cp once too often", "what all of cp have alike was summed over cp: reduced twice"),
+    _Factor("cp", 1, "summed over cp once too often", "equal on all of cp, and yet summed over cp: reduced twice"),
     _Factor("cp", -1, "not summed over cp", "not reduced over cp, or averaged over it twice"),
     _Factor("dp", 1, None, "summed over dp, and not averaged"),
     _Factor("dp", -1, None, "not reduced over dp, or averaged over it twice"),
@@ -132,7 +132,7 @@ def _nothing(case: Case) -> str | None:
     without = [piece.actor for piece in case.pieces if piece.ours is None]
     if not without:
         return None
-    cut = "nothing comes back to here: the graph is cut behind it, by a detach or no_grad"
+    cut = "no gradient arrives here: the graph is cut after this layer, by a detach or no_grad"
     return f"{', '.join(without)}: {cut if case.backward else 'it made no such output'}"
 
 
@@ -214,7 +214,9 @@ def _some_right(case: Case) -> str | None:
     right = [p.actor for p in case.pieces if p.ours is not None and are_alike([p.ours], [p.wanted], FIT)]
     wrong = [piece.actor for piece in case.pieces if piece.actor not in right]
     return (
-        f"right on {', '.join(right)}, wrong on {', '.join(wrong)}: what do only these do?" if right and wrong else None
+        f"right on {', '.join(right)}, wrong on {', '.join(wrong)}: look at what only these do"
+        if right and wrong
+        else None
     )
 
 

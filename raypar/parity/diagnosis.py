@@ -47,7 +47,7 @@ class Diagnosis:
             looked = " and ".join(map(str, self.steps))
             return f"layer by layer nothing differs in step {looked}: look at the update, and at what a later step does"
         where = f"{self.place}, in step {self.steps[-1]}"
-        wrong = f"differs by {self.error:.3g} of its norm" if math.isfinite(self.error) else "is not there as it should"
+        wrong = f"differs by {self.error:.3g} of its norm" if math.isfinite(self.error) else "is missing or misshapen"
         return f"begins with: {where}: {wrong}\nlikely cause: {self.cause}"
 
 

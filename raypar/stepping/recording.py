@@ -200,10 +200,13 @@ class Recorder:
             faults.append(f"there is no replica dp={dp}: the mesh has {self._world.mesh.dp}, counted from 0")
         if self._world.mesh.tensor_ranks > 1:
             tp = self._world.mesh.tp
-            faults.append(f"of mesh.tp={tp} each actor has a part of a stage, which can't be played alone: set it to 1")
+            faults.append(
+                f"mesh.tp={tp} divides a stage over actors, and a part of it can't be replayed alone: set mesh.tp to 1"
+            )
         if (cp := self._world.mesh.cp) > 1:
-            part = "a part of the tokens"
-            faults.append(f"of mesh.cp={cp} each actor has {part}, which can't be played alone: set it to 1")
+            faults.append(
+                f"mesh.cp={cp} divides the tokens over actors, and a part can't be replayed alone: set it to 1"
+            )
         if faults:
             raise ConfigError(faults)
         self._wanted[self._world.replica(dp)[schedule.placement[stage]], stage] = path

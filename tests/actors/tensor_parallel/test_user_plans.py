@@ -411,14 +411,14 @@ UP_DOWN = {"layers.1.up": "column", "layers.1.down": "row"}
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        ({}, "layers.1.inside is dropout of what each actor of tp has a part of, and all would drop alike: name it"),
+        ({}, "layers.1.inside is a dropout whose input is divided over tp, and every actor would use the same mask"),
         (
             {"layers.1.inside": "dropout", "layers.1.behind": "dropout"},
-            "layers.1.behind is 'dropout' in the plan, but what it is given is whole on every actor of tp: leave",
+            "layers.1.behind is 'dropout' in the plan, but its input is whole on every actor of tp: leave",
         ),
         (
             {"layers.1.inside": "dropout", "layers.1.norm": "shared"},
-            "layers.1.norm is 'shared' in the plan, but what it is given is whole on every actor of tp: leave it out",
+            "layers.1.norm is 'shared' in the plan, but its input is whole on every actor of tp: leave it out",
         ),
     ],
 )
@@ -434,7 +434,7 @@ def test_a_model_that_ends_in_a_part_is_noticed():
     def fn():
         return [nn.Linear(3, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 8))]
 
-    says = "the loss is made of what each actor of tp has a part of: end the model with what the plan calls a 'row'"
+    says = "the loss is computed from outputs that are divided over tp: end the model with a module that the plan"
     assert says in failed(fn, {"layers.1.1": "column"}, loss=lambda out, t: out.pow(2).mean())
 
 

@@ -86,7 +86,7 @@ def test_a_step_by_hand_has_the_bits_of_a_compiled_one(job_of):
         assert stepper.finish().loss == wanted.loss
         assert seen.finite
     stepper = job.stepper()
-    with pytest.raises(ConfigError, match=r"of mesh\.tp=2 each actor has a part of a stage"):
+    with pytest.raises(ConfigError, match=r"mesh\.tp=2 divides a stage over actors"):
         stepper.record("stage.rec", stage=0)
     stepper.abort()
 

@@ -26,7 +26,7 @@ def case(ours, wanted=None, backward=False, axis="tp", vectors=(), sizes=SIZES):
     ("r", "backward", "says"),
     [
         (2, False, "tp times the right one: summed over tp once too often"),
-        (2, True, "tp times the right one: what all of tp have alike was summed over tp: reduced twice"),
+        (2, True, "tp times the right one: equal on all of tp, and yet summed over tp: reduced twice"),
         (0.5, False, "1/tp times the right one: an all_reduce over tp is missing (Megatron's g)"),
         (0.5, True, "1/tp times the right one: an all_reduce over tp is missing (Megatron's f)"),
         (3, True, "dp times the right one: summed over dp, and not averaged"),
@@ -97,7 +97,7 @@ def test_parts_in_another_order():
 
 
 def test_one_member_alone():
-    assert cause_of(case([X, X + Y])) == "right on tp=0, wrong on tp=1: what do only these do?"
+    assert cause_of(case([X, X + Y])) == "right on tp=0, wrong on tp=1: look at what only these do"
 
 
 @pytest.mark.parametrize("times", [2, 4])
@@ -107,7 +107,7 @@ def test_a_bias_that_is_added_more_than_once(times):
 
 
 def test_what_has_another_form():
-    assert "tp=1: nothing comes back to here: the graph is cut" in cause_of(case([X, None], backward=True))
+    assert "tp=1: no gradient arrives here: the graph is cut" in cause_of(case([X, None], backward=True))
     assert cause_of(case([X, None])) == "tp=1: it made no such output"
     assert cause_of(case([X, X[:, :4]])).startswith("tp=1 has shape [2, 4, 6], and should have [2, 8, 6]")
     assert cause_of(case([X, X / 0])) == "not finite on tp=1: an overflow, or a division by 0"

@@ -64,11 +64,11 @@ def untouched(x, group):
 EMBEDDED = "output of embed.tokens in microbatch 0, forward"
 BACK = "gradient at output of blocks.1 in microbatch 0, backward"
 PART = "part of a sum: an all_reduce over tp is missing"
-REDUCED = "tp times the right one: what all of tp have alike was summed over tp: reduced twice"
+REDUCED = "tp times the right one: equal on all of tp, and yet summed over tp: reduced twice"
 WRONG = {
     "leave does not sum": ({"leave": untouched}, EMBEDDED, PART),
     "enter does not sum back": ({"enter": untouched}, BACK, PART),
-    "enter detaches": ({"enter": lambda x, group: x.detach()}, BACK, "the graph is cut behind it"),
+    "enter detaches": ({"enter": lambda x, group: x.detach()}, BACK, "the graph is cut after this layer"),
     "leave sums twice": (
         {"leave": lambda x, group: reduce_from(reduce_from(x, group), group)},
         EMBEDDED,
