@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_said_before_any_actor_starts(mesh, changes, says):
 
 def test_ulysses_shares_heads_of_keys_and_values_only_where_they_come_out_even():
     model = Llama(layers=2, hidden=18, heads=6, kv_heads=2, seq=12, vocab=11, positions="learned")
-    says = r"of mesh\.cp 3 and the 2 heads .* change model\.kv_heads"
+    says = r"a tensor rank has 2 heads of keys and values, and mesh\.cp is 3: .* change model\.kv_heads"
     with pytest.raises(ConfigError, match=says):
         check_run(Run(model=model, mesh=Mesh(cp=3), context="ulysses", data=Batches(tokens)))
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from raypar.actors.collective.local import local_groups
-from raypar.actors.context_parallel.blockwise import View
 from raypar.actors.context_parallel.cores import context_core
+from raypar.actors.context_parallel.ring_attention import View
 from raypar.actors.context_parallel.sequence import tokens_of
 from raypar.actors.layers.attention import Core
 from raypar.actors.layers.positions import Alibi

@@ -1,6 +1,6 @@
 """Ring self-attention: full rows of attention scores, computed while keys and then values go round a ring.
 
-It exists for comparison: it keeps the scores of all keys for the backward, and blockwise attention keeps none.
+It exists for comparison: it keeps the scores of all keys for the backward, and ring attention keeps none.
 
 Shapes: B samples, K heads of keys and values, R = (queries of this rank) x (query heads that share one head of keys and
 values), T keys of one rank, d width of a head.

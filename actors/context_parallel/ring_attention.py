@@ -1,4 +1,6 @@
-"""Causal attention in blocks: the queries of this rank attend to the keys of one rank after the other.
+"""Ring attention: the queries of this rank attend to the keys of one rank after the other, in blocks.
+
+How the keys come, round a ring or all at once, is the exchange's: see ``kv_exchange``.
 
 The softmax is computed online: each block of keys gives outputs and the logarithm of their divisor, from which the
 outputs over all blocks are combined. No scores are kept for the backward.
@@ -6,7 +8,8 @@ outputs over all blocks are combined. No scores are kept for the backward.
 Shapes: B samples, N query heads, K heads of keys and values, S queries of this rank, T keys of one rank, d width of a
 head.
 
-Sources: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al. 2022, "FlashAttention".
+Sources: Liu et al. 2023, "Ring Attention with Blockwise Transformers"; Milakov & Gimelshein 2018, "Online normalizer
+calculation for softmax"; Dao et al. 2022, "FlashAttention".
 """
 
 from __future__ import annotations
