@@ -378,7 +378,7 @@ def test_sigterm_is_one_whatever_ray_makes_of_it(said, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_run_is_logged_and_summed_up(said, cluster, data, tmp_path):
+def test_a_run_is_logged_and_summed_up(said, kept_actors, data, tmp_path):
     path = tmp_path / "log.jsonl"
     code, out, err = said("train", "gpt-tiny", *data, "--steps", 3, "--eval-every", 2, "--log", path)
     assert code == 0, err
@@ -397,7 +397,7 @@ def test_a_run_is_logged_and_summed_up(said, cluster, data, tmp_path):
     assert summary["log"].strip() == str(path)
 
 
-def test_a_run_of_replicas_and_servers_is_traced(said, cluster, data, tmp_path):
+def test_a_run_of_replicas_and_servers_is_traced(said, kept_actors, data, tmp_path):
     path, log = tmp_path / "step.json", tmp_path / "log.jsonl"
     path.write_text("of another run")
     code, out, err = said(
@@ -432,7 +432,7 @@ def test_a_dry_run_counts_replicas_and_servers(said, data):
     assert "parameter servers:     2 for each of 2 pipeline ranks" in out
 
 
-def test_verify_compares_with_one_process(said, cluster, data):
+def test_verify_compares_with_one_process(said, kept_actors, data):
     code, out, err = said("verify", *data, "--steps", 2)
     assert (code, out) == (
         0,
