@@ -350,10 +350,12 @@ def test_a_ray_that_does_not_start_is_a_failed_run(said, monkeypatch, data, erro
     assert "Traceback" not in err
 
 
-def test_sigterm_ends_a_run_and_its_actors(data, tmp_path):
+def test_sigterm_ends_a_run_and_its_actors(cluster, data, tmp_path):
+    """On the tests' own Ray; what a program does to one that it has started is in job/test_faults.py."""
+    before = cluster.util.list_named_actors(all_namespaces=True)
     path = tmp_path / "log.jsonl"
     words = ["train", "gpt-tiny", *data, "--steps", "1000000", "--mesh.pp", "1", "--log", str(path)]
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment = os.environ | {"RAY_ADDRESS": cluster.get_runtime_context().gcs_address}
     command = [sys.executable, "-m", "raypar.cli.main", *words]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as run:
         while run.poll() is None and not (path.exists() and path.read_text()):
@@ -363,6 +365,10 @@ def test_sigterm_ends_a_run_and_its_actors(data, tmp_path):
     assert run.returncode == 143, err
     assert err.endswith("raypar: terminated\n")
     assert "Traceback" not in err
+    end = time.monotonic() + 10
+    while (left := cluster.util.list_named_actors(all_namespaces=True)) != before and time.monotonic() < end:
+        time.sleep(0.1)
+    assert left == before
 
 
 def test_sigterm_is_one_whatever_ray_makes_of_it(said, monkeypatch):

@@ -119,6 +119,7 @@ def test_a_launch_that_waits_for_room_leaves_no_claim_behind(cluster, monkeypatc
     def press_while_it_waits():
         while "PENDING" not in claimed():
             time.sleep(0.05)
+        time.sleep(0.5)
         press()
 
     start, taken = time.monotonic(), placement_group([{"CPU": 15.0 - held}])
