@@ -60,3 +60,20 @@ def cluster():
     )
     yield ray
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def pool(cluster):
+    """Actors that no job has."""
+    from tests.support.kept_actors import Pool
+
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def kept_actors(pool):
+    """What a test launches gets actors that are there already, where how they start is not its subject."""
+    with pool.serving():
+        yield

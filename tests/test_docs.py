@@ -100,7 +100,7 @@ def test_command_lines(page, folder, capsys):
 
 
 @pytest.mark.parametrize("page", **named(PYTHON))
-def test_python(page, cluster, folder, catalog_as_before):
+def test_python(page, kept_actors, folder, catalog_as_before):
     run_python(str(page), [fence for fence in runs(page) if fence.language == "python"], {"__name__": "a_page"})
 
 
@@ -112,7 +112,7 @@ def test_files_of_runs(page, folder, capsys):
             run_command(["train", "run.toml", "--dry-run"], capsys)
 
 
-def test_transcripts(cluster):
+def test_transcripts(kept_actors):
     """The stepper answers as the pages have it; the last bits of a loss may be those of another machine."""
     with rp.launch(replace(rp.recipe("gpt-tiny"), schedule="gpipe", backward="whole")) as job:
         for page in PAGES:

@@ -18,7 +18,7 @@ def load(name):
     return module
 
 
-def test_train_your_text(cluster, tmp_path):
+def test_train_your_text(kept_actors, tmp_path):
     (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     (tmp_path / "b.txt").write_text("pack my box with five dozen liquor jugs. " * 200)
     evaluation = load("train_your_text").main(str(tmp_path), steps=8)
@@ -26,7 +26,7 @@ def test_train_your_text(cluster, tmp_path):
     assert evaluation.tokens == 4 * 8 * 4 * 128
 
 
-def test_own_model(cluster):
+def test_own_model(kept_actors):
     example = load("own_model")
     first, last = example.main(steps=30)
     assert last < 0.7 * first
@@ -61,7 +61,7 @@ def test_write_your_own_schedule_on_actors(job_of, catalog_as_before):
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_first_steps(cluster, capsys):
+def test_first_steps(kept_actors, capsys):
     defined = run_cells("first_steps")
     said = capsys.readouterr().out
     assert "0B0 waits for 1SEND_B0 + 0RECV_B0" in said
@@ -71,7 +71,7 @@ def test_first_steps(cluster, capsys):
     assert defined["by_hand"].step == 1
 
 
-def test_tensor_parallel_plan(cluster, capsys):
+def test_tensor_parallel_plan(kept_actors, capsys):
     defined = run_cells("tensor_parallel_plan")
     said = capsys.readouterr().out
     assert "'layers.*.up' names no module: use 'layers.*.patches.up' or 'layers.*.channels.up'" in said

@@ -45,8 +45,9 @@ def agrees(team):
     for name, wanted in plain.gradients.items():
         assert first[name].shape == wanted.shape
         assert error(first[name], wanted) <= GRADIENT, name
+    weights = team.weights()
     for name, weight in plain.weights.items():
-        assert error(team.weights()[name], weight) <= 1e-3, name
+        assert error(weights[name], weight) <= 1e-3, name
     replicated_alike(team)
 
 

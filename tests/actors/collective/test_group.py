@@ -67,6 +67,12 @@ def pairs(backend):
     return make(backend, 2)
 
 
+@functools.cache
+def trios(backend):
+    """Three of them."""
+    return make(backend, 3)
+
+
 # --- every op against a reference ------------------------------------------------------------------------------------
 
 
@@ -162,10 +168,9 @@ OPS = (
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 5, 40]), min_size=0, max_size=3).map(tuple)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=120)
 @given(data=st.data(), op=st.sampled_from(OPS), size=st.integers(1, 4), dtype=st.sampled_from(DTYPES), shape=SHAPES)
-def test_an_op_equals_its_reference(backend, data, op, size, dtype, shape):
+def test_an_op_equals_its_reference(data, op, size, dtype, shape):
     root = data.draw(st.integers(0, size - 1), "root")
     reduce_op = data.draw(st.sampled_from(sorted(REDUCED)), "reduce op")
     layouts = st.sampled_from(["plain", "transposed", "strided"])
@@ -176,26 +181,48 @@ def test_an_op_equals_its_reference(backend, data, op, size, dtype, shape):
         return
     if op.startswith("all_to_all") and not shape:
         shape = (1,)
-    check(backend, op, size, dtype, shape, root, reduce_op, ways, splits)
+    check(make("local", size), op, dtype, shape, root, reduce_op, ways, splits)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+UNEVEN = [[0, 0, 0], [2, 0, 1], [0, 0, 4]]  # rank 0 sends nothing, rank 1 gets nothing
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (7,), (3, 1, 2)])
-def test_an_op_on_an_odd_shape(backend, op, shape):
+def test_an_op_on_an_odd_shape(op, shape):
     if op.startswith("all_to_all") and not shape:
         shape = (1,)
-    splits = [[0, 0, 0], [2, 0, 1], [0, 0, 4]]  # rank 0 sends nothing, rank 1 gets nothing
-    check(backend, op, 3, torch.float32, shape, 1, "sum", ("transposed", "strided"), splits)
+    check(make("local", 3), op, torch.float32, shape, 1, "sum", ("transposed", "strided"), UNEVEN)
 
 
-def check(backend, op, size, dtype, shape, root, reduce_op, ways, splits):
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("shape", [(0,), (3, 1, 2)])
+@pytest.mark.parametrize("op", OPS)
+def test_the_other_backends_have_every_op_too(op, shape, backend):
+    """On every kind of numbers, in every layout, with all roots and reductions; local groups have the other shapes."""
+    layouts, groups = ("plain", "transposed", "strided"), trios(backend)
+    for turn, dtype in enumerate(DTYPES):
+        ways = layouts[turn % 3], layouts[(turn + 1) % 3]
+        for reduce_op in REDUCED if op in ("all_reduce", "reduce", "reduce_scatter") else ["sum"]:
+            check(groups, op, dtype, shape, turn % 3, reduce_op, ways, UNEVEN)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_groups_of_other_sizes_have_every_op_too(backend, size):
+    groups, splits = make(backend, size), [[(rank + other) % 3 for other in range(size)] for rank in range(size)]
+    for op in OPS if size > 1 else OPS[:-1]:
+        for shape in ((), (40, 5)) if not op.startswith("all_to_all") else ((1,), (40, 5)):
+            check(groups, op, torch.float32, shape, size - 1, "sum", ("plain", "plain"), splits)
+
+
+def check(groups, op, dtype, shape, root, reduce_op, ways, splits):
+    size = len(groups)
     in_shapes, out_shapes = cases(op, size, shape, splits)
     ins = [drawn(in_shapes[r], dtype, ways[0], 10 * r) for r in range(size)]
     wanted = reference(op, [t.clone() for t in ins], root, reduce_op, splits)
     before = [t.clone() for t in ins]
     outs = [laid_out(torch.full(out_shapes[r], 9).to(dtype), ways[1]) for r in range(size)]
-    groups = make(backend, size)
     got = together(size, lambda r: perform(groups[r], op, ins[r], outs[r], root, reduce_op, splits))
     for rank in range(size):
         if wanted[rank] is None:  # not a root

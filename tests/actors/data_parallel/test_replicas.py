@@ -34,7 +34,7 @@ from tests.support.team import Team, batch, linears, mse
 def test_every_layout_computes_what_one_process_does(dp, pp, schedule, equal, mode):
     m = 2 * pp if schedule == "interleaved" else 4
     changes = {} if equal else UNEQUAL
-    team = Team(linears(6), pp, m, schedule, dp=dp, **MODES[mode], bucket_mb=1e-4, clip=0.5, **changes)
+    team = Team(linears(6), pp, m, schedule, dp=dp, **MODES[mode], bucket_mb=1e-4, clip=0.5, steps=2, **changes)
     agrees(team)
 
 

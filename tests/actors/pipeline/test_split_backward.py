@@ -46,7 +46,7 @@ def test_weights_may_come_any_time_later(seed, name, ranks, rounds):
 def test_halves_on_replicas(dp, pp, late, equal, mode):
     schedule = halved("1f1b", pp, 4, random.Random(7) if late else None)
     changes = {} if equal else UNEQUAL
-    agrees(Team(linears(6), pp, 4, schedule, dp=dp, **MODES[mode], bucket_mb=1e-4, clip=0.5, **changes))
+    agrees(Team(linears(6), pp, 4, schedule, dp=dp, **MODES[mode], bucket_mb=1e-4, clip=0.5, steps=2, **changes))
 
 
 class Asks(nn.Linear):

@@ -24,7 +24,7 @@ from tests.support.tensor_teams import LOSS, TINY, agrees, longer, tokens
 
 
 def team_of(tp, pp=1, dp=1, m=2, model=TINY, **changes):
-    fields = {"data": tokens, "optim": AdamW(lr=1e-2), "clip": 0.5, "steps": 5}
+    fields = {"data": tokens, "optim": AdamW(lr=1e-2), "clip": 0.5, "steps": 3}
     return Team(None, pp, m, dp=dp, tp=tp, model=model, **fields | changes)
 
 

@@ -50,10 +50,12 @@ def steps_in(folder):
 
 
 @pytest.fixture(scope="module")
-def trained(cluster, tmp_path_factory):
+def trained(pool, tmp_path_factory):
     """A run that saved beside its training: its checkpoints, its second half and its weights at the end."""
     folder = tmp_path_factory.mktemp("run") / "a-run"
-    with rp.launch(tiny(folder=str(folder), save_every=1, keep_last=4)) as job:
+    with pool.serving():
+        job = rp.launch(tiny(folder=str(folder), save_every=1, keep_last=4))
+    with job:
         job.train(STEPS // 2)
         yield folder / "checkpoints", outcome(job), job
 

@@ -56,7 +56,7 @@ def test_a_mistake_is_told(said, words, says, tmp_path, monkeypatch):
     assert "Traceback" not in err
 
 
-def test_train_leaves_a_folder_and_goes_on_in_it(said, cluster, tmp_path, monkeypatch):
+def test_train_leaves_a_folder_and_goes_on_in_it(said, kept_actors, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ("gpt-tiny", "--data.path", argparse.__file__, "--steps", 4)
     code, out, err = said("train", *words, "--folder", "a/run", "--save-every", 2, "--keep-last", 2)
@@ -98,7 +98,7 @@ def test_train_leaves_a_folder_and_goes_on_in_it(said, cluster, tmp_path, monkey
     ), "the damaged one was replaced"
 
 
-def test_ctrl_c_saves_what_a_run_with_a_folder_has_come_to(said, cluster, tmp_path, monkeypatch):
+def test_ctrl_c_saves_what_a_run_with_a_folder_has_come_to(said, kept_actors, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train = Job.train
 

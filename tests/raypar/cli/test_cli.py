@@ -358,10 +358,12 @@ def test_a_ray_that_does_not_start_is_a_failed_run(said, monkeypatch, data, erro
     assert "Traceback" not in err
 
 
-def test_sigterm_ends_a_run_and_its_actors(data, tmp_path):
+def test_sigterm_ends_a_run_and_its_actors(cluster, data, tmp_path):
+    """On the tests' own Ray; what a program does to one that it has started is in job/test_faults.py."""
+    before = cluster.util.list_named_actors(all_namespaces=True)
     path = tmp_path / "log.jsonl"
     words = ["train", "gpt-tiny", *data, "--steps", "1000000", "--mesh.pp", "1", "--log", str(path)]
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment = os.environ | {"RAY_ADDRESS": cluster.get_runtime_context().gcs_address}
     command = [sys.executable, "-m", "raypar.cli.main", *words]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as run:
         while run.poll() is None and not (path.exists() and path.read_text()):
@@ -371,6 +373,10 @@ def test_sigterm_ends_a_run_and_its_actors(data, tmp_path):
     assert run.returncode == 143, err
     assert err.endswith("raypar: terminated\n")
     assert "Traceback" not in err
+    end = time.monotonic() + 10
+    while (left := cluster.util.list_named_actors(all_namespaces=True)) != before and time.monotonic() < end:
+        time.sleep(0.1)
+    assert left == before
 
 
 def test_sigterm_is_one_whatever_ray_makes_of_it(said, monkeypatch):
@@ -386,7 +392,7 @@ def test_sigterm_is_one_whatever_ray_makes_of_it(said, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_run_is_logged_and_summed_up(said, cluster, data, tmp_path):
+def test_a_run_is_logged_and_summed_up(said, kept_actors, data, tmp_path):
     path = tmp_path / "log.jsonl"
     code, out, err = said("train", "gpt-tiny", *data, "--steps", 3, "--eval-every", 2, "--log", path)
     assert code == 0, err
@@ -405,7 +411,7 @@ def test_a_run_is_logged_and_summed_up(said, cluster, data, tmp_path):
     assert summary["log"].strip() == str(path)
 
 
-def test_a_run_of_replicas_and_servers_is_traced(said, cluster, data, tmp_path):
+def test_a_run_of_replicas_and_servers_is_traced(said, kept_actors, data, tmp_path):
     path, log = tmp_path / "step.json", tmp_path / "log.jsonl"
     path.write_text("of another run")
     code, out, err = said(
@@ -440,7 +446,7 @@ def test_a_dry_run_counts_replicas_and_servers(said, data):
     assert "parameter servers:     2 for each of 2 pipeline ranks" in out
 
 
-def test_verify_compares_with_one_process(said, cluster, data):
+def test_verify_compares_with_one_process(said, kept_actors, data):
     code, out, err = said("verify", *data, "--steps", 2)
     assert (code, out) == (
         0,

@@ -509,7 +509,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.dictionaries(KEYS, VALUES, max_size=6))
 def test_any_table_is_a_run_or_a_config_error(table):
     before = repr(table)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import raypar as rp
-from raypar.parity.verify import train_plainly
 from raypar.reporting.summary import closing_rows
 from raypar.schedules import chrome_trace, text
 from raypar.schedules.action import Action
 from raypar.schedules.simulation.simulate import simulate
+from tests.support.plain import trained
 
 MESH = rp.Mesh(pp=2, dp=2)
 
@@ -26,14 +26,15 @@ def tiny(**changes):
     run = rp.recipe("gpt-tiny")
     assert run.model.dropout > 0, "its seeds must not depend on the layout"
     text = rp.Text(argparse.__file__)  # opened by every actor for every run: one file and not the whole library
-    return replace(run, **{"mesh": MESH, "steps": 5, "bucket_mb": 0.05, "data": text} | changes)
+    return replace(run, **{"mesh": MESH, "steps": 3, "bucket_mb": 0.05, "data": text} | changes)
 
 
 MODES = {"zero": {}, "all_reduce": {"zero": 0}, "parameter_server": {"data_parallel": "parameter_server"}}
 
 
 @pytest.fixture(scope="module", params=MODES)
-def job(request, job_of):
+def job(request, job_on, job_of):
+    job_on(6)  # as many as the last mode needs: they are launched once
     return job_of(tiny(**MODES[request.param]))
 
 
@@ -45,7 +46,7 @@ def run_of(job, **changes):
 def test_one_microbatch_a_replica_is_bitwise(job, schedule):
     verdict = rp.verify(run_of(job, schedule=schedule, microbatches=1), job)
     assert verdict.bitwise, str(verdict)
-    assert (verdict.steps, verdict.gradients, verdict.weights) == (5, 109, 109)
+    assert (verdict.steps, verdict.gradients, verdict.weights) == (3, 109, 109)
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved"])
@@ -54,17 +55,17 @@ def test_more_microbatches_are_one_process_within_rounding(job, schedule):
     assert verdict.ok, str(verdict)
     close = [difference for difference in verdict.differences if not difference.what.startswith("weight")]
     assert all(difference.allowed == 1e-6 for difference in close)
-    assert len(set(verdict.losses)) == 5, "a run whose loss never moves proves nothing"
+    assert len(set(verdict.losses)) == 3, "a run whose loss never moves proves nothing"
 
 
 def test_a_changed_replica_is_found(job, monkeypatch):
     """The comparison can fail: one process with other seeds for dropout is not equal."""
     run = run_of(job, microbatches=1)
-    plain = train_plainly(replace(run, seed=1))
+    plain = trained(replace(run, seed=1))
     monkeypatch.setattr("raypar.parity.verify.train_plainly", lambda _: plain)
     verdict = rp.verify(run, job)
     assert not verdict.ok
-    assert "differences in 5 losses" in str(verdict)
+    assert "differences in 3 losses" in str(verdict)
 
 
 def test_tied_embeddings(job):
@@ -91,7 +92,7 @@ def test_replicas_stay_equal_and_a_stepped_step_is_a_compiled_one(job):
 
 
 def test_reports_evaluation_and_looking_inside(job):
-    job.reset(run_of(job))
+    job.reset(run_of(job, steps=5))
     before = job.evaluate()
     reports = job.train(4)
     after = job.evaluate()

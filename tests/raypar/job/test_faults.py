@@ -20,6 +20,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.cluster.ray_cluster import _own_sigterm
+from tests.support.team import Team
 
 pytestmark = pytest.mark.usefixtures("by_value", "ctrl_c")
 
@@ -110,11 +111,22 @@ def test_a_launch_that_waits_for_room_leaves_no_claim_behind(cluster, monkeypatc
 
     claims = [claim for claim in placement_group_table().values() if claim["state"] == "CREATED"]
     held = sum(bundle["CPU"] for claim in claims for bundle in claim["bundles"].values())
+    names = {claim["name"] for claim in claims} | {""}
+
+    def claimed():
+        return [claim["state"] for claim in placement_group_table().values() if claim["name"] not in names]
+
+    def press_while_it_waits():
+        while "PENDING" not in claimed():
+            time.sleep(0.05)
+        time.sleep(0.5)
+        press()
+
     start, taken = time.monotonic(), placement_group([{"CPU": 15.0 - held}])
     assert taken.wait(30)
     try:
         if how == "interrupted":
-            with later(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
+            with later(0.2, press_while_it_waits), pytest.raises(KeyboardInterrupt):
                 rp.launch(run_of(lambda: [nn.Linear(4, 4)] * 2))
         else:
             monkeypatch.setattr("raypar.cluster.ray_cluster._PLACEMENT_SECONDS", 1.0)
@@ -123,9 +135,7 @@ def test_a_launch_that_waits_for_room_leaves_no_claim_behind(cluster, monkeypatc
             ):
                 rp.launch(run_of(lambda: [nn.Linear(4, 4)] * 2))
         assert time.monotonic() - start < 10, "Ctrl-C was not heard"
-        names = {claim["name"] for claim in claims}
-        later_ones = [claim for claim in placement_group_table().values() if claim["name"] not in names | {""}]
-        assert {claim["state"] for claim in later_ones} == {"REMOVED"}
+        assert set(claimed()) == {"REMOVED"}
     finally:
         remove_placement_group(taken)
 
@@ -147,7 +157,7 @@ def broken():
     raise ZeroDivisionError("while building")
 
 
-def test_a_model_that_can_be_built_only_here_fails_the_launch_with_its_message(cluster):
+def test_a_model_that_can_be_built_only_here_fails_the_launch_with_its_message(kept_actors):
     home = os.getpid()
 
     def only_here():
@@ -164,15 +174,16 @@ def test_a_model_that_can_be_built_only_here_fails_the_launch_with_its_message(c
             rp.launch(run_of(nothing))
 
 
-def test_a_short_timeout_does_not_hold_for_the_launch(cluster):
+def test_a_short_timeout_does_not_hold_for_the_launch(kept_actors, monkeypatch):
+    monkeypatch.setattr("raypar.cluster.calls._GRACE", 0.1)
     home = os.getpid()
 
     def slowly():
         if os.getpid() != home:
-            time.sleep(2.5)  # an actor's start takes a second or more besides
+            time.sleep(2.0)
         return [nn.Linear(4, 4), nn.Linear(4, 4)]
 
-    with rp.launch(run_of(slowly, timeout=0.5)) as job:
+    with rp.launch(run_of(slowly, timeout=0.3)) as job:
         assert job.step().step == 0
 
 
@@ -229,66 +240,7 @@ def test_an_actor_without_an_answer_is_blamed_only_where_nobody_has_an_error_of_
     assert verdict(secondary=False).startswith("actor pp=0: action 0F0 failed: it (during step 0)")
 
 
-# --- a user's exception ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_an_exception_in_a_layer_names_actor_action_and_message(job_of, schedule):
-    job = job_of(run_of(lambda: [nn.Linear(4, 4), Trouble(fails_at=7)], schedule=schedule))
-    actors = pids(job)
-    job.step()
-    start = time.monotonic()
-    with pytest.raises(rp.JobError) as caught:
-        job.step()
-    assert time.monotonic() - start < 5
-    text = str(caught.value)
-    assert text.startswith(
-        "actor pp=1: action 1F2 failed: ZeroDivisionError: the user's own message (in layers.1) (during step 1)"
-    )
-    assert 'raise ZeroDivisionError("the user' in text, "where it happened"
-    with pytest.raises(rp.JobError, match=r"this job is over \(actor pp=1: action 1F2 failed.*launch the run again"):
-        job.step()
-    assert all(map(gone, actors))
-
-
-# --- a dead actor, a stopped actor -----------------------------------------------------------------------------------
-
-
-def test_a_killed_actor_is_named_within_seconds_and_nothing_is_left(cluster, capsys):
-    with rp.launch(run_of(lambda: [nn.Linear(4, 4), Trouble(sleep=0.5)])) as job:
-        actors = pids(job)
-        with later(0.7, lambda: os.kill(actors[1], signal.SIGKILL)) as killed:
-            with pytest.raises(rp.ActorDiedError, match=r"actor pp=1 died during step 0"):
-                job.step()
-            took = time.monotonic() - killed[0]
-        with capsys.disabled():
-            print(f" [raised {took:.2f} s after the kill]", end="")
-        assert took < 5
-        with pytest.raises(rp.JobError, match="this job is over"):
-            job.step()
-        assert all(map(gone, actors))
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_stopped_actor_is_noticed_by_the_timeout_and_gone_after_close(cluster, capsys, victim):
-    timeout = 1.5
-    run = run_of(lambda: [Trouble(sleep=0.2), Trouble(sleep=0.2)], microbatches=8, timeout=timeout)
-    with rp.launch(run) as job:
-        actors = pids(job)
-        try:
-            with later(0.5, lambda: os.kill(actors[victim], signal.SIGSTOP)) as stopped:
-                with pytest.raises(rp.JobError, match=rf"pp={victim}") as caught:
-                    for _ in range(20):
-                        job.step()
-                took = time.monotonic() - stopped[0]
-            with capsys.disabled():
-                print(f" [raised {took:.2f} s after the stop: {str(caught.value).splitlines()[0]}]", end="")
-            assert took < timeout + 4
-            assert all(map(gone, actors)), "also the stopped one"
-        finally:
-            for pid in actors:
-                if not gone(pid, 0.1):
-                    os.kill(pid, signal.SIGKILL)
+# --- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
 def press():
@@ -366,6 +318,77 @@ def test_a_second_ctrl_c_ends_the_job(job_of):
     assert all(map(gone, actors))
 
 
+# --- a user's exception ----------------------------------------------------------------------------------------------
+
+
+def test_an_exception_in_a_layer_names_actor_action_and_message(job_of):
+    job = job_of(run_of(lambda: [nn.Linear(4, 4), Trouble(fails_at=7)]))
+    actors = pids(job)
+    job.step()
+    start = time.monotonic()
+    with pytest.raises(rp.JobError) as caught:
+        job.step()
+    assert time.monotonic() - start < 5
+    text = str(caught.value)
+    assert text.startswith(
+        "actor pp=1: action 1F2 failed: ZeroDivisionError: the user's own message (in layers.1) (during step 1)"
+    )
+    assert 'raise ZeroDivisionError("the user' in text, "where it happened"
+    with pytest.raises(rp.JobError, match=r"this job is over \(actor pp=1: action 1F2 failed.*launch the run again"):
+        job.step()
+    assert all(map(gone, actors))
+
+
+def test_the_schedule_does_not_change_what_is_said_of_an_exception():
+    """Threads for actors: what a job says begins with what the actor has raised."""
+    team = Team.of(run_of(lambda: [nn.Linear(4, 4), Trouble(fails_at=7)], schedule="gpipe", timeout=1.0))
+    team.step()
+    *_, error = team.each(lambda actor: actor.run("train", 1))
+    assert str(error) == "actor pp=1: action 1F2 failed: ZeroDivisionError: the user's own message (in layers.1)"
+    assert not error.secondary
+    assert 'raise ZeroDivisionError("the user' in error.trace
+
+
+# --- a dead actor, a stopped actor -----------------------------------------------------------------------------------
+
+
+def test_a_killed_actor_is_named_within_seconds_and_nothing_is_left(cluster, capsys):
+    with rp.launch(run_of(lambda: [nn.Linear(4, 4), Trouble(sleep=0.5)])) as job:
+        actors = pids(job)
+        with later(0.7, lambda: os.kill(actors[1], signal.SIGKILL)) as killed:
+            with pytest.raises(rp.ActorDiedError, match=r"actor pp=1 died during step 0"):
+                job.step()
+            took = time.monotonic() - killed[0]
+        with capsys.disabled():
+            print(f" [raised {took:.2f} s after the kill]", end="")
+        assert took < 5
+        with pytest.raises(rp.JobError, match="this job is over"):
+            job.step()
+        assert all(map(gone, actors))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_actor_is_noticed_by_the_timeout_and_gone_after_close(cluster, capsys, victim):
+    timeout = 1.0
+    run = run_of(lambda: [Trouble(sleep=0.2), Trouble(sleep=0.2)], microbatches=8, timeout=timeout)
+    with rp.launch(run) as job:
+        actors = pids(job)
+        try:
+            with later(0.5, lambda: os.kill(actors[victim], signal.SIGSTOP)) as stopped:
+                with pytest.raises(rp.JobError, match=rf"pp={victim}") as caught:
+                    for _ in range(20):
+                        job.step()
+                took = time.monotonic() - stopped[0]
+            with capsys.disabled():
+                print(f" [raised {took:.2f} s after the stop: {str(caught.value).splitlines()[0]}]", end="")
+            assert took < timeout + 4
+            assert all(map(gone, actors)), "also the stopped one"
+        finally:
+            for pid in actors:
+                if not gone(pid, 0.1):
+                    os.kill(pid, signal.SIGKILL)
+
+
 # --- a program and the cluster it started ----------------------------------------------------------------------------
 
 PROGRAM = """
@@ -389,7 +412,16 @@ def batch(step, microbatch, dp):
 SLEEP = {sleep}
 run = rp.Run(model=rp.Layers(lambda: [Slow(), Slow()], nn.functional.mse_loss), data=rp.Batches(batch),
              mesh=rp.Mesh(pp={pp}), microbatches=2, optim=rp.SGD(lr=0.1), steps=3)
-with rp.launch(run) as job:
+def from_a_thread():
+    # what Ray starts ends with the thread that has started it, so that has to be another one than this
+    found = []
+    thread = threading.Thread(target=lambda: found.append(rp.launch(run)))
+    thread.start()
+    thread.join()
+    time.sleep(1)
+    return found[0]
+
+with {launch} as job:
     import ray
     pids = ray.get([h.__ray_call__.remote(lambda w: os.getpid()) for h in job._loop.loaded.handles])
     session = ray._private.worker._global_node.get_session_dir_path()
@@ -398,7 +430,7 @@ with rp.launch(run) as job:
 """
 
 ENDS = {
-    "to the end": ("0.0", "job.train()", 0, ""),
+    "to the end, launched by a thread": ("0.0", "job.train()", 0, ""),
     "an actor killed": (
         "0.5",
         "threading.Timer(0.7, lambda: os.kill(pids[1], signal.SIGKILL)).start(); job.train()",
@@ -464,7 +496,9 @@ def programs(tmp_path_factory):
         futures = {}
         for number, (end, (sleep, body, _, _)) in enumerate(ENDS.items()):
             script = folder / f"program{number}.py"
-            script.write_text(PROGRAM.format(sleep=sleep, body=body, pp=2 if "pids[1]" in body else 1))
+            launch = "from_a_thread()" if "thread" in end else "rp.launch(run)"
+            pp = 2 if "pids[1]" in body else 1
+            script.write_text(PROGRAM.format(sleep=sleep, body=body, launch=launch, pp=pp))
             futures[end] = pool.submit(performed, script)
         yield futures
 

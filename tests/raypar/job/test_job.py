@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -76,13 +75,13 @@ def test_interleaving_crosses_v_times_as_often(job):
 def test_no_tensor_goes_through_the_object_store(job, cluster):
     from ray._private.internal_api import memory_summary
 
-    job.reset(tiny(model=rp.GPT(layers=2, hidden=256, heads=4, seq=256), micro_batch_size=4))
+    job.reset(tiny(model=rp.GPT(layers=2, hidden=256, heads=4, seq=256), micro_batch_size=2))
     address = cluster.get_runtime_context().gcs_address  # other clusters may run on this machine
     before = stored(memory_summary(address, stats_only=True))
-    for _ in range(3):
+    for _ in range(2):
         job.step()
     assert stored(memory_summary(address, stats_only=True)) == before
-    assert counts(job, "send")["pp=0"].bytes == 3 * 4 * 4 * 256 * 256 * 4, "and yet this much was moved"
+    assert counts(job, "send")["pp=0"].bytes == 2 * 4 * 2 * 256 * 256 * 4, "and yet this much was moved"
 
 
 def stored(summary):
@@ -108,15 +107,15 @@ def test_peak_memory_is_flat_for_1f1b_and_grows_for_gpipe(job):
     base = tiny(model=rp.GPT(layers=4, hidden=128, heads=4, seq=128), micro_batch_size=4, steps=2)
     peaks = {}
     for schedule in ("1f1b", "gpipe"):
-        for m in (4, 24):
+        for m in (4, 12):
             job.reset(replace(base, schedule=schedule, microbatches=m))
             job.step()
             peaks[schedule, m] = job.step().peak_memory
-    # 20 more microbatches of 2 layers, at least 10 tensors of (B, S, D) each
-    activations = 20 * 2 * 4 * 128 * 128 * 4 * 10
+    # 8 more microbatches of 2 layers, at least 10 tensors of (B, S, D) each
+    activations = 8 * 2 * 4 * 128 * 128 * 4 * 10
     for rank in range(2):
-        assert peaks["1f1b", 24][rank] < 1.05 * peaks["1f1b", 4][rank]
-        assert peaks["gpipe", 24][rank] > peaks["gpipe", 4][rank] + activations
+        assert peaks["1f1b", 12][rank] < 1.05 * peaks["1f1b", 4][rank]
+        assert peaks["gpipe", 12][rank] > peaks["gpipe", 4][rank] + activations
 
 
 def test_reports_and_progress(job, caplog):
@@ -381,7 +380,7 @@ def test_a_job_shows_what_it_is_and_where_it_is(job):
     assert "</pre><svg" in job._repr_html_()
 
 
-def test_what_the_driver_can_know_does_not_cost_the_job(cluster):
+def test_what_the_driver_can_know_does_not_cost_the_job(kept_actors):
     lock = threading.Lock()
     run = rp.Run(
         model=rp.Layers(lambda: [nn.Linear(6, 3)], loss=nn.functional.mse_loss),
@@ -438,29 +437,3 @@ def test_a_step_takes_no_less_than_it_took_its_actors():
     ahead = Ahead(calls, 1, 0)
     ahead.hand_over(0, 2)
     assert [ahead.collect()[1] for _ in range(2)] == [7.5, 7.5]
-
-
-FROM_A_THREAD = """
-import threading, time
-import raypar as rp
-
-if __name__ == "__main__":
-    found = []
-    thread = threading.Thread(target=lambda: found.append(rp.launch(rp.recipe("gpt-tiny"))))
-    thread.start()
-    thread.join()
-    time.sleep(1)
-    found[0].step()
-    found[0].close()
-    print("closed")
-"""
-
-
-def test_a_job_outlives_the_thread_that_launched_it(tmp_path):
-    """What Ray starts ends with the thread that has started it, so that is another one."""
-    (tmp_path / "script.py").write_text(FROM_A_THREAD)
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run(
-        [sys.executable, tmp_path / "script.py"], env=environment, capture_output=True, text=True, timeout=100
-    )
-    assert done.stdout.endswith("closed\n"), done.stderr

@@ -100,28 +100,29 @@ def test_a_loss_that_is_not_finite_on_one_replica_changes_nothing_and_the_job_go
     assert not torch.equal(job.param("layers.0.weight"), before["layers.0.weight"])
 
 
-def test_replicas_that_begin_unequal_are_named(job_of):
-    job = job_of(small(lambda: [nn.Linear(4, 4)]))
-    with pytest.raises(rp.JobError, match="the weights of pp=0 dp=1 are not those of pp=0 dp=0"):
-        job.reset(small(lambda: [Trouble(value=float(os.getpid()))]))
+def test_replicas_that_begin_unequal_are_named(kept_actors):
+    with rp.launch(small(lambda: [nn.Linear(4, 4)])) as job:
+        with pytest.raises(rp.JobError, match="the weights of pp=0 dp=1 are not those of pp=0 dp=0"):
+            job.reset(small(lambda: [Trouble(value=float(os.getpid()))]))
+        with pytest.raises(rp.JobError, match="this job is over"):
+            job.step()
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_replica_or_server_is_named_within_seconds(job_of, victim):
-    names = ["pp=0 dp=0", "pp=0 dp=1", "server 0 of pp=0"]
-    job = job_of(small(lambda: [Trouble(sleep=0.4)], **SERVED))
+@pytest.mark.parametrize(("replicas", "victim", "name"), [(2, 0, "pp=0 dp=0"), (1, 1, "server 0 of pp=0")])
+def test_a_killed_replica_or_server_is_named_within_seconds(job_of, replicas, victim, name):
+    job = job_of(small(lambda: [Trouble(sleep=0.4)], mesh=rp.Mesh(dp=replicas), **SERVED))
     actors = pids(job)
     threading.Timer(0.4, lambda: os.kill(actors[victim], signal.SIGKILL)).start()
     start = time.monotonic()
-    with pytest.raises(rp.ActorDiedError, match=rf"actor {names[victim]} died during step"):
+    with pytest.raises(rp.ActorDiedError, match=rf"actor {name} died during step"):
         job.train()
     assert time.monotonic() - start < 8
 
 
 def test_a_stopped_server_is_named(job_of):
-    job = job_of(small(lambda: [Trouble()], timeout=1.0, **SERVED))
+    job = job_of(small(lambda: [Trouble()], mesh=rp.Mesh(), timeout=1.0, **SERVED))
     job.step()
-    (server,) = pids(job)[2:]
+    (server,) = pids(job)[1:]
     os.kill(server, signal.SIGSTOP)
     try:
         with pytest.raises(rp.JobError, match="server 0 of pp=0"):

@@ -1,0 +1,57 @@
+"""Launches on actors that are there already: what is tested is what is launched, and not how a process starts.
+
+An actor's process takes two seconds of a core to start. A job's actors forget its run when it ends, as at a reset, and
+are the next job's.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import ray
+
+from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.mesh.world import World
+from raypar.cluster.ray_cluster import Actors, start_actors
+
+
+class Pool:
+    """Actors that no job has; it grows with the largest world."""
+
+    def __init__(self):
+        self.idle, self._started = [], []
+
+    def start(self, hosted, world, device, job, wait_for_nodes=0.0):
+        """Instead of ``start_actors``."""
+        missing = world.size - len(self.idle)
+        if missing > 0:
+            self._started.append(start_actors(hosted, World(Mesh(dp=missing)), device, f"{job} kept", wait_for_nodes))
+            self.idle += self._started[-1].handles
+        first = self._started[0]
+        taken, self.idle = self.idle[: world.size], self.idle[world.size :]
+        return Lent(taken, first.group, owns_cluster=False, driver=first.driver, device=first.device, pool=self)
+
+    @contextmanager
+    def serving(self):
+        """Within it whatever launches a run takes its actors from here."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("raypar.job.launch.start_actors", self.start)
+            yield
+
+    def close(self):
+        for actors in self._started:
+            actors.end()
+
+
+@dataclass
+class Lent(Actors):
+    """A job's actors, which it gives back at its end."""
+
+    pool: Pool
+
+    def end(self):
+        handles, self.handles = self.handles, []
+        ray.get([handle.leave.remote() for handle in handles], timeout=30)
+        self.pool.idle += handles
