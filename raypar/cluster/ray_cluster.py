@@ -23,6 +23,7 @@ from raypar.actors.errors import first_line
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.types import DeviceChoice, DeviceKind
 from raypar.cluster.devices import Share, demand_build, gpu_share
+from raypar.cluster.interrupts import patience
 from raypar.errors import ConfigError, JobError
 
 log = logging.getLogger(__name__)
@@ -117,13 +118,15 @@ def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wai
         share = gpu_share(device, world.size, gpus, built=built, grows=wait_for_nodes > 0)
         if owns and "RAY_ADDRESS" not in os.environ and world.size > _cores():
             log.warning("%d actors share the %d cores of this machine", world.size, _cores())
-        group = placement_group(_bundles(world, share), strategy="PACK", name=job)
+        with patience("their placement") as ctrl_c:  # a claim that nobody knows would stay pending
+            group = placement_group(_bundles(world, share), strategy="PACK", name=job)
         try:
-            patience = max(wait_for_nodes, _PLACEMENT_SECONDS)
-            end = time.monotonic() + patience
+            ctrl_c.heed()
+            seconds = max(wait_for_nodes, _PLACEMENT_SECONDS)
+            end = time.monotonic() + seconds
             while not group.wait(_LOOK):  # in short waits: Ray ignores Ctrl-C while waiting
                 if time.monotonic() > end:
-                    raise ConfigError([_no_room(world, f"they were not free within {patience:g} s", share.gpus)])
+                    raise ConfigError([_no_room(world, f"they were not free within {seconds:g} s", share.gpus)])
             handles = [_actor(hosted, group, rank, world, job, share) for rank in range(world.size)]
         except BaseException:
             remove_placement_group(group)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import GetTimeoutError
 
+from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.mesh.world import World
 from raypar.cluster import ray_cluster
 from raypar.cluster.ray_cluster import Actors
 
@@ -35,3 +39,20 @@ def test_a_ray_that_does_not_answer_is_left_all_the_same(monkeypatch, caplog, wh
     assert "Ray did not release everything" in caplog.text and "within timeout" in caplog.text
     actors.end()
     assert called.count("shutdown") == owns
+
+
+def test_a_claim_that_ctrl_c_comes_upon_is_given_back(monkeypatch):
+    removed = []
+
+    def claims(*_, **__):
+        os.kill(os.getpid(), signal.SIGINT)
+        return "group"
+
+    ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 4.0}, shutdown=lambda: None)
+    monkeypatch.setattr(ray_cluster, "ray", ray)
+    monkeypatch.setattr(ray_cluster, "_connect", lambda: False)
+    monkeypatch.setattr(ray_cluster, "placement_group", claims)
+    monkeypatch.setattr(ray_cluster, "remove_placement_group", removed.append)
+    with pytest.raises(KeyboardInterrupt):
+        ray_cluster.start_actors(object, World(Mesh(pp=2)), "cpu", "job")
+    assert removed == ["group"]
