@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.autograd.backward import Tail
+from raypar.actors.autograd.torch_private import num_writes
 from raypar.actors.tensors import Values, as_values
 
 Function = Callable[..., Values]  # takes tensors
@@ -61,10 +62,10 @@ class Twice:
         if self._in_place is False:
             return function(*inputs)
         copies = tuple([value.clone() for value in inputs])
-        versions = [copy._version for copy in copies]
+        before = [num_writes(copy) for copy in copies]
         outputs = function(*copies)
         if self._in_place is None:
-            self._in_place = any(copy._version > version for copy, version in zip(copies, versions, strict=True))
+            self._in_place = any(num_writes(copy) > count for copy, count in zip(copies, before, strict=True))
         return outputs
 
 
@@ -93,15 +94,15 @@ class Buffers:
         now = self._now()
         asked = [place for place in now if place in self._changing or not self._known]
         clones = {place: now[place].clone() for place in asked}
-        versions = {place: buffer._version for place, buffer in now.items()}
+        before = {place: num_writes(buffer) for place, buffer in now.items()}
         outputs = forward()
         after = self._now()
         self._changing |= {
             place
             for place, buffer in now.items()
             if after.get(place) is not buffer
-            or buffer._version > versions[place]
-            or (place in clones and not torch.equal(buffer, clones[place]))  # batch_norm bumps no version
+            or num_writes(buffer) > before[place]
+            or (place in clones and not torch.equal(buffer, clones[place]))  # batch_norm's writes are not counted
         }
         self._known = True
         return outputs, {place: clone for place, clone in clones.items() if place in self._changing}
