@@ -188,7 +188,7 @@ def dotted(node):
 
 
 def private_faults(path, source):
-    """Lines with private names of torch: imports, what is behind imports, and attributes that only torch's objects have."""
+    """Lines with private names of torch: imports, what is behind imports, attributes that only torch's objects have."""
     tree, attributes, found = ast.parse(source), PRIVATE_ATTRIBUTES.split(), {}
     names = names_of_torch(tree)
     for node in ast.walk(tree):

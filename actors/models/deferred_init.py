@@ -1,8 +1,9 @@
 """Build a model without its weights, then make the weights of only some of its layers.
 
-``record`` runs the user's function with every new tensor on the meta device and records the ops on these tensors.
-``Recording.materialize`` replays, on the CPU, the ops that chosen modules depend on. Each random op is seeded by its
-index in the recording, so a weight has the same bits whichever other layers are made.
+``record`` runs the user's function with every new tensor on the meta device, and records the ops on these tensors.
+``Recording.materialize`` replays on the CPU the ops that chosen modules depend on. Each random op is seeded by its
+index in the recording, so a weight has the same bits whichever other layers are made. Running an op on the meta device
+must not import torch's compiler: the cost is in autograd/torch_private.py.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from raypar.actors.autograd.torch_private import (
 from raypar.actors.rng import derive
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
-_PROCESS = threading.RLock()  # generators and patches belong to the process: one thread at a time
-_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]  # what a torch function mode is given when is_meta is read
+_PROCESS = threading.RLock()  # random generators and patches belong to the process, so let in one thread at a time
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]  # the function that a mode gets when is_meta is read
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,19 @@ class Recording:
         self._calls: list[_Call] = []
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op on the meta device and record it. An op that has only real tensors just runs.
+        """Run an op on the meta device and record it. An op that has only real tensors is run and not recorded.
+
+        Args:
+            func: The op.
+            args: Its positional arguments.
+            kwargs: Its arguments by name. "device" is changed to the meta device, in place.
 
         Returns:
             What the op returned.
 
         Raises:
-            RuntimeError: The op can't be replayed later.
+            RuntimeError: The op can't be replayed later: it writes meta values to a real tensor, draws from a generator
+                of the user's, or reads a lazy conjugate or negative tensor.
         """
         names = argument_names(func)
         if "device" in names:
@@ -95,7 +102,17 @@ class Recording:
         return result
 
     def trunc_normal(self, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Record ``torch.nn.init.trunc_normal_`` as one op, because it reads the values that it draws."""
+        """Record ``torch.nn.init.trunc_normal_`` as one op, because it reads the values that it draws.
+
+        Args:
+            func: torch's own implementation.
+            tensor: The tensor to fill, of any shape. A real one is filled at once, and nothing is recorded.
+            *args: The other positional arguments of ``trunc_normal_``.
+            **kwargs: Its arguments by name.
+
+        Returns:
+            ``tensor``.
+        """
         if not _is_meta(tensor):
             return func(tensor, *args, **kwargs)  # type: ignore[no-any-return]
         window, *rest = map_leaves(_frozen, (tensor, *args))
@@ -125,11 +142,12 @@ class Recording:
         """Compute the real tensors for meta tensors, on the CPU.
 
         Args:
-            tensors: Meta tensors of the recording. Real tensors are returned unchanged.
+            tensors: Meta tensors of the recording, of any shapes and dtypes. Real tensors are returned unchanged.
             seed: The run's seed.
 
         Returns:
-            The real tensors, in order. Tensors that share a storage on the meta device share one here.
+            The real tensors, in order, with the shapes, strides and dtypes of the meta tensors. Tensors that share a
+            storage on the meta device share one here.
         """
         tensors = list(tensors)
         real = self._replay({storage_id(tensor) for tensor in tensors if tensor.is_meta}, seed)
@@ -143,7 +161,7 @@ class Recording:
         self._calls.append(_Call(func, args, kwargs, outputs, reads, writes, draws))
 
     def _replay(self, storages: set[int], seed: int) -> dict[int, Tensor]:
-        """Replay the ops that some storages depend on; return a real tensor for each meta storage involved."""
+        """Replay the ops that some storages depend on, and return a real tensor for each meta storage involved."""
         needed, chosen = set(storages), []
         for ordinal in reversed(range(len(self._calls))):
             call = self._calls[ordinal]
@@ -186,16 +204,16 @@ class _NotMeta(TorchFunctionMode):
 
 
 class _NoFilling(DispatchMode):
-    """Dispatch mode that skips the ops that fill a tensor with random values."""
+    """Dispatch mode that skips ops that fill a tensor with random values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if _fills(func) else func(*args, **(kwargs or {}))
 
 
 def slots_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Yield where each tensor of a module stands: (the dict that holds it, its name there, the tensor).
+    """Yield each tensor of a module as (the dict that holds it, its name in that dict, the tensor).
 
-    These are the parameters, the buffers, and unregistered tensors that are attributes; submodules are left out.
+    These are the parameters, the buffers, and unregistered tensors that are attributes. Submodules are left out.
     """
     for table in (module._parameters, module._buffers, vars(module)):
         yield from ((table, name, value) for name, value in table.items() if isinstance(value, Tensor))
@@ -207,7 +225,7 @@ def as_kind_of(tensor: Tensor, value: Tensor) -> Tensor:
     Args:
         tensor: The model for the result: a parameter or a plain tensor, that requires gradients or not, and that may
             have attributes which the user set.
-        value: The elements.
+        value: The elements, of the shape and dtype of the result.
 
     Returns:
         ``value`` with the kind, the ``requires_grad`` and the attributes of ``tensor``.
@@ -310,7 +328,7 @@ def _real(value: Any, real: dict[int, Tensor]) -> Any:
 
 
 def _window(meta: Tensor, real: dict[int, Tensor]) -> Tensor:
-    """Return the real tensor for a meta one: the same shape, strides and offset on the real storage."""
+    """Return the real tensor for a meta tensor: the same shape, strides and offset, on the real storage."""
     storage = real[storage_id(meta)].untyped_storage()
     window = torch.empty(0, dtype=meta.dtype)
     return window.set_(storage, meta.storage_offset(), meta.size(), meta.stride())
@@ -325,15 +343,16 @@ def _laid_out(result: Tensor, meta: Tensor) -> Tensor:
     return window.copy_(result)
 
 
-_MOST = 200_000  # Python objects that has_strays looks at, at most: some tenths of a second
+_MOST = 200_000  # Python objects that has_strays looks at, at most: this takes some tenths of a second
 
 
 def has_strays(modules: Sequence[nn.Module]) -> bool:
     """Return whether the modules hold a meta tensor that ``materialize`` could not replace.
 
     This is a tensor that is held by something other than a module (a list, an object, a closure, a hook), or a
-    module's tensor that has hooks, a class of its own, or a history. The answer is also True if the modules refer to
-    too many objects to look at.
+    module's tensor that has hooks, a class of its own, or a history in autograd. Such a tensor would stay on the meta
+    device, and torch's CPU matrix product computes with it without an error, and wrongly. The answer is also True if
+    the modules refer to more objects than can be looked at.
     """
     if any(_is_special(tensor) for module in modules for part in module.modules() for *_, tensor in slots_of(part)):
         return True
@@ -356,7 +375,7 @@ def _things_in(thing: Any) -> Iterable[Any]:
     """Return the objects that an object refers to, except a module's own tensors and a function's globals."""
     if isinstance(thing, nn.Module):
         known = {"_parameters", "_buffers"}
-        if isinstance(thing, nn.RNNBase):  # a second list of its weights, which it renews when it is moved
+        if isinstance(thing, nn.RNNBase):  # it has a second list of its weights, and renews it when it is moved
             known.add("_flat_weights")
         return [value for name, value in vars(thing).items() if name not in known and not isinstance(value, Tensor)]
     if isinstance(thing, FunctionType):
