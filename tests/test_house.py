@@ -19,6 +19,11 @@ ROOMS = ("schedules", "actors", "raypar")
 LINKS = {"raypar/actors": "../actors", "raypar/schedules": "../schedules"}
 RAY_IN = {"actors": ("actors/collective/",), "raypar": ("raypar/cluster/", "raypar/reporting/trackers/")}
 PRINTS = {"raypar/cli/main.py"}
+TORCH_PRIVATE = "actors/autograd/torch_private.py"
+PRIVATE_ATTRIBUTES = (  # of tensors, modules, ops and process groups; of our own objects only ``self`` may have one
+    "_version _base _is_view _cdata _backward_hooks _backward_pre_hooks _forward_hooks _forward_pre_hooks "
+    "_post_accumulate_grad_hooks _schema _allgather_base _reduce_scatter_base _Options _devices _threads _timeout"
+)
 UNPICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "torch.load", "torch.save"}
 MAX_FILE, MAX_FUNCTION, MAX_WITHOUT_DOCSTRING = 400, 60, 8
 MAX_STEP = 32  # files that a reader passes from job.step() to its report
@@ -156,6 +161,96 @@ def test_importing_starts_nothing_heavy(module):
     assert run.stdout.split() == [], f"import {module} brings them in"
 
 
+# --- private names of torch -------------------------------------------------------------------------------------------
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def names_of_torch(tree):
+    """{name in this file: its dotted name in torch}, of everything that the file imports from torch."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if inside(alias.name, "torch"):
+                    names[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+        elif isinstance(node, ast.ImportFrom) and not node.level and inside(node.module, "torch"):
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def dotted(node):
+    """The name of an expression such as ``torch.nn.init``; "" if there is a call or an index in it."""
+    whole = ast.unparse(node)
+    return whole if all(part.isidentifier() for part in whole.split(".")) else ""
+
+
+def private_faults(path, source):
+    """Lines with private names of torch: imports, what is behind imports, attributes that only torch's objects have."""
+    tree, attributes, found = ast.parse(source), PRIVATE_ATTRIBUTES.split(), {}
+    names = names_of_torch(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner, attribute = node.value, node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+            owner, attribute = node.args[0], ast.unparse(node.args[1]).strip("'")
+        else:
+            continue
+        root, _, rest = dotted(owner).partition(".")
+        behind = f"{names[root]}.{rest}.{attribute}" if root in names else ""
+        if any(map(is_private, behind.split("."))) or (attribute in attributes and root not in ("self", "cls")):
+            found[node.lineno] = f"{ast.unparse(owner)}.{attribute}"
+    for module, line in imported(path, tree):
+        if inside(module, "torch") and any(map(is_private, module.split("."))):
+            found[line] = module
+    for line, name in sorted(found.items()):
+        if path != TORCH_PRIVATE:
+            yield f"{path}:{line}: {name}: take it from {TORCH_PRIVATE}, behind a function that says why it is needed"
+
+
+def test_private_names_of_torch_are_in_one_file():
+    assert (ROOT / TORCH_PRIVATE).is_file()
+    assert not (faults := faults_of(private_faults, "actors", "raypar")), "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\nx = torch._C._get_mkldnn_enabled()",
+        "import torch\ndef f(x):\n    torch._assert_async(x)",
+        "import torch\nf = torch.ops.aten._unsafe_view.default",
+        "import torch\nf = getattr(torch.ops.mkldnn, '_linear_pointwise', None)",
+        "import torch._dynamo",
+        "import torch.utils._pytree as pytree",
+        "from torch import _assert_async",
+        "from torch._C._distributed_c10d import Store",
+        "from torch.nn.modules.module import _has_any_global_hook as has_hook",
+        "from torch.autograd import forward_ad\nlevel = forward_ad._current_level",
+        "import torch.nn.functional as F\nF._canonical_mask",
+        "def f(tensor):\n    return tensor._version",
+        "def f(layer):\n    return layer.weight.untyped_storage()._cdata",
+        "def f(x):\n    return getattr(x, '_post_accumulate_grad_hooks', None)",
+    ],
+)
+def test_a_private_name_of_torch_is_seen(source):
+    (fault,) = private_faults("actors/layers/a.py", source)
+    assert TORCH_PRIVATE in fault
+    assert not list(private_faults(TORCH_PRIVATE, source))
+
+
+def test_a_public_name_of_torch_is_not():
+    source = (
+        "import torch\nfrom torch import Tensor, nn\nfrom torch.distributed.distributed_c10d import Store\n"
+        "class A(nn.Module):\n  def __init__(self, base):\n    super().__init__()\n    self._base = base\n"
+        "def f(module, span, name):\n"
+        "  getattr(torch, name), nn.Linear.__init__, torch.__version__\n"
+        "  return module._parameters, span._replace(start=0), torch.ops.aten.mm.default, Tensor.is_meta.__get__"
+    )
+    assert not list(private_faults("actors/layers/a.py", source))
+
+
 # --- which folder imports which --------------------------------------------------------------------------------------
 
 # What the files of a folder may import from other folders; the name of a room alone is its loose files. What is added
@@ -164,17 +259,17 @@ MAY_IMPORT = {
     "actors": "actors/specs",
     "actors/autograd": "actors",
     "actors/checkpoint": "actors",
-    "actors/collective": "actors actors/collective/shm",
+    "actors/collective": "actors actors/autograd actors/collective/shm",
     "actors/collective/shm": "actors actors/collective",
-    "actors/context_parallel": "actors actors/collective actors/layers actors/models actors/specs",
+    "actors/context_parallel": ("actors actors/autograd actors/collective actors/layers actors/models actors/specs"),
     "actors/data": "actors actors/models actors/specs",
     "actors/data_parallel": (
-        "actors actors/checkpoint actors/collective actors/models actors/optim actors/specs schedules"
+        "actors actors/autograd actors/checkpoint actors/collective actors/models actors/optim actors/specs schedules"
     ),
     "actors/inspect": "actors actors/checkpoint schedules",
     "actors/layers": "actors actors/autograd actors/specs",
     "actors/mesh": "actors",
-    "actors/models": "actors actors/collective actors/layers actors/specs",
+    "actors/models": "actors actors/autograd actors/collective actors/layers actors/specs",
     "actors/optim": (
         "actors actors/checkpoint actors/collective actors/data actors/models actors/specs actors/tensor_parallel"
     ),

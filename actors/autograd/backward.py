@@ -14,10 +14,11 @@ from raypar.actors.tensors import Values
 class Tail:
     """The end of an autograd graph, from which a backward starts.
 
-    It keeps the graph alive but not the outputs: their memory can be freed as soon as they were sent.
+    It keeps the graph alive but not the outputs: their memory can be freed as soon as they were sent. A backward can be
+    run once, by either of the two methods.
 
     Args:
-        outputs: The floating outputs of the graph.
+        outputs: The outputs of the graph, of any shapes and floating dtypes.
     """
 
     def __init__(self, outputs: Values) -> None:
@@ -28,7 +29,7 @@ class Tail:
         """Run the backward and accumulate into the ``grad`` of the leaves.
 
         Args:
-            gradients: One gradient for each output.
+            gradients: One gradient for each output, of its shape and dtype.
         """
         self._gradients += gradients
         if self._root.requires_grad:
@@ -38,7 +39,7 @@ class Tail:
         """Run the backward and return the gradients of some tensors, without accumulating.
 
         Args:
-            gradients: One gradient for each output.
+            gradients: One gradient for each output, of its shape and dtype.
             of: The tensors to differentiate with respect to.
 
         Returns:
@@ -51,16 +52,18 @@ class Tail:
 
 
 class _Root(torch.autograd.Function):
-    """A scalar that depends on all outputs, and whose backward gives them the gradients put into a list.
+    """A scalar that depends on all outputs. Its backward gives them the gradients that were put into a list.
 
-    ``torch.autograd.backward`` accepts gradients too, but imports sympy to check their shapes: 2 s and 40 MiB.
+    ``torch.autograd.backward`` accepts gradients too, but imports sympy (the cost: autograd/torch_private.py).
     """
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
+        """Return the scalar, whose value is arbitrary. ``gradients`` is a list that is still empty."""
         ctx.gradients = gradients  # the list is filled just before the backward
         return outputs[0].new_empty(()) if outputs else torch.empty(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients in the list; the scalar's own gradient is ignored."""
         return None, *ctx.gradients

@@ -1,4 +1,8 @@
-"""Activation recomputation: the forward keeps only inputs, and the backward runs it again (Chen et al. 2016)."""
+"""Activation recomputation: the forward keeps only its inputs, and the backward runs the forward again.
+
+Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". Selective recomputation is that of
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 5.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.autograd.backward import Tail
+from raypar.actors.autograd.torch_private import num_writes
 from raypar.actors.tensors import Values, as_values
 
 Function = Callable[..., Values]  # takes tensors
-_Place = tuple[nn.Module, str]  # where a buffer stands: its module, and its name there
-Then = dict[_Place, Tensor]
+_Place = tuple[nn.Module, str]  # where a buffer is registered: the module, and the buffer's name in it
+Then = dict[_Place, Tensor]  # the values of buffers at an earlier time
 
 
 class SelectiveRecompute:
-    """Mixin of modules that can keep less for the backward and compute the rest of it again.
+    """Mixin for modules that can save less for the backward, and recompute the rest in it.
 
     Attributes:
-        recomputes: Whether to do so; a stage sets it for the layers that are recomputed selectively.
+        recomputes: Whether to do so. A stage sets it for the layers that are recomputed selectively.
     """
 
     recomputes: bool = False
@@ -31,20 +36,36 @@ class SelectiveRecompute:
 class Twice:
     """Call a function twice on the same inputs, in the forward and in the recomputation.
 
-    A function that writes into its inputs is given copies of them. Whether it does so is found out at the first call,
-    which always gets copies. That call can't simply be repeated, because it may have changed buffers.
+    A function that writes into its inputs is given copies of them. The first call always gets copies, and tells whether
+    the function writes into them. (To call without copies and repeat a call that fails would be wrong: it may have
+    changed buffers.)
     """
 
     def __init__(self) -> None:
         self._in_place: bool | None = None
 
     def without_history(self, function: Function, inputs: Values) -> Values:
-        """Call the function without recording a graph, and return its outputs."""
+        """Call the function without recording a graph.
+
+        Args:
+            function: The function.
+            inputs: Tensors of any shapes and dtypes.
+
+        Returns:
+            The outputs of the function.
+        """
         with torch.no_grad():
             return self._called(function, inputs)
 
     def with_history(self, function: Function, leaves: Values) -> Values:
-        """Call the function and record a graph from ``leaves`` to its outputs, which are returned.
+        """Call the function and record a graph.
+
+        Args:
+            function: The function.
+            leaves: The inputs again, as leaves of the new graph.
+
+        Returns:
+            The outputs of the function.
 
         Raises:
             RuntimeError: The function writes into a leaf, but did not write into its inputs at the first call.
@@ -61,17 +82,17 @@ class Twice:
         if self._in_place is False:
             return function(*inputs)
         copies = tuple([value.clone() for value in inputs])
-        versions = [copy._version for copy in copies]
+        before = [num_writes(copy) for copy in copies]
         outputs = function(*copies)
         if self._in_place is None:
-            self._in_place = any(copy._version > version for copy, version in zip(copies, versions, strict=True))
+            self._in_place = any(num_writes(copy) > count for copy, count in zip(copies, before, strict=True))
         return outputs
 
 
 class Buffers:
     """Save the buffers that a forward changes, so that the recomputation starts from the same values.
 
-    The first call finds out which buffers the forward changes. Later calls save only those.
+    The first call saves all buffers, and finds out which of them the forward changes. Later calls save only those.
 
     Args:
         *modules: The modules whose buffers are watched, with all submodules.
@@ -93,24 +114,27 @@ class Buffers:
         now = self._now()
         asked = [place for place in now if place in self._changing or not self._known]
         clones = {place: now[place].clone() for place in asked}
-        versions = {place: buffer._version for place, buffer in now.items()}
+        before = {place: num_writes(buffer) for place, buffer in now.items()}
         outputs = forward()
         after = self._now()
         self._changing |= {
             place
             for place, buffer in now.items()
             if after.get(place) is not buffer
-            or buffer._version > versions[place]
-            or (place in clones and not torch.equal(buffer, clones[place]))  # batch_norm bumps no version
+            or num_writes(buffer) > before[place]
+            or (place in clones and not torch.equal(buffer, clones[place]))  # batch_norm's writes are not counted
         }
         self._known = True
         return outputs, {place: clone for place, clone in clones.items() if place in self._changing}
 
     @contextmanager
     def as_then(self, then: Then) -> Iterator[None]:
-        """Give the modules copies of their buffers for the time of the context, with the saved values ``then``.
+        """Replace the modules' buffers by copies with saved values, for the time of the context.
 
         Changes to the copies are dropped: the first forward has added the batch to running statistics already.
+
+        Args:
+            then: The saved values, from ``keep``. Buffers that are not in it get copies of their present values.
         """
         now, stand_ins = self._now(), dict[int, Tensor]()  # by id of the buffer: a shared one stays shared
         for place, buffer in now.items():
@@ -136,7 +160,11 @@ class Buffers:
 
 
 class LayerAgain:
-    """A layer whose forward keeps only its inputs; the backward runs the layer again."""
+    """A layer whose forward keeps only its inputs, and whose backward runs the layer again.
+
+    Args:
+        module: The layer. It takes one or more tensors and returns a tensor or several.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._twice, self._buffers = module, Twice(), Buffers(module)
@@ -148,6 +176,9 @@ class LayerAgain:
             inputs: The layer's inputs.
             reseed: Sets the random generator to its present state. It is called before the recomputation, so that
                 dropout draws the same mask.
+
+        Returns:
+            The layer's outputs.
         """
 
         def layer(*values: Tensor) -> Values:
@@ -169,15 +200,15 @@ class LayerAgain:
 
 
 def rerun(first: Function, again: Function, inputs: Values, parameters: Sequence[Tensor] = ()) -> Values:
-    """Run a function without keeping anything but its inputs; run it again in the backward.
+    """Run a function and keep only its inputs. The backward runs it again.
 
-    The gradients of the parameters are returned to autograd rather than accumulated here. So they are summed with those
-    from other uses of a parameter in the same order, and to the same bits, as without recomputation.
+    The gradients of the parameters are returned to autograd, not accumulated here. So they are summed with those from
+    other uses of a parameter in the same order, and to the same bits, as without recomputation.
 
     Args:
         first: The function as the forward calls it, with gradients off.
         again: The function as the backward calls it, with gradients on. It must compute the same values.
-        inputs: The inputs of both.
+        inputs: The inputs of both, of any shapes and dtypes.
         parameters: All other tensors whose gradients are wanted.
 
     Returns:
@@ -200,11 +231,14 @@ def drawn_again(device: torch.device) -> Callable[[], None]:
 
 
 class _Rerun(torch.autograd.Function):
-    """The autograd function of ``rerun``. torch.utils.checkpoint would import torch's compiler: 3 s and 90 MiB."""
+    """The autograd function of ``rerun``.
+
+    ``torch.utils.checkpoint`` would import torch's compiler (the cost: autograd/torch_private.py).
+    """
 
     @staticmethod
     def forward(ctx: Any, first: Function, again: Function, count: int, *tensors: Tensor) -> Values:
-        """Call ``first`` on the first ``count`` tensors, the inputs. The other tensors are the parameters."""
+        """Call ``first`` on the first ``count`` tensors, which are the inputs. The others are the parameters."""
         ctx.again, ctx.count, ctx.parameters = again, count, tensors[count:]
         ctx.save_for_backward(*tensors[:count])
         ctx.set_materialize_grads(False)
@@ -214,7 +248,7 @@ class _Rerun(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run ``again``, and return the gradients of the inputs and the parameters that want one."""
+        """Run ``again``, and return the gradients of those inputs and parameters that need one, None for the others."""
         wanted = ctx.needs_input_grad[3:]
         inputs = zip(ctx.saved_tensors, wanted, strict=False)
         leaves = tuple([value.detach().requires_grad_(wants) for value, wants in inputs])

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from raypar.actors.collective import cupy_nccl, nccl
 from raypar.actors.collective.cupy_nccl import CupyGroup

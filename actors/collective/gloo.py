@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import Store
 
+from raypar.actors.autograd.torch_private import gloo_options
 from raypar.actors.collective.group import Finish, Group
 from raypar.actors.collective.ledger import Ledger
 from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
@@ -60,8 +61,7 @@ class GlooGroup(Group):
     ) -> None:
         super().__init__(name, axis, rank, size, timeout, ledger)
         gloo: Any = dist.ProcessGroupGloo  # torch types only a part of it
-        options = gloo._Options()
-        options._devices, options._threads, options._timeout = [device], 1, timedelta(seconds=connect_timeout)
+        options = gloo_options(device, timedelta(seconds=connect_timeout))
         self._pg: Any = None
         try:
             self._pg = gloo(store, rank, size, options)

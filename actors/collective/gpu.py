@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 from raypar.actors.collective.group import Edge, Finish, Group, GroupError, Handle
 from raypar.actors.collective.ledger import Ledger

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import PrefixStore
 
+from raypar.actors.autograd.torch_private import all_gather_flat, reduce_scatter_flat, set_timeout
 from raypar.actors.collective.gpu import GpuGroup
 from raypar.actors.collective.group import Finish
 from raypar.actors.collective.reductions import ReduceOp
@@ -45,7 +46,7 @@ class NcclGroup(GpuGroup):
     def _connect(self, name: str, rank: int, size: int, *, edge: bool) -> Any:
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options(is_high_priority_stream=True)  # small kernels that other work waits for
-        options._timeout = _NEVER
+        set_timeout(options, _NEVER)
         if edge:
             options.config.max_ctas = _EDGE_CTAS
         group = nccl(PrefixStore(name, self._store), rank, size, options)
@@ -71,7 +72,7 @@ class NcclGroup(GpuGroup):
             return self._nothing()
         flat, back = staged(out)
         part = tensor.contiguous()
-        work = self._all._allgather_base(flat.view(-1), part.view(-1))
+        work = all_gather_flat(self._all, flat.view(-1), part.view(-1))
         return self._issued(_Work(work), back, flat, part)
 
     def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
@@ -81,7 +82,7 @@ class NcclGroup(GpuGroup):
         source = tensor.contiguous()
         options = c10d.ReduceScatterOptions()
         options.reduceOp = _OPS[op]
-        work = self._all._reduce_scatter_base(flat.view(-1), source.view(-1), options)
+        work = reduce_scatter_flat(self._all, flat.view(-1), source.view(-1), options)
         return self._issued(_Work(work), back, flat, source)
 
     def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:

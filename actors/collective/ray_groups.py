@@ -25,7 +25,7 @@ from ray.util.collective import types
 from ray.util.collective.backend_registry import _global_registry, register_collective_backend
 from ray.util.collective.collective_group.base_collective_group import BaseGroup
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 from raypar.actors.collective.connect import TIMEOUT, capability, cpu_group, gpu_group
 from raypar.actors.collective.group import Group, GroupError

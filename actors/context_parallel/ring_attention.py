@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from raypar.actors.autograd.torch_private import flash_attention_cpu, flash_attention_cpu_backward
 from raypar.actors.context_parallel.kv_exchange import Carrier
 from raypar.actors.sharding import Pieces
 
@@ -198,8 +199,7 @@ def _forward(
     """
     if fused:
         causal, extra = _as_torch(causal, bias, q)
-        seen, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=extra)
-        return seen, logs
+        return flash_attention_cpu(q, k, v, causal, extra)
     scores = _scores(q, k, causal, bias)
     logs = scores.logsumexp(-1)
     weights = (scores - logs.unsqueeze(-1)).exp_()
@@ -234,10 +234,7 @@ def _backward(
     """
     if fused:
         causal, extra = _as_torch(causal, bias, q)
-        made: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, k, v, out, total, 0.0, causal, attn_mask=extra
-        )
-        return made
+        return flash_attention_cpu_backward(gradient, q, k, v, out, total, causal, extra)
     weights = (_scores(q, k, causal, bias) - total.unsqueeze(-1)).exp_()
     exact = gradient.to(weights.dtype)
     seen = exact @ v.to(weights.dtype).transpose(-2, -1)

@@ -23,9 +23,10 @@ class Channel(NamedTuple):
     """The operations that sum the gradients of one owner over the replicas.
 
     Attributes:
-        start: Starts the reduction of a flat tensor: an all_reduce, or a reduce to one server or replica.
-        tell: The same operation for a small tensor on the host.
-        empty: Allocates a tensor of (number of elements, dtype) that ``start`` can communicate without a copy.
+        start: Starts the reduction of a flat tensor (n,) in place: an all_reduce, or a reduce to one server or replica.
+        tell: Starts the same operation for a small tensor on the host.
+        empty: Allocates a flat tensor, given the number of elements and the dtype, that ``start`` can communicate
+            without a copy.
         here: Whether this actor gets the sum.
     """
 
@@ -37,7 +38,15 @@ class Channel(NamedTuple):
 
 @dataclass
 class _Transfer:
-    """A bucket whose reduction was started; ``start`` and ``end`` are marks of the device's clock (Place.mark)."""
+    """A bucket whose reduction was started.
+
+    Attributes:
+        bucket: The bucket.
+        flat: Its flat tensor, (elements of the bucket,).
+        handle: The reduction under way.
+        start: When the reduction was started, a mark of the device's clock (``Place.mark``).
+        end: When the wait for it returned, likewise.
+    """
 
     bucket: Bucket
     flat: Tensor
@@ -49,12 +58,12 @@ class _Transfer:
 class Reducer:
     """Reduces each bucket as soon as its last gradient is complete, during the last backward of its stage.
 
-    From a stage's first backward on, its gradients are views of the buckets' flat tensors. Microbatches accumulate
+    From a stage's first backward on, its gradients are views of the buckets' flat tensors. So microbatches accumulate
     directly in the memory that is reduced, and that memory is allocated once for the whole run.
 
     Buckets are started in one fixed order, because all members of a group must call its collectives in the same order,
     and gradients may become complete in another order. Only the end of a backward shows that a parameter has no
-    gradient: see ``flush``.
+    gradient, see ``flush``.
 
     Args:
         buckets: Buckets in the order of the stages' last backwards; within a stage, in the order in which the backward
@@ -80,8 +89,8 @@ class Reducer:
     def watch(self, stage: int, *, last: bool, left: Collection[Tensor] | None = None) -> Iterator[None]:
         """Hook the parameters of a stage for the time of one backward: its first, its last, or both in one.
 
-        In a first backward, each gradient is moved into its bucket's flat tensor as soon as it is made. In the last,
-        each gradient is complete when it is made, and complete buckets are started.
+        In a stage's first backward, each gradient is moved into its bucket's flat tensor as soon as it is made. In its
+        last backward each gradient is complete when it is made, and each complete bucket is started.
 
         Args:
             stage: Number of the stage.
@@ -104,7 +113,7 @@ class Reducer:
             yield
 
     def places(self, stage: int) -> dict[Tensor, Tensor]:
-        """Return, for each parameter of a stage, the view of a flat tensor that its gradient belongs in."""
+        """Return for each parameter of a stage the view of a flat tensor, of its shape, for its gradient."""
         return {
             parameter: place
             for bucket, flat in zip(self._buckets, self._flats, strict=True)
@@ -113,17 +122,19 @@ class Reducer:
         }
 
     def flush(self, stage: int) -> None:
-        """Note that the stage's last backward is over, and start its buckets: no more gradients will come."""
+        """Note that a stage's last backward is over and makes no more gradients, and start the complete buckets."""
         for missing, bucket in zip(self._missing, self._buckets, strict=True):
             if bucket.stage == stage:
                 missing.clear()
         self._start()
 
     def finish(self) -> None:
-        """Wait for every bucket, and let the gradients be the sums over the replicas.
+        """Wait for every bucket, and replace the gradients by their sums over the replicas.
 
-        A gradient is None afterwards if another actor gets its sum, or if no replica used the parameter. Every stage
-        must have been flushed.
+        A gradient is None afterwards if another actor gets its sum, or if no replica used the parameter.
+
+        Raises:
+            AssertionError: A stage was not flushed.
         """
         assert len(self._transfers) == len(self._buckets), "a stage was not flushed"
         for transfer in self._transfers:
@@ -153,14 +164,20 @@ class Reducer:
             transfer.handle.wait()
 
     def total(self, tensor: Tensor) -> None:
-        """Sum a small host tensor over the replicas, in place. With several owners only the first one gets the sum."""
+        """Sum a small tensor on the host over the replicas, in place.
+
+        If the buckets have several owners, only the first one gets the sum.
+
+        Args:
+            tensor: A tensor of any shape and dtype.
+        """
         self._channels[0].tell(tensor).wait()
 
     @property
     def spans(self) -> list[Span]:
         """One span for each bucket of this step, from the start of its reduction until its wait returned.
 
-        Times are marks of the device's clock (Place.mark), not seconds.
+        Times are marks of the device's clock (``Place.mark``), not seconds.
         """
         return [
             Span(Action(one.bucket.stage, Op.REDUCE_GRAD, None), one.start, one.end, nbytes(one.flat), number)
@@ -169,7 +186,7 @@ class Reducer:
 
     @property
     def overlap(self) -> float | None:
-        """Fraction of the communication time that was hidden behind compute, from 0 to 1; None without buckets.
+        """Fraction of the communication time that was hidden behind compute, from 0 to 1. None if there are no buckets.
 
         It is 1 - (seconds spent on starting buckets and waiting for them) / (seconds in which at least one bucket was
         being reduced). A second in which several buckets are being reduced counts once.

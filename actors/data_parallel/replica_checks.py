@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.autograd.torch_private import storage_id
 from raypar.actors.collective.group import Group
 from raypar.actors.models.deferred_init import slots_of
 
@@ -31,11 +32,11 @@ def fixed_weights(
     """
     modules = [module for layer in layers for module in layer.modules()]
     tensors = {id(tensor): tensor for module in modules for *_, tensor in slots_of(module)}
-    there = Counter(map(_storage, tensors.values()))
+    there = Counter(map(storage_id, tensors.values()))
     fixed = defaultdict[int, list[str]](list)  # storage -> logical names
     for name, parameter in parameters.items():
-        if there[_storage(parameter)] > 1:
-            fixed[_storage(parameter)].append(name)
+        if there[storage_id(parameter)] > 1:
+            fixed[storage_id(parameter)].append(name)
     for names in fixed.values():
         if len({owner_of[name] for name in names}) > 1:
             _demand_apart({name: parameters[name] for name in names}, owner_of)
@@ -56,10 +57,6 @@ def _demand_apart(weights: Mapping[str, nn.Parameter], owner_of: Mapping[str, in
                     "clone one of them, or set zero to 0"
                 )
         own.fill_(index)
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _bytes_of(tensor: Tensor, numbers: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
 
 from raypar.actors.autograd.recompute import SelectiveRecompute, drawn_again, rerun
+from raypar.actors.autograd.torch_private import keeps_attention_scores
 from raypar.actors.layers import attention_blocks
 from raypar.actors.layers.attention_scratch import Desk
 from raypar.actors.layers.dropout import sharded_dropout
@@ -88,7 +88,7 @@ class Core(nn.Module, SelectiveRecompute):
         if self._in_blocks(q_BNSd, k_BKSd, v_BKSd):
             return False
         settings = _settings(q_BNSd, k_BKSd, self._bias(q_BNSd), self.dropout)
-        return torch._fused_sdp_choice(q_BNSd, k_BKSd, v_BKSd, **settings) == SDPBackend.MATH.value
+        return keeps_attention_scores(q_BNSd, k_BKSd, v_BKSd, **settings)
 
     def _in_blocks(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
         plain = self.kind == "blocks" and self.alibi is None and not self.dropout

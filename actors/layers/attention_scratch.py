@@ -16,6 +16,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from raypar.actors.autograd.torch_private import softmax_gradient_
+
 _SIDE = 64  # tokens in a block of queries
 _LINE = 16  # float32s in a cache line: a product may sum in another order if its memory starts elsewhere in a line
 
@@ -135,7 +137,7 @@ class Block(NamedTuple):
         slopes_nQT = self.slopes
         torch.bmm(self.gradient, self.v.transpose(1, 2), out=slopes_nQT)
         torch.baddbmm(self.dv, weights_nQT.transpose(1, 2), self.gradient, beta=self.beta, out=self.dv)
-        torch._softmax_backward_data(slopes_nQT, weights_nQT, -1, torch.float32, grad_input=slopes_nQT)
+        softmax_gradient_(slopes_nQT, weights_nQT)
         torch.baddbmm(self.made, slopes_nQT, self.k, beta=0, alpha=self.scale, out=self.made)
         torch.baddbmm(self.dk, slopes_nQT.transpose(1, 2), self.q, beta=self.beta, alpha=self.scale, out=self.dk)
 

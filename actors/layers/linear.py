@@ -1,4 +1,4 @@
-"""What multiplies by a linear layer's weight: torch's own products, or oneDNN's where those are faster."""
+"""Linear layers whose matrix products are torch's own (MKL on a CPU), or oneDNN's where those are faster."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.nn.modules.module import _has_any_global_hook
 
+from raypar.actors.autograd.torch_private import (
+    as_no_view,
+    has_call_hooks,
+    has_onednn_linear,
+    is_intercepted,
+    onednn_linear,
+)
 from raypar.actors.specs.model import LinearKind
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -22,8 +27,10 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @cache
 def of_intel() -> bool:
-    """Whether MKL, which torch's own products of float32 go through, is at its best here; False where Linux does not
-    tell."""
+    """Return whether the CPU is Intel's, where MKL (torch's own products of float32) is at its best.
+
+    False if ``/proc/cpuinfo`` can't be read, as on other systems than Linux.
+    """
     try:
         return "GenuineIntel" in _CPUINFO.read_text()
     except OSError:
@@ -32,20 +39,21 @@ def of_intel() -> bool:
 
 Pair = tuple[Tensor, Tensor | None]  # the weight (out, in) and the bias (out,) of a linear layer
 Use = tuple[Tensor, Tensor]  # a linear layer's input (rows, in), and the gradient of its output (rows, out)
-Place = Callable[[Tensor], Tensor | None]  # where the gradient of a weight is to be made, if its maker is not free
+Place = Callable[[Tensor], Tensor | None]  # for a weight, the tensor to compute its gradient in; None: in new memory
 
-_ONEDNN: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-_LEAST = 1 << 26  # multiplications: below, oneDNN and a function of our own take longer to call than the kernels save
-_ROWS = 16  # of an input: fewer are bound by memory
+# Multiplications: for fewer, oneDNN and a function of our own take longer to call than the kernel saves.
+_LEAST = 1 << 26
+_ROWS = 16  # rows of an input: a product of fewer waits for memory
 
 
 class Products(NamedTuple):
-    """The two products that a linear layer's input and the gradient of its output go through, for a custom function.
+    """The matrix products of a linear layer's forward and backward, for use in a custom autograd function.
 
-    linear  x (..., in), weight (out, in) and bias (out,) or None -> x weight^T + bias (..., out), which is no view:
-            into a view that a custom function returns autograd lets nobody write
-    inner   gradient of the output (rows, out) and weight (out, in) -> gradient of the input (rows, in), differentiable
-            where gradients are on: somebody wants gradients of gradients
+    Attributes:
+        linear: Takes x (..., in), a weight (out, in) and a bias (out,) or None. Returns x weight^T + bias (..., out),
+            which is no view: autograd lets nobody write into a view that a custom function returns.
+        inner: Takes the gradient of the output (rows, out) and a weight (out, in). Returns the gradient of the input
+            (rows, in). With gradients on, the result can be differentiated again.
     """
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -53,11 +61,11 @@ class Products(NamedTuple):
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` by oneDNN's products: (..., in) -> (..., out).
+    """``nn.Linear`` with oneDNN's products: (..., in) -> (..., out).
 
-    Of float32 on a CPU, and from 67 million multiplications on; all else is ``nn.Linear``'s, and so is the gradient of
-    the weight. Which of both makes a product depends on shapes and layouts alone, so bits are the same wherever a layer
-    is called in the same way.
+    oneDNN computes the forward and the gradient of the input, for float32 on a CPU and from 67 million multiplications
+    on. torch computes everything else, also the gradient of the weight. Shapes and layouts alone decide which of the
+    two computes a product, so a layer that is called in the same way gives the same bits everywhere.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -69,28 +77,39 @@ class Linear(nn.Linear):
 
 
 def linear_of(kind: LinearKind) -> type[nn.Linear]:
-    """The class of a model's linear layers."""
+    """Return the class of a model's linear layers. "auto" is oneDNN's, unless the CPU is Intel's."""
     return Linear if kind == "onednn" or (kind == "auto" and not of_intel()) else nn.Linear
 
 
 def products_of(layer: nn.Linear) -> Products:
-    """Those that a layer goes by."""
+    """Return the products that a layer uses."""
     return ONEDNN if isinstance(layer, Linear) else TORCH
 
 
 class Product(torch.autograd.Function):
-    """What layers make of one input; their weights and biases come in turns. ``place`` says where the gradient of a
-    weight is to be made, None: anywhere."""
+    """The outputs of one or more linear layers for one input, as an autograd function."""
 
     @staticmethod
     def forward(ctx: Any, products: Products, place: Place, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
+        """Compute the outputs of the layers.
+
+        Args:
+            ctx: autograd's context.
+            products: The matrix products to use.
+            place: Says for each weight in which tensor the backward computes its gradient.
+            x: The input (..., in).
+            *parameters: Weight (out, in) and bias (out,) or None of each layer in turn.
+
+        Returns:
+            The output (..., out) of each layer.
+        """
         ctx.products, ctx.place = products, place
         ctx.save_for_backward(x, *parameters[::2])
         return outputs(products, x, [*zip(parameters[::2], parameters[1::2], strict=True)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        """Those of the input and of the parameters."""
+        """Return the gradients of the input and of the parameters, from those of the outputs (..., out)."""
         x, *weights = ctx.saved_tensors
         rows, wanted = [gradient.flatten(0, -2) for gradient in gradients], iter(ctx.needs_input_grad[3:])
         inner = of_input(ctx.products, rows, weights).view(x.shape) if ctx.needs_input_grad[2] else None
@@ -102,8 +121,17 @@ class Product(torch.autograd.Function):
 
 
 def outputs(products: Products, x: Tensor, layers: Sequence[Pair]) -> tuple[Tensor, ...]:
-    """What layers make of x (..., in): (..., out) of each. Several, without biases, are one product, and what they make
-    is columns of one tensor."""
+    """Compute the outputs of linear layers for one input.
+
+    Args:
+        products: The matrix products to use.
+        x: The input (..., in).
+        layers: Weight and bias of each layer. If there are several layers, none may have a bias: they are computed as
+            one product.
+
+    Returns:
+        The output (..., out) of each layer. Those of several layers are columns of one tensor.
+    """
     if len(layers) == 1:
         return (products.linear(x, *layers[0]),)
     weights = [weight for weight, _ in layers]
@@ -112,8 +140,18 @@ def outputs(products: Products, x: Tensor, layers: Sequence[Pair]) -> tuple[Tens
 
 
 def of_input(products: Products, rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """The gradient of the input of layers (rows, in), by those of their outputs (rows, out): one product, where these
-    are columns of one tensor."""
+    """Compute the gradient of the input of linear layers.
+
+    It is one product if the gradients of the outputs are columns of one tensor, else the sum of one for each layer.
+
+    Args:
+        products: The matrix products to use.
+        rows: The gradient of each layer's output, (rows, out).
+        weights: The weight of each layer, (out, in).
+
+    Returns:
+        The gradient of the input, (rows, in).
+    """
     whole = columns(rows) if len(rows) > 1 and not torch.is_grad_enabled() else None
     if whole is not None:
         return products.inner(whole, torch.cat([*weights]))
@@ -122,8 +160,14 @@ def of_input(products: Products, rows: Sequence[Tensor], weights: Sequence[Tenso
 
 
 def columns(parts: Sequence[Tensor]) -> Tensor | None:
-    """The tensor (..., all) whose columns these are, (..., some), one behind the other; None if there is none that is
-    contiguous."""
+    """Return the contiguous tensor whose columns some tensors are, without copying.
+
+    Args:
+        parts: Tensors (..., n) that may be consecutive columns of one tensor, n may differ.
+
+    Returns:
+        The whole tensor (..., sum of n), or None if they are not columns of one, or it is not contiguous.
+    """
     first, width = parts[0], sum(part.shape[-1] for part in parts)
     whole = torch.empty((*first.shape[:-1], width), device="meta")
     at = first.storage_offset()
@@ -138,12 +182,20 @@ def columns(parts: Sequence[Tensor]) -> Tensor | None:
 def of_weights(
     uses: Sequence[Use], wanted: tuple[bool, bool], place: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of a weight, in ``place`` if there is one, and of a bias; of several uses autograd adds up in the
-    order in which it comes to them."""
+    """Compute the gradients of a weight and a bias, added up over their uses in the order in which they are given.
+
+    Args:
+        uses: For each use of the layer its input (rows, in), and the gradient of its output (rows, out).
+        wanted: Whether the gradient of the weight is wanted, and whether that of the bias is.
+        place: A tensor (out, in) to compute the gradient of the weight in; None for new memory.
+
+    Returns:
+        The gradient of the weight (out, in) and of the bias (out,), each None if it is not wanted or there is no use.
+    """
     of_weight = of_bias = None
     for x, rows in uses:
         if wanted[0]:
-            # a window of its own: autograd takes over what nobody else refers to, and copies the rest
+            # detach makes a new Python object: autograd keeps a gradient that nobody else refers to, else copies it
             room = None if place is None or of_weight is not None else place.detach()
             made = torch.mm(rows.t(), x) if room is None else torch.mm(rows.t(), x, out=room)
             of_weight = made if of_weight is None else of_weight.add_(made)
@@ -154,38 +206,45 @@ def of_weights(
 
 
 def undisturbed(x: Tensor) -> bool:
-    """Whether torch does nothing else to a call than to compute it, and to keep what a backward needs."""
+    """Return whether torch would only compute a call on this tensor, and keep what its backward needs.
+
+    False if the tensor has a class of its own, while the call is compiled, under autocast, and if something else sees
+    the call (``is_intercepted``).
+    """
     return (
         type(x) is Tensor
         and not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()  # of modes, as that which counts FLOPs
         and not torch.is_autocast_enabled(x.device.type)
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
+        and not is_intercepted()
     )
 
 
 def serves(x: Tensor, *weights: Tensor) -> bool:
-    """Whether oneDNN's product of ``x`` (..., k) and weights of these sizes, together, is there, and the faster one."""
+    """Return whether oneDNN can multiply a tensor by some weights as one product, and is faster than torch.
+
+    Args:
+        x: The tensor (..., k).
+        *weights: The weights. Only their sizes matter, not which of their dims is multiplied.
+    """
     rows = math.prod(x.shape[:-1])
     return (
-        _ONEDNN is not None
+        has_onednn_linear()
         and rows >= _ROWS
         and rows * sum(weight.numel() for weight in weights) >= _LEAST
         and x.device.type == "cpu"
         and x.dtype == torch.float32
         and x.is_contiguous()
         and all(weight.dtype == x.dtype and weight.device == x.device and weight.is_contiguous() for weight in weights)
-        and torch._C._get_mkldnn_enabled()
+        and bool(torch.backends.mkldnn.enabled)
     )
 
 
 def anywhere(weight: Tensor) -> None:
-    """No place is wanted for the gradient."""
+    """Return None: the gradient of the weight may be computed in new memory."""
 
 
 def _torchs_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _no_view(F.linear(x, weight, bias))
+    return as_no_view(F.linear(x, weight, bias))
 
 
 def _torchs_inner(rows: Tensor, weight: Tensor) -> Tensor:
@@ -193,35 +252,32 @@ def _torchs_inner(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def _onednns_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if _ONEDNN is None or not serves(x, weight):
+    if not serves(x, weight):
         return _torchs_linear(x, weight, bias)
-    return _no_view(_ONEDNN(x, weight, bias, "none", [], ""))
+    return as_no_view(onednn_linear(x, weight, bias))
 
 
 def _onednns_inner(rows: Tensor, weight: Tensor) -> Tensor:
-    if _ONEDNN is None or torch.is_grad_enabled() or not serves(rows, weight):
+    if torch.is_grad_enabled() or not serves(rows, weight):
         return _torchs_inner(rows, weight)
-    return _ONEDNN(rows, weight.t(), None, "none", [], "")
-
-
-def _no_view(out: Tensor) -> Tensor:
-    return torch.ops.aten._unsafe_view.default(out, out.shape) if out._is_view() else out
+    return onednn_linear(rows, weight.t(), None)
 
 
 TORCH = Products(_torchs_linear, _torchs_inner)
 ONEDNN = Products(_onednns_linear, _onednns_inner)
 
-_MOST = 1 << 20  # numbers in all weights: of larger ones a copy side by side takes as long as it saves
+_MOST = 1 << 20  # elements of all weights: to copy more of them side by side takes as long as it saves
 
 
 class Fan(nn.Module):
-    """Calls linear layers on one input: (..., in) -> (..., out) of each.
+    """Call linear layers on one input: (..., in) -> (..., out) of each.
 
-    It has no weights. Where the layers are divided over actors, what replaces it communicates once for all of them.
+    It has no weights. If the layers are sharded over actors, its replacement communicates once for all of them.
 
-    together  small ``Linear`` layers without biases are one product: a longer and so a faster one, and the gradient of
-              its input is no sum. It pays where who takes the outputs, columns of one tensor then, makes its gradients
-              such columns, too
+    Args:
+        together: Compute small ``Linear`` layers without biases as one product. That product is longer, and so faster,
+            and the gradient of its input is no sum. It pays if the gradients of the outputs, which are columns of one
+            tensor, come back as columns of one tensor too.
     """
 
     def __init__(self, *, together: bool = False) -> None:
@@ -234,13 +290,16 @@ class Fan(nn.Module):
         return self.as_one(x, linears)
 
     def as_one(self, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-        """What these layers make, by one product."""
+        """Return the output (..., out) of each layer for x (..., in), computed as one product."""
         parameters = chain.from_iterable((linear.weight, linear.bias) for linear in linears)
         outs: tuple[Tensor, ...] = Product.apply(ONEDNN, anywhere, x, *parameters)  # type: ignore[no-untyped-call]
         return outs
 
     def are_one(self, x: Tensor, linears: Sequence[nn.Linear]) -> bool:
-        """Whether these layers of ``x`` are one product: all may be, nobody listens to one, and it pays."""
+        """Return whether to compute these layers of x (..., in) as one product.
+
+        That is so if all are ``Linear`` layers without biases, no hook listens to one of them, and it pays.
+        """
         return (
             self.together
             and all(isinstance(linear, Linear) and linear.bias is None and not _watched(linear) for linear in linears)
@@ -251,6 +310,5 @@ class Fan(nn.Module):
 
 
 def _watched(module: nn.Module) -> bool:
-    """Return whether somebody is told of a module's calls, or has wrapped its forward."""
-    own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(own) or "forward" in vars(module) or _has_any_global_hook()
+    """Return whether hooks are called with a module's calls, or somebody has wrapped its forward."""
+    return has_call_hooks(module) or "forward" in vars(module)

@@ -1,8 +1,9 @@
 """Build a model without its weights, then make the weights of only some of its layers.
 
-``record`` runs the user's function with every new tensor on the meta device and records the ops on these tensors.
-``Recording.materialize`` replays, on the CPU, the ops that chosen modules depend on. Each random op is seeded by its
-index in the recording, so a weight has the same bits whichever other layers are made.
+``record`` runs the user's function with every new tensor on the meta device, and records the ops on these tensors.
+``Recording.materialize`` replays on the CPU the ops that chosen modules depend on. Each random op is seeded by its
+index in the recording, so a weight has the same bits whichever other layers are made. Running an op on the meta device
+must not import torch's compiler: the cost is in autograd/torch_private.py.
 """
 
 from __future__ import annotations
@@ -20,15 +21,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
 
+from raypar.actors.autograd.torch_private import (
+    DispatchMode,
+    argument_names,
+    has_gradient_hooks,
+    leaves_of,
+    map_leaves,
+    op_name,
+    replaced_trunc_normal,
+    storage_id,
+    without_torch_function,
+    written_arguments,
+)
 from raypar.actors.rng import derive
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
-_TRUNC_NORMAL = "_no_grad_trunc_normal_"
-_PROCESS = threading.RLock()  # generators and patches belong to the process: one thread at a time
-_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]  # what a torch function mode is given when is_meta is read
+_PROCESS = threading.RLock()  # random generators and patches belong to the process, so let in one thread at a time
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]  # the function that a mode gets when is_meta is read
 
 
 @dataclass(frozen=True)
@@ -59,37 +69,54 @@ class Recording:
         self._calls: list[_Call] = []
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op on the meta device and record it. An op that has only real tensors just runs.
+        """Run an op on the meta device and record it. An op that has only real tensors is run and not recorded.
+
+        Args:
+            func: The op.
+            args: Its positional arguments.
+            kwargs: Its arguments by name. "device" is changed to the meta device, in place.
 
         Returns:
             What the op returned.
 
         Raises:
-            RuntimeError: The op can't be replayed later.
+            RuntimeError: The op can't be replayed later: it writes meta values to a real tensor, draws from a generator
+                of the user's, or reads a lazy conjugate or negative tensor.
         """
-        if any(argument.name == "device" for argument in func._schema.arguments):
+        names = argument_names(func)
+        if "device" in names:
             kwargs["device"] = _META
-        elif not any(_is_meta(value) for value in tree_iter((args, kwargs))):
+        elif not any(_is_meta(value) for value in leaves_of((args, kwargs))):
             return func(*args, **kwargs)
-        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-        targets = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        written = [value for name in targets for value in tree_iter(given.get(name)) if isinstance(value, Tensor)]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        targets = written_arguments(func)
+        written = [value for name in targets for value in leaves_of(given.get(name)) if isinstance(value, Tensor)]
         if not all(map(_is_meta, written)):
             raise RuntimeError(f"{func} writes values that are not there yet to a tensor that is")
-        then_args, then_kwargs = tree_map(_frozen, (args, kwargs))  # before the op runs: it may reshape its arguments
-        args, kwargs = tree_map(_on_meta, (args, kwargs))
+        then_args, then_kwargs = map_leaves(_frozen, (args, kwargs))  # before the op runs: it may reshape its arguments
+        args, kwargs = map_leaves(_on_meta, (args, kwargs))
         result = args[0] if _fills(func) else func(*args, **kwargs)
-        outputs = tuple(value.detach() for value in tree_iter(result) if _is_meta(value))
+        outputs = tuple(value.detach() for value in leaves_of(result) if _is_meta(value))
         draws = torch.Tag.nondeterministic_seeded in func.tags
         self._add(func, then_args, then_kwargs, outputs, written, draws)
         return result
 
     def trunc_normal(self, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Record ``torch.nn.init.trunc_normal_`` as one op, because it reads the values that it draws."""
+        """Record ``torch.nn.init.trunc_normal_`` as one op, because it reads the values that it draws.
+
+        Args:
+            func: torch's own implementation.
+            tensor: The tensor to fill, of any shape. A real one is filled at once, and nothing is recorded.
+            *args: The other positional arguments of ``trunc_normal_``.
+            **kwargs: Its arguments by name.
+
+        Returns:
+            ``tensor``.
+        """
         if not _is_meta(tensor):
             return func(tensor, *args, **kwargs)  # type: ignore[no-any-return]
-        window, *rest = tree_map(_frozen, (tensor, *args))
-        self._add(func, (window, *rest), tree_map(_frozen, kwargs), (window,), [tensor], draws=True)
+        window, *rest = map_leaves(_frozen, (tensor, *args))
+        self._add(func, (window, *rest), map_leaves(_frozen, kwargs), (window,), [tensor], draws=True)
         return tensor
 
     def materialize(self, modules: Iterable[nn.Module], seed: int) -> None:
@@ -115,25 +142,26 @@ class Recording:
         """Compute the real tensors for meta tensors, on the CPU.
 
         Args:
-            tensors: Meta tensors of the recording. Real tensors are returned unchanged.
+            tensors: Meta tensors of the recording, of any shapes and dtypes. Real tensors are returned unchanged.
             seed: The run's seed.
 
         Returns:
-            The real tensors, in order. Tensors that share a storage on the meta device share one here.
+            The real tensors, in order, with the shapes, strides and dtypes of the meta tensors. Tensors that share a
+            storage on the meta device share one here.
         """
         tensors = list(tensors)
-        real = self._replay({_storage(tensor) for tensor in tensors if tensor.is_meta}, seed)
+        real = self._replay({storage_id(tensor) for tensor in tensors if tensor.is_meta}, seed)
         return [_window(tensor, real) if tensor.is_meta else tensor for tensor in tensors]
 
     def _add(
         self, func: Any, args: Any, kwargs: Any, outputs: tuple[Tensor, ...], written: Sequence[Tensor], draws: bool
     ) -> None:
-        reads = frozenset(_storage(value) for value in tree_iter((args, kwargs)) if _is_meta(value))
-        writes = frozenset(map(_storage, (*outputs, *written)))
+        reads = frozenset(storage_id(value) for value in leaves_of((args, kwargs)) if _is_meta(value))
+        writes = frozenset(map(storage_id, (*outputs, *written)))
         self._calls.append(_Call(func, args, kwargs, outputs, reads, writes, draws))
 
     def _replay(self, storages: set[int], seed: int) -> dict[int, Tensor]:
-        """Replay the ops that some storages depend on; return a real tensor for each meta storage involved."""
+        """Replay the ops that some storages depend on, and return a real tensor for each meta storage involved."""
         needed, chosen = set(storages), []
         for ordinal in reversed(range(len(self._calls))):
             call = self._calls[ordinal]
@@ -146,33 +174,25 @@ class Recording:
                 call = self._calls[ordinal]
                 if call.draws:
                     torch.default_generator.manual_seed(derive(seed, "init", ordinal))
-                args, kwargs = tree_map(lambda value: _real(value, real), (call.args, call.kwargs))
+                args, kwargs = map_leaves(lambda value: _real(value, real), (call.args, call.kwargs))
                 if "device" in kwargs:
                     kwargs["device"] = _CPU
-                results = [value for value in tree_iter(call.func(*args, **kwargs)) if isinstance(value, Tensor)]
+                results = [value for value in leaves_of(call.func(*args, **kwargs)) if isinstance(value, Tensor)]
                 for meta, result in zip(call.outputs, results, strict=True):
-                    if _storage(meta) not in real:
-                        real[_storage(meta)] = _laid_out(result, meta)
+                    if storage_id(meta) not in real:
+                        real[storage_id(meta)] = _laid_out(result, meta)
         return real
 
 
-class _Mode(TorchDispatchMode):
-    """Dispatch mode for which torch does not import its compiler, which would take 3 s and 80 MiB."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-class _Recorder(_Mode):
+class _Recorder(DispatchMode):
     """Dispatch mode that sends every op to a recording."""
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._recording = recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             return self._recording.call(func, args, dict(kwargs or {}))
 
 
@@ -183,17 +203,17 @@ class _NotMeta(TorchFunctionMode):
         return False if func == _IS_META else func(*args, **(kwargs or {}))
 
 
-class _NoFilling(_Mode):
-    """Dispatch mode that skips the ops that fill a tensor with random values."""
+class _NoFilling(DispatchMode):
+    """Dispatch mode that skips ops that fill a tensor with random values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if _fills(func) else func(*args, **(kwargs or {}))
 
 
 def slots_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Yield where each tensor of a module stands: (the dict that holds it, its name there, the tensor).
+    """Yield each tensor of a module as (the dict that holds it, its name in that dict, the tensor).
 
-    These are the parameters, the buffers, and unregistered tensors that are attributes; submodules are left out.
+    These are the parameters, the buffers, and unregistered tensors that are attributes. Submodules are left out.
     """
     for table in (module._parameters, module._buffers, vars(module)):
         yield from ((table, name, value) for name, value in table.items() if isinstance(value, Tensor))
@@ -205,7 +225,7 @@ def as_kind_of(tensor: Tensor, value: Tensor) -> Tensor:
     Args:
         tensor: The model for the result: a parameter or a plain tensor, that requires gradients or not, and that may
             have attributes which the user set.
-        value: The elements.
+        value: The elements, of the shape and dtype of the result.
 
     Returns:
         ``value`` with the kind, the ``requires_grad`` and the attributes of ``tensor``.
@@ -224,7 +244,7 @@ def on_meta(build: Callable[[], Iterable[nn.Module]]) -> list[nn.Module]:
 
 def unfilled(build: Callable[[], Iterable[nn.Module]]) -> list[nn.Module]:
     """Return the modules that ``build`` makes, without drawing random values for their weights."""
-    with _NoFilling():  # type: ignore[no-untyped-call]
+    with _NoFilling():
         return list(build())
 
 
@@ -265,13 +285,8 @@ def seeded(seed: int) -> Iterator[None]:
 @contextmanager
 def _whole_trunc_normal(recording: Recording) -> Iterator[None]:
     """Patch torch.nn.init so that ``recording`` gets trunc_normal_ as one op, however the user imported it."""
-    with _PROCESS:
-        original = getattr(nn.init, _TRUNC_NORMAL, None)
-        setattr(nn.init, _TRUNC_NORMAL, lambda *args, **kwargs: recording.trunc_normal(original, *args, **kwargs))
-        try:
-            yield
-        finally:
-            setattr(nn.init, _TRUNC_NORMAL, original)
+    with _PROCESS, replaced_trunc_normal(recording.trunc_normal):
+        yield
 
 
 def _fills(func: Any) -> bool:
@@ -279,15 +294,11 @@ def _fills(func: Any) -> bool:
 
     Such an op changes nothing on a meta tensor. It is skipped, because torch would import its compiler to run it.
     """
-    return torch.Tag.nondeterministic_seeded in func.tags and str(func._schema.name).endswith("_")
+    return torch.Tag.nondeterministic_seeded in func.tags and op_name(func).endswith("_")
 
 
 def _is_meta(value: object) -> bool:
     return isinstance(value, Tensor) and value.device.type == "meta"
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _frozen(value: Any) -> Any:
@@ -317,8 +328,8 @@ def _real(value: Any, real: dict[int, Tensor]) -> Any:
 
 
 def _window(meta: Tensor, real: dict[int, Tensor]) -> Tensor:
-    """Return the real tensor for a meta one: the same shape, strides and offset on the real storage."""
-    storage = real[_storage(meta)].untyped_storage()
+    """Return the real tensor for a meta tensor: the same shape, strides and offset, on the real storage."""
+    storage = real[storage_id(meta)].untyped_storage()
     window = torch.empty(0, dtype=meta.dtype)
     return window.set_(storage, meta.storage_offset(), meta.size(), meta.stride())
 
@@ -332,15 +343,16 @@ def _laid_out(result: Tensor, meta: Tensor) -> Tensor:
     return window.copy_(result)
 
 
-_MOST = 200_000  # Python objects that has_strays looks at, at most: some tenths of a second
+_MOST = 200_000  # Python objects that has_strays looks at, at most: this takes some tenths of a second
 
 
 def has_strays(modules: Sequence[nn.Module]) -> bool:
     """Return whether the modules hold a meta tensor that ``materialize`` could not replace.
 
     This is a tensor that is held by something other than a module (a list, an object, a closure, a hook), or a
-    module's tensor that has hooks, a class of its own, or a history. The answer is also True if the modules refer to
-    too many objects to look at.
+    module's tensor that has hooks, a class of its own, or a history in autograd. Such a tensor would stay on the meta
+    device, and torch's CPU matrix product computes with it without an error, and wrongly. The answer is also True if
+    the modules refer to more objects than can be looked at.
     """
     if any(_is_special(tensor) for module in modules for part in module.modules() for *_, tensor in slots_of(part)):
         return True
@@ -356,15 +368,14 @@ def has_strays(modules: Sequence[nn.Module]) -> bool:
 
 
 def _is_special(tensor: Tensor) -> bool:
-    hooks = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return any(hooks) or type(tensor) not in (Tensor, nn.Parameter) or tensor.grad_fn is not None
+    return has_gradient_hooks(tensor) or type(tensor) not in (Tensor, nn.Parameter) or tensor.grad_fn is not None
 
 
 def _things_in(thing: Any) -> Iterable[Any]:
     """Return the objects that an object refers to, except a module's own tensors and a function's globals."""
     if isinstance(thing, nn.Module):
         known = {"_parameters", "_buffers"}
-        if isinstance(thing, nn.RNNBase):  # a second list of its weights, which it renews when it is moved
+        if isinstance(thing, nn.RNNBase):  # it has a second list of its weights, and renews it when it is moved
             known.add("_flat_weights")
         return [value for name, value in vars(thing).items() if name not in known and not isinstance(value, Tensor)]
     if isinstance(thing, FunctionType):

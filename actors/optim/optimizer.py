@@ -16,7 +16,7 @@ KEPT = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 class _AdamW(torch.optim.AdamW):
-    # unwrap removes torch's decorators, which would import its compiler: 3 s and 80 MiB for nothing used here
+    # unwrap removes torch's decorators, which would import its compiler (the cost: autograd/torch_private.py)
     add_param_group = unwrap(torch.optim.AdamW.add_param_group)
     step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 

@@ -19,11 +19,14 @@ from raypar.actors.specs.optim import SGD, AdamW
 from raypar.actors.specs.results import Updated
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
 
-_TIE_TAG = 1 << 30  # above every tag of a schedule's messages
+_TIE_TAG = 1 << 30  # tag of the first message about tied weights, above every tag of a schedule's messages
 
 
 class Update(Protocol):
-    """What a worker does at the end of a step, once the gradients are summed over the replicas."""
+    """What a worker does at the end of a step, once the gradients are summed over the replicas.
+
+    The methods are those of ``Updater``.
+    """
 
     def step(self, step: int, ballot: Tensor | None) -> Updated: ...
 
@@ -37,8 +40,8 @@ class Updater:
 
     Args:
         parameters: This actor's parameters by logical name.
-        names: Names of all logical parameters of the model. The global norm is summed in this order on every layout, so
-            that it has the same bits.
+        names: Names of all logical parameters of the model. Every layout sums the global norm in this order, so that it
+            has the same bits.
         ties: Tied weights whose home and copy are on different ranks. Both ends get the sum of the gradients and make
             the same update.
         group: All actors that update parts of one model: the ranks of the pipeline, or all servers. None if there is
@@ -46,7 +49,7 @@ class Updater:
         tensors: Which parameters a tensor-parallel group shards, and what it must sum.
         optim: Kind and settings of the optimizer.
         clip: Largest global gradient norm; None for no clipping.
-        steps: Number of steps of the whole run, for the learning rate.
+        steps: Number of steps of the whole run; the learning rate depends on it.
     """
 
     def __init__(
@@ -128,9 +131,12 @@ class Updater:
 
         Each of these numbers is known to one actor and zero on the others, so the all_reduce is exact to the last bit.
 
+        Args:
+            ballot: As in ``step``.
+
         Returns:
-            The gradient norm of every logical parameter (n,) in the order of ``names``; the factor that turns the
-            gradients into those of the mean over the step's tokens (see ``correction``); the number of no votes.
+            The gradient norm of every logical parameter (n,) float32 in the order of ``names``; the factor that turns
+            the gradients into those of the mean over the step's tokens (see ``correction``); the number of no votes.
         """
         numbers = torch.zeros(len(self._names) + 2)
         if ballot is not None:
@@ -183,7 +189,7 @@ class Updater:
         return [(number, tie) for number, tie in enumerate(self._ties) if tie.home in used]
 
     def _gradient(self, name: str) -> Tensor:
-        """Return a parameter's gradient, after setting it to zeros if it is None."""
+        """Return a parameter's gradient. If it is None, set it to zeros first."""
         parameter = self._parameters[name]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -191,7 +197,7 @@ class Updater:
 
 
 def ballot_of(tokens: int, expected: float, *, sound: bool) -> Tensor:
-    """Return what the last stage of a replica reports at the end of a step, to be summed over the replicas.
+    """Return the report of a replica's last stage at the end of a step. It is summed over the replicas.
 
     Args:
         tokens: Number of target elements in this replica's part of the step.

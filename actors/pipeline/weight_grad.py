@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.autograd.torch_private import has_gradient_hooks, has_saved_tensor_hooks, num_writes
 from raypar.actors.layers.linear import (
     Fan,
     Linear,
@@ -295,12 +296,12 @@ def _add(places: dict[Tensor, Tensor], uses: list[Use], weight: Tensor, bias: Te
 
 def _hooked(parameter: Tensor | None) -> bool:
     """Return whether a parameter has hooks that are called with its gradient."""
-    return parameter is not None and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    return parameter is not None and has_gradient_hooks(parameter)
 
 
 def _versions(use: Use) -> _Versions:
     x, rows = use
-    return x._version, rows._version
+    return num_writes(x), num_writes(rows)
 
 
 def _usual(weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:
@@ -316,7 +317,7 @@ def _usual(weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:
         and undisturbed(x)
         and x.is_contiguous()
         and weight.is_contiguous()
-        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        and not has_saved_tensor_hooks()
     )
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypar.actors.autograd.recompute import SelectiveRecompute
+from raypar.actors.autograd.torch_private import demand_later
 from raypar.actors.collective.autograd import Move, all_gathered, begin_sum
 from raypar.actors.collective.group import Group
 from raypar.actors.layers.linear import Fan
@@ -105,7 +106,7 @@ class VocabParallelEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """Embed ids. Raises RuntimeError if an id is not in the vocabulary."""
         known = ((input >= 0) & (input < self.ids)).all()
-        torch._assert_async(known, f"an id is out of bounds: the embedding has {self.ids}, counted from 0")
+        demand_later(known, f"an id is out of bounds: the embedding has {self.ids}, counted from 0")
         foreign = (input < self.start) | (input >= self.stop)
         weight = self.weight if self.gather is None else self.gather(self.weight)
         own = F.embedding((input - self.start).masked_fill(foreign, 0), weight, self.padding_idx)

@@ -6,11 +6,13 @@ graph tells whether this member holds only a part of a tensor.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+
+from raypar.actors.autograd.torch_private import base_of, notes_of
 
 _KEY = "raypar.divided"
 
@@ -25,15 +27,13 @@ def mark(tensor: Tensor, *, divided: bool) -> Tensor:
     Returns:
         The same tensor.
     """
-    for one in (tensor, tensor._base):  # an in-place op on a view continues the base's graph, without the view's node
+    for one in (
+        tensor,
+        base_of(tensor),
+    ):  # an in-place op on a view continues the base's graph, without the view's node
         if one is not None and one.grad_fn is not None:
-            _notes(one.grad_fn)[_KEY] = divided
+            notes_of(one.grad_fn)[_KEY] = divided
     return tensor
-
-
-def _notes(node: Node) -> dict[Any, Any]:
-    notes: Any = node.metadata  # a dictionary; torch declares the function behind it
-    return cast(dict[Any, Any], notes)
 
 
 def is_divided(tensor: Tensor) -> bool | None:
@@ -46,7 +46,7 @@ def is_divided(tensor: Tensor) -> bool | None:
         if node in seen:
             continue
         seen.add(node)
-        divided = _notes(node).get(_KEY)
+        divided = notes_of(node).get(_KEY)
         if divided:
             return True
         if divided is None:

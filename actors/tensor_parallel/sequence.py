@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from raypar.actors.autograd.recompute import SelectiveRecompute
+from raypar.actors.autograd.torch_private import num_writes
 from raypar.actors.collective.autograd import Move, all_gather
 from raypar.actors.collective.group import Group
 
@@ -31,7 +32,7 @@ class SharedCopy:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the copy of a tensor. A tensor that was written to meanwhile gets a new one."""
-        state = x._version, x.requires_grad, torch.is_grad_enabled()
+        state = num_writes(x), x.requires_grad, torch.is_grad_enabled()
         if self._last is None or self._last[0] is not x or self._last[1] != state:
             self._last = x, state, self._copy(x)
         return self._last[2]

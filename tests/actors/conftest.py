@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raypar.actors.layers import linear as products
+from raypar.actors.autograd import torch_private
 from tests.support.counted import Counted
 
 
@@ -14,5 +14,5 @@ def counted(monkeypatch):
     counted = Counted()
     if counted.really is None:
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(products, "_ONEDNN", counted)
+    monkeypatch.setattr(torch_private, "_ONEDNN_LINEAR", counted)
     return counted

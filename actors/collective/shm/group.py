@@ -12,7 +12,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 from raypar.actors.collective.group import Finish, Group
 from raypar.actors.collective.ledger import Ledger

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 from raypar.actors.collective.shm.slabs import Slab
 

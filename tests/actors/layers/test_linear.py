@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from raypar.actors.autograd import torch_private
 from raypar.actors.layers import linear as processor
 from raypar.actors.layers import linear as products
 from raypar.actors.layers.linear import Linear, linear_of, of_intel, products_of
@@ -63,7 +64,7 @@ def test_what_onednn_is_not_for_has_the_bits_of_nn_linear(counted, rows, inputs,
 
 
 def test_without_onednn_it_is_nn_linear(monkeypatch):
-    monkeypatch.setattr(products, "_ONEDNN", None)
+    monkeypatch.setattr(torch_private, "_ONEDNN_LINEAR", None)
     ours, plain = pair()
     x, gradient = torch.randn(*ROWS, IN), torch.randn(*ROWS, OUT)
     for one, other in zip(trained(ours, x, gradient), trained(plain, x, gradient), strict=True):

@@ -1,0 +1,396 @@
+"""The private names of torch that the actors use.
+
+No other file of actors/ or raypar/ may name one, and a test says so (tests/test_house.py).
+
+Every function says what it does and why torch's public way will not do. Private names may change with every release:
+**at each upgrade of torch, retry the public way for every function of this file**, run the tests, and measure again
+where a figure is given. The names are those of torch 2.13.
+
+Some mechanisms exist only because the public way would import torch's compiler (``torch._dynamo``) or sympy at its
+first use. That costs 3 s of CPU time and 80 to 90 MiB in every actor, at every launch (docs/decisions/actors.md). They
+stay with their subjects, take the private names that they need from this file, and are to be retried at each upgrade
+too:
+
+- ``actors/autograd/recompute.py``: ``rerun`` in place of ``torch.utils.checkpoint``. It imports the compiler.
+- ``actors/autograd/backward.py``: ``Tail`` in place of ``torch.autograd.backward`` with gradients. That imports sympy
+  to check their shapes: 2 s and 40 MiB.
+- ``actors/optim/optimizer.py``: ``add_param_group`` and ``step`` of torch's optimizers without their decorators, which
+  import the compiler.
+- ``actors/models/deferred_init.py``: modes that do not import it (``DispatchMode``), and that do not run the ops that
+  fill a meta tensor with random values, for these import it too.
+- ``actors/layers/positions.py``: tables of positions are computed at their first use. On the meta device that would
+  import sympy.
+
+Attributes of modules that torch's own documentation and all libraries around it use (``_parameters``, ``_buffers``,
+``_modules``, and ``_flat_weights`` of ``nn.RNNBase``) are no private names in this sense, and are used where needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node
+from torch.nn.attention import SDPBackend
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+# --- tensors and the autograd graph ----------------------------------------------------------------------------------
+
+
+def num_writes(tensor: Tensor) -> int:
+    """Return how often the memory of a tensor was written to: its version, which all its views share.
+
+    Autograd compares versions itself, but only for tensors that it has saved, and there is no public way to read them.
+    To compare the values would need a copy of the tensor. Some kernels, as batch_norm's, write without counting.
+    """
+    return tensor._version
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that this one is a view of, or None if it is no view.
+
+    There is no public way to ask: equal storages do not tell which tensor autograd takes for the base.
+    """
+    return tensor._base
+
+
+def as_no_view(tensor: Tensor) -> Tensor:
+    """Return a tensor that nobody else refers to as one that autograd does not take for a view. Nothing is copied.
+
+    Autograd lets nobody write into a view that a custom function returns. The public way is ``clone``, which copies the
+    whole output of a linear layer; what that would cost is not measured.
+
+    Args:
+        tensor: A tensor of any shape and dtype. It must be the only one that refers to its memory.
+    """
+    return torch.ops.aten._unsafe_view.default(tensor, tensor.shape) if tensor._is_view() else tensor
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that is the same for all tensors of one storage, and unique while the storage is alive.
+
+    The public ``untyped_storage().data_ptr()`` is 0 for every tensor on the meta device and for every empty one.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Return whether a tensor has hooks that are called with its gradient or after it was accumulated.
+
+    torch has public functions that add such hooks, and none that tells whether there are any.
+    """
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def notes_of(node: Node) -> dict[Any, Any]:
+    """Return the dictionary of notes that a node of the autograd graph carries. What is put into it stays there.
+
+    ``Node.metadata`` is public, but its documentation and its type call it a function, and it is an attribute.
+    """
+    notes: Any = node.metadata
+    return cast("dict[Any, Any]", notes)
+
+
+# --- what else torch does to a call ----------------------------------------------------------------------------------
+
+
+def is_intercepted() -> bool:
+    """Return whether this thread's calls of torch are also seen by something other than plain autograd.
+
+    This is a dispatch mode (as that which counts FLOPs), a transform of ``torch.func``, or forward-mode
+    differentiation. A custom function that calls a private kernel would be wrong for them, or invisible. torch has no
+    public way to ask.
+    """
+    return (
+        bool(torch._C._len_torch_dispatch_stack())
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Return whether ``torch.autograd.graph.saved_tensors_hooks`` is active in this thread, as in checkpointing.
+
+    A layer that keeps tensors by itself must not keep them past these hooks. torch has no public way to ask.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def has_call_hooks(module: nn.Module) -> bool:
+    """Return whether hooks are called with a module's forward or backward: its own, or those of all modules.
+
+    torch has public functions that add such hooks, and none that tells whether there are any.
+    """
+    own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(own) or bool(_has_any_global_hook())
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+_ONEDNN_LINEAR: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+def has_onednn_linear() -> bool:
+    """Return whether this build of torch has oneDNN's linear layer, see ``onednn_linear``."""
+    return _ONEDNN_LINEAR is not None
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply by a linear layer's weight with oneDNN's kernel. Autograd does not record it.
+
+    The public ``F.linear`` goes through MKL, which is slower on CPUs that are not Intel's. On one thread a forward and
+    backward of gpt-small took 1,064 ms with oneDNN's and 1,095 ms with MKL's (3 to 4 %); of a wider model 217 and 230
+    ms (6 %); of 2 samples 282 and 284 ms (docs/decisions/layers.md, 23 November 2026). torch has no public operator
+    that hands plain tensors to oneDNN.
+
+    Args:
+        x: Inputs (..., in) float32 on the CPU.
+        weight: Weight (out, in) float32, of any strides.
+        bias: Bias (out,) float32, or None.
+
+    Returns:
+        Outputs (..., out) float32.
+
+    Raises:
+        RuntimeError: This build of torch does not have the kernel.
+    """
+    if _ONEDNN_LINEAR is None:
+        raise RuntimeError("this build of torch has no oneDNN: ask has_onednn_linear first")
+    return _ONEDNN_LINEAR(x, weight, bias, "none", [], "")
+
+
+def softmax_gradient_(gradient: Tensor, weights: Tensor) -> None:
+    """Replace the gradient of a softmax by the gradient of its input, in the same memory.
+
+    Autograd would call the same kernel, but with new memory for the result, which for attention in blocks is a tensor
+    of scores for each block. Composed of public operators it would be several passes over the scores. What either would
+    cost is not measured; the blocks, which this is a part of, save 4 to 30 % of attention (docs/parallelism.md).
+
+    Args:
+        gradient: Gradient of the softmax over the last dim, (..., T) float32. It is overwritten.
+        weights: The softmax, (..., T) float32.
+    """
+    torch._softmax_backward_data(gradient, weights, -1, torch.float32, grad_input=gradient)
+
+
+def keeps_attention_scores(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> bool:
+    """Return whether ``F.scaled_dot_product_attention`` would choose the plain kernel, which keeps all scores.
+
+    The public ``torch.nn.attention.sdpa_kernel`` forces a kernel; nothing public tells which one torch would choose.
+
+    Args:
+        q: Queries (B, N, S, d).
+        k: Keys (B, K, S, d).
+        v: Values (B, K, S, d).
+        **settings: The other arguments of ``F.scaled_dot_product_attention``, by name.
+    """
+    return torch._fused_sdp_choice(q, k, v, **settings) == SDPBackend.MATH.value
+
+
+def flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute attention with torch's CPU kernel, which also gives the logarithms that blocks are added up with.
+
+    The public ``F.scaled_dot_product_attention`` calls this kernel and drops the logarithms. Without them every block's
+    scores would have to be computed twice, or kept; what that would cost is not measured.
+
+    Args:
+        q: Queries (B, N, S, d), floating.
+        k: Keys (B, N, T, d) of the same dtype.
+        v: Values (B, N, T, d) of the same dtype.
+        causal: Whether a query sees only the keys up to its own place.
+        mask: Numbers to add to the scores, (1, N, S, T) of the same dtype; None for none.
+
+    Returns:
+        Outputs (B, N, S, d), and the logarithm of each query's denominator (B, N, S).
+    """
+    made: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=mask
+    )
+    return made
+
+
+def flash_attention_cpu_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, causal: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of attention over some of the keys, with torch's CPU kernel.
+
+    Autograd calls this kernel with the outputs and logarithms of the same keys. Attention across actors must pass those
+    over all keys, which the public way does not allow.
+
+    Args:
+        gradient: Gradient of the outputs over all keys, (B, N, S, d).
+        q: Queries (B, N, S, d).
+        k: Some of the keys, (B, N, T, d).
+        v: Some of the values, (B, N, T, d).
+        out: Outputs over all keys, (B, N, S, d).
+        logs: Logarithm of each query's denominator over all keys, (B, N, S).
+        causal, mask: As in ``flash_attention_cpu``.
+
+    Returns:
+        What these keys add to the gradient of the queries, and the gradients of these keys and values.
+    """
+    made: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, q, k, v, out, logs, 0.0, causal, attn_mask=mask
+    )
+    return made
+
+
+def demand_later(condition: Tensor, message: str) -> None:
+    """Fail if a condition is false, without waiting for the device that computes it.
+
+    To look at the condition in Python (``bool(condition)``) would make the host wait for a GPU at every call; what that
+    would cost is not measured.
+
+    Args:
+        condition: One bool, () on any device.
+        message: The error message.
+
+    Raises:
+        RuntimeError: The condition is false and on the CPU. On a GPU the device fails, at this or a later call.
+    """
+    torch._assert_async(condition, message)
+
+
+# --- modes and ops of a recorded build -------------------------------------------------------------------------------
+
+
+class DispatchMode(TorchDispatchMode):
+    """Base class of dispatch modes: while one is active, its ``__torch_dispatch__`` gets every op.
+
+    torch documents the class without giving it a public home. A subclass imports torch's compiler when it is first
+    used, to be hidden from it (the module's docstring has the figure). This one says that it need not be hidden.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Return a context in which neither tensor subclasses nor function modes see torch's functions.
+
+    The public ``torch.overrides`` can say who overrides a function, but can't switch the overrides of modes off.
+    """
+    return torch._C.DisableTorchFunction()
+
+
+def leaves_of(tree: Any) -> Iterable[Any]:
+    """Return all values in nested tuples, lists and dictionaries, in order.
+
+    These are the containers in which torch passes the arguments of ops. It has no public function for them.
+    """
+    return tree_iter(tree)
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return nested tuples, lists and dictionaries with every value replaced by what a function makes of it.
+
+    See ``leaves_of``.
+    """
+    return tree_map(function, tree)
+
+
+def op_name(op: Any) -> str:
+    """Return the name of an op (``torch.ops.aten.…``), as "aten::add_". Only the op's schema has it."""
+    return str(op._schema.name)
+
+
+def argument_names(op: Any) -> list[str]:
+    """Return the names of an op's arguments, in order. ``inspect.signature`` knows only ``*args`` and ``**kwargs``."""
+    return [argument.name for argument in op._schema.arguments]
+
+
+def written_arguments(op: Any) -> list[str]:
+    """Return the names of the arguments that an op writes to. Nothing but the op's schema tells them apart."""
+    return [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+@contextmanager
+def replaced_trunc_normal(replacement: Callable[..., Any]) -> Iterator[None]:
+    """For the time of the context, call another function in place of ``torch.nn.init.trunc_normal_``.
+
+    It replaces the private function that the public one calls: so it also reaches users who have imported the public
+    function by name. The process has only one such function, so let one thread at a time in.
+
+    Args:
+        replacement: Called with the original function and the arguments of the call. If torch does not have the private
+            function any more, the original is None, and nothing calls the replacement.
+    """
+    name = "_no_grad_trunc_normal_"
+    original = getattr(nn.init, name, None)
+    setattr(nn.init, name, partial(replacement, original))
+    try:
+        yield
+    finally:
+        setattr(nn.init, name, original)
+
+
+# --- process groups --------------------------------------------------------------------------------------------------
+
+
+def gloo_options(device: Any, timeout: timedelta) -> Any:
+    """Return the options of a ``ProcessGroupGloo`` with one thread.
+
+    The public constructor takes no device, and creates an event loop and a listener for every group; what that would
+    cost is not measured.
+
+    Args:
+        device: The process's Gloo device, from ``ProcessGroupGloo.create_device``.
+        timeout: How long members may take to connect.
+    """
+    gloo: Any = dist.ProcessGroupGloo  # torch types only a part of it
+    options = gloo._Options()
+    options._devices, options._threads = [device], 1
+    set_timeout(options, timeout)
+    return options
+
+
+def set_timeout(options: Any, timeout: timedelta) -> None:
+    """Set the timeout of the ops of a process group that will be created with these options.
+
+    The public ``timeout`` belongs to ``torch.distributed.init_process_group``, which makes one default group a process.
+    """
+    options._timeout = timeout
+
+
+def all_gather_flat(group: Any, out: Tensor, part: Tensor) -> Any:
+    """Start an all_gather of equal parts into one tensor.
+
+    The public ``torch.distributed.all_gather_into_tensor`` accepts only groups that ``init_process_group`` knows.
+
+    Args:
+        group: A ``ProcessGroupNCCL``.
+        out: The whole, (size of the group x n,), contiguous.
+        part: This member's part, (n,), contiguous.
+
+    Returns:
+        torch's handle of the operation.
+    """
+    return group._allgather_base(out, part)
+
+
+def reduce_scatter_flat(group: Any, out: Tensor, source: Tensor, options: Any) -> Any:
+    """Start a reduce_scatter of one tensor into equal parts. For the public way see ``all_gather_flat``.
+
+    Args:
+        group: A ``ProcessGroupNCCL``.
+        out: This member's part of the result, (n,), contiguous.
+        source: This member's summands, (size of the group x n,), contiguous.
+        options: A ``ReduceScatterOptions``.
+
+    Returns:
+        torch's handle of the operation.
+    """
+    return group._reduce_scatter_base(out, source, options)
