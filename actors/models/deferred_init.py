@@ -8,13 +8,11 @@ must not import torch's compiler: the cost is in autograd/torch_private.py.
 
 from __future__ import annotations
 
-import gc
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from raypar.actors.autograd.torch_private import (
     DispatchMode,
     argument_names,
-    has_gradient_hooks,
     leaves_of,
     map_leaves,
     op_name,
@@ -341,43 +338,3 @@ def _laid_out(result: Tensor, meta: Tensor) -> Tensor:
     storage = torch.empty(meta.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
     window = torch.empty(0, dtype=meta.dtype).set_(storage, meta.storage_offset(), meta.size(), meta.stride())
     return window.copy_(result)
-
-
-_MOST = 200_000  # Python objects that has_strays looks at, at most: this takes some tenths of a second
-
-
-def has_strays(modules: Sequence[nn.Module]) -> bool:
-    """Return whether the modules hold a meta tensor that ``materialize`` could not replace.
-
-    This is a tensor that is held by something other than a module (a list, an object, a closure, a hook), or a
-    module's tensor that has hooks, a class of its own, or a history in autograd. Such a tensor would stay on the meta
-    device, and torch's CPU matrix product computes with it without an error, and wrongly. The answer is also True if
-    the modules refer to more objects than can be looked at.
-    """
-    if any(_is_special(tensor) for module in modules for part in module.modules() for *_, tensor in slots_of(part)):
-        return True
-    coming, seen = list[Any](modules), set[int]()
-    while coming and len(seen) < _MOST:
-        thing = coming.pop()
-        if id(thing) not in seen and not isinstance(thing, (type, ModuleType)):
-            seen.add(id(thing))
-            if issubclass(type(thing), Tensor) and thing.is_meta:
-                return True
-            coming += _things_in(thing)
-    return bool(coming)
-
-
-def _is_special(tensor: Tensor) -> bool:
-    return has_gradient_hooks(tensor) or type(tensor) not in (Tensor, nn.Parameter) or tensor.grad_fn is not None
-
-
-def _things_in(thing: Any) -> Iterable[Any]:
-    """Return the objects that an object refers to, except a module's own tensors and a function's globals."""
-    if isinstance(thing, nn.Module):
-        known = {"_parameters", "_buffers"}
-        if isinstance(thing, nn.RNNBase):  # it has a second list of its weights, and renews it when it is moved
-            known.add("_flat_weights")
-        return [value for name, value in vars(thing).items() if name not in known and not isinstance(value, Tensor)]
-    if isinstance(thing, FunctionType):
-        return thing.__closure__, thing.__defaults__, thing.__kwdefaults__, vars(thing)
-    return gc.get_referents(thing)

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from raypar.actors.models.base import Model, Parallelize, unsharded
-from raypar.actors.models.deferred_init import Recording, as_kind_of, has_strays, on_meta, record, seeded, slots_of
+from raypar.actors.models.deferred_init import Recording, as_kind_of, on_meta, record, seeded, slots_of
+from raypar.actors.models.unregistered import demand_real, has_strays
 from raypar.actors.models.user_plan import tensor_plan_of
 from raypar.actors.rng import derive
 from raypar.actors.sharding import Shard
@@ -56,6 +57,7 @@ class LayersModel(Model):
         own = [self.skeleton[index] for index in layers]
         if self._recording is not None:
             self._recording.materialize(own, seed)
+            demand_real(own)
         return own
 
     def _materialize_shards(self, layers: Sequence[int], seed: int, parallelize: Parallelize) -> list[nn.Module]:
@@ -79,6 +81,7 @@ class LayersModel(Model):
             for table, inner, name, _ in slots:
                 table[inner] = made[id(whole[name])]
         self._sharded |= {int(name.partition(".")[0]) for name in named}
+        demand_real(list(own.values()))
         return [own[str(index)] for index in layers]
 
     def note(self, layer: int, error: Exception) -> str:

@@ -30,7 +30,7 @@ def mark(tensor: Tensor, *, divided: bool) -> Tensor:
     for one in (
         tensor,
         base_of(tensor),
-    ):  # an in-place op on a view continues the base's graph, without the view's node
+    ):  # an in-place op on a view goes on in the graph of its base
         if one is not None and one.grad_fn is not None:
             notes_of(one.grad_fn)[_KEY] = divided
     return tensor

@@ -67,7 +67,7 @@ def check_run(run: Run, resumed: Path | None = None, skeleton: Skeleton | None =
         try:
             programs = programs_of(run.schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=reduces)
             misfits = _layer_faults(run, skeleton, programs["train"].num_stages, right)
-            faults += misfits or _share_faults(run, skeleton, programs["train"], right)
+            faults += misfits or _placement_faults(run, skeleton, programs["train"], right)
         except ScheduleError as error:
             faults += [str(error), *_layer_faults(run, skeleton, run.mesh.pp * (run.chunks or 1), right)]
     elif right("schedule"):
@@ -138,6 +138,24 @@ def _backward_faults(run: Run) -> Iterator[str]:
     if run.mesh.tensor_ranks > 1:
         why = "layers that are divided make their weights' gradients at once"
         yield f"backward is 'split', but mesh.tp is {run.mesh.tp!r}, and {why}: set it to 1, {fix}"
+
+
+def _placement_faults(run: Run, skeleton: Skeleton, schedule: Schedule, right: Callable[..., bool]) -> Iterator[str]:
+    """Yield the faults that depend on which pipeline rank holds which layer."""
+    yield from _share_faults(run, skeleton, schedule, right)
+    if isinstance(run.model, Layers) and right("model", "split") and schedule.num_ranks > 1:
+        from raypar.actors.models.unregistered import borrowed  # imports torch
+        from raypar.actors.worker.build import homes_of
+
+        homes, names = homes_of(skeleton.model, run.split, schedule), skeleton.model.names
+        for layer, owner, name in borrowed(skeleton.model.skeleton):
+            if homes[layer] != homes[owner]:
+                where = f"they are on different actors, pp={homes[layer]} and pp={homes[owner]}"
+                yield (
+                    f"model: {names[layer]} uses {names[owner]}.{name} without registering it, and {where}: make the "
+                    f"module or the parameter an attribute of {names[layer]} (then it is one tied weight), or give "
+                    "both to one stage with split"
+                )
 
 
 def _share_faults(run: Run, skeleton: Skeleton, schedule: Schedule, right: Callable[..., bool]) -> Iterator[str]:

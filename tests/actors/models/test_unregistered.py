@@ -1,0 +1,134 @@
+"""A layer that uses another layer's weight without registering it: told before any actor starts, and never silent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.models.unregistered import Borrowed, borrowed
+from raypar.actors.models.user_layers import LayersModel
+from raypar.actors.specs.data import Batches
+from raypar.actors.specs.model import Layers
+from raypar.actors.specs.run import Run
+from raypar.config.run import check_run
+from raypar.errors import ConfigError
+from tests.support.team import Team, batch, mse
+
+
+class Keeps:
+    """An object that is no module."""
+
+    def __init__(self, module):
+        self.module = module
+
+
+class Uses(nn.Module):
+    """Multiplies by the weight of another layer, to which it refers in one way or another."""
+
+    def __init__(self, enc, how):
+        super().__init__()
+        self.own = nn.Parameter(torch.zeros(4))
+        if how == "a list":
+            self.enc = [enc]
+        elif how == "__dict__":
+            self.__dict__["enc"] = enc
+        elif how == "an object":
+            self.enc = Keeps(enc)
+        elif how == "a list of weights":
+            self.enc = [enc.weight]
+        elif how == "registered":
+            self.enc = enc
+        self.weight = (lambda: enc.weight) if how == "a closure" else lambda: self.enc_weight(how)
+
+    def enc_weight(self, how):
+        found = {"a list": lambda: self.enc[0].weight, "an object": lambda: self.enc.module.weight}
+        found["a list of weights"] = lambda: self.enc[0]
+        return found.get(how, lambda: self.enc.weight)()
+
+    def forward(self, x):
+        return x @ self.weight() + self.own
+
+
+HIDDEN = ["a list", "__dict__", "an object", "a list of weights", "a closure"]
+
+
+def layers(how):
+    def build():
+        enc = nn.Linear(4, 4)
+        return [enc, nn.Tanh(), Uses(enc, how), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
+
+    return build
+
+
+def run_of(how, pp, **changes):
+    run = Run(model=Layers(layers(how), mse, halves=True), data=Batches(batch, batch), mesh=Mesh(pp=pp))
+    return replace(run, microbatches=4, **changes)
+
+
+@pytest.mark.parametrize("how", HIDDEN)
+def test_it_is_told_before_any_actor_starts(how):
+    says = (
+        r"model: layers\.2 uses layers\.0\.weight without registering it, and they are on different actors, pp=1 and "
+        r"pp=0: make the module or the parameter an attribute of layers\.2"
+    )
+    with pytest.raises(ConfigError, match=says) as caught:
+        check_run(run_of(how, 3))
+    assert len(caught.value.faults) == 1
+    check_run(run_of(how, 3, split=(3, 2, 1)))
+
+
+@pytest.mark.parametrize("pp", [1, 3])
+def test_a_registered_one_is_a_tied_weight(pp):
+    assert borrowed(layers("registered")()) == []
+    check_run(run_of("registered", pp))
+
+
+@pytest.mark.parametrize("how", HIDDEN)
+def test_on_one_actor_it_trains_as_one_process_does(how):
+    teams = [Team.of(run_of(how, pp, split=split)) for pp, split in ((1, "even"), (2, (3, 3)))]
+    for team in teams:
+        for step in range(2):
+            team.step(step)
+    ones, others = (team.weights() for team in teams)
+    assert ones.keys() == others.keys()
+    assert all(torch.equal(weight, others[name]) for name, weight in ones.items())
+
+
+@pytest.mark.parametrize("how", HIDDEN)
+def test_an_actor_that_has_only_the_user_of_a_weight_refuses(how):
+    """Whatever the driver has found."""
+    model = LayersModel(Layers(layers(how), mse), 0)
+    if model._recording is None:  # it was built whole: nothing is on the meta device
+        assert all(not p.is_meta for module in model.materialize([2], 0) for p in module.parameters())
+        return
+    with pytest.raises(ValueError, match="a layer uses a weight of another actor's layer without registering it"):
+        model.materialize([2, 3], 0)
+    assert len(model.materialize([0, 1, 2], 0)) == 3
+
+
+class Hides(nn.Module):
+    """Keeps a module that nobody registers, as a frozen helper."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.helper = nn.Linear(4, 4), [nn.Linear(4, 4)]
+
+    def forward(self, x):
+        return self.own(x) + self.helper[0](x).detach()
+
+
+def test_a_module_that_nobody_registers_is_built_with_the_others():
+    teams = [Team(lambda: [Hides(), nn.Linear(4, 4)], pp) for pp in (1, 2)]
+    losses = [[result.losses for result in team.step(0)][-1] for team in teams]
+    assert losses[0] == losses[1]
+
+
+def test_each_pair_of_layers_is_named_once():
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    user = nn.Identity()
+    user.refs = [one, one, other.bias]
+    assert borrowed([one, other, user]) == [Borrowed(2, 1, "bias"), Borrowed(2, 0, "weight")]
