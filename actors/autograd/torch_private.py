@@ -50,7 +50,7 @@ def num_writes(tensor: Tensor) -> int:
     """Return how often the memory of a tensor was written to: its version, which all its views share.
 
     Autograd compares versions itself, but only for tensors that it has saved, and there is no public way to read them.
-    To compare the values would need a copy of the tensor. Some kernels, as batch_norm's, write without counting.
+    To compare values would need a copy of the tensor. Some kernels (batch_norm's) do not count. Retry at upgrades.
     """
     return tensor._version
 
@@ -58,7 +58,7 @@ def num_writes(tensor: Tensor) -> int:
 def base_of(tensor: Tensor) -> Tensor | None:
     """Return the tensor that this one is a view of, or None if it is no view.
 
-    There is no public way to ask: equal storages do not tell which tensor autograd takes for the base.
+    torch has no public way to ask: equal storages do not tell which tensor is autograd's base. Retry at upgrades.
     """
     return tensor._base
 
@@ -67,7 +67,7 @@ def as_no_view(tensor: Tensor) -> Tensor:
     """Return a tensor that nobody else refers to as one that autograd does not take for a view. Nothing is copied.
 
     Autograd lets nobody write into a view that a custom function returns. The public way is ``clone``, which copies the
-    whole output of a linear layer; what that would cost is not measured.
+    whole output of a linear layer; what that would cost is not measured. Retry at upgrades.
 
     Args:
         tensor: A tensor of any shape and dtype. It must be the only one that refers to its memory.
@@ -78,7 +78,7 @@ def as_no_view(tensor: Tensor) -> Tensor:
 def storage_id(tensor: Tensor) -> int:
     """Return a number that is the same for all tensors of one storage, and unique while the storage is alive.
 
-    The public ``untyped_storage().data_ptr()`` is 0 for every tensor on the meta device and for every empty one.
+    The public ``untyped_storage().data_ptr()`` is 0 for all meta tensors and all empty ones. Retry at upgrades.
     """
     return int(tensor.untyped_storage()._cdata)
 
@@ -86,7 +86,7 @@ def storage_id(tensor: Tensor) -> int:
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Return whether a tensor has hooks that are called with its gradient or after it was accumulated.
 
-    torch has public functions that add such hooks, and none that tells whether there are any.
+    torch has public functions that add such hooks, and none that tells whether there are any. Retry at upgrades.
     """
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
@@ -94,7 +94,7 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 def notes_of(node: Node) -> dict[Any, Any]:
     """Return the dictionary of notes that a node of the autograd graph carries. What is put into it stays there.
 
-    ``Node.metadata`` is public, but its documentation and its type call it a function, and it is an attribute.
+    ``Node.metadata`` is public, but is documented and typed as a function. It is an attribute. Retry at upgrades.
     """
     notes: Any = node.metadata
     return cast("dict[Any, Any]", notes)
@@ -108,7 +108,7 @@ def is_intercepted() -> bool:
 
     This is a dispatch mode (as that which counts FLOPs), a transform of ``torch.func``, or forward-mode
     differentiation. A custom function that calls a private kernel would be wrong for them, or invisible. torch has no
-    public way to ask.
+    public way to ask. Retry at upgrades.
     """
     return (
         bool(torch._C._len_torch_dispatch_stack())
@@ -120,7 +120,7 @@ def is_intercepted() -> bool:
 def has_saved_tensor_hooks() -> bool:
     """Return whether ``torch.autograd.graph.saved_tensors_hooks`` is active in this thread, as in checkpointing.
 
-    A layer that keeps tensors by itself must not keep them past these hooks. torch has no public way to ask.
+    A layer must not keep tensors by itself past these hooks. torch has no public way to ask. Retry at upgrades.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
@@ -128,7 +128,7 @@ def has_saved_tensor_hooks() -> bool:
 def has_call_hooks(module: nn.Module) -> bool:
     """Return whether hooks are called with a module's forward or backward: its own, or those of all modules.
 
-    torch has public functions that add such hooks, and none that tells whether there are any.
+    torch has public functions that add such hooks, and none that tells whether there are any. Retry at upgrades.
     """
     own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(own) or bool(_has_any_global_hook())
@@ -150,7 +150,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     The public ``F.linear`` goes through MKL, which is slower on CPUs that are not Intel's. On one thread a forward and
     backward of gpt-small took 1,064 ms with oneDNN's and 1,095 ms with MKL's (3 to 4 %); of a wider model 217 and 230
     ms (6 %); of 2 samples 282 and 284 ms (docs/decisions/layers.md, 23 November 2026). torch has no public operator
-    that hands plain tensors to oneDNN.
+    that hands plain tensors to oneDNN. Retry at upgrades.
 
     Args:
         x: Inputs (..., in) float32 on the CPU.
@@ -173,7 +173,8 @@ def softmax_gradient_(gradient: Tensor, weights: Tensor) -> None:
 
     Autograd would call the same kernel, but with new memory for the result, which for attention in blocks is a tensor
     of scores for each block. Composed of public operators it would be several passes over the scores. What either would
-    cost is not measured; the blocks, which this is a part of, save 4 to 30 % of attention (docs/parallelism.md).
+    cost is not measured; the blocks, which this is a part of, save 4 to 30 % of attention (docs/parallelism.md). Retry
+    at upgrades.
 
     Args:
         gradient: Gradient of the softmax over the last dim, (..., T) float32. It is overwritten.
@@ -186,6 +187,7 @@ def keeps_attention_scores(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> 
     """Return whether ``F.scaled_dot_product_attention`` would choose the plain kernel, which keeps all scores.
 
     The public ``torch.nn.attention.sdpa_kernel`` forces a kernel; nothing public tells which one torch would choose.
+    Retry at upgrades.
 
     Args:
         q: Queries (B, N, S, d).
@@ -200,7 +202,7 @@ def flash_attention_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Ten
     """Compute attention with torch's CPU kernel, which also gives the logarithms that blocks are added up with.
 
     The public ``F.scaled_dot_product_attention`` calls this kernel and drops the logarithms. Without them every block's
-    scores would have to be computed twice, or kept; what that would cost is not measured.
+    scores would have to be computed twice, or kept; what that would cost is not measured. Retry at upgrades.
 
     Args:
         q: Queries (B, N, S, d), floating.
@@ -224,7 +226,7 @@ def flash_attention_cpu_backward(
     """Compute the gradients of attention over some of the keys, with torch's CPU kernel.
 
     Autograd calls this kernel with the outputs and logarithms of the same keys. Attention across actors must pass those
-    over all keys, which the public way does not allow.
+    over all keys, which the public way does not allow. Retry at upgrades.
 
     Args:
         gradient: Gradient of the outputs over all keys, (B, N, S, d).
@@ -248,7 +250,7 @@ def demand_later(condition: Tensor, message: str) -> None:
     """Fail if a condition is false, without waiting for the device that computes it.
 
     To look at the condition in Python (``bool(condition)``) would make the host wait for a GPU at every call; what that
-    would cost is not measured.
+    would cost is not measured. Retry at upgrades.
 
     Args:
         condition: One bool, () on any device.
@@ -267,7 +269,7 @@ class DispatchMode(TorchDispatchMode):
     """Base class of dispatch modes: while one is active, its ``__torch_dispatch__`` gets every op.
 
     torch documents the class without giving it a public home. A subclass imports torch's compiler when it is first
-    used, to be hidden from it (the module's docstring has the figure). This one says that it need not be hidden.
+    used, to be hidden from it (the module's docstring has the figure). This one need not be. Retry at upgrades.
     """
 
     def __init__(self) -> None:
@@ -281,7 +283,7 @@ class DispatchMode(TorchDispatchMode):
 def without_torch_function() -> AbstractContextManager[None]:
     """Return a context in which neither tensor subclasses nor function modes see torch's functions.
 
-    The public ``torch.overrides`` can say who overrides a function, but can't switch the overrides of modes off.
+    The public ``torch.overrides`` tells who overrides a function, but can't switch that off. Retry at upgrades.
     """
     return torch._C.DisableTorchFunction()
 
@@ -289,31 +291,28 @@ def without_torch_function() -> AbstractContextManager[None]:
 def leaves_of(tree: Any) -> Iterable[Any]:
     """Return all values in nested tuples, lists and dictionaries, in order.
 
-    These are the containers in which torch passes the arguments of ops. It has no public function for them.
+    torch passes the arguments of ops in these. It has no public function that walks them. Retry at upgrades.
     """
     return tree_iter(tree)
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return nested tuples, lists and dictionaries with every value replaced by what a function makes of it.
-
-    See ``leaves_of``.
-    """
+    """Return a tree, as of ``leaves_of``, with every value replaced by what a function makes of it."""
     return tree_map(function, tree)
 
 
 def op_name(op: Any) -> str:
-    """Return the name of an op (``torch.ops.aten.…``), as "aten::add_". Only the op's schema has it."""
+    """Return the name of an op, such as "aten::add_". Only the op's schema has it. Retry at upgrades."""
     return str(op._schema.name)
 
 
 def argument_names(op: Any) -> list[str]:
-    """Return the names of an op's arguments, in order. ``inspect.signature`` knows only ``*args`` and ``**kwargs``."""
+    """Return the names of an op's arguments, in order. Only the op's schema has them. Retry at upgrades."""
     return [argument.name for argument in op._schema.arguments]
 
 
 def written_arguments(op: Any) -> list[str]:
-    """Return the names of the arguments that an op writes to. Nothing but the op's schema tells them apart."""
+    """Return the names of the arguments that an op writes to. Only the op's schema tells. Retry at upgrades."""
     return [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
@@ -322,7 +321,7 @@ def replaced_trunc_normal(replacement: Callable[..., Any]) -> Iterator[None]:
     """For the time of the context, call another function in place of ``torch.nn.init.trunc_normal_``.
 
     It replaces the private function that the public one calls: so it also reaches users who have imported the public
-    function by name. The process has only one such function, so let one thread at a time in.
+    function by name. The process has only one such function, so let one thread at a time in. Retry at upgrades.
 
     Args:
         replacement: Called with the original function and the arguments of the call. If torch does not have the private
@@ -344,7 +343,7 @@ def gloo_options(device: Any, timeout: timedelta) -> Any:
     """Return the options of a ``ProcessGroupGloo`` with one thread.
 
     The public constructor takes no device, and creates an event loop and a listener for every group; what that would
-    cost is not measured.
+    cost is not measured. Retry at upgrades.
 
     Args:
         device: The process's Gloo device, from ``ProcessGroupGloo.create_device``.
@@ -361,6 +360,7 @@ def set_timeout(options: Any, timeout: timedelta) -> None:
     """Set the timeout of the ops of a process group that will be created with these options.
 
     The public ``timeout`` belongs to ``torch.distributed.init_process_group``, which makes one default group a process.
+    Retry at upgrades.
     """
     options._timeout = timeout
 
@@ -368,7 +368,7 @@ def set_timeout(options: Any, timeout: timedelta) -> None:
 def all_gather_flat(group: Any, out: Tensor, part: Tensor) -> Any:
     """Start an all_gather of equal parts into one tensor.
 
-    The public ``torch.distributed.all_gather_into_tensor`` accepts only groups that ``init_process_group`` knows.
+    The public ``dist.all_gather_into_tensor`` accepts only groups of ``init_process_group``. Retry at upgrades.
 
     Args:
         group: A ``ProcessGroupNCCL``.
@@ -382,7 +382,7 @@ def all_gather_flat(group: Any, out: Tensor, part: Tensor) -> Any:
 
 
 def reduce_scatter_flat(group: Any, out: Tensor, source: Tensor, options: Any) -> Any:
-    """Start a reduce_scatter of one tensor into equal parts. For the public way see ``all_gather_flat``.
+    """Start a reduce_scatter of one tensor into equal parts. See ``all_gather_flat``. Retry at upgrades.
 
     Args:
         group: A ``ProcessGroupNCCL``.
