@@ -330,7 +330,7 @@ def test_a_recorded_stage_is_played_alone_bit_by_bit(hands, tmp_path, name, stag
 
 def test_a_part_of_a_stage_is_not_recorded(hands, tmp_path):
     stepper = hands("tensor").stepper()
-    with pytest.raises(rp.ConfigError, match=r"of mesh\.tp=2 each actor has a part") as caught:
+    with pytest.raises(rp.ConfigError, match=r"mesh\.tp=2 divides a stage over actors") as caught:
         stepper.record(tmp_path / "rec", 0)
     assert len(caught.value.faults) == 1
     stepper.finish()
