@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,23 @@ from typing import Any, NamedTuple
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
 
 MOST_LISTED = 8
+MOST_SHOWN = 10
+
+
+def first_of(faults: Iterable[str], most: int = MOST_SHOWN) -> list[str]:
+    """List the first faults and how many more there are.
+
+    Args:
+        faults: The faults; all of them are consumed.
+        most: How many to list.
+
+    Returns:
+        One text for each fault listed, and one for the rest; an empty list if there are no faults.
+    """
+    every = iter(faults)
+    first = list(islice(every, most))
+    more = sum(1 for _ in every)
+    return [*first, f"... and {more} more"] if more else first
 
 
 def read_rows(written: Any) -> tuple[tuple[Action, ...], ...]:

@@ -7,9 +7,8 @@ import io
 from collections.abc import Iterator
 
 from raypar.schedules.action import STEP, Action
-from raypar.schedules.drawing.cells import first_of
 from raypar.schedules.passes.lower import lower
-from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.schedule import Schedule, ScheduleError, first_of
 
 
 def to_csv(schedule: Schedule) -> str:

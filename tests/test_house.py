@@ -286,8 +286,7 @@ MAY_IMPORT = {
     ),
     "raypar": "actors",
     "raypar/checkpoint": (
-        "actors actors/checkpoint actors/mesh actors/optim actors/specs raypar raypar/cluster raypar/config "
-        "schedules/drawing"
+        "actors actors/checkpoint actors/mesh actors/optim actors/specs raypar raypar/cluster raypar/config schedules"
     ),
     "raypar/cli": (
         "actors actors/specs raypar raypar/checkpoint raypar/config raypar/job raypar/parity raypar/reporting "

@@ -14,7 +14,7 @@ from raypar.actors.files import plain_size, read_plain, sha256_of, told
 from raypar.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest, decode
 from raypar.config.fields import brief
 from raypar.paths import step_of
-from raypar.schedules.drawing.cells import first_of
+from raypar.schedules.schedule import first_of
 
 Expected = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of each tensor of a shard, by key
 

@@ -19,7 +19,7 @@ from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.shards import ShardFile, is_plain
 from raypar.actors.errors import CheckpointError
 from raypar.config.fields import brief
-from raypar.schedules.drawing.cells import first_of
+from raypar.schedules.schedule import first_of
 
 MANIFEST = "manifest.json"
 MAX_BYTES = 64 << 20  # each slice takes about 120 bytes

@@ -18,7 +18,7 @@ from raypar.actors.tensors import Values
 from raypar.config.fields import brief, field_faults
 from raypar.config.toml import run_of
 from raypar.errors import ConfigError
-from raypar.schedules.drawing.cells import first_of
+from raypar.schedules.schedule import first_of
 from raypar.stepping.recording import Recorded, read_recording
 
 Tensors = Mapping[str, Tensor]

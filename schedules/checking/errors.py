@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from raypar.schedules.drawing.cells import MOST_SHOWN, excerpt, first_of
-from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.drawing.cells import excerpt
+from raypar.schedules.schedule import MOST_SHOWN, Schedule, ScheduleError, first_of
 
 
 @dataclass(frozen=True, slots=True)

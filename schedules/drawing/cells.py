@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from itertools import islice
 
 from raypar.schedules.schedule import Schedule
 
@@ -83,22 +82,3 @@ def _window(centre: int, size: int, whole: int) -> tuple[int, int]:
     """Return ``(start, end)`` of a window of ``size`` in ``whole``, with the centre in its middle if there is room."""
     start = max(0, min(centre - size // 2, whole - size))
     return start, min(whole, start + size)
-
-
-MOST_SHOWN = 10
-
-
-def first_of(faults: Iterable[str], most: int = MOST_SHOWN) -> list[str]:
-    """List the first faults and how many more there are.
-
-    Args:
-        faults: The faults; all of them are consumed.
-        most: How many to list.
-
-    Returns:
-        One text for each fault listed, and one for the rest; an empty list if there are no faults.
-    """
-    every = iter(faults)
-    first = list(islice(every, most))
-    more = sum(1 for _ in every)
-    return [*first, f"... and {more} more"] if more else first

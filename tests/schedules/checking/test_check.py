@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from raypar.schedules import CheckError, Schedule, ScheduleError, build, check, lower
 from raypar.schedules.action import COMPUTE, RECVS, STEP, Action, Op
-from raypar.schedules.drawing.cells import MOST_SHOWN
 from raypar.schedules.rules import needs, partner, provides, rank_of
+from raypar.schedules.schedule import MOST_SHOWN
 
 
 @st.composite
