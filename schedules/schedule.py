@@ -32,9 +32,14 @@ def first_of(faults: Iterable[str], most: int = MOST_SHOWN) -> list[str]:
 
 
 def read_rows(written: Any) -> tuple[tuple[Action, ...], ...]:
-    """One row a rank, of Actions, of texts like "1F0" or of triples like (1, "F", 0); a row may also be one text.
+    """Read the rows of a schedule as a user may write them.
 
-    Raises ValueError with all that can't be read.
+    Args:
+        written: One row for each rank: a sequence of Actions, of texts like "1F0" or of triples like (1, "F", 0); or one
+            text with blanks between the actions.
+
+    Raises:
+        ValueError: Some of it can't be read; the text names the first places.
     """
     if isinstance(written, str | bytes) or not isinstance(written, Iterable):
         raise ValueError(f"{_brief(written)} is no schedule: give one row of actions a rank")
@@ -58,7 +63,7 @@ def read_rows(written: Any) -> tuple[tuple[Action, ...], ...]:
 
 
 def _read(cell: Any) -> Action:
-    """An op may be a text, and a number one of numpy's; raises ValueError."""
+    """Read one action; its op may be a text, and its numbers may be numpy's. Raises ValueError."""
     if isinstance(cell, Action) and cell.op.__class__ is Op:
         return cell
     if isinstance(cell, str):
@@ -91,11 +96,12 @@ MOST_DRAWN = 20_000  # actions of a schedule that still draws itself
 
 
 class Drawer(NamedTuple):
-    """What makes a text, a picture or a file of a schedule or a timeline; see ``register_drawer``.
+    """The functions that draw a schedule or a timeline; see ``register_drawer``.
 
-    text  the grid of characters
-    svg   the picture, as standalone SVG
-    save  writes to a path the drawing that its ending names; returns the path
+    Attributes:
+        text: Returns the grid of characters.
+        svg: Returns the picture as standalone SVG.
+        save: Writes the drawing that a path's ending names to that path, and returns the path.
     """
 
     text: Callable[[Any], str]
@@ -107,12 +113,12 @@ _drawers: list[Drawer] = []
 
 
 def register_drawer(drawer: Drawer) -> None:
-    """Let schedules and timelines draw themselves by this drawer. ``raypar.schedules`` registers its own on import."""
+    """Make schedules and timelines draw themselves with this drawer. Importing ``raypar.schedules`` registers one."""
     _drawers[:] = [drawer]
 
 
 def drawer() -> Drawer:
-    """The drawer that is registered."""
+    """Return the registered drawer."""
     return _drawers[0]
 
 
@@ -126,12 +132,13 @@ class Schedule:
 
     Make one with a generator (``catalog.build``), from a CSV file, or from any rows with ``Schedule.of``.
 
-    name             how it is called in messages and pictures
-    rows             one tuple of actions per pipeline rank
-    placement        ``placement[stage]`` is the rank that holds the stage
-    num_microbatches microbatches of one step
-    lowered          rows name their communication too (SEND/RECV), so they can be run by actors
-    forward_only     no backward anywhere: an evaluation
+    Attributes:
+        name: The name in messages and pictures.
+        rows: One tuple of actions for each pipeline rank.
+        placement: ``placement[stage]`` is the rank that holds the stage.
+        num_microbatches: Number of microbatches of one step.
+        lowered: Whether the rows contain their communication (SEND and RECV), so that actors can run them.
+        forward_only: Whether there is no backward: an evaluation.
     """
 
     name: str
@@ -143,11 +150,17 @@ class Schedule:
 
     @classmethod
     def of(cls, name: str, rows: Written, *, lowered: bool | None = None) -> Schedule:
-        """Read placement, microbatches and kind off the rows, one a rank, of Actions or of texts like "1F0".
+        """Make a schedule from rows; its placement, microbatches and kind follow from them.
 
-        ``lowered`` is read off the presence of a SEND or RECV; say it where a schedule has no boundary to cross.
-        Raises ScheduleError if the rows can't be read, name no compute, a stage on two ranks, or leave a stage number
-        out.
+        Args:
+            name: The name of the schedule.
+            rows: One row for each rank; see ``read_rows``.
+            lowered: Whether the rows contain their communication. None: if there is a SEND or RECV. A schedule with no
+                boundary to cross has none, so that this must be given.
+
+        Raises:
+            ScheduleError: The rows can't be read, have nothing to compute, have a stage on two ranks, leave out a stage,
+                or name a microbatch that they have too few forwards for.
         """
         try:
             frozen = read_rows(rows)
@@ -201,21 +214,26 @@ class Schedule:
         return sum(map(len, self.rows))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, in order."""
+        """Return the stages that a rank holds, in order."""
         return tuple(stage for stage, home in enumerate(self.placement) if home == rank)
 
     def __iter__(self) -> Iterator[tuple[Action, ...]]:
         return iter(self.rows)
 
     def _repr_svg_(self) -> str | None:
-        """The picture that a notebook shows; none of a schedule that is too large to look at."""
+        """Return the picture for a notebook, or None if the schedule is too large to look at."""
         return drawer().svg(self) if self.num_actions <= MOST_DRAWN else None
 
     def save(self, path: str | Path) -> Path:
-        """Write the picture (.svg), the whole grid (.txt), torch's table (.csv) or a trace for Perfetto (.json);
-        returns the path.
+        """Write a drawing, and return its path.
 
-        Raises ScheduleError for another ending, OSError if the file can't be written.
+        Args:
+            path: The file. Its ending says what is written: the picture (.svg), the whole grid (.txt), torch's table
+                (.csv) or a trace for Perfetto (.json).
+
+        Raises:
+            ScheduleError: The path has another ending.
+            OSError: The file can't be written.
         """
         return drawer().save(self, path)
 
@@ -228,7 +246,7 @@ class Schedule:
         )
 
     def __repr__(self) -> str:
-        """The grid, as a REPL shows it; a line for a schedule that is too large to look at or can't run."""
+        """Return the grid for a REPL, or one line if the schedule is too large to look at or can't run."""
         try:
             return drawer().text(self) if self.num_actions <= MOST_DRAWN else self.title
         except ScheduleError:

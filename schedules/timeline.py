@@ -12,15 +12,17 @@ from raypar.schedules.schedule import MOST_DRAWN, Schedule, drawer
 
 
 class Event(NamedTuple):
-    """One action that was done, or would be.
+    """One action of a timeline, performed or simulated.
 
-    rank   the pipeline rank, which is the lane it is drawn in
-    actor  who did it, by its coordinates: ``pp=1 dp=0 tp=3``
-    start  seconds, on the clock of the timeline
-    end    seconds
-    bytes  bytes that were sent or received, 0 for a compute action
-    bucket None for an action of the row; else the reduction of the bucket of gradients of this number, which goes on
-           beside the actions, with REDUCE_GRAD for its action
+    Attributes:
+        rank: The pipeline rank, in whose lane it is drawn.
+        actor: The actor's coordinates, such as ``pp=1 dp=0 tp=3``.
+        action: The action; REDUCE_GRAD for a bucket.
+        start: When it started, in seconds on the timeline's clock.
+        end: When it ended, likewise.
+        bytes: Bytes sent or received; 0 for a compute action.
+        bucket: Number of the bucket of gradients whose reduction this is, which runs beside the actions; None for an
+            action of the row.
     """
 
     rank: int
@@ -34,12 +36,16 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The events of one pipeline, in an order that keeps each rank's events in their order.
+    """The events of one pipeline, each rank's in their order.
 
-    One event a rank at a time, but for buckets; of a layout with several replicas, one timeline shows one of them. A
-    measured timeline may be incomplete, that of a failed step is.
+    A rank has one event at a time, apart from buckets. With several replicas, one timeline shows one of them. A measured
+    timeline may be incomplete, as after a failed step.
 
-    measured  its times are a clock's, and are written as milliseconds; on paper they are in whatever unit costs have
+    Attributes:
+        schedule: The schedule.
+        events: The events.
+        measured: Whether the times are a clock's, which are drawn as milliseconds. Simulated times have the unit of the
+            costs.
     """
 
     schedule: Schedule
@@ -47,17 +53,23 @@ class Timeline:
     measured: bool = False
 
     def __repr__(self) -> str:
-        """The grid, as a REPL shows it."""
+        """Return the grid for a REPL."""
         return drawer().text(self) if len(self.events) <= MOST_DRAWN else f"<Timeline of {self.schedule.title}>"
 
     def _repr_svg_(self) -> str:
-        """The picture that a notebook shows."""
+        """Return the picture for a notebook."""
         return drawer().svg(self)
 
     def save(self, path: str | Path) -> Path:
-        """Write the picture (.svg), the whole grid (.txt) or a trace for Perfetto (.json); returns the path.
+        """Write a drawing, and return its path.
 
-        Raises ScheduleError for another ending, OSError if the file can't be written.
+        Args:
+            path: The file. Its ending says what is written: the picture (.svg), the whole grid (.txt) or a trace for
+                Perfetto (.json).
+
+        Raises:
+            ScheduleError: The path has another ending.
+            OSError: The file can't be written.
         """
         return drawer().save(self, path)
 
@@ -85,7 +97,7 @@ class Timeline:
         return self.end - self.start
 
     def busy(self, rank: int | None = None) -> float:
-        """Seconds of compute (F, B, I, W) of one rank, or of all ranks together."""
+        """Return the seconds that one rank, or all ranks together, spend computing (F, B, I, W)."""
         return sum(
             event.end - event.start
             for event in self.events
@@ -94,17 +106,17 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The part of the ranks' time in which nothing is computed: 0 is a full pipeline, 1 an idle one.
+        """The part of all ranks' time in which nothing is computed: 0 is a full pipeline, 1 an idle one.
 
-        Every rank's time is the makespan. A report's bubble takes each actor's own, from its first action to its last:
-        up to 0.2 points less, since actors begin a step within a millisecond or two.
+        Every rank's time is the makespan. A report's bubble counts each actor's own time, from its first action to its
+        last, and is up to 0.2 points less, because actors begin a step within a millisecond or two.
         """
         whole = self.num_ranks * self.makespan
         return 1 - self.busy() / whole if whole else 0.0
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """The most activations each rank holds at once: forwards whose B, or I and W, is not done yet.
+        """The largest number of activations that each rank holds at once: those of forwards before their B, or I and W.
 
         An evaluation holds none.
         """

@@ -15,10 +15,11 @@ from raypar.schedules.action import Action
 
 
 class Notes:
-    """One actor's notes, from ``open`` to the next step.
+    """What one actor remembers of a step by hand, so that the step can be inspected and undone.
 
-    made     the values of the actions that were performed, as they went on
-    updated  whether the weights are among what was remembered: they are about to change
+    Attributes:
+        made: The values that the performed actions made.
+        updated: Whether the weights were remembered, because they are about to change.
     """
 
     def __init__(self) -> None:
@@ -27,11 +28,15 @@ class Notes:
         self._state: dict[str, Tensor] = {}
 
     def remember(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy state under its logical names."""
+        """Copy state.
+
+        Args:
+            tensors: Pairs of a logical name and a tensor.
+        """
         self._state |= {name: tensor.detach().clone() for name, tensor in tensors}
 
     def read(self, weight: str, kept: str = "") -> Tensor | None:
-        """What was remembered; None for what was not there."""
+        """Return what was remembered of a weight or its optimizer state, or None."""
         return self._state.get(logical_name(weight, kept))
 
 
@@ -39,10 +44,13 @@ class Notes:
 class Look:
     """The figures of one tensor.
 
-    dtype     as torch spells it, without ``torch.``
-    norm      2-norm, in fp64
-    low, high least and largest element; NaN if there is none, or if one is NaN
-    finite    whether every element is
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype as torch spells it, without ``torch.``.
+        norm: Its 2-norm, computed in fp64.
+        low: Its least element; NaN if it has none, or if one is NaN.
+        high: Its largest element, likewise.
+        finite: Whether all its elements are finite.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +62,7 @@ class Look:
 
     @classmethod
     def at(cls, tensor: Tensor) -> Look:
-        """Look at a tensor."""
+        """Compute the figures of a tensor."""
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         if not tensor.numel():
             return cls(shape, dtype, 0.0, math.nan, math.nan, finite=True)
@@ -70,13 +78,15 @@ class Look:
 
 @dataclass(frozen=True, repr=False)
 class Seen:
-    """What an action has made: an output, the loss, or the gradient that goes back.
+    """What an action computed: an output, the loss, or the gradient that goes back.
 
-    actor      who did it
-    looks      one for each tensor
-    in_flight  microbatches that the actor has forwarded and not gone back through
-    memory     bytes: the most that the actor has held in this step
-    tensors    the values themselves, on the host, if they were asked for
+    Attributes:
+        actor: The actor's coordinates.
+        action: The action.
+        looks: The figures of each tensor.
+        in_flight: Number of microbatches whose forward the actor has done, and whose backward it has not.
+        memory: The most memory that the actor has held in this step, in bytes.
+        tensors: The tensors themselves, on the host, if they were asked for.
     """
 
     actor: str
@@ -88,13 +98,22 @@ class Seen:
 
     @classmethod
     def of(cls, actor: str, action: Action, values: Values, in_flight: int, memory: int, *, tensors: bool) -> Seen:
-        """Look at values."""
+        """Compute the figures of an action's tensors.
+
+        Args:
+            actor: The actor's coordinates.
+            action: The action.
+            values: The tensors.
+            in_flight: See the attribute.
+            memory: See the attribute.
+            tensors: Whether to keep copies of the tensors.
+        """
         kept = tuple(value.detach().cpu() for value in values) if tensors else ()
         return cls(actor, action, tuple(map(Look.at, values)), in_flight, memory, kept)
 
     @property
     def finite(self) -> bool:
-        """Whether every element of every tensor is."""
+        """Whether all elements of all tensors are finite."""
         return all(look.finite for look in self.looks)
 
     @property
@@ -104,7 +123,7 @@ class Seen:
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor, where there is one only. Raises ValueError if there are none or several: see ``tensors``."""
+        """The only tensor. Raises ValueError if there is none, or if there are several: see ``tensors``."""
         if len(self.tensors) != 1:
             raise ValueError(f"{self.action} has {len(self.tensors)} tensors here: see tensors")
         return self.tensors[0]
@@ -115,11 +134,16 @@ class Seen:
 
 @dataclass(frozen=True)
 class Held:
-    """What an actor holds, in bytes where nothing else is said.
+    """What an actor holds in the middle of a step.
 
-    values     by action: what it has made or received and another action still needs
-    in_flight  by stage: the microbatches between forward and backward
-    memory     the most that the actor has held in this step
+    Attributes:
+        actor: The actor's coordinates.
+        weights: Bytes of its weights.
+        gradients: Bytes of their gradients.
+        optimizer: Bytes of the optimizer's state.
+        values: Bytes of what its actions computed or received and other actions still need, by action.
+        in_flight: By stage, the microbatches between their forward and their backward.
+        memory: The most memory that it has held in this step, in bytes.
     """
 
     actor: str
