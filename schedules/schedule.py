@@ -35,8 +35,8 @@ def read_rows(written: Any) -> tuple[tuple[Action, ...], ...]:
     """Read the rows of a schedule as a user may write them.
 
     Args:
-        written: One row for each rank: a sequence of Actions, of texts like "1F0" or of triples like (1, "F", 0); or one
-            text with blanks between the actions.
+        written: One row for each rank: a sequence of Actions, of texts like "1F0" or of triples like (1, "F", 0); or
+            one text with blanks between the actions.
 
     Raises:
         ValueError: Some of it can't be read; the text names the first places.
@@ -159,8 +159,8 @@ class Schedule:
                 boundary to cross has none, so that this must be given.
 
         Raises:
-            ScheduleError: The rows can't be read, have nothing to compute, have a stage on two ranks, leave out a stage,
-                or name a microbatch that they have too few forwards for.
+            ScheduleError: The rows can't be read, have nothing to compute, have a stage on two ranks, leave out a
+                stage, or name a microbatch that they have too few forwards for.
         """
         try:
             frozen = read_rows(rows)

@@ -38,8 +38,8 @@ class Event(NamedTuple):
 class Timeline:
     """The events of one pipeline, each rank's in their order.
 
-    A rank has one event at a time, apart from buckets. With several replicas, one timeline shows one of them. A measured
-    timeline may be incomplete, as after a failed step.
+    A rank has one event at a time, apart from buckets. With several replicas, one timeline shows one of them. A
+    measured timeline may be incomplete, as after a failed step.
 
     Attributes:
         schedule: The schedule.
