@@ -9,6 +9,8 @@ them an action brings about.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from raypar.schedules.action import RECVS, SENDS, Action, Op
 from raypar.schedules.schedule import Schedule
 
@@ -18,6 +20,16 @@ HOLDS = {Op.F: +1, Op.B: -1, Op.W: -1}
 
 # The members by name: looking one up in its class costs as much as the rest of a rule.
 _F, _B, _I, _W, _SEND_F, _RECV_F, _SEND_B, _RECV_B, _UNSHARD, _RESHARD, _REDUCE_GRAD, _STEP = Op
+
+
+def most_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Return the largest number of activations that each rank holds at once: those of forwards before their B or W.
+
+    It follows from the order of each row, whenever its actions start. An evaluation holds none.
+    """
+    if schedule.forward_only:
+        return (0,) * schedule.num_ranks
+    return tuple(max(accumulate(HOLDS.get(action.op, 0) for action in row), default=0) for row in schedule.rows)
 
 
 def provides(action: Action) -> tuple[Action, ...]:

@@ -20,6 +20,7 @@ from raypar.schedules.drawing.cells import lines, padded, widest
 from raypar.schedules.drawing.files import drawings, save
 from raypar.schedules.drawing.text import WIDTH, summary, text
 from raypar.schedules.passes.lower import Order, lower
+from raypar.schedules.rules import most_in_flight
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs, simulate
 
@@ -138,7 +139,7 @@ def prove(words: Sequence[str]) -> str:
             raise ScheduleError(f"{error}\nwith sends that block, take --order one_sweep") from error
         raise
     sends = "sends that block until they are received" if args.blocking else f"{SEND_WINDOW} sends under way to a peer"
-    held = " ".join(map(str, simulate(schedule).in_flight))
+    held = " ".join(map(str, most_in_flight(schedule)))
     return (
         f"ok: {_sizes(schedule)}, {schedule.num_actions} actions\n"
         f"    complete, in order, each SEND with its RECV and received in the order in which it is sent,\n"
