@@ -24,8 +24,14 @@ def modules_named(layer: nn.Module, name: str, pattern: str) -> list[tuple[str, 
         in several places is returned once, if any of its names matches.
     """
     every = layer.named_modules(prefix=name, remove_duplicate=False)
-    matching = {id(module) for path, module in every if _matches(path, pattern)}
+    matching = {id(module) for path, module in every if matches(path, pattern)}
     return [(inner, module) for inner, module in layer.named_modules() if id(module) in matching]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a logical name matches a pattern, part by part."""
+    parts = name.split("."), pattern.split(".")
+    return len(parts[0]) == len(parts[1]) and all(map(fnmatchcase, *parts))
 
 
 def replace_modules(root: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
@@ -76,8 +82,3 @@ def _replaced(value: Any, replacements: Mapping[nn.Module, nn.Module]) -> Any:
 
 def _is_key(value: Any, replacements: Mapping[nn.Module, nn.Module]) -> bool:
     return isinstance(value, nn.Module) and value in replacements
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts = name.split("."), pattern.split(".")
-    return len(parts[0]) == len(parts[1]) and all(map(fnmatchcase, *parts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from types import FunctionType, ModuleType
@@ -14,6 +15,7 @@ from raypar.actors.autograd.torch_private import has_gradient_hooks, storage_id
 from raypar.actors.models.deferred_init import slots_of
 
 _MOST = 200_000  # Python objects to look at, at most: this takes some tenths of a second
+_ATOMS = (str, bytes, int, float, complex, bool, type(None))  # they refer to nothing, and are not counted
 
 
 class Borrowed(NamedTuple):
@@ -33,7 +35,8 @@ class Borrowed(NamedTuple):
 def borrowed(modules: Sequence[nn.Module]) -> list[Borrowed]:
     """Return the tensors that layers use although only other layers register them; each pair of layers once.
 
-    On another actor such a tensor would not be there, or would keep its initial values.
+    On another actor such a tensor would not be there, or would keep its initial values. A tensor that shares the memory
+    of another layer's trainable parameter, without being that parameter, is one of them.
 
     Args:
         modules: All layers of a model.
@@ -47,6 +50,8 @@ def borrowed(modules: Sequence[nn.Module]) -> list[Borrowed]:
             if key in owners and key not in registered[index]:
                 owner, name = owners[key]
                 found.setdefault((index, owner), Borrowed(index, owner, name))
+    for alias in _aliases(modules):
+        found.setdefault((alias.layer, alias.owner), alias)
     return list(found.values())
 
 
@@ -63,13 +68,30 @@ def has_strays(modules: Sequence[nn.Module]) -> bool:
     return any(tensor is None or tensor.is_meta for tensor in _reached(modules))
 
 
-def demand_real(modules: Sequence[nn.Module]) -> None:
-    """Raise ValueError if modules that were given their weights still use a tensor on the meta device."""
-    if any(tensor.is_meta for tensor in _unregistered(modules)):
-        raise ValueError(
-            "a layer uses a weight of another actor's layer without registering it (through a list, a closure or a "
-            "hook): make the module or the parameter an attribute of the layer that uses it, or keep both in one stage"
-        )
+def demand_real(modules: Sequence[nn.Module], replaced: Iterable[Tensor] = ()) -> None:
+    """Check what modules reach without registering it, after they were given their weights.
+
+    Args:
+        modules: The layers of this actor.
+        replaced: Tensors of these layers that were replaced by this actor's part of them.
+
+    Raises:
+        ValueError: They reach a tensor that was replaced, or one on the meta device, which another actor has.
+    """
+    own = set(map(storage_id, replaced))
+    for tensor in _unregistered(modules):
+        if storage_id(tensor) in own:
+            raise ValueError(
+                "a layer refers to one of its own modules or weights through a closure, a hook or a nested container, "
+                "where its part of it can't be put in the place of the whole: refer to it as an attribute (or a list, "
+                "tuple or dict of modules), or leave the layer out of the plan and set mesh.tp to 1"
+            )
+        if tensor.is_meta:
+            raise ValueError(
+                "a layer uses a weight of another actor's layer without registering it (through a list, a closure or a "
+                "hook): make the module or the parameter an attribute of the layer that uses it, or keep both in one "
+                "stage"
+            )
 
 
 def _registered(module: nn.Module) -> dict[int, str]:
@@ -79,6 +101,22 @@ def _registered(module: nn.Module) -> dict[int, str]:
         for path, part in module.named_modules()
         for _, name, tensor in slots_of(part)
     }
+
+
+def _aliases(modules: Sequence[nn.Module]) -> Iterator[Borrowed]:
+    """Yield the registered tensors that are views of another layer's trainable parameter: they would not follow it."""
+    homes: dict[tuple[int, int], tuple[int, str, Tensor]] = {}
+    for index, module in enumerate(modules):
+        for path, part in module.named_modules():
+            for _, name, tensor in slots_of(part):
+                key, own = (
+                    (storage_id(tensor), int(tensor.storage_offset())),
+                    (index, f"{path}.{name}".lstrip("."), tensor),
+                )
+                owner, known, home = homes.setdefault(key, own)
+                trains = isinstance(home, nn.Parameter) and home.requires_grad
+                if owner != index and home is not tensor and trains:
+                    yield Borrowed(index, owner, known)
 
 
 def _unregistered(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
@@ -95,7 +133,7 @@ def _reached(modules: Sequence[nn.Module]) -> Iterator[Tensor | None]:
             yield None
             return
         thing = coming.popleft()
-        if id(thing) not in seen and not isinstance(thing, (type, ModuleType)):
+        if id(thing) not in seen and not isinstance(thing, (type, ModuleType, *_ATOMS)):
             seen.add(id(thing))
             if issubclass(type(thing), Tensor):
                 yield thing
@@ -107,14 +145,29 @@ def _is_special(tensor: Tensor) -> bool:
 
 
 def _things_in(thing: Any, *, registered: bool) -> Iterable[Any]:
-    """Return the objects that an object refers to, without a registered module's tensors and a function's globals."""
+    """Return the objects that an object refers to, without a registered module's own tensors.
+
+    Of a function's globals these are the modules and tensors that it names.
+    """
     if isinstance(thing, nn.Module):
         if not registered:
-            return [*thing._parameters.values(), *thing._buffers.values(), *vars(thing).values()]
+            return [*thing._parameters.values(), *thing._buffers.values(), *vars(thing).values(), *_of_class(thing)]
         known = {"_parameters", "_buffers"}
         if isinstance(thing, nn.RNNBase):  # it has a second list of its weights, and renews it when it is moved
             known.add("_flat_weights")
-        return [value for name, value in vars(thing).items() if name not in known and not isinstance(value, Tensor)]
+        own = [value for name, value in vars(thing).items() if name not in known and not isinstance(value, Tensor)]
+        return [*own, *_of_class(thing)]
     if isinstance(thing, FunctionType):
-        return thing.__closure__, thing.__defaults__, thing.__kwdefaults__, vars(thing)
+        named = (thing.__globals__.get(name) for name in thing.__code__.co_names)
+        used = [value for value in named if isinstance(value, (nn.Module, Tensor))]
+        return thing.__closure__, thing.__defaults__, thing.__kwdefaults__, vars(thing), used
+    if isinstance(thing, weakref.ref):
+        return [thing()]
     return gc.get_referents(thing)
+
+
+def _of_class(module: nn.Module) -> Iterator[Any]:
+    """Yield what the user's own classes of a module refer to: their methods, and their attributes."""
+    for kind in type(module).__mro__:
+        if not kind.__module__.startswith("torch.") and kind is not object:
+            yield from vars(kind).values()

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from torch import nn
 
+from raypar.actors.autograd.torch_private import has_gradient_hooks
 from raypar.actors.models.base import Kind, TensorPlan
-from raypar.actors.models.module_tree import modules_named
+from raypar.actors.models.module_tree import matches, modules_named
 
 
 class Divisible(NamedTuple):
@@ -69,7 +70,7 @@ def plan_faults(plan: Mapping[str, str], layers: Mapping[str, nn.Module], tp: in
         chosen = {f"layers.{inner}": module for inner, module in modules_named(whole, "layers", pattern)}
         if not chosen:
             yield f"model.plan: {pattern!r} names no module: use {_nearest_names(pattern, whole)}"
-        unfit = {name: fault for name, module in chosen.items() if (fault := _unfit(kind, module))}
+        unfit = {name: fault for name, module in chosen.items() if (fault := _unfit(kind, name, module))}
         if unfit:
             name, fault = next(iter(unfit.items()))
             yield f"model.plan: {pattern!r} is {kind!r}, but {name} {fault}"
@@ -80,9 +81,29 @@ def plan_faults(plan: Mapping[str, str], layers: Mapping[str, nn.Module], tp: in
         if inside := [other for other in known if other.startswith(f"{name}.")]:
             kind = known[inside[0]]
             yield f"model.plan: {name} is 'shared', but {inside[0]} in it is {kind!r}: name what is beside it"
+    yield from _name_faults(plan, known, whole)
     kinds = {whole.get_submodule(name.removeprefix("layers.")): kind for name, kind in known.items()}
     yield from _size_faults(known, whole, tp)
     yield from _tie_faults(kinds, whole)
+
+
+def _name_faults(plan: Mapping[str, str], known: Mapping[str, str], whole: nn.Module) -> Iterator[str]:
+    """Yield the modules that several layers share, and that a plan names in only some of them.
+
+    An actor that has only one of the layers knows the module by that layer's name alone.
+
+    Args:
+        plan: The kind for each name pattern.
+        known: The kind of each module, by its first name.
+        whole: All layers.
+    """
+    first = {whole.get_submodule(name.removeprefix("layers.")): name for name in known}
+    every = whole.named_modules(prefix="layers", remove_duplicate=False)
+    shared = [(path, first[module]) for path, module in every if module in first and path != first[module]]
+    for path, name in shared:
+        named = any(kind == known[name] and matches(path, pattern) for pattern, kind in plan.items())
+        if path.split(".")[1] != name.split(".")[1] and not named:
+            yield f"model.plan: {name} is {known[name]!r}, and it is {path}, too: name it there as well"
 
 
 def embedding_faults(layers: Mapping[str, nn.Module], *, alone: bool) -> Iterator[str]:
@@ -102,15 +123,19 @@ def embedding_faults(layers: Mapping[str, nn.Module], *, alone: bool) -> Iterato
                 yield f"{path} has max_norm, which changes the weights of one actor alone: leave it out"
 
 
-def _unfit(kind: str, module: nn.Module) -> str | None:
+def _unfit(kind: str, name: str, module: nn.Module) -> str | None:
     """Return why a kind can't be applied to a module, with the fix; None if it can."""
     wanted = _KINDS[kind].of
     if wanted is nn.Module:
         return None
     if type(module) is not wanted:
         return f"is a {type(module).__name__}: name an nn.{wanted.__name__}, inside of it perhaps"
-    if extra := {name for name, _ in module.named_parameters()} - {"weight", "bias"}:
+    if "_orig_mod" in name.split("."):
+        return "is inside of what torch.compile made, which keeps the whole module: compile nothing that the plan names"
+    if extra := {parameter for parameter, _ in module.named_parameters()} - {"weight", "bias"}:
         return f"has the parameter {min(extra)!r}: leave it out of the plan"
+    if module._backward_hooks or module._backward_pre_hooks or any(map(has_gradient_hooks, module.parameters())):
+        return "has hooks on gradients, of which each actor would see a part: leave it out of the plan, or the hooks"
     if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
         what = "which counts ids that other actors have"
         return f"has scale_grad_by_freq, {what}: leave it out of the plan, or that out of the embedding"

@@ -230,7 +230,7 @@ class GatheredOutput(ParallelStyle):
         def gathered(_: nn.Module, inputs: tuple[Any, ...], part: Tensor) -> Tensor:
             return mark(gather_from(part, self.group, part.dim() - 1), divided=False)
 
-        module.register_forward_hook(gathered)
+        module.register_forward_hook(gathered, prepend=True)  # the user's own hooks see the whole output
         return Applied(module)
 
 

@@ -129,6 +129,8 @@ class _Plain:
         losses, counts = list[float](), list[int]()
         for parameter in parameters.values():
             parameter.grad = None
+        for layer in self.layers:
+            layer.train()
         for number in range(run.microbatches * num_dp):
             with nullcontext() if watch is None else watch.of(number):
                 loss, count = self._microbatch(step, number, watch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -54,6 +55,7 @@ class Uses(nn.Module):
 
 
 HIDDEN = ["a list", "__dict__", "an object", "a list of weights", "a closure"]
+ENC = None  # what a layer may name as a global variable
 
 
 def layers(how):
@@ -132,3 +134,56 @@ def test_each_pair_of_layers_is_named_once():
     user = nn.Identity()
     user.refs = [one, one, other.bias]
     assert borrowed([one, other, user]) == [Borrowed(2, 1, "bias"), Borrowed(2, 0, "weight")]
+
+
+class Named(nn.Module):
+    """Uses another layer by a global variable."""
+
+    def forward(self, x):
+        return ENC(x)
+
+
+class OfClass(nn.Module):
+    """Uses another layer by an attribute of its class."""
+
+    enc = ()
+
+    def forward(self, x):
+        return self.enc[0](x)
+
+
+def test_globals_classes_and_weak_references_are_followed(monkeypatch):
+    enc = nn.Linear(2, 2)
+    monkeypatch.setitem(globals(), "ENC", enc)
+    monkeypatch.setattr(OfClass, "enc", [enc])
+    weak, of_set = nn.Identity(), nn.Identity()
+    weak.ref, of_set.refs = weakref.ref(enc), weakref.WeakSet([enc])
+    for user in (Named(), OfClass(), weak, of_set):
+        assert borrowed([enc, user]) == [Borrowed(1, 0, "weight")], user
+
+
+def test_a_reference_behind_many_plain_values_is_found():
+    enc, user = nn.Linear(2, 2), nn.Identity()
+    user.table, user.enc = {str(number): number for number in range(300_000)}, [enc]
+    assert borrowed([enc, user]) == [Borrowed(1, 0, "weight")]
+
+
+@pytest.mark.parametrize("how", ["a buffer", "an attribute", "a parameter"])
+def test_a_view_of_another_layers_weight_is_told(how):
+    enc, user = nn.Linear(2, 2), nn.Identity()
+    if how == "a buffer":
+        user.register_buffer("w", enc.weight.detach())
+    else:
+        user.w = enc.weight.data if how == "an attribute" else nn.Parameter(enc.weight.data)
+    assert borrowed([enc, user]) == [Borrowed(1, 0, "weight")]
+
+
+def test_layers_may_share_constants_and_tied_weights():
+    mask = torch.ones(4, 4)
+    one, other, tied = nn.Identity(), nn.Identity(), nn.Linear(4, 4)
+    one.register_buffer("mask", mask)
+    other.register_buffer("mask", mask[:2])
+    tied.same = nn.Linear(4, 4)
+    copy = nn.Linear(4, 4)
+    copy.weight = tied.weight
+    assert borrowed([one, other, tied, copy]) == []

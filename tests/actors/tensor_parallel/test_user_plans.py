@@ -20,6 +20,7 @@ from raypar.errors import ConfigError
 from raypar.parity.verify import train_plainly
 from tests.support.own_layers import cross_entropy, mse, own_generator, team_of
 from tests.support.snapshots import loaded, read
+from tests.support.team import Team
 from tests.support.tensor_teams import agrees
 
 
@@ -450,3 +451,91 @@ def test_dropout_of_wholes_and_parts_in_one_layer():
     assert type(stage.modules[1].before) is type(stage.modules[1].behind) is nn.Dropout
     errors = team.each(lambda actor: actor.run("train", 0))
     assert not any("dropout" in str(error) for error in errors if isinstance(error, Exception))
+
+
+# --- what only the user's own code could tell ---
+
+BOTH = {"layers.*.up": "column", "layers.*.down": "row"}
+
+
+class Pair(nn.Module):
+    """Two linear layers, to the first of which something has been done."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+        change(self)
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh())
+
+
+def hooked(pair):
+    pair.up.weight.register_hook(lambda gradient: gradient / 2)
+
+
+def hooked_backward(pair):
+    pair.up.register_full_backward_hook(lambda *_: None)
+
+
+def compiled(pair):
+    pair.up = torch.compile(nn.Linear(4, 6))
+
+
+HOOKS = "has hooks on gradients, of which each actor would see a part: leave it out of the plan, or the hooks"
+COMPILED = "is inside of what torch.compile made, which keeps the whole module: compile nothing that the plan names"
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "says"),
+    [(hooked, "up", HOOKS), (hooked_backward, "up", HOOKS), (compiled, "up._orig_mod", COMPILED)],
+)
+def test_what_would_be_lost_or_see_a_part_is_refused(change, name, says):
+    plan = {f"layers.*.{name}": "column", "layers.*.down": "row"}
+    (fault,) = wrong(plan, fn=lambda: [Pair(change)])
+    assert fault == f"model.plan: 'layers.*.{name}' is 'column', but layers.0.{name} {says}"
+
+
+def test_a_module_of_several_layers_is_named_in_all_of_them():
+    def fn():
+        one, other = Pair(lambda _: None), Pair(lambda _: None)
+        other.up = one.up
+        return [one, other]
+
+    (fault,) = wrong({"layers.0.up": "column", "layers.*.down": "row"}, fn=fn)
+    assert fault == "model.plan: layers.0.up is 'column', and it is layers.1.up, too: name it there as well"
+
+
+def in_a_closure(pair):
+    up = pair.up
+    pair.call = lambda x: up(x)
+
+
+def in_a_nested_list(pair):
+    pair.nested = [[pair.up]]
+
+
+def reads_values(pair):
+    """The model can't be built without its weights."""
+    in_a_closure(pair)
+    pair.scale = float(pair.up.weight.sum())
+
+
+@pytest.mark.parametrize("change", [in_a_closure, in_a_nested_list, reads_values])
+def test_a_reference_that_can_not_be_replaced_is_told(change):
+    with pytest.raises(ValueError, match="refers to one of its own modules or weights through a closure"):
+        Team(lambda: [Pair(change)], 1, 1, tp=2, model=Layers(lambda: [Pair(change)], mse, plan=BOTH))
+
+
+def softmaxed(pair):
+    pair.up.register_forward_hook(lambda module, inputs, output: output.softmax(-1))
+
+
+def test_a_users_hook_sees_what_was_gathered():
+    plan = {"layers.*.up": "column_gather_output"}
+    teams = [
+        Team(lambda: [Pair(softmaxed)], 1, 2, tp=tp, model=Layers(lambda: [Pair(softmaxed)], mse, plan=plan))
+        for tp in (1, 2)
+    ]
+    one, two = (team.step(0)[0].losses for team in teams)
+    assert two == pytest.approx(one, rel=1e-6)
