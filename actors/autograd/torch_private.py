@@ -83,12 +83,13 @@ def storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Return whether a tensor has hooks that are called with its gradient or after it was accumulated.
+def has_gradient_hooks(one: Tensor | nn.Module) -> bool:
+    """Return whether a tensor, or the call of a module, has hooks that are called in the backward.
 
     torch has public functions that add such hooks, and none that tells whether there are any. Retry at upgrades.
     """
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+    later = "_backward_pre_hooks" if isinstance(one, nn.Module) else "_post_accumulate_grad_hooks"
+    return bool(one._backward_hooks or getattr(one, later, None))
 
 
 def notes_of(node: Node) -> dict[Any, Any]:
