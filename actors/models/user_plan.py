@@ -134,7 +134,7 @@ def _unfit(kind: str, name: str, module: nn.Module) -> str | None:
         return "is inside of what torch.compile made, which keeps the whole module: compile nothing that the plan names"
     if extra := {parameter for parameter, _ in module.named_parameters()} - {"weight", "bias"}:
         return f"has the parameter {min(extra)!r}: leave it out of the plan"
-    if any(map(has_gradient_hooks, (module, *module.parameters()))):
+    if has_gradient_hooks(module) or any(map(has_gradient_hooks, module.parameters())):
         return "has hooks on gradients, of which each actor would see a part: leave it out of the plan, or the hooks"
     if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
         what = "which counts ids that other actors have"
