@@ -450,7 +450,7 @@ def test_verify_compares_with_one_process(said, kept_actors, data):
     code, out, err = said("verify", *data, "--steps", 2)
     assert (code, out) == (
         0,
-        "bitwise equal: 2 losses and gradient norms, 109 gradients of step 0 and 109 weights after 2 steps\n",
+        "bitwise equal: 2 losses and gradient norms, 109 gradients of step 1 and 109 weights after 2 steps\n",
     ), err
 
 
@@ -461,7 +461,7 @@ def test_verify_tells_the_first_difference(said, monkeypatch):
     monkeypatch.setattr(commands, "verify", lambda words: found)
     code, out, _ = said("verify")
     assert code == 1
-    assert "1 differences in 2 losses and gradient norms, 9 gradients of step 0 and 9 weights after 2 steps; " in out
+    assert "1 differences in 2 losses and gradient norms, 9 gradients of step 1 and 9 weights after 2 steps; " in out
     assert "first: weight blocks.0.mlp differs by 1e-07 of its norm; worst 1e-06" in out
     close = Verdict(2, 9, 9, (1.0, 2.0), found.differences[1:])
     assert close.ok
