@@ -148,7 +148,9 @@ def test_check_finds_what_blocking_sends_would_do(said):
 
 def test_simulate_measures(said):
     assert said("simulate", "1f1b", "--ranks", 2, "--microbatches", 4)[1:] == (
-        "1f1b, 2 ranks, 2 stages, 4 microbatches\n1f1b: makespan 15, bubble 20.0%, in flight 2 1\n",
+        "1f1b, 2 ranks, 2 stages, 4 microbatches\n"
+        "costs given: F 1, B 2, I 1, W 1, link 0\n"
+        "1f1b: makespan 15, bubble 20.0%, in flight 2 1\n",
         "",
     )
     code, out, _ = said("simulate", "gpipe", "--b", 1, "--format", "json")
