@@ -27,6 +27,7 @@ from raypar.job.plans import plans_of
 from raypar.job.training_loop import TrainingLoop
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.summary import log_plan
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
@@ -342,6 +343,7 @@ class Job:
             self._loop.loaded.calls.all("leave", what="the end of the run before")
             self._generation += 1
             loaded = self._loaded(run, programs, skeleton)
+            log_plan(run, programs["train"], skeleton)
             self._loop.exchange(loaded, record)
         except BaseException:
             record.close()
