@@ -29,6 +29,7 @@ from raypar.reporting.needs import Rows, actors_told
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.summary import closing_rows, plan_rows, planned_grid
 from raypar.schedules.drawing.chrome_trace import chrome_trace
+from raypar.schedules.schedule import Schedule
 from raypar.schedules.user_code import names_code
 
 if TYPE_CHECKING:
@@ -137,6 +138,11 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
         return Plan(planned_grid(run, schedule, color=terminal), plan_rows(run, schedule, origins=origins))
     if origins:
         logging.getLogger("raypar").info("actors: %s", actors_told(run, origins))
+    return _trained(args, run, schedule, start)
+
+
+def _trained(args: TrainArgs, run: Run, schedule: Schedule, start: Found | None) -> Finished:
+    """Take all steps of a checked run, from a checkpoint if there is one. Raises what ``train`` raises."""
     from raypar.job.launch import launch  # imports torch and Ray, which mistakes and dry runs do not need
 
     began = time.perf_counter()

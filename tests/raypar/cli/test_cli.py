@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -240,6 +241,53 @@ def test_a_dry_run_draws_and_starts_nothing(said, data, monkeypatch):
     assert "20 of 4 microbatches x 2 samples x 32 tokens = 256 tokens" in out
 
 
+def test_a_dry_run_says_what_the_run_needs_and_what_is_here(said, data):
+    code, out, err = said("train", "gpt-small", *data, "--mesh.tp", 2, "--model.seq", 32, "--dry-run")
+    assert code == 0, err
+    rows = dict(line.split(":", 1) for line in out.splitlines() if ":" in line)
+    assert rows["actors"].strip() == "4 = pp 2 (recipe gpt-small) x tp 2"
+    assert rows["parameters"].strip().startswith("6,451,712; a stage has 3.2 M")
+    assert re.match(
+        r" +about \d+ MiB: weights 6 MiB, gradients 6 MiB, optimizer 1\d MiB, activat", rows["memory, pp=1"]
+    )
+    assert re.search(r"GiB of [\d.]+ [GM]iB free here, [\d.]+ [GM]iB for each of 4", rows["memory in all"])
+
+
+def test_a_dry_run_takes_no_time_and_no_torch():
+    """Seconds of the CPU, since those of the clock are longer on a busy machine."""
+    for name in ("gpt-124m", "llama-small"):
+        code = (
+            "import sys, time; from raypar.cli.main import main\n"
+            f"assert main(['train', {name!r}, '--model.vocab', '300', '--dry-run']) == 0\n"
+            "assert not {'torch', 'ray'} & set(sys.modules)\nprint(time.process_time())"
+        )
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        assert float(run.stdout.splitlines()[-1]) < 1.0
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "step"])
+def test_too_many_actors_are_refused_before_ray_starts(said, data, monkeypatch, command):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("raypar.planner.host.num_cores", lambda: 2)
+    monkeypatch.setitem(sys.modules, "raypar.job.launch", None)
+    code, _, err = said(command, "gpt-tiny", *data, "--mesh.pp", 4, "--mesh.dp", 5)
+    assert code == 2
+    fix = "use a smaller mesh, or set RAY_ADDRESS to a cluster"
+    assert f"mesh: 20 actors are more than the 16 that this machine of 2 cores takes: {fix}" in err
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert said("train", "gpt-tiny", *data, "--mesh.pp", 4, "--mesh.dp", 5, "--dry-run")[0] == 0
+
+
+def test_recipes_are_listed_with_their_sizes(said):
+    code, out, _ = said("recipes")
+    assert code == 0
+    lines = {line.split()[0]: line for line in out.splitlines() if line}
+    assert {"gpt-tiny", "gpt-small", "gpt-124m", "llama-tiny", "llama-small"} <= set(lines)
+    assert re.search(r"124\.4 M +12 x 768 +65,536 +2,000 +4 = pp 4 +a run of GPT-2 small's size$", lines["gpt-124m"])
+    assert said("recipes", "gpt-tiny")[0] == 2
+
+
 def test_a_run_is_what_recipe_file_and_flags_say(monkeypatch, data, tmp_path, said):
     seen = []
     monkeypatch.setattr(
@@ -398,7 +446,7 @@ def test_a_run_is_logged_and_summed_up(said, kept_actors, data, tmp_path):
     path = tmp_path / "log.jsonl"
     code, out, err = said("train", "gpt-tiny", *data, "--steps", 3, "--eval-every", 2, "--log", path)
     assert code == 0, err
-    assert [line.split()[1] for line in err.splitlines() if line.startswith("step")] == ["1/3", "2/3", "3/3"]
+    assert [line.split()[1] for line in err.splitlines() if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     steps, evaluations = [x for x in lines if "loss" in x], [x for x in lines if "val_loss" in x]
     assert [line["step"] for line in steps] == [0, 1, 2]
