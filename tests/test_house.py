@@ -289,11 +289,11 @@ MAY_IMPORT = {
         "actors actors/checkpoint actors/mesh actors/optim actors/specs raypar raypar/cluster raypar/config schedules"
     ),
     "raypar/cli": (
-        "actors actors/specs raypar raypar/checkpoint raypar/config raypar/job raypar/parity raypar/reporting "
-        "raypar/reporting/html raypar/reporting/run_folder raypar/stepping schedules schedules/checking "
-        "schedules/drawing schedules/passes schedules/simulation"
+        "actors actors/mesh actors/specs raypar raypar/checkpoint raypar/config raypar/job raypar/parity "
+        "raypar/planner raypar/reporting raypar/reporting/html raypar/reporting/run_folder raypar/stepping "
+        "schedules schedules/checking schedules/drawing schedules/passes schedules/simulation"
     ),
-    "raypar/cluster": "actors actors/mesh actors/specs raypar",
+    "raypar/cluster": "actors actors/mesh actors/specs raypar raypar/planner",
     "raypar/config": (
         "actors actors/data actors/mesh actors/models actors/specs actors/worker raypar "
         "raypar/config/validate raypar/planner schedules schedules/checking schedules/passes "
@@ -302,17 +302,18 @@ MAY_IMPORT = {
     "raypar/config/validate": "actors/context_parallel actors/mesh actors/specs raypar raypar/config",
     "raypar/job": (
         "actors actors/collective actors/mesh actors/specs actors/worker raypar raypar/checkpoint "
-        "raypar/cluster raypar/config raypar/reporting raypar/stepping schedules schedules/drawing "
-        "schedules/simulation"
+        "raypar/cluster raypar/config raypar/planner raypar/reporting raypar/stepping schedules "
+        "schedules/drawing"
     ),
     "raypar/parity": (
         "actors actors/data actors/data_parallel actors/inspect actors/mesh actors/models actors/optim "
         "actors/specs raypar raypar/config raypar/job raypar/reporting schedules"
     ),
-    "raypar/planner": "actors/models actors/specs schedules schedules/simulation",
+    "raypar/planner": "actors/mesh actors/models actors/specs schedules schedules/simulation",
     "raypar/reporting": (
-        "actors actors/collective actors/mesh actors/models actors/specs raypar raypar/config "
-        "raypar/reporting/run_folder raypar/reporting/trackers schedules schedules/simulation"
+        "actors actors/collective actors/mesh actors/models actors/specs actors/worker raypar raypar/config "
+        "raypar/planner raypar/reporting/run_folder raypar/reporting/trackers schedules schedules/drawing "
+        "schedules/simulation"
     ),
     "raypar/reporting/html": (
         "actors/specs raypar/config raypar/reporting/run_folder schedules/drawing schedules/simulation"

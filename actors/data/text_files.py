@@ -8,6 +8,7 @@ write the same bytes.
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
 import itertools
@@ -31,6 +32,8 @@ Tokens: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
 _FORMAT = 1  # part of every key: raise it when the conversion changes
 _MOST_TOKENIZER = 1 << 30  # bytes of a tokenizer file
+_HEAD = 64 << 10  # bytes of a named file that are looked at, to tell whether it is text
+_SPACES = b"\t\n\v\f\r\x1a\x1b"
 _CHUNK = 1 << 20  # bytes read and encoded at a time
 _SKIPPED = "below a folder or a glob, hidden files, .bin files and files with a NUL in their first 8 KiB are skipped"
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"})
@@ -58,7 +61,7 @@ class _File:
     path: Path
     size: int
     mtime: int  # ns
-    named: bool  # by the user directly: then it is read whether it is text or not
+    named: bool  # by the user directly: then it must be text
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,32 @@ def _sources(setting: str, path: str, cache: Path, faults: list[str]) -> list[_F
         faults.append(f"{setting}: {path!r} is empty ({_SKIPPED}): give files with text in them")
     if path.endswith(".bin") and files and files[0].size % 2:
         faults.append(f"{setting}: {path!r} has an odd size, {files[0].size} bytes: write its tokens as uint16")
+    if not locked and not path.endswith(".bin"):
+        faults += [f"{setting}: {path!r} {why}" for file in files if file.named for why in _no_text(file)]
     return files
+
+
+def _no_text(file: _File) -> Iterator[str]:
+    """Yield why a file is no UTF-8 text, by its first 64 KiB, and what to do."""
+    with file.path.open("rb") as source:
+        head = source.read(_HEAD)
+    zeros = head.count(0)
+    half = max(head[0::2].count(0), head[1::2].count(0))  # of UTF-16 every other byte is often 0
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or (half == zeros and 5 * zeros > len(head)):
+        yield f"is UTF-16, and text is read as UTF-8: iconv -f UTF-16 -t UTF-8 {file.path.name} > utf8.txt"
+    elif zeros:
+        yield f"is no text: byte {head.index(0)} is NUL: give a text file, or uint16 tokens in a file named .bin"
+    else:
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < _HEAD)
+        except UnicodeDecodeError as error:
+            strange = sum(byte < 32 and byte not in _SPACES for byte in head) + sum(127 <= byte < 160 for byte in head)
+            where = f"byte {error.start} ({head[error.start]:#04x}) is not UTF-8"
+            if 100 * strange > len(head):
+                yield f"is no text: {where}: give a text file, or uint16 tokens in a file named .bin"
+            else:
+                fix = f"iconv -f LATIN1 -t UTF-8 {file.path.name} > utf8.txt"
+                yield f"is text in another encoding, perhaps latin-1: {where}: {fix}"
 
 
 def _find(path: str, target: Path) -> tuple[Path, list[str]]:

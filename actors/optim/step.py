@@ -95,11 +95,11 @@ class Updater:
         if not torch.isfinite(total):
             bad = [name for name, norm in zip(self._names, norms.tolist(), strict=True) if not norm < float("inf")]
             raise NonFiniteError(
-                f"step {step}: the gradient of {bad[0] if bad else 'the whole model'} is not finite "
+                f"step {step + 1}: the gradient of {bad[0] if bad else 'the whole model'} is not finite "
                 f"({len(bad)} of {len(self._names)} parameters); no weight was changed: lower the learning rate or clip"
             )
         if against:
-            raise NonFiniteError(f"step {step}: the loss is not finite; no weight was changed: look at the batch")
+            raise NonFiniteError(f"step {step + 1}: the loss is not finite; no weight was changed: look at the batch")
         if self._clip is not None and self._clip / (total + 1e-6) < 1.0:  # torch would multiply by 1 otherwise
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._clip, total, foreach=False)
         lr = lr_at(self._spec, step, self._steps)

@@ -63,7 +63,7 @@ def look(path: Path) -> tuple[Manifest | None, list[str]]:
         return None, error.faults
     manifest, faults = decode(raw)
     if manifest is not None and step_of(path.name) != manifest.step:
-        faults.append(f"the folder is named {path.name!r}, but it holds step {manifest.step}")
+        faults.append(f"the folder is named {path.name!r}, but it was saved after step {manifest.step}")
     return manifest, faults
 
 

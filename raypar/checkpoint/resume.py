@@ -118,7 +118,7 @@ def demand_room(run: Run, step: int) -> None:
 
     Args:
         run: The run.
-        step: Number of the step at which it begins.
+        step: Number of steps taken before it begins.
 
     Raises:
         ConfigError: It cannot save them, or there is a later checkpoint.
@@ -133,7 +133,7 @@ def demand_room(run: Run, step: int) -> None:
         raise ConfigError([f"folder: {fault}" for fault in error.faults]) from error
     if later is not None:
         fix = "resume from it, or give another folder"
-        raise ConfigError([f"folder {str(folder)!r} has {later.name!r}, and this run begins at step {step}: {fix}"])
+        raise ConfigError([f"folder {str(folder)!r} has {later.name!r}, and this run begins at step {step + 1}: {fix}"])
 
 
 def _tensor_faults(run: Run, skeleton: Skeleton, stored: Mapping[str, Logical]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from raypar.reporting.summary import Rows
+    from raypar.reporting.needs import Rows
 
 OK, DIFFERENT, MISTAKE, FAILED, NOT_FINITE, INTERRUPTED, TERMINATED = 0, 1, 2, 4, 6, 130, 143
 
@@ -27,6 +27,7 @@ with actors:
                                                 llama-tiny, llama-small
   raypar step [RECIPE|FILE.toml] [flags]        a Python REPL in which you take a step action by action (gpt-tiny)
   raypar verify [RECIPE|FILE.toml] [flags]      compare a few steps with one plain process, bit by bit
+  raypar recipes                                list the recipes with their sizes
 
 without actors, in no time:
   raypar draw SCHEDULE|FILE.csv [flags]         draw a schedule: text, SVG, CSV, Chrome trace
@@ -107,11 +108,13 @@ def _command(words: list[str]) -> int:
             return _with_actors(command, rest)
     if command in _DISK:
         return _on_disk(command, rest)
+    if command == "recipes":
+        return _recipes(rest)
     if command in ("-h", "--help", "help"):
         return _say(HELP, end="")
     if command == "--version":
         return _say(f"raypar {version('raypar')}")
-    close = difflib.get_close_matches(command, (*_PAPER, *_RUNS, *_DISK), n=1)
+    close = difflib.get_close_matches(command, (*_PAPER, *_RUNS, *_DISK, "recipes"), n=1)
     guess = f"did you mean {close[0]!r}?" if close else "see raypar --help"
     return _fail(f"there is no command {command!r}: {guess}", MISTAKE)
 
@@ -126,6 +129,14 @@ def _on_paper(command: str, words: list[str]) -> int:
         return _say(schedules.prove(words) if command == "check" else schedules.measure(words))
     except ScheduleError as error:
         return _fail(str(error), MISTAKE)
+
+
+def _recipes(words: list[str]) -> int:
+    from raypar.cli.recipes import recipes
+
+    if words and not {"-h", "--help"} & set(words):
+        return _fail(f"recipes takes no {words[0]!r}: raypar train RECIPE --dry-run says more of one", MISTAKE)
+    return _say(recipes())
 
 
 def _on_disk(command: str, words: list[str]) -> int:

@@ -169,7 +169,8 @@ def measure(words: Sequence[str]) -> str:
     schedule = _load(args).lowered()
     timeline = simulate(schedule, Costs(**given), send_capacity=SEND_WINDOW)
     if args.format == "text":
-        return f"{_sizes(schedule)}\n{summary(timeline)}"
+        costs = f"F {args.f:g}, B {args.b:g}, I {args.i:g}, W {args.w:g}, link {args.link:g}"
+        return f"{_sizes(schedule)}\ncosts given: {costs}\n{summary(timeline)}"
     figures: dict[str, Any] = {
         "schedule": schedule.name,
         "ranks": schedule.num_ranks,

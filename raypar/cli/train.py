@@ -13,19 +13,23 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, get_args, get_type_hints
 import tyro
 
 from raypar.actors.errors import CheckpointError
+from raypar.actors.mesh.mesh import AXES
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import SGD, AdamW
 from raypar.actors.specs.run import Run
 from raypar.cli.output_files import file_faults, growing_file, whole_file
+from raypar.config.recipes import RECIPES
 from raypar.config.run import check_run, unrecorded, world_of
 from raypar.config.toml import of_kind, read_table, run_of
 from raypar.errors import ConfigError, JobError
 from raypar.paths import absolute, checkpoints_in, home_of
+from raypar.planner.host import room_faults
+from raypar.reporting.needs import Rows, actors_told
 from raypar.reporting.report import Evaluation, Report
-from raypar.reporting.summary import Rows, closing_rows, plan_rows
+from raypar.reporting.summary import closing_rows, plan_rows, planned_grid
 from raypar.schedules.drawing.chrome_trace import chrome_trace
-from raypar.schedules.drawing.text import text
+from raypar.schedules.schedule import Schedule
 from raypar.schedules.user_code import names_code
 
 if TYPE_CHECKING:
@@ -64,7 +68,7 @@ class TrainArgs(RunArgs):
     trace: Path | None = None
     """file for the trace of the last step, for ui.perfetto.dev; overwritten if it exists"""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
-    """check everything and draw the schedule, but start no actor"""
+    """check everything, draw the schedule, say what the run needs and what is here, but start no actor"""
     resume: Path | None = None
     """continue from this checkpoint, or from the newest sound one of this folder or run folder; without
     RECIPE|FILE.toml also with its run, and in its run folder"""
@@ -126,10 +130,19 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
         raise ConfigError([*error.faults, *faults]) from None
     if start is not None and start.manifest.step >= run.steps:
         faults.append(f"{start.path.name} is the end of a run of {run.steps} steps: give more --steps to go on")
+    faults += room_faults(world_of(run).size)
     if faults:
         raise ConfigError([*faults, *_misfits(run, start)])
+    origins = _origins(args, words)
     if args.dry_run:
-        return Plan(text(schedule, color=terminal), plan_rows(run, schedule))
+        return Plan(planned_grid(run, schedule, color=terminal), plan_rows(run, schedule, origins=origins))
+    if origins:
+        logging.getLogger("raypar").info("actors: %s", actors_told(run, origins))
+    return _trained(args, run, schedule, start)
+
+
+def _trained(args: TrainArgs, run: Run, schedule: Schedule, start: Found | None) -> Finished:
+    """Take all steps of a checked run, from a checkpoint if there is one. Raises what ``train`` raises."""
     from raypar.job.launch import launch  # imports torch and Ray, which mistakes and dry runs do not need
 
     began = time.perf_counter()
@@ -150,11 +163,12 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
             raise
         if args.trace is not None:
             trace(json.dumps(chrome_trace(*job.timelines())))
+        overlay = job.overlay()
         evaluation = job.evaluate()
         write(evaluation)
         wall = time.perf_counter() - began
         files = {"log": args.log, "trace": args.trace, "folder": Path(run.folder) if run.folder else None}
-        rows = closing_rows(run, schedule, reports, evaluation, launched, wall, files)
+        rows = closing_rows(run, schedule, reports, evaluation, launched, wall, files, overlay)
         if job.saved is not None:
             rows = [*rows, ("newest checkpoint", str(job.saved))]
         return Finished(rows, "" if job.lost is None else _told_lost(job))
@@ -202,7 +216,7 @@ def verify(words: Sequence[str]) -> Verdict:
     """
     what = "Train a few steps on actors and in one plain process, and compare all losses, gradients and weights."
     run = unrecorded(_parse(RunArgs, words, "verify", what, "gpt-tiny", {"steps": _VERIFIED_STEPS}).run())
-    check_run(run)
+    _check(run)
     told = run.steps, world_of(run).size, run.mesh, run.schedule, run.microbatches
     logging.getLogger("raypar").info("%d steps in this process, then on %d actors: %s, %s of %d microbatches", *told)
     from raypar.parity.verify import verify as verified
@@ -214,12 +228,31 @@ def step(words: Sequence[str]) -> None:
     """Run ``raypar step``: a REPL for the run's first step. Raises what ``train`` raises."""
     what = "Step through a schedule by hand, on actors, in a Python REPL."
     run = _parse(RunArgs, words, "step", what, "gpt-tiny").run()
-    check_run(run)
+    _check(run)
     from raypar.cli.repl import interact
     from raypar.job.launch import launch
 
     with launch(run) as job:
         interact(job)
+
+
+def _check(run: Run) -> None:
+    """Raise ConfigError if a run has faults, or if this machine has no room for its actors."""
+    check_run(run)
+    if faults := list(room_faults(world_of(run).size)):
+        raise ConfigError(faults)
+
+
+def _origins(args: RunArgs, words: Sequence[str]) -> dict[str, str]:
+    """Return, by axis of the mesh that no flag set, what made it more than 1: recipe, file or checkpoint."""
+    kind = "file" if Path(args.base).suffix == ".toml" else "recipe" if args.base in RECIPES else "checkpoint"
+    named = args.base if kind == "recipe" else Path(args.base).name
+    ways = {axis: args.mesh.ways(axis) for axis in AXES}
+    return {
+        axis: f"{kind} {named}"
+        for axis, count in ways.items()
+        if count > 1 and not any(_values_of(f"--mesh.{axis}", words))
+    }
 
 
 def _found(path: str) -> Found:

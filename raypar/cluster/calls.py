@@ -36,7 +36,7 @@ class Calls:
         Args:
             method: The name of the method.
             *args: Its arguments.
-            what: What is going on, for messages, for example "step 3".
+            what: What is going on, for messages, for example "step 3", counted from 1.
 
         Returns:
             The answers by rank.

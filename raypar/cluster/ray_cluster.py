@@ -25,10 +25,10 @@ from raypar.actors.specs.types import DeviceChoice, DeviceKind
 from raypar.cluster.devices import Share, demand_build, gpu_share
 from raypar.cluster.interrupts import patience
 from raypar.errors import ConfigError, JobError
+from raypar.planner.host import num_cores, num_slots, room_faults, starts_own_ray
 
 log = logging.getLogger(__name__)
 
-_LEAST_SLOTS = 16  # CPUs that a Ray of our own declares at least, so that many actors can share a laptop's few cores
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SCHEDULER_EVENTS": "0",
@@ -109,6 +109,8 @@ def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wai
     """
     built = torch.backends.cuda.is_built()  # the actors' torch is the same build
     demand_build(device, built=built)
+    if not ray.is_initialized() and (faults := list(room_faults(world.size))):
+        raise ConfigError(faults)
     with _own_sigterm():
         owns = _connect()
     try:
@@ -116,8 +118,8 @@ def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wai
             _demand_room(world)
         gpus = int(ray.cluster_resources().get("GPU", 0.0))
         share = gpu_share(device, world.size, gpus, built=built, grows=wait_for_nodes > 0)
-        if owns and "RAY_ADDRESS" not in os.environ and world.size > _cores():
-            log.warning("%d actors share the %d cores of this machine", world.size, _cores())
+        if owns and starts_own_ray() and world.size > num_cores():
+            log.warning("%d actors share the %d cores of this machine", world.size, num_cores())
         with patience("their placement") as ctrl_c:  # a claim that nobody knows would stay pending
             group = placement_group(_bundles(world, share), strategy="PACK", name=job)
         try:
@@ -201,10 +203,6 @@ def _actor(cls: type, group: PlacementGroup, rank: int, world: World, job: str, 
     return remote.options(name=f"{job} {world.label(rank)}", scheduling_strategy=place).remote()
 
 
-def _cores() -> int:
-    return os.cpu_count() or 1
-
-
 def _connect() -> bool:
     """Connect to Ray if this process is not connected; return whether the connection is ours to close."""
     if ray.is_initialized():
@@ -225,7 +223,7 @@ def _connect() -> bool:
         _in_lasting_thread(
             ray.init,
             address="local",
-            num_cpus=max(_cores(), _LEAST_SLOTS),
+            num_cpus=num_slots(),
             namespace="raypar",
             include_dashboard=False,
             log_to_driver=False,

@@ -24,9 +24,8 @@ from raypar.config.validate.model import length_faults
 from raypar.config.validate.outputs import folder_faults, track_faults
 from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
 from raypar.errors import ConfigError
-from raypar.planner.cost_model import costs_on_paper
+from raypar.planner.cost_model import costs_of_run
 from raypar.schedules.schedule import Schedule, ScheduleError
-from raypar.schedules.simulation.simulate import Costs
 
 
 def check_run(run: Run, resumed: Path | None = None, skeleton: Skeleton | None = None) -> Programs:
@@ -89,12 +88,6 @@ def check_run(run: Run, resumed: Path | None = None, skeleton: Skeleton | None =
     costs = costs_of_run(run, programs["train"].num_stages)
     # What a layer keeps for a later W is as large as all its activations, which recomputation is meant to spare.
     return with_backward(programs, run.backward, costs, hold=run.recompute == "none")
-
-
-def costs_of_run(run: Run, num_stages: int) -> Costs:
-    """Return the estimated durations of the actions of a run's training step, from the FLOPs of its layers."""
-    ranks = run.mesh.tensor_ranks
-    return costs_on_paper(run.model, num_stages, split=run.split, recompute=run.recompute, tensor_ranks=ranks)
 
 
 def world_of(run: Run) -> World:

@@ -12,10 +12,9 @@ from raypar.actors.sharding import Shard, join_shards
 from raypar.actors.specs.types import KEPT
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
+from raypar.planner.prediction import from_steps
 from raypar.reporting.report import ledger_of, timelines_of
 from raypar.schedules.drawing.overlay import Overlay
-from raypar.schedules.simulation.measured_costs import costs_of
-from raypar.schedules.simulation.simulate import simulate
 from raypar.schedules.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -184,7 +183,8 @@ class Inspection:
         """
         measured = self.timeline(dp)
         before = [earlier for ago in range(1, KEPT) if (earlier := self._replica(dp, ago)).events]
-        return Overlay(measured, simulate(measured.schedule, costs_of(*(before or [measured]))))
+        prediction = from_steps(measured, before)
+        return Overlay(measured, prediction.timeline, prediction.source)
 
     def _replica(self, dp: int, ago: int) -> Timeline:
         if not 0 <= dp < self._run.mesh.dp:

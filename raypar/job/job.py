@@ -27,6 +27,7 @@ from raypar.job.plans import plans_of
 from raypar.job.training_loop import TrainingLoop
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.summary import log_plan
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
@@ -49,7 +50,7 @@ class Job:
         device: The device that the actors compute on: "cpu" or "cuda".
         num_actors: Number of launched actors. A run that the job was reset to may use fewer.
         schedule: The schedule of a training step, the same object that is drawn, checked, simulated, stepped and run.
-        next_step: Number of the next step, from 0.
+        next_step: Number of the next step, counted from 0: the number of steps taken. Texts count steps from 1.
     """
 
     def __init__(
@@ -342,6 +343,7 @@ class Job:
             self._loop.loaded.calls.all("leave", what="the end of the run before")
             self._generation += 1
             loaded = self._loaded(run, programs, skeleton)
+            log_plan(run, programs["train"], skeleton)
             self._loop.exchange(loaded, record)
         except BaseException:
             record.close()
@@ -377,8 +379,8 @@ class Job:
         """Return a summary of the job in three lines."""
         failure, last, world = self._lifetime.failure, self._loop.last, self._loop.loaded.world
         over = f", over: {failure}" if failure is not None else ""
-        loss = f", loss {last.loss:.4f} in step {last.step}" if last is not None else ""
+        loss = f", loss {last.loss:.4f} in step {last.step + 1}" if last is not None else ""
         return (
             f"<Job on {world.size} actors, {self.device}{over}>\n{self.run.model} on {self.run.mesh}\n"
-            f"next step {self.next_step} of {self.run.steps}{loss}"
+            f"{self.next_step} of {self.run.steps} steps taken{loss}"
         )

@@ -13,6 +13,7 @@ from raypar.cluster.ray_cluster import demand_shippable, start_actors
 from raypar.config.run import world_of
 from raypar.job.job import Job
 from raypar.reporting.record import Record
+from raypar.reporting.summary import log_plan
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ def launch(run: Run, *, wait_for_nodes: float = 0.0, resume: str | Path | Found 
     name, record = f"raypar-{uuid.uuid4().hex[:8]}", Record(run)
     try:
         log.info("starting %d actors", world.size)
+        log_plan(run, programs["train"], skeleton)
         actors = start_actors(Hosted, world, run.device, name, wait_for_nodes)
         try:
             return Job(run, programs, skeleton, actors, name, record, found)

@@ -68,7 +68,7 @@ class Ahead:
         """
         number, refs = self._handed.popleft()
         try:
-            results = self._calls.gather(refs, f"step {number}")
+            results = self._calls.gather(refs, f"step {number + 1}")
         except NonFiniteError:
             while self._handed:
                 self._calls.drop(self._handed.popleft()[1])
@@ -91,7 +91,7 @@ class TrainingLoop:
 
     Attributes:
         loaded: The run.
-        next_step: Number of the next step, from 0.
+        next_step: Number of the next step, counted from 0: the number of steps taken.
         last: Report of the latest step; None before the first.
     """
 
@@ -165,7 +165,7 @@ class TrainingLoop:
             raise ValueError(f"an evaluation of {count} steps has no loss: ask for at least 1")
         start, losses, counts = time.perf_counter(), list[float](), list[int]()
         for number in range(count):
-            call = partial(calls.all, "run", "evaluate", number, what=f"evaluation {number}")
+            call = partial(calls.all, "run", "evaluate", number, what=f"evaluation step {number + 1}")
             found = losses_of(self._lifetime.guard(call))
             losses += found[0]
             counts += found[1]

@@ -34,7 +34,7 @@ class Diagnosis:
             that were compared.
         error: The norm of the difference, relative to the tensor's norm.
         cause: The likely cause, as a phrase.
-        steps: The steps that were compared. The difference is in the last one.
+        steps: The steps that were compared, counted from 0. The difference is in the last one.
     """
 
     place: str
@@ -44,9 +44,9 @@ class Diagnosis:
 
     def __str__(self) -> str:
         if not self.place:
-            looked = " and ".join(map(str, self.steps))
+            looked = " and ".join(str(step + 1) for step in self.steps)
             return f"layer by layer nothing differs in step {looked}: look at the update, and at what a later step does"
-        where = f"{self.place}, in step {self.steps[-1]}"
+        where = f"{self.place}, in step {self.steps[-1] + 1}"
         wrong = f"differs by {self.error:.3g} of its norm" if math.isfinite(self.error) else "is missing or misshapen"
         return f"begins with: {where}: {wrong}\nlikely cause: {self.cause}"
 

@@ -178,7 +178,7 @@ class Verdict:
     def __str__(self) -> str:
         losses = f"{len(self.losses)} losses and gradient norms"
         weights = f"{self.weights} weights{f' on {self.replicas} replicas' if self.replicas > 1 else ''}"
-        checked = f"{losses}, {self.gradients} gradients of step 0 and {weights} after {self.steps} steps"
+        checked = f"{losses}, {self.gradients} gradients of step 1 and {weights} after {self.steps} steps"
         if self.bitwise:
             return f"bitwise equal: {checked}"
         if not self.ok:
@@ -243,13 +243,13 @@ def _compare(job: Job, plain: Trained) -> Verdict:
         gradients = gradients or job.gradients()
     figures: list[_Pair] = []
     for r, loss, norm in zip(reports, plain.losses, plain.grad_norms, strict=True):
-        figures.append(_Pair(f"loss of step {r.step}", _exact(r.loss), _exact(loss), bounds.loss, r.step))
+        figures.append(_Pair(f"loss of step {r.step + 1}", _exact(r.loss), _exact(loss), bounds.loss, r.step))
         figures.append(
-            _Pair(f"gradient norm of step {r.step}", _exact(r.grad_norm), _exact(norm), bounds.gradient, r.step)
+            _Pair(f"gradient norm of step {r.step + 1}", _exact(r.grad_norm), _exact(norm), bounds.gradient, r.step)
         )
     scales = scales_of({name: _dense(gradient) for name, gradient in plain.gradients.items()}, plain.layers)
     figures += [
-        _Pair(f"gradient {name} of step 0", _dense(gradients[name]), _dense(wanted), bounds.gradient, 0, scales[name])
+        _Pair(f"gradient {name} of step 1", _dense(gradients[name]), _dense(wanted), bounds.gradient, 0, scales[name])
         for name, wanted in plain.gradients.items()
     ]
     last = max(0, run.steps - 1)

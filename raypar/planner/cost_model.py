@@ -7,9 +7,16 @@ from typing import NamedTuple
 from raypar.actors.models.partition import core_cost, split_layers, transformer_costs
 from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
 from raypar.actors.specs.recompute import Recompute, word_of
+from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Split
 from raypar.schedules.action import Op
 from raypar.schedules.simulation.simulate import Costs
+
+
+def costs_of_run(run: Run, num_stages: int) -> Costs:
+    """Return the estimated durations of the actions of a run's training step, from the FLOPs of its layers."""
+    ranks = run.mesh.tensor_ranks
+    return costs_on_paper(run.model, num_stages, split=run.split, recompute=run.recompute, tensor_ranks=ranks)
 
 
 class _Work(NamedTuple):

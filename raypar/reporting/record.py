@@ -64,7 +64,7 @@ class Record:
         if self._folder is not None:
             self._folder.write(line)
         for tracker, sink in list(self._sinks.items()):
-            self._tell(tracker, partial(sink.write, line, outcome.step))
+            self._tell(tracker, partial(sink.write, line, outcome.steps_taken))
 
     def unmeasured(self) -> int | None:
         """Return the latest step if its times are still to be recorded, else None. Only the first call returns it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from raypar.actors.collective.ledger import Entry
@@ -62,7 +62,7 @@ class Report:
     """One training step.
 
     Attributes:
-        step: Its number, from 0.
+        step: Its number, counted from 0; texts count from 1.
         loss: Mean over the step's tokens, over all replicas.
         grad_norm: Global 2-norm of the gradients before clipping.
         lr: Learning rate of the update.
@@ -91,9 +91,19 @@ class Report:
     in_flight: tuple[int, ...]
     peak_memory: tuple[int, ...]
 
+    @property
+    def steps_taken(self) -> int:
+        """Number of steps taken with this one: its number counted from 1."""
+        return self.step + 1
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict, for a line of JSON."""
-        return asdict(self)
+        """Return the fields and ``steps_taken`` as a dict, for a line of JSON."""
+        return asdict(self) | {"steps_taken": self.steps_taken}
+
+    def __repr__(self) -> str:
+        """Return the fields by name; the step is counted from 1."""
+        rest = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(Report)[1:])
+        return f"<Report of step {self.steps_taken}: {rest}>"
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,7 @@ class Evaluation:
     """The result of an evaluation on the validation data.
 
     Attributes:
-        step: Number of steps taken before it.
+        step: Number of steps taken before it: it was made after this step, counted from 1.
         loss: Mean over the tokens of the validation data; in nats a token for text.
         tokens: Number of target elements.
         seconds: Duration in seconds.
@@ -114,19 +124,30 @@ class Evaluation:
     seconds: float
 
     @property
+    def steps_taken(self) -> int:
+        """Number of steps taken before it."""
+        return self.step
+
+    @property
     def perplexity(self) -> float:
         return math.exp(min(self.loss, 700.0))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict, for a line of JSON."""
-        return {"step": self.step, "val_loss": self.loss, "perplexity": self.perplexity, "tokens": self.tokens}
+        """Return the fields and ``steps_taken`` as a dict, for a line of JSON."""
+        figures = {"val_loss": self.loss, "perplexity": self.perplexity, "tokens": self.tokens}
+        return {"step": self.step, **figures, "steps_taken": self.steps_taken}
+
+    def __repr__(self) -> str:
+        """Return the figures in words."""
+        figures = f"loss {self.loss!r}, perplexity {self.perplexity!r}, {self.tokens:,} tokens, {self.seconds:.3g} s"
+        return f"<Evaluation after step {self.step}: {figures}>"
 
 
 def report_of(step: int, seconds: float, results: Sequence[StepResult], world: World) -> Report:
     """Make the report of a step from the actors' results.
 
     Args:
-        step: The step.
+        step: The step, counted from 0.
         seconds: Duration of the step, by the driver's clock.
         results: The actors' results, by rank.
         world: The ranks.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,56 +10,80 @@ from pathlib import Path
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
-from raypar.config.run import costs_of_run, world_of
+from raypar.config.run import world_of
+from raypar.config.skeleton import Skeleton
+from raypar.planner.prediction import from_flops
+from raypar.reporting.needs import Rows, actors_told, need_rows
 from raypar.reporting.report import Evaluation, Report
 from raypar.schedules.action import Op
+from raypar.schedules.drawing.overlay import Overlay
+from raypar.schedules.drawing.text import grid
 from raypar.schedules.schedule import Schedule
-from raypar.schedules.simulation.simulate import simulate
-from raypar.schedules.timeline import Timeline
+from raypar.schedules.simulation.simulate import UNIT, simulate
 
-Rows = list[tuple[str, str]]
-
-
-def predicted(run: Run, schedule: Schedule) -> Timeline:
-    """Simulate a training step with costs predicted from FLOPs.
-
-    Args:
-        run: The run.
-        schedule: The lowered schedule of a training step.
-    """
-    return simulate(schedule, costs_of_run(run, schedule.num_stages))
+log = logging.getLogger(__name__)
 
 
-def plan_rows(run: Run, schedule: Schedule) -> Rows:
-    """Summarize what a run would do.
+def plan_rows(
+    run: Run, schedule: Schedule, skeleton: Skeleton | None = None, origins: Mapping[str, str] | None = None
+) -> Rows:
+    """Summarize what a run would do, and what it needs.
 
     Args:
         run: The run.
         schedule: The lowered schedule of a training step.
+        skeleton: The run's model without weights, from which the user's own Layers are counted; None builds it for
+            them.
+        origins: By axis of the mesh, what set it if that was not the user: "recipe gpt-small".
 
     Returns:
         Rows of a name and a figure.
     """
-    timeline = predicted(run, schedule)
+    prediction = from_flops(run, schedule)
     samples = run.mesh.dp * run.microbatches * run.micro_batch_size
     replicas = f"{run.mesh.dp} replicas x " if run.mesh.dp > 1 else ""
     seq = run.model.seq
     tokens = "" if seq is None else f" x {seq:,} tokens = {samples * seq:,} tokens"
     batch = f"{replicas}{run.microbatches} microbatches x {run.micro_batch_size} samples{tokens}"
-    rows = [("actors", str(world_of(run).size)), ("steps", f"{run.steps:,} of {batch}")]
+    rows = [("actors", actors_told(run, origins)), ("steps", f"{run.steps:,} of {batch}")]
     if world_of(run).servers:
         rows.append(("parameter servers", f"{run.servers} for each of {run.mesh.pp} pipeline ranks"))
     if isinstance(run.model, Transformer):
         layers = split_layers(run.split, transformer_costs(run.model), schedule.num_stages)
         rows.append(("layers of each stage", _each(map(len, layers))))
+    rows += need_rows(run, schedule, skeleton, prediction.timeline)
     halves = [sum(action.op is Op.I for action in row) for row in schedule.rows]
     if any(halves):
         rows.append(("backwards in halves", f"{_each(halves)}: their weights' gradients (W) fill waits"))
     return [
         *rows,
-        ("bubble", f"{timeline.bubble:.1%} predicted from FLOPs"),
-        ("activations in flight", f"{_each(timeline.in_flight)} predicted"),
+        ("bubble", prediction.bubble),
+        ("activations in flight", f"{_each(prediction.timeline.in_flight)} predicted"),
     ]
+
+
+def log_plan(run: Run, schedule: Schedule, skeleton: Skeleton) -> None:
+    """Write what a run would do and needs to the log, as ``plan_rows`` says it, before its first step.
+
+    Args:
+        run: The run.
+        schedule: The lowered schedule of a training step.
+        skeleton: The run's model without weights.
+    """
+    for name, figure in plan_rows(run, schedule, skeleton):
+        log.info("%s: %s", name, figure)
+
+
+def planned_grid(run: Run, schedule: Schedule, *, color: bool = False) -> str:
+    """Draw the schedule of a run, each action one slot, above the bubble that is predicted for the run.
+
+    Args:
+        run: The run.
+        schedule: The lowered schedule of a training step.
+        color: Whether to colour the cells, for a terminal.
+    """
+    drawn, bubble = grid({"": simulate(schedule, UNIT)}, color=color), from_flops(run, schedule).bubble
+    return "\n".join([*drawn, f"{schedule.name}: bubble {bubble}; the grid shows the order, a slot for each action"])
 
 
 def closing_rows(
@@ -69,6 +94,7 @@ def closing_rows(
     launch_seconds: float,
     wall_seconds: float,
     files: Mapping[str, Path | None],
+    overlay: Overlay | None = None,
 ) -> Rows:
     """Summarize a finished run. Speed and bubble leave out the first step, which also warms up.
 
@@ -80,17 +106,19 @@ def closing_rows(
         launch_seconds: Time that the launch took, in seconds.
         wall_seconds: Time that everything took, in seconds.
         files: The files that were written, by what they are; None for one that was not.
+        overlay: The last step with its prediction from measured costs, to be told too.
 
     Returns:
         Rows of a name and a figure.
     """
-    timeline, last = predicted(run, schedule), reports[-1]
+    prediction, last = from_flops(run, schedule), reports[-1]
     steady = reports[1:] or reports
     held = [max(counts) for counts in zip(*(report.in_flight for report in reports), strict=True)]
     memory = [max(sizes) for sizes in zip(*(report.peak_memory for report in reports), strict=True)]
     speed = statistics.median(report.tokens_per_s for report in steady)
     bubble = statistics.median(report.bubble for report in steady)
     hidden = [report.overlap for report in steady if report.overlap is not None]
+    measured = "" if overlay is None else f"; {overlay.predicted.bubble:.1%} predicted {overlay.source}"
     named = (f"pp={rank} {size / 2**20:,.0f} MiB" for rank, size in enumerate(memory))
     return [
         ("steps", f"{len(reports):,}"),
@@ -98,9 +126,9 @@ def closing_rows(
         ("validation loss", f"{evaluation.loss:.4f}"),
         ("perplexity", f"{evaluation.perplexity:.2f}"),
         ("tokens/s", f"{speed:,.0f} (median)"),
-        ("bubble", f"{bubble:.1%} measured, {timeline.bubble:.1%} predicted from FLOPs"),
+        ("bubble", f"{bubble:.1%} measured (median), {prediction.bubble}{measured}"),
         *([("reduction hidden", f"{statistics.median(hidden):.0%} behind compute (median)")] if hidden else []),
-        ("activations in flight", f"{_each(held)} measured, {_each(timeline.in_flight)} predicted"),
+        ("activations in flight", f"{_each(held)} measured, {_each(prediction.timeline.in_flight)} predicted"),
         ("peak memory", ", ".join(named)),
         ("wall time", f"{wall_seconds:.1f} s, of which launch {launch_seconds:.1f} s"),
         *((name, str(path)) for name, path in files.items() if path is not None),

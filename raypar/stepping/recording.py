@@ -45,7 +45,7 @@ class Recorded:
     Attributes:
         actor: The name of the actor that made it.
         stage: The stage.
-        step: The step.
+        step: The step, counted from 0.
         layers: The stage's layers, by their numbers in the model.
         is_last: Whether the stage is the last one, which computes the loss.
         actions: The actions in the order in which they were done, ``F3`` or ``B3``. The number is that of the

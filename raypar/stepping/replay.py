@@ -45,7 +45,7 @@ class Replayed:
         return not self.differences
 
     def __repr__(self) -> str:
-        what = f"stage {self.recorded.stage} of {self.recorded.actor} in step {self.recorded.step}"
+        what = f"stage {self.recorded.stage} of {self.recorded.actor} in step {self.recorded.step + 1}"
         actions = f"{len(self.recorded.actions)} actions"
         if self.ok:
             return f"{what}: {actions}, bitwise equal to the recording"

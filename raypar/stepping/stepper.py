@@ -39,7 +39,7 @@ class Stepper:
 
     Args:
         schedule: The lowered schedule of the step.
-        step: The number of the step.
+        step: The number of the step, counted from 0.
         world: The ranks.
         handles: The actors' Ray handles, by rank.
         calls: Calls to the same actors.
@@ -50,7 +50,7 @@ class Stepper:
 
     Attributes:
         schedule: The schedule of this step: the job's, or the one that ``swap`` has put in its place.
-        step: The number of the step.
+        step: The number of the step, counted from 0; texts count from 1.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Stepper:
         self._over: Exception | None = None
         self._note = ""
         self._seconds = 0.0  # spent in moves, without the user's pauses between them
-        self._guard(lambda: self._calls.all("open", step, what=f"step {step}"))
+        self._guard(lambda: self._calls.all("open", step, what=f"step {step + 1}"))
 
     # --- state ---
 
@@ -148,7 +148,7 @@ class Stepper:
     def __repr__(self) -> str:
         moves = f"{len(self._board.taken)} of {len(self._board.taken) + len(self._board.left)} moves done"
         grid = text(self.schedule, done=frozenset(self.done), cursor=self._next_compute())
-        return (self._note if self.midway else "") + f"step {self.step}, {moves}, next: {self._cursor()}\n{grid}"
+        return (self._note if self.midway else "") + f"step {self.step + 1}, {moves}, next: {self._cursor()}\n{grid}"
 
     def _repr_svg_(self) -> str:
         """Draw the step so far, for a notebook."""
@@ -263,9 +263,9 @@ class Stepper:
     def finish(self) -> Report:
         """Take all moves that are left, regardless of ``break_on``, close the step, and return its report."""
         if self._report is None:
-            with patience(f"step {self.step}") as ctrl_c:
+            with patience(f"step {self.step + 1}") as ctrl_c:
                 self._perform(self._board.left)
-                results = self._timed(lambda: self._calls.all("end", what=f"step {self.step}"))
+                results = self._timed(lambda: self._calls.all("end", what=f"step {self.step + 1}"))
                 self._report = self._commit(results, self._seconds)
                 self._guard(lambda: self._recorder.save(self.step))
             ctrl_c.heed()
@@ -276,7 +276,7 @@ class Stepper:
 
         Every bit is as it was.
         """
-        with patience(f"rewinding step {self.step}") as ctrl_c:
+        with patience(f"rewinding step {self.step + 1}") as ctrl_c:
             self._undo()
             self._board, self._note = Board(self._proposed), ""
             self._guard(self._recorder.start)
@@ -285,9 +285,9 @@ class Stepper:
 
     def abort(self) -> None:
         """Give the step up: everything is as it was before it, and the job can go on."""
-        with patience(f"giving step {self.step} up") as ctrl_c:
+        with patience(f"giving step {self.step + 1} up") as ctrl_c:
             self._undo()
-            self._over = JobError(f"step {self.step} was given up: job.stepper() begins it anew")
+            self._over = JobError(f"step {self.step + 1} was given up: job.stepper() begins it anew")
         ctrl_c.heed()
 
     # --- internals ---
@@ -295,14 +295,14 @@ class Stepper:
     def _undo(self) -> None:
         """Make the actors restore their state of the start of the step."""
         self._demand_midway()
-        self._guard(lambda: self._calls.all("rewind", what=f"rewinding step {self.step}"))
+        self._guard(lambda: self._calls.all("rewind", what=f"rewinding step {self.step + 1}"))
 
     def _take(self, chosen: Sequence[Move]) -> Taken:
         """Take moves: together, or one by one if there is a predicate to evaluate after each."""
         self._demand_midway()
         before, size = len(self._board.taken), len(chosen) if self._predicate is None else 1
         self._note = ""
-        with patience(f"the moves of step {self.step}") as ctrl_c:
+        with patience(f"the moves of step {self.step + 1}") as ctrl_c:
             for at in range(0, len(chosen), max(1, size)):
                 self._perform(chosen[at : at + size])
                 if ctrl_c.pressed or (self._predicate is not None and self._stops(chosen[at])):
@@ -318,7 +318,7 @@ class Stepper:
 
         def perform() -> None:
             refs = [self._handles[rank].perform.remote(action) for rank, action in calls]
-            self._calls.gather(refs, f"step {self.step}", [rank for rank, _ in calls])
+            self._calls.gather(refs, f"step {self.step + 1}", [rank for rank, _ in calls])
 
         if calls:
             try:
@@ -359,7 +359,7 @@ class Stepper:
         if self._over is not None:
             raise self._over
         if self._report is not None:
-            raise JobError(f"step {self.step} is finished: job.stepper() begins the next one")
+            raise JobError(f"step {self.step + 1} is finished: job.stepper() begins the next one")
 
     def _next_compute(self) -> Action | None:
         """Return the next compute action; the drawings show no communication."""

@@ -22,6 +22,7 @@ class Overlay:
     Attributes:
         measured: The measured timeline, in the upper lane.
         predicted: The simulated timeline, in the lower lane.
+        source: Where the predicted costs come from, "from FLOPs"; "" does not say.
 
     Raises:
         ScheduleError: If the timelines are of different schedules.
@@ -29,6 +30,7 @@ class Overlay:
 
     measured: Timeline
     predicted: Timeline
+    source: str = ""
 
     def __post_init__(self) -> None:
         if self.measured.schedule != self.predicted.schedule:
@@ -38,7 +40,8 @@ class Overlay:
     @property
     def titles(self) -> list[str]:
         """Return one line for each timeline: makespan, bubble and activations in flight."""
-        return [f"{name} {summary(timeline, milliseconds)}" for name, timeline in self._named.items()]
+        measured, predicted = (f"{name} {summary(timeline, milliseconds)}" for name, timeline in self._named.items())
+        return [measured, f"{predicted} ({self.source})" if self.source else predicted]
 
     def svg(self) -> str:
         """Draw the overlay as standalone SVG."""

@@ -79,7 +79,7 @@ def svg(drawn: Schedule | Timeline, *, done: Collection[Action] | None = None, c
     """
     if isinstance(drawn, Schedule):
         timeline = simulate(drawn, UNIT)
-        return picture({"": timeline}, [summary(timeline)], None, done=done, cursor=cursor)
+        return picture({"": timeline}, [summary(timeline, in_slots=True)], None, done=done, cursor=cursor)
     return picture({"": drawn}, [summary(drawn)], spelling(drawn), done=done, cursor=cursor)
 
 

@@ -32,7 +32,7 @@ def text(
     In a schedule every action is one slot long. In a timeline a slot is as long as the shortest kind of action, and a
     longer action continues with ``--``. ``F0`` is the forward of microbatch 0; where ranks hold several stages the
     stage comes first, ``3F0``. The last line gives makespan, bubble and the most activations that each rank holds at
-    once; the times of a measured timeline are in milliseconds.
+    once. Of a schedule they are "in slots", which no run takes; the times of a measured timeline are in milliseconds.
 
     Args:
         drawn: The schedule or timeline.
@@ -45,7 +45,8 @@ def text(
         The text, of several lines.
     """
     timeline = simulate(drawn, UNIT) if isinstance(drawn, Schedule) else drawn
-    return "\n".join([*grid({"": timeline}, color=color, width=width, done=done, cursor=cursor), summary(timeline)])
+    last = summary(timeline, in_slots=isinstance(drawn, Schedule))
+    return "\n".join([*grid({"": timeline}, color=color, width=width, done=done, cursor=cursor), last])
 
 
 def grid(
@@ -106,12 +107,13 @@ def spelling(timeline: Timeline) -> Callable[[float], str]:
     return milliseconds if timeline.measured else plain
 
 
-def summary(timeline: Timeline, spelled: Callable[[float], str] | None = None) -> str:
+def summary(timeline: Timeline, spelled: Callable[[float], str] | None = None, *, in_slots: bool = False) -> str:
     """Describe a timeline in one line: makespan, bubble and activations in flight.
 
     Args:
         timeline: The timeline.
         spelled: Formats the makespan, or None for ``spelling(timeline)``.
+        in_slots: Whether to say that times are slots, one for each action.
 
     Returns:
         The line.
@@ -119,7 +121,8 @@ def summary(timeline: Timeline, spelled: Callable[[float], str] | None = None) -
     spelled = spelled or spelling(timeline)
     held = timeline.in_flight
     flying = " ".join(map(str, held)) if len(held) <= 16 else f"at most {max(held)}"
-    return f"{timeline.name}: makespan {spelled(timeline.makespan)}, bubble {timeline.bubble:.1%}, in flight {flying}"
+    name = f"{timeline.name} in slots" if in_slots else timeline.name
+    return f"{name}: makespan {spelled(timeline.makespan)}, bubble {timeline.bubble:.1%}, in flight {flying}"
 
 
 def slot_length(timeline: Timeline) -> float:

@@ -32,7 +32,7 @@ def forward(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Sched
         rank 1     F0 F1 F2 F3 F4 F5 F6 F7
         rank 2        F0 F1 F2 F3 F4 F5 F6 F7
         rank 3           F0 F1 F2 F3 F4 F5 F6 F7
-        forward: makespan 11, bubble 27.3%, in flight 0 0 0 0
+        forward in slots: makespan 11, bubble 27.3%, in flight 0 0 0 0
     """
     SIZES.demand("forward", num_ranks, num_microbatches, num_chunks)
     return Schedule.of("forward", (_row(rank, num_ranks, num_microbatches, num_chunks) for rank in range(num_ranks)))

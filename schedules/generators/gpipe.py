@@ -34,7 +34,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
         rank 1     F0 F1 F2 F3 F4 F5 F6 F7             B0 B1 B2 B3 B4 B5 B6 B7
         rank 2        F0 F1 F2 F3 F4 F5 F6 F7       B0 B1 B2 B3 B4 B5 B6 B7
         rank 3           F0 F1 F2 F3 F4 F5 F6 F7 B0 B1 B2 B3 B4 B5 B6 B7
-        gpipe: makespan 22, bubble 27.3%, in flight 8 8 8 8
+        gpipe in slots: makespan 22, bubble 27.3%, in flight 8 8 8 8
     """
     SIZES.demand("gpipe", num_ranks, num_microbatches)
     return Schedule.of(

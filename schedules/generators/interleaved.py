@@ -34,7 +34,7 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> S
 
         rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1     2B2     2B3 0B2 0B3
         rank 1      1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
-        interleaved: makespan 18, bubble 11.1%, in flight 5 3
+        interleaved in slots: makespan 18, bubble 11.1%, in flight 5 3
     """
     SIZES.demand("interleaved", num_ranks, num_microbatches, num_chunks)
     return Schedule.of(

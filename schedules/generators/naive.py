@@ -31,7 +31,7 @@ def naive(num_ranks: int, num_microbatches: int) -> Schedule:
         rank 1     F0             B0       F1             B1
         rank 2        F0       B0             F1       B1
         rank 3           F0 B0                   F1 B1
-        naive: makespan 16, bubble 75.0%, in flight 1 1 1 1
+        naive in slots: makespan 16, bubble 75.0%, in flight 1 1 1 1
     """
     SIZES.demand("naive", num_ranks, num_microbatches)
     return Schedule.of(

@@ -34,7 +34,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
         rank 1     F0 F1 F2       B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5    B6    B7
         rank 2        F0 F1    B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6    B7
         rank 3           F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7
-        1f1b: makespan 22, bubble 27.3%, in flight 4 3 2 1
+        1f1b in slots: makespan 22, bubble 27.3%, in flight 4 3 2 1
     """
     SIZES.demand("1f1b", num_ranks, num_microbatches)
     return Schedule.of("1f1b", (_row(rank, num_ranks, num_microbatches) for rank in range(num_ranks)))

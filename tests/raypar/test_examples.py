@@ -49,7 +49,7 @@ def test_write_your_own_schedule_on_paper(catalog_as_before, capsys):
     assert "rank 0  F0 F1 F2 F3 F4 F5 F6 B0 F7 B1    B2" in said
     assert "1f1b   lasts 41.0" in said
     assert "eager  lasts 36.0" in said
-    assert "edited: makespan 10" in said
+    assert "edited in slots: makespan 10" in said
 
 
 def test_write_your_own_schedule_on_actors(job_of, catalog_as_before):

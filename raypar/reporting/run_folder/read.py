@@ -51,7 +51,7 @@ class Past:
         metrics: One dict for each step (``Report.to_dict``) and evaluation (``Evaluation.to_dict``, which has
             ``val_loss``).
         schedule: The lowered schedule of a training step, or None if it was not written.
-        step: The latest measured step, or None.
+        step: The latest measured step, counted from 0, or None.
         timelines: The timelines of that step, as ``job.timelines()`` returns them; empty if there is none.
         ledger: The (calls, bytes) of each actor, by "axis op".
         checkpoints: The checkpoints, newest first; only their manifests were read.

@@ -90,7 +90,7 @@ class Folder:
         """Write the times of a step and the bytes moved so far.
 
         Args:
-            step: The step.
+            step: The step, counted from 0.
             timelines: Its timelines.
             ledger: The calls and bytes by actor name and (axis, op).
         """
@@ -104,7 +104,7 @@ class Folder:
         }
 
         def write() -> None:
-            _write(self._path / TIMELINE, json.dumps({"step": step, "timelines": rows}))
+            _write(self._path / TIMELINE, json.dumps({"step": step, "steps_taken": step + 1, "timelines": rows}))
             _write(self._path / LEDGER, json.dumps(moved))
 
         self._try(write)

@@ -16,7 +16,7 @@ def sink_of(tracker: Tracker, run: str, folder: str | None, step: int) -> Sink:
         tracker: The tracker's name.
         run: The run's name.
         folder: The run folder, or None; TensorBoard needs one.
-        step: The first step of the run.
+        step: Number of steps taken before.
 
     Returns:
         The sink.

@@ -16,11 +16,11 @@ class TensorBoard:
 
     Args:
         folder: The folder of the files.
-        step: The first step of the run. Events of this and later steps that are already in the folder are removed.
+        step: Number of steps taken before. Events of later steps that are already in the folder are removed.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        self._writer: Any = SummaryWriter(str(folder), purge_step=step or None)
+        self._writer: Any = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
     def begin(self, config: dict[str, Any]) -> None:
         rows = (f"| {name} | {str(value).replace('|', '/')} |" for name, value in flat(config).items())

@@ -24,7 +24,7 @@ class Sink(Protocol):
 
         Args:
             outcome: ``Report.to_dict`` or ``Evaluation.to_dict``.
-            step: The step.
+            step: Number of steps taken, the evaluated or just taken step counted from 1.
         """
 
     def close(self) -> None:
@@ -35,7 +35,7 @@ def scalars(outcome: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of an outcome by name; a tuple over pipeline ranks becomes ``peak_memory/pp0``, and so on."""
     found: dict[str, float] = {}
     for name, value in outcome.items():
-        if isinstance(value, int | float) and name != "step":
+        if isinstance(value, int | float) and name not in ("step", "steps_taken"):
             found[name] = float(value)
         elif isinstance(value, tuple | list):
             found |= {f"{name}/pp{rank}": float(each) for rank, each in enumerate(value)}

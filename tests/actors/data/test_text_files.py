@@ -66,9 +66,31 @@ def test_glob_finds_files_at_every_depth(folder, tmp_path, monkeypatch):
     assert text_of("**/a*", tmp_path) == "alpha"
 
 
-def test_named_file_is_taken_as_it_is(folder, tmp_path):
-    assert bytes(tokens_of(folder / "picture.png", tmp_path)[0]) == b"\x89PNG\0\0"
+def test_a_named_file_may_be_hidden(folder, tmp_path):
     assert text_of(folder / ".hidden", tmp_path) == "hidden"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"\x89PNG\0\0", "is no text: byte 4 is NUL: give a text file, or uint16 tokens in a file named .bin"),
+        (np.random.default_rng(0).integers(1, 256, 9999, np.uint8).tobytes(), "is no text: byte 1 (0x82) is not UTF-8"),
+        ("für alle".encode("latin-1") * 99, "is text in another encoding, perhaps latin-1: byte 1 (0xfc) is not UTF-8"),
+        ("für alle".encode("utf-16"), "is UTF-16, and text is read as UTF-8: iconv -f UTF-16 -t UTF-8 it.txt"),
+        ("für alle".encode("utf-16-le"), "is UTF-16, and text is read as UTF-8: iconv"),
+    ],
+)
+def test_a_named_file_that_is_no_utf8_text_is_told(content, says, tmp_path):
+    (tmp_path / "it.txt").write_bytes(content)
+    with pytest.raises(TextError) as caught:
+        tokens_of(tmp_path / "it.txt", tmp_path / "cache")
+    (fault,) = caught.value.faults
+    assert f"path: '{tmp_path / 'it.txt'}' {says}" in fault
+
+
+def test_a_long_text_may_be_cut_in_a_character(tmp_path):
+    (tmp_path / "it.txt").write_text("a" + "é" * 99_999, encoding="utf-8")
+    assert tokens_of(tmp_path / "it.txt", tmp_path / "cache")[1].count == 199_999
 
 
 def test_cache_inside_the_folder_is_not_text(folder):

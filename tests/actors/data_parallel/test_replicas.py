@@ -378,7 +378,7 @@ def test_a_vote_without_a_gradient_reaches_every_replica(mode):
     results = team.each(lambda actor: actor.run("train", 0))
     said = results[len(team.workers) :] if team.servers else results
     assert {str(result) for result in said} == {
-        "step 0: the loss is not finite; no weight was changed: look at the batch"
+        "step 1: the loss is not finite; no weight was changed: look at the batch"
     }
 
 

@@ -62,7 +62,7 @@ def test_a_copy_is_as_sound_as_the_original_but_not_under_another_step(path):
     for copy, _ in copies(path, 1):
         assert holds(copy, 1)
         assert verify(copy.rename(copy.with_name("step-00000009"))) == [
-            "the folder is named 'step-00000009', but it holds step 1"
+            "the folder is named 'step-00000009', but it was saved after step 1"
         ]
 
 

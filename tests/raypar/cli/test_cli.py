@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -148,7 +149,9 @@ def test_check_finds_what_blocking_sends_would_do(said):
 
 def test_simulate_measures(said):
     assert said("simulate", "1f1b", "--ranks", 2, "--microbatches", 4)[1:] == (
-        "1f1b, 2 ranks, 2 stages, 4 microbatches\n1f1b: makespan 15, bubble 20.0%, in flight 2 1\n",
+        "1f1b, 2 ranks, 2 stages, 4 microbatches\n"
+        "costs given: F 1, B 2, I 1, W 1, link 0\n"
+        "1f1b: makespan 15, bubble 20.0%, in flight 2 1\n",
         "",
     )
     code, out, _ = said("simulate", "gpipe", "--b", 1, "--format", "json")
@@ -236,6 +239,53 @@ def test_a_dry_run_draws_and_starts_nothing(said, data, monkeypatch):
     assert out.startswith("rank 0  0F0 0F1 2F0")
     assert "layers of each stage:  2 2 2 2" in out
     assert "20 of 4 microbatches x 2 samples x 32 tokens = 256 tokens" in out
+
+
+def test_a_dry_run_says_what_the_run_needs_and_what_is_here(said, data):
+    code, out, err = said("train", "gpt-small", *data, "--mesh.tp", 2, "--model.seq", 32, "--dry-run")
+    assert code == 0, err
+    rows = dict(line.split(":", 1) for line in out.splitlines() if ":" in line)
+    assert rows["actors"].strip() == "4 = pp 2 (recipe gpt-small) x tp 2"
+    assert rows["parameters"].strip().startswith("6,451,712; a stage has 3.2 M")
+    assert re.match(
+        r" +about \d+ MiB: weights 6 MiB, gradients 6 MiB, optimizer 1\d MiB, activat", rows["memory, pp=1"]
+    )
+    assert re.search(r"GiB of [\d.]+ [GM]iB free here, [\d.]+ [GM]iB for each of 4", rows["memory in all"])
+
+
+def test_a_dry_run_takes_no_time_and_no_torch():
+    """Seconds of the CPU, since those of the clock are longer on a busy machine."""
+    for name in ("gpt-124m", "llama-small"):
+        code = (
+            "import sys, time; from raypar.cli.main import main\n"
+            f"assert main(['train', {name!r}, '--model.vocab', '300', '--dry-run']) == 0\n"
+            "assert not {'torch', 'ray'} & set(sys.modules)\nprint(time.process_time())"
+        )
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        assert float(run.stdout.splitlines()[-1]) < 1.0
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "step"])
+def test_too_many_actors_are_refused_before_ray_starts(said, data, monkeypatch, command):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("raypar.planner.host.num_cores", lambda: 2)
+    monkeypatch.setitem(sys.modules, "raypar.job.launch", None)
+    code, _, err = said(command, "gpt-tiny", *data, "--mesh.pp", 4, "--mesh.dp", 5)
+    assert code == 2
+    fix = "use a smaller mesh, or set RAY_ADDRESS to a cluster"
+    assert f"mesh: 20 actors are more than the 16 that this machine of 2 cores takes: {fix}" in err
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert said("train", "gpt-tiny", *data, "--mesh.pp", 4, "--mesh.dp", 5, "--dry-run")[0] == 0
+
+
+def test_recipes_are_listed_with_their_sizes(said):
+    code, out, _ = said("recipes")
+    assert code == 0
+    lines = {line.split()[0]: line for line in out.splitlines() if line}
+    assert {"gpt-tiny", "gpt-small", "gpt-124m", "llama-tiny", "llama-small"} <= set(lines)
+    assert re.search(r"124\.4 M +12 x 768 +65,536 +2,000 +4 = pp 4 +a run of GPT-2 small's size$", lines["gpt-124m"])
+    assert said("recipes", "gpt-tiny")[0] == 2
 
 
 def test_a_run_is_what_recipe_file_and_flags_say(monkeypatch, data, tmp_path, said):
@@ -396,7 +446,7 @@ def test_a_run_is_logged_and_summed_up(said, kept_actors, data, tmp_path):
     path = tmp_path / "log.jsonl"
     code, out, err = said("train", "gpt-tiny", *data, "--steps", 3, "--eval-every", 2, "--log", path)
     assert code == 0, err
-    assert [line.split()[1] for line in err.splitlines() if line.startswith("step")] == ["1/3", "2/3", "3/3"]
+    assert [line.split()[1] for line in err.splitlines() if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     steps, evaluations = [x for x in lines if "loss" in x], [x for x in lines if "val_loss" in x]
     assert [line["step"] for line in steps] == [0, 1, 2]
@@ -450,7 +500,7 @@ def test_verify_compares_with_one_process(said, kept_actors, data):
     code, out, err = said("verify", *data, "--steps", 2)
     assert (code, out) == (
         0,
-        "bitwise equal: 2 losses and gradient norms, 109 gradients of step 0 and 109 weights after 2 steps\n",
+        "bitwise equal: 2 losses and gradient norms, 109 gradients of step 1 and 109 weights after 2 steps\n",
     ), err
 
 
@@ -461,7 +511,7 @@ def test_verify_tells_the_first_difference(said, monkeypatch):
     monkeypatch.setattr(commands, "verify", lambda words: found)
     code, out, _ = said("verify")
     assert code == 1
-    assert "1 differences in 2 losses and gradient norms, 9 gradients of step 0 and 9 weights after 2 steps; " in out
+    assert "1 differences in 2 losses and gradient norms, 9 gradients of step 1 and 9 weights after 2 steps; " in out
     assert "first: weight blocks.0.mlp differs by 1e-07 of its norm; worst 1e-06" in out
     close = Verdict(2, 9, 9, (1.0, 2.0), found.differences[1:])
     assert close.ok

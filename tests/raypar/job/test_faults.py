@@ -199,7 +199,7 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_the_job_goes_on(poisoned_
     job = poisoned_job
     job.step()
     before = dict(job.weights())
-    with pytest.raises(rp.NonFiniteError, match=r"step 1: the gradient of layers.0.weight is not finite \(4 of 4"):
+    with pytest.raises(rp.NonFiniteError, match=r"step 2: the gradient of layers.0.weight is not finite \(4 of 4"):
         job.step()
     assert job.next_step == 1
     after = dict(job.weights())
@@ -212,11 +212,11 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_the_job_goes_on(poisoned_
 
 def test_steps_handed_over_ahead_are_refused_behind_one_that_could_not_be_made(poisoned_job):
     job = poisoned_job
-    with pytest.raises(rp.NonFiniteError, match="step 1: "):
+    with pytest.raises(rp.NonFiniteError, match="step 2: "):
         job.train(6, ahead=3)
     assert job.next_step == 1
     before = dict(job.weights())
-    with pytest.raises(rp.NonFiniteError, match="step 1: "):
+    with pytest.raises(rp.NonFiniteError, match="step 2: "):
         job.step()
     assert all(torch.equal(weight, before[name]) for name, weight in job.weights())
     job.next_step = 2  # past the bad batch
@@ -331,7 +331,7 @@ def test_an_exception_in_a_layer_names_actor_action_and_message(job_of):
     assert time.monotonic() - start < 5
     text = str(caught.value)
     assert text.startswith(
-        "actor pp=1: action 1F2 failed: ZeroDivisionError: the user's own message (in layers.1) (during step 1)"
+        "actor pp=1: action 1F2 failed: ZeroDivisionError: the user's own message (in layers.1) (during step 2)"
     )
     assert 'raise ZeroDivisionError("the user' in text, "where it happened"
     with pytest.raises(rp.JobError, match=r"this job is over \(actor pp=1: action 1F2 failed.*launch the run again"):
@@ -356,7 +356,7 @@ def test_a_killed_actor_is_named_within_seconds_and_nothing_is_left(cluster, cap
     with rp.launch(run_of(lambda: [nn.Linear(4, 4), Trouble(sleep=0.5)])) as job:
         actors = pids(job)
         with later(0.7, lambda: os.kill(actors[1], signal.SIGKILL)) as killed:
-            with pytest.raises(rp.ActorDiedError, match=r"actor pp=1 died during step 0"):
+            with pytest.raises(rp.ActorDiedError, match=r"actor pp=1 died during step 1"):
                 job.step()
             took = time.monotonic() - killed[0]
         with capsys.disabled():

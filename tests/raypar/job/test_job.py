@@ -373,9 +373,9 @@ def test_an_overlay_predicts_a_step_with_the_costs_of_those_before_it(job):
 
 def test_a_job_shows_what_it_is_and_where_it_is(job):
     job.reset(tiny())
-    assert re.search(r"<Job on 2 actors, cpu>\nGPT\(.*pp=2.*\nnext step 0 of \d+\nrank 0  F0 ", repr(job))
+    assert re.search(r"<Job on 2 actors, cpu>\nGPT\(.*pp=2.*\n0 of \d+ steps taken\nrank 0  F0 ", repr(job))
     loss = job.step().loss
-    assert f"\nnext step 1 of {job.run.steps}, loss {loss:.4f} in step 0\n" in repr(job)
+    assert f"\n1 of {job.run.steps} steps taken, loss {loss:.4f} in step 1\n" in repr(job)
     assert job._repr_html_().startswith("<pre>&lt;Job on 2")
     assert "</pre><svg" in job._repr_html_()
 

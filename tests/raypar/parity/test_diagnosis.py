@@ -91,7 +91,7 @@ def test_a_wrong_move_is_found(found, sabotaged, wrong, layout):
     assert verdict.diagnosis.steps == (0,)
     assert verdict.diagnosis.place == place
     assert cause in verdict.diagnosis.cause
-    assert str(verdict).splitlines()[1].startswith(f"begins with: {place}, in step 0: ")
+    assert str(verdict).splitlines()[1].startswith(f"begins with: {place}, in step 1: ")
 
 
 def test_a_gather_in_the_wrong_order(found, sabotaged):
@@ -180,7 +180,7 @@ def test_an_update_that_is_wrong(found, monkeypatch, kind):
     monkeypatch.setattr(Updater, "step", stale)
     verdict = found(optim=rp.SGD(lr=1.0), steps=1, clip=1e-3)
     assert not verdict.ok
-    assert str(verdict.diagnosis).startswith("layer by layer nothing differs in step 0: look at the update")
+    assert str(verdict.diagnosis).startswith("layer by layer nothing differs in step 1: look at the update")
 
 
 def test_a_run_that_is_right_is_not_watched(found, monkeypatch):

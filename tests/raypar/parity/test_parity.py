@@ -253,7 +253,7 @@ def test_a_changed_weight_is_found(job_on, monkeypatch):
     verdict = rp.verify(run, job)
     assert not verdict.bitwise
     assert verdict.worst > 1e-3
-    assert "loss of step 0" in str(verdict)
+    assert "loss of step 1" in str(verdict)
 
 
 def test_sgd_without_clipping(job_on):

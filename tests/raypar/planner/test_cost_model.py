@@ -11,8 +11,10 @@ from raypar.actors.models.partition import core_cost, transformer_costs
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
 from raypar.config.recipes import recipe
-from raypar.config.run import check_run, costs_of_run
-from raypar.reporting.summary import plan_rows, predicted
+from raypar.config.run import check_run
+from raypar.planner.cost_model import costs_of_run
+from raypar.planner.prediction import from_flops
+from raypar.reporting.summary import plan_rows
 from raypar.schedules.action import Action, Op
 from raypar.schedules.catalog import build
 from raypar.schedules.passes.lower import lower
@@ -24,7 +26,7 @@ GPTS = GPT(layers=4, hidden=64, heads=4, seq=128, attention="materialised")
 
 def makespan(model, recompute):
     run = Run(model=model, schedule="naive", microbatches=1, recompute=recompute)
-    return predicted(run, check_run(run)["train"]).makespan
+    return from_flops(run, check_run(run)["train"]).timeline.makespan
 
 
 @pytest.mark.parametrize("model", [GPTS, Llama(layers=4, hidden=64, heads=4, kv_heads=1, seq=128, dropout=0.1)])
@@ -57,7 +59,7 @@ def test_a_step_is_shorter_on_account_of_what_backwards_leave_for_later(recomput
     assert first + second == pytest.approx(backward)
     assert second == pytest.approx(later * (whole - 2 * model.hidden - core))
     split = split_backward(schedule, costs, hold=recompute == "none")
-    assert (predicted(run, split).makespan < simulate(schedule, costs).makespan) == (later > 0)
+    assert (from_flops(run, split).timeline.makespan < simulate(schedule, costs).makespan) == (later > 0)
 
 
 def test_a_dry_run_tells_of_backwards_that_are_done_in_halves():

@@ -66,7 +66,7 @@ def test_wandb(monkeypatch, tmp_path):
     assert (init, options["name"], options["dir"], options["config"]["mesh"]["pp"]) == (
         "init", "run", str(tmp_path / "run"), 2,
     )  # fmt: skip
-    assert step == ("log", {"step": 7, **SCALARS})
+    assert step == ("log", {"step": 8, **SCALARS})
     assert evaluation[1]["step"] == 8
     assert evaluation[1]["val_loss"] == 1.0
     assert finish == ("finish",)
@@ -80,7 +80,7 @@ def test_mlflow(monkeypatch):
     ]  # fmt: skip
     assert mlflow.calls[0] == ("start_run", {"run_name": "a-job"})
     assert mlflow.calls[1][1]["mesh.pp"] == 2
-    assert mlflow.calls[2] == ("log_metrics", SCALARS, {"step": 7, "synchronous": False})
+    assert mlflow.calls[2] == ("log_metrics", SCALARS, {"step": 8, "synchronous": False})
 
 
 def test_the_gauges_of_ray(monkeypatch):

@@ -281,7 +281,7 @@ def test_it_stops_where_it_is_told_to(hands):
     assert len(stepper.run()) == 1
     assert repr(stepper).startswith("stopped behind ")
     stepper.finish()
-    assert repr(stepper).startswith("step 0, ")
+    assert repr(stepper).startswith("step 1, ")
 
 
 def test_a_step_that_is_not_finite_is_found_where_it_begins():

@@ -33,6 +33,14 @@ def test_lowering_does_not_change_the_picture():
     assert text(lower(schedule)) == text(schedule)
 
 
+def test_the_figures_of_a_schedule_are_in_slots():
+    """A timeline has durations of its own, a schedule none: its 20 % is nobody's prediction."""
+    schedule = build("1f1b", 2, 4)
+    assert text(schedule).splitlines()[-1] == "1f1b in slots: makespan 10, bubble 20.0%, in flight 2 1"
+    assert "1f1b in slots: makespan 10" in svg(schedule)
+    assert "in slots" not in text(simulate(schedule))
+
+
 def test_a_timeline_is_drawn_to_scale():
     assert text(simulate(build("1f1b", 2, 2), Costs(b=2))).splitlines() == [
         "rank 0  F0 F1       B0 --    B1 --",

@@ -1,0 +1,47 @@
+"""What this machine has for the actors of a run."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_LEAST_SLOTS = 16  # CPUs that a Ray of our own declares at least, so that many actors can share a laptop's few cores
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def num_cores() -> int:
+    """Return the number of CPU cores."""
+    return os.cpu_count() or 1
+
+
+def num_slots() -> int:
+    """Return the number of CPUs that a Ray of our own declares, and so the most actors that it starts here."""
+    return max(num_cores(), _LEAST_SLOTS)
+
+
+def starts_own_ray() -> bool:
+    """Return whether a launch would start Ray on this machine, since no RAY_ADDRESS names a cluster."""
+    return not os.environ.get("RAY_ADDRESS")
+
+
+def room_faults(num_actors: int) -> Iterator[str]:
+    """Yield a fault if a launch would start a Ray of our own that has no room for so many actors."""
+    if starts_own_ray() and num_actors > num_slots():
+        here = f"the {num_slots()} that this machine of {num_cores()} cores takes"
+        yield f"mesh: {num_actors} actors are more than {here}: use a smaller mesh, or set RAY_ADDRESS to a cluster"
+
+
+def free_memory() -> int | None:
+    """Return the bytes of memory that are free here, or that a container's limit leaves; None if nothing tells."""
+    found = []
+    with suppress(OSError):
+        if entry := re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE):
+            found.append(int(entry[1]) << 10)
+    with suppress(OSError, ValueError):  # "max" if there is no limit
+        limit = int((_CGROUP / "memory.max").read_text())
+        found.append(max(0, limit - int((_CGROUP / "memory.current").read_text())))
+    return min(found, default=None)

@@ -1,0 +1,99 @@
+"""How many parameters a model has: in whole, on a pipeline rank, and on an actor.
+
+The counts of a GPT and a Llama are formulas of the sizes, so that they take no time and no torch. With hidden size h,
+MLP width f, vocabulary V, sequence length s, and K heads of keys and values of width d:
+
+- A block has h^2 for the queries, 2 h K d for keys and values, h^2 for the output, and 2 h f (GPT) or 3 h f (Llama) for
+  its MLP. A GPT has biases of h (output), f and h (MLP), and its two LayerNorms 2 h each; a Llama's RMSNorms have h.
+- The embedding has h V, and h for each learned position. The head has a norm and h V.
+
+Source: actors/models/transformer.py, gpt.py and llama.py, whose modules the tests count. The layers of the user's own
+model are counted from its skeleton.
+"""
+
+from __future__ import annotations
+
+import math
+
+from raypar.actors.mesh.grid import Grid
+from raypar.actors.models.partition import split_layers, transformer_costs
+from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.types import Split
+from raypar.schedules.schedule import Schedule
+
+
+def num_parameters(model: GPT | Llama) -> int:
+    """Return the number of trainable parameters of a model. A tied weight counts once."""
+    return _block(model, 1) * model.layers + _embedding(model, 1) + _head(model, 1, tied=model.tied)
+
+
+def held_parameters(model: GPT | Llama, split: Split, schedule: Schedule, tensor: int | Grid) -> list[int]:
+    """Count the parameters that an actor of each pipeline rank holds.
+
+    If actors of one rank hold different numbers, because the vocabulary does not divide evenly, the largest counts.
+
+    Args:
+        model: The model.
+        split: How its layers are split into stages.
+        schedule: The schedule, which places the stages on ranks.
+        tensor: Number of tensor-parallel ranks, or their grid. On a grid the counts are estimates: vectors are divided
+            in ways of their own.
+
+    Returns:
+        The counts by pipeline rank. If both ends of a tied weight are on one rank, it counts once, else twice.
+    """
+    ranks = tensor if isinstance(tensor, int) else tensor.side ** (3 if tensor.kind == "3d" else 2)
+    grid = not isinstance(tensor, int)
+    first, last = schedule.placement[0], schedule.placement[-1]
+    held = [0] * schedule.num_ranks
+    for stage, layers in enumerate(split_layers(split, transformer_costs(model), schedule.num_stages)):
+        held[schedule.placement[stage]] += len(layers) * _block(model, ranks, grid=grid)
+    held[first] += _embedding(model, ranks)
+    held[last] += _head(model, ranks, tied=model.tied and first == last)
+    return held
+
+
+def stage_parameters(model: GPT | Llama, split: Split, num_stages: int) -> list[int]:
+    """Count the parameters of each stage, undivided. A tied weight counts in the first stage only."""
+    stages = split_layers(split, transformer_costs(model), num_stages)
+    counts = [len(layers) * _block(model, 1) for layers in stages]
+    counts[0] += _embedding(model, 1)
+    counts[-1] += _head(model, 1, tied=model.tied)
+    return counts
+
+
+def short_count(count: int) -> str:
+    """Format a number of parameters: 6.5 M, 124.4 M, 7.0 B."""
+    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= unit:
+            return f"{count / unit:,.1f} {name}"
+    return str(count)
+
+
+def _block(model: GPT | Llama, ranks: int, *, grid: bool = False) -> int:
+    """Count the parameters of a block on one tensor rank.
+
+    Args:
+        model: The model.
+        ranks: Number of tensor ranks, over which matrices are divided.
+        grid: Whether these are a grid, which divides all tensors. Other tensor ranks hold norms and the biases of
+            outputs whole, and at least one head of keys and values.
+    """
+    h, f, width = model.hidden, model.mlp_width, model.hidden // model.heads
+    keys = h * width * model.num_kv_heads
+    shared = 2 * h if isinstance(model, Llama) else 6 * h
+    divided = 2 * h * h + model.mlp_matrices * h * f + (0 if isinstance(model, Llama) else f)
+    if grid:
+        return (divided + 2 * keys + shared) // ranks
+    return divided // ranks + 2 * max(keys // ranks, h * width) + shared
+
+
+def _embedding(model: GPT | Llama, ranks: int) -> int:
+    positions = {"learned": model.seq, "hierarchical": math.isqrt(model.seq - 1) + 1}.get(model.positions, 0)
+    return (-(-model.vocab // ranks) + positions) * model.hidden
+
+
+def _head(model: GPT | Llama, ranks: int, *, tied: bool) -> int:
+    """Count the final norm and, unless the embedding's weight is ``tied`` to it here, the projection."""
+    norm = model.hidden if isinstance(model, Llama) else 2 * model.hidden
+    return norm + (0 if tied else -(-model.vocab // ranks) * model.hidden)

@@ -1,0 +1,61 @@
+"""The prediction of a training step: the schedule performed on paper, and where the costs of its actions come from.
+
+Two sources of costs exist. Before a run there are only FLOPs; after some steps there are measured durations. They
+disagree, because FLOPs know neither messages nor caches nor the optimizer, so whoever shows a prediction shows its
+source with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raypar.actors.specs.run import Run
+from raypar.planner.cost_model import costs_of_run
+from raypar.schedules.schedule import Schedule
+from raypar.schedules.simulation.measured_costs import costs_of
+from raypar.schedules.simulation.simulate import simulate
+from raypar.schedules.timeline import Timeline
+
+FROM_FLOPS = "from FLOPs"
+FROM_STEPS = "from the measured costs of steps before"
+FROM_ITSELF = "from the measured costs of the step itself"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A predicted training step.
+
+    Attributes:
+        timeline: The simulated step: in FLOPs per token, or in seconds if the costs were measured.
+        source: Where the costs come from: FROM_FLOPS, FROM_STEPS or FROM_ITSELF.
+    """
+
+    timeline: Timeline
+    source: str
+
+    @property
+    def bubble(self) -> str:
+        """The bubble in words, "5.7% predicted from FLOPs"."""
+        return f"{self.timeline.bubble:.1%} predicted {self.source}"
+
+
+def from_flops(run: Run, schedule: Schedule) -> Prediction:
+    """Predict a step of a run before it starts, from the FLOPs of its layers.
+
+    Args:
+        run: The run.
+        schedule: The lowered schedule of a training step.
+    """
+    return Prediction(simulate(schedule, costs_of_run(run, schedule.num_stages)), FROM_FLOPS)
+
+
+def from_steps(measured: Timeline, before: Sequence[Timeline]) -> Prediction:
+    """Predict a measured step from the steps before it; the first step from its own durations.
+
+    Args:
+        measured: The step, whose schedule is simulated.
+        before: Steps before it; empty if there were none.
+    """
+    timeline = simulate(measured.schedule, costs_of(*(before or [measured])))
+    return Prediction(timeline, FROM_STEPS if before else FROM_ITSELF)

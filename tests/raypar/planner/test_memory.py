@@ -1,0 +1,121 @@
+"""The memory that a run needs, against what stages keep and what a machine has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.optim import SGD
+from raypar.actors.specs.run import Run
+from raypar.config.recipes import recipe
+from raypar.config.run import check_run, world_of
+from raypar.planner import host
+from raypar.planner.memory import Memory, server_memory, worker_memory
+from raypar.planner.parameters import held_parameters
+from raypar.planner.prediction import from_flops
+from raypar.reporting.needs import actors_told
+from raypar.reporting.summary import plan_rows
+from tests.support.kept_activations import (  # noqa: F401  (fixtures that hold for every test)
+    A,
+    B,
+    H,
+    S,
+    block,
+    hooks_inside_count_too,
+    kept,
+    one_thread,
+)
+
+HIDDEN = {"layers": 3, "hidden": H, "heads": A, "seq": S, "vocab": 256, "attention": "materialised"}
+
+
+def memory_of(run: Run) -> list[Memory]:
+    schedule = check_run(run)["train"]
+    held = held_parameters(run.model, run.split, schedule, run.mesh.grid or run.mesh.tensor_ranks)
+    return worker_memory(run, world_of(run), held, from_flops(run, schedule).timeline)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("kind", "more"), [(GPT, {}), (Llama, {}), (Llama, {"kv_heads": 1})])
+def test_a_block_keeps_what_is_counted(kind, more, dropout, recompute):
+    """The middle one of three stages has one block and nothing else; one microbatch is under way."""
+    run = Run(
+        model=kind(**HIDDEN, **more, dropout=dropout), mesh=Mesh(pp=3), schedule="naive", microbatches=1,
+        micro_batch_size=B, recompute=(recompute,) * 3,
+    )  # fmt: skip
+    stage, x, _ = block(kind, recompute=(recompute,), dropout=dropout, **more)
+    scores = A * S * S * B * (3 if dropout else 1) if recompute == "selective" else 0  # made again, one block at a time
+    assert memory_of(run)[1].activations == pytest.approx(4 * (kept(stage, x) + scores), rel=0.12)
+
+
+def test_state_is_divided_as_the_run_says():
+    run = recipe("gpt-small", mesh=Mesh(dp=2))
+    whole = 4 * 6_509_056
+    zero, plain = memory_of(run)[0], memory_of(replace(run, zero=0))[0]
+    assert (zero.weights, zero.gradients, zero.optimizer) == (whole, whole, whole)
+    assert plain.optimizer == 2 * whole
+    assert memory_of(replace(run, zero=0, optim=SGD()))[0].optimizer == whole
+    served = replace(run, zero=None, data_parallel="parameter_server", servers=2)
+    assert memory_of(served)[0].optimizer == 0
+    (server,) = server_memory(served, world_of(served), [6_509_056])
+    assert (server.weights, server.optimizer) == (whole // 2, whole)
+
+
+def test_recomputation_and_more_ranks_take_less():
+    run = recipe("gpt-small", mesh=Mesh())
+    plain = memory_of(run)[0].activations
+    changes = [{"recompute": "full"}, {"mesh": Mesh(tp=2)}, {"mesh": Mesh(cp=2)}, {"mesh": Mesh(tp="2d:2x2")}]
+    found = [memory_of(replace(run, **change))[0].activations for change in changes]
+    assert all(less < plain for less in found[1:])
+    assert found[0] < 1.2 * plain, "with one microbatch under way nothing is gained, and little lost"
+    sequence = memory_of(replace(run, mesh=Mesh(tp=2), sequence_parallel=True))[0].activations
+    assert sequence < found[1]
+
+
+def test_what_is_needed_is_held_against_what_is_free(monkeypatch):
+    run = recipe("gpt-small")
+    schedule = check_run(run)["train"]
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("raypar.reporting.needs.free_memory", lambda: 24 << 30)
+    assert dict(plan_rows(run, schedule))["memory in all"] == "855 MiB of 24.0 GiB free here, 12.0 GiB for each of 2"
+    monkeypatch.setattr("raypar.reporting.needs.free_memory", lambda: 500 << 20)
+    assert "free here, 250 MiB for each of 2: TOO MUCH" in dict(plan_rows(run, schedule))["memory in all"]
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert "not known before the launch" in dict(plan_rows(run, schedule))["memory in all"]
+
+
+def test_a_machine_tells_what_is_free(monkeypatch, tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    2048 kB\n")
+    monkeypatch.setattr(host, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host, "_CGROUP", tmp_path)
+    assert host.free_memory() == 2 << 20
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("400\n")
+    assert host.free_memory() == 600
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host.free_memory() == 2 << 20
+    (tmp_path / "meminfo").unlink()
+    assert host.free_memory() is None
+
+
+def test_actors_are_told_by_axis():
+    assert actors_told(Run(mesh=Mesh())) == "1"
+    assert actors_told(Run(mesh=Mesh(pp=2, tp="2d:2x2")), {"pp": "recipe x"}) == "8 = pp 2 (recipe x) x tp 2d:2x2"
+
+
+def test_own_layers_are_counted_from_their_skeleton():
+    from torch import nn
+
+    from raypar.actors.specs.data import Batches
+    from raypar.actors.specs.model import Layers
+
+    model = Layers(lambda: [nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2, bias=False)], loss=nn.functional.cross_entropy)
+    run = Run(model=model, mesh=Mesh(pp=2), data=Batches(lambda *_: (torch.ones(1, 3), torch.zeros(1).long())))
+    rows = dict(plan_rows(run, check_run(run)["train"]))
+    assert rows["parameters"] == "24; an actor holds 8 to 16"
+    assert "activations unknown" in rows["memory, pp=0"]

@@ -1,0 +1,21 @@
+"""Steps are counted from 1 wherever a person reads, and files say which number they give."""
+
+from __future__ import annotations
+
+from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.trackers.tracker import scalars
+
+FIRST = Report(0, 2.5, 1.0, 1e-3, 256, 1e3, 256.0, 0.2, None, (2, 1), (5, 6))
+AFTER = Evaluation(1, 2.0, 64, 0.5)
+
+
+def test_a_person_reads_step_1_first():
+    assert repr(FIRST).startswith("<Report of step 1: loss=2.5, grad_norm=1.0, ")
+    assert repr(FIRST).endswith("peak_memory=(5, 6)>")
+    assert repr(AFTER) == "<Evaluation after step 1: loss 2.0, perplexity 7.38905609893065, 64 tokens, 0.5 s>"
+
+
+def test_a_program_reads_both_numbers():
+    assert (FIRST.step, FIRST.steps_taken, AFTER.step, AFTER.steps_taken) == (0, 1, 1, 1)
+    assert [(line["step"], line["steps_taken"]) for line in (FIRST.to_dict(), AFTER.to_dict())] == [(0, 1), (1, 1)]
+    assert "steps_taken" not in scalars(FIRST.to_dict()), "a tracker has it as its axis"
