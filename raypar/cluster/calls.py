@@ -182,7 +182,7 @@ class Calls:
         """Raise StalledError if an actor has been in one action for too long or does not answer."""
         now = time.monotonic()
         for rank in ranks:
-            if watch.silence(rank) > max(self._timeout, _SILENT):
+            if watch.silence(rank) > max(self._timeout + _LATE, _SILENT):
                 doing, since = "silent", watch.silence(rank)
             elif (since := now - watch.moved[rank]) > self._timeout + _LATE:
                 doing = f"in action {watch.action[rank]}" if watch.action.get(rank) else "silent"

@@ -379,7 +379,7 @@ def test_a_stopped_actor_is_told_within_its_deadline_and_gone_after_close(cluste
                     for _ in range(20):
                         job.step()
                 raised = time.monotonic()
-            (told,) = (record for record in caplog.records if record.levelname == "ERROR")
+            (told,) = (record for record in caplog.records if record.name == "raypar.job.lifetime")
             assert told.getMessage() == str(caught.value).splitlines()[0]
             took = raised - stopped[0] - (time.time() - told.created) + (time.monotonic() - raised)
             with capsys.disabled():
@@ -428,7 +428,8 @@ with {launch} as job:
     import ray
     pids = ray.get([h.__ray_call__.remote(lambda w: os.getpid()) for h in job._loop.loaded.handles])
     session = ray._private.worker._global_node.get_session_dir_path()
-    print(json.dumps({{"pids": pids, "session": session}}), flush=True)
+    doors = ray.util.get_node_ip_address(), oct(os.stat(session).st_mode & 0o777)
+    print(json.dumps({{"pids": pids, "session": session, "doors": doors}}), flush=True)
     {body}
 """
 
@@ -513,6 +514,7 @@ def test_a_program_that_ends_leaves_no_process_and_no_shared_memory(programs, en
     assert says in done.stderr, done.stderr
     assert done.returncode == code or code is None, done.stderr
     assert not left
+    assert told["doors"] == ["127.0.0.1", "0o700"], "a Ray of our own is open to this user on this machine only"
     assert all(map(gone, told["pids"]))
     marks = [Path(told["session"]).name, *map(str, told["pids"])]
     assert not [path for path in Path("/dev/shm").iterdir() if any(mark in path.name for mark in marks)]
