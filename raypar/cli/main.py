@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, TextIO
 
 if TYPE_CHECKING:
     from raypar.reporting.needs import Rows
@@ -86,15 +86,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _command(words)
     except SystemExit as stop:  # tyro has printed its help or a wrong flag, or SIGTERM has come
         if stop.code == signal.SIGTERM:
-            return _fail("terminated", TERMINATED)
+            return _fail("terminated", TERMINATED, stop)
         _say("", end="")
         return stop.code if isinstance(stop.code, int) else MISTAKE
     except BrokenPipeError:
         if not {"-h", "--help"} & set(words):  # only tyro's help prints without _say
             raise
         return _hush()
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
+    except KeyboardInterrupt as pressed:
+        return _fail("interrupted", INTERRUPTED, pressed)
 
 
 def _command(words: list[str]) -> int:
@@ -175,16 +175,37 @@ def _with_actors(command: str, words: list[str]) -> int:
         count = "a mistake" if len(error.faults) == 1 else f"{len(error.faults)} mistakes"
         return _fail(f"{count}, no step was taken:\n{error}", MISTAKE)
     except NonFiniteError as error:
-        return _fail(str(error), NOT_FINITE)
+        return _fail(str(error), NOT_FINITE, error)
     except JobError as error:
-        return _fail(str(error).partition("\nTraceback ")[0], FAILED)
+        return _fail(str(error).partition("\nTraceback ")[0], FAILED, error)
+
+
+class _Messages(logging.StreamHandler[TextIO]):
+    """Prints log messages to standard error, and an error as the sentence that ends the command, ahead of its end.
+
+    Attributes:
+        errors: The errors that were printed.
+    """
+
+    errors: ClassVar[set[str]] = set()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors.clear()
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record."""
+        text = record.getMessage()
+        if record.levelno < logging.ERROR:
+            return text
+        self.errors.add(text)
+        return f"raypar: {text}"
 
 
 @contextmanager
 def _messages() -> Iterator[None]:
     """Print raypar's log messages to standard error while a command runs."""
-    logger, handler = logging.getLogger("raypar"), logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger, handler = logging.getLogger("raypar"), _Messages()
     before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -206,13 +227,19 @@ def _terminable() -> Iterator[None]:
         came = True
         sys.exit(number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before, notes = signal.signal(signal.SIGTERM, end), list[str]()
     try:
         yield
+    except BaseException as error:
+        notes += getattr(error, "__notes__", [])
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
         if came:  # again, because Ray may have replaced the SystemExit by another error
-            sys.exit(signal.SIGTERM)
+            terminated = SystemExit(int(signal.SIGTERM))
+            for note in notes:
+                terminated.add_note(note)
+            raise terminated
 
 
 def _table(rows: Rows) -> str:
@@ -249,8 +276,12 @@ def _hush() -> int:
     return OK
 
 
-def _fail(text: str, code: int) -> int:
-    print(f"raypar: {text}", file=sys.stderr)
+def _fail(text: str, code: int, error: BaseException | None = None) -> int:
+    """Print why a command fails, unless the log has it already, and the notes of the error; return the exit code."""
+    if text not in _Messages.errors:
+        print(f"raypar: {text}", file=sys.stderr)
+    for note in getattr(error, "__notes__", []):
+        print(note, file=sys.stderr)
     return code
 
 

@@ -12,10 +12,14 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from raypar.actors.errors import ActionError, NonFiniteError
 from raypar.actors.mesh.world import World
+from raypar.actors.specs.results import Progress
 from raypar.errors import ActorDiedError, JobError, StalledError
+from raypar.schedules.action import Action
 
 _GRACE = 2.0  # seconds after a failure in which the other actors can report it themselves
 _LOOK = 0.5  # seconds between two checks of actors that have not answered
+_SILENT = 2.5  # seconds without an answer to a ping, after which an actor is not waited for; a GIL may be held for 2 s
+_LATE = 0.6  # seconds over the timeout in which an actor that waits for another one can time out, and name that one
 
 
 class Calls:
@@ -129,24 +133,21 @@ class Calls:
             pass  # the first error may be a consequence of another one: wait for the others too
         owners = list(range(len(refs))) if ranks is None else list(ranks)
         pending = list(dict.fromkeys(refs))
-        watch = _Watch(time.monotonic())
+        watch = _Watch(owners)
         failed_at: float | None = None
-        asked: dict[int, Any] = {}  # by rank: progress calls to actors that had not answered at the first failure
         while pending:
-            ready, pending = ray.wait(pending, num_returns=len(pending), timeout=_LOOK)
+            ready, pending = ray.wait(pending, num_returns=1, timeout=_LOOK)
             late = {owners[i] for i, ref in enumerate(refs) if ref in pending}
-            if pending and failed_at is None and any(_error(ref) for ref in ready):
-                failed_at, asked = time.monotonic(), self._ask(late)
-            if not pending:
-                break
-            if failed_at is not None and time.monotonic() - failed_at > _GRACE:
-                break
+            if failed_at is None and any(_error(ref) for ref in ready):
+                failed_at = time.monotonic()
+            self._listen(watch, late)
             if failed_at is None:
-                self._look(watch, late, what)
+                self._demand_progress(watch, late, what)
+            elif time.monotonic() - failed_at > _GRACE or all(watch.silence(rank) > _SILENT for rank in late):
+                break
         errors = {owners[i]: error for i, ref in enumerate(refs) if ref not in pending and (error := _error(ref))}
         if errors or pending:
-            silent = [rank for rank, ref in asked.items() if rank in late and not ray.wait([ref], timeout=0)[0]]
-            raise self._verdict(errors, silent, what)
+            raise self._verdict(errors, [rank for rank in sorted(late) if watch.silence(rank) > _SILENT], what)
         return list(ray.get(list(refs)))
 
     def abort(self) -> None:
@@ -164,23 +165,30 @@ class Calls:
         answered, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_LOOK) if refs else ([], [])
         return {rank for rank, ref in refs.items() if ref in answered}
 
-    def _look(self, watch: _Watch, ranks: set[int], what: str) -> None:
-        """Raise StalledError if an actor has been in one action for too long or does not answer."""
-        refs = self._ask(ranks)
-        ray.wait(list(refs.values()), num_returns=len(refs), timeout=_LOOK)
+    def _listen(self, watch: _Watch, ranks: set[int]) -> None:
+        """Note what actors have answered to the last question for their progress, and ask those again."""
         now = time.monotonic()
-        for rank, ref in refs.items():
-            done, _ = ray.wait([ref], timeout=0)
-            progress = ray.get(ref) if done and _error(ref) is None else None
-            if progress is not None and (
-                progress.idle or watch.seen.get(rank, (None, 0.0))[0] != (progress.step, progress.done)
-            ):
-                watch.seen[rank] = ((progress.step, progress.done), now)
-            since = watch.seen.get(rank, (None, watch.start))[1]
-            # an actor that waits for another one times out by itself, and names that one: _GRACE lets it come first
-            if now - since > self._timeout + _GRACE:
-                doing = f"in action {progress.action}" if progress and progress.action else "silent"
-                raise StalledError(f"actor {self._world.label(rank)} was {doing} for {now - since:.0f} s during {what}")
+        for rank in ranks:
+            ref = watch.asked.get(rank)
+            if ref is not None:
+                if not ray.wait([ref], timeout=0)[0]:
+                    continue
+                watch.hear(rank, ray.get(ref) if _error(ref) is None else None, now)
+            if now - watch.asked_at.get(rank, 0.0) > _LOOK / 2:
+                watch.asked |= self._ask([rank])
+                watch.asked_at[rank] = now
+
+    def _demand_progress(self, watch: _Watch, ranks: set[int], what: str) -> None:
+        """Raise StalledError if an actor has been in one action for too long or does not answer."""
+        now = time.monotonic()
+        for rank in ranks:
+            if watch.silence(rank) > max(self._timeout + _LATE, _SILENT):
+                doing, since = "silent", watch.silence(rank)
+            elif (since := now - watch.moved[rank]) > self._timeout + _LATE:
+                doing = f"in action {watch.action[rank]}" if watch.action.get(rank) else "silent"
+            else:
+                continue
+            raise StalledError(f"actor {self._world.label(rank)} was {doing} for {since:.0f} s during {what}")
 
     def _verdict(self, errors: dict[int, Exception], silent: Sequence[int], what: str) -> Exception:
         """Choose the error that caused the others. ``silent`` ranks have neither an error nor an answer."""
@@ -205,16 +213,39 @@ class Calls:
 
 
 class _Watch:
-    """When each actor was last seen making progress.
+    """What actors that work have answered to questions for their progress.
+
+    Args:
+        ranks: The actors.
 
     Attributes:
-        start: When the watch began, in seconds of time.monotonic.
-        seen: By rank, the last ``(step, number of actions done)`` and when it was first seen.
+        asked: By rank, the latest question.
+        asked_at: By rank, when it was asked, in seconds of time.monotonic.
+        moved: By rank, when the actor was first seen in the action that it is in, or was idle.
+        action: By rank, that action; None between two actions.
     """
 
-    def __init__(self, start: float) -> None:
-        self.start = start
-        self.seen: dict[int, tuple[tuple[int, int], float]] = {}
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.asked: dict[int, Any] = {}
+        self.asked_at: dict[int, float] = {}
+        self.moved = dict.fromkeys(ranks, time.monotonic())
+        self.action: dict[int, Action | None] = {}
+        self._heard = dict(self.moved)
+        self._done: dict[int, tuple[int, int]] = {}
+
+    def hear(self, rank: int, progress: Progress | None, now: float) -> None:
+        """Note an answer, or None for an error, at a time of time.monotonic."""
+        self._heard[rank] = now
+        if progress is None:
+            return
+        done = progress.step, progress.done
+        if progress.idle or self._done.get(rank) != done:
+            self._done[rank], self.moved[rank] = done, now
+        self.action[rank] = progress.action
+
+    def silence(self, rank: int) -> float:
+        """Return for how many seconds an actor has answered nothing."""
+        return time.monotonic() - self._heard[rank]
 
 
 def _error(ref: Any) -> Exception | None:

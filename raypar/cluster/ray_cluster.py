@@ -5,23 +5,26 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ray
 import torch
+from ray._private import services
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypar.actors.errors import first_line
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.types import DeviceChoice, DeviceKind
+from raypar.cluster.address import demand_answer
 from raypar.cluster.devices import Share, demand_build, gpu_share
 from raypar.cluster.interrupts import patience
 from raypar.errors import ConfigError, JobError
@@ -42,7 +45,7 @@ _QUIET = {
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
 _PLACEMENT_SECONDS = 60.0
-_ANSWER_SECONDS = 5.0
+_LOOPBACK = "127.0.0.1"
 _LOOK = 0.5  # seconds between two checks of the placement group
 
 
@@ -212,8 +215,10 @@ def _connect() -> bool:
     address = os.environ.get("RAY_ADDRESS")
     if address:
         try:
-            _demand_answer(address)
+            demand_answer(address)
             ray.init(address=address, namespace="raypar", log_to_driver=False, logging_level=logging.ERROR)
+        except ConfigError:
+            raise
         except (OSError, RuntimeError, ValueError) as error:
             reason = f"no cluster answers there ({first_line(error)})"
             raise ConfigError([f"RAY_ADDRESS is {address!r}, but {reason}"]) from error
@@ -221,7 +226,7 @@ def _connect() -> bool:
     old = os.umask(0o077)  # Ray writes its token file with the umask of the process
     try:
         _in_lasting_thread(
-            ray.init,
+            _start_on_loopback,
             address="local",
             num_cpus=num_slots(),
             namespace="raypar",
@@ -244,6 +249,21 @@ def _connect() -> bool:
     return True
 
 
+def _start_on_loopback(**settings: object) -> None:
+    """Start Ray so that nobody but this machine reaches its ports, and nobody but this user its session folder.
+
+    Ray replaces the address 127.0.0.1 by one that other machines reach, and then listens on all of them: its metrics
+    need no token. It makes its folders writable to all.
+
+    Args:
+        **settings: The settings of ``ray.init``.
+    """
+    with mock.patch.object(services, "resolve_ip_for_localhost", lambda host: host, create=True):
+        started = ray.init(_node_ip_address=_LOOPBACK, **settings)
+    with suppress(OSError):
+        Path(started.address_info["session_dir"]).chmod(0o700)
+
+
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
     """Keep the previous SIGTERM handler, or else Ray's Python handler, which unwinds the stack.
@@ -257,13 +277,6 @@ def _own_sigterm() -> Iterator[None]:
         handler = before if callable(before) else signal.getsignal(signal.SIGTERM)
         if handler and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
-
-
-def _demand_answer(address: str) -> None:
-    """Raise OSError if nothing listens at ``host:port``. Ray itself would retry for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
 
 
 def demand_shippable(*parts: object) -> None:

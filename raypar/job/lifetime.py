@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -14,6 +15,8 @@ from raypar.cluster.ray_cluster import Actors
 from raypar.errors import JobError
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class Lifetime:
@@ -111,6 +114,7 @@ class Lifetime:
     def _fail(self, error: KeyboardInterrupt | JobError) -> None:
         if isinstance(error, JobError):
             self.failure = str(error).splitlines()[0]
+            log.error("%s", self.failure)  # at once: to end the actors takes seconds
             if self._calls is not None:
                 self._calls.abort()
         else:  # the actors still complete their step, so the driver must not repeat it

@@ -1,0 +1,57 @@
+"""The address of a cluster: does one answer there, and does it accept this process?"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import grpc  # type: ignore[import-untyped]
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+from raypar.errors import ConfigError
+
+_ANSWER_SECONDS = 4.0
+_NAME = "/ray.rpc.NodeInfoGcsService/GetClusterId"  # the call with which Ray itself introduces a driver
+
+
+def demand_answer(address: str) -> None:
+    """Check that a cluster answers. Ray itself would try again for 20 s, and not say why it failed.
+
+    Args:
+        address: RAY_ADDRESS. Of one without a port, such as "auto", nothing is known.
+
+    Raises:
+        OSError: Nothing answers there.
+        ConfigError: The cluster demands a token, and refuses the one of this process.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
+    if address.startswith("ray://") or os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+        return
+    token = _token()
+    said = [("authorization", f"Bearer {token}")] if token else []
+    with grpc.insecure_channel(f"{host}:{port}", [("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            channel.unary_unary(_NAME)(b"", timeout=_ANSWER_SECONDS, metadata=said)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise ConfigError([_refused(address, token)]) from None
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise OSError(f"what listens there is no Ray, or does not answer: {error.details()}") from error
+
+
+def _token() -> str:
+    """Return the token that Ray would send, from its environment variables or ~/.ray/auth_token; "" without one."""
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return ""
+    return str(AuthenticationTokenLoader.instance().get_raw_token(ignore_auth_mode=True) or "")
+
+
+def _refused(address: str, token: str) -> str:
+    what = "refuses the token of this process" if token else "demands a token, and this process has none"
+    return (
+        f"RAY_ADDRESS is {address!r}, and the cluster there {what}: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the "
+        "cluster's token (or RAY_AUTH_TOKEN_PATH to a file that holds it); ray get-auth-token prints it on the head"
+    )
