@@ -57,6 +57,11 @@ class Mark:
     kind: Literal["resume", "failure"]
     text: str
 
+    @property
+    def sign(self) -> Markup:
+        """The sign that stands for it."""
+        return element("span", _SIGNS[self.kind], class_=self.kind)
+
 
 def line_chart(
     lines: Sequence[Line],
@@ -84,7 +89,9 @@ def line_chart(
     steps = [x for line in lines for x, _ in line.points]
     low, high = min(values + [0.0] * zero), max(values)
     room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    frame = _Frame(min(steps), max(steps), low - (0.0 if zero else room), high + room)
+    first, last = min(steps), max(steps)
+    first = min(first, 1.0) if 2 * first < last else first  # a run that begins late has its axis begin there
+    frame = _Frame(first, last, low - (0.0 if zero else room), high + room)
     marks = [mark for mark in marks if frame.first <= mark.step <= frame.last]
     drawn = element(
         "svg",
@@ -107,7 +114,7 @@ def line_chart(
         element("div", *_steps(frame), class_="steps"),
         class_="chart",
     )
-    return joined(chart, _legend(lines if named or len(lines) > 1 else [], marks))
+    return joined(chart, _legend(lines if named or len(lines) > 1 else []))
 
 
 def bars(rows: Sequence[tuple[str, float]], spelled: Callable[[float], str]) -> Markup:
@@ -173,16 +180,12 @@ def _steps(frame: _Frame) -> Iterator[Markup]:
 def _signs(frame: _Frame, marks: Sequence[Mark]) -> Iterator[Markup]:
     for mark in marks:
         left = f"left: {frame.x(mark.step) * 100 / WIDTH:.1f}%"
-        yield element("span", _SIGNS[mark.kind], class_=f"sign {mark.kind}", style=left, title=mark.text)
+        yield element("span", mark.sign, class_="sign", style=left, title=mark.text)
 
 
-def _legend(lines: Sequence[Line], marks: Sequence[Mark]) -> Markup:
+def _legend(lines: Sequence[Line]) -> Markup:
     told = [element("span", element("span", element("i"), class_=line.style), line.name) for line in lines]
-    kinds = sorted({mark.kind for mark in marks})
-    names = {"resume": "went on from a checkpoint", "failure": "stopped or failed"}
-    signs = [element("span", element("span", _SIGNS[kind], class_=kind), names[kind]) for kind in kinds]
-    shown = [*told, *signs]
-    return element("div", *shown, class_="key") if shown else Markup()
+    return element("div", *told, class_="key") if told else Markup()
 
 
 def _line(line: Line, frame: _Frame) -> Iterator[Markup]:

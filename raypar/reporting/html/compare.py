@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from raypar.config.toml import flat
 from raypar.reporting.html.charts import Line, line_chart
-from raypar.reporting.html.figures import History, Points, exp, headline, rate, share, significant, smoothed
+from raypar.reporting.html.figures import History, Points, amount, exp, headline, share, significant, smoothed
 from raypar.reporting.html.markup import COLORS, VALUE, Markup, document, element, joined, note, section, table
 from raypar.reporting.html.page import state, titled, unread
 from raypar.reporting.run_folder.read import Past
@@ -107,7 +107,12 @@ def _charts(runs: Sequence[_One]) -> list[Markup]:
     drawn: list[tuple[str, Markup]] = []
 
     def chart(
-        title: str, of: Callable[[History], Points], spelled: Callable[[float], str], shown: Sequence[_One], *, zero: bool
+        title: str,
+        of: Callable[[History], Points],
+        spelled: Callable[[float], str],
+        shown: Sequence[_One],
+        *,
+        zero: bool,
     ) -> None:
         lines = [Line(one.name, points, one.color) for one in shown if (points := of(one.history))]
         if lines:
@@ -121,7 +126,7 @@ def _charts(runs: Sequence[_One]) -> list[Markup]:
     chart(f"{unit.capitalize()}/s", lambda one: one.throughput(), significant, runs, zero=True)
     chart("Bubble", lambda one: one.points("bubble"), share, runs, zero=True)
     chart(f"{unit.capitalize()} seen", lambda one: one.seen(), significant, runs, zero=True)
-    chart("Model FLOP/s of an actor", lambda one: one.model_flops(), rate, runs, zero=True)
+    chart("Model FLOP/s of an actor", lambda one: one.model_flops(), amount, runs, zero=True)
     sections = [section(title, markup) for title, markup in drawn]
     pairs = [element("div", *sections[at : at + 2], class_="pair") for at in range(1, len(sections), 2)]
     return [*sections[:1], *pairs] or [section("Curves", note("No run has taken a step yet."))]

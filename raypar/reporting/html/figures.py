@@ -48,7 +48,7 @@ class History:
     def is_cross_entropy(self) -> bool:
         """Whether the loss is a cross-entropy, so that exp(loss) is a perplexity."""
         model = self.config.get("model", {})
-        return "layers" in model or "cross_entropy" in str(model.get("loss")).lower().replace("crossentropy", "cross_entropy")
+        return "layers" in model or "crossentropy" in str(model.get("loss")).lower().replace("_", "")
 
     def count(self, line: dict[str, Any]) -> int:
         """Return how many of its units a step had."""
@@ -100,10 +100,7 @@ class History:
     def memory(self) -> dict[str, list[int]]:
         """Return the largest memory of each kind on each pipeline rank, in bytes; empty if the steps do not have it."""
         kinds = {kind: None for line in self.steps for kind in line.get("memory") or {}}
-        return {
-            kind: [max(sizes) for sizes in zip_longest(*self._memory(kind), fillvalue=0)]
-            for kind in kinds
-        }
+        return {kind: [max(sizes) for sizes in zip_longest(*self._memory(kind), fillvalue=0)] for kind in kinds}
 
     def _memory(self, kind: str) -> list[list[int]]:
         return [line["memory"][kind] for line in self.steps if kind in (line.get("memory") or {})]
@@ -185,10 +182,15 @@ def share(part: float) -> str:
     return f"{100 * part:.1f}".removesuffix(".0") + "%"
 
 
+def amount(value: float) -> str:
+    """Format a large number: 1.5 G."""
+    power = min(5, int(math.log10(value) / 3)) if value >= 1 else 0
+    return f"{value / 1000**power:.3g} {('', 'k', 'M', 'G', 'T', 'P')[power]}".rstrip()
+
+
 def rate(flops: float) -> str:
-    """Format FLOP/s: 1.50 TFLOP/s."""
-    power = min(5, int(math.log10(flops) / 3)) if flops >= 1 else 0
-    return f"{flops / 1000**power:.3g} {('', 'k', 'M', 'G', 'T', 'P')[power]}FLOP/s"
+    """Format FLOP/s: 1.5 GFLOP/s."""
+    return f"{amount(flops)}FLOP/s" if flops >= 1000 else f"{amount(flops)} FLOP/s"
 
 
 def significant(value: float) -> str:

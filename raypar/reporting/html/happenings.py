@@ -45,9 +45,9 @@ def happenings(past: Past) -> list[Mark]:
         past: The content of the run folder.
 
     Returns:
-        The marks, by step.
+        The marks, as it happened.
     """
-    return sorted([*_of_log(past), *_of_metrics(past)], key=lambda mark: (mark.step, mark.kind == "resume"))
+    return [*_of_log(past), *_of_metrics(past)]
 
 
 def _of_log(past: Past) -> Iterator[Mark]:

@@ -30,7 +30,9 @@ class Live:
             self._server = ThreadingHTTPServer((HOST, port), _handler(made))
         except OSError as error:
             why = "is taken" if error.errno == errno.EADDRINUSE else f"can't be had ({error.strerror})"
-            raise ConfigError([f"port {port} of {HOST} {why}: give another --port, or 0 for any that is free"]) from error
+            raise ConfigError(
+                [f"port {port} of {HOST} {why}: give another --port, or 0 for any that is free"]
+            ) from error
         except OverflowError as error:
             raise ConfigError([f"port is {port}: give --port a number from 0 to 65535"]) from error
         self._server.daemon_threads = True

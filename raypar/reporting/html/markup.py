@@ -140,6 +140,7 @@ table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 600; } th.number { text-align: right; } tr:last-child td { border-bottom: 0; }
 .number + td, .number + th { padding-left: 1.2rem; }
+td.name { white-space: nowrap; }
 td.value { overflow-wrap: anywhere; min-width: 5rem; font-variant-numeric: tabular-nums; }
 mark { background: var(--mark); color: inherit; border-radius: 3px; padding: 0 .25rem; }
 """)

@@ -12,6 +12,7 @@ from raypar.reporting.html.charts import Line, Mark, bars, line_chart
 from raypar.reporting.html.figures import (
     History,
     Points,
+    amount,
     duration,
     exp,
     headline,
@@ -55,9 +56,7 @@ def optimizer(history: History, marks: Sequence[Mark]) -> Markup:
 
 def progress(history: History, marks: Sequence[Mark]) -> Markup:
     """Draw what was seen and, where the loss is a cross-entropy, the perplexity over steps."""
-    seen = section(
-        f"{history.unit.capitalize()} seen", _curve(history, "seen", history.seen(), significant, marks)
-    )
+    seen = section(f"{history.unit.capitalize()} seen", _curve(history, "seen", history.seen(), significant, marks))
     if not history.is_cross_entropy:
         told = "Left out: the loss is not known to be a cross-entropy, so that exp(loss) says nothing."
         return _pair(seen, section("Perplexity", note(told)))
@@ -88,7 +87,7 @@ def utilisation(history: History, marks: Sequence[Mark], peak: float | None) -> 
     )
     if peak is None:
         why = "Utilisation is left out: the peak of the device is not known. raypar report --peak gives it, in FLOP/s."
-        drawn = _curve(history, "FLOP/s", flops, rate, marks)
+        drawn = _curve(history, "FLOP/s", flops, amount, marks)
         return section("Model FLOP/s of an actor", drawn, note(f"{told} {why}"))
     used: Points = [(step, value / peak) for step, value in flops]
     drawn = _curve(history, "utilisation", used, share, marks)
@@ -105,7 +104,7 @@ def steps(past: Past) -> Markup:
     which = f" of replica {measured.events[0].actor}" if len(past.timelines) > 1 else ""
     told = note(
         f"Step {past.step + 1:,}{which}. Predicted with the median costs of its own actions: what differs is waiting "
-        "that the schedule does not ask for. Point at a box for its times; raypar trace writes all of them for Perfetto."
+        "that the schedule does not ask for. Point at a box for its times; raypar trace writes them for Perfetto."
     )
     return section(title, element("div", Markup(overlay.svg()), class_="wide"), told)
 
@@ -142,7 +141,13 @@ def messages(past: Past) -> Markup:
     shown = bars([(kind, seconds) for kind, (_, _, seconds) in ordered], duration) if timed else Markup()
     whole = table(["axis and op", "calls", "bytes", "seconds"], rows, ["", NUMBER, NUMBER, NUMBER])
     each = [
-        [actor, kind, f"{counts.calls:,}", size(counts.bytes), "" if counts.seconds is None else duration(counts.seconds)]
+        [
+            actor,
+            kind,
+            f"{counts.calls:,}",
+            size(counts.bytes),
+            "" if counts.seconds is None else duration(counts.seconds),
+        ]
         for actor, counted in past.ledger.items()
         for kind, counts in counted.items()
     ]
@@ -158,20 +163,24 @@ def checkpoints(past: Past) -> Markup:
         for one in past.checkpoints
     ]
     heads = ["checkpoint", "after step", "tensors", "bytes", "manifest"]
-    listed = table(heads, rows, [VALUE, NUMBER, NUMBER, NUMBER, ""])
+    listed = table(heads, rows, ["name", NUMBER, NUMBER, NUMBER, ""])
     return section("Checkpoints", listed if rows else note("None."))
 
 
 def events(marks: Sequence[Mark]) -> Markup:
     """List what the marks stand for; nothing if there are none."""
-    rows = [[f"{mark.step:,.0f}", mark.text] for mark in marks]
-    return section("What happened", table(["steps taken", "what"], rows, [NUMBER, ""])) if rows else Markup()
+    rows = [[mark.sign, f"{mark.step:,.0f}", mark.text] for mark in marks]
+    return (
+        section("What happened", table(["mark", "steps taken", "what"], rows, ["", NUMBER, ""])) if rows else Markup()
+    )
 
 
 def provenance(past: Past) -> Markup:
     """List where the run comes from."""
     rows = list(past.provenance.items())
-    shown = table(["name", "value"], rows, ["", VALUE]) if rows else note("The folder does not say where it comes from.")
+    shown = (
+        table(["name", "value"], rows, ["", VALUE]) if rows else note("The folder does not say where it comes from.")
+    )
     return section("Provenance", shown)
 
 
@@ -225,8 +234,10 @@ def page(past: Past, *, faults: Sequence[str] = (), peak: float | None = None, e
 def state(past: Past, every: int | None) -> str:
     """Say whether the run goes on and, on a page that is served, whether the page follows it."""
     if past.under_way:
-        return "The run goes on." if every is None else f"The run goes on; this page loads itself every {every} seconds."
-    return "" if every is None else "The run has ended; this page does not refresh any more."
+        return (
+            "The run goes on." if every is None else f"The run goes on; this page loads itself every {every} seconds."
+        )
+    return "The run has ended." if every is None else "The run has ended; this page does not refresh any more."
 
 
 def unread(faults: Sequence[str]) -> Markup:
