@@ -9,7 +9,7 @@ install := $(python) -m pip install -qq --disable-pip-version-check --constraint
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train test test-long bench docs lint types clean
+.PHONY: help train test test-long bench docs pictures lint types clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -27,6 +27,14 @@ test-long: $(venv)/.installed-dev ## what is too long for every change: fuzzed s
 
 docs: $(venv)/.installed-docs ## the documentation as a site, in build/site; a dead link fails
 	@NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
+
+pictures: $(venv)/.installed ## draw the pictures of README.md and docs/ anew; docs/report.png needs chromium
+	@$(venv)/bin/raypar draw 1f1b --ranks 4 --microbatches 8 --out docs/1f1b.svg
+	@rm -rf build/pictures
+	@$(python) -c '$(measured)'
+	@$(venv)/bin/raypar report build/pictures/first-run
+	@chromium --headless --no-sandbox --hide-scrollbars --window-size=1120,1500 --screenshot=docs/report.png \
+		file://$(CURDIR)/build/pictures/first-run/report.html 2>/dev/null
 
 bench: $(venv)/.installed-bench ## raypar beside its peers, in half an hour; ARGS=--quick for some
 	@$(python) -m tests.bench $(ARGS)
@@ -52,6 +60,11 @@ define fill
 	@rm $(venv)/.filling
 	@touch $(2)
 endef
+
+# The run that the pictures of measured steps are of.
+measured := from dataclasses import replace; import raypar as rp; \
+	run = replace(rp.recipe("gpt-small"), steps=40, eval_every=10, folder="build/pictures/first-run"); \
+	job = rp.launch(run); job.train(); job.overlay().save("docs/overlay.svg"); job.close()
 
 with_dev := .[dev,hf]
 with_bench := .[dev,hf,bench]

@@ -44,8 +44,9 @@ RUN = "run.toml"  # the resolved run
 METRICS = "metrics.jsonl"  # one line per step and per evaluation: their ``to_dict``
 SCHEDULE = "schedule.csv"  # the lowered training schedule, in torch's format
 TIMELINE = "timeline.json"  # {"step": n, "timelines": [{"actions": [[rank, actor, "1F0", start, end, bytes, bucket]]}]}
-LEDGER = "ledger.json"  # {actor: {"pp send": [calls, bytes]}}
+LEDGER = "ledger.json"  # {actor: {"pp send": [calls, bytes, seconds]}}
 LOG = "log.txt"  # the messages of the logger "raypar"
+PROVENANCE = "provenance.json"  # {"raypar": version, "host": name, "commit": hash, "command": line, ...}
 CHECKPOINTS = "checkpoints"  # folder of the checkpoints
 TENSORBOARD = "tensorboard"  # folder of event files, if the run is tracked by TensorBoard
 

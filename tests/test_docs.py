@@ -142,6 +142,17 @@ def test_the_targets_of_make_are_there():
             assert named <= targets, f"{page}:{fence.line}: {named - targets}"
 
 
+def test_make_pictures_draws_the_picture_of_the_readme_as_it_is(tmp_path, capsys):
+    drawn = re.findall(r"bin/raypar (draw .*) --out (docs/\S+)", (ROOT / "Makefile").read_text())
+    assert [name for _, name in drawn] == ["docs/1f1b.svg"]
+    for words, name in drawn:
+        run_command([*words.split(), "--out", str(tmp_path / Path(name).name)], capsys)
+        assert (tmp_path / Path(name).name).read_bytes() == (ROOT / name).read_bytes(), "run make pictures"
+    assert {"overlay.svg", "report.png"} == set(re.findall(r"docs/(\w+\.\w+)", (ROOT / "Makefile").read_text())) - {
+        "1f1b.svg"
+    }
+
+
 def test_what_is_wrong_with_a_page_is_seen(folder, capsys):
     page = "```python\n1 / 0\n```\n<!-- not run: too long -->\n```\nraypar train # all\n```\n\n```\nraypar drew\n```\n"
     broken, long, wrong = fences_of(page)

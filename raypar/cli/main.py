@@ -41,6 +41,8 @@ checkpoints, which raypar train --folder FOLDER writes:
 
 run folders, which raypar train --folder RUN writes:
   raypar report RUN [-o report.html]            one HTML file: losses, speed, times, memory, messages
+  raypar report RUN RUN ...                     one HTML file that compares runs
+  raypar report RUN --live [--port N]           the same, served on 127.0.0.1 and refreshed while training goes on
   raypar trace RUN [-o trace.json]              the latest measured step, for ui.perfetto.dev
 
   raypar COMMAND --help                         the flags of a command
@@ -145,7 +147,7 @@ def _on_disk(command: str, words: list[str]) -> int:
 
     try:
         if command != "ckpt":
-            return _say(run_folder.run(command, words))
+            return _say(run_folder.run(command, words, _say))
         outcome = checkpoints.run(words)
     except ConfigError as error:
         return _fail(error.faults[0] if len(error.faults) == 1 else f"{len(error.faults)} mistakes:\n{error}", MISTAKE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,21 +12,26 @@ import tyro
 
 from raypar.cli.output_files import file_faults
 from raypar.errors import ConfigError
+from raypar.reporting.html.compare import comparison
+from raypar.reporting.html.live import EVERY, Live
 from raypar.reporting.html.page import page
-from raypar.reporting.run_folder.read import Past, read
+from raypar.reporting.run_folder.read import Past, read, salvage
 from raypar.schedules.drawing.chrome_trace import chrome_trace
 from raypar.schedules.drawing.files import write_text
 
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
 Out = Annotated[Path | None, tyro.conf.arg(aliases=("-o",))]
+PORT = 8642
 
 
-def run(command: str, words: Sequence[str]) -> str:
+def run(command: str, words: Sequence[str], say: Callable[[str], object]) -> str:
     """Run ``raypar report`` or ``raypar trace``.
 
     Args:
         command: "report" or "trace".
         words: The words after the command.
+        say: Called with a line that is to be told before the command ends.
 
     Returns:
         A line that says which file was written.
@@ -33,18 +39,38 @@ def run(command: str, words: Sequence[str]) -> str:
     Raises:
         ConfigError: The run folder can't be read, or the file can't be written.
     """
-    commands: dict[str, Callable[..., str]] = {"report": report, "trace": trace}
-    return tyro.cli(commands[command], prog=f"raypar {command}", args=list(words))
+    commands: dict[str, Callable[..., str | Live]] = {"report": report, "trace": trace}
+    done = tyro.cli(commands[command], prog=f"raypar {command}", args=list(words))
+    if isinstance(done, str):
+        return done
+    say(f"{done.url} shows the run while it goes on; Ctrl-C ends this")
+    done.serve()
+    return "the page is not served any more"
 
 
-def report(folder: Folder, out: Out = None) -> str:
-    """Write one HTML file about a run: figures, losses, speed, the latest step and its prediction, memory, messages.
+def report(
+    folders: Folders, out: Out = None, live: bool = False, port: int = PORT, peak: float | None = None
+) -> str | Live:
+    """Write one HTML file about a run: curves, speed, the latest step and its prediction, memory, messages, settings.
+
+    Of several runs, the file compares them: the settings that differ, and their curves over each other.
 
     Args:
-        folder: the run's folder
-        out: the file, overwritten if it exists; None: report.html in the folder
+        folders: the folder of a run, or of several to compare
+        out: the file, overwritten if it exists; None: report.html in the folder, or comparison.html in the first one
+        live: serve the page on this machine instead, and refresh it while training goes on, until Ctrl-C
+        port: where --live serves it; 0: any port that is free
+        peak: peak FLOP/s of the device of one actor, for model FLOPs utilisation; None: that is left out
     """
-    return _written(folder, out, "report.html", page)
+    if faults := list(_report_faults(folders, out, live, port, peak)):
+        raise ConfigError(faults)
+    if live:
+        made = partial(_page, folders, peak, EVERY)
+        made()
+        return Live(made, port)
+    if len(folders) > 1:
+        return _written(out or folders[0] / "comparison.html", out, lambda: _page(folders, peak))
+    return _written(out or folders[0] / "report.html", out, lambda: page(read(folders[0]), peak=peak))
 
 
 def trace(folder: Folder, out: Out = None) -> str:
@@ -54,7 +80,40 @@ def trace(folder: Folder, out: Out = None) -> str:
         folder: the run's folder
         out: the file, overwritten if it exists; None: trace.json in the folder
     """
-    return _written(folder, out, "trace.json", _trace)
+    return _written(out or folder / "trace.json", out, lambda: _trace(read(folder)))
+
+
+def _report_faults(
+    folders: tuple[Path, ...], out: Path | None, live: bool, port: int, peak: float | None
+) -> Sequence[str]:
+    faults = []
+    if not folders:
+        faults.append("a run folder is missing: raypar report RUN, or several to compare them")
+    if live and out is not None:
+        faults.append("--live serves the page and writes no file: leave --out away")
+    if not live and port != PORT:
+        faults.append(f"--port {port} is where --live serves the page: add --live")
+    if peak is not None and not 0 < peak < float("inf"):
+        faults.append(f"peak is {peak}: give the FLOP/s that the device of one actor could do, such as 312e12")
+    return faults
+
+
+def _page(folders: tuple[Path, ...], peak: float | None, every: int | None = None) -> str:
+    """Make the page of one or several runs from what can be read of their folders."""
+    pasts, faults = list[Past](), list[str]()
+    for folder in folders:
+        try:
+            past, poor = salvage(folder)
+        except ConfigError as error:
+            faults += error.faults
+        else:
+            pasts.append(past)
+            faults += [f"{past.folder}: {fault}" for fault in poor]
+    if not pasts:
+        raise ConfigError(faults)
+    if len(folders) == 1:
+        return page(pasts[0], faults=faults, peak=peak, every=every)
+    return comparison(pasts, faults=faults, every=every)
 
 
 def _trace(past: Past) -> str:
@@ -63,11 +122,10 @@ def _trace(past: Past) -> str:
     return json.dumps(chrome_trace(*past.timelines)) + "\n"
 
 
-def _written(folder: Path, out: Path | None, name: str, made: Callable[[Past], str]) -> str:
-    target = out or folder / name
+def _written(target: Path, out: Path | None, made: Callable[[], str]) -> str:
     if faults := list(file_faults("--out", target)) if out else []:
         raise ConfigError(faults)
-    text = made(read(folder))
+    text = made()
     try:
         write_text(target, text)
     except OSError as error:

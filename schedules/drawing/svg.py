@@ -45,9 +45,9 @@ def _multiples(low: float, high: float, step: float) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-LANE, GAP, MARGIN, HEADING, SLOT, FINEST = 26, 6, 72, 22, 28, 1
+LANE, GAP, MARGIN, HEADING, SLOT, FINEST = 26, 6, 84, 22, 28, 1
 PAGE, LEAST = 1000, 15  # pixels: the width that a picture is fitted to, unless slots became narrower than LEAST
-_TICK, _LETTER, _KEY = 90, 8.6, 120  # pixels: between two ticks; a letter of a heading; a key of the legend
+_TYPE, _TICK, _LETTER, _KEY = 14, 90, 8.6, 36  # pixels: of the type; between two ticks; a letter; around a key
 # Hue and saturation of each op; the chunks of a rank differ in lightness.
 _HUES = {Op.F: (0.59, 0.62), Op.B: (0.38, 0.45), Op.I: (0.48, 0.50), Op.W: (0.11, 0.75)}
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "its input half", Op.W: "its weight half"}
@@ -135,11 +135,24 @@ class _Picture:
         self._span, self._headings, self._top = span, headings, 18 + HEADING * len(headings)
         self._bottom = self._top + self._schedule.num_ranks * self._pitch
         drawn = {event.action.op for _, _, event in self._boxes}
-        self._keys = [(_color(op, 0), f"{op.value} {name}") for op, name in _NAMES.items() if op in drawn]
-        if drawn - COMPUTE:
-            self._keys.append((_GREY, "waiting, reducing, STEP"))
-        least = max(_LETTER * max(map(len, headings)) + 2 * GAP, MARGIN + _KEY * (len(self._keys) + 0.5))
+        self._keys = list(self._shades(drawn))
+        keys = sum(_KEY + _LETTER * len(name) for _, _, name in self._keys)
+        least = max(_LETTER * max(map(len, headings)) + 2 * GAP, MARGIN + keys)
         self._width = max(MARGIN + self._scale * span + GAP, least)
+
+    def _shades(self, drawn: Collection[Op]) -> Iterator[tuple[str, float, str]]:
+        """Yield colour, opacity and meaning of what is in the picture."""
+        for op, name in _NAMES.items():
+            if op in drawn:
+                yield _color(op, 0), 1.0, f"{op.value} {name}"
+        if set(drawn) - COMPUTE:
+            yield _GREY, _FAINT, "waiting, reducing, STEP"
+        if any(len(self._schedule.stages_of(rank)) > 1 for rank in range(self._schedule.num_ranks)):
+            yield _color(Op.F, 0.5), 1.0, "lighter: later chunk"
+        if len(self._names) > 1:
+            yield _color(Op.F, 0), _PALE, f"pale: {self._names[1]}"
+        elif self._done is not None:
+            yield _color(Op.F, 0), _PALE, "pale: to come"
 
     @property
     def _pitch(self) -> int:
@@ -152,14 +165,14 @@ class _Picture:
         width, height, title = round(self._width), self._bottom + axis + 26, html.escape("; ".join(self._headings))
         yield (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img" '
-            f'viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif" font-size="12" '
+            f'viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif" font-size="{_TYPE}" '
             f'style="max-width: 100%; height: auto">'
         )
         yield f"<title>{title}</title>"
         yield _DARK
         yield f'<rect {_PAPER} width="{width}" height="{height}" rx="8"/>'
         for line, heading in enumerate(self._headings):
-            font = f'x="{2 * GAP}" y="{24 + line * HEADING}" font-size="14" font-weight="{400 if line else 600}"'
+            font = f'x="{2 * GAP}" y="{24 + line * HEADING}" font-weight="{400 if line else 600}"'
             yield f"<text {_INK} {font}>{html.escape(heading)}</text>"
         yield from self._axis()
         yield from self._lanes()
@@ -176,7 +189,7 @@ class _Picture:
             x = MARGIN + tick * self._scale
             yield (
                 f'<path d="M{x:.1f} {self._top - 4}V{self._bottom}" stroke="{_GREY}" stroke-opacity="0.35"/>'
-                f'<text {_INK} x="{x:.1f}" y="{self._bottom + 14}" font-size="11" '
+                f'<text {_INK} x="{x:.1f}" y="{self._bottom + 16}" '
                 f'text-anchor="{"middle" if x < self._width - 24 else "end"}">{html.escape(self._spelled(tick))}</text>'
             )
 
@@ -185,8 +198,7 @@ class _Picture:
         for rank in range(self._schedule.num_ranks):
             for place, name in enumerate(self._names):
                 y, label = self._y(rank, place), name if place else f"rank {rank}"
-                size = ' font-size="11"' if place else ""
-                yield f'<text {_INK} x="{2 * GAP}" y="{y + 17}"{size}>{html.escape(label)}</text>'
+                yield f'<text {_INK} x="{2 * GAP}" y="{y + 18}">{html.escape(label)}</text>'
                 yield (
                     f'<rect class="raypar-lane" x="{MARGIN}" y="{y}" width="{wide:.1f}" height="{LANE}" rx="4" '
                     f'fill="{_GREY}" fill-opacity="0.13"/>'
@@ -200,14 +212,17 @@ class _Picture:
         computes, height = event.action.op in COMPUTE, LANE if event.bucket is None else _THIN
         pale = place > 0 or (self._done is not None and event.action not in self._done)
         label, ink = str(event.action.microbatch) if computes else "", _INK if pale else 'fill="#fff"'
-        number = f'<text {ink} x="{x + width / 2:.1f}" y="{y + 17}" text-anchor="middle">{label}</text>'
+        number = f'<text {ink} x="{x + width / 2:.1f}" y="{y + 18}" text-anchor="middle">{label}</text>'
         opacity = (1.0 if computes else _FAINT) * (_PALE if pale else 1.0)
         faint = "" if opacity == 1.0 else f' fill-opacity="{opacity:.2g}"'
         frame = f' stroke="{_GREY}" stroke-width="3"' if event.action == self._cursor else ""
+        size = f'x="{x:.1f}" y="{y + LANE - height}" width="{width:.1f}" height="{height}" rx="3"'
+        outline = f"M{x:.1f} {y + LANE - height}h{width:.1f}v{height}h{-width:.1f}z"
+        below = f'<path {_PAPER} d="{outline}"/>' if faint and self._spelled else ""  # hides the lines of the axis
         return (
-            f'<g><title>{self._tip(start, place, event)}</title><rect x="{x:.1f}" y="{y + LANE - height}" '
-            f'width="{width:.1f}" height="{height}" rx="3" fill="{self._fill(event)}"{faint}{frame}/>'
-            f"{number if 0 < 7 * len(label) <= width else ''}</g>"
+            f"<g><title>{self._tip(start, place, event)}</title>{below}<rect {size} "
+            f'fill="{self._fill(event)}"{faint}{frame}/>'
+            f"{number if 0 < 8 * len(label) <= width else ''}</g>"
         )
 
     def _tip(self, start: float, place: int, event: Event) -> str:
@@ -224,12 +239,15 @@ class _Picture:
         return _color(op, stages.index(stage) / len(stages))
 
     def _legend(self, y: float) -> Iterator[str]:
-        for place, (color, name) in enumerate(self._keys):
-            x = MARGIN + _KEY * place
+        x = float(MARGIN)
+        for color, opacity, name in self._keys:
+            faint = "" if opacity == 1.0 else f' fill-opacity="{opacity:.2g}"'
             yield (
-                f'<rect class="raypar-key" x="{x}" y="{y - 9}" width="10" height="10" rx="2" fill="{color}"/>'
-                f'<text {_INK} x="{x + 15}" y="{y}" font-size="11">{name}</text>'
+                f'<rect class="raypar-key" x="{x:.1f}" y="{y - 10}" width="12" height="12" rx="2" '
+                f'fill="{color}"{faint}/>'
+                f'<text {_INK} x="{x + 17:.1f}" y="{y}">{html.escape(name)}</text>'
             )
+            x += _KEY + _LETTER * len(name)
 
     def _y(self, rank: int, place: int) -> int:
         return self._top + rank * self._pitch + place * (LANE + 2)

@@ -1,4 +1,7 @@
-"""Charts in SVG and HTML without scripts: lines over steps, and bars. Tooltips give the figures of a step."""
+"""Charts in SVG and HTML without scripts: lines over steps, and bars. Tooltips give the figures of a step.
+
+Lines are stretched to the width of the window; letters are HTML, so that they have one size in every window.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 from raypar.reporting.html.markup import Markup, element, joined
 from raypar.schedules.drawing.svg import ticks
 
 Point = tuple[float, float]
-NARROW, BROAD = 560, 760  # width of a chart in half of the page, and in all of it
-HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 230, 56, 14, 10, 46
+WIDTH, HEIGHT = 1000, 200  # units of a plot, which is stretched
 _FINEST = 300  # parts of a line, each drawn by its lowest and its highest point
 _COLUMNS = 100  # columns with tooltips
+_SIGNS = {"resume": "\u25b6", "failure": "\u2715"}
 
 
 @dataclass(frozen=True)
@@ -24,16 +28,48 @@ class Line:
     Attributes:
         name: Its name in the legend.
         points: ``(step, value)``, sorted by step. A value that is not finite is a gap.
-        color: The CSS class of its colour, "one" or "two".
+        color: The CSS class of its colour, "one" to "six".
+        faint: Whether the line is thin and pale.
     """
 
     name: str
     points: Sequence[Point]
     color: str = "one"
+    faint: bool = False
+
+    @property
+    def style(self) -> str:
+        """The CSS classes of the line."""
+        return f"{self.color} faint" if self.faint else self.color
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened to a run, marked on the axis of every chart.
+
+    Attributes:
+        step: Number of steps taken before it.
+        kind: "resume" or "failure".
+        text: What happened.
+    """
+
+    step: float
+    kind: Literal["resume", "failure"]
+    text: str
+
+    @property
+    def sign(self) -> Markup:
+        """The sign that stands for it."""
+        return element("span", _SIGNS[self.kind], class_=self.kind)
 
 
 def line_chart(
-    lines: Sequence[Line], spelled: Callable[[float], str], *, zero: bool = False, broad: bool = False
+    lines: Sequence[Line],
+    spelled: Callable[[float], str],
+    *,
+    zero: bool = False,
+    marks: Sequence[Mark] = (),
+    named: bool = False,
 ) -> Markup:
     """Draw lines over steps, with a legend if there are several.
 
@@ -41,7 +77,8 @@ def line_chart(
         lines: The lines.
         spelled: Formats the values.
         zero: Whether the value axis includes 0.
-        broad: Whether the chart is as wide as the page; else it is half as wide.
+        marks: What happened to the run.
+        named: Whether a single line has a legend too.
 
     Returns:
         The chart, or a note if there are no finite values.
@@ -52,20 +89,32 @@ def line_chart(
     steps = [x for line in lines for x, _ in line.points]
     low, high = min(values + [0.0] * zero), max(values)
     room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    frame = _Frame(min(steps), max(steps), low - (0.0 if zero else room), high + room, BROAD if broad else NARROW)
+    first, last = min(steps), max(steps)
+    first = min(first, 1.0) if 2 * first < last else first  # a run that begins late has its axis begin there
+    frame = _Frame(first, last, low - (0.0 if zero else room), high + room)
+    marks = [mark for mark in marks if frame.first <= mark.step <= frame.last]
     drawn = element(
         "svg",
-        *_axes(frame, spelled),
+        *_grid(frame, marks),
         *(part for line in lines for part in _line(line, frame)),
         *_columns(lines, frame, spelled),
-        viewBox=f"0 0 {frame.width} {HEIGHT}",
-        class_="chart broad" if broad else "chart",
+        viewBox=f"0 0 {WIDTH} {HEIGHT}",
+        preserveAspectRatio="none",
         role="img",
         aria_label=", ".join(line.name for line in lines),
     )
-    keys = [element("span", element("i"), line.name) for line in lines]
-    told = [element("span", key, class_=line.color) for key, line in zip(keys, lines, strict=True)]
-    return joined(drawn, element("div", *told, class_="key")) if len(lines) > 1 else drawn
+    scale = [
+        element("span", spelled(value), style=f"top: {frame.y(value) * 100 / HEIGHT:.1f}%")
+        for value in ticks(frame.low, frame.high, 5)
+    ]
+    chart = element(
+        "div",
+        element("div", *scale, class_="scale"),
+        element("div", drawn, *_signs(frame, marks), class_="plot"),
+        element("div", *_steps(frame), class_="steps"),
+        class_="chart",
+    )
+    return joined(chart, _legend(lines if named or len(lines) > 1 else []))
 
 
 def bars(rows: Sequence[tuple[str, float]], spelled: Callable[[float], str]) -> Markup:
@@ -95,40 +144,58 @@ def bars(rows: Sequence[tuple[str, float]], spelled: Callable[[float], str]) -> 
 
 @dataclass(frozen=True)
 class _Frame:
-    """The ranges of the two axes, and their mapping to pixels."""
+    """The ranges of the two axes, and their mapping to the units of a plot."""
 
     first: float
     last: float
     low: float
     high: float
-    width: int
 
     def x(self, step: float) -> float:
         span = self.last - self.first
-        return LEFT + (self.width - LEFT - RIGHT) * ((step - self.first) / span if span else 0.5)
+        return WIDTH * ((step - self.first) / span if span else 0.5)
 
     def y(self, value: float) -> float:
-        return TOP + (HEIGHT - TOP - BOTTOM) * (self.high - value) / (self.high - self.low)
+        return HEIGHT * (self.high - value) / (self.high - self.low)
 
 
-def _axes(frame: _Frame, spelled: Callable[[float], str]) -> Iterator[Markup]:
-    for value in ticks(frame.low, frame.high, 6):
+def _grid(frame: _Frame, marks: Sequence[Mark]) -> Iterator[Markup]:
+    for value in ticks(frame.low, frame.high, 5):
         y = f"{frame.y(value):.1f}"
-        yield element("line", x1=LEFT, x2=frame.width - RIGHT, y1=y, y2=y, class_="grid")
-        yield element("text", spelled(value), x=LEFT - 6, y=f"{frame.y(value) + 4:.1f}", text_anchor="end")
-    steps = [step for step in ticks(frame.first, frame.last, 8) if step == int(step)] or [frame.first]
-    for step in steps:
-        yield element("text", f"{step:,.0f}", x=f"{frame.x(step):.1f}", y=HEIGHT - BOTTOM + 19, text_anchor="middle")
-    yield element("text", "step", x=(LEFT + frame.width - RIGHT) / 2, y=HEIGHT - 4, text_anchor="middle")
+        yield element("line", x1=0, x2=WIDTH, y1=y, y2=y, class_="grid")
+    for mark in marks:
+        x = f"{frame.x(mark.step):.1f}"
+        yield element("line", x1=x, x2=x, y1=0, y2=HEIGHT, class_=f"grid {mark.kind}")
+
+
+def _steps(frame: _Frame) -> Iterator[Markup]:
+    """Label the first step and round ones after it."""
+    found = [step for step in ticks(frame.first, frame.last, 6) if step == int(step)]
+    apart = found[1] - found[0] if len(found) > 1 else 1.0
+    for step in [frame.first, *(step for step in found if step - frame.first > 0.6 * apart)]:
+        yield element("span", f"{step:,.0f}", style=f"left: {frame.x(step) * 100 / WIDTH:.1f}%")
+    yield element("b", "step")
+
+
+def _signs(frame: _Frame, marks: Sequence[Mark]) -> Iterator[Markup]:
+    for mark in marks:
+        left = f"left: {frame.x(mark.step) * 100 / WIDTH:.1f}%"
+        yield element("span", mark.sign, class_="sign", style=left, title=mark.text)
+
+
+def _legend(lines: Sequence[Line]) -> Markup:
+    told = [element("span", element("span", element("i"), class_=line.style), line.name) for line in lines]
+    return element("div", *told, class_="key") if told else Markup()
 
 
 def _line(line: Line, frame: _Frame) -> Iterator[Markup]:
     for stretch in _stretches(line.points):
         places = [(frame.x(x), frame.y(y)) for x, y in _thinned(stretch)]
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-        yield element("path", d=path, class_=f"line {line.color}")
-        if len(line.points) <= 30 or len(stretch) == 1:
-            yield from (element("circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=3, class_=line.color) for x, y in places)
+        yield element("path", d=path, class_=f"line {line.style}")
+        if len(line.points) <= 30 or len(stretch) == 1:  # round dots however the plot is stretched: lines of no length
+            dots = "".join(f"M{x:.1f} {y:.1f}h.01" for x, y in places)
+            yield element("path", d=dots, class_=f"dot {line.style}")
 
 
 def _stretches(points: Sequence[Point]) -> Iterator[list[Point]]:
@@ -163,12 +230,9 @@ def _columns(lines: Sequence[Line], frame: _Frame, spelled: Callable[[float], st
     few = {step for values in found if len(values) <= _COLUMNS for step in values}
     shown = sorted(few | {steps[place * len(steps) // _COLUMNS] for place in range(_COLUMNS)})
     middles = [frame.x(before) / 2 + frame.x(after) / 2 for before, after in pairwise(shown)]
-    starts, ends = [float(LEFT), *middles], [*middles, float(frame.width - RIGHT)]
-    for step, start, end in zip(shown, starts, ends, strict=True):
+    for step, start, end in zip(shown, [0.0, *middles], [*middles, float(WIDTH)], strict=True):
         told = ", ".join(
             f"{line.name} {spelled(values[step])}" for line, values in zip(lines, found, strict=True) if step in values
         )
         tip = element("title", f"step {step:,.0f}: {told}")
-        yield element(
-            "rect", tip, x=f"{start:.1f}", y=TOP, width=f"{end - start:.1f}", height=HEIGHT - TOP - BOTTOM, class_="hit"
-        )
+        yield element("rect", tip, x=f"{start:.1f}", y=0, width=f"{end - start:.1f}", height=HEIGHT, class_="hit")

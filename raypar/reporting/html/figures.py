@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from raypar.reporting.html.flops import actors_of, flops_per_token
 from raypar.reporting.run_folder.read import Past
+
+Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -18,10 +21,12 @@ class History:
     Attributes:
         steps: One dict for each step (``Report.to_dict``).
         evaluations: One dict for each evaluation (``Evaluation.to_dict``).
+        config: The configuration of the run, as plain tables; empty if it could not be read.
     """
 
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
+    config: dict[str, Any]
 
     @classmethod
     def of(cls, past: Past) -> History:
@@ -29,7 +34,51 @@ class History:
         evaluations: dict[int, dict[str, Any]] = {}
         for line in past.metrics:
             (evaluations if "val_loss" in line else steps)[line["step"]] = line
-        return cls(_ordered(steps), _ordered(evaluations))
+        return cls(_ordered(steps), _ordered(evaluations), past.config)
+
+    @property
+    def unit(self) -> str:
+        """What the run counts: tokens of a text, else samples if the steps have their number, else targets."""
+        model = self.config.get("model", {})
+        if isinstance(model.get("seq"), int) or "layers" in model:
+            return "tokens"
+        return "samples" if self.steps and all(line.get("samples") for line in self.steps) else "targets"
+
+    @property
+    def is_cross_entropy(self) -> bool:
+        """Whether the loss is a cross-entropy, so that exp(loss) is a perplexity."""
+        model = self.config.get("model", {})
+        return "layers" in model or "crossentropy" in str(model.get("loss")).lower().replace("_", "")
+
+    def count(self, line: dict[str, Any]) -> int:
+        """Return how many of its units a step had."""
+        return int(line["samples"] if self.unit == "samples" else line["tokens"])
+
+    def seen(self) -> Points:
+        """Return ``(number of steps taken, units seen until then)`` of every step.
+
+        Steps that are missing at the start, because the run goes on from another folder, count as the first one here.
+        """
+        if not self.steps:
+            return []
+        total, points = self.count(self.steps[0]) * self.steps[0]["step"], Points()
+        for line in self.steps:
+            total += self.count(line)
+            points.append((line["step"] + 1, total))
+        return points
+
+    def throughput(self) -> Points:
+        """Return ``(number of steps taken, units a second)`` of every step."""
+        if self.unit != "samples":
+            return self.points("tokens_per_s")
+        return [(line["step"] + 1, 1e3 * line["samples"] / line["step_ms"]) for line in self.steps if line["step_ms"]]
+
+    def model_flops(self) -> Points:
+        """Return ``(number of steps taken, model FLOP/s of one actor)`` of every step; empty if they are not known."""
+        each, actors = flops_per_token(self.config), actors_of(self.config)
+        if each is None or not actors:
+            return []
+        return [(step, speed * each / actors) for step, speed in self.points("tokens_per_s")]
 
     def points(self, name: str) -> list[tuple[float, float]]:
         """Return ``(number of steps taken, figure)`` of every step."""
@@ -41,12 +90,20 @@ class History:
 
     def median(self, name: str) -> float:
         """Return the median of a figure over all steps but the first, which also warms up."""
-        return float(statistics.median(line[name] for line in self.steps[1:] or self.steps))
+        return middle(self.points(name))
 
     def peaks(self) -> list[int]:
         """Return the largest memory of each pipeline rank over all steps, in bytes."""
         of_steps = (line["peak_memory"] for line in self.steps)  # a resumed run may have other ranks
         return [max(sizes) for sizes in zip_longest(*of_steps, fillvalue=0)]
+
+    def memory(self) -> dict[str, list[int]]:
+        """Return the largest memory of each kind on each pipeline rank, in bytes; empty if the steps do not have it."""
+        kinds = {kind: None for line in self.steps for kind in line.get("memory") or {}}
+        return {kind: [max(sizes) for sizes in zip_longest(*self._memory(kind), fillvalue=0)] for kind in kinds}
+
+    def _memory(self, kind: str) -> list[list[int]]:
+        return [line["memory"][kind] for line in self.steps if kind in (line.get("memory") or {})]
 
 
 def headline(past: Past, history: History) -> list[tuple[str, str]]:
@@ -59,19 +116,49 @@ def headline(past: Past, history: History) -> list[tuple[str, str]]:
     Returns:
         ``(name, formatted value)`` of each figure.
     """
-    rows = [("steps", f"{len(history.steps):,} of {past.config['steps']:,}")]
+    whole = f" of {past.config['steps']:,}" if past.config else ""
+    rows = [("steps", f"{len(history.steps):,}{whole}")]
     if history.steps:
         rows.append(("train loss", f"{history.steps[-1]['loss']:.4f}"))
     if history.evaluations:
         rows.append(("validation loss", f"{history.evaluations[-1]['val_loss']:.4f}"))
+        if history.is_cross_entropy:
+            rows.append(("perplexity", significant(exp(history.evaluations[-1]["val_loss"]))))
     if history.steps:
         rows += [
-            ("tokens/s, median", f"{history.median('tokens_per_s'):,.0f}"),
+            (f"{history.unit} seen", f"{history.seen()[-1][1]:,.0f}"),
+            (f"{history.unit}/s, median", f"{middle(history.throughput()):,.0f}"),
             ("bubble, median", share(history.median("bubble"))),
             ("peak memory of a rank", size(max(history.peaks(), default=0))),
             ("time in steps", duration(sum(line["step_ms"] for line in history.steps) / 1e3)),
         ]
     return rows
+
+
+def smoothed(points: Points) -> Points:
+    """Return the exponential moving average of points, without a bias to their first value.
+
+    It spans a twentieth of the points, and at least 5 of them. Values that are not finite stay gaps.
+    """
+    keep = 1.0 - 2.0 / (max(5, len(points) // 20) + 1.0)
+    mean = weight = 0.0
+    found = Points()
+    for step, value in points:
+        if math.isfinite(value):
+            mean, weight = keep * mean + (1.0 - keep) * value, keep * weight + 1.0 - keep
+            value = mean / weight
+        found.append((step, value))
+    return found
+
+
+def exp(loss: float) -> float:
+    """Return the perplexity of a cross-entropy in nats; infinite where it is too large for a float."""
+    return math.exp(loss) if not loss > 700 else math.inf
+
+
+def middle(points: Points) -> float:
+    """Return the median of the values of all points but the first step's, which also warms up; 0 if there are none."""
+    return float(statistics.median(value for _, value in points[1:] or points)) if points else 0.0
 
 
 def size(count: float) -> str:
@@ -95,22 +182,20 @@ def share(part: float) -> str:
     return f"{100 * part:.1f}".removesuffix(".0") + "%"
 
 
+def amount(value: float) -> str:
+    """Format a large number: 1.5 G."""
+    power = min(5, int(math.log10(value) / 3)) if value >= 1 else 0
+    return f"{value / 1000**power:.3g} {('', 'k', 'M', 'G', 'T', 'P')[power]}".rstrip()
+
+
+def rate(flops: float) -> str:
+    """Format FLOP/s: 1.5 GFLOP/s."""
+    return f"{amount(flops)}FLOP/s" if flops >= 1000 else f"{amount(flops)} FLOP/s"
+
+
 def significant(value: float) -> str:
     """Format a number with four digits and a separator for thousands."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def flat(table: dict[str, Any], below: str = "") -> dict[str, object]:
-    """Flatten nested tables into one, with dots in its keys.
-
-    Args:
-        table: The tables.
-        below: Text that all keys begin with.
-    """
-    found: dict[str, object] = {}
-    for key, value in table.items():
-        found |= flat(value, f"{below}{key}.") if isinstance(value, dict) else {f"{below}{key}": value}
-    return found
 
 
 def _ordered(lines: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,8 +1,12 @@
-"""Building HTML safely: every text is escaped when it becomes part of an element."""
+"""Building HTML safely: every text is escaped when it becomes part of an element. What all pages share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from html import escape
+
+NUMBER, VALUE = "number", "value"  # CSS classes of table columns
+COLORS = ("one", "two", "three", "four", "five", "six")  # of lines
 
 
 class Markup(str):
@@ -36,49 +40,107 @@ def joined(*parts: str) -> Markup:
     return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
 
 
+def section(title: str, *inside: Markup) -> Markup:
+    """Make a box with a title."""
+    return element("section", element("h2", title), *inside)
+
+
+def note(text: str) -> Markup:
+    """Make a paragraph of explanation."""
+    return element("p", text, class_="note")
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], kinds: Sequence[str]) -> Markup:
+    """Make a table; ``kinds`` are the CSS classes of its columns."""
+    head = element("tr", *(element("th", name, class_=kind or None) for name, kind in zip(heads, kinds, strict=True)))
+    body = [
+        element("tr", *(element("td", cell, class_=kind or None) for cell, kind in zip(row, kinds, strict=True)))
+        for row in rows
+    ]
+    return element("div", element("table", head, *body), class_="scroll")
+
+
+def document(title: str, body: Markup, every: int | None = None) -> str:
+    """Make a whole page.
+
+    Args:
+        title: The title of the window.
+        body: The content.
+        every: Seconds after which the page loads itself again; None: never.
+
+    Returns:
+        The HTML.
+    """
+    head = element(
+        "head",
+        Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
+        Markup() if every is None else Markup(f'<meta http-equiv="refresh" content="{every}">'),
+        element("title", title),
+        element("style", STYLE),
+    )
+    return joined(Markup("<!DOCTYPE html>\n"), element("html", head, element("body", body), lang="en"), Markup("\n"))
+
+
 STYLE = Markup("""
 :root { color-scheme: light dark; --page: #f3f4f6; --paper: #ffffff; --ink: #343a40; --soft: #5f6872; --line: #d9dde1;
-  --one: #255d9d; --two: #c2410c; --fill: #4c84c4; --mark: #fff3bf; }
-@media (prefers-color-scheme: dark) { :root { --page: #0d0f12; --paper: #16181d; --ink: #dee2e6; --soft: #9aa4ae;
-  --line: #333942; --one: #6ea8e8; --two: #f59f58; --fill: #3b6ea8; --mark: #4a4013; } }
+  --one: #255d9d; --two: #c2410c; --three: #2b7a3d; --four: #8a3fa8; --five: #8a6100; --six: #0b7285;
+  --fill: #4c84c4; --mark: #fff3bf; --bad: #c92a2a; }
+@media (prefers-color-scheme: dark) { :root { --page: #0d0f12; --paper: #16181d; --ink: #dee2e6; --soft: #a7b0b9;
+  --line: #333942; --one: #6ea8e8; --two: #f59f58; --three: #69c17d; --four: #cf9be6; --five: #d9b44a; --six: #4dc0d4;
+  --fill: #3b6ea8; --mark: #4a4013; --bad: #ff8787; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 68rem; padding: 1.5rem 1rem 3rem; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; line-height: 1.25; margin: 0; overflow-wrap: anywhere; }
-h2 { font-size: 1.05rem; margin: 0 0 .75rem; }
+body { margin: 0 auto; max-width: 72rem; padding: 1.5rem 1rem 3rem; background: var(--page); color: var(--ink);
+  font: 14px/1.5 system-ui, sans-serif; }
+h1 { font-size: 22px; line-height: 1.25; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 16px; margin: 0 0 .75rem; overflow-wrap: anywhere; }
 header p, .note { color: var(--soft); margin: .25rem 0 1rem; overflow-wrap: anywhere; }
-.note { margin: .5rem 0 0; font-size: .9rem; }
+.note { margin: .5rem 0 0; }
 section { background: var(--paper); border: 1px solid var(--line); border-radius: 10px; padding: 1rem 1.1rem;
   margin: 1rem 0 0; min-width: 0; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.2rem, 1fr)); gap: .6rem; }
+ul { margin: 0; padding-left: 1.2rem; overflow-wrap: anywhere; }
+summary { cursor: pointer; color: var(--soft); margin-top: .75rem; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .6rem; }
 .tile { background: var(--paper); border: 1px solid var(--line); border-radius: 10px; padding: .6rem .8rem; }
-.tile b { display: block; font-size: 1.2rem; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.tile span { color: var(--soft); font-size: .85rem; }
+.tile b { display: block; font-size: 18px; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.tile span { color: var(--soft); }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(24rem, 100%), 1fr)); gap: 0 1rem; }
-.wide { overflow-x: auto; }
-.wide > svg { display: block; min-width: 44rem; }
-.chart { display: block; width: 100%; height: auto; font: 12px system-ui, sans-serif; }
-.chart.broad { font-size: 10px; }
-@media (max-width: 40rem) { .chart { font-size: 17px; } .chart.broad { font-size: 21px; } }
-.chart text { fill: var(--soft); }
-.chart .grid { stroke: var(--line); }
-.chart .line { fill: none; stroke-width: 2; stroke-linejoin: round; }
-.chart .hit { fill: var(--ink); fill-opacity: 0; }
-.chart .hit:hover { fill-opacity: .1; }
-.one { stroke: var(--one); color: var(--one); } .two { stroke: var(--two); color: var(--two); }
-.chart circle { fill: currentColor; stroke: none; }
-.key { display: flex; gap: 1.2rem; color: var(--soft); font-size: .85rem; }
-.key i { display: inline-block; width: 1.1rem; height: 0; border-top: 3px solid currentColor; margin-right: .4rem;
-  vertical-align: middle; }
-.bar { display: grid; grid-template-columns: 5rem 1fr 6rem; gap: .75rem; align-items: center; margin: .35rem 0; }
+.wide, .scroll { overflow-x: auto; }
+.wide > svg { display: block; max-width: none !important; }
+.chart { display: grid; grid-template-columns: 4.6rem minmax(0, 1fr); color: var(--soft);
+  font-variant-numeric: tabular-nums; }
+.scale, .plot, .steps { position: relative; }
+.scale span { position: absolute; right: .5rem; transform: translateY(-50%); white-space: nowrap; }
+.steps { grid-column: 2; height: 3.2rem; border-top: 1px solid var(--line); margin-right: 1.2rem; }
+.steps span { position: absolute; top: .15rem; transform: translateX(-50%); }
+.steps b { position: absolute; top: 1.5rem; width: 100%; text-align: center; font-weight: 400; }
+.plot { margin-right: 1.2rem; }
+.plot svg { display: block; width: 100%; height: 200px; overflow: visible; }
+.plot svg * { vector-effect: non-scaling-stroke; }
+.sign { position: absolute; top: -.9rem; transform: translateX(-50%); cursor: help; }
+.grid { stroke: var(--line); } .grid.resume, .grid.failure { stroke: currentColor; stroke-dasharray: 3 4; }
+.resume { color: var(--soft); } .failure { color: var(--bad); }
+.line, .dot { fill: none; stroke: currentColor; stroke-width: 2; stroke-linejoin: round; }
+.dot { stroke-width: 6; stroke-linecap: round; }
+.line.faint { stroke-width: 1; } .faint { opacity: .45; } .dot.faint { stroke-width: 4; }
+.hit { fill: var(--ink); fill-opacity: 0; }
+.hit:hover { fill-opacity: .1; }
+.one { color: var(--one); } .two { color: var(--two); } .three { color: var(--three); } .four { color: var(--four); }
+.five { color: var(--five); } .six { color: var(--six); }
+.key { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; color: var(--soft); overflow-wrap: anywhere; }
+.key > span > span { margin-right: .4rem; }
+.key i { display: inline-block; width: 1.1rem; height: 0; border-top: 3px solid currentColor; vertical-align: middle; }
+.key .faint i { border-top-width: 1px; }
+table .key { display: inline; color: inherit; } table .key > span { margin-right: .4rem; }
+.bar { display: grid; grid-template-columns: minmax(5rem, 10rem) 1fr 6rem; gap: .75rem; align-items: center;
+  margin: .35rem 0; }
 .bar div { background: var(--page); border-radius: 4px; height: 1rem; }
 .bar div div { background: var(--fill); }
 .bar b, td.number { font-weight: 400; text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-table { border-collapse: collapse; width: 100%; font-size: .92rem; }
+table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 600; } th.number { text-align: right; } tr:last-child td { border-bottom: 0; }
 .number + td, .number + th { padding-left: 1.2rem; }
-td.value { overflow-wrap: anywhere; font-family: ui-monospace, monospace; font-size: .88rem; }
+td.name { white-space: nowrap; }
+td.value { overflow-wrap: anywhere; min-width: 5rem; font-variant-numeric: tabular-nums; }
 mark { background: var(--mark); color: inherit; border-radius: 3px; padding: 0 .25rem; }
-pre { margin: 0; overflow-x: auto; }
 """)

@@ -2,72 +2,158 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from raypar.actors.specs.run import Run
-from raypar.config.toml import plain_of
-from raypar.reporting.html.charts import Line, bars, line_chart
-from raypar.reporting.html.figures import History, flat, headline, share, significant, size
-from raypar.reporting.html.markup import STYLE, Markup, element, joined
+from raypar.config.toml import flat, plain_of
+from raypar.reporting.html.charts import Line, Mark, bars, line_chart
+from raypar.reporting.html.figures import (
+    History,
+    Points,
+    amount,
+    duration,
+    exp,
+    headline,
+    middle,
+    rate,
+    share,
+    significant,
+    size,
+    smoothed,
+)
+from raypar.reporting.html.happenings import happenings
+from raypar.reporting.html.markup import NUMBER, VALUE, Markup, document, element, joined, note, section, table
 from raypar.reporting.run_folder.read import Past
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.simulation.measured_costs import costs_of
 from raypar.schedules.simulation.simulate import simulate
 
-_NUMBER = "number"
-_VALUE = "value"
+_NONE = "No step was taken yet."
 
 
-def losses(history: History) -> Markup:
-    """Draw train and validation loss over steps."""
-    lines = [Line("train", history.points("loss"))]
+def losses(history: History, marks: Sequence[Mark]) -> Markup:
+    """Draw train and validation loss over steps, each step's and smoothed."""
+    points = history.points("loss")
+    lines = [Line("train, smoothed", smoothed(points)), Line("train, every step", points, faint=True)]
     if history.evaluations:
         lines.append(Line("validation", history.validation(), "two"))
-    return _section(
-        "Loss", line_chart(lines, significant, broad=True) if history.steps else _note("No step was taken yet.")
+    drawn = line_chart(lines, significant, marks=marks)
+    told = note("Smoothed: an exponential moving average over a twentieth of the steps, at least 5.")
+    return section("Loss", drawn, told) if history.steps else section("Loss", note(_NONE))
+
+
+def optimizer(history: History, marks: Sequence[Mark]) -> Markup:
+    """Draw learning rate and gradient norm over steps."""
+    norms = history.points("grad_norm")
+    lines = [Line("smoothed", smoothed(norms)), Line("every step", norms, faint=True)]
+    return _pair(
+        section("Learning rate", _curve(history, "learning rate", history.points("lr"), significant, marks)),
+        section("Gradient norm before clipping", line_chart(lines, significant, zero=True, marks=marks)),
     )
 
 
-def speed(history: History) -> Markup:
-    """Draw tokens a second and the bubble over steps, side by side if there is room."""
-    if not history.steps:
-        return _section("Speed", _note("No step was taken yet."))
-    tokens = line_chart([Line("tokens/s", history.points("tokens_per_s"))], significant, zero=True)
-    bubble = line_chart([Line("bubble", history.points("bubble"))], share, zero=True)
-    return element("div", _section("Tokens/s", tokens), _section("Bubble", bubble), class_="pair")
+def progress(history: History, marks: Sequence[Mark]) -> Markup:
+    """Draw what was seen and, where the loss is a cross-entropy, the perplexity over steps."""
+    seen = section(f"{history.unit.capitalize()} seen", _curve(history, "seen", history.seen(), significant, marks))
+    if not history.is_cross_entropy:
+        told = "Left out: the loss is not known to be a cross-entropy, so that exp(loss) says nothing."
+        return _pair(seen, section("Perplexity", note(told)))
+    lines = [Line("train, smoothed", [(step, exp(loss)) for step, loss in smoothed(history.points("loss"))])]
+    if history.evaluations:
+        lines.append(Line("validation", [(step, exp(loss)) for step, loss in history.validation()], "two"))
+    return _pair(section("Perplexity", line_chart(lines, significant, marks=marks)), seen)
+
+
+def speed(history: History, marks: Sequence[Mark]) -> Markup:
+    """Draw the throughput and the bubble over steps."""
+    name = f"{history.unit}/s"
+    return _pair(
+        section(name.capitalize(), _curve(history, name, history.throughput(), significant, marks)),
+        section("Bubble", _curve(history, "bubble", history.points("bubble"), share, marks)),
+    )
+
+
+def utilisation(history: History, marks: Sequence[Mark], peak: float | None) -> Markup:
+    """Draw model FLOPs utilisation over steps; without a device's peak, the FLOP/s of an actor."""
+    flops = history.model_flops()
+    if not flops:
+        title, why = "Model FLOPs", "Left out: the FLOPs of the user's own layers are not known."
+        return section(title, note(why))
+    told = (
+        f"Median of an actor: {rate(middle(flops))}. Only what the model needs counts: a forward, and twice as much in "
+        "the backward; nothing that is recomputed."
+    )
+    if peak is None:
+        why = "Utilisation is left out: the peak of the device is not known. raypar report --peak gives it, in FLOP/s."
+        drawn = _curve(history, "FLOP/s", flops, amount, marks)
+        return section("Model FLOP/s of an actor", drawn, note(f"{told} {why}"))
+    used: Points = [(step, value / peak) for step, value in flops]
+    drawn = _curve(history, "utilisation", used, share, marks)
+    return section("Model FLOPs utilisation", drawn, note(f"{told} The device's peak is {rate(peak)}."))
 
 
 def steps(past: Past) -> Markup:
     """Draw the latest measured step over its prediction, which is simulated with the step's own median costs."""
     title = "Measured over predicted"
-    if not past.timelines or not past.timelines[0].events:
-        return _section(title, _note("No step was measured."))
+    if not past.timelines or not past.timelines[0].events or past.step is None:
+        return section(title, note("No step was measured."))
     measured = past.timelines[0]
     overlay = Overlay(measured, simulate(measured.schedule, costs_of(measured)))
     which = f" of replica {measured.events[0].actor}" if len(past.timelines) > 1 else ""
-    note = _note(
-        f"Step {past.step}{which}. Predicted with the median costs of its own actions: what differs is waiting that "
-        "the schedule does not ask for. Point at a box for its times; raypar trace writes all of them for Perfetto."
+    told = note(
+        f"Step {past.step + 1:,}{which}. Predicted with the median costs of its own actions: what differs is waiting "
+        "that the schedule does not ask for. Point at a box for its times; raypar trace writes them for Perfetto."
     )
-    return _section(title, element("div", Markup(overlay.svg()), class_="wide"), note)
+    return section(title, element("div", Markup(overlay.svg()), class_="wide"), told)
 
 
 def memory(history: History) -> Markup:
-    """Draw the peak memory of every pipeline rank."""
-    peaks = [(f"pp={rank}", float(peak)) for rank, peak in enumerate(history.peaks())]
-    return _section("Peak memory", bars(peaks, size) if peaks else _note("No step was taken yet."))
+    """Draw the peak memory of every pipeline rank, by kind where the steps have it."""
+    kinds = history.memory() or {"": history.peaks()}
+    rows = [
+        (f"pp={rank} {kind}".strip(), float(peak)) for kind, peaks in kinds.items() for rank, peak in enumerate(peaks)
+    ]
+    return section("Peak memory", bars(rows, size) if rows else note(_NONE))
 
 
 def messages(past: Past) -> Markup:
-    """List the ledger: the calls and bytes of every actor."""
+    """Show the ledger: seconds by axis and op, and the calls and bytes of every actor."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
+    for counted in past.ledger.values():
+        for kind, counts in counted.items():
+            for place, value in enumerate(counts):
+                sums[kind][place] += value or 0
+    if not sums:
+        return section("Messages", note("Nothing was moved between actors, or it was not written."))
+    timed = any(counts.seconds is not None for counted in past.ledger.values() for counts in counted.values())
+    ordered = sorted(sums.items(), key=lambda row: -row[1][2 if timed else 1])
     rows = [
-        [actor, kind, f"{calls:,}", size(count)]
-        for actor, table in past.ledger.items()
-        for kind, (calls, count) in table.items()
+        [kind, f"{calls:,.0f}", size(moved), duration(seconds) if timed else "not known"]
+        for kind, (calls, moved, seconds) in ordered
     ]
-    table = _table(["actor", "axis and operation", "calls", "bytes"], rows, ["", "", _NUMBER, _NUMBER])
-    return _section("Messages", table if rows else _note("Nothing was moved between actors, or it was not written."))
+    told = (
+        "Sums over all actors. Seconds are those in which an actor started an op or waited for it, late peers included."
+        if timed
+        else "Sums over all actors. This folder is of a raypar that did not write the seconds."
+    )
+    shown = bars([(kind, seconds) for kind, (_, _, seconds) in ordered], duration) if timed else Markup()
+    whole = table(["axis and op", "calls", "bytes", "seconds"], rows, ["", NUMBER, NUMBER, NUMBER])
+    each = [
+        [
+            actor,
+            kind,
+            f"{counts.calls:,}",
+            size(counts.bytes),
+            "" if counts.seconds is None else duration(counts.seconds),
+        ]
+        for actor, counted in past.ledger.items()
+        for kind, counts in counted.items()
+    ]
+    by_actor = table(["actor", "axis and op", "calls", "bytes", "seconds"], each, ["", "", NUMBER, NUMBER, NUMBER])
+    detail = element("details", element("summary", "By actor"), by_actor)
+    return section("Messages", shown, whole, note(told), detail)
 
 
 def checkpoints(past: Past) -> Markup:
@@ -76,9 +162,26 @@ def checkpoints(past: Past) -> Markup:
         [one.path.name, f"{one.step:,}", f"{one.tensors:,}", size(one.size), "; ".join(one.faults) or "sound"]
         for one in past.checkpoints
     ]
-    heads = ["checkpoint", "step", "tensors", "bytes", "manifest"]
-    table = _table(heads, rows, [_VALUE, _NUMBER, _NUMBER, _NUMBER, ""])
-    return _section("Checkpoints", table if rows else _note("None."))
+    heads = ["checkpoint", "after step", "tensors", "bytes", "manifest"]
+    listed = table(heads, rows, ["name", NUMBER, NUMBER, NUMBER, ""])
+    return section("Checkpoints", listed if rows else note("None."))
+
+
+def events(marks: Sequence[Mark]) -> Markup:
+    """List what the marks stand for; nothing if there are none."""
+    rows = [[mark.sign, f"{mark.step:,.0f}", mark.text] for mark in marks]
+    return (
+        section("What happened", table(["mark", "steps taken", "what"], rows, ["", NUMBER, ""])) if rows else Markup()
+    )
+
+
+def provenance(past: Past) -> Markup:
+    """List where the run comes from."""
+    rows = list(past.provenance.items())
+    shown = (
+        table(["name", "value"], rows, ["", VALUE]) if rows else note("The folder does not say where it comes from.")
+    )
+    return section("Provenance", shown)
 
 
 def configuration(past: Past) -> Markup:
@@ -88,66 +191,78 @@ def configuration(past: Past) -> Markup:
         [key, element("mark", str(value)) if key not in usual or usual[key] != value else str(value)]
         for key, value in flat(past.config).items()
     ]
-    note = _note(joined(element("mark", "marked"), ": not the default."))
-    return _section("Configuration", _table(["setting", "value"], rows, ["", _VALUE]), note)
+    told = note(joined(element("mark", "marked"), ": not the default."))
+    return section("Configuration", table(["setting", "value"], rows, ["", VALUE]), told)
 
 
-def _section(title: str, *inside: Markup) -> Markup:
-    return element("section", element("h2", title), *inside)
-
-
-def _note(text: str) -> Markup:
-    return element("p", text, class_="note")
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], kinds: Sequence[str]) -> Markup:
-    """Make a table; ``kinds`` are the CSS classes of its columns."""
-    head = element("tr", *(element("th", name, class_=kind or None) for name, kind in zip(heads, kinds, strict=True)))
-    body = [
-        element("tr", *(element("td", cell, class_=kind or None) for cell, kind in zip(row, kinds, strict=True)))
-        for row in rows
-    ]
-    return element("div", element("table", head, *body), style="overflow-x: auto")
-
-
-def page(past: Past) -> str:
+def page(past: Past, *, faults: Sequence[str] = (), peak: float | None = None, every: int | None = None) -> str:
     """Make the HTML page of a run folder.
 
     Args:
         past: The content of the run folder.
+        faults: What could not be read of it.
+        peak: Peak FLOP/s of the device of one actor; None if not known.
+        every: Seconds after which a page that is served loads itself again while the run goes on; None for a file.
 
     Returns:
         The HTML.
     """
-    history = History.of(past)
-    title = ", ".join([_model(past.config), *([past.schedule.name] if past.schedule else [])])
+    history, marks = History.of(past), happenings(past)
+    title = titled(past)
     tiles = [
         element("div", element("b", value), element("span", name), class_="tile")
         for name, value in headline(past, history)
     ]
-    body = element(
-        "body",
-        element("header", element("h1", title), element("p", f"raypar run in {past.folder}")),
+    body = joined(
+        element("header", element("h1", title), element("p", f"raypar run in {past.folder}. {state(past, every)}")),
+        unread(faults),
         element("div", *tiles, class_="tiles"),
-        losses(history),
-        speed(history),
+        events(marks),
+        losses(history, marks),
+        *([optimizer(history, marks), progress(history, marks), speed(history, marks)] if history.steps else []),
+        *([utilisation(history, marks, peak)] if history.steps else []),
         steps(past),
         memory(history),
         messages(past),
         checkpoints(past),
+        provenance(past),
         configuration(past),
     )
-    head = element(
-        "head",
-        Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
-        element("title", f"{past.folder.name}: {title}"),
-        element("style", STYLE),
-    )
-    return joined(Markup("<!DOCTYPE html>\n"), element("html", head, body, lang="en"), Markup("\n"))
+    return document(f"{past.folder.name}: {title}", body, every if past.under_way else None)
+
+
+def state(past: Past, every: int | None) -> str:
+    """Say whether the run goes on and, on a page that is served, whether the page follows it."""
+    if past.under_way:
+        return (
+            "The run goes on." if every is None else f"The run goes on; this page loads itself every {every} seconds."
+        )
+    return "The run has ended." if every is None else "The run has ended; this page does not refresh any more."
+
+
+def unread(faults: Sequence[str]) -> Markup:
+    """List what could not be read; nothing if there is nothing."""
+    listed = element("ul", *(element("li", fault) for fault in faults))
+    return section("Could not be read", listed, note("All the rest is shown.")) if faults else Markup()
+
+
+def titled(past: Past) -> str:
+    """Describe a run in one line: model, mesh and schedule."""
+    return ", ".join([_model(past.config), *([past.schedule.name] if past.schedule else [])])
+
+
+def _pair(one: Markup, other: Markup) -> Markup:
+    return element("div", one, other, class_="pair")
+
+
+def _curve(history: History, name: str, points: Points, spelled: Any, marks: Sequence[Mark]) -> Markup:
+    return line_chart([Line(name, points)], spelled, zero=True, marks=marks) if history.steps else note(_NONE)
 
 
 def _model(config: dict[str, Any]) -> str:
     """Describe the model and its mesh in a few words."""
+    if not config:
+        return "a run whose run.toml can't be read"
     model, mesh = config["model"], config["mesh"]
     names = [f"{model[name]} {name}" for name in ("layers", "hidden") if isinstance(model.get(name), int)]
     axes = [f"{axis}={size}" for axis, size in mesh.items() if size != 1]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from annotated_types import Ge, Le
 from pydantic import AllowInfNan, FailFast, TypeAdapter, ValidationError
@@ -19,8 +21,18 @@ from raypar.config.fields import brief
 from raypar.config.schedule import MOST_BYTES
 from raypar.config.toml import parsed
 from raypar.errors import ConfigError
-from raypar.paths import CHECKPOINTS, LEDGER, METRICS, RUN, SCHEDULE, TIMELINE, absolute, holds_run
-from raypar.reporting.report import Report
+from raypar.paths import (
+    CHECKPOINTS,
+    LEDGER,
+    LOG,
+    METRICS,
+    PROVENANCE,
+    RUN,
+    SCHEDULE,
+    TIMELINE,
+    absolute,
+    holds_run,
+)
 from raypar.schedules.action import Action, Op
 from raypar.schedules.checking.check import check
 from raypar.schedules.passes.lower import lower
@@ -33,9 +45,33 @@ Number = Annotated[int, Ge(0), Le(2**63 - 1)]
 Figure = Annotated[float, AllowInfNan(False), Ge(-1e15), Le(1e15)]
 Numbers = Annotated[tuple[Number, ...], FailFast()]  # each error takes a hundred times the memory of a digit
 Latest = tuple[int | None, list[Timeline]]
-Ledger = dict[str, dict[str, tuple[Number, Number]]]
 
-_MOST = {RUN: 1 << 20, METRICS: 1 << 30, SCHEDULE: MOST_BYTES, TIMELINE: 1 << 30, LEDGER: 64 << 20}  # bytes
+
+class Counts(NamedTuple):
+    """What an actor counted of one op on one axis.
+
+    Attributes:
+        calls: How often the op was called.
+        bytes: Its payload bytes.
+        seconds: Time that the actor spent in it; None if the folder is of a raypar that did not write it.
+    """
+
+    calls: Number
+    bytes: Number
+    seconds: Figure | None = None
+
+
+Ledger = dict[str, dict[str, Counts]]
+
+_MOST = {  # bytes
+    RUN: 1 << 20,
+    METRICS: 1 << 30,
+    SCHEDULE: MOST_BYTES,
+    TIMELINE: 1 << 30,
+    LEDGER: 64 << 20,
+    LOG: 256 << 20,
+    PROVENANCE: 1 << 20,
+}
 _LONGEST = 1 << 20  # bytes of a line of metrics
 _MOST_ACTIONS = 8  # actions of a stage for one microbatch: F, I, W and communication
 _MOST_TOLD = 10  # largest number of faults that are reported of one file
@@ -53,8 +89,11 @@ class Past:
         schedule: The lowered schedule of a training step, or None if it was not written.
         step: The latest measured step, counted from 0, or None.
         timelines: The timelines of that step, as ``job.timelines()`` returns them; empty if there is none.
-        ledger: The (calls, bytes) of each actor, by "axis op".
+        ledger: What each actor counted, by "axis op".
         checkpoints: The checkpoints, newest first; only their manifests were read.
+        log: The lines of the log.
+        provenance: Where the run comes from, by name: versions, host, commit, command line; empty if not written.
+        under_way: Whether a job is writing to the folder.
     """
 
     folder: Path
@@ -65,16 +104,21 @@ class Past:
     timelines: list[Timeline]
     ledger: Ledger
     checkpoints: list[Listed]
+    log: list[str] = field(default_factory=list)
+    provenance: dict[str, str] = field(default_factory=dict)
+    under_way: bool = False
 
 
 @dataclass(frozen=True)
-class _Step(Report):
-    """The schema of a step's report.
+class _Step:
+    """The schema of a step's report, as all versions of raypar write it; what only some of them write has a default.
 
     Its figures must be finite, except loss and gradient norm, which a failing training makes infinite or NaN.
     """
 
     step: Number
+    loss: float
+    grad_norm: float
     lr: Figure
     tokens: Number
     tokens_per_s: Figure
@@ -83,6 +127,8 @@ class _Step(Report):
     overlap: Figure | None
     in_flight: Numbers
     peak_memory: Numbers
+    memory: dict[str, Numbers] | None = None
+    samples: Number | None = None
 
 
 @dataclass(frozen=True)
@@ -91,8 +137,8 @@ class _Validation:
 
     step: Number
     val_loss: float
-    perplexity: float
     tokens: Number
+    perplexity: float | None = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +177,25 @@ def read(folder: Path) -> Past:
     Raises:
         ConfigError: If it is no run folder or has faults; the text lists all of them.
     """
+    past, faults = salvage(folder)
+    if faults:
+        raise ConfigError([f"run folder {str(past.folder)!r}: {fault}" for fault in faults])
+    return past
+
+
+def salvage(folder: Path) -> tuple[Past, list[str]]:
+    """Read what can be read of a run folder.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        Its content, where a damaged file counts as missing (without its run.toml the configuration is empty), and the
+        faults.
+
+    Raises:
+        ConfigError: If it is no run folder.
+    """
     folder, faults = absolute(folder), list[str]()
 
     def part(name: str, parse: Callable[[bytes], T], missing: T) -> T:
@@ -153,23 +218,53 @@ def read(folder: Path) -> Past:
         raise ConfigError(
             [f"{str(folder)!r} is no run folder: it has no {RUN}; give one that raypar train has written"]
         )
+    going = under_way(folder)
     config: dict[str, Any] = part(RUN, _config, {})
     schedule: Schedule | None = part(SCHEDULE, lambda raw: _schedule(raw, config), None)
     latest: Latest = None, []
     latest = part(TIMELINE, lambda raw: _measured(raw, schedule), latest)
     metrics: list[dict[str, Any]] = part(METRICS, _metrics, [])
-    ledger: Ledger = part(LEDGER, _ledger, {})
-    checkpoints: list[Listed] = []
+    ledger: Ledger = part(LEDGER, lambda raw: _json(raw, Ledger), {})
+    log: list[str] = part(LOG, lambda raw: raw.decode(errors="replace").splitlines(), [])
+    provenance: dict[str, str] = part(PROVENANCE, _provenance, {})
+    checkpoints = _checkpoints(folder, faults)
+    return Past(folder, config, metrics, schedule, *latest, ledger, checkpoints, log, provenance, going), faults
+
+
+def under_way(folder: Path) -> bool:
+    """Return whether a job is writing to a run folder: it holds the lock of the log."""
+    try:
+        file = os.open(folder / LOG, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+    return False
+
+
+def _checkpoints(folder: Path, faults: list[str]) -> list[Listed]:
     try:
         if (folder / CHECKPOINTS).is_symlink():
             faults.append(f"{CHECKPOINTS} is a link: put the folder itself there")
         elif (folder / CHECKPOINTS).exists():
-            checkpoints = ls(folder / CHECKPOINTS)
+            return ls(folder / CHECKPOINTS)
     except CheckpointError as error:
         faults += error.faults
-    if faults:
-        raise ConfigError([f"run folder {str(folder)!r}: {fault}" for fault in faults])
-    return Past(folder, config, metrics, schedule, *latest, ledger, checkpoints)
+    return []
+
+
+def _provenance(raw: bytes) -> dict[str, str]:
+    return {name: _spelled(value) for name, value in _json(raw, dict[str, Any]).items() if value is not None}
+
+
+def _spelled(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _config(raw: bytes) -> dict[str, Any]:
@@ -264,10 +359,6 @@ def _odd(event: Event, schedule: Schedule) -> Iterator[str]:
         yield f"the schedule has {schedule.num_microbatches} microbatches"
     if event.end < event.start:
         yield "it ends before it starts"
-
-
-def _ledger(raw: bytes) -> Ledger:
-    return _json(raw, Ledger)
 
 
 def _json(raw: bytes, kind: Callable[..., T]) -> T:

@@ -92,14 +92,14 @@ class Folder:
         Args:
             step: The step, counted from 0.
             timelines: Its timelines.
-            ledger: The calls and bytes by actor name and (axis, op).
+            ledger: The calls, bytes and seconds by actor name and (axis, op).
         """
         rows = [
             {"actions": [[e.rank, e.actor, str(e.action), e.start, e.end, e.bytes, e.bucket] for e in timeline.events]}
             for timeline in timelines
         ]
         moved = {
-            actor: {f"{axis} {op}": [entry.calls, entry.bytes] for (axis, op), entry in table.items()}
+            actor: {f"{axis} {op}": [entry.calls, entry.bytes, entry.seconds] for (axis, op), entry in table.items()}
             for actor, table in ledger.items()
         }
 

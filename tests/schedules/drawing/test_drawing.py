@@ -237,6 +237,7 @@ def test_a_step_under_way_has_a_cursor_and_what_is_to_come_is_pale():
         "rank 1      >f0  f1  b0  b1",
     ]
     drawn = svg(schedule, done=done, cursor=cursor)
-    assert drawn.count('fill-opacity="0.4"') == 6
+    assert drawn.count('fill-opacity="0.4"') == 6 + 1  # and the one that explains it
+    assert "pale: to come" in drawn
     assert drawn.count("stroke-width") == 1
     assert svg(schedule).count('fill-opacity="0.4"') == 0

@@ -55,7 +55,7 @@ def test_all_of_it_is_read(past):
     assert math.isnan(found.metrics[1]["val_loss"])
     assert found.schedule == SCHEDULE
     assert found.timelines == [replace(simulate(SCHEDULE), measured=True)]
-    assert found.ledger == {"pp=0": {"pp send": (2, 64)}}
+    assert found.ledger == {"pp=0": {"pp send": (2, 64, None)}}
     assert [line.step for line in found.checkpoints] == [2]
 
 

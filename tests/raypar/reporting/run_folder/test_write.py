@@ -60,14 +60,14 @@ def test_what_is_written_is_read(begun, tmp_path):
         folder.write(line)
     assert len(read(tmp_path / "run").metrics) == 2, "every line is there at once"
     measured = replace(simulate(SCHEDULE), measured=True)
-    folder.measured(0, [measured] * 2, {"pp=0": {("pp", "send"): Entry(2, 64)}})
+    folder.measured(0, [measured] * 2, {"pp=0": {("pp", "send"): Entry(2, 64, 0.5)}})
     past = read(tmp_path / "run")
     resolved = plain_of(Run(mesh=Mesh(pp=2), optim=AdamW(lr=1e-5), folder=str(tmp_path / "run")))
     del resolved["folder"]  # another run of it wants another one
     assert past.config == resolved
     assert past.metrics == [{**report(0), "in_flight": [2, 1], "peak_memory": [5, 6]}, evaluation(1)]
     assert (past.schedule, past.step, past.timelines) == (SCHEDULE, 0, [measured] * 2)
-    assert past.ledger == {"pp=0": {"pp send": (2, 64)}}
+    assert past.ledger == {"pp=0": {"pp send": (2, 64, 0.5)}}
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "ledger.json", "log.txt", "metrics.jsonl", "run.toml", "schedule.csv", "timeline.json",
     ]  # fmt: skip

@@ -1,0 +1,136 @@
+"""The HTML page that compares runs: the settings that differ, then their curves over each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from raypar.config.toml import flat
+from raypar.reporting.html.charts import Line, line_chart
+from raypar.reporting.html.figures import History, Points, amount, exp, headline, share, significant, smoothed
+from raypar.reporting.html.markup import COLORS, VALUE, Markup, document, element, joined, note, section, table
+from raypar.reporting.html.page import state, titled, unread
+from raypar.reporting.run_folder.read import Past
+
+_MISSING = "\u2013"
+
+
+@dataclass(frozen=True)
+class _One:
+    """A run on the page.
+
+    Attributes:
+        name: Its name: of its folder, or the folder's path if others have that name.
+        past: The content of its folder.
+        history: Its steps and evaluations.
+        color: Its colour.
+    """
+
+    name: str
+    past: Past
+    history: History
+    color: str
+
+    def tag(self) -> Markup:
+        """Return its name beside a stroke of its colour."""
+        return element("span", element("span", element("i"), class_=self.color), self.name, class_="key")
+
+
+def comparison(pasts: Sequence[Past], *, faults: Sequence[str] = (), every: int | None = None) -> str:
+    """Make the HTML page that compares runs.
+
+    Args:
+        pasts: The contents of their folders, at least one.
+        faults: What could not be read of them.
+        every: Seconds after which a page that is served loads itself again while one of them goes on; None for a file.
+
+    Returns:
+        The HTML.
+    """
+    names = [past.folder.name for past in pasts]
+    runs = [
+        _One(name if names.count(name) == 1 else str(past.folder), past, History.of(past), COLORS[place % len(COLORS)])
+        for place, (name, past) in enumerate(zip(names, pasts, strict=True))
+    ]
+    title = f"{len(runs)} raypar runs"
+    body = joined(
+        element("header", element("h1", title), element("p", ", ".join(one.name for one in runs))),
+        unread(faults),
+        _which(runs, every),
+        _settings(runs),
+        _figures(runs),
+        *_charts(runs),
+    )
+    goes_on = any(past.under_way for past in pasts)
+    return document(title, body, every if goes_on else None)
+
+
+def _which(runs: Sequence[_One], every: int | None) -> Markup:
+    rows = [[one.tag(), titled(one.past), str(one.past.folder), state(one.past, every)] for one in runs]
+    models = {str(sorted(flat(one.past.config.get("model", {})).items())) for one in runs}
+    data = {str(sorted(flat(one.past.config.get("data", {})).items())) for one in runs}
+    differ = [name for name, found in (("models", models), ("data", data)) if len(found) > 1]
+    told = f"They have different {' and '.join(differ)}: a lower loss need not be a better run." if differ else ""
+    shown = table(["run", "what", "folder", "state"], rows, ["", "", VALUE, ""])
+    return section("Runs", shown, *([note(told)] if told else []))
+
+
+def _settings(runs: Sequence[_One]) -> Markup:
+    """List the settings, and what else is known of where runs come from, that are not the same in all of them."""
+    found = [
+        {**flat(one.past.config), **{f"({key})": value for key, value in one.past.provenance.items()}} for one in runs
+    ]
+    names = {name: None for settings in found for name in settings}
+    rows = [
+        [name, *(str(settings.get(name, _MISSING)) for settings in found)]
+        for name in names
+        if len({repr(settings.get(name)) for settings in found}) > 1
+    ]
+    if not rows:
+        return section("Settings that differ", note("None: all settings are the same."))
+    heads = ["setting", *(one.tag() for one in runs)]
+    return section("Settings that differ", table(heads, rows, ["", *[VALUE] * len(runs)]))
+
+
+def _figures(runs: Sequence[_One]) -> Markup:
+    found = [dict(headline(one.past, one.history)) for one in runs]
+    names = {name: None for figures in found for name in figures}
+    rows = [[name, *(figures.get(name, _MISSING) for figures in found)] for name in names]
+    return section("Figures", table(["", *(one.tag() for one in runs)], rows, ["", *[VALUE] * len(runs)]))
+
+
+def _charts(runs: Sequence[_One]) -> list[Markup]:
+    """Draw every figure that at least one run has, all runs in one chart."""
+    units = sorted({one.history.unit for one in runs})
+    unit = " or ".join(units)
+    perplexed = [one for one in runs if one.history.is_cross_entropy]
+    drawn: list[tuple[str, Markup]] = []
+
+    def chart(
+        title: str,
+        of: Callable[[History], Points],
+        spelled: Callable[[float], str],
+        shown: Sequence[_One],
+        *,
+        zero: bool,
+    ) -> None:
+        lines = [Line(one.name, points, one.color) for one in shown if (points := of(one.history))]
+        if lines:
+            drawn.append((title, line_chart(lines, spelled, zero=zero, named=True)))
+
+    chart("Train loss, smoothed", lambda one: smoothed(one.points("loss")), significant, runs, zero=False)
+    chart("Validation loss", lambda one: one.validation(), significant, runs, zero=False)
+    chart("Train perplexity, smoothed", _perplexity, significant, perplexed, zero=False)
+    chart("Gradient norm, smoothed", lambda one: smoothed(one.points("grad_norm")), significant, runs, zero=True)
+    chart("Learning rate", lambda one: one.points("lr"), significant, runs, zero=True)
+    chart(f"{unit.capitalize()}/s", lambda one: one.throughput(), significant, runs, zero=True)
+    chart("Bubble", lambda one: one.points("bubble"), share, runs, zero=True)
+    chart(f"{unit.capitalize()} seen", lambda one: one.seen(), significant, runs, zero=True)
+    chart("Model FLOP/s of an actor", lambda one: one.model_flops(), amount, runs, zero=True)
+    sections = [section(title, markup) for title, markup in drawn]
+    pairs = [element("div", *sections[at : at + 2], class_="pair") for at in range(1, len(sections), 2)]
+    return [*sections[:1], *pairs] or [section("Curves", note("No run has taken a step yet."))]
+
+
+def _perplexity(history: History) -> Points:
+    return [(step, exp(loss)) for step, loss in smoothed(history.points("loss"))]

@@ -1,0 +1,113 @@
+"""What happened to a run besides training: it stopped, failed, or went on from a checkpoint. Read from its log."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from raypar.reporting.html.charts import Mark
+from raypar.reporting.run_folder.read import Past
+
+_LINE = re.compile(r"\S+ ([A-Z]+) (.*)")
+_STARTING = re.compile(r"starting \d+ actors?")
+_STEP = re.compile(r"step +([\d,]{1,15})/([\d,]{1,15}) ")
+
+
+@dataclass
+class _Session:
+    """What one job wrote to the log.
+
+    Attributes:
+        first: The first step that it logged, counted from 1; None if there is none.
+        last: The last one.
+        total: The number of steps after which it was to end.
+        halted: Whether Ctrl-C ended it.
+        errors: Its errors.
+    """
+
+    first: int | None = None
+    last: int = 0
+    total: int = 0
+    halted: bool = False
+    errors: list[str] = field(default_factory=list)
+
+
+def happenings(past: Past) -> list[Mark]:
+    """Find where a run stopped, failed, or went on.
+
+    The log has only some of the steps of a long run. Where one went on is then known from its checkpoints, and where
+    one stopped to the last step that was logged.
+
+    Args:
+        past: The content of the run folder.
+
+    Returns:
+        The marks, as it happened.
+    """
+    return [*_of_log(past), *_of_metrics(past)]
+
+
+def _of_log(past: Past) -> Iterator[Mark]:
+    found = [session for session in _sessions(past.log) if session.first is not None or session.errors]
+    for session, then in pairwise([*found, None]):
+        assert session is not None
+        if then is None:
+            yield from _end(past, session)
+        elif session.last < session.total or session.errors:
+            yield Mark(session.last, "failure", _reason(session, f"after step {session.last:,} or a little later"))
+        if then is not None and then.first is not None and then.first > 1:
+            step = _resumed_after(past, then)
+            yield Mark(step, "resume", f"went on after step {step:,}")
+
+
+def _end(past: Past, session: _Session) -> Iterator[Mark]:
+    """Yield the mark of the last job's end, if it is over and has not taken all its steps."""
+    taken = max((line["step"] + 1 for line in past.metrics if "val_loss" not in line), default=0)
+    if not past.under_way and (taken < past.config.get("steps", 0) or session.errors):
+        yield Mark(taken, "failure", _reason(session, f"after step {taken:,}"))
+
+
+def _of_metrics(past: Past) -> Iterator[Mark]:
+    steps = [line for line in past.metrics if "val_loss" not in line]
+    for line, then in pairwise(steps):
+        if then["step"] <= line["step"]:
+            yield Mark(then["step"], "resume", f"went on after step {then['step']:,}")
+    lost = next((line for line in steps if not math.isfinite(line["loss"])), None)
+    if lost is not None:
+        yield Mark(lost["step"] + 1, "failure", f"the loss of step {lost['step'] + 1:,} is not finite")
+
+
+def _sessions(log: list[str]) -> list[_Session]:
+    found = [_Session()]
+    for line in log:
+        if (parts := _LINE.fullmatch(line)) is None:
+            continue
+        level, text = parts.groups()
+        session = found[-1]
+        if _STARTING.fullmatch(text):
+            found.append(_Session())
+        elif step := _STEP.match(text):
+            session.last, session.total = (int(number.replace(",", "")) for number in step.groups())
+            session.first = session.last if session.first is None else session.first
+        elif level in ("ERROR", "CRITICAL"):
+            session.errors.append(text)
+        elif text.startswith(("interrupted", "Ctrl-C")):
+            session.halted = True
+    return found
+
+
+def _reason(session: _Session, where: str) -> str:
+    if session.errors:
+        return f"failed {where}: {session.errors[-1]}"
+    return f"stopped with Ctrl-C {where}" if session.halted else f"ended {where}, before its last step"
+
+
+def _resumed_after(past: Past, session: _Session) -> int:
+    """Return the steps taken before a job: those of the newest checkpoint that its first logged step can follow."""
+    assert session.first is not None
+    every = max(1, session.total // 50)
+    saved = [one.step for one in past.checkpoints if session.first - every <= one.step < session.first]
+    return max(saved, default=session.first - 1)

@@ -1,0 +1,156 @@
+"""What the report draws and tells of a run beside its losses: curves, marks, provenance, figures in the user's unit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raypar.actors.specs.model import GPT
+from raypar.actors.specs.run import Run
+from raypar.config.toml import plain_of
+from raypar.planner.cost_model import costs_on_paper
+from raypar.reporting.html.charts import Line, Mark, line_chart
+from raypar.reporting.html.figures import History, exp, rate, significant, smoothed
+from raypar.reporting.html.flops import actors_of, flops_per_token
+from raypar.reporting.html.happenings import happenings
+from raypar.reporting.html.page import page
+from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.run_folder.read import Past
+from raypar.schedules.action import Op
+from tests.raypar.reporting.html.test_report import Reader
+
+OWN = {"fn": "mine.layers", "loss": "torch.nn.functional.mse_loss", "seq": "none"}
+
+
+def past(steps=3, lines=(), **changes):
+    reports = [
+        Report(step, 2.0, 1.0, 1e-3, 512, 1000.0, 512.0, 0.1, None, (1,), (5 << 20,)).to_dict() for step in range(steps)
+    ]
+    config = plain_of(Run(steps=steps))
+    return replace(Past(Path("/runs/a"), config, [*reports, *lines], None, None, [], {}, []), **changes)
+
+
+def own(**changes):
+    return past(config=plain_of(Run()) | {"model": {**OWN, **changes}})
+
+
+def log(*texts):
+    return [f"2026-11-24T09:54:26+0000 {text}" for text in texts]
+
+
+def texts(page):
+    return " | ".join(Reader(page).texts)
+
+
+def test_a_loss_that_is_no_cross_entropy_has_no_perplexity():
+    assert "| perplexity |" in texts(page(past(lines=[Evaluation(3, 1.0, 9, 0.1).to_dict()])))
+    assert "exp(loss) says nothing" in texts(page(own()))
+    for loss in ("torch.nn.functional.cross_entropy", "torch.nn.CrossEntropyLoss"):
+        assert "exp(loss) says nothing" not in texts(page(own(loss=loss)))
+    assert (exp(0.0), exp(1e6), math.isnan(exp(math.nan))) == (1.0, math.inf, True)
+
+
+def test_tokens_are_counted_over_the_whole_run_also_where_it_goes_on_from_another_folder():
+    assert History.of(past()).seen() == [(1, 512), (2, 1024), (3, 1536)]
+    later = past()
+    assert History.of(replace(later, metrics=later.metrics[2:])).seen() == [(3, 1536)]
+
+
+def test_what_has_no_tokens_is_counted_in_samples_and_else_in_targets():
+    assert History.of(past()).unit == "tokens"
+    assert History.of(own(seq=32)).unit == "tokens"
+    run = own()
+    assert "Targets/s" in texts(page(run))
+    counted = replace(run, metrics=[{**line, "samples": 64} for line in run.metrics])
+    assert History.of(counted).throughput() == [(step, 125.0) for step in (1, 2, 3)]
+    assert {"Samples/s", "Samples seen"} <= set(Reader(page(counted)).texts)
+
+
+def test_smoothing_has_no_bias_to_the_first_value_and_keeps_gaps():
+    assert [value for _, value in smoothed([(1, 4.0), (2, 4.0), (3, 4.0)])] == pytest.approx([4.0] * 3)
+    first, gap, last = smoothed([(1, 1.0), (2, math.nan), (3, 2.0)])
+    assert (first, math.isnan(gap[1])) == ((1, 1.0), True)
+    assert 1.0 < last[1] < 2.0
+
+
+def test_model_flops_are_those_that_the_planner_predicts():
+    config = plain_of(Run())
+    costs = costs_on_paper(GPT(), 1)
+    assert flops_per_token(config) == pytest.approx(costs.of_stage[0, Op.F] + costs.of_stage[0, Op.B])
+    assert flops_per_token({"model": OWN}) is None
+    assert flops_per_token({"model": config["model"] | {"hidden": -1, "gone": True}}) is None, (
+        "an older raypar wrote it"
+    )
+    assert actors_of({"mesh": {"pp": 2, "dp": 3, "tp": "2d:2x2", "gone": 1}}) == 24
+    assert actors_of({"mesh": {"pp": "many"}}) is None
+
+
+def test_utilisation_is_told_where_the_peak_is_known_and_else_why_not():
+    assert "Utilisation is left out: the peak of the device is not known" in texts(page(past()))
+    flops = History.of(past()).model_flops()[0][1]
+    assert "step 1: utilisation 50%" in texts(page(past(), peak=2 * flops))
+    assert "the FLOPs of the user's own layers are not known" in texts(page(own()))
+    assert [rate(value) for value in (0, 12, 1.5e12)] == ["0 FLOP/s", "12 FLOP/s", "1.5 TFLOP/s"]
+
+
+def test_memory_is_told_by_kind_where_the_steps_have_it():
+    assert "pp=0 | " in texts(page(past()))
+    run = past()
+    kinds = {"weights": [1 << 20], "activations": [2 << 20]}
+    shown = texts(page(replace(run, metrics=[{**line, "memory": kinds} for line in run.metrics])))
+    assert "pp=0 weights | 1.0 MiB" in shown
+    assert "pp=0 activations | 2.0 MiB" in shown
+
+
+def test_the_step_axis_counts_from_1_and_marks_stand_on_it():
+    marks = [Mark(7, "resume", "went on after step 7"), Mark(99, "failure", "elsewhere")]
+    drawn = str(line_chart([Line("a", [(step, 1.0) for step in range(1, 13)])], significant, marks=marks))
+    assert '<span style="left: 0.0%">1</span>' in drawn
+    assert drawn.count('class="sign"') == drawn.count('class="grid resume"') == 1
+    assert 'title="went on after step 7"' in drawn
+    assert '<span style="left: 0.0%">1</span>' in str(line_chart([Line("a", [(20, 1.0), (50, 2.0)])], significant))
+    late = str(line_chart([Line("a", [(1001, 1.0), (1100, 2.0)])], significant))
+    assert '<span style="left: 0.0%">1,001</span>' in late
+
+
+def test_a_run_that_was_killed_and_went_on_has_both_marked():
+    lines = log("INFO starting 2 actors", "INFO step  1/40  loss", "INFO step 12/40  loss", "INFO starting 2 actors")
+    run = past(steps=40, log=[*lines, *log("INFO step 11/40  loss", "INFO step 40/40  loss")])
+    assert [(mark.kind, mark.step) for mark in happenings(run)] == [("failure", 12), ("resume", 10)]
+    assert "went on after step 10" in texts(page(run))
+
+
+def test_a_run_that_is_over_before_its_last_step_says_how_it_ended():
+    start = log("INFO starting 1 actors", "INFO step 1/9  loss", "INFO step 3/9  loss")
+    half = past(log=start)
+    half.config["steps"] = 9
+    assert [mark.text for mark in happenings(half)] == ["ended after step 3, before its last step"]
+    assert happenings(replace(half, under_way=True)) == []
+    (halted,) = happenings(replace(half, log=[*start, *log("WARNING interrupted, and nothing was saved: x")]))
+    assert halted.text == "stopped with Ctrl-C after step 3"
+    (failed,) = happenings(replace(half, log=[*start, *log("ERROR pp=0 died")]))
+    assert failed.text == "failed after step 3: pp=0 died"
+    assert happenings(past(log=log("INFO starting 1 actors", "INFO step 3/3  loss"))) == []
+
+
+def test_steps_that_go_back_and_a_loss_that_is_lost_are_marked():
+    run = past()
+    again = replace(run, metrics=[*run.metrics, run.metrics[1]])
+    assert [(mark.kind, mark.step) for mark in happenings(again)] == [("resume", 1)]
+    lost = replace(run, metrics=[run.metrics[0], run.metrics[1] | {"loss": math.nan}])
+    assert ("failure", 2) in [(mark.kind, mark.step) for mark in happenings(lost)]
+
+
+def test_where_a_run_comes_from_is_told():
+    shown = texts(page(past(provenance={"raypar": "0.1", "command": "raypar train gpt-tiny"})))
+    assert "command | raypar train gpt-tiny" in shown
+    assert "does not say where it comes from" in texts(page(past()))
+
+
+def test_bytes_without_seconds_are_of_an_older_raypar():
+    from raypar.reporting.run_folder.read import Counts
+
+    assert "did not write the seconds" in texts(page(past(ledger={"pp=0": {"pp send": Counts(1, 2)}})))
