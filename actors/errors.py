@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 import traceback
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from traceback import FrameSummary
+from types import TracebackType
 from typing import Self
 
 _LONGEST = 2000  # characters of an exception's text
+_BLAMED = "raypar_blamed"  # the attribute of an exception that holds the user's line
 
 
 def described(error: Exception) -> str:
@@ -29,15 +33,42 @@ def first_line(error: Exception) -> str:
 
 
 def trace() -> str:
-    """Format the traceback of the exception being handled, from the first frame of the user's code if there is one."""
+    """Format the traceback of the exception being handled, from the user's code on.
+
+    It begins with the first frame of the user's code, or else with the line of the user's that ``blame`` has named,
+    before the frames below raypar's. Without either it is whole.
+    """
     kind, error, whole = sys.exc_info()
-    theirs, ours = whole, _ours()
-    while theirs is not None and theirs.tb_frame.f_code.co_filename.startswith(ours):
-        theirs = theirs.tb_next
-    text = "".join(traceback.format_exception(kind, error, theirs or whole))
+    assert kind is not None and error is not None
+    line: FrameSummary | None = getattr(error, _BLAMED, None)
+    theirs = _outside(whole, _ours())
+    if theirs is not None or line is None:
+        shown = traceback.TracebackException(kind, error, theirs or whole)
+    else:
+        shown = traceback.TracebackException(kind, error, _outside(whole, _ours()[:1]) or whole)
+        shown.stack.insert(0, line)
+    text = "".join(shown.format())
     return text if len(text) <= 4 * _LONGEST else text[-4 * _LONGEST :]
 
 
+def blame(error: Exception, line: FrameSummary) -> None:
+    """Name the user's line that an error comes from, for ``trace``, because there is none among its frames."""
+    setattr(error, _BLAMED, line)
+
+
+def is_ours(filename: str) -> bool:
+    """Return whether a source file is raypar's or torch's."""
+    return filename.startswith(_ours())
+
+
+def _outside(frames: TracebackType | None, folders: tuple[str, ...]) -> TracebackType | None:
+    """Return the traceback from its first frame on that is not in these folders; None if there is none."""
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(folders):
+        frames = frames.tb_next
+    return frames
+
+
+@cache
 def _ours() -> tuple[str, ...]:
     """Return the folders of raypar and torch, without importing torch."""
     torch = find_spec("torch")
@@ -80,7 +111,7 @@ class FaultsError(Exception):
 
     def __init__(self, faults: list[str]) -> None:
         self.faults = faults
-        super().__init__("\n".join(f"- {fault}" for fault in faults))
+        super().__init__(faults[0] if len(faults) == 1 else "\n".join(f"- {fault}" for fault in faults))
 
     def __reduce__(self) -> tuple[type[Self], tuple[list[str]]]:
         return type(self), (self.faults,)

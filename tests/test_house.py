@@ -293,7 +293,7 @@ MAY_IMPORT = {
         "raypar/planner raypar/reporting raypar/reporting/html raypar/reporting/run_folder raypar/stepping "
         "schedules schedules/checking schedules/drawing schedules/passes schedules/simulation"
     ),
-    "raypar/cluster": "actors actors/mesh actors/specs raypar raypar/planner",
+    "raypar/cluster": "actors actors/mesh actors/specs raypar raypar/planner schedules",
     "raypar/config": (
         "actors actors/data actors/mesh actors/models actors/specs actors/worker raypar "
         "raypar/config/validate raypar/planner schedules schedules/checking schedules/passes "
@@ -316,11 +316,12 @@ MAY_IMPORT = {
         "schedules/simulation"
     ),
     "raypar/reporting/html": (
-        "actors/specs raypar/config raypar/reporting/run_folder schedules/drawing schedules/simulation"
+        "actors/mesh actors/models actors/specs raypar raypar/config raypar/reporting/run_folder "
+        "schedules/drawing schedules/simulation"
     ),
     "raypar/reporting/run_folder": (
-        "actors actors/collective actors/specs raypar raypar/checkpoint raypar/config raypar/reporting "
-        "schedules schedules/checking schedules/passes"
+        "actors actors/collective actors/specs raypar raypar/checkpoint raypar/config schedules "
+        "schedules/checking schedules/passes"
     ),
     "raypar/reporting/trackers": "actors/specs raypar raypar/config",
     "raypar/stepping": (

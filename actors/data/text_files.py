@@ -99,7 +99,9 @@ def open_tokens(setting: str, path: str, tokenizer: str | None, cache: str | Non
         _make_folder(folder, faults)
         if faults or encoder is None:
             raise TextError(faults)
-        log.info("converting %s %r: %d files, %d bytes", setting, path, len(files), sum(file.size for file in files))
+        count = "1 file" if len(files) == 1 else f"{len(files)} files"
+        size = sum(file.size for file in files)
+        log.info("converting %s %r to tokens, once: %s, %s bytes", setting, path, count, f"{size:,}")
         try:
             facts = _scan(files[0]) if is_bin else _convert(files, encoder, tokenizer_sha or "", data)
             write_whole(folder / f"{key}.json", [memoryview(json.dumps(asdict(facts), indent=1).encode())])

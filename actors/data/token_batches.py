@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -88,16 +89,37 @@ def data_faults(text: Text, seq: int, vocab: int) -> list[str]:
             )
     if _fraction_faults(text) or parts.keys() != _paths(text).keys():
         return faults  # without a valid split there are no lengths to check
-    longer = "a longer data.val_path" if text.val_path is not None else "more text, or a larger data.val_fraction"
-    for name, tokens, fix in zip(
-        ("training", "validation"), _split(text, parts), ("give more text", f"give {longer}"), strict=True
-    ):
-        if len(tokens) < seq + 1:
-            faults.append(
-                f"{name} data: {len(tokens)} tokens are fewer than one window of seq + 1 = {seq + 1}: "
-                f"{fix} or lower the model's seq"
-            )
-    return faults
+    return [*faults, *_length_faults(text, parts, seq + 1)]
+
+
+def _length_faults(text: Text, parts: dict[str, tuple[Tokens, Facts]], window: int) -> Iterator[str]:
+    """Yield a fault for each part of the text that does not fill a window of tokens, with sizes that would fit."""
+    few = f"fewer than one window of model.seq + 1 = {window}"
+    lengths = [len(tokens) for tokens in _split(text, parts)]
+    if text.val_path is not None:
+        for setting, length in zip(parts, lengths, strict=True):
+            if length < window:
+                yield f"{setting}: {_tokens(length)}, {few}: give more text{_shorter(length)}"
+        return
+    whole, shortest = sum(lengths), min(lengths)
+    if shortest >= window:
+        return
+    hundredths = (number / 100 for number in range(1, 100))
+    fits = (share for share in hundredths if window <= int(whole * share) <= whole - window)
+    share = min(fits, key=lambda share: abs(share - text.val_fraction), default=None)
+    use = "training" if lengths[0] == shortest else "validation"
+    left = f"val_fraction: {text.val_fraction} leaves {shortest} of {_tokens(whole)} for {use}, {few}"
+    yield f"{left}: {'' if share is None else f'set it to {share}, or '}give more text{_shorter(shortest)}"
+
+
+def _shorter(length: int) -> str:
+    """Name the longest sequences of which a part of the text fills a window."""
+    return f", or set model.seq to {length - 1}" if length > 1 else ""
+
+
+def _tokens(count: int) -> str:
+    """Spell a number of tokens."""
+    return "1 token" if count == 1 else f"{count} tokens"
 
 
 def _paths(text: Text) -> dict[str, str]:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raypar.actors.bounds import Count
+from raypar.actors.known_fields import known_fields
 from raypar.actors.mesh.grid import Grid, GridSpelling, grid_of
 
 Axis = Literal["pp", "dp", "cp", "tp", "ep", "edp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
 
+@known_fields()
 @dataclass(frozen=True)
 class Mesh:
     """How many ways each axis splits the work; ``pp * dp * cp * tp`` actors.

@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from raypar.actors.errors import blame
 from raypar.actors.models.base import Model, Parallelize, unsharded
 from raypar.actors.models.deferred_init import Recording, as_kind_of, on_meta, record, seeded, slots_of
+from raypar.actors.models.made_at import made_at, noted_lines
 from raypar.actors.models.unregistered import demand_real, has_strays
 from raypar.actors.models.user_plan import tensor_plan_of
 from raypar.actors.rng import derive
@@ -87,6 +89,8 @@ class LayersModel(Model):
     def note(self, layer: int, error: Exception) -> str:
         """Return the note to add to an error that a layer raised; a sharded layer's often has a typical cause."""
         note = super().note(layer, error)
+        if (line := made_at(error)) is not None:
+            blame(error, line)
         if layer not in self._sharded or type(error) is not RuntimeError:  # torch's own; others raise subclasses
             return note
         return (
@@ -113,7 +117,8 @@ def _built(layers: Layers, seed: int) -> tuple[list[nn.Module], Recording | None
         the modules with their weights and None.
     """
     try:
-        modules, recording = record(layers.fn, seed)
+        with noted_lines():
+            modules, recording = record(layers.fn, seed)
         if not _are_modules(modules) or not has_strays(modules):
             return modules, recording
         reason = "it has tensors that are more than a parameter, a buffer or an attribute"
@@ -129,7 +134,7 @@ def _are_modules(built: Sequence[object]) -> bool:
 
 def _build_real(layers: Layers, seed: int) -> list[nn.Module]:
     """Build the user's modules with their weights. Raises ValueError if ``fn`` does not return a list."""
-    with seeded(derive(seed, "build")):
+    with noted_lines(), seeded(derive(seed, "build")):
         built = layers.fn()
     if not isinstance(built, Iterable):
         raise ValueError(_NO_LAYERS)

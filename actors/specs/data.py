@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from raypar.actors.known_fields import known_fields
 
+
+@known_fields()
 @dataclass(frozen=True)
 class Text:
     """Data from text files: windows of tokens."""
@@ -23,6 +26,7 @@ class Text:
     """folder for the converted tokens; None is ~/.cache/raypar"""
 
 
+@known_fields()
 @dataclass(frozen=True)
 class Batches:
     """The user's own data: ``fn(step, microbatch, dp)`` returns ``(inputs, targets)``, a microbatch of replica ``dp``.

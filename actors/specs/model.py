@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le
 
 from raypar.actors.bounds import Count, Positive, Share
+from raypar.actors.known_fields import known_fields
 
 Positions = Literal["learned", "sinusoidal", "hierarchical", "rope", "alibi"]
 AttentionKind = Literal["blocks", "fused", "materialised"]
@@ -81,6 +82,7 @@ class Transformer:
         raise NotImplementedError
 
 
+@known_fields(ffn="mlp, the width of its MLP in multiples of hidden")
 @dataclass(frozen=True)
 class GPT(Transformer):
     """A pre-LN GPT (Radford et al. 2019): LayerNorm, GELU, biases."""
@@ -99,6 +101,7 @@ class GPT(Transformer):
         return 2
 
 
+@known_fields(mlp="ffn, the width of its MLP itself")
 @dataclass(frozen=True)
 class Llama(Transformer):
     """A Llama (Touvron et al. 2023): RMSNorm, SwiGLU, RoPE, no biases; grouped queries (Ainslie et al. 2023)."""
@@ -134,6 +137,7 @@ class Llama(Transformer):
         return 3
 
 
+@known_fields()
 @dataclass(frozen=True)
 class Layers:
     """The user's own modules: ``fn()`` returns a list of nn.Modules that are applied one after the other.

@@ -8,10 +8,12 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le
 
 from raypar.actors.bounds import NotNegative, Positive, Share, Steps
+from raypar.actors.known_fields import known_fields
 
 Decay = Literal["constant", "cosine", "linear"]
 
 
+@known_fields()
 @dataclass(frozen=True)
 class AdamW:
     """torch's AdamW (Loshchilov & Hutter 2019)."""
@@ -34,6 +36,7 @@ class AdamW:
     """share of lr that is left at the last step"""
 
 
+@known_fields()
 @dataclass(frozen=True)
 class SGD:
     """torch's SGD with momentum."""

@@ -8,6 +8,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le
 
 from raypar.actors.bounds import BucketSize, Count, Positive, Steps
+from raypar.actors.known_fields import known_fields
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import DataParallel, Zero
 from raypar.actors.specs.data import Batches, Text
@@ -18,6 +19,7 @@ from raypar.actors.specs.types import Backward, Context, DeviceChoice, Split, Tr
 from raypar.schedules.schedule import Schedule
 
 
+@known_fields()
 @dataclass(frozen=True)
 class Run:
     """A training run: the model, the data, the actors, the schedule, and the number of steps."""

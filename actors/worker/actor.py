@@ -142,6 +142,10 @@ class Hosted:
         """Return one of this actor's weights, on the host."""
         return _there(self._member).probe.parameter(name)
 
+    def fixed(self, name: str) -> Tensor | None:
+        """Return a frozen parameter or a buffer, on the host; None if it is not on this actor."""
+        return _there(self._member).probe.fixed(name)
+
     def gradient(self, name: str) -> Tensor | None:
         """Return one gradient as the optimizer saw it, on the host; None if there is none."""
         return _there(self._member).probe.gradient(name)

@@ -93,6 +93,11 @@ class Probe:
         """Return one of this actor's weights by logical name, on the host."""
         return self._state.parameters[name].detach().cpu()
 
+    def fixed(self, name: str) -> Tensor | None:
+        """Return a frozen parameter or a buffer by logical name, on the host; None if it is not on this actor."""
+        tensor = self._state.fixed().get(name)
+        return None if tensor is None else tensor.detach().cpu()
+
     def gradient(self, name: str) -> Tensor | None:
         """Return the gradient of one weight as the optimizer saw it, on the host; None if there is none.
 

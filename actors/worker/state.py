@@ -29,7 +29,7 @@ class WorkerState:
         update: Their update at the end of a step.
         stages: The actor's stages by number; empty for a parameter server.
 
-    ``parameters``, ``update`` and ``stages`` are attributes too.
+    ``parameters``, ``update`` and ``stages`` are attributes too, and ``fixed`` is that of ``part``.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class WorkerState:
         stages: Mapping[int, Stage],
     ) -> None:
         self.parameters, self.update, self.stages = parameters, update, stages
+        self.fixed = part.fixed
         self._seat, self._shards, self._partial = seat, part.shards, part.partial
         self._homes = {copy: home for home, copy in part.model.ties}
         self._copies = Copies()

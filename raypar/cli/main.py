@@ -72,6 +72,8 @@ exit codes:
 _PAPER = ("draw", "check", "simulate")
 _RUNS = ("train", "step", "verify")
 _DISK = ("ckpt", "report", "trace")
+_COMMANDS = (*_PAPER, *_RUNS, *_DISK, "recipes")
+_MEANT = {"repl": "step", "shell": "step", "resume": "train", "run": "train"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,7 +118,7 @@ def _command(words: list[str]) -> int:
         return _say(HELP, end="")
     if command == "--version":
         return _say(f"raypar {version('raypar')}")
-    close = difflib.get_close_matches(command, (*_PAPER, *_RUNS, *_DISK, "recipes"), n=1)
+    close = [_MEANT[command]] if command in _MEANT else difflib.get_close_matches(command, _COMMANDS, n=1)
     guess = f"did you mean {close[0]!r}?" if close else "see raypar --help"
     return _fail(f"there is no command {command!r}: {guess}", MISTAKE)
 
@@ -150,7 +152,7 @@ def _on_disk(command: str, words: list[str]) -> int:
             return _say(run_folder.run(command, words, _say))
         outcome = checkpoints.run(words)
     except ConfigError as error:
-        return _fail(error.faults[0] if len(error.faults) == 1 else f"{len(error.faults)} mistakes:\n{error}", MISTAKE)
+        return _fail(str(error) if len(error.faults) == 1 else f"{len(error.faults)} mistakes:\n{error}", MISTAKE)
     _say(outcome.text)
     return OK if outcome.sound else DIFFERENT
 

@@ -18,6 +18,7 @@ from raypar.actors.specs.data import Text
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import SGD, AdamW
 from raypar.actors.specs.run import Run
+from raypar.cli.foreign_flags import foreign_faults
 from raypar.cli.output_files import file_faults, growing_file, whole_file
 from raypar.config.recipes import RECIPES
 from raypar.config.run import check_run, unrecorded, world_of
@@ -298,6 +299,8 @@ def _parse(
             default = replace(default, model=of_kind("model", model_kind, default.model))
         for optimizer_kind in _values_of("--optim.kind", words):
             default = replace(default, optim=of_kind("optim", optimizer_kind, default.optim))
+        if faults := [*foreign_faults(words, default)]:
+            raise ConfigError(faults)
         parts = {field.name: getattr(default, field.name) for field in fields(Run)}
         parsed: A = tyro.cli(
             kind,

@@ -45,16 +45,23 @@ def programs_of(
     train = loaded.schedule
     if train.forward_only:
         raise ScheduleError(f"schedule {train.name!r} has no backward: it can evaluate but not train; use 1f1b, say")
-    if train.num_ranks != ranks:
-        raise ScheduleError(f"schedule {train.name!r} is for {train.num_ranks} ranks: set mesh.pp to {train.num_ranks}")
-    if train.num_microbatches != microbatches:
-        raise ScheduleError(
-            f"schedule {train.name!r} is for {train.num_microbatches} microbatches: "
-            f"set microbatches to {train.num_microbatches}"
-        )
+    lowered = loaded.lowered(reduce_grad=reduce_grad)  # before its sizes: no sizes fit an impossible schedule
+    _demand_sizes(train, ranks, microbatches)
     forwards = ([action for action in row if action.op is Op.F] for row in train.rows)
-    lowered = loaded.lowered(reduce_grad=reduce_grad)
     return {"train": lowered, "evaluate": Loaded(Schedule.of(f"{train.name} forwards", forwards)).lowered()}
+
+
+def _demand_sizes(schedule: Schedule, ranks: int, microbatches: int) -> None:
+    """Raise ScheduleError if a schedule has other sizes than a run, with all that must be set."""
+    are, fixes = [], []
+    if (own := schedule.num_ranks) != ranks:
+        are.append("1 rank" if own == 1 else f"{own} ranks")
+        fixes.append(f"mesh.pp to {own}")
+    if (own := schedule.num_microbatches) != microbatches:
+        are.append("1 microbatch" if own == 1 else f"{own} microbatches")
+        fixes.append(f"microbatches to {own}")
+    if are:
+        raise ScheduleError(f"schedule {schedule.name!r} is for {' and '.join(are)}: set {' and '.join(fixes)}")
 
 
 def with_backward(programs: Programs, backward: Backward, costs: Costs, *, hold: bool) -> Programs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from raypar.actors.specs.model import GPT, Layers, Llama
@@ -51,6 +52,16 @@ class Skeleton:
     def buffers(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of all buffers that a checkpoint saves, by logical name."""
         return dict(self._buffers())
+
+    @cached_property
+    def fixed(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of all tensors that no optimizer changes, by logical name: frozen parameters and buffers."""
+        return {
+            f"{layer}.{inner}": tuple(tensor.shape)
+            for layer, module in self.layers.items()
+            for inner, tensor in chain(module.named_parameters(), module.named_buffers())
+            if not tensor.requires_grad
+        }
 
     @cached_property
     def homes(self) -> Mapping[str, str]:

@@ -12,6 +12,7 @@ from raypar.actors.sharding import Shard, join_shards
 from raypar.actors.specs.types import KEPT
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
+from raypar.job.weights import Weights
 from raypar.planner.prediction import from_steps
 from raypar.reporting.report import ledger_of, timelines_of
 from raypar.schedules.drawing.overlay import Overlay
@@ -43,24 +44,20 @@ class Inspection:
         return {name: shard.whole for held in self._holds for name, shard in held.items()}
 
     def param(self, name: str) -> Tensor:
-        """Fetch a whole weight by its logical name, to the CPU.
-
-        Raises:
-            KeyError: There is no such parameter.
-        """
+        """Fetch a whole weight, frozen parameter or buffer by its logical name, to the CPU; see ``Job.param``."""
+        if name in self._skeleton.fixed:
+            return self._fixed(name)
         weight: Tensor = self._ask(name, "parameter", range(self._run.mesh.size))
         return weight
 
-    def weights(self, dp: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Fetch all weights of one replica, pipeline rank by pipeline rank.
+    def weights(self, dp: int = 0) -> Weights:
+        """Return the weights of one replica, a mapping from logical name to whole tensor; see ``Job.weights``."""
+        self._demand_replica(dp)
+        homes, ranks = self._skeleton.homes, self._world.replica(dp)
+        shapes = {homes.get(name, name): shard.whole for rank in ranks for name, shard in self._holds[rank].items()}
+        return Weights(shapes, partial(self._ask, method="parameter", ranks=ranks), partial(self._rank_by_rank, dp))
 
-        Args:
-            dp: Index of the data-parallel replica.
-
-        Yields:
-            Logical name and whole tensor. If the two ends of a tied weight are on different ranks, both are yielded
-            under the name of the home.
-        """
+    def _rank_by_rank(self, dp: int) -> Iterator[tuple[str, Tensor]]:
         homes = self._skeleton.homes
         for rank in self._world.replica(dp):
             ranks = self._world.tensor_group(rank)
@@ -187,9 +184,22 @@ class Inspection:
         return Overlay(measured, prediction.timeline, prediction.source)
 
     def _replica(self, dp: int, ago: int) -> Timeline:
+        self._demand_replica(dp)
+        return self.timelines(ago)[dp]
+
+    def _demand_replica(self, dp: int) -> None:
         if not 0 <= dp < self._run.mesh.dp:
             raise ValueError(f"there is no replica dp={dp}: the mesh has {self._run.mesh.dp}, counted from 0")
-        return self.timelines(ago)[dp]
+
+    def _fixed(self, name: str) -> Tensor:
+        """Fetch a tensor that no optimizer changes, a frozen parameter or a buffer."""
+        self._demand_open()
+        ranks = [rank for rank in self._world.replica(0) if self._world.leads(rank)]
+        found = self._guard(partial(self._calls.some, ranks, "fixed", name, what=f"fetching {name}"))
+        tensor: Tensor = next(tensor for tensor in found if tensor is not None)
+        if tuple(tensor.shape) != self._skeleton.fixed[name]:
+            raise KeyError(f"{name!r} is not trained, and divided over mesh.tp: only weights are put together again")
+        return tensor
 
     def _ask(self, name: str, method: str, ranks: Sequence[int]) -> Any:
         self._demand_open()
@@ -197,9 +207,11 @@ class Inspection:
             found = self._whole(name, method, rank)
             if found is not None or rank == holders[-1]:
                 return found
-        close = difflib.get_close_matches(str(name), self.parameters, n=3)
+        if name in self._skeleton.fixed:
+            raise KeyError(f"{name!r} is a frozen parameter or a buffer: it has no gradient")
+        close = difflib.get_close_matches(str(name), [*self.parameters, *self._skeleton.fixed], n=3)
         raise KeyError(
-            f"no parameter {name!r}: {'did you mean ' + ', '.join(close) if close else 'see job.parameters'}"
+            f"no parameter {name!r}: {'did you mean ' + ' or '.join(close) + '?' if close else 'see job.parameters'}"
         )
 
     def _whole(self, name: str, method: str, rank: int) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -25,6 +25,7 @@ from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
 from raypar.job.plans import plans_of
 from raypar.job.training_loop import TrainingLoop
+from raypar.job.weights import Weights
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.summary import log_plan
@@ -185,22 +186,26 @@ class Job:
         return self._inspection.parameters
 
     def param(self, name: str) -> Tensor:
-        """Fetch a whole weight by its logical name, to the CPU.
+        """Fetch a whole weight, frozen parameter or buffer by its logical name, to the CPU.
+
+        A buffer, such as a BatchNorm's running mean, differs between replicas: it is that of replica 0.
 
         Raises:
-            KeyError: There is no such parameter.
+            KeyError: There is no such parameter or buffer.
         """
         return self._inspection.param(name)
 
-    def weights(self, dp: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Fetch all weights of one replica, pipeline rank by pipeline rank.
+    def weights(self, dp: int = 0) -> Weights:
+        """Return the weights of one replica, a mapping from logical name to whole tensor.
+
+        Each look fetches what the actors have now: ``job.weights()[name]`` one weight, ``dict(job.weights().items())``
+        all, with one call for each pipeline rank.
 
         Args:
             dp: Index of the data-parallel replica.
 
-        Yields:
-            Logical name and whole tensor. If the two ends of a tied weight are on different ranks, both are yielded
-            under the name of the home.
+        Raises:
+            ValueError: There is no such replica.
         """
         return self._inspection.weights(dp)
 

@@ -259,12 +259,12 @@ def _compare(job: Job, plain: Trained) -> Verdict:
         _Pair(f"weight {name}", weight, plain.weights[name], NOISY, last, _apart(run, weight))
         if name in drifts
         else _Pair(f"weight {name}", weight, plain.weights[name], bounds.weight, last)
-        for name, weight in job.weights()
+        for name, weight in job.weights().ends()
     ]
     replicas = [
         _Pair(f"weight {name} of dp={dp}, beside dp=0,", other, pair.found, 0.0, last)
         for dp in range(1, run.mesh.dp)
-        for (name, other), pair in zip(job.weights(dp), weights, strict=True)
+        for (name, other), pair in zip(job.weights(dp).ends(), weights, strict=True)
     ]
     differences = [
         Difference(pair.what, relative_error(pair.found, pair.wanted, pair.scale), pair.allowed, pair.step)

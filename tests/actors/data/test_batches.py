@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -261,11 +262,22 @@ def test_fault_ids_and_vocab(text, tmp_path):
 
 def test_fault_too_few_tokens(text, tmp_path):
     assert data_faults(text, 99, 256) == []
-    assert only_fault(text, seq=100).startswith(
-        "validation data: 100 tokens are fewer than one window of seq + 1 = 101"
+    few = "tokens for {}, fewer than one window of model.seq + 1 = {}: "
+    assert only_fault(text, seq=100) == (
+        f"val_fraction: 0.1 leaves 100 of 1000 {few.format('validation', 101)}"
+        "set it to 0.11, or give more text, or set model.seq to 99"
     )
-    faults = data_faults(text, 900, 256)
-    assert [fault.split(":")[0] for fault in faults] == ["training data", "validation data"]
+    assert data_faults(replace(text, val_fraction=0.11), 100, 256) == []
+    assert data_faults(text, 99, 256) == []
+    assert only_fault(text, seq=900) == (
+        f"val_fraction: 0.1 leaves 100 of 1000 {few.format('validation', 901)}give more text, or set model.seq to 99"
+    )
+    assert "0.95 leaves 50 of 1000 tokens for training" in only_fault(replace(text, val_fraction=0.95), seq=200)
+    Path(tmp_path / "one.txt").write_text("a")
+    both = replace(text, path=text.path, val_path=str(tmp_path / "one.txt"))
+    assert only_fault(both, seq=10) == (
+        "val_path: 1 token, fewer than one window of model.seq + 1 = 11: give more text"
+    )
 
 
 def test_fault_cache(text, tmp_path, monkeypatch):
@@ -294,6 +306,6 @@ def test_all_faults_at_once(text, tmp_path):
     (tmp_path / "short").write_text("zz")
     readable = Text(path=text.path, val_path=str(tmp_path / "short"), cache=text.cache)
     starts = [fault.split(":")[0] for fault in data_faults(readable, 5000, 100)]
-    assert starts == ["path", "val_path", "training data", "validation data"]
+    assert starts == ["path", "val_path", "path", "val_path"]
     starts = [f.split(":")[0] for f in data_faults(Text(path=text.path, val_fraction=2, cache=text.cache), 10, 100)]
     assert starts == ["val_fraction", "path"]

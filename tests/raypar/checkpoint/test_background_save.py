@@ -137,7 +137,7 @@ def test_a_run_that_failed_gives_it_up_and_leaves_nothing(actors, tmp_path, monk
     actors.go.clear()
     saver.after(4)
     saver.close(hurried=True)
-    assert "- actor pp=1: it had not answered" in caplog.text
+    assert "actor pp=1: it had not answered" in caplog.text
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".lock"]
 
 

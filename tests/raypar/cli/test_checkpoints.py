@@ -43,7 +43,7 @@ def test_verify_reads_one_or_all(said, tmp_path):
         (("ckpt", "verify", "."), "there is no checkpoint in '.': give another path"),
         (("ckpt",), "ckpt"),
         (("ckpt", "rm", "x"), "ckpt"),
-        (("train", "--resume", "nowhere"), "- resume: '"),
+        (("train", "--resume", "nowhere"), "raypar: a mistake, no step was taken:\nresume: '"),
         (("train", "--resume"), "--resume"),
         (("train", "gpt-tiny", "--save-every", "2"), "save_every is 2, but there is no folder for checkpoints"),
     ],

@@ -55,6 +55,7 @@ def test_help_names_every_command_and_exit_code(said):
 def test_a_wrong_command_is_guessed(said):
     code, out, err = said("trian")
     assert (code, out, err) == (2, "", "raypar: there is no command 'trian': did you mean 'train'?\n")
+    assert "did you mean 'step'?" in said("repl")[2]
     assert said()[0] == 2
 
 
@@ -346,6 +347,9 @@ def test_all_mistakes_in_a_run_are_listed(said, tmp_path):
         (("--steps", "3", "gone.toml"), "'gone.toml' can't be read"),
         (("--model.kind", "bert"), "model.kind is 'bert': use 'gpt' or 'llama'"),
         (("llama-tiny", "--model.kv-heads", "3"), "model.kv_heads 3 does not divide model.heads 4: use 2, say"),
+        (("--model.kind", "llama", "--model.mlp", "3"), "--model.mlp: Llama has no field 'mlp': it has ffn"),
+        (("gpt-tiny", "--optim.momentum=.9"), "--optim.momentum: AdamW has no field 'momentum': SGD has one"),
+        (("gpt-tiny", "--mesh.ep", "2"), "no step was taken:\nmesh.ep is 2"),
         (("--optim.kind", "adam"), "optim.kind is 'adam': use 'adamw' or 'sgd'"),
         (("gpt-tiny", "--log", "."), "--log '.' is a folder"),
         (("gpt-tiny", "--trace", "."), "--trace '.' is a folder"),

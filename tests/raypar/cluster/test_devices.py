@@ -141,7 +141,7 @@ def test_ray_gives_every_actor_its_gpu_and_says_what_it_has_no_room_for():
     assert device == "cuda"
     assert {ids[0] for ids, _ in shared} <= {0, 1}
     assert max([ids for ids, _ in shared].count([gpu]) for gpu in (0, 1)) == 2
-    says = "- mesh: 7 actors need 7 CPUs, the cluster has 6 (6 free) on 1 node: use a smaller mesh"
+    says = "mesh: 7 actors need 7 CPUs, the cluster has 6 (6 free) on 1 node: use a smaller mesh"
     assert found["full"].startswith(says)
     assert found["then"] == [6.0, [], True], "no actor, no place taken, and a cluster that is not ours goes on"
 

@@ -88,7 +88,7 @@ def test_replicas_stay_equal_and_a_stepped_step_is_a_compiled_one(job):
         assert Action.parse("0REDUCE_GRAD") in stepper.run_to("0REDUCE_GRAD")
         stepped.append(stepper.finish())
     assert [(r.loss, r.grad_norm) for r in stepped] == [(r.loss, r.grad_norm) for r in compiled]
-    assert all(torch.equal(weight, first[name]) for name, weight in job.weights(1))
+    assert all(torch.equal(weight, first[name]) for name, weight in job.weights(1).items())
 
 
 def test_reports_evaluation_and_looking_inside(job):

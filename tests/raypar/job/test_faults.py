@@ -218,7 +218,7 @@ def test_steps_handed_over_ahead_are_refused_behind_one_that_could_not_be_made(p
     before = dict(job.weights())
     with pytest.raises(rp.NonFiniteError, match="step 2: "):
         job.step()
-    assert all(torch.equal(weight, before[name]) for name, weight in job.weights())
+    assert all(torch.equal(weight, before[name]) for name, weight in job.weights().items())
     job.next_step = 2  # past the bad batch
     assert [report.step for report in job.train(2, ahead=1)] == [2, 3]
 
@@ -267,7 +267,7 @@ def test_ctrl_c_waits_for_the_step_and_leaves_a_usable_job(job_of, caplog):
     interrupted = dict(job.weights())
     job.reset(slow)
     job.train()
-    assert all(torch.equal(weight, interrupted[name]) for name, weight in job.weights())
+    assert all(torch.equal(weight, interrupted[name]) for name, weight in job.weights().items())
 
 
 class Pressing:
@@ -383,7 +383,9 @@ def test_a_stopped_actor_is_told_within_its_deadline_and_gone_after_close(cluste
             assert told.getMessage() == str(caught.value).splitlines()[0]
             took = raised - stopped[0] - (time.time() - told.created) + (time.monotonic() - raised)
             with capsys.disabled():
-                print(f" [told {took:.2f} s, raised {raised - stopped[0]:.2f} s after the stop: {caught.value}]", end="")
+                print(
+                    f" [told {took:.2f} s, raised {raised - stopped[0]:.2f} s after the stop: {caught.value}]", end=""
+                )
             assert took < timeout + 1, "before the actors are ended, which takes seconds"
             assert all(map(gone, actors)), "also the stopped one"
         finally:

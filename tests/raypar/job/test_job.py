@@ -420,7 +420,7 @@ def test_a_step_by_hand_has_the_bits_of_a_compiled_one_whatever_is_done_on_its_w
     stepper.run()
     stepper.rewind()
     assert stepper.finish().loss == compiled[1]
-    assert all(torch.equal(weight, weights[name]) for name, weight in job.weights())
+    assert all(torch.equal(weight, weights[name]) for name, weight in job.weights().items())
     played = (
         "import sys, raypar; found = [raypar.replay(path) for path in sys.argv[1:]]; print(found)\n"
         "assert all(one.ok for one in found) and 'ray' not in sys.modules"

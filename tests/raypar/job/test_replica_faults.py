@@ -94,7 +94,7 @@ def test_a_loss_that_is_not_finite_on_one_replica_changes_nothing_and_the_job_go
     with pytest.raises(rp.NonFiniteError, match=r"step 2: the gradient of layers\.0\.weight is not finite"):
         job.step()
     for dp in range(2):
-        assert all(torch.equal(weight, before[name]) for name, weight in job.weights(dp))
+        assert all(torch.equal(weight, before[name]) for name, weight in job.weights(dp).items())
     job.next_step = 2  # past the bad batch
     job.step()
     assert not torch.equal(job.param("layers.0.weight"), before["layers.0.weight"])

@@ -56,7 +56,7 @@ def test_a_bias_of_keys_may_drift(job):
     verdict = verify(RUN, job)
     assert verdict.ok, str(verdict)
     plain = train_plainly(RUN)
-    apart = {name: parity.relative_error(weight, plain.weights[name]) for name, weight in job.weights()}
+    apart = {name: parity.relative_error(weight, plain.weights[name]) for name, weight in job.weights().items()}
     drifted = {name for name, error in apart.items() if error > DRIFTED}
     assert drifted == {"layers.0.k.bias", "layers.1.k.bias"}, "without them this proves nothing"
     assert {one.allowed for one in verdict.differences if one.what.endswith("k.bias")} == {1.0}

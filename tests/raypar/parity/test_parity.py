@@ -79,7 +79,7 @@ def test_tied_embeddings(job_on, pp, tmp_path):
     assert verdict.worst <= 1e-6, str(verdict)
     assert not (tmp_path / "left").exists(), "a comparison leaves nothing behind"
     weights = {}
-    for name, weight in job_on(pp).weights():
+    for name, weight in job_on(pp).weights().items():
         assert torch.equal(weights.setdefault(name, weight), weight), f"the two ends of {name} drifted apart"
 
 
@@ -195,7 +195,7 @@ def test_stepped_equals_compiled(job_on, schedule):
         stepper.run_to("1SEND_B0")
         stepped.append(stepper.finish())
     assert [(r.loss, r.grad_norm) for r in stepped] == [(r.loss, r.grad_norm) for r in compiled]
-    assert all(torch.equal(weight, weights[name]) for name, weight in job.weights())
+    assert all(torch.equal(weight, weights[name]) for name, weight in job.weights().items())
 
 
 @pytest.mark.parametrize(("schedule", "bitwise"), [("1f1b", True), ("interleaved", False)])

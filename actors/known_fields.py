@@ -1,0 +1,63 @@
+"""A constructor that answers an unknown field with the nearest one that there is, as the command line does."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
+from functools import wraps
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_FIELDS: dict[str, tuple[str, ...]] = {}  # by the name of a class, its fields
+_INSTEAD: dict[str, Mapping[str, str]] = {}  # by the name of a class, what it has in place of fields of other classes
+
+
+def known_fields(**instead: str) -> Callable[[type[T]], type[T]]:
+    """Decorate a dataclass, so that an unknown field raises a TypeError that says the nearest.
+
+    Its signature, pickling and ``dataclasses.replace`` stay those of the dataclass.
+
+    Args:
+        **instead: For a field that the class does not have, what it has in its place.
+    """
+
+    def decorated(cls: type[T]) -> type[T]:
+        make: Callable[..., None] = cls.__init__
+        _FIELDS[cls.__name__] = tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
+        _INSTEAD[cls.__name__] = instead
+
+        @wraps(make)
+        def __init__(self: T, *args: Any, **given: Any) -> None:
+            if faults := [*unknown_faults(cls.__name__, given)]:
+                raise TypeError("\n".join(faults))
+            make(self, *args, **given)
+
+        cls.__init__ = __init__  # type: ignore[method-assign]
+        return cls
+
+    return decorated
+
+
+def unknown_faults(name: str, given: Iterable[str]) -> Iterator[str]:
+    """Yield a sentence for each given field that a class does not have, with the nearest one.
+
+    Args:
+        name: The name of a class that ``known_fields`` has decorated.
+        given: Names of fields.
+    """
+    names, instead = _FIELDS[name], _INSTEAD[name]
+    for field in given:
+        if field in names:
+            continue
+        others = [other for other, theirs in _FIELDS.items() if field in theirs]
+        if field in instead:
+            guess = f"it has {instead[field]}"
+        elif others:
+            guess = f"{' and '.join(others)} {'has' if len(others) == 1 else 'have'} one"
+        elif close := difflib.get_close_matches(field, names, n=1):
+            guess = f"did you mean {close[0]}?"
+        else:
+            guess = f"its fields are {', '.join(names)}"
+        yield f"{name} has no field {field!r}: {guess}"

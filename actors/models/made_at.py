@@ -1,0 +1,49 @@
+"""Where the user's function makes its modules: an error inside a module of torch's has no line of the user's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from traceback import FrameSummary
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from raypar.actors.errors import is_ours
+
+_MADE: WeakKeyDictionary[nn.Module, FrameSummary] = WeakKeyDictionary()
+
+
+@contextmanager
+def noted_lines() -> Iterator[None]:
+    """Note the user's line for every module that gets a parameter or a module in this context."""
+
+    def note(module: nn.Module, name: str, part: object) -> None:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and is_ours(frame.f_code.co_filename):
+            frame = frame.f_back
+        if module not in _MADE and not is_ours(frame.f_code.co_filename):
+            _MADE[module] = FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+    hooks = register_module_parameter_registration_hook(note), register_module_module_registration_hook(note)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def made_at(error: BaseException) -> FrameSummary | None:
+    """Return the user's line that made the innermost module that an error went through; None if it is not known."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            found = _MADE.get(owner, found)
+        trace = trace.tb_next
+    return found
