@@ -48,7 +48,8 @@ def test_a_claim_that_ctrl_c_comes_upon_is_given_back(monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         return "group"
 
-    ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 4.0}, shutdown=lambda: None)
+    told = {"cluster_resources": lambda: {"CPU": 4.0}, "is_initialized": lambda: True, "shutdown": lambda: None}
+    ray = SimpleNamespace(**told)
     monkeypatch.setattr(ray_cluster, "ray", ray)
     monkeypatch.setattr(ray_cluster, "_connect", lambda: False)
     monkeypatch.setattr(ray_cluster, "placement_group", claims)
