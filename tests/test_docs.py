@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 import raypar as rp
+from raypar.config.run import check_run
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -222,6 +224,23 @@ def test_pages_are_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = re.findall(r"^ +- (\S+\.md)$", nav, re.MULTILINE)
     assert sorted(listed) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:])
+
+
+def test_what_fits_and_what_is_refused_is_what_a_check_says():
+    """Each run in the table is checked; the names in it stand for a user's own."""
+    table = (ROOT / "docs/index.md").read_text().partition("\n## What fits\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\|[^|]+\| (fits|refused): `(Run\([^`]*\))`", table, re.MULTILINE)
+    assert {word for word, _ in rows} == {"fits", "refused"}
+    assert len(rows) >= 12
+    names = {"rp": rp, "Run": rp.Run, "fn": lambda: [torch.nn.Linear(2, 2)] * 2, "loss": torch.nn.functional.mse_loss}
+    names["batch"] = lambda step, microbatch, dp: (torch.zeros(1, 2), torch.zeros(1, 2))
+    for word, run in rows:
+        try:
+            check_run(eval(run, dict(names)))
+        except (ValueError, TypeError):  # TypeError: no such field
+            assert word == "refused", run
+        else:
+            assert word == "fits", run
 
 
 def test_the_figures_of_the_readme_are_those_of_the_benchmarks():

@@ -14,6 +14,7 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.cluster import ray_cluster
 from raypar.cluster.ray_cluster import Actors
+from raypar.errors import ConfigError
 
 
 def fails(*_):
@@ -48,7 +49,8 @@ def test_a_claim_that_ctrl_c_comes_upon_is_given_back(monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         return "group"
 
-    ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 4.0}, shutdown=lambda: None)
+    told = {"cluster_resources": lambda: {"CPU": 4.0}, "is_initialized": lambda: True, "shutdown": lambda: None}
+    ray = SimpleNamespace(**told)
     monkeypatch.setattr(ray_cluster, "ray", ray)
     monkeypatch.setattr(ray_cluster, "_connect", lambda: False)
     monkeypatch.setattr(ray_cluster, "placement_group", claims)
@@ -56,3 +58,12 @@ def test_a_claim_that_ctrl_c_comes_upon_is_given_back(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         ray_cluster.start_actors(object, World(Mesh(pp=2)), "cpu", "job")
     assert removed == ["group"]
+
+
+def test_too_many_actors_start_no_ray(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("raypar.planner.host.num_cores", lambda: 2)
+    monkeypatch.setattr(ray_cluster, "ray", SimpleNamespace(is_initialized=lambda: False))
+    monkeypatch.setattr(ray_cluster, "_connect", None)  # nobody may call it
+    with pytest.raises(ConfigError, match="17 actors are more than the 16 that this machine of 2 cores takes"):
+        ray_cluster.start_actors(object, World(Mesh(pp=17)), "cpu", "job")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
+from raypar.config.skeleton import Skeleton
 from raypar.planner.prediction import from_flops, from_steps
 from raypar.reporting.report import Evaluation, Report
-from raypar.reporting.summary import closing_rows, plan_rows, planned_grid
+from raypar.reporting.summary import closing_rows, log_plan, plan_rows, planned_grid
 from raypar.schedules.drawing.overlay import Overlay
 
 REPORT = Report(0, 2.5, 1.0, 1e-3, 256, 1e3, 256.0, 0.2, None, (2, 1), (5, 6))
@@ -33,3 +36,14 @@ def test_a_summary_names_both_predictions():
     )
     assert overlay.titles[1].endswith("(from the measured costs of steps before)")
     assert from_steps(measured, []).source == "from the measured costs of the step itself"
+
+
+def test_a_log_begins_with_what_the_run_needs(caplog):
+    run = recipe("gpt-tiny")
+    with caplog.at_level(logging.INFO):
+        log_plan(run, check_run(run)["train"], Skeleton(run.model, run.seed))
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("raypar.reporting")]
+    assert lines[0] == "actors: 2 = pp 2"
+    assert {"parameters", "memory, pp=0", "memory, pp=1", "memory in all", "bubble"} <= {
+        line.partition(":")[0] for line in lines
+    }
