@@ -29,7 +29,9 @@ from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs
 
 
-def check_run(run: Run, resumed: Path | None = None, skeleton: Skeleton | None = None) -> Programs:
+def check_run(
+    run: Run, resumed: Path | None = None, skeleton: Skeleton | None = None, *, overwrite: bool = False
+) -> Programs:
     """Check a run and return its programs (training step and evaluation) as the actors perform them.
 
     A field of a wrong type or range is one fault. Checks that would compare it with other fields are then skipped.
@@ -38,6 +40,7 @@ def check_run(run: Run, resumed: Path | None = None, skeleton: Skeleton | None =
         run: The run.
         resumed: The checkpoint to continue from. Only a run that resumes from a run folder may use that folder again.
         skeleton: Skeleton of the run's model, if the caller has one already.
+        overwrite: Whether the run may replace one that is in its folder.
 
     Raises ConfigError with all faults of the run.
     """
@@ -77,7 +80,7 @@ def check_run(run: Run, resumed: Path | None = None, skeleton: Skeleton | None =
     if right("data"):
         faults += _data_faults(run, right)
     if right("folder") and run.folder is not None:
-        faults += folder_faults(run.folder, resumed)
+        faults += folder_faults(run.folder, resumed, overwrite=overwrite)
     if right("folder", "track"):
         faults += track_faults(run.track, run.folder)
     if right("folder", "save_every") and run.save_every and run.folder is None:

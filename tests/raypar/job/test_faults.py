@@ -383,7 +383,9 @@ def test_a_stopped_actor_is_told_within_its_deadline_and_gone_after_close(cluste
             assert told.getMessage() == str(caught.value).splitlines()[0]
             took = raised - stopped[0] - (time.time() - told.created) + (time.monotonic() - raised)
             with capsys.disabled():
-                print(f" [told {took:.2f} s, raised {raised - stopped[0]:.2f} s after the stop: {caught.value}]", end="")
+                print(
+                    f" [told {took:.2f} s, raised {raised - stopped[0]:.2f} s after the stop: {caught.value}]", end=""
+                )
             assert took < timeout + 1, "before the actors are ended, which takes seconds"
             assert all(map(gone, actors)), "also the stopped one"
         finally:
