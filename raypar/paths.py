@@ -45,10 +45,13 @@ METRICS = "metrics.jsonl"  # one line per step and per evaluation: their ``to_di
 SCHEDULE = "schedule.csv"  # the lowered training schedule, in torch's format
 TIMELINE = "timeline.json"  # {"step": n, "timelines": [{"actions": [[rank, actor, "1F0", start, end, bytes, bucket]]}]}
 LEDGER = "ledger.json"  # {actor: {"pp send": [calls, bytes, seconds]}}
+PROVENANCE = "provenance.json"  # versions, host, commit and command line of the run, and of each time it was resumed
 LOG = "log.txt"  # the messages of the logger "raypar"
-PROVENANCE = "provenance.json"  # {"raypar": version, "host": name, "commit": hash, "command": line, ...}
 CHECKPOINTS = "checkpoints"  # folder of the checkpoints
 TENSORBOARD = "tensorboard"  # folder of event files, if the run is tracked by TensorBoard
+
+RUNS = "runs"  # where the folder "auto" makes a new run folder
+AUTO = "auto"
 
 
 def holds_run(folder: Path) -> bool:

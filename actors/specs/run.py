@@ -72,7 +72,8 @@ class Run:
     eval_steps: Count = 4
     """steps of an evaluation, each of ``microbatches`` microbatches"""
     folder: str | None = None
-    """run folder for everything that the run writes: configuration, metrics, schedule, timeline, log, checkpoints"""
+    """run folder for everything that the run writes: configuration, metrics, schedule, timeline, log, checkpoints; auto
+    is a new dated folder below runs/"""
     save_every: Steps = 0
     """save a checkpoint in the folder after every save_every steps, and at the end; 0: only at the end"""
     keep_last: Count | None = None

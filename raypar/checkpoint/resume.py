@@ -19,8 +19,9 @@ from raypar.config.run import check_run
 from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
 from raypar.config.toml import flat, plain_of
+from raypar.config.validate.parallel import idle_fields
 from raypar.errors import ConfigError
-from raypar.paths import CHECKPOINTS, absolute, checkpoints_in, step_of
+from raypar.paths import AUTO, CHECKPOINTS, absolute, checkpoints_in, holds_run, step_of
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +59,15 @@ def find(path: Path) -> Found:
     return found
 
 
-def prepared(run: Run, resume: str | Path | Found | None) -> tuple[Programs, Skeleton, Found | None]:
+def prepared(
+    run: Run, resume: str | Path | Found | None, *, overwrite: bool = False
+) -> tuple[Programs, Skeleton, Found | None]:
     """Check a run, its checkpoint and its folder, before any actor starts.
 
     Args:
         run: The run.
         resume: Checkpoint to continue from: a path (see ``find``) or the checkpoint itself; None for a new run.
+        overwrite: Whether the run replaces one that is in its folder.
 
     Returns:
         The run's lowered schedules, the skeleton of its model, and the checkpoint (None for a new run).
@@ -73,10 +77,13 @@ def prepared(run: Run, resume: str | Path | Found | None) -> tuple[Programs, Ske
     """
     found = find(Path(resume)) if isinstance(resume, str | Path) else resume
     skeleton = Skeleton(run.model, run.seed)
-    programs = check_run(run, None if found is None else found.path, skeleton)
+    programs = check_run(run, None if found is None else found.path, skeleton, overwrite=overwrite)
+    for idle in idle_fields(run.mesh, run.context, sequence=run.sequence_parallel):
+        log.warning("%s", idle)
     if found is not None:
         demand_resumable(run, skeleton, found)
-    demand_room(run, 0 if found is None else found.manifest.step)
+    if run.folder != AUTO and not (overwrite and run.folder is not None and holds_run(absolute(run.folder))):
+        demand_room(run, 0 if found is None else found.manifest.step)
     return programs, skeleton, found
 
 

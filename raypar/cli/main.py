@@ -26,7 +26,7 @@ with actors:
   raypar train [RECIPE|FILE.toml] [flags]       train; recipes: gpt-tiny, gpt-small (default), gpt-124m,
                                                 llama-tiny, llama-small
   raypar step [RECIPE|FILE.toml] [flags]        a Python REPL in which you take a step action by action (gpt-tiny)
-  raypar verify [RECIPE|FILE.toml] [flags]      compare a few steps with one plain process, bit by bit
+  raypar verify [RECIPE|FILE.toml|RUN] [flags]  compare a few steps with one plain process, bit by bit
   raypar recipes                                list the recipes with their sizes
 
 without actors, in no time:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, get_args, get_type_hints
 
 import tyro
 
-from raypar.actors.errors import CheckpointError
+from raypar.actors.errors import CheckpointError, NonFiniteError
 from raypar.actors.mesh.mesh import AXES
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.model import GPT, Llama
@@ -23,8 +24,9 @@ from raypar.cli.output_files import file_faults, growing_file, whole_file
 from raypar.config.recipes import RECIPES
 from raypar.config.run import check_run, unrecorded, world_of
 from raypar.config.toml import of_kind, read_table, run_of
+from raypar.config.validate.parallel import idle_fields
 from raypar.errors import ConfigError, JobError
-from raypar.paths import absolute, checkpoints_in, home_of
+from raypar.paths import CHECKPOINTS, RUN, absolute, checkpoints_in, holds_run, home_of
 from raypar.planner.host import room_faults
 from raypar.reporting.needs import Rows, actors_told
 from raypar.reporting.report import Evaluation, Report
@@ -73,6 +75,8 @@ class TrainArgs(RunArgs):
     resume: Path | None = None
     """continue from this checkpoint, or from the newest sound one of this folder or run folder; without
     RECIPE|FILE.toml also with its run, and in its run folder"""
+    overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
+    """replace the run that is in the folder, which is removed once the new one has begun"""
     wait_for_nodes: float = 0.0
     """seconds to wait for the cluster's autoscaler if the cluster has too few CPUs"""
 
@@ -126,9 +130,11 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
         raise ConfigError([f"schedule {args.schedule!r} is code, and the checkpoint alone can't make it run: {fix}"])
     run, faults = args.run(), [*file_faults("--log", args.log), *file_faults("--trace", args.trace)]
     try:
-        schedule = check_run(run, None if start is None else start.path)["train"]
+        schedule = check_run(run, None if start is None else start.path, overwrite=args.overwrite)["train"]
     except ConfigError as error:
         raise ConfigError([*error.faults, *faults]) from None
+    if args.overwrite and run.folder is None:
+        faults.append("--overwrite replaces the run in a folder, and there is none: give --folder")
     if start is not None and start.manifest.step >= run.steps:
         faults.append(f"{start.path.name} is the end of a run of {run.steps} steps: give more --steps to go on")
     faults += room_faults(world_of(run).size)
@@ -136,10 +142,19 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
         raise ConfigError([*faults, *_misfits(run, start)])
     origins = _origins(args, words)
     if args.dry_run:
+        for idle in idle_fields(run.mesh, run.context, sequence=run.sequence_parallel):
+            logging.getLogger("raypar").warning("%s", idle)
         return Plan(planned_grid(run, schedule, color=terminal), plan_rows(run, schedule, origins=origins))
     if origins:
         logging.getLogger("raypar").info("actors: %s", actors_told(run, origins))
-    return _trained(args, run, schedule, start)
+    from raypar.job.run_folders import settled  # imports what mistakes and dry runs do not need
+
+    run = settled(run)
+    try:
+        return _trained(args, run, schedule, start)
+    except (JobError, NonFiniteError, KeyboardInterrupt, SystemExit) as error:
+        error.add_note(_how_to_go_on(run))
+        raise
 
 
 def _trained(args: TrainArgs, run: Run, schedule: Schedule, start: Found | None) -> Finished:
@@ -150,7 +165,7 @@ def _trained(args: TrainArgs, run: Run, schedule: Schedule, start: Found | None)
     with (
         growing_file("--log", args.log) as log,
         whole_file("--trace", args.trace) as trace,
-        launch(run, wait_for_nodes=args.wait_for_nodes, resume=start) as job,
+        launch(run, wait_for_nodes=args.wait_for_nodes, resume=start, overwrite=args.overwrite) as job,
     ):
 
         def write(outcome: Report | Evaluation) -> None:
@@ -175,6 +190,26 @@ def _trained(args: TrainArgs, run: Run, schedule: Schedule, start: Found | None)
         return Finished(rows, "" if job.lost is None else _told_lost(job))
 
 
+def _how_to_go_on(run: Run) -> str:
+    """Say how a run that has ended badly goes on: from its newest checkpoint, if it has one."""
+    from raypar.checkpoint.find import ls
+
+    if run.folder is None:
+        return "nothing was saved: give --folder, and --save-every, to keep checkpoints"
+    try:
+        sound = [listed.step for listed in ls(absolute(run.folder) / CHECKPOINTS) if not listed.faults]
+    except CheckpointError:  # there is no such folder
+        sound = []
+    if not sound:
+        return "nothing was saved"
+    code = (
+        f" --schedule {shlex.quote(str(run.schedule))}"
+        if isinstance(run.schedule, str) and names_code(run.schedule)
+        else ""
+    )
+    return f"resume with: raypar train --resume {shlex.quote(run.folder)}{code} (after step {sound[0]})"
+
+
 def _told_lost(job: Job) -> str:
     """Describe a run whose last checkpoint is missing."""
     lost = f"the run took all its steps, but its weights after step {job.run.steps} are not saved (see above)"
@@ -193,7 +228,7 @@ def _keep(job: Job) -> None:
     except (CheckpointError, JobError) as error:
         log.warning("interrupted, and nothing was saved: %s", error)
     else:
-        log.info("saved as %s; raypar train --resume %s goes on from there", saved.name, run.folder)
+        log.info("saved as %s", saved.name)
 
 
 def _misfits(run: Run, start: Found | None) -> list[str]:
@@ -212,6 +247,8 @@ def _misfits(run: Run, start: Found | None) -> list[str]:
 
 def verify(words: Sequence[str]) -> Verdict:
     """Run ``raypar verify``: compare a run on actors with the same run in one plain process.
+
+    The run may be that of a run folder, which is only read.
 
     Raises what ``train`` raises.
     """
@@ -318,6 +355,8 @@ def _parse(
 
 
 def _base(name: str, table: dict[str, int]) -> Run:
+    if table and holds_run(Path(name)):  # of a run folder the run, but not how long it was
+        return run_of(read_table(Path(name) / RUN) | table)
     if Path(name).suffix == ".toml":
         return run_of(table | read_table(Path(name)))
     try:

@@ -36,6 +36,7 @@ _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SCHEDULER_EVENTS": "0",
     "RAY_COLOR_PREFIX": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of actors that failed with another one, which is told already
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",  # with Ray's default of 15 every other process of the machine goes first
     # Less idle work: by default Ray's log monitor looks for new files ten times a second, to send their lines to a
@@ -249,7 +250,7 @@ def _connect() -> bool:
     return True
 
 
-def _start_on_loopback(**settings: object) -> None:
+def _start_on_loopback(**settings: Any) -> None:
     """Start Ray so that nobody but this machine reaches its ports, and nobody but this user its session folder.
 
     Ray replaces the address 127.0.0.1 by one that other machines reach, and then listens on all of them: its metrics
@@ -259,7 +260,7 @@ def _start_on_loopback(**settings: object) -> None:
         **settings: The settings of ``ray.init``.
     """
     with mock.patch.object(services, "resolve_ip_for_localhost", lambda host: host, create=True):
-        started = ray.init(_node_ip_address=_LOOPBACK, **settings)
+        started: Any = ray.init(_node_ip_address=_LOOPBACK, **settings)
     with suppress(OSError):
         Path(started.address_info["session_dir"]).chmod(0o700)
 

@@ -28,7 +28,9 @@ from raypar.planner.cost_model import costs_of_run
 from raypar.schedules.schedule import Schedule, ScheduleError
 
 
-def check_run(run: Run, resumed: Path | None = None, skeleton: Skeleton | None = None) -> Programs:
+def check_run(
+    run: Run, resumed: Path | None = None, skeleton: Skeleton | None = None, *, overwrite: bool = False
+) -> Programs:
     """Check a run and return its programs (training step and evaluation) as the actors perform them.
 
     A field of a wrong type or range is one fault. Checks that would compare it with other fields are then skipped.
@@ -37,6 +39,7 @@ def check_run(run: Run, resumed: Path | None = None, skeleton: Skeleton | None =
         run: The run.
         resumed: The checkpoint to continue from. Only a run that resumes from a run folder may use that folder again.
         skeleton: Skeleton of the run's model, if the caller has one already.
+        overwrite: Whether the run may replace one that is in its folder.
 
     Raises ConfigError with all faults of the run.
     """
@@ -76,7 +79,7 @@ def check_run(run: Run, resumed: Path | None = None, skeleton: Skeleton | None =
     if right("data"):
         faults += _data_faults(run, right)
     if right("folder") and run.folder is not None:
-        faults += folder_faults(run.folder, resumed)
+        faults += folder_faults(run.folder, resumed, overwrite=overwrite)
     if right("folder", "track"):
         faults += track_faults(run.track, run.folder)
     if right("folder", "save_every") and run.save_every and run.folder is None:

@@ -20,10 +20,12 @@ from raypar.config.run import reset_faults, world_of
 from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
 from raypar.errors import ConfigError
+from raypar.job.batch_checks import warn_of_equal_replicas
 from raypar.job.inspection import Inspection
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
 from raypar.job.plans import plans_of
+from raypar.job.run_folders import settled
 from raypar.job.training_loop import TrainingLoop
 from raypar.job.weights import Weights
 from raypar.reporting.record import Record
@@ -321,6 +323,8 @@ class Job:
         if faults := list(reset_faults(run, self.num_actors, self.device)):
             raise ConfigError(faults)
         demand_shippable(run.model, run.data)
+        warn_of_equal_replicas(run)
+        run = settled(run)
         self._lifetime.guard(partial(self._exchange, run, programs, skeleton, found, Record(run)))
 
     def close(self) -> None:

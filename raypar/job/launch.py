@@ -11,14 +11,24 @@ from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
 from raypar.cluster.ray_cluster import demand_shippable, start_actors
 from raypar.config.run import world_of
+from raypar.config.schedule import Programs
+from raypar.config.skeleton import Skeleton
+from raypar.job.batch_checks import warn_of_equal_replicas
 from raypar.job.job import Job
+from raypar.job.run_folders import replaced, settled
 from raypar.reporting.record import Record
 from raypar.reporting.summary import log_plan
 
 log = logging.getLogger(__name__)
 
 
-def launch(run: Run, *, wait_for_nodes: float = 0.0, resume: str | Path | Found | None = None) -> Job:
+def launch(
+    run: Run,
+    *,
+    wait_for_nodes: float = 0.0,
+    resume: str | Path | Found | None = None,
+    overwrite: bool = False,
+) -> Job:
     """Start a run's actors and build its model on them. Use the Job in a ``with`` block, or close it.
 
     Args:
@@ -27,15 +37,25 @@ def launch(run: Run, *, wait_for_nodes: float = 0.0, resume: str | Path | Found 
         resume: Checkpoint to continue from, bitwise. For a run folder or a folder of checkpoints, the newest sound one.
             The mesh and the schedule may differ from the checkpoint's; the model, the kind of optimizer and the seed
             may not. None starts from new weights.
+        overwrite: Replace a run that is in the run's folder, which then must hold nothing else. It is removed once the
+            new run has begun.
 
     Raises:
         ConfigError: The run has faults. The error lists all of them, and no actor was started.
         JobError: The actors could not be started.
     """
-    programs, skeleton, found = prepared(run, resume)
+    programs, skeleton, found = prepared(run, resume, overwrite=overwrite)
+    demand_shippable(run.model, run.data)
+    warn_of_equal_replicas(run)
+    run = settled(run)
+    with replaced(run.folder if overwrite else None):
+        return _launched(run, programs, skeleton, found, wait_for_nodes)
+
+
+def _launched(run: Run, programs: Programs, skeleton: Skeleton, found: Found | None, wait_for_nodes: float) -> Job:
+    """Launch a run that was checked."""
     from raypar.actors.worker.actor import Hosted
 
-    demand_shippable(run.model, run.data)
     world = world_of(run)
     name, record = f"raypar-{uuid.uuid4().hex[:8]}", Record(run)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -11,14 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from raypar.actors.data.batches import FunctionSource
-from raypar.actors.data_parallel.replica_checks import digest
 from raypar.actors.optim.lr import lr_at
-from raypar.actors.specs.data import Batches
 from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.run import Run
 from raypar.config.run import check_run, unrecorded
-from raypar.errors import ConfigError
+from raypar.job.batch_checks import demand_pure
 from raypar.job.job import Job
 from raypar.job.launch import launch
 from raypar.parity.compare import norm_of, relative_error, scales_of
@@ -27,42 +23,6 @@ from raypar.parity.reference import Trained, train_plainly
 from raypar.reporting.report import Report
 from raypar.schedules.action import Op
 from raypar.schedules.schedule import Schedule
-
-log = logging.getLogger(__name__)
-
-
-def demand_pure(run: Run) -> None:
-    """Check that the user's batch function returns the same batch when called twice, for step 0 of up to two replicas.
-
-    Logs a warning if two replicas get the same batch.
-
-    Args:
-        run: The run; it is not checked if its data is not a batch function.
-
-    Raises:
-        ConfigError: If the second call returns another batch. Then inputs and targets, which different actors ask for,
-            would not belong together.
-    """
-    if not isinstance(run.data, Batches):
-        return
-    source = FunctionSource(run.data)
-
-    def batch(dp: int) -> bytes:
-        place = 0, 0, dp
-        values = source.inputs("train", *place) + source.targets("train", *place)
-        return digest({str(number): value for number, value in enumerate(values)})
-
-    first = [batch(dp) for dp in range(min(2, run.mesh.dp))]
-    if [batch(dp) for dp in range(len(first))] != first:
-        raise ConfigError(
-            [
-                "data.fn gives another batch when it is asked for the same one again: make it a function of "
-                "(step, microbatch, dp) alone, with torch.Generator().manual_seed(...) of these for what is random"
-            ]
-        )
-    if len(set(first)) < len(first):
-        log.warning("data.fn gives replicas 0 and 1 the same samples: have it look at dp")
-
 
 CLOSE = 1e-6  # relative difference if the same numbers are added in another order
 DRIFTED = 1e-3  # relative difference of weights that AdamW has updated from such gradients

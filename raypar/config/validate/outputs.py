@@ -12,7 +12,21 @@ from pathlib import Path
 
 from raypar.actors.specs.types import Tracker
 from raypar.config.fields import brief
-from raypar.paths import CHECKPOINTS, LEDGER, LOG, METRICS, RUN, SCHEDULE, TIMELINE, absolute, home_of
+from raypar.config.validate.replacing import replacing_faults
+from raypar.paths import (
+    AUTO,
+    CHECKPOINTS,
+    LEDGER,
+    LOG,
+    METRICS,
+    PROVENANCE,
+    RUN,
+    RUNS,
+    SCHEDULE,
+    TIMELINE,
+    absolute,
+    home_of,
+)
 
 _PACKAGES: dict[Tracker, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
@@ -41,23 +55,28 @@ def _installed(package: str) -> bool:
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
-def folder_faults(folder: str, resumed: Path | None) -> Iterator[str]:
+def folder_faults(folder: str, resumed: Path | None, *, overwrite: bool = False) -> Iterator[str]:
     """Yield the reasons why a run cannot use a folder.
 
     Args:
-        folder: The run's folder.
+        folder: The run's folder; "auto" is one below runs/ that is not there yet.
         resumed: Path of the checkpoint that the run continues from; None for a new run.
+        overwrite: Whether the run replaces one that is in the folder.
     """
+    if folder == AUTO:
+        folder = f"{RUNS}/new"
+        while os.path.lexists(folder):
+            folder += "-new"
     if not folder.strip():
         yield f"folder {folder!r} has no name: give it one, or leave it out"
         return
     try:
-        yield from (f"folder {folder!r} {fault}" for fault in _faults(absolute(folder), resumed))
+        yield from (f"folder {folder!r} {fault}" for fault in _faults(absolute(folder), resumed, overwrite))
     except (OSError, RuntimeError, ValueError) as error:
         yield f"folder {folder!r} can't be used ({getattr(error, 'strerror', None) or error}): give another path"
 
 
-def _faults(path: Path, resumed: Path | None) -> Iterator[str]:
+def _faults(path: Path, resumed: Path | None, overwrite: bool) -> Iterator[str]:
     line = (*reversed(path.parents), path)
     new = list(dropwhile(os.path.lexists, line))
     for name in dict.fromkeys([*(step.name for step in new), path.name]):
@@ -69,14 +88,19 @@ def _faults(path: Path, resumed: Path | None) -> Iterator[str]:
     elif not os.access(above, os.W_OK | os.X_OK):
         yield f"can't be written: there is no permission for {str(above)!r}: give another path"
     if not new:
-        for name in (RUN, METRICS, SCHEDULE, TIMELINE, LEDGER, LOG, CHECKPOINTS):
+        for name in (RUN, METRICS, SCHEDULE, TIMELINE, LEDGER, PROVENANCE, LOG, CHECKPOINTS):
             if (path / name).is_symlink():
                 yield f"has a symbolic link {name}, and raypar writes through none: remove it, or give another folder"
-    if not new and not _is_home(path, resumed):
+    if not new and overwrite:
+        if _is_home(path, resumed):
+            yield "holds the checkpoint to resume from: leave --overwrite out, or give another folder"
+        yield from replacing_faults(path)
+    elif not new and not _is_home(path, resumed):
         taken = [name for name in (RUN, METRICS, SCHEDULE, TIMELINE, LEDGER) if os.path.lexists(path / name)]
         if taken:
             how = f"--resume {path} (in Python launch(run, resume=...))"
-            yield f"holds a run already ({taken[0]}): resume it with {how}, or give another folder"
+            fix = f"resume it with {how}, replace it with --overwrite, or give another folder"
+            yield f"holds a run already ({taken[0]}): {fix}"
 
 
 def _is_home(path: Path, resumed: Path | None) -> bool:

@@ -15,6 +15,20 @@ from raypar.actors.specs.types import Context
 from raypar.config.validate.model import heads_near, multiples_near
 
 
+def idle_fields(mesh: Mesh, context: Context, *, sequence: bool) -> Iterator[str]:
+    """Yield what a run asks for and its mesh has no axis for: a mistake, perhaps, but without effect.
+
+    Args:
+        mesh: The mesh.
+        context: How attention reaches all tokens.
+        sequence: Whether sequence parallelism is on.
+    """
+    if sequence and mesh.tensor_ranks == 1:
+        yield "sequence_parallel has no effect without mesh.tp: give mesh.tp, or leave it out"
+    if context != "ring" and mesh.cp == 1:
+        yield f"context {context!r} has no effect without mesh.cp: give mesh.cp, or leave it out"
+
+
 def context_faults(model: GPT | Llama | Layers, mesh: Mesh, context: Context, *, sequence: bool) -> Iterator[str]:
     """Yield the reasons why a model's sequences cannot be divided over the context-parallel axis.
 

@@ -15,15 +15,19 @@ from raypar.actors.files import read_plain, sync_folder, told, write_whole
 from raypar.actors.specs.run import Run
 from raypar.config.toml import plain_of, toml_of
 from raypar.errors import ConfigError
-from raypar.paths import LEDGER, LOG, METRICS, RUN, SCHEDULE, TIMELINE, absolute
+from raypar.paths import LEDGER, LOG, METRICS, PROVENANCE, RUN, SCHEDULE, TIMELINE, absolute
 from raypar.reporting.run_folder.append import Lines, LogFile
+from raypar.reporting.run_folder.provenance import renewed
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
 from raypar.schedules.torch_csv import to_csv
 
 log = logging.getLogger("raypar")
 
-_HEAD = "# The run with all its defaults, for raypar train; functions are told by their names, and need Python.\n\n"
+_HEAD = (
+    "# The run with all its defaults, for raypar train; functions are told by their names, and need Python.\n"
+    "# Its folder: {}\n\n"
+)
 _MOST = 1 << 30  # bytes: the largest metrics file that a resumed run accepts
 
 
@@ -74,7 +78,9 @@ class Folder:
             _write(path / SCHEDULE, to_csv(schedule))
             _write(path / METRICS, kept(path / METRICS, step) if step else "")
             self._metrics = Lines(path / METRICS)
-            _write(path / RUN, _HEAD + toml_of(config))
+            known = not (path / RUN).exists()
+            _write(path / PROVENANCE, renewed(path / PROVENANCE, resumed=step > 0, known=known))
+            _write(path / RUN, _HEAD.format(path) + toml_of(config))
             sync_folder(path)
 
         self._try(write)

@@ -1,0 +1,56 @@
+"""Checks of a user's batch function in the driver: is it pure, and do replicas get samples of their own?"""
+
+from __future__ import annotations
+
+import logging
+
+from raypar.actors.data.batches import FunctionSource
+from raypar.actors.data_parallel.replica_checks import digest
+from raypar.actors.specs.data import Batches
+from raypar.actors.specs.run import Run
+from raypar.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+def _first_batch(data: Batches, dp: int) -> bytes:
+    """Return the digest of a replica's first batch."""
+    source, place = FunctionSource(data), (0, 0, dp)
+    values = source.inputs("train", *place) + source.targets("train", *place)
+    return digest({str(number): value for number, value in enumerate(values)})
+
+
+def demand_pure(run: Run) -> None:
+    """Check that the user's batch function returns the same batch when called twice, for step 0 of up to two replicas.
+
+    Args:
+        run: The run; it is not checked if its data is not a batch function.
+
+    Raises:
+        ConfigError: If the second call returns another batch. Then inputs and targets, which different actors ask for,
+            would not belong together.
+    """
+    data = run.data
+    if not isinstance(data, Batches):
+        return
+    replicas = range(min(2, run.mesh.dp))
+    if [_first_batch(data, dp) for dp in replicas] != [_first_batch(data, dp) for dp in replicas]:
+        raise ConfigError(
+            [
+                "data.fn gives another batch when it is asked for the same one again: make it a function of "
+                "(step, microbatch, dp) alone, with torch.Generator().manual_seed(...) of these for what is random"
+            ]
+        )
+
+
+def warn_of_equal_replicas(run: Run) -> None:
+    """Log a warning if the user's batch function gives replicas 0 and 1 the same first batch."""
+    data = run.data
+    if not isinstance(data, Batches) or run.mesh.dp < 2:
+        return
+    try:
+        equal = _first_batch(data, 0) == _first_batch(data, 1)
+    except Exception:  # here its files may be missing; an actor reports the error with its traceback
+        return
+    if equal:
+        log.warning("data.fn gives replicas 0 and 1 the same samples: have it look at dp")

@@ -1,0 +1,68 @@
+"""What made a run: versions, host, commit and command line, at its start and each time it was resumed."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from contextlib import suppress
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from raypar.actors.files import read_plain
+
+_MOST = 1 << 20  # bytes
+
+
+def provenance() -> dict[str, Any]:
+    """Return what this process is: versions, host, commit of the working directory, command line, and the time."""
+    return {
+        "raypar": _version("raypar"),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "ray": _version("ray"),
+        "host": platform.node(),
+        "commit": _commit(),
+        "command": list(sys.argv),
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def renewed(path: Path, *, resumed: bool, known: bool) -> str:
+    """Return the text of a provenance file for a run that begins now.
+
+    Args:
+        path: The file as it is now, if it is there.
+        resumed: Whether the run goes on in its folder: then what was there stays, and this time is added.
+        known: Whether the folder was made by this run. Of an older run that has no such file the start is not known.
+    """
+    now = provenance()
+    if not resumed:
+        return json.dumps(now, indent=1) + "\n"
+    past: dict[str, Any] = now if known else dict.fromkeys(now)
+    again: list[Any] = [] if known else [now]
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(read_plain(path, _MOST))
+        if isinstance(found, dict):
+            before = found.pop("resumed", [])
+            past, again = found, [*(before if isinstance(before, list) else []), now]
+    return json.dumps({**past, "resumed": again}, indent=1) + "\n"
+
+
+def _version(package: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
+def _commit() -> str | None:
+    """Return the commit that is checked out in the working directory; None without git or a checkout."""
+    try:
+        asked = ["git", "rev-parse", "--verify", "--quiet", "HEAD"]
+        found = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None
