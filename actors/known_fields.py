@@ -29,12 +29,12 @@ def known_fields(**instead: str) -> Callable[[type[T]], type[T]]:
         _INSTEAD[cls.__name__] = instead
 
         @wraps(make)
-        def __init__(self: T, *args: Any, **given: Any) -> None:
+        def checked(self: T, *args: Any, **given: Any) -> None:
             if faults := [*unknown_faults(cls.__name__, given)]:
                 raise TypeError("\n".join(faults))
             make(self, *args, **given)
 
-        cls.__init__ = __init__  # type: ignore[method-assign]
+        cls.__init__ = checked  # type: ignore[method-assign, assignment]
         return cls
 
     return decorated

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from raypar.actors.specs.run import Run
     from raypar.cli.repl import tab_completion
     from raypar.config.recipes import recipe
+    from raypar.config.run import faults
     from raypar.errors import ActorDiedError, ConfigError, JobError, StalledError
     from raypar.job.job import Job
     from raypar.job.launch import launch
@@ -35,6 +36,7 @@ _HOMES = {
     "raypar.actors.specs.run": ("Run",),
     "raypar.cli.repl": ("tab_completion",),
     "raypar.config.recipes": ("recipe",),
+    "raypar.config.run": ("faults",),
     "raypar.errors": ("ActorDiedError", "ConfigError", "JobError", "StalledError"),
     "raypar.job.job": ("Job",),
     "raypar.job.launch": ("launch",),
@@ -68,6 +70,7 @@ __all__ = [
     "Stepper",
     "Text",
     "Verdict",
+    "faults",
     "launch",
     "recipe",
     "register_schedule",

@@ -31,12 +31,12 @@ class Mesh:
     tp: Count | GridSpelling = 1
     """shards of a layer: a number, or a grid: 2d:2x2, 2.5d:2x2x1 (a square, and its depth), 3d:2x2x2"""
     ep: Count = 1
-    """expert groups, carved out of dp x cp x tp: it adds no actors"""
+    """expert groups, carved out of dp x cp x tp; not yet: a run must have 1"""
 
     def faults(self, right: Callable[..., bool]) -> Iterator[str]:
         """What is wrong with the axes; ``right`` tells of fields, by their paths in a run, whether they are sound."""
         if right("mesh.ep") and self.ep > 1:
-            yield f"mesh.ep is {self.ep}: expert parallelism does not compute yet: set it to 1"
+            yield f"mesh.ep is {self.ep}, but expert parallelism does not compute yet: set it to 1"
 
     @property
     def size(self) -> int:

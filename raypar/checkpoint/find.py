@@ -37,6 +37,7 @@ class Listed:
         step: Number of steps after which it was saved.
         size: Bytes of its shards; 0 if the manifest can't be read.
         tensors: Number of logical tensors; 0 if the manifest can't be read.
+        of_optimizer: How many of them are the optimizer's state, such as running means of gradients.
         faults: Faults of the manifest.
     """
 
@@ -44,6 +45,7 @@ class Listed:
     step: int
     size: int
     tensors: int
+    of_optimizer: int
     faults: list[str]
 
 
@@ -69,7 +71,9 @@ def ls(folder: Path) -> list[Listed]:
     for step, path in listed(folder):
         manifest, faults = look(path)
         size = sum(file.size for file in manifest.files) if manifest else 0
-        lines.append(Listed(path, step, size, len(manifest.tensors) if manifest else 0, faults))
+        names = list(manifest.tensors) if manifest else []
+        kept = sum(name.startswith("optim.") for name in names)
+        lines.append(Listed(path, step, size, len(names), kept, faults))
     return lines
 
 

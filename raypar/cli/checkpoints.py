@@ -51,7 +51,8 @@ def ls(folder: Folder) -> Outcome:
     """List the checkpoints of a folder or a run, newest first. Their shards are not read."""
     listed = find.ls(checkpoints_in(folder))
     lines = [
-        f"{line.path.name}  {line.size / 2**20:,.1f} MiB  {line.tensors:,} tensors{_marked(line.faults)}"
+        f"{line.path.name}  {line.size / 2**20:,.1f} MiB  {line.tensors - line.of_optimizer:,} of the model, "
+        f"{line.of_optimizer:,} of the optimizer{_marked(line.faults)}"
         for line in listed
     ]
     return Outcome("\n".join(lines) or "no checkpoints", not any(line.faults for line in listed))

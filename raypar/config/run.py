@@ -93,6 +93,19 @@ def check_run(
     return with_backward(programs, run.backward, costs, hold=run.recompute == "none")
 
 
+def faults(run: Run) -> list[str]:
+    """Return all faults of a run, each with its fix; [] if it can be launched. Nothing is started, and nothing raised.
+
+    Args:
+        run: The run.
+    """
+    try:
+        check_run(run)
+    except ConfigError as error:
+        return error.faults
+    return []
+
+
 def world_of(run: Run) -> World:
     """Return the world of a run: all its workers, and its parameter servers if it has any."""
     return World.of(run.mesh, run.data_parallel, run.servers, run.zero)
@@ -176,8 +189,13 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
     if isinstance(run.model, Transformer):
         count = run.model.layers
     else:
+        from torch.nn import Module
+
         from raypar.actors.models.user_plan import embedding_faults, plan_faults  # imports torch
 
+        if isinstance(run.model.fn, Module):
+            kind, fix = type(run.model.fn).__name__, "give a function that returns a list of modules, lambda: [...]"
+            return [f"model.fn is a module, {kind}: {fix}"]
         try:
             count, layers = len(skeleton.model.body), skeleton.layers
         except Exception as error:

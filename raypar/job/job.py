@@ -28,6 +28,7 @@ from raypar.job.plans import plans_of
 from raypar.job.run_folders import settled
 from raypar.job.training_loop import TrainingLoop
 from raypar.job.weights import Weights
+from raypar.reporting.notebook import box
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.summary import log_plan
@@ -105,7 +106,8 @@ class Job:
 
     def _repr_html_(self) -> str:
         """Return the job's summary and a picture of its schedule, for notebooks."""
-        return f"<pre>{escape(self._told())}</pre>{self.schedule._repr_svg_() or ''}"
+        told = f'<pre style="white-space: pre-wrap">{escape(self._told())}</pre>'
+        return box(told, self.schedule._repr_svg_() or "")
 
     # --- training ---
 

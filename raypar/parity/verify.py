@@ -27,6 +27,7 @@ from raypar.schedules.schedule import Schedule
 CLOSE = 1e-6  # relative difference if the same numbers are added in another order
 DRIFTED = 1e-3  # relative difference of weights that AdamW has updated from such gradients
 NOISY = 1.0  # share of the distance that AdamW can put between two weights whose gradients are only rounding noise
+_WIDER = "AdamW divides a gradient by its own size (see docs/troubleshooting.md)"
 _WHY = " of how far AdamW can move it: its gradient is rounding noise"
 
 
@@ -42,6 +43,10 @@ class Bounds(NamedTuple):
     loss: float
     gradient: float
     weight: float
+
+    def __str__(self) -> str:
+        wider = f", wider because {_WIDER}" if self.weight > self.gradient else ""
+        return f"bounds: losses {self.loss:g}, gradients {self.gradient:g}, weights {self.weight:g}{wider}"
 
 
 BITWISE, TIED, REPLICAS = Bounds(0.0, 0.0, 0.0), Bounds(CLOSE, CLOSE, DRIFTED), Bounds(CLOSE, CLOSE, DRIFTED)
@@ -110,6 +115,7 @@ class Verdict:
         differences: What is not bitwise equal: losses and norms first, then gradients and weights by logical name.
         replicas: Number of replicas.
         diagnosis: Where the layout begins to differ and the likely cause, if the verdict is not ok.
+        bounds: The relative bounds of the layout.
     """
 
     steps: int
@@ -119,6 +125,7 @@ class Verdict:
     differences: tuple[Difference, ...]
     replicas: int = 1
     diagnosis: Diagnosis | None = None
+    bounds: Bounds = BITWISE
 
     @property
     def ok(self) -> bool:
@@ -152,7 +159,7 @@ class Verdict:
         bounds = ", ".join(
             f"{one.what} {one.error:.3g} (bound {one.allowed:g}{_WHY if one.allowed == NOISY else ''})" for one in worst
         )
-        return f"equal within bounds: {checked}\nlargest differences, of the tensor's norm: {bounds}"
+        return f"equal within bounds: {checked}\n{self.bounds}\nlargest differences, of the tensor's norm: {bounds}"
 
 
 def verify(run: Run, job: Job | None = None) -> Verdict:
@@ -232,7 +239,14 @@ def _compare(job: Job, plain: Trained) -> Verdict:
         if not torch.equal(pair.found, pair.wanted)
     ]
     return Verdict(
-        len(reports), len(plain.gradients), len(plain.weights), plain.losses, tuple(differences), run.mesh.dp
+        len(reports),
+        len(plain.gradients),
+        len(plain.weights),
+        plain.losses,
+        tuple(differences),
+        run.mesh.dp,
+        None,
+        bounds,
     )
 
 

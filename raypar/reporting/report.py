@@ -10,6 +10,7 @@ from typing import Any
 from raypar.actors.collective.ledger import Entry
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import Span, StepResult
+from raypar.reporting.notebook import Totals, box, table
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Event, Timeline
 
@@ -33,7 +34,7 @@ def timelines_of(schedule: Schedule, world: World, rows: Sequence[Sequence[Span]
     return [_timeline(schedule, world, zero, {rank: rows[rank] for rank in lane}) for lane in lanes]
 
 
-def ledger_of(world: World, moved: Sequence[Moved]) -> dict[str, dict[tuple[str, str], Entry]]:
+def ledger_of(world: World, moved: Sequence[Moved]) -> Totals:
     """Return the calls and bytes by (axis, op) of every actor.
 
     Args:
@@ -43,9 +44,9 @@ def ledger_of(world: World, moved: Sequence[Moved]) -> dict[str, dict[tuple[str,
     Returns:
         The entries by actor name and (axis, op).
     """
-    return {
-        world.label(rank): {key: Entry(*counts) for key, counts in table.items()} for rank, table in enumerate(moved)
-    }
+    return Totals(
+        {world.label(rank): {key: Entry(*counts) for key, counts in each.items()} for rank, each in enumerate(moved)}
+    )
 
 
 def _timeline(schedule: Schedule, world: World, zero: float, rows: dict[int, Sequence[Span]]) -> Timeline:
@@ -105,6 +106,20 @@ class Report:
         rest = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(Report)[1:])
         return f"<Report of step {self.steps_taken}: {rest}>"
 
+    def _repr_html_(self) -> str:
+        rows = [
+            ("step", self.step),
+            ("loss", f"{self.loss:.4f}"),
+            ("gradient norm", f"{self.grad_norm:.4g}"),
+            ("learning rate", f"{self.lr:.4g}"),
+            ("tokens/s", f"{self.tokens_per_s:,.0f}"),
+            ("time", f"{self.step_ms:,.1f} ms"),
+            ("bubble", f"{self.bubble:.1%}"),
+            ("activations in flight", " ".join(map(str, self.in_flight))),
+            ("peak memory", ", ".join(f"{size / 2**20:,.0f} MiB" for size in self.peak_memory)),
+        ]
+        return box(table(rows))
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -141,6 +156,16 @@ class Evaluation:
         """Return the figures in words."""
         figures = f"loss {self.loss!r}, perplexity {self.perplexity!r}, {self.tokens:,} tokens, {self.seconds:.3g} s"
         return f"<Evaluation after step {self.step}: {figures}>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("steps taken", self.step),
+            ("validation loss", f"{self.loss:.4f}"),
+            ("perplexity", f"{self.perplexity:.4g}"),
+            ("tokens", f"{self.tokens:,}"),
+            ("time", f"{self.seconds:.1f} s"),
+        ]
+        return box(table(rows))
 
 
 def report_of(step: int, seconds: float, results: Sequence[StepResult], world: World) -> Report:

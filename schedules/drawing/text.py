@@ -29,10 +29,11 @@ def text(
 ) -> str:
     """Draw the compute actions of a schedule or a timeline as a grid of characters.
 
-    In a schedule every action is one slot long. In a timeline a slot is as long as the shortest kind of action, and a
-    longer action continues with ``--``. ``F0`` is the forward of microbatch 0; where ranks hold several stages the
-    stage comes first, ``3F0``. The last line gives makespan, bubble and the most activations that each rank holds at
-    once. Of a schedule they are "in slots", which no run takes; the times of a measured timeline are in milliseconds.
+    In a schedule every action is one slot long. In a timeline a slot is as long as the shortest kind of action, a
+    longer action continues with ``--``, and a line counts the actions that are too short to be drawn. ``F0`` is the
+    forward of microbatch 0; where ranks hold several stages the stage comes first, ``3F0``. The last line gives
+    makespan, bubble and the most activations that each rank holds at once. Of a schedule they are "in slots", which no
+    run takes; the times of a measured timeline are in milliseconds.
 
     Args:
         drawn: The schedule or timeline.
@@ -89,6 +90,12 @@ def grid(
         picture.append(
             f"(ranks 0 to {shown[-1]} of {schedule.num_ranks}, slots 0 to {min(room, columns) - 1} of {columns})"
         )
+    drawn = [set(lane.values()) for lane in lanes]
+    hidden = sum(
+        1 for line, start, _, action in spans if line < len(labels) and start < room and action not in drawn[line]
+    )
+    if hidden:
+        picture.append(f"({hidden} {'action is' if hidden == 1 else 'actions are'} too short to be drawn)")
     return picture
 
 

@@ -48,7 +48,7 @@ def test_a_field_of_another_description_says_whose_it_is(make, told):
 
 
 def test_all_unknown_fields_are_told_at_once_and_replace_tells_too():
-    with pytest.raises(TypeError, match="'hiden': did you mean hidden.*\n.*'laiers': did you mean layers"):
+    with pytest.raises(TypeError, match=r"'hiden': did you mean hidden.*\n.*'laiers': did you mean layers"):
         replace(rp.GPT(), hiden=2, laiers=3)
 
 

@@ -21,7 +21,7 @@ from raypar.cli import train as commands
 from raypar.cli.output_files import whole_file
 from raypar.config.recipes import recipe
 from raypar.errors import JobError
-from raypar.parity.verify import Difference, Verdict
+from raypar.parity.verify import Bounds, Difference, Verdict
 from raypar.schedules import build, lower, to_csv
 
 ROOT = Path(__file__).parents[3]
@@ -517,7 +517,10 @@ def test_verify_tells_the_first_difference(said, monkeypatch):
     assert code == 1
     assert "1 differences in 2 losses and gradient norms, 9 gradients of step 1 and 9 weights after 2 steps; " in out
     assert "first: weight blocks.0.mlp differs by 1e-07 of its norm; worst 1e-06" in out
-    close = Verdict(2, 9, 9, (1.0, 2.0), found.differences[1:])
+    close = Verdict(2, 9, 9, (1.0, 2.0), found.differences[1:], bounds=Bounds(1e-6, 2e-5, 1e-3))
+    assert "\nbounds: losses 1e-06, gradients 2e-05, weights 0.001, wider because AdamW divides a gradient" in str(
+        close
+    )
     assert close.ok
     assert str(close).endswith("largest differences, of the tensor's norm: weight x 1e-06 (bound 1e-05)")
     assert not Verdict(2, 9, 9, (1.0, 2.0), (Difference("loss", float("nan"), allowed=1e-6),)).ok

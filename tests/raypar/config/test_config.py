@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import raypar as rp
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import GPT, Layers, Llama
@@ -182,7 +183,7 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
             {"mesh": Mesh(tp="2d:2x2"), "data_parallel": "parameter_server"},
             "mesh.tp is '2d:2x2', but servers hold whole weights: set data_parallel to 'all_reduce'",
         ),
-        ({"mesh": Mesh(pp=2, ep=2)}, "mesh.ep is 2: expert parallelism does not compute yet: set it to 1"),
+        ({"mesh": Mesh(pp=2, ep=2)}, "mesh.ep is 2, but expert parallelism does not compute yet: set it to 1"),
         ({"bucket_mb": 0.0}, "bucket_mb is 0.0: it must be above 0"),
         ({"data_parallel": "zero"}, "data_parallel is 'zero': it must be 'all_reduce' or 'parameter_server'"),
         ({"servers": 2}, "servers is 2, but data_parallel is 'all_reduce': only a parameter_server has them"),
@@ -225,6 +226,21 @@ def test_batches_longer_than_the_model_are_refused(tiny, positions):
     ]
     check_run(replace(tiny, model=replace(model, seq=40), data=Batches(tokens)))
     check_run(replace(tiny, model=model, data=Batches(broken)))
+
+
+def test_faults_are_returned_without_raising(tiny):
+    assert rp.faults(tiny) == []
+    wrong = replace(tiny, steps=0, mesh=Mesh(pp=2, dp=0))
+    assert rp.faults(wrong) == faults_of(wrong)
+    assert len(rp.faults(wrong)) == 2
+
+
+def test_a_module_in_place_of_a_function_is_told(tiny):
+    from torch import nn
+
+    model = Layers(nn.Sequential(nn.Linear(2, 2)), loss=nn.functional.mse_loss)
+    fix = "give a function that returns a list of modules, lambda: [...]"
+    assert f"model.fn is a module, Sequential: {fix}" in rp.faults(replace(tiny, model=model))
 
 
 def test_an_empty_text_is_refused(tiny, tmp_path):

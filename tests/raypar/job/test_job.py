@@ -376,7 +376,8 @@ def test_a_job_shows_what_it_is_and_where_it_is(job):
     assert re.search(r"<Job on 2 actors, cpu>\nGPT\(.*pp=2.*\n0 of \d+ steps taken\nrank 0  F0 ", repr(job))
     loss = job.step().loss
     assert f"\n1 of {job.run.steps} steps taken, loss {loss:.4f} in step 1\n" in repr(job)
-    assert job._repr_html_().startswith("<pre>&lt;Job on 2")
+    assert job._repr_html_().startswith('<div style="max-width: 100%; overflow-x: auto"><pre ')
+    assert "&lt;Job on 2" in job._repr_html_()
     assert "</pre><svg" in job._repr_html_()
 
 

@@ -241,3 +241,13 @@ def test_a_step_under_way_has_a_cursor_and_what_is_to_come_is_pale():
     assert "pale: to come" in drawn
     assert drawn.count("stroke-width") == 1
     assert svg(schedule).count('fill-opacity="0.4"') == 0
+
+
+def test_actions_too_short_for_a_slot_are_counted():
+    schedule = build("gpipe", 1, 2)
+    of = {"rank": 0, "actor": "pp=0"}
+    names = [action for action in schedule.rows[0] if action.op in COMPUTE]
+    ends = [0.0, 1.0, 1.001, 2.0, 3.0]  # the second lasts a thousandth of a slot, and its slot is the third's
+    events = tuple(Event(**of, action=a, start=s, end=e) for a, s, e in zip(names, ends, ends[1:], strict=False))
+    assert "(1 action is too short to be drawn)" in text(Timeline(schedule, events, measured=True)).splitlines()
+    assert "too short" not in text(schedule)

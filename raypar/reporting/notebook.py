@@ -1,0 +1,44 @@
+"""What notebooks show of a job, its reports and its ledger: small tables, in a box that scrolls if it is too wide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from raypar.actors.collective.ledger import Entry
+
+_BOX = "max-width: 100%; overflow-x: auto"
+_CELL = "text-align: left; padding: 0 1em 0 0"
+
+
+def box(*inside: str) -> str:
+    """Return HTML in a box that is never wider than the page."""
+    return f'<div style="{_BOX}">{"".join(inside)}</div>'
+
+
+def table(rows: Iterable[Sequence[object]], heading: Sequence[str] = ()) -> str:
+    """Return a table as HTML; every cell is escaped.
+
+    Args:
+        rows: The cells of each row.
+        heading: The names of the columns; none for a table without them.
+    """
+    lines = [_row("th", heading)] if heading else []
+    return f"<table>{''.join([*lines, *(_row('td', row) for row in rows)])}</table>"
+
+
+def _row(kind: str, cells: Sequence[object]) -> str:
+    inside = "".join(f'<{kind} style="{_CELL}">{escape(str(cell))}</{kind}>' for cell in cells)
+    return f"<tr>{inside}</tr>"
+
+
+class Totals(dict[str, dict[tuple[str, str], Entry]]):
+    """Communication totals: by actor, then by (axis, op), calls, bytes and seconds. Notebooks show a table."""
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (actor, axis, op, f"{entry.calls:,}", f"{entry.bytes:,}", f"{entry.seconds:.3f}")
+            for actor, entries in self.items()
+            for (axis, op), entry in entries.items()
+        ]
+        return box(table(rows, ("actor", "axis", "op", "calls", "bytes", "seconds")))

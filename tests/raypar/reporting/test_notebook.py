@@ -1,0 +1,33 @@
+"""What a notebook shows: tables that never run off the page, with every name escaped; a REPL shows text."""
+
+from __future__ import annotations
+
+from raypar.actors.collective.ledger import Entry
+from raypar.reporting.notebook import Totals, box, table
+from raypar.reporting.report import Evaluation, Report
+
+REPORT = Report(3, 2.5, 1.25, 1e-3, 512, 1000.0, 512.0, 0.25, None, (2, 1), (1 << 20, 2 << 20))
+
+
+def test_nothing_runs_off_the_page():
+    totals = Totals({"pp=0": {("pp", "send"): Entry(3, 1024, 0.5)}})
+    for shown in (REPORT, Evaluation(4, 2.0, 64, 0.5), totals):
+        html = shown._repr_html_()
+        assert html.startswith('<div style="max-width: 100%; overflow-x: auto"><table>')
+        assert html.endswith("</table></div>")
+        assert not repr(shown).startswith("<div")
+
+
+def test_the_figures_are_there():
+    html = REPORT._repr_html_()
+    for figure in ("2.5000", "1,000", "512.0 ms", "25.0%", "2 1", "1 MiB, 2 MiB"):
+        assert f">{figure}</td>" in html
+    assert ">7.389</td>" in Evaluation(4, 2.0, 64, 0.5)._repr_html_()
+    totals = Totals({"pp=0": {("pp", "send"): Entry(3, 1024, 0.5)}})
+    assert ">send</td>" in totals._repr_html_() and ">1,024</td>" in totals._repr_html_()
+    assert totals == {"pp=0": {("pp", "send"): Entry(3, 1024)}}
+
+
+def test_names_are_escaped():
+    assert "&lt;b&gt;" in box(table([("<b>", 1)], ("<i>", "n")))
+    assert "<i>" not in table([], ("<i>",))
