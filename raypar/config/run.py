@@ -78,12 +78,7 @@ def check_run(
         faults += _backward_faults(run)
     if right("data"):
         faults += _data_faults(run, right)
-    if right("folder") and run.folder is not None:
-        faults += folder_faults(run.folder, resumed, overwrite=overwrite)
-    if right("folder", "track"):
-        faults += track_faults(run.track, run.folder)
-    if right("folder", "save_every") and run.save_every and run.folder is None:
-        faults.append(f"save_every is {run.save_every}, but there is no folder for checkpoints: give one")
+    faults += _output_faults(run, resumed, right, overwrite=overwrite)
     if faults or programs is None:
         raise ConfigError(faults)
     if run.backward == "auto" and isinstance(run.model, Layers) and not run.model.halves:
@@ -207,6 +202,16 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
     if right("recompute"):
         faults += recompute_faults(run.recompute, count, has_core=transformer)
     return faults
+
+
+def _output_faults(run: Run, resumed: Path | None, right: Callable[..., bool], *, overwrite: bool) -> Iterator[str]:
+    """Yield the faults of what the run writes: its folder, checkpoints and trackers."""
+    if right("folder") and run.folder is not None:
+        yield from folder_faults(run.folder, resumed, overwrite=overwrite)
+    if right("folder", "track"):
+        yield from track_faults(run.track, run.folder)
+    if right("folder", "save_every") and run.save_every and run.folder is None:
+        yield f"save_every is {run.save_every}, but there is no folder for checkpoints: give one"
 
 
 def _data_faults(run: Run, right: Callable[..., bool]) -> list[str]:
