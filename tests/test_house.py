@@ -315,11 +315,12 @@ MAY_IMPORT = {
         "raypar/reporting/run_folder raypar/reporting/trackers schedules schedules/simulation"
     ),
     "raypar/reporting/html": (
-        "actors/specs raypar/config raypar/reporting/run_folder schedules/drawing schedules/simulation"
+        "actors/mesh actors/models actors/specs raypar raypar/config raypar/reporting/run_folder "
+        "schedules/drawing schedules/simulation"
     ),
     "raypar/reporting/run_folder": (
-        "actors actors/collective actors/specs raypar raypar/checkpoint raypar/config raypar/reporting "
-        "schedules schedules/checking schedules/passes"
+        "actors actors/collective actors/specs raypar raypar/checkpoint raypar/config schedules "
+        "schedules/checking schedules/passes"
     ),
     "raypar/reporting/trackers": "actors/specs raypar raypar/config",
     "raypar/stepping": (
