@@ -64,7 +64,7 @@ endef
 # The run that the pictures of measured steps are of.
 measured := from dataclasses import replace; import raypar as rp; \
 	run = replace(rp.recipe("gpt-small"), steps=40, eval_every=10, folder="build/pictures/first-run"); \
-	job = rp.launch(run); job.train(); job.overlay().save("docs/overlay.svg"); job.close()
+	job = rp.launch(run); job.train(); job.evaluate(); job.overlay().save("docs/overlay.svg"); job.close()
 
 with_dev := .[dev,hf]
 with_bench := .[dev,hf,bench]
