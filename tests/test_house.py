@@ -286,14 +286,15 @@ MAY_IMPORT = {
     ),
     "raypar": "actors",
     "raypar/checkpoint": (
-        "actors actors/checkpoint actors/mesh actors/optim actors/specs raypar raypar/cluster raypar/config schedules"
+        "actors actors/checkpoint actors/mesh actors/optim actors/specs raypar raypar/cluster raypar/config "
+        "raypar/config/validate schedules"
     ),
     "raypar/cli": (
-        "actors actors/specs raypar raypar/checkpoint raypar/config raypar/job raypar/parity raypar/reporting "
-        "raypar/reporting/html raypar/reporting/run_folder raypar/stepping schedules schedules/checking "
-        "schedules/drawing schedules/passes schedules/simulation"
+        "actors actors/specs raypar raypar/checkpoint raypar/config raypar/config/validate raypar/job "
+        "raypar/parity raypar/reporting raypar/reporting/html raypar/reporting/run_folder raypar/stepping "
+        "schedules schedules/checking schedules/drawing schedules/passes schedules/simulation"
     ),
-    "raypar/cluster": "actors actors/mesh actors/specs raypar",
+    "raypar/cluster": "actors actors/mesh actors/specs raypar schedules",
     "raypar/config": (
         "actors actors/data actors/mesh actors/models actors/specs actors/worker raypar "
         "raypar/config/validate raypar/planner schedules schedules/checking schedules/passes "
@@ -301,13 +302,13 @@ MAY_IMPORT = {
     ),
     "raypar/config/validate": "actors/context_parallel actors/mesh actors/specs raypar raypar/config",
     "raypar/job": (
-        "actors actors/collective actors/mesh actors/specs actors/worker raypar raypar/checkpoint "
-        "raypar/cluster raypar/config raypar/reporting raypar/stepping schedules schedules/drawing "
-        "schedules/simulation"
+        "actors actors/collective actors/data actors/data_parallel actors/mesh actors/specs actors/worker "
+        "raypar raypar/checkpoint raypar/cluster raypar/config raypar/reporting raypar/stepping schedules "
+        "schedules/drawing schedules/simulation"
     ),
     "raypar/parity": (
-        "actors actors/data actors/data_parallel actors/inspect actors/mesh actors/models actors/optim "
-        "actors/specs raypar raypar/config raypar/job raypar/reporting schedules"
+        "actors actors/data actors/inspect actors/mesh actors/models actors/optim actors/specs raypar "
+        "raypar/config raypar/job raypar/reporting schedules"
     ),
     "raypar/planner": "actors/models actors/specs schedules schedules/simulation",
     "raypar/reporting": (

@@ -79,12 +79,7 @@ def check_run(
         faults += _backward_faults(run)
     if right("data"):
         faults += _data_faults(run, right)
-    if right("folder") and run.folder is not None:
-        faults += folder_faults(run.folder, resumed, overwrite=overwrite)
-    if right("folder", "track"):
-        faults += track_faults(run.track, run.folder)
-    if right("folder", "save_every") and run.save_every and run.folder is None:
-        faults.append(f"save_every is {run.save_every}, but there is no folder for checkpoints: give one")
+    faults += _output_faults(run, resumed, right, overwrite=overwrite)
     if faults or programs is None:
         raise ConfigError(faults)
     if run.backward == "auto" and isinstance(run.model, Layers) and not run.model.halves:
@@ -129,6 +124,15 @@ def _server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
         yield f"servers is {run.servers}, but data_parallel is {run.data_parallel!r}: only a parameter_server has them"
     if right("zero", "data_parallel") and run.zero and run.data_parallel == "parameter_server":
         yield f"zero is {run.zero}, but data_parallel is 'parameter_server': servers hold the optimizer, leave zero out"
+
+
+def _output_faults(run: Run, resumed: Path | None, right: Callable[..., bool], *, overwrite: bool) -> Iterator[str]:
+    if right("folder") and run.folder is not None:
+        yield from folder_faults(run.folder, resumed, overwrite=overwrite)
+    if right("folder", "track"):
+        yield from track_faults(run.track, run.folder)
+    if right("folder", "save_every") and run.save_every and run.folder is None:
+        yield f"save_every is {run.save_every}, but there is no folder for checkpoints: give one"
 
 
 def _backward_faults(run: Run) -> Iterator[str]:

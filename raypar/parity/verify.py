@@ -24,7 +24,6 @@ from raypar.reporting.report import Report
 from raypar.schedules.action import Op
 from raypar.schedules.schedule import Schedule
 
-
 CLOSE = 1e-6  # relative difference if the same numbers are added in another order
 DRIFTED = 1e-3  # relative difference of weights that AdamW has updated from such gradients
 NOISY = 1.0  # share of the distance that AdamW can put between two weights whose gradients are only rounding noise

@@ -29,6 +29,10 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
 def trained(**changes):
     words = {"overwrite": changes.pop("overwrite", False), "resume": changes.pop("resume", None)}
     with rp.launch(replace(RUN, **changes), **words) as job:
@@ -61,10 +65,10 @@ def test_overwrite_replaces_a_run_and_leaves_nothing_of_it(kept_actors, said):
     assert code == 2 and "--overwrite" in err
     code, _, err = said("train", "gpt-tiny", *FLAGS, "--folder", "runs/a", "--overwrite")
     assert code == 0, err
-    assert os.listdir("runs") == ["a"]
-    assert sorted(os.listdir("runs/a/checkpoints")) == [".lock", "step-00000002"]
+    assert names("runs") == ["a"]
+    assert names("runs/a/checkpoints") == [".lock", "step-00000002"]
     trained(overwrite=True)
-    assert sorted(os.listdir("runs/a/checkpoints")) == [".lock", "step-00000001"]
+    assert names("runs/a/checkpoints") == [".lock", "step-00000001"]
     trained(folder="runs/new", overwrite=True)
 
 
@@ -78,7 +82,7 @@ def test_a_launch_that_fails_leaves_the_run_that_was_there(kept_actors, monkeypa
     monkeypatch.setattr("raypar.job.launch.Job", fails)
     with pytest.raises(JobError):
         rp.launch(RUN, overwrite=True)
-    assert os.listdir("runs") == ["a"]
+    assert names("runs") == ["a"]
     assert {path: path.read_bytes() for path in Path("runs/a").rglob("*") if path.is_file()} == before
 
 
