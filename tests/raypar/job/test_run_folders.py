@@ -1,4 +1,4 @@
-"""Run folders: a new one for each run, one that replaces another, what made a run, and how a run that failed goes on."""
+"""Run folders: a new one for each run, one that replaces another, what made a run, and how a failed run goes on."""
 
 from __future__ import annotations
 
