@@ -149,17 +149,18 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
         logging.getLogger("raypar").info("actors: %s", actors_told(run, origins))
     from raypar.job.run_folders import settled  # imports what mistakes and dry runs do not need
 
-    run = settled(run)
+    run, launches = settled(run), list[float]()
     try:
-        return _trained(args, run, schedule, start)
+        return _trained(run, args, schedule, start, launches)
     except (JobError, NonFiniteError, KeyboardInterrupt, SystemExit) as error:
-        error.add_note(_how_to_go_on(run))
+        if launches:
+            error.add_note(_how_to_go_on(run))
         raise
 
 
-def _trained(args: TrainArgs, run: Run, schedule: Schedule, start: Found | None) -> Finished:
-    """Take all steps of a checked run, from a checkpoint if there is one. Raises what ``train`` raises."""
-    from raypar.job.launch import launch  # imports torch and Ray, which mistakes and dry runs do not need
+def _trained(run: Run, args: TrainArgs, schedule: Schedule, start: Found | None, launches: list[float]) -> Finished:
+    """Train a run that was checked, with the files that flags ask for. ``launches`` gets the seconds of the launch."""
+    from raypar.job.launch import launch  # imports torch and Ray
 
     began = time.perf_counter()
     with (
@@ -172,6 +173,7 @@ def _trained(args: TrainArgs, run: Run, schedule: Schedule, start: Found | None)
             log(json.dumps(outcome.to_dict()) + "\n")
 
         launched = time.perf_counter() - began
+        launches.append(launched)
         try:
             reports = job.train(on=write, ahead=1)
         except KeyboardInterrupt:

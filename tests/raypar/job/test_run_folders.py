@@ -1,4 +1,4 @@
-"""Run folders: a new one for each run, one that replaces another, what made a run, and how a run that failed goes on."""
+"""Run folders: a new one for each run, one that replaces another, what made a run, and how a failed run goes on."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ RUN = rp.recipe("gpt-tiny", steps=1, mesh=rp.Mesh(pp=1), folder="runs/a")
 def home(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
 
 
 def trained(**changes):
@@ -61,10 +65,10 @@ def test_overwrite_replaces_a_run_and_leaves_nothing_of_it(kept_actors, said):
     assert code == 2 and "--overwrite" in err
     code, _, err = said("train", "gpt-tiny", *FLAGS, "--folder", "runs/a", "--overwrite")
     assert code == 0, err
-    assert os.listdir("runs") == ["a"]
-    assert sorted(os.listdir("runs/a/checkpoints")) == [".lock", "step-00000002"]
+    assert names("runs") == ["a"]
+    assert names("runs/a/checkpoints") == [".lock", "step-00000002"]
     trained(overwrite=True)
-    assert sorted(os.listdir("runs/a/checkpoints")) == [".lock", "step-00000001"]
+    assert names("runs/a/checkpoints") == [".lock", "step-00000001"]
     trained(folder="runs/new", overwrite=True)
 
 
@@ -78,7 +82,7 @@ def test_a_launch_that_fails_leaves_the_run_that_was_there(kept_actors, monkeypa
     monkeypatch.setattr("raypar.job.launch.Job", fails)
     with pytest.raises(JobError):
         rp.launch(RUN, overwrite=True)
-    assert os.listdir("runs") == ["a"]
+    assert names("runs") == ["a"]
     assert {path: path.read_bytes() for path in Path("runs/a").rglob("*") if path.is_file()} == before
 
 

@@ -69,7 +69,7 @@ def test_what_is_written_is_read(begun, tmp_path):
     assert (past.schedule, past.step, past.timelines) == (SCHEDULE, 0, [measured] * 2)
     assert past.ledger == {"pp=0": {"pp send": (2, 64, 0.5)}}
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "ledger.json", "log.txt", "metrics.jsonl", "run.toml", "schedule.csv", "timeline.json",
+        "ledger.json", "log.txt", "metrics.jsonl", "provenance.json", "run.toml", "schedule.csv", "timeline.json",
     ]  # fmt: skip
 
 
@@ -253,7 +253,7 @@ def test_a_run_that_is_there_is_not_written_over_but_resumed(tmp_path):
     for name in ("run.toml", "metrics.jsonl", "schedule.csv", "timeline.json", "ledger.json"):
         (tmp_path / name).touch()
         how = f"--resume {tmp_path} (in Python launch(run, resume=...))"
-        fix = f"resume it with {how}, or give another folder"
+        fix = f"resume it with {how}, replace it with --overwrite, or give another folder"
         assert list(folder_faults(str(tmp_path), None)) == [
             f"folder {str(tmp_path)!r} holds a run already ({name}): {fix}"
         ]
