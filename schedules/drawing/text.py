@@ -29,10 +29,11 @@ def text(
 ) -> str:
     """Draw the compute actions of a schedule or a timeline as a grid of characters.
 
-    In a schedule every action is one slot long. In a timeline a slot is as long as the shortest kind of action, a longer
-    action continues with ``--``, and a line counts the actions that are too short to be drawn. ``F0`` is the forward of
-    microbatch 0; where ranks hold several stages the stage comes first, ``3F0``. The last line gives makespan, bubble
-    and the most activations that each rank holds at once; the times of a measured timeline are in milliseconds.
+    In a schedule every action is one slot long. In a timeline a slot is as long as the shortest kind of action, a
+    longer action continues with ``--``, and a line counts the actions that are too short to be drawn. ``F0`` is the
+    forward of microbatch 0; where ranks hold several stages the stage comes first, ``3F0``. The last line gives
+    makespan, bubble and the most activations that each rank holds at once; the times of a measured timeline are in
+    milliseconds.
 
     Args:
         drawn: The schedule or timeline.
@@ -122,6 +123,8 @@ def summary(timeline: Timeline, spelled: Callable[[float], str] | None = None) -
     Returns:
         The line.
     """
+    if timeline.measured and not timeline.events:
+        return f"{timeline.name}: nothing was measured (a step by hand is not)"
     spelled = spelled or spelling(timeline)
     held = timeline.in_flight
     flying = " ".join(map(str, held)) if len(held) <= 16 else f"at most {max(held)}"
