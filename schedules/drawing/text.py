@@ -125,6 +125,8 @@ def summary(timeline: Timeline, spelled: Callable[[float], str] | None = None, *
     Returns:
         The line.
     """
+    if timeline.measured and not timeline.events:
+        return f"{timeline.name}: nothing was measured (a step by hand is not)"
     spelled = spelled or spelling(timeline)
     held = timeline.in_flight
     flying = " ".join(map(str, held)) if len(held) <= 16 else f"at most {max(held)}"

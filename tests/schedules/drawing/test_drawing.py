@@ -251,3 +251,9 @@ def test_actions_too_short_for_a_slot_are_counted():
     events = tuple(Event(**of, action=a, start=s, end=e) for a, s, e in zip(names, ends, ends[1:], strict=False))
     assert "(1 action is too short to be drawn)" in text(Timeline(schedule, events, measured=True)).splitlines()
     assert "too short" not in text(schedule)
+
+
+def test_a_timeline_of_a_step_by_hand_says_that_nothing_was_measured():
+    empty = Timeline(build("gpipe", 2, 2), (), measured=True)
+    for drawn in (repr(empty), empty._repr_svg_()):
+        assert "gpipe: nothing was measured (a step by hand is not)" in drawn
