@@ -132,15 +132,6 @@ def _server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
         yield f"zero is {run.zero}, but data_parallel is 'parameter_server': servers hold the optimizer, leave zero out"
 
 
-def _output_faults(run: Run, resumed: Path | None, right: Callable[..., bool], *, overwrite: bool) -> Iterator[str]:
-    if right("folder") and run.folder is not None:
-        yield from folder_faults(run.folder, resumed, overwrite=overwrite)
-    if right("folder", "track"):
-        yield from track_faults(run.track, run.folder)
-    if right("folder", "save_every") and run.save_every and run.folder is None:
-        yield f"save_every is {run.save_every}, but there is no folder for checkpoints: give one"
-
-
 def _backward_faults(run: Run) -> Iterator[str]:
     """Yield a fault if backwards are to be split but W would have nothing to compute."""
     if run.backward != "split":
