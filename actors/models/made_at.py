@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import local
 from traceback import FrameSummary
 from weakref import WeakKeyDictionary
 
@@ -17,25 +18,33 @@ from torch.nn.modules.module import (
 from raypar.actors.errors import is_ours
 
 _MADE: WeakKeyDictionary[nn.Module, FrameSummary] = WeakKeyDictionary()
+_NOTING = local()  # whether this thread's modules are noted
+
+
+def _note(module: nn.Module, name: str, part: object) -> None:
+    """Note the user's line for a module that gets its first parameter or module; torch calls it for every module."""
+    if not getattr(_NOTING, "on", False) or module in _MADE:
+        return
+    frame = sys._getframe(1)
+    while frame.f_back is not None and is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    if not is_ours(frame.f_code.co_filename):
+        _MADE[module] = FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+# For good: torch goes through its hooks without a lock, so none may come or go while another thread builds a model.
+register_module_parameter_registration_hook(_note)
+register_module_module_registration_hook(_note)
 
 
 @contextmanager
 def noted_lines() -> Iterator[None]:
-    """Note the user's line for every module that gets a parameter or a module in this context."""
-
-    def note(module: nn.Module, name: str, part: object) -> None:
-        frame = sys._getframe(1)
-        while frame.f_back is not None and is_ours(frame.f_code.co_filename):
-            frame = frame.f_back
-        if module not in _MADE and not is_ours(frame.f_code.co_filename):
-            _MADE[module] = FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-
-    hooks = register_module_parameter_registration_hook(note), register_module_module_registration_hook(note)
+    """Note the user's line for every module that gets a parameter or a module in this context, in this thread."""
+    _NOTING.on = True
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        _NOTING.on = False
 
 
 def made_at(error: BaseException) -> FrameSummary | None:

@@ -210,7 +210,7 @@ def test_the_newest_sound_one_is_found(trained, tmp_path, caplog):
         shutil.copytree(trained[0] / f"step-{step:08d}", tmp_path / f"step-{step:08d}")
     flip(tmp_path / "step-00000004" / "pp1.safetensors", random.Random(0))
     assert find(tmp_path).manifest.step == 3
-    assert "step-00000004 is skipped:\n- 'pp1.safetensors'" in caplog.text
+    assert "step-00000004 is skipped:\n'pp1.safetensors'" in caplog.text
     assert "'pp1.safetensors' was changed" in faults_of(tiny(), resume=tmp_path / "step-00000004")[0]
 
 
@@ -226,7 +226,7 @@ def test_a_run_does_not_save_below_checkpoints_of_another_one(trained):
     assert faults_of(tiny(folder=str(run), steps=0)) == [
         "steps is 0: it must be at least 1",
         f"folder {str(run)!r} holds a run already (run.toml): resume it with --resume {run} "
-        "(in Python launch(run, resume=...)), or give another folder",
+        "(in Python launch(run, resume=...)), replace it with --overwrite, or give another folder",
     ]
     assert faults_of(tiny(folder=str(run)), resume=trained[0] / "step-00000003") == [
         f"folder {str(trained[0])!r} has 'step-00000006', and this run begins at step 4: resume from it, "

@@ -74,7 +74,7 @@ def past(**changes):
             step=3,
             timelines=[simulate(SCHEDULE, Costs(f=0.05, b=0.1))],
             ledger={"pp=0": {"pp send": Counts(1234, 3 << 20, 2.5)}, "pp=1": {"pp send": Counts(1, 0, 1.0)}},
-            checkpoints=[Listed(Path("/runs/first/checkpoints/step-00000004"), 4, 74 << 20, 99, [])],
+            checkpoints=[Listed(Path("/runs/first/checkpoints/step-00000004"), 4, 74 << 20, 99, 66, [])],
         ),
         **changes,
     )
@@ -130,7 +130,7 @@ def test_whatever_a_run_is_called_is_inert():
     evil = replace(SCHEDULE, name=EVIL)
     timeline = simulate(evil)
     events = tuple(event._replace(actor=EVIL) for event in timeline.events)
-    listed = Listed(Path(f"/{EVIL}"), 1, 2, 3, [EVIL])
+    listed = Listed(Path(f"/{EVIL}"), 1, 2, 3, 0, [EVIL])
     shown = page(
         past(
             folder=Path(f"/runs/{EVIL}"),
