@@ -226,7 +226,7 @@ def test_a_run_does_not_save_below_checkpoints_of_another_one(trained):
     assert faults_of(tiny(folder=str(run), steps=0)) == [
         "steps is 0: it must be at least 1",
         f"folder {str(run)!r} holds a run already (run.toml): resume it with --resume {run} "
-        "(in Python launch(run, resume=...)), or give another folder",
+        "(in Python launch(run, resume=...)), replace it with --overwrite, or give another folder",
     ]
     assert faults_of(tiny(folder=str(run)), resume=trained[0] / "step-00000003") == [
         f"folder {str(trained[0])!r} has 'step-00000006', and this run begins at step 3: resume from it, "

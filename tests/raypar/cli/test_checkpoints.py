@@ -109,7 +109,8 @@ def test_ctrl_c_saves_what_a_run_with_a_folder_has_come_to(said, kept_actors, tm
     monkeypatch.setattr(Job, "train", interrupted)
     code, _, err = said("train", "gpt-tiny", "--data.path", argparse.__file__, "--steps", 5, "--folder", "run")
     assert code == 130
-    assert "saved as step-00000003; raypar train --resume run goes on from there" in err
+    assert "saved as step-00000003" in err
+    assert err.splitlines()[-1] == "resume with: raypar train --resume run (after step 3)"
     monkeypatch.setattr(Job, "train", train)
     code, _, err = said("train", "--resume", "run")
     assert code == 0, err
