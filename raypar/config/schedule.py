@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 from raypar.actors.specs.types import SEND_WINDOW, Backward, ProgramName
@@ -19,13 +19,20 @@ from raypar.schedules.simulation.simulate import Costs
 from raypar.schedules.torch_csv import from_csv
 
 Programs = Mapping[ProgramName, Schedule]
+Pass = Callable[[Schedule], Schedule]
 
 MOST_BYTES = 128 << 20  # largest CSV file
 MOST_CELLS = 5_000_000  # most microbatches x stages; lowering and checking takes about 700 bytes and 70 us for each
 
 
 def programs_of(
-    schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | None, *, reduce_grad: bool = False
+    schedule: str | Schedule,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None,
+    *,
+    reduce_grad: bool = False,
+    passes: Sequence[Pass] = (),
 ) -> Programs:
     """Return the lowered and checked programs of a run, apart from ``with_backward``, which may split backwards later.
 
@@ -36,7 +43,11 @@ def programs_of(
         ranks: Number of pipeline ranks.
         microbatches: Number of microbatches in a step of one replica.
         chunks: Stages on each rank; None for the schedule's default.
-        reduce_grad: Whether every stage reduces its gradients, because there are replicas or parameter servers.
+        reduce_grad: Whether every stage reduces its gradients once a step, because there are replicas or parameter
+            servers.
+        passes: Further passes for both programs, in their order, after lowering and before the check, such as
+            ``partial(gather_weights, when="microbatch")``, or ``partial(reduce_gradients, when="microbatch")`` instead
+            of ``reduce_grad``.
 
     Raises:
         ScheduleError: There is no such schedule, it does not fit the sizes, or it breaks a rule.
@@ -45,10 +56,12 @@ def programs_of(
     train = loaded.schedule
     if train.forward_only:
         raise ScheduleError(f"schedule {train.name!r} has no backward: it can evaluate but not train; use 1f1b, say")
-    lowered = loaded.lowered(reduce_grad=reduce_grad)  # before its sizes: no sizes fit an impossible schedule
+    # Before its sizes, because no sizes fit an impossible schedule.
+    lowered = loaded.lowered(reduce_grad=reduce_grad, passes=passes)
     _demand_sizes(train, ranks, microbatches)
     forwards = ([action for action in row if action.op is Op.F] for row in train.rows)
-    return {"train": lowered, "evaluate": Loaded(Schedule.of(f"{train.name} forwards", forwards)).lowered()}
+    evaluate = Loaded(Schedule.of(f"{train.name} forwards", forwards)).lowered(passes=passes)
+    return {"train": lowered, "evaluate": evaluate}
 
 
 def _demand_sizes(schedule: Schedule, ranks: int, microbatches: int) -> None:
@@ -97,13 +110,19 @@ class Loaded:
     generate: Generate | None = None
 
     def lowered(
-        self, order: Order = "just_in_time", *, reduce_grad: bool = False, send_capacity: int = SEND_WINDOW
+        self,
+        order: Order = "just_in_time",
+        *,
+        reduce_grad: bool = False,
+        passes: Sequence[Pass] = (),
+        send_capacity: int = SEND_WINDOW,
     ) -> Schedule:
         """Return the schedule, lowered and proved safe.
 
         Args:
             order: Where to insert the SENDs and RECVs; see ``lower``.
-            reduce_grad: Whether to add REDUCE_GRAD for every stage.
+            reduce_grad: Whether to add REDUCE_GRAD for every stage, once a step.
+            passes: Further passes, in their order, after lowering and before the proof.
             send_capacity: How many sends to a peer may be under way before a sender waits; 0 if sends block.
 
         Raises:
@@ -112,7 +131,7 @@ class Loaded:
         generate = self.generate
 
         def full(schedule: Schedule) -> Schedule:
-            return lower(schedule, order, reduce_grad=reduce_grad)
+            return reduce(lambda rows, change: change(rows), passes, lower(schedule, order, reduce_grad=reduce_grad))
 
         try:
             lowered = full(self.schedule)

@@ -227,8 +227,8 @@ class _Picture:
 
     def _tip(self, start: float, place: int, event: Event) -> str:
         spelled, name = self._spelled or plain, self._names[place]
-        bucket = "" if event.bucket is None else f" (bucket {event.bucket})"
-        who = f"{event.action}{bucket} on {event.actor}{f', {name}' if name else ''}"
+        part = f" ({event.part})" if event.part else ""
+        who = f"{event.action}{part} on {event.actor}{f', {name}' if name else ''}"
         return html.escape(f"{who}: {spelled(start)} to {spelled(start + event.end - event.start)}")
 
     def _fill(self, event: Event) -> str:
