@@ -47,8 +47,8 @@ def peaks(timeline: Timeline, weights: Sequence[int], activations: Sequence[int]
     whole: set[int] = set()
     for event in timeline.events:
         stage, op, _ = event.action
-        if stage is None:
-            continue
+        if stage is None or (timeline.measured and event.bucket is not None):
+            continue  # a unit of weights that is gathered in the window of its stage
         found = changes[event.rank]
         if op is Op.UNSHARD and stage not in whole:
             whole.add(stage)
