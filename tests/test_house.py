@@ -331,7 +331,7 @@ MAY_IMPORT = {
         "raypar raypar/checkpoint raypar/cluster raypar/config raypar/reporting schedules schedules/drawing"
     ),
     "schedules": ("schedules/checking schedules/drawing schedules/generators schedules/passes schedules/simulation"),
-    "schedules/checking": "schedules schedules/drawing schedules/simulation",
+    "schedules/checking": "schedules schedules/drawing schedules/passes schedules/simulation",
     "schedules/drawing": "schedules schedules/simulation",
     "schedules/generators": "schedules",
     "schedules/passes": "schedules schedules/simulation",
