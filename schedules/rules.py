@@ -87,6 +87,12 @@ def opens_and_closes(row: Sequence[Action]) -> tuple[set[Action], set[Action]]:
     return opens, closes
 
 
+def streamed(schedule: Schedule) -> frozenset[Action]:
+    """Return the actions for which alone a stage is whole: its weights may come and go by layers while they run."""
+    found = (opens_and_closes(row) for row in schedule.rows)
+    return frozenset(action for opens, closes in found for action in opens & closes)
+
+
 def occurrences(row: Sequence[Action]) -> Iterator[Occurrence]:
     """Yield the actions of a row, each with the number of equal ones before it."""
     seen: Counter[Action] = Counter()
