@@ -169,6 +169,20 @@ class Group(ABC):
         self._fit(out, tensor, "all_gather: out must hold size x tensor elements")
         return self._run("all_gather", None, (self.size - 1) * nbytes(tensor), self._all_gather, out, tensor)
 
+    def all_gather_parts(self, out: Tensor, tensor: Tensor, counts: Sequence[int]) -> Handle:
+        """Concatenate the members' tensors of different lengths in rank order.
+
+        Args:
+            out: Result (sum of the counts,), with the dtype of ``tensor``.
+            tensor: This member's part (counts[rank],).
+            counts: Number of elements of each member's part.
+        """
+        self._alike(out, tensor, "all_gather_parts")
+        rule = "all_gather_parts: there must be a count for each member, of its tensor's elements; out holds them all"
+        self._same((len(counts), tensor.numel(), out.numel()), (self.size, counts[self.rank], sum(counts)), rule)
+        sent = (self.size - 1) * nbytes(tensor)
+        return self._run("all_gather", None, sent, self._all_gather_parts, out, tensor, counts)
+
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Handle:
         """Reduce the members' tensors and keep this rank's part.
 
@@ -331,6 +345,20 @@ class Group(ABC):
     def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish: ...
     @abstractmethod
     def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish: ...
+
+    def _all_gather_parts(self, out: Tensor, tensor: Tensor, counts: Sequence[int]) -> Finish:
+        """Broadcast every part to its place in ``out``."""
+        parts = out.split(list(counts))
+        parts[self.rank].copy_(tensor)
+        finishes = [self._broadcast(part, root) for root, part in enumerate(parts) if part.numel()]
+
+        def finish(timeout: float) -> None:
+            deadline = time.monotonic() + timeout
+            for one in finishes:
+                one(max(0.001, deadline - time.monotonic()))
+
+        return finish
+
     @abstractmethod
     def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish: ...
     @abstractmethod

@@ -48,8 +48,11 @@ class Run:
     servers: Count = 1
     """parameter servers of each pipeline rank"""
     zero: Zero | None = None
-    """1: divide the optimizer over the replicas (ZeRO stage 1), with less memory, less work and the same numbers; 0: do
-    not; None: 1, but 0 with a parameter_server"""
+    """what replicas share out among them (ZeRO): 1: the optimizer, with less memory, less work and the same numbers; 2:
+    also gradients; 3: also weights, which are gathered for use (FSDP); 0: nothing; None: 1, but 0 with a
+    parameter_server"""
+    zero_units: Count = 1
+    """with zero 3, layers whose weights are gathered together; an embedding and a head are gathered alone"""
     sequence_parallel: bool = False
     """with mesh.tp, divide norms and dropout too, along the sequence: less memory, the same number of bytes sent"""
     context: Context = "ring"

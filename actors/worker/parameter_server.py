@@ -61,7 +61,7 @@ class Server:
         self._buckets = buckets_of(plan, part, own)
         self._counts_votes = index == 0 and train.placement[-1] == seat.pp  # see Reducer.total
         seat.connect(part.ties)
-        seat.compare(index, own)
+        seat.compare(index, part.digests(index))
 
     def run(self, program: ProgramName, step: int, epoch: int | None = None) -> StepResult:
         """Serve a whole step. In an evaluation there is nothing to do.

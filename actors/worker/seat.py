@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-
-from torch import Tensor
 
 from raypar.actors.collective.group import Group, GroupError
 from raypar.actors.data_parallel.replica_checks import demand_equal
@@ -82,19 +80,19 @@ class Seat:
                 ends = {pair for pair in pairs if pair[0] != pair[1]}
                 self.groups[key].connect(ends | {(there, here) for here, there in ends})
 
-    def compare(self, owner: int, weights: Mapping[str, Tensor]) -> None:
+    def compare(self, owner: int, digests: Iterable[bytes]) -> None:
         """Check that all replicas have made the same initial weights.
 
         Args:
             owner: Index of the owner (server or replica) that updates these weights; see ``World.owners``.
-            weights: This actor's weights by logical name.
+            digests: Digests of this actor's weights.
 
         Raises:
             UnequalReplicasError: A replica has other weights.
         """
         for group in self.world.memberships(self.plan.rank):
             if group.key in ("dp", f"ps{owner}"):
-                demand_equal(weights, self.groups[group.key], [self.world.label(rank) for rank in group.members])
+                demand_equal(digests, self.groups[group.key], [self.world.label(rank) for rank in group.members])
 
     def synchronize(self) -> None:
         """Wait until all communication so far is complete. On a GPU a failure shows only then."""

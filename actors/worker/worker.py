@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from raypar.actors.collective.group import Group, GroupError
+from raypar.actors.data_parallel.replica_checks import digest
+from raypar.actors.data_parallel.stage_weights import Pass, windows_of
 from raypar.actors.device import Place
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
@@ -20,7 +22,7 @@ from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.specs.results import Span, StepResult
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.tensors import Values, nbytes
-from raypar.actors.worker.build import assemble, last_backwards
+from raypar.actors.worker.build import assemble, ends_of_rounds
 from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.probe import Probe
 from raypar.actors.worker.seat import Seat
@@ -39,11 +41,14 @@ class _Program:
         schedule: The lowered schedule.
         row: This rank's row of it.
         courier: Sends and receives its messages.
+        windows: By stage, for each window between an UNSHARD and its RESHARD, the only pass over the layers in it; None
+            if there are several.
     """
 
     schedule: Schedule
     row: tuple[Action, ...]
     courier: Courier
+    windows: Mapping[int, Sequence[Pass | None]]
 
 
 class Worker:
@@ -74,7 +79,7 @@ class Worker:
         self.seat = seat = Seat(plan, groups, place)
         self.parts = assemble(plan, groups, place)
         part = self.parts.part
-        self.state = WorkerState(seat, part, part.parameters, self.parts.update, part.stages)
+        self.state = WorkerState(seat, part, part.kept, self.parts.update, part.stages)
         self.probe = Probe(seat, self.state, part.model.names, part.outputs)
         self._place, self._stages, self._step = place, part.stages, self.probe.step
         self._epoch = 0  # number of steps refused for non-finite gradients
@@ -87,29 +92,30 @@ class Worker:
             Op.SEND_B: self._send,
             Op.RECV_F: self._receive,
             Op.RECV_B: self._receive,
-            Op.UNSHARD: self._nothing,
-            Op.RESHARD: self._nothing,
+            Op.UNSHARD: self._unshard,
+            Op.RESHARD: self._reshard,
             Op.REDUCE_GRAD: self._reduce,
             Op.STEP: self._update,
         }
-        row = plan.programs["train"].rows[seat.pp]
-        self._first, self._last = (set(last_backwards(part).values()) for part in (row[::-1], row))
+        self._first, self._last = ends_of_rounds(plan.programs["train"].rows[seat.pp])
         self._programs = {
             name: _Program(
                 schedule,
                 schedule.rows[seat.pp],
                 Courier(groups.get("pp"), schedule.placement, schedule.num_microbatches),
+                {number: windows_of(number, schedule.rows[seat.pp], plan.run.recompute) for number in part.stages},
             )
             for name, schedule in plan.programs.items()
         }
         self.program = self._programs["train"]
+        self._windows: dict[int, Iterator[Pass | None]] = {}  # by stage: what the step's next windows are for
         self._rehearsed: set[ProgramName] = set()  # programs that have run before
         self._sources: dict[Action, tuple[Action, ...]] = {}  # by action, the actions whose values it takes
         seat.connect(part.ties)
         for owner in range(seat.world.owners):
-            seat.compare(owner, part.share(owner))
+            seat.compare(owner, part.digests(owner))
         if "dp" in groups:
-            seat.compare(0, part.fixed())
+            seat.compare(0, [digest(part.fixed())])
 
     # --- a step ---
 
@@ -150,8 +156,11 @@ class Worker:
             self.state.zero_grad()
             if self.parts.reducer is not None:
                 self.parts.reducer.begin()
-        for stage in self._stages.values():
+        for number, stage in self._stages.items():
             stage.begin(train=train)
+            self._windows[number] = iter(self.program.windows[number])
+        for weights in self.parts.part.weights.values():
+            weights.close()
         self._place.begin()
 
     def open(self, step: int) -> None:
@@ -304,8 +313,17 @@ class Worker:
             self.state.remember(step.notes)
         step.updated = self.state.update.step(step.number, ballot)
 
-    def _nothing(self, action: Action) -> None:
-        """Do nothing for UNSHARD and RESHARD, because stages have no sharded parameters."""
+    def _unshard(self, action: Action) -> None:
+        """Start to gather the sharded weights of a stage; with no sharded weights, do nothing."""
+        stage = _stage(action)
+        if (weights := self.parts.part.weights.get(stage)) is not None:
+            weights.open(next(self._windows[stage], None))
+            self._step.num_bytes = weights.num_bytes
+
+    def _reshard(self, action: Action) -> None:
+        """Free the weights of a stage that this actor does not own; with no sharded weights, do nothing."""
+        if (weights := self.parts.part.weights.get(_stage(action))) is not None:
+            weights.close()
 
     # --- helpers ---
 

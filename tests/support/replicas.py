@@ -13,6 +13,7 @@ from tests.support.team import batch
 MODES = {
     "all_reduce": {"zero": 0},
     "zero": {"zero": 1},
+    "zero 2": {"zero": 2},
     "parameter_server": {"data_parallel": "parameter_server"},
 }
 LAYOUTS = [(2, 1), (3, 1), (4, 1), (2, 2), (2, 3), (3, 2)]

@@ -283,7 +283,8 @@ def test_buckets_start_inside_the_last_backward_and_in_no_earlier_one(schedule, 
         for stage, backward in last.items():
             own = [span for span in buckets if span.action == Action(stage, Op.REDUCE_GRAD, None)]
             assert all(backward.start < span.start < backward.end for span in own)
-            assert all(step.start < span.end <= step.end for span in own)
+            lent = mode == "zero 2"  # its flat tensors are few, so it waits for the oldest reductions in the backward
+            assert all((lent or step.start < span.end) and span.end <= step.end for span in own)
         assert all(span.bytes > 0 for span in buckets)
         assert sum(span.action.op in COMPUTE for span in spans) == sum(
             a.op in COMPUTE for a in worker.member.program.row
