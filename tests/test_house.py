@@ -350,8 +350,8 @@ MAY_IMPORT = {
         "schedules/simulation"
     ),
     "raypar/reporting/html": (
-        "actors/mesh actors/models actors/specs raypar raypar/config raypar/reporting/run_folder "
-        "schedules/drawing schedules/simulation"
+        "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner raypar/reporting/run_folder "
+        "schedules/drawing"
     ),
     "raypar/reporting/run_folder": (
         "actors actors/collective actors/specs raypar raypar/checkpoint raypar/config schedules "
