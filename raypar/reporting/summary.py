@@ -74,15 +74,15 @@ def log_plan(run: Run, schedule: Schedule, skeleton: Skeleton) -> None:
         log.info("%s: %s", name, figure)
 
 
-def planned_grid(run: Run, schedule: Schedule, *, color: bool = False) -> str:
+def planned_grid(schedule: Schedule, bubble: str, *, color: bool = False) -> str:
     """Draw the schedule of a run, each action one slot, above the bubble that is predicted for the run.
 
     Args:
-        run: The run.
         schedule: The lowered schedule of a training step.
+        bubble: The bubble in words, as ``plan_rows`` tells it.
         color: Whether to colour the cells, for a terminal.
     """
-    drawn, bubble = grid({"": simulate(schedule, UNIT)}, color=color), from_flops(run, schedule).bubble
+    drawn = grid({"": simulate(schedule, UNIT)}, color=color)
     return "\n".join([*drawn, f"{schedule.name}: bubble {bubble}; the grid shows the order, a slot for each action"])
 
 

@@ -22,6 +22,7 @@ from raypar.cli.output_files import whole_file
 from raypar.config.recipes import recipe
 from raypar.errors import JobError
 from raypar.parity.verify import Bounds, Difference, Verdict
+from raypar.reporting import summary as summaries
 from raypar.schedules import build, lower, to_csv
 
 ROOT = Path(__file__).parents[3]
@@ -254,6 +255,14 @@ def test_a_dry_run_says_what_the_run_needs_and_what_is_here(said, data):
     assert re.search(r"GiB of [\d.]+ [GM]iB free here, [\d.]+ [GM]iB for each of 4", rows["memory in all"])
 
 
+def test_a_dry_run_predicts_once(said, data, monkeypatch):
+    predicted = []
+    predict = summaries.from_flops
+    monkeypatch.setattr(summaries, "from_flops", lambda *given: predicted.append(given) or predict(*given))
+    assert said("train", "gpt-tiny", *data, "--dry-run")[0] == 0
+    assert len(predicted) == 1
+
+
 def test_a_dry_run_takes_no_time_and_no_torch():
     """Seconds of the CPU, since those of the clock are longer on a busy machine."""
     for name in ("gpt-124m", "llama-small"):
@@ -451,6 +460,8 @@ def test_a_run_is_logged_and_summed_up(said, kept_actors, data, tmp_path):
     path = tmp_path / "log.jsonl"
     code, out, err = said("train", "gpt-tiny", *data, "--steps", 3, "--eval-every", 2, "--log", path)
     assert code == 0, err
+    assert "mesh.pp is 2, from recipe gpt-tiny\n" in err
+    assert [line for line in err.splitlines() if line.startswith("actors: ")] == ["actors: 2 = pp 2"]
     assert [line.split()[1] for line in err.splitlines() if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     steps, evaluations = [x for x in lines if "loss" in x], [x for x in lines if "val_loss" in x]
