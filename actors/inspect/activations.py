@@ -117,7 +117,7 @@ class Watch:
     def keep(self, spot: Spot, tensor: Tensor) -> None:
         """Keep a copy of a tensor, unless one of this name was kept already."""
         if spot not in self.seen:
-            sharding = self._outputs.get(spot.module, Sharding()).of_rank(tensor.dim())
+            sharding = self._outputs.get(spot.module, Sharding()).for_dims(tensor.dim())
             self.seen[spot] = Sight(tensor.detach().cpu().clone(), sharding)
 
     def _made(self, name: str, microbatch: int, module: nn.Module, inputs: object, output: object) -> None:
