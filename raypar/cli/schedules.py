@@ -168,6 +168,11 @@ def measure(words: Sequence[str]) -> str:
         raise ScheduleError("\n".join(wrong))
     schedule = _load(args).lowered()
     timeline = simulate(schedule, Costs(**given), send_capacity=SEND_WINDOW)
+    if not math.isfinite(timeline.makespan):
+        largest = max(given, key=lambda name: given[name])
+        raise ScheduleError(
+            f"--{largest} is {given[largest]}: the step would take longer than a number can say: give less"
+        )
     if args.format == "text":
         costs = f"F {args.f:g}, B {args.b:g}, I {args.i:g}, W {args.w:g}, link {args.link:g}"
         return f"{_sizes(schedule)}\ncosts given: {costs}\n{summary(timeline)}"

@@ -76,14 +76,17 @@ class Job:
 
     @property
     def run(self) -> Run:
+        """The run that the actors perform."""
         return self._loop.loaded.run
 
     @property
     def schedule(self) -> Schedule:
+        """The lowered schedule of a training step."""
         return self._loop.loaded.schedule
 
     @property
     def next_step(self) -> int:
+        """The step that is taken next, counted from 0."""
         return self._loop.next_step
 
     @next_step.setter

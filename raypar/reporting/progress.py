@@ -24,7 +24,8 @@ log = logging.getLogger("raypar")
 class Display(Protocol):
     """Shows reports and evaluations as they come."""
 
-    def show(self, outcome: Report | Evaluation) -> None: ...
+    def show(self, outcome: Report | Evaluation) -> None:
+        """Show a report or an evaluation."""
 
 
 @contextmanager

@@ -145,6 +145,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
+        """The exponential of the loss, at most that of 700, which is still finite."""
         return math.exp(min(self.loss, 700.0))
 
     def to_dict(self) -> dict[str, Any]:

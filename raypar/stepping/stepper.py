@@ -81,6 +81,7 @@ class Stepper:
 
     @property
     def schedule(self) -> Schedule:
+        """The lowered schedule of the step."""
         return self._board.schedule
 
     @property

@@ -30,6 +30,7 @@ class History:
 
     @classmethod
     def of(cls, past: Past) -> History:
+        """Sort the metrics of a run folder; of a step that was taken again, the last line counts."""
         steps: dict[int, dict[str, Any]] = {}
         evaluations: dict[int, dict[str, Any]] = {}
         for line in past.metrics:

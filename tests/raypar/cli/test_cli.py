@@ -178,6 +178,7 @@ def test_simulate_measures(said):
             "99999 ranks x 99999 microbatches x 1 chunks",
         ),
         (("simulate", "1f1b", "--f", "-1", "--link", "nan"), "--f is -1.0: it must be 0 or more\n--link is nan"),
+        (("simulate", "1f1b", "--link", "1e308"), "--link is 1e+308: the step would take longer than a number can say"),
         (("check", "two.csv", "--ranks", "3", "--microbatches", "2"), "has 2 ranks, not 3: leave --ranks out"),
     ],
 )
