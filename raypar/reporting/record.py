@@ -67,7 +67,7 @@ class Record:
             self._tell(tracker, partial(sink.write, line, outcome.steps_taken))
 
     def unmeasured(self) -> int | None:
-        """Return the latest step if its times are still to be recorded, else None. Only the first call returns it."""
+        """Return the latest step if its times were not recorded yet, else None. A second call returns None."""
         step, self._step = self._step, None
         return None if self._folder is None else step
 

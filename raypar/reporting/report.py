@@ -18,7 +18,7 @@ Moved = Mapping[tuple[str, str], tuple[int, int]]  # by (axis, op): calls and by
 
 
 def timelines_of(schedule: Schedule, world: World, rows: Sequence[Sequence[Span]]) -> list[Timeline]:
-    """Make the timelines of a step, whose first span begins at second 0.
+    """Make the timelines of a step. Their times are seconds since the start of the step's first span.
 
     Args:
         schedule: The schedule as it was performed.

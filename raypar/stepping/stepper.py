@@ -273,9 +273,9 @@ class Stepper:
         return self._report
 
     def rewind(self) -> Taken:
-        """Return to the start of the step and its first schedule; weights, optimizer and buffers are restored.
+        """Return to the start of the step and to its first schedule.
 
-        Every bit is as it was.
+        Weights, optimizer state and buffers are restored bitwise.
         """
         with patience(f"rewinding step {self.step + 1}") as ctrl_c:
             self._undo()
