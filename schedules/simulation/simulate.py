@@ -78,7 +78,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, send_capacity: i
     """
     actors = [f"pp={rank}" for rank in range(schedule.num_ranks)]
     performed = _performed(schedule, costs or Costs(), send_capacity)
-    return Timeline(schedule, tuple(Event(rank, actors[rank], *event) for rank, *event in performed))
+    events = (Event(rank, actors[rank], action, start, end) for rank, action, start, end in performed)
+    return Timeline(schedule, tuple(events))
 
 
 @dataclass(frozen=True, slots=True)
