@@ -11,13 +11,13 @@ from raypar.actors.collective.ledger import Entry
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import Kind, Span, StepResult
 from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import ELEMENTS
 from raypar.reporting.notebook import Totals, box, table
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Event, Timeline
 
 Moved = Mapping[tuple[str, str], tuple[int, int]]  # by (axis, op): calls and bytes
 
-ELEMENTS = ("tokens", "targets")  # units that are elements of the targets; all others are samples
 _TIMES = ("tokens_per_s", "step_ms", "bubble", "overlap")  # fields that say nothing of a step by hand
 
 

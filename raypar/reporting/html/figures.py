@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
+from raypar.actors.specs.types import ELEMENTS
 from raypar.reporting.html.flops import actors_of, flops_per_token
-from raypar.reporting.report import ELEMENTS
 from raypar.reporting.run_folder.read import Past
 
 Points = list[tuple[float, float]]
