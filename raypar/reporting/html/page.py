@@ -66,11 +66,12 @@ def progress(history: History, marks: Sequence[Mark]) -> Markup:
 
 
 def speed(history: History, marks: Sequence[Mark]) -> Markup:
-    """Draw the throughput and the bubble over steps."""
-    name = f"{history.unit}/s"
+    """Draw the throughput and the bubble over steps, without those taken by hand, whose times say nothing."""
+    name, by_hand = f"{history.unit}/s", history.by_hand
+    told = [note(f"Left out: {by_hand:,} stepped by hand, whose times say nothing of a run.")] if by_hand else []
     return _pair(
-        section(name.capitalize(), _curve(history, name, history.throughput(), significant, marks)),
-        section("Bubble", _curve(history, "bubble", history.points("bubble"), share, marks)),
+        section(name.capitalize(), _curve(history, name, history.throughput(), significant, marks), *told),
+        section("Bubble", _curve(history, "bubble", history.points("bubble"), share, marks), *told),
     )
 
 
