@@ -15,7 +15,7 @@ from raypar.actors.errors import NonFiniteError
 from raypar.actors.models.tied_weights import Tie
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.optimizer import build_optimizer, gradient_norms, keep, kept_by, set_lr
-from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.specs.optim import AnyOptimizer
 from raypar.actors.specs.results import Updated
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
 
@@ -59,7 +59,7 @@ class Updater:
         ties: Sequence[Tie],
         group: Group | None,
         tensors: ShardedGradients,
-        optim: AdamW | SGD,
+        optim: AnyOptimizer,
         clip: float | None,
         steps: int,
     ) -> None:

@@ -350,7 +350,7 @@ def test_all_mistakes_in_a_run_are_listed(said, tmp_path):
         (("--model.kind", "llama", "--model.mlp", "3"), "--model.mlp: Llama has no field 'mlp': it has ffn"),
         (("gpt-tiny", "--optim.momentum=.9"), "--optim.momentum: AdamW has no field 'momentum': SGD has one"),
         (("gpt-tiny", "--mesh.ep", "2"), "no step was taken:\nmesh.ep is 2"),
-        (("--optim.kind", "adam"), "optim.kind is 'adam': use 'adamw' or 'sgd'"),
+        (("--optim.kind", "adam"), "optim.kind is 'adam': use 'adamw' or 'sgd' or 'muon'"),
         (("gpt-tiny", "--log", "."), "--log '.' is a folder"),
         (("gpt-tiny", "--trace", "."), "--trace '.' is a folder"),
         (("gpt-tiny", "--trace", "no/such/trace.json"), "--trace 'no/such/trace.json': there is no folder 'no/such'"),
