@@ -49,7 +49,7 @@ def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline:
     """
     world = world_of(run)
     held, told = _parameters(run, schedule, skeleton)
-    matrices = _matrices(run, schedule, skeleton)
+    matrices = muon_parameters(run, schedule, skeleton)
     workers = worker_memory(run, world, held, timeline, matrices)
     servers = server_memory(run, world, held, matrices)
     rows = [("parameters", told)]
@@ -79,8 +79,14 @@ def _parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> tupl
     return held, f"{whole:,}{stages}; an actor holds {_range(held)}{divided if run.mesh.tensor_ranks > 1 else ''}"
 
 
-def _matrices(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> list[int]:
-    """Count the parameters of each pipeline rank that Muon updates; [] if the optimizer is another one."""
+def muon_parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> list[int]:
+    """Count the parameters of each pipeline rank that Muon updates; [] if the optimizer is another one.
+
+    Args:
+        run: The run.
+        schedule: The lowered schedule of a training step.
+        skeleton: The run's model without weights; built if None and needed.
+    """
     if not isinstance(run.optim, Muon):
         return []
     skeleton, optim = skeleton or Skeleton(run.model, run.seed), run.optim

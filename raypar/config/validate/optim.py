@@ -25,14 +25,14 @@ def mesh_faults(optim: AnyOptimizer, mesh: Mesh) -> Iterator[str]:
 def group_faults(optim: AnyOptimizer, model: GPT | Llama | Layers, skeleton: Skeleton) -> Iterator[str]:
     """Yield the faults of patterns of names, and of what they leave to Muon, each with its fix.
 
-    Without a pattern nothing is built, and torch is not imported.
+    Without a pattern or Muon nothing is built, and torch is not imported.
 
     Args:
         optim: The optimizer's settings.
         model: The model.
         skeleton: Its skeleton, whose building must not fail.
     """
-    if not any(patterns_of(optim)):
+    if not isinstance(optim, Muon) and not any(patterns_of(optim)):
         return
     weights, homes = skeleton.weights, skeleton.homes
     named = [*weights, *homes]

@@ -617,7 +617,7 @@ def test_replicas_and_servers_need_no_more_than_the_run_has(tiny):
     [
         {},
         {"clip": None, "chunks": 2, "split": (3, 5), "optim": SGD(lr=0.5), "mesh": Mesh(pp=2, dp=3)},
-        {"recompute": ("full", "selective")},
+        {"recompute": ("full", "selective"), "optim": Muon(rates={"embed.*": 0.5, "*": 1}, adamw_lr=0.1)},
         {"keep_last": 3, "zero": 1, "device": "cpu", "data": Text(__file__, val_path="stdlib")},
     ],
 )
