@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from raypar.actors.specs.optim import Muon, MuonScale
+from raypar.actors.tensor_parallel.gradients import ShardedGradients
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # of the quintic a x + b x^3 + c x^5, whose slope at 0 is large
 _SMALLEST = 1e-7  # norm below which a matrix counts as zero
@@ -26,10 +27,15 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class MuonWithAdamW:
     """Muon over matrices, and AdamW over all other weights, as one optimizer.
 
+    Of a matrix that a tensor-parallel group shards, each member keeps the momentum of its part. In every step the
+    members exchange their parts, each makes the whole matrix orthogonal, and adds its part of that to its weight.
+
     Args:
         spec: Settings of the optimizer.
         matrices: Parameter groups of matrices: dictionaries with ``params``, ``lr`` and ``weight_decay``.
         others: AdamW over the other weights; None if there are none.
+        names: Logical names of the matrices.
+        tensors: Which of them a tensor-parallel group shards.
 
     Attributes:
         param_groups: All parameter groups. A change of one counts from the next step on.
@@ -38,8 +44,16 @@ class MuonWithAdamW:
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
     """
 
-    def __init__(self, spec: Muon, matrices: Sequence[dict[str, Any]], others: torch.optim.Optimizer | None) -> None:
+    def __init__(
+        self,
+        spec: Muon,
+        matrices: Sequence[dict[str, Any]],
+        others: torch.optim.Optimizer | None,
+        names: Mapping[Tensor, str],
+        tensors: ShardedGradients,
+    ) -> None:
         self._spec, self._matrices, self._others = spec, matrices, others
+        self._names, self._tensors = names, tensors
         self.param_groups: list[dict[str, Any]] = [*matrices, *(others.param_groups if others else ())]
         self.state: defaultdict[Tensor, Any] = others.state if others else defaultdict(dict)
 
@@ -54,15 +68,15 @@ class MuonWithAdamW:
             self._others.step()
 
     def _update(self, weight: Tensor, gradient: Tensor, lr: float, weight_decay: float) -> None:
-        """Update one matrix (rows, columns) in place from its gradient of the same shape."""
-        momentum, state = self._spec.momentum, self.state[weight]
+        """Update one matrix, or this actor's part of one, in place from its gradient of the same shape."""
+        momentum, state, name = self._spec.momentum, self.state[weight], self._names[weight]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        ahead = gradient.lerp(mean, momentum) if self._spec.nesterov else mean
+        ahead = self._tensors.whole(name, gradient.lerp(mean, momentum) if self._spec.nesterov else mean)
         update = orthogonalized(ahead, self._spec.iterations, _DTYPES[self._spec.precision])
         weight.mul_(1 - lr * weight_decay)
-        weight.add_(update, alpha=-lr * scale_of(self._spec.scale, *weight.shape))
+        weight.add_(self._tensors.part(name, update), alpha=-lr * scale_of(self._spec.scale, *update.shape))
 
 
 def scale_of(scale: MuonScale, rows: int, columns: int) -> float:

@@ -14,6 +14,7 @@ from raypar.actors.checkpoint.snapshot import Read
 from raypar.actors.optim.groups import Rule, rule_of
 from raypar.actors.optim.muon import MuonWithAdamW
 from raypar.actors.specs.optim import AdamW, AnyOptimizer, Muon
+from raypar.actors.tensor_parallel.gradients import ShardedGradients
 from raypar.actors.tensors import is_dense
 
 # State keys of a parameter, by what updates it: see ``Rule.kind``.
@@ -46,12 +47,18 @@ class Optimizer(Protocol):
     def step(self) -> Any: ...
 
 
-def build_optimizer(spec: AnyOptimizer, parameters: Mapping[str, nn.Parameter]) -> Optimizer | None:
+_WHOLE = ShardedGradients({}, {}, None, watched=False)
+
+
+def build_optimizer(
+    spec: AnyOptimizer, parameters: Mapping[str, nn.Parameter], tensors: ShardedGradients = _WHOLE
+) -> Optimizer | None:
     """Build the optimizer for some parameters. Those that are updated alike (see ``Rule``) are one parameter group.
 
     Args:
         spec: Kind and settings of the optimizer.
         parameters: The parameters by logical name.
+        tensors: Which of them a tensor-parallel group shards; by default none.
 
     Returns:
         The optimizer, or None if there are no parameters.
@@ -69,7 +76,8 @@ def build_optimizer(spec: AnyOptimizer, parameters: Mapping[str, nn.Parameter]) 
         return _adamw(groups["adamw"], spec.betas, spec.eps)
     if isinstance(spec, Muon):
         others = _adamw(groups["adamw"], spec.adamw_betas, spec.adamw_eps) if groups["adamw"] else None
-        return MuonWithAdamW(spec, groups["muon"], others)
+        names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+        return MuonWithAdamW(spec, groups["muon"], others, names, tensors)
     # Not fused: on CPUs torch 2.13's fused SGD doesn't update half-precision weights, and fails for a parameter that
     # gets its first gradient in a later step.
     return _SGD(groups["sgd"], momentum=spec.momentum)

@@ -66,7 +66,7 @@ class Updater:
         self._parameters, self._names, self._ties, self._group = parameters, names, ties, group
         self._tensors, self._spec, self._clip, self._steps = tensors, optim, clip, steps
         self._places = {name: place for place, name in enumerate(names)}
-        self._optimizer = build_optimizer(optim, parameters)
+        self._optimizer = build_optimizer(optim, parameters, tensors)
 
     def step(self, step: int, ballot: Tensor | None) -> Updated:
         """Clip the gradients and update the parameters, unless a gradient or a loss is not finite.

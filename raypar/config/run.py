@@ -22,7 +22,7 @@ from raypar.config.fields import field_faults
 from raypar.config.schedule import Programs, programs_of, schedule_faults, with_backward
 from raypar.config.skeleton import Skeleton
 from raypar.config.validate.model import length_faults
-from raypar.config.validate.optim import group_faults, mesh_faults
+from raypar.config.validate.optim import group_faults
 from raypar.config.validate.outputs import folder_faults, track_faults
 from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
 from raypar.errors import ConfigError
@@ -139,8 +139,6 @@ def _optimizer_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) 
     """Yield the faults of the optimizer, and of its patterns if the model can be built."""
     if isinstance(run.optim, OptimizerSettings):
         yield from run.optim.faults(right)
-    if right("optim", "mesh.tp"):
-        yield from mesh_faults(run.optim, run.mesh)
     if not right("optim", "model") or (isinstance(run.model, Transformer) and any(run.model.faults(right))):
         return
     try:

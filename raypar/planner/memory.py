@@ -94,7 +94,7 @@ def _states(run: Run, held: Sequence[int], matrices: Sequence[int]) -> list[int]
     if isinstance(run.optim, SGD):
         return [count * bool(run.optim.momentum) for count in held]
     if isinstance(run.optim, Muon):
-        return [2 * count - single for count, single in zip(held, matrices, strict=True)]
+        return [2 * count - min(count, single) for count, single in zip(held, matrices, strict=True)]
     return [2 * count for count in held]
 
 

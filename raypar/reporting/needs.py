@@ -92,7 +92,8 @@ def muon_parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> 
     skeleton, optim = skeleton or Skeleton(run.model, run.seed), run.optim
     weights = skeleton.weights
     sizes = {name: weight.numel() for name, weight in weights.items() if is_matrix(optim, name, weight.dim())}
-    return [sum(sizes.get(name, 0) for name in names) for names in _held(run, schedule, skeleton)]
+    parts = 1 if isinstance(run.model, Layers) else run.mesh.tensor_ranks  # of Layers no parameter counts as divided
+    return [sum(sizes.get(name, 0) for name in names) // parts for names in _held(run, schedule, skeleton)]
 
 
 def _held(run: Run, schedule: Schedule, skeleton: Skeleton) -> list[list[str]]:

@@ -1,11 +1,10 @@
-"""Check an optimizer's groups of weights against the model, and what an optimizer can be combined with."""
+"""Check an optimizer's groups of weights against the model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.optim.groups import Rule, is_matrix, is_named, patterns_of, rule_of
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import AnyOptimizer, Muon
@@ -13,13 +12,6 @@ from raypar.config.skeleton import Skeleton
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def mesh_faults(optim: AnyOptimizer, mesh: Mesh) -> Iterator[str]:
-    """Yield a fault if the optimizer needs whole matrices and the mesh divides them."""
-    if isinstance(optim, Muon) and mesh.tensor_ranks > 1:
-        why = "which divides matrices, and Muon can't yet make one orthogonal from its parts"
-        yield f"optim is a Muon, but mesh.tp is {mesh.tp!r}, {why}: set mesh.tp to 1, or use AdamW"
 
 
 def group_faults(optim: AnyOptimizer, model: GPT | Llama | Layers, skeleton: Skeleton) -> Iterator[str]:
