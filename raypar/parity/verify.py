@@ -171,7 +171,8 @@ def verify(run: Run, job: Job | None = None) -> Verdict:
 
     Args:
         run: The run. Device "auto" means CPUs here, whose results are bitwise the same everywhere. With "cuda" the
-            plain process uses a GPU of its own.
+            plain process uses a GPU of its own. Muon's iterations are in fp32 here, on both sides: in bf16 an order of
+            additions changes its updates by a percent.
         job: A job with enough actors to reuse, or None to launch one.
 
     Returns:
@@ -182,6 +183,8 @@ def verify(run: Run, job: Job | None = None) -> Verdict:
     """
     run = unrecorded(run)
     run = replace(run, device="cpu") if run.device == "auto" else run
+    if isinstance(run.optim, Muon):
+        run = replace(run, optim=replace(run.optim, precision="fp32"))
     check_run(run)
     demand_pure(run)
     plain = train_plainly(run)
