@@ -333,7 +333,9 @@ MAY_IMPORT = {
         "raypar/config/validate raypar/planner schedules schedules/checking schedules/passes "
         "schedules/simulation"
     ),
-    "raypar/config/validate": "actors/context_parallel actors/mesh actors/specs raypar raypar/config",
+    "raypar/config/validate": (
+        "actors/context_parallel actors/mesh actors/models actors/optim actors/specs raypar raypar/config"
+    ),
     "raypar/job": (
         "actors actors/collective actors/data actors/data_parallel actors/mesh actors/specs actors/worker "
         "raypar raypar/checkpoint raypar/cluster raypar/config raypar/planner raypar/reporting "
@@ -345,9 +347,9 @@ MAY_IMPORT = {
     ),
     "raypar/planner": "actors/mesh actors/models actors/specs schedules schedules/simulation",
     "raypar/reporting": (
-        "actors actors/collective actors/mesh actors/models actors/specs actors/worker raypar raypar/config "
-        "raypar/planner raypar/reporting/run_folder raypar/reporting/trackers schedules schedules/drawing "
-        "schedules/simulation"
+        "actors actors/collective actors/mesh actors/models actors/optim actors/specs actors/worker raypar "
+        "raypar/config raypar/planner raypar/reporting/run_folder raypar/reporting/trackers schedules "
+        "schedules/drawing schedules/simulation"
     ),
     "raypar/reporting/html": (
         "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner raypar/reporting/run_folder "

@@ -15,6 +15,7 @@ import pytest
 
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.specs.model import Llama
+from raypar.actors.specs.optim import Muon
 from raypar.cli import main as cli
 from raypar.cli import schedules as paper
 from raypar.cli import train as commands
@@ -321,7 +322,9 @@ def test_a_run_is_what_recipe_file_and_flags_say(monkeypatch, data, tmp_path, sa
         "--recompute=none",
         "--dry-run",
     )
-    first, second, third, fourth, fifth = seen
+    groups = ("--optim.no-decay", "*.bias", "embed.*", "--optim.rates", "embed.*", 0.1, "head.*", 2)
+    said("train", "gpt-tiny", "--optim.kind", "muon", "--optim.decay", "wsd", *groups, "--dry-run")
+    first, second, third, fourth, fifth, sixth = seen
     assert (first.steps, first.seed, first.split, first.clip) == (5, 3, (3, 9), None)
     assert (first.model.layers, first.model.hidden, first.optim.kind) == (12, 32, "sgd")
     assert (second.steps, second.optim.momentum, second.model.tied) == (7, 0.5, True)
@@ -330,6 +333,8 @@ def test_a_run_is_what_recipe_file_and_flags_say(monkeypatch, data, tmp_path, sa
     assert (second.clip, third.clip, fifth.zero, fifth.recompute) == (1.0, None, None, "none")
     assert fourth.model == Llama(layers=12, hidden=32, heads=4, kv_heads=2, seq=32, dropout=0.1)
     assert fifth.model == replace(recipe("llama-tiny").model, positions="alibi", ffn=90)
+    rates = {"embed.*": 0.1, "head.*": 2.0}
+    assert sixth.optim == Muon(warmup=2, decay="wsd", no_decay=("*.bias", "embed.*"), rates=rates)
     assert type(first).__name__ == "Run"
 
 
@@ -358,9 +363,9 @@ def test_all_mistakes_in_a_run_are_listed(said, tmp_path):
         (("--model.kind", "bert"), "model.kind is 'bert': use 'gpt' or 'llama'"),
         (("llama-tiny", "--model.kv-heads", "3"), "model.kv_heads 3 does not divide model.heads 4: use 2, say"),
         (("--model.kind", "llama", "--model.mlp", "3"), "--model.mlp: Llama has no field 'mlp': it has ffn"),
-        (("gpt-tiny", "--optim.momentum=.9"), "--optim.momentum: AdamW has no field 'momentum': SGD has one"),
+        (("gpt-tiny", "--optim.momentum=.9"), "--optim.momentum: AdamW has no field 'momentum': SGD and Muon have one"),
         (("gpt-tiny", "--mesh.ep", "2"), "no step was taken:\nmesh.ep is 2"),
-        (("--optim.kind", "adam"), "optim.kind is 'adam': use 'adamw' or 'sgd'"),
+        (("--optim.kind", "adam"), "optim.kind is 'adam': use 'adamw' or 'sgd' or 'muon'"),
         (("gpt-tiny", "--log", "."), "--log '.' is a folder"),
         (("gpt-tiny", "--trace", "."), "--trace '.' is a folder"),
         (("gpt-tiny", "--trace", "no/such/trace.json"), "--trace 'no/such/trace.json': there is no folder 'no/such'"),
