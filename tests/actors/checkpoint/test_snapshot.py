@@ -11,7 +11,7 @@ from torch import nn
 from raypar.actors.checkpoint.shards import read_shard
 from raypar.actors.checkpoint.snapshot import Copies
 from raypar.actors.errors import CheckpointError
-from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.specs.optim import SGD, AdamW, Muon
 from tests.support.snapshots import loaded, saved
 from tests.support.team import Team, linears
 
@@ -22,7 +22,8 @@ LAYOUTS = {
     "zero": {"pp": 2, "dp": 2, "zero": 1},
     "servers": {"pp": 2, "dp": 2, "servers": 2},
 }
-OPTIMIZERS = {"adamw": AdamW(lr=0.01, warmup=4), "sgd": SGD(lr=0.01), "plain sgd": SGD(momentum=0.0)}
+MUON = Muon(lr=0.01, adamw=("layers.5.*",), rates={"layers.0.*": 0.5}, decay="wsd", decay_steps=2)
+OPTIMIZERS = {"adamw": AdamW(lr=0.01, warmup=4), "sgd": SGD(lr=0.01), "plain sgd": SGD(momentum=0.0), "muon": MUON}
 
 
 def team_of(layers=None, pp=1, m=2, **changes):
