@@ -31,7 +31,7 @@ class Mesh:
     tp: Count | GridSpelling = 1
     """shards of a layer: a number, or a grid: 2d:2x2, 2.5d:2x2x1 (a square, and its depth), 3d:2x2x2"""
     shard: Count | None = None
-    """with zero, number of replicas (of dp x cp) among which weights are sharded, those of a node, say; each group of so
+    """with zero, how many replicas (of dp x cp), those of a node, say, share out weights among them; each group of so
     many replicas has a copy of all weights (hybrid sharding). None: all replicas"""
     ep: Count = 1
     """expert groups, carved out of dp x cp x tp; not yet: a run must have 1"""

@@ -153,6 +153,17 @@ class World:
         """
         return tuple(self.mesh.rank(pp=pp, dp=dp) for pp in range(self.mesh.pp))
 
+    def holders(self, dp: int) -> tuple[int, ...]:
+        """Return the workers that together hold the weights of one data-parallel replica.
+
+        Of each tensor group, the first. With ZeRO stage 3 they are those of all replicas that share the weights out,
+        else those of the replica itself.
+        """
+        if not self.gathers:
+            return self.replica(dp)
+        copy = self.copy_of(self.mesh.rank(dp=dp))
+        return tuple(rank for rank in range(self.mesh.size) if self.leads(rank) and self.copy_of(rank) == copy)
+
     def tensor_group(self, rank: int) -> tuple[int, ...]:
         """Return the members of a worker's tensor group. If the worker is the first tensor rank, it comes first."""
         return self.mesh.group_of("tp", rank)[1]

@@ -16,6 +16,8 @@ from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.recompute import Recompute
 from raypar.actors.specs.types import Backward, Context, DeviceChoice, Split, Tracker
+from raypar.schedules.passes.gather_weights import GatherWhen, ReshardAfterForward
+from raypar.schedules.passes.reduce_gradients import ReduceWhen
 from raypar.schedules.schedule import Schedule
 
 
@@ -53,6 +55,17 @@ class Run:
     parameter_server"""
     zero_units: Count = 1
     """with zero 3, layers whose weights are gathered together; an embedding and a head are gathered alone"""
+    zero_reduce: ReduceWhen | None = None
+    """how often replicas reduce gradients: once a step, which sends less, or once a microbatch, so that no replica holds
+    them all; None: a microbatch with zero 2 and 3, else a step"""
+    zero_gather: GatherWhen = "microbatch"
+    """with zero 3, when weights are gathered: for each forward and backward of a microbatch, layer by layer; or once a
+    step, which sends less and holds the weights of whole stages"""
+    zero_resident: Count | None = None
+    """with zero_gather step, the most stages of an actor whose weights are whole at once; None: all"""
+    reshard_after_forward: ReshardAfterForward = True
+    """with zero 3, whether weights are freed between the forward and the backward of a microbatch; except_last: not in
+    the last stage, whose backward comes next"""
     sequence_parallel: bool = False
     """with mesh.tp, divide norms and dropout too, along the sequence: less memory, the same number of bytes sent"""
     context: Context = "ring"

@@ -12,7 +12,9 @@ from raypar.actors.specs.types import SEND_WINDOW, Backward, ProgramName
 from raypar.schedules.action import Op
 from raypar.schedules.catalog import entry_of
 from raypar.schedules.checking.counterexample import Generate, demand_sound
+from raypar.schedules.passes.gather_weights import GatherWhen, ReshardAfterForward, gather_weights
 from raypar.schedules.passes.lower import Order, lower
+from raypar.schedules.passes.reduce_gradients import ReduceWhen, reduce_gradients
 from raypar.schedules.passes.split_backward import split_backward
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs
@@ -82,6 +84,51 @@ def with_backward(programs: Programs, backward: Backward, costs: Costs, *, hold:
     if train is not programs["train"]:
         demand_sound(train, send_capacity=SEND_WINDOW)
     return {**programs, "train": train}
+
+
+@dataclass(frozen=True)
+class ZeroActions:
+    """When replicas that share out gradients and weights reduce the former and gather the latter.
+
+    Attributes:
+        reduce: How often a stage's gradients are reduced; None if they are not.
+        gather: For how long a stage's weights are whole; None if they always are.
+        reshard_after_forward: Whether weights are freed between forward and backward; see ``gather_weights``.
+        resident: Most stages of a rank that are whole at once; None for no limit.
+    """
+
+    reduce: ReduceWhen | None = None
+    gather: GatherWhen | None = None
+    reshard_after_forward: ReshardAfterForward = True
+    resident: int | None = None
+
+
+def with_zero(programs: Programs, zero: ZeroActions) -> Programs:
+    """Return the programs with REDUCE_GRAD, UNSHARD and RESHARD where they have none, checked again.
+
+    Args:
+        programs: Lowered and checked programs, whose backwards are split as they will be run.
+        zero: When to reduce and to gather.
+
+    Raises:
+        ScheduleError: The sizes do not fit, or the new rows break a rule, which would be a bug of the pass.
+    """
+    if zero.gather is None and zero.reduce in (None, "step"):
+        return programs
+    made: dict[ProgramName, Schedule] = {}
+    for name, schedule in programs.items():
+        if zero.reduce is not None:
+            schedule = reduce_gradients(schedule, zero.reduce)
+        if zero.gather is not None:
+            schedule = gather_weights(
+                schedule,
+                zero.gather,
+                reshard_after_forward=zero.reshard_after_forward,
+                resident=zero.resident,
+            )
+        demand_sound(schedule, send_capacity=SEND_WINDOW)
+        made[name] = schedule
+    return made
 
 
 @dataclass(frozen=True)
