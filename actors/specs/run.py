@@ -56,8 +56,8 @@ class Run:
     zero_units: Count = 1
     """with zero 3, layers whose weights are gathered together; an embedding and a head are gathered alone"""
     zero_reduce: ReduceWhen | None = None
-    """how often replicas reduce gradients: once a step, which sends less, or once a microbatch, so that no replica holds
-    them all; None: a microbatch with zero 2 and 3, else a step"""
+    """how often replicas reduce gradients: once a step, which sends less, or once a microbatch, so that none holds them
+    all; None: a microbatch with zero 2 and 3, else a step"""
     zero_gather: GatherWhen = "microbatch"
     """with zero 3, when weights are gathered: for each forward and backward of a microbatch, layer by layer; or once a
     step, which sends less and holds the weights of whole stages"""
