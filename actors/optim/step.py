@@ -28,11 +28,14 @@ class Update(Protocol):
     The methods are those of ``Updater``.
     """
 
-    def step(self, step: int, ballot: Tensor | None) -> Updated: ...
+    def step(self, step: int, ballot: Tensor | None) -> Updated:
+        """Update the weights, or raise NonFiniteError."""
 
-    def state(self) -> Iterator[tuple[str, str, Tensor]]: ...
+    def state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield the optimizer's state for a checkpoint."""
 
-    def load(self, read: Read) -> None: ...
+    def load(self, read: Read) -> None:
+        """Load the optimizer's state from a checkpoint."""
 
 
 class Updater:

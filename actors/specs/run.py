@@ -7,7 +7,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
-from raypar.actors.bounds import BucketSize, Count, Positive, Steps
+from raypar.actors.bounds import BucketSize, Count, Positive, Steps, Word
 from raypar.actors.known_fields import known_fields
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import DataParallel, Zero
@@ -78,6 +78,9 @@ class Run:
     """save a checkpoint in the folder after every save_every steps, and at the end; 0: only at the end"""
     keep_last: Count | None = None
     """number of checkpoints to keep, the newest ones; None keeps all"""
+    unit: Word | None = None
+    """what throughput counts: tokens (elements of the targets), or your word for samples, such as images; None: tokens
+    of a sequence, else samples"""
     track: tuple[Tracker, ...] = ()
     """trackers that get every step: tensorboard (files in the folder), wandb, mlflow, ray (the cluster's dashboard)"""
     threads: Annotated[int, Ge(1), Le(1024)] = 1

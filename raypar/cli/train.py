@@ -28,7 +28,7 @@ from raypar.config.validate.parallel import idle_fields
 from raypar.errors import ConfigError, JobError
 from raypar.paths import CHECKPOINTS, RUN, absolute, checkpoints_in, holds_run, home_of
 from raypar.planner.host import room_faults
-from raypar.reporting.needs import Rows, actors_told
+from raypar.reporting.needs import Rows
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.summary import closing_rows, plan_rows, planned_grid
 from raypar.schedules.drawing.chrome_trace import chrome_trace
@@ -144,9 +144,10 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
     if args.dry_run:
         for idle in idle_fields(run.mesh, run.context, sequence=run.sequence_parallel):
             logging.getLogger("raypar").warning("%s", idle)
-        return Plan(planned_grid(run, schedule, color=terminal), plan_rows(run, schedule, origins=origins))
-    if origins:
-        logging.getLogger("raypar").info("actors: %s", actors_told(run, origins))
+        rows = plan_rows(run, schedule, origins=origins)
+        return Plan(planned_grid(schedule, dict(rows)["bubble"], color=terminal), rows)
+    for axis, origin in origins.items():  # the log says later how many actors that makes
+        logging.getLogger("raypar").info("mesh.%s is %s, from %s", axis, getattr(run.mesh, axis), origin)
     from raypar.job.run_folders import settled  # imports what mistakes and dry runs do not need
 
     run, launches = settled(run), list[float]()

@@ -23,6 +23,7 @@ from raypar.cli.output_files import whole_file
 from raypar.config.recipes import recipe
 from raypar.errors import JobError
 from raypar.parity.verify import Bounds, Difference, Verdict
+from raypar.reporting import summary as summaries
 from raypar.schedules import build, lower, to_csv
 
 ROOT = Path(__file__).parents[3]
@@ -178,6 +179,7 @@ def test_simulate_measures(said):
             "99999 ranks x 99999 microbatches x 1 chunks",
         ),
         (("simulate", "1f1b", "--f", "-1", "--link", "nan"), "--f is -1.0: it must be 0 or more\n--link is nan"),
+        (("simulate", "1f1b", "--link", "1e308"), "--link is 1e+308: the step would take longer than a number can say"),
         (("check", "two.csv", "--ranks", "3", "--microbatches", "2"), "has 2 ranks, not 3: leave --ranks out"),
     ],
 )
@@ -253,6 +255,14 @@ def test_a_dry_run_says_what_the_run_needs_and_what_is_here(said, data):
         r" +about \d+ MiB: weights 6 MiB, gradients 6 MiB, optimizer 1\d MiB, activat", rows["memory, pp=1"]
     )
     assert re.search(r"GiB of [\d.]+ [GM]iB free here, [\d.]+ [GM]iB for each of 4", rows["memory in all"])
+
+
+def test_a_dry_run_predicts_once(said, data, monkeypatch):
+    predicted = []
+    predict = summaries.from_flops
+    monkeypatch.setattr(summaries, "from_flops", lambda *given: predicted.append(given) or predict(*given))
+    assert said("train", "gpt-tiny", *data, "--dry-run")[0] == 0
+    assert len(predicted) == 1
 
 
 def test_a_dry_run_takes_no_time_and_no_torch():
@@ -456,6 +466,8 @@ def test_a_run_is_logged_and_summed_up(said, kept_actors, data, tmp_path):
     path = tmp_path / "log.jsonl"
     code, out, err = said("train", "gpt-tiny", *data, "--steps", 3, "--eval-every", 2, "--log", path)
     assert code == 0, err
+    assert "mesh.pp is 2, from recipe gpt-tiny\n" in err
+    assert [line for line in err.splitlines() if line.startswith("actors: ")] == ["actors: 2 = pp 2"]
     assert [line.split()[1] for line in err.splitlines() if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     steps, evaluations = [x for x in lines if "loss" in x], [x for x in lines if "val_loss" in x]
