@@ -13,7 +13,7 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import DataParallel, Zero
 from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import GPT, Layers, Llama
-from raypar.actors.specs.optim import SGD, AdamW, Muon
+from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.recompute import Recompute
 from raypar.actors.specs.types import Backward, Context, DeviceChoice, Split, Tracker
 from raypar.schedules.passes.gather_weights import GatherWhen, ReshardAfterForward
@@ -70,7 +70,7 @@ class Run:
     """with mesh.tp, divide norms and dropout too, along the sequence: less memory, the same number of bytes sent"""
     context: Context = "ring"
     """with mesh.cp, how attention reaches all tokens: ring, all_gather, ulysses (by heads), or rsa (full scores)"""
-    optim: AdamW | SGD | Muon = field(default_factory=AdamW)
+    optim: AnyOptimizer = field(default_factory=AdamW)
     """AdamW, SGD or Muon, with the learning-rate schedule"""
     clip: Positive | None = 1.0
     """largest global gradient norm; None does not clip"""
