@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -114,14 +114,41 @@ class StageWeights:
             unit.free(self)
 
 
-def windows_of(stage: int, row: Sequence[Action], recompute: Recompute) -> list[Pass | None]:
-    """Return what each window of a stage in a row is for: the only pass over the layers in it; None for several.
+class Windows:
+    """The windows of all sharded stages of an actor, as a row opens and closes them.
 
     Args:
-        stage: Number of the stage.
-        row: The row of its pipeline rank.
+        weights: The sharded weights of each stage, by its number; empty if none are sharded.
+        row: The row of the actor's pipeline rank.
         recompute: The run's recomputation; with "full", a backward runs the whole forward again.
     """
+
+    def __init__(self, weights: Mapping[int, StageWeights], row: Sequence[Action], recompute: Recompute) -> None:
+        self._weights = weights
+        self._kinds = {stage: _kinds_of(stage, row, recompute) for stage in weights}
+        self._left: dict[int, Iterator[Pass | None]] = {}
+
+    def begin(self) -> None:
+        """Begin a step: close the windows that an interrupted step has left open."""
+        for stage, weights in self._weights.items():
+            weights.close()
+            self._left[stage] = iter(self._kinds[stage])
+
+    def open(self, stage: int) -> int:
+        """Open the next window of a stage, and return the bytes of its weights; 0 if they are not sharded."""
+        if stage not in self._weights:
+            return 0
+        self._weights[stage].open(next(self._left[stage], None))
+        return self._weights[stage].num_bytes
+
+    def close(self, stage: int) -> None:
+        """Close the window of a stage."""
+        if stage in self._weights:
+            self._weights[stage].close()
+
+
+def _kinds_of(stage: int, row: Sequence[Action], recompute: Recompute) -> list[Pass | None]:
+    """Return what each window of a stage in a row is for: the only pass over the layers in it; None for several."""
     passes: dict[Op, Pass] = dict.fromkeys((Op.B, Op.I), "both" if recompute == "full" else "backward")
     passes[Op.F] = "forward"
     windows: list[list[Pass]] = []

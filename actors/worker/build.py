@@ -24,6 +24,7 @@ from raypar.actors.data_parallel.units import digests_of
 from raypar.actors.data_parallel.zero1 import ShardedUpdate
 from raypar.actors.data_parallel.zero3 import GatheredUpdate
 from raypar.actors.device import Place
+from raypar.actors.mesh.world import World
 from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model
 from raypar.actors.models.tied_weights import Tie, share, ties_of
@@ -112,15 +113,12 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
     parts = model.stages(run.split, train.num_stages)
     own = train.stages_of(world.pp(plan.rank))
     ties, same = ties_of(model, homes_of(model, run.split, train))
-    owner_of = {
-        name: owner
-        for sizes in sizes_of(model, run.split, train).values()
-        for name, owner in share_out(sizes, world.owners).items()
-    }
+    owner_of = _owner_of(plan, model)
+    parallelize = parallelizer.parallelize if axes else unsharded
     modules: dict[int, nn.Module] = {}
 
     def make(indices: Sequence[int]) -> None:
-        made = model.materialize(indices, run.seed, parallelizer.parallelize if axes else unsharded)
+        made = model.materialize(indices, run.seed, parallelize)
         place.settle(made)
         modules.update(zip(indices, made, strict=True))
 
@@ -156,17 +154,21 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
         for name, parameter in stage.parameters().items()
         if name not in same
     }
-    ties = [
-        Tie(
-            home=tie.home,
-            home_rank=world.owner_rank(tie.home_rank, owner_of[tie.home]),
-            copy=tie.copy,
-            copy_rank=world.owner_rank(tie.copy_rank, owner_of[tie.copy]),
-        )
-        for tie in ties
-    ]
+    ties = [_between_owners(tie, world, owner_of) for tie in ties]
     sharded = parallelizer.shards, parallelizer.partial, parallelizer.outputs
     return Part(model, stages, parameters, owner_of, ties, *sharded, weights)
+
+
+def _owner_of(plan: Plan, model: Model) -> dict[str, int]:
+    """Return which owner of its pipeline rank updates each parameter of the model."""
+    sizes = sizes_of(model, plan.run.split, plan.programs["train"]).values()
+    return {name: owner for one in sizes for name, owner in share_out(one, plan.world.owners).items()}
+
+
+def _between_owners(tie: Tie, world: World, owner_of: Mapping[str, int]) -> Tie:
+    """Return a tie between pipeline ranks as one between the owners of its ends, in the group of all updaters."""
+    home = world.owner_rank(tie.home_rank, owner_of[tie.home])
+    return Tie(tie.home, home, tie.copy, world.owner_rank(tie.copy_rank, owner_of[tie.copy]))
 
 
 def _halved(plan: Plan) -> dict[int, set[int]]:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.group import Group, GroupError
+from raypar.actors.collective.errors import GroupError
+from raypar.actors.collective.group import Group
 from raypar.actors.device import Place
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes

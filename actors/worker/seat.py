@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from raypar.actors.collective.group import Group, GroupError
+from raypar.actors.collective.errors import GroupError
+from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.replica_checks import demand_equal
 from raypar.actors.device import Place
 from raypar.actors.errors import ActionError, StaleError, described, trace

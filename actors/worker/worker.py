@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.group import Group, GroupError
+from raypar.actors.collective.errors import GroupError
+from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.replica_checks import digest
-from raypar.actors.data_parallel.stage_weights import Pass, windows_of
+from raypar.actors.data_parallel.stage_weights import Windows
 from raypar.actors.device import Place
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
@@ -25,30 +25,12 @@ from raypar.actors.tensors import Values, nbytes
 from raypar.actors.worker.build import assemble, ends_of_rounds
 from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.probe import Probe
+from raypar.actors.worker.program import Program
 from raypar.actors.worker.seat import Seat
 from raypar.actors.worker.state import WorkerState
 from raypar.actors.worker.step import Step
 from raypar.schedules.action import COMPUTE, RECVS, Action, Op
 from raypar.schedules.rules import needs, provides
-from raypar.schedules.schedule import Schedule
-
-
-@dataclass(frozen=True)
-class _Program:
-    """A program as this rank performs it.
-
-    Attributes:
-        schedule: The lowered schedule.
-        row: This rank's row of it.
-        courier: Sends and receives its messages.
-        windows: By stage, for each window between an UNSHARD and its RESHARD, the only pass over the layers in it; None
-            if there are several.
-    """
-
-    schedule: Schedule
-    row: tuple[Action, ...]
-    courier: Courier
-    windows: Mapping[int, Sequence[Pass | None]]
 
 
 class Worker:
@@ -99,16 +81,15 @@ class Worker:
         }
         self._first, self._last = ends_of_rounds(plan.programs["train"].rows[seat.pp])
         self._programs = {
-            name: _Program(
+            name: Program(
                 schedule,
                 schedule.rows[seat.pp],
                 Courier(groups.get("pp"), schedule.placement, schedule.num_microbatches),
-                {number: windows_of(number, schedule.rows[seat.pp], plan.run.recompute) for number in part.stages},
+                Windows(part.weights, schedule.rows[seat.pp], plan.run.recompute),
             )
             for name, schedule in plan.programs.items()
         }
         self.program = self._programs["train"]
-        self._windows: dict[int, Iterator[Pass | None]] = {}  # by stage: what the step's next windows are for
         self._rehearsed: set[ProgramName] = set()  # programs that have run before
         self._memory: dict[Kind, int] = {}  # by kind, once a training step has made it
         self._sources: dict[Action, tuple[Action, ...]] = {}  # by action, the actions whose values it takes
@@ -157,11 +138,9 @@ class Worker:
             self.state.zero_grad()
             if self.parts.reducer is not None:
                 self.parts.reducer.begin()
-        for number, stage in self._stages.items():
+        for stage in self._stages.values():
             stage.begin(train=train)
-            self._windows[number] = iter(self.program.windows[number])
-        for weights in self.parts.part.weights.values():
-            weights.close()
+        self.program.windows.begin()
         self._place.begin()
 
     def open(self, step: int) -> None:
@@ -319,16 +298,12 @@ class Worker:
         step.updated = self.state.update.step(step.number, ballot)
 
     def _unshard(self, action: Action) -> None:
-        """Start to gather the sharded weights of a stage; with no sharded weights, do nothing."""
-        stage = _stage(action)
-        if (weights := self.parts.part.weights.get(stage)) is not None:
-            weights.open(next(self._windows[stage], None))
-            self._step.num_bytes = weights.num_bytes
+        """Start to gather the weights of a stage, if they are sharded."""
+        self._step.num_bytes = self.program.windows.open(_stage(action))
 
     def _reshard(self, action: Action) -> None:
-        """Free the weights of a stage that this actor does not own; with no sharded weights, do nothing."""
-        if (weights := self.parts.part.weights.get(_stage(action))) is not None:
-            weights.close()
+        """Free the weights of a stage that this actor does not own, if they are sharded."""
+        self.program.windows.close(_stage(action))
 
     # --- helpers ---
 

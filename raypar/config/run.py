@@ -86,11 +86,16 @@ def check_run(
     faults += _output_faults(run, resumed, right, overwrite=overwrite)
     if faults or programs is None:
         raise ConfigError(faults)
-    if run.backward != "auto" or not isinstance(run.model, Layers) or run.model.halves:
-        costs = costs_of_run(run, programs["train"].num_stages)
-        # What a layer keeps for a later W is as large as all its activations, which recomputation is meant to spare.
-        programs = with_backward(programs, run.backward, costs, hold=run.recompute == "none")
-    return with_zero(programs, zero_actions_of(run))
+    return with_zero(_with_backward(run, programs), zero_actions_of(run))
+
+
+def _with_backward(run: Run, programs: Programs) -> Programs:
+    """Return the programs with backwards split as the run says."""
+    if run.backward == "auto" and isinstance(run.model, Layers) and not run.model.halves:
+        return programs
+    costs = costs_of_run(run, programs["train"].num_stages)
+    # What a layer keeps for a later W is as large as all its activations, which recomputation is meant to spare.
+    return with_backward(programs, run.backward, costs, hold=run.recompute == "none")
 
 
 def faults(run: Run) -> list[str]:

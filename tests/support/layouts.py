@@ -48,7 +48,8 @@ def more_tokens(step, microbatch, dp):
 
 def meshes():
     """The smallest first: that is where Hypothesis looks for a small example."""
-    axes = {"tp": (2, 1, 4, "2d:2x2", "2.5d:2x2x2", "3d:2x2x2"), "cp": (1, 2, 4), "pp": (1, 2, 3, 4), "dp": (1, 2, 3, 4)}
+    tensor = 2, 1, 4, "2d:2x2", "2.5d:2x2x2", "3d:2x2x2"
+    axes = {"tp": tensor, "cp": (1, 2, 4), "pp": (1, 2, 3, 4), "dp": (1, 2, 3, 4)}
     every = [Mesh(**dict(zip(axes, sizes, strict=True))) for sizes in product(*axes.values())]
     return st.sampled_from(sorted((mesh for mesh in every if mesh.size <= MOST_ACTORS), key=lambda mesh: mesh.size))
 
