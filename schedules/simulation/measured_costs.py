@@ -24,7 +24,8 @@ def costs_of(*timelines: Timeline) -> Costs:
     - The link has the median delay of the values that a rank was waiting for. If no rank waited for any value, it is
       the shortest delay: the longest link that still delivers in time.
     - STEP begins when all ranks have reached it, so it lasts from the last rank's start to the end.
-    - UNSHARD lasts as long as the gathers of its stage's units together, for each time that the schedule gathers it.
+    - UNSHARD lasts as long as the gathers of its stage's units together, for each time that the schedule gathers it; if
+      no units were measured, as long as the action itself.
     - A SEND costs its rank the time it took. A RECV costs nothing: the simulation computes the waiting.
     - An op that is in no timeline costs nothing.
 
@@ -63,12 +64,14 @@ def costs_of(*timelines: Timeline) -> Costs:
 
 def _gathers(timeline: Timeline) -> Iterator[tuple[Action, float]]:
     """Yield each stage's UNSHARD, and the seconds that one gather of the stage takes."""
-    spent: defaultdict[Action, float] = defaultdict(float)
+    beside, inside = defaultdict[Action, float](float), defaultdict[Action, float](float)
     for event in timeline.events:
-        if event.action.op is Op.UNSHARD and event.bucket is not None:
-            spent[event.action] += event.end - event.start
+        if event.action.op is Op.UNSHARD:
+            (inside if event.bucket is None else beside)[event.action] += event.end - event.start
     times = Counter(action for row in timeline.schedule.rows for action in row if action.op is Op.UNSHARD)
-    yield from ((action, seconds / times[action]) for action, seconds in spent.items() if times[action])
+    for action, number in times.items():
+        if seconds := beside[action] or inside[action]:
+            yield action, seconds / number
 
 
 def _links(timeline: Timeline) -> Iterator[tuple[float, bool]]:

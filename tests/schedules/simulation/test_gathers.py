@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypar.schedules import Costs, Schedule, build, costs_of, lower, simulate
-from raypar.schedules.action import Op
+from raypar.schedules import Costs, Event, Schedule, Timeline, build, costs_of, lower, simulate
+from raypar.schedules.action import Action, Op
 from raypar.schedules.passes.gather_weights import gather_weights
 from raypar.schedules.passes.reduce_gradients import reduce_gradients
 from raypar.schedules.rules import USES_WEIGHTS, most_whole
@@ -81,6 +81,15 @@ def test_costs_are_read_off_a_timeline_with_gathers():
     costs = Costs(unshard=0.5, reduce_grad=0.25)
     read = costs_of(simulate(schedule, costs))
     assert simulate(schedule, read) == simulate(schedule, costs)
+
+
+def test_a_measured_gather_is_that_of_its_units_or_of_the_action_itself():
+    schedule = lower(gather_weights(build("naive", 1, 1), "microbatch"))
+    unshard = Action.parse("0UNSHARD")
+    whole = [Event(0, "pp=0", unshard, start, start + 1.0) for start in (0.0, 10.0)]
+    units = [Event(0, "pp=0", unshard, float(start), start + 0.25, bucket=start % 4) for start in range(8)]
+    for events, cost in ((whole, 1.0), (units, 1.0), ([*whole, *units[:4]], 0.5)):
+        assert costs_of(Timeline(schedule, tuple(events), measured=True)).of(unshard) == cost
 
 
 def test_peaks_and_traffic_by_hand():
