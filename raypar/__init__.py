@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from raypar.actors.mesh.mesh import Mesh
     from raypar.actors.specs.data import Batches, Text
     from raypar.actors.specs.model import GPT, Layers, Llama
-    from raypar.actors.specs.optim import SGD, AdamW
+    from raypar.actors.specs.optim import SGD, AdamW, Muon
     from raypar.actors.specs.run import Run
     from raypar.cli.repl import tab_completion
     from raypar.config.recipes import recipe
@@ -32,7 +32,7 @@ _HOMES = {
     "raypar.actors.mesh.mesh": ("Mesh",),
     "raypar.actors.specs.data": ("Batches", "Text"),
     "raypar.actors.specs.model": ("GPT", "Layers", "Llama"),
-    "raypar.actors.specs.optim": ("SGD", "AdamW"),
+    "raypar.actors.specs.optim": ("SGD", "AdamW", "Muon"),
     "raypar.actors.specs.run": ("Run",),
     "raypar.cli.repl": ("tab_completion",),
     "raypar.config.recipes": ("recipe",),
@@ -62,6 +62,7 @@ __all__ = [
     "Layers",
     "Llama",
     "Mesh",
+    "Muon",
     "NonFiniteError",
     "Replayed",
     "Report",

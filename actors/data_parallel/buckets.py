@@ -42,6 +42,7 @@ class Bucket:
 
     @property
     def dtype(self) -> torch.dtype:
+        """dtype of the parameters, and of the flat tensor."""
         return self._like.dtype
 
     @torch.no_grad()

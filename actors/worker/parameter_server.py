@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.group import Group, GroupError
+from raypar.actors.collective.errors import GroupError
+from raypar.actors.collective.group import Group
 from raypar.actors.device import Place
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
@@ -61,21 +62,10 @@ class Server:
         self._buckets = buckets_of(plan, part, own)
         self._counts_votes = index == 0 and train.placement[-1] == seat.pp  # see Reducer.total
         seat.connect(part.ties)
-        seat.compare(index, own)
+        seat.compare(index, part.digests(index))
 
     def run(self, program: ProgramName, step: int, epoch: int | None = None) -> StepResult:
-        """Serve a whole step. In an evaluation there is nothing to do.
-
-        Args:
-            program: Name of the program.
-            step: Number of the step.
-            epoch: Epoch of the call; None to accept it in any case.
-
-        Raises:
-            StaleError: The call is of an earlier epoch.
-            ActionError: The step failed.
-            NonFiniteError: The gradients are not finite; no weight was changed.
-        """
+        """Serve a whole step; in an evaluation there is nothing to do. Arguments and errors are those of Worker.run."""
         self.seat.demand_current(epoch, self._epoch)
         self.begin(program, step)
         if program == "train":

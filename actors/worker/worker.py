@@ -5,45 +5,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.group import Group, GroupError
+from raypar.actors.collective.errors import GroupError
+from raypar.actors.collective.group import Group
+from raypar.actors.data_parallel.replica_checks import digest
+from raypar.actors.data_parallel.stage_weights import Windows
 from raypar.actors.device import Place
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
 from raypar.actors.optim.step import ballot_of
 from raypar.actors.pipeline.p2p import Courier
-from raypar.actors.specs.results import Span, StepResult
+from raypar.actors.specs.results import Kind, Span, StepResult
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.tensors import Values, nbytes
-from raypar.actors.worker.build import assemble, last_backwards
+from raypar.actors.worker.build import assemble, ends_of_rounds
 from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.probe import Probe
+from raypar.actors.worker.program import Program
 from raypar.actors.worker.seat import Seat
 from raypar.actors.worker.state import WorkerState
 from raypar.actors.worker.step import Step
 from raypar.schedules.action import COMPUTE, RECVS, Action, Op
 from raypar.schedules.rules import needs, provides
-from raypar.schedules.schedule import Schedule
-
-
-@dataclass(frozen=True)
-class _Program:
-    """A program as this rank performs it.
-
-    Attributes:
-        schedule: The lowered schedule.
-        row: This rank's row of it.
-        courier: Sends and receives its messages.
-    """
-
-    schedule: Schedule
-    row: tuple[Action, ...]
-    courier: Courier
 
 
 class Worker:
@@ -74,7 +61,7 @@ class Worker:
         self.seat = seat = Seat(plan, groups, place)
         self.parts = assemble(plan, groups, place)
         part = self.parts.part
-        self.state = WorkerState(seat, part, part.parameters, self.parts.update, part.stages)
+        self.state = WorkerState(seat, part, part.kept, self.parts.update, part.stages)
         self.probe = Probe(seat, self.state, part.model.names, part.outputs)
         self._place, self._stages, self._step = place, part.stages, self.probe.step
         self._epoch = 0  # number of steps refused for non-finite gradients
@@ -87,29 +74,30 @@ class Worker:
             Op.SEND_B: self._send,
             Op.RECV_F: self._receive,
             Op.RECV_B: self._receive,
-            Op.UNSHARD: self._nothing,
-            Op.RESHARD: self._nothing,
+            Op.UNSHARD: self._unshard,
+            Op.RESHARD: self._reshard,
             Op.REDUCE_GRAD: self._reduce,
             Op.STEP: self._update,
         }
-        row = plan.programs["train"].rows[seat.pp]
-        self._first, self._last = (set(last_backwards(part).values()) for part in (row[::-1], row))
+        self._first, self._last = ends_of_rounds(plan.programs["train"].rows[seat.pp])
         self._programs = {
-            name: _Program(
+            name: Program(
                 schedule,
                 schedule.rows[seat.pp],
                 Courier(groups.get("pp"), schedule.placement, schedule.num_microbatches),
+                Windows(part.weights, schedule.rows[seat.pp], plan.run.recompute),
             )
             for name, schedule in plan.programs.items()
         }
         self.program = self._programs["train"]
         self._rehearsed: set[ProgramName] = set()  # programs that have run before
+        self._memory: dict[Kind, int] = {}  # by kind, once a training step has made it
         self._sources: dict[Action, tuple[Action, ...]] = {}  # by action, the actions whose values it takes
         seat.connect(part.ties)
         for owner in range(seat.world.owners):
-            seat.compare(owner, part.share(owner))
+            seat.compare(owner, part.digests(owner))
         if "dp" in groups:
-            seat.compare(0, part.fixed())
+            seat.compare(0, [digest(part.fixed())])
 
     # --- a step ---
 
@@ -152,6 +140,7 @@ class Worker:
                 self.parts.reducer.begin()
         for stage in self._stages.values():
             stage.begin(train=train)
+        self.program.windows.begin()
         self._place.begin()
 
     def open(self, step: int) -> None:
@@ -213,6 +202,7 @@ class Worker:
         step.now = None
         events, reducer = self._place.spans(step.events), self.parts.reducer
         if step.is_train:
+            self._memory = self._memory or self.probe.most()
             self.probe.close(events + (self._place.spans(reducer.spans) if reducer is not None else []))
         microbatches = sorted(step.losses) if self.seat.leads else []  # a tensor group reports its losses once
         return StepResult(
@@ -225,6 +215,8 @@ class Worker:
             overlap=reducer.overlap if reducer is not None and step.is_train and not self.seat.world.servers else None,
             in_flight=step.in_flight,
             peak_memory=self._place.peak(),
+            samples=step.samples if self.seat.leads else 0,
+            memory=self._memory,
         )
 
     # --- the actions ---
@@ -239,6 +231,7 @@ class Worker:
         if stage.is_last:
             target = source.targets(*batch)
             step.counts[microbatch] = stage.model.count(target)
+            step.samples += len(target[0]) if target[0].dim() else 1
             target = self._place.to(target)
         outputs = stage.forward(step.number, self._in_all(microbatch), inputs, target)
         if stage.is_last:
@@ -304,8 +297,13 @@ class Worker:
             self.state.remember(step.notes)
         step.updated = self.state.update.step(step.number, ballot)
 
-    def _nothing(self, action: Action) -> None:
-        """Do nothing for UNSHARD and RESHARD, because stages have no sharded parameters."""
+    def _unshard(self, action: Action) -> None:
+        """Start to gather the weights of a stage, if they are sharded."""
+        self._step.num_bytes = self.program.windows.open(_stage(action))
+
+    def _reshard(self, action: Action) -> None:
+        """Free the weights of a stage that this actor does not own, if they are sharded."""
+        self.program.windows.close(_stage(action))
 
     # --- helpers ---
 

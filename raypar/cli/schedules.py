@@ -20,13 +20,13 @@ from raypar.schedules.catalog import CATALOG
 from raypar.schedules.checking.errors import CheckError
 from raypar.schedules.drawing.cells import lines, padded, widest
 from raypar.schedules.drawing.files import drawings, save
-from raypar.schedules.drawing.text import WIDTH, summary, text
+from raypar.schedules.drawing.text import WIDTH, outcome_summary, text
 from raypar.schedules.passes.gather_weights import GatherWhen, gather_weights
 from raypar.schedules.passes.lower import Order, lower
 from raypar.schedules.passes.reduce_gradients import ReduceWhen, reduce_gradients
 from raypar.schedules.rules import most_in_flight
 from raypar.schedules.schedule import Schedule, ScheduleError
-from raypar.schedules.simulation.simulate import Costs, simulate
+from raypar.schedules.simulation.simulate import Costs, outcome
 
 A = TypeVar("A", bound="PaperArgs")
 Format = Literal["text", "svg", "csv", "json"]
@@ -200,13 +200,18 @@ def measure(words: Sequence[str]) -> str:
         raise ScheduleError("\n".join(wrong))
     loaded, costs = _load(args), Costs(**given, units=args.units)
     schedule = loaded.lowered(passes=_passes(args))
-    timeline = simulate(schedule, costs, send_capacity=SEND_WINDOW)
+    found = outcome(schedule, costs, send_capacity=SEND_WINDOW)
+    if not math.isfinite(found.makespan):
+        largest = max(given, key=lambda name: given[name])
+        raise ScheduleError(
+            f"--{largest} is {given[largest]}: the step would take longer than a number can say: give less"
+        )
     compared = placements(loaded.lowered(passes=_reductions(args)), costs, *sizes.values()) if args.gather else []
     if args.format == "text":
         told = f"F {args.f:g}, B {args.b:g}, I {args.i:g}, W {args.w:g}, link {args.link:g}"
         told += f", UNSHARD {args.unshard:g}" if args.gather else ""
         told += f", REDUCE_GRAD {args.reduce_grad:g}" if args.reduce else ""
-        text = f"{_sizes(schedule)}\ncosts given: {told}\n{summary(timeline)}"
+        text = f"{_sizes(schedule)}\ncosts given: {told}\n{outcome_summary(found)}"
         return f"{text}\n\n{table(compared)}" if compared else text
     figures: dict[str, Any] = {
         "schedule": schedule.name,
@@ -214,10 +219,10 @@ def measure(words: Sequence[str]) -> str:
         "stages": schedule.num_stages,
         "microbatches": schedule.num_microbatches,
         "costs": given,
-        "makespan": timeline.makespan,
-        "bubble": timeline.bubble,
-        "busy": [timeline.busy(rank) for rank in range(schedule.num_ranks)],
-        "in_flight": list(timeline.in_flight),
+        "makespan": found.makespan,
+        "bubble": found.bubble,
+        "busy": list(found.busy),
+        "in_flight": list(found.in_flight),
         "placements": [asdict(one) for one in compared],
     }
     return json.dumps(figures)

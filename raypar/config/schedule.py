@@ -12,7 +12,9 @@ from raypar.actors.specs.types import SEND_WINDOW, Backward, ProgramName
 from raypar.schedules.action import Op
 from raypar.schedules.catalog import entry_of
 from raypar.schedules.checking.counterexample import Generate, demand_sound
+from raypar.schedules.passes.gather_weights import GatherWhen, ReshardAfterForward, gather_weights
 from raypar.schedules.passes.lower import Order, lower
+from raypar.schedules.passes.reduce_gradients import ReduceWhen, reduce_gradients
 from raypar.schedules.passes.split_backward import split_backward
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs
@@ -26,15 +28,9 @@ MOST_CELLS = 5_000_000  # most microbatches x stages; lowering and checking take
 
 
 def programs_of(
-    schedule: str | Schedule,
-    ranks: int,
-    microbatches: int,
-    chunks: int | None,
-    *,
-    reduce_grad: bool = False,
-    passes: Sequence[Pass] = (),
+    schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | None, *, reduce_grad: bool = False
 ) -> Programs:
-    """Return the lowered and checked programs of a run, apart from ``with_backward``, which may split backwards later.
+    """Return the lowered and checked programs of a run, which ``with_backward`` and ``with_zero`` may change.
 
     The evaluation has the same forwards as the training step, in the same order, and no backwards.
 
@@ -45,9 +41,6 @@ def programs_of(
         chunks: Stages on each rank; None for the schedule's default.
         reduce_grad: Whether every stage reduces its gradients once a step, because there are replicas or parameter
             servers.
-        passes: Further passes for both programs, in their order, after lowering and before the check, such as
-            ``partial(gather_weights, when="microbatch")``, or ``partial(reduce_gradients, when="microbatch")`` instead
-            of ``reduce_grad``.
 
     Raises:
         ScheduleError: There is no such schedule, it does not fit the sizes, or it breaks a rule.
@@ -57,10 +50,10 @@ def programs_of(
     if train.forward_only:
         raise ScheduleError(f"schedule {train.name!r} has no backward: it can evaluate but not train; use 1f1b, say")
     # Before its sizes, because no sizes fit an impossible schedule.
-    lowered = loaded.lowered(reduce_grad=reduce_grad, passes=passes)
+    lowered = loaded.lowered(reduce_grad=reduce_grad)
     _demand_sizes(train, ranks, microbatches)
     forwards = ([action for action in row if action.op is Op.F] for row in train.rows)
-    evaluate = Loaded(Schedule.of(f"{train.name} forwards", forwards)).lowered(passes=passes)
+    evaluate = Loaded(Schedule.of(f"{train.name} forwards", forwards)).lowered()
     return {"train": lowered, "evaluate": evaluate}
 
 
@@ -95,6 +88,51 @@ def with_backward(programs: Programs, backward: Backward, costs: Costs, *, hold:
     if train is not programs["train"]:
         demand_sound(train, send_capacity=SEND_WINDOW)
     return {**programs, "train": train}
+
+
+@dataclass(frozen=True)
+class ZeroActions:
+    """When replicas that share out gradients and weights reduce the former and gather the latter.
+
+    Attributes:
+        reduce: How often a stage's gradients are reduced; None if they are not.
+        gather: For how long a stage's weights are whole; None if they always are.
+        reshard_after_forward: Whether weights are freed between forward and backward; see ``gather_weights``.
+        resident: Most stages of a rank that are whole at once; None for no limit.
+    """
+
+    reduce: ReduceWhen | None = None
+    gather: GatherWhen | None = None
+    reshard_after_forward: ReshardAfterForward = True
+    resident: int | None = None
+
+
+def with_zero(programs: Programs, zero: ZeroActions) -> Programs:
+    """Return the programs with REDUCE_GRAD, UNSHARD and RESHARD where they have none, checked again.
+
+    Args:
+        programs: Lowered and checked programs, whose backwards are split as they will be run.
+        zero: When to reduce and to gather.
+
+    Raises:
+        ScheduleError: The sizes do not fit, or the new rows break a rule, which would be a bug of the pass.
+    """
+    if zero.gather is None and zero.reduce in (None, "step"):
+        return programs
+    made: dict[ProgramName, Schedule] = {}
+    for name, schedule in programs.items():
+        if zero.reduce is not None:
+            schedule = reduce_gradients(schedule, zero.reduce)
+        if zero.gather is not None:
+            schedule = gather_weights(
+                schedule,
+                zero.gather,
+                reshard_after_forward=zero.reshard_after_forward,
+                resident=zero.resident,
+            )
+        demand_sound(schedule, send_capacity=SEND_WINDOW)
+        made[name] = schedule
+    return made
 
 
 @dataclass(frozen=True)

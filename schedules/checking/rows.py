@@ -9,9 +9,7 @@ from itertools import islice
 from raypar.schedules.action import RECVS, SENDS, Action, Op
 from raypar.schedules.checking.errors import Fault
 from raypar.schedules.rules import HOLDS, MAKES_GRADIENTS, USES_WEIGHTS, crosses, needs
-from raypar.schedules.schedule import Schedule
-
-MOST_LISTED = 8
+from raypar.schedules.schedule import MOST_LISTED, Schedule
 
 # One bit for each op that a stage performs once for a microbatch; a full backward B sets the bits of both halves.
 _BIT = {Op.F: 1, Op.I: 2, Op.W: 4, Op.SEND_F: 8, Op.RECV_F: 16, Op.SEND_B: 32, Op.RECV_B: 64}

@@ -1,18 +1,13 @@
-"""The programs of a run with further passes: both are changed before the check, and before backwards are split."""
+"""The programs of a run with sharded weights: both gather, and the check comes after the last pass."""
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
-from raypar.config.schedule import programs_of, with_backward
+from raypar.config.schedule import ZeroActions, load, programs_of, with_backward, with_zero
 from raypar.schedules import Costs, ScheduleError, check
 from raypar.schedules.action import Op
 from raypar.schedules.passes.gather_weights import gather_weights
-from raypar.schedules.passes.reduce_gradients import reduce_gradients
-
-PASSES = (partial(reduce_gradients, when="microbatch"), partial(gather_weights, when="microbatch"))
 
 
 def count(program, op):
@@ -20,16 +15,20 @@ def count(program, op):
 
 
 def test_training_and_evaluation_gather_and_only_training_reduces():
-    programs = programs_of("1f1b", 2, 4, None, passes=PASSES)
+    programs = with_zero(programs_of("1f1b", 2, 4, None), ZeroActions("microbatch", "microbatch"))
     train, evaluate = programs["train"], programs["evaluate"]
     assert [count(train, op) for op in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)] == [16, 16, 8]
     assert [count(evaluate, op) for op in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)] == [8, 8, 0]
-    split = with_backward(programs, "split", Costs(), hold=True)["train"]
-    assert (count(split, Op.B), count(split, Op.UNSHARD), count(split, Op.REDUCE_GRAD)) == (0, 16, 8)
-    check(split)
 
 
-def test_the_check_comes_after_the_last_pass_and_its_example_has_gone_through_it():
+def test_backwards_that_are_split_reduce_and_gather_as_well():
+    split = with_backward(programs_of("1f1b", 2, 4, None), "split", Costs(), hold=True)
+    train = with_zero(split, ZeroActions("microbatch", "microbatch"))["train"]
+    assert (count(train, Op.B), count(train, Op.UNSHARD), count(train, Op.REDUCE_GRAD)) == (0, 16, 8)
+    check(train)
+
+
+def test_a_schedule_s_check_comes_after_its_last_pass_and_its_example_has_gone_through_it():
     def half(schedule):
         found = gather_weights(schedule, "step")
         return type(found).of(
@@ -37,4 +36,4 @@ def test_the_check_comes_after_the_last_pass_and_its_example_has_gone_through_it
         )
 
     with pytest.raises(ScheduleError, match=r"(?s)weights: rank 0, action 0: stage 0 is still whole .* 1 microbatch"):
-        programs_of("1f1b", 4, 8, None, passes=[half])
+        load("1f1b", 4, 8, None).lowered(passes=[half])
