@@ -14,7 +14,7 @@ from raypar.schedules.passes.gather_weights import ReshardAfterForward, gather_w
 from raypar.schedules.rules import most_whole
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.memory import peaks, traffic
-from raypar.schedules.simulation.simulate import Costs, simulate
+from raypar.schedules.simulation.simulate import Costs, outcome, simulate
 
 Reshard = Literal["always", "except_last", "never"]
 
@@ -87,10 +87,12 @@ def _every(schedule: Schedule) -> Iterator[tuple[str, Callable[[Schedule], Sched
 
 
 def _measured(flags: str, schedule: Schedule, costs: Costs, weights: int, activations: int) -> Placement:
-    timeline = simulate(schedule, costs, send_capacity=SEND_WINDOW)
-    none = [0] * schedule.num_stages
-    times = [one.gathers for one in traffic(schedule, none, none, 1)]
+    found = outcome(schedule, costs, send_capacity=SEND_WINDOW)
+    each = [[size] * schedule.num_stages for size in (weights, activations)]
+    times = [one.gathers for one in traffic(schedule, *each, shards=1)]
     gathers = max(sum(times[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
-    each = ([size] * schedule.num_stages for size in (weights, activations))
-    peak = max(one.bytes for one in peaks(timeline, *each, units=costs.units)) / _MIB
-    return Placement(flags, timeline.makespan, timeline.bubble, gathers, max(most_whole(schedule)), peak)
+    peak = 0
+    if weights or activations:
+        timeline = simulate(schedule, costs, send_capacity=SEND_WINDOW)
+        peak = max(one.bytes for one in peaks(timeline, *each, units=costs.units))
+    return Placement(flags, found.makespan, found.bubble, gathers, max(most_whole(schedule)), peak / _MIB)
