@@ -88,11 +88,11 @@ def _every(schedule: Schedule) -> Iterator[tuple[str, Callable[[Schedule], Sched
 
 def _measured(flags: str, schedule: Schedule, costs: Costs, weights: int, activations: int) -> Placement:
     found = outcome(schedule, costs, send_capacity=SEND_WINDOW)
-    each = [[size] * schedule.num_stages for size in (weights, activations)]
-    times = [one.gathers for one in traffic(schedule, *each, shards=1)]
+    each, kept = [weights] * schedule.num_stages, [activations] * schedule.num_stages
+    times = [one.gathers for one in traffic(schedule, each, each, shards=1)]
     gathers = max(sum(times[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
     peak = 0
     if weights or activations:
         timeline = simulate(schedule, costs, send_capacity=SEND_WINDOW)
-        peak = max(one.bytes for one in peaks(timeline, *each, units=costs.units))
+        peak = max(one.bytes for one in peaks(timeline, each, kept, units=costs.units))
     return Placement(flags, found.makespan, found.bubble, gathers, max(most_whole(schedule)), peak / _MIB)
