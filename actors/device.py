@@ -19,20 +19,28 @@ from raypar.actors.tensors import Values
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # glibc's <malloc.h>
 _HUGE = (1 << 31) - 1
+_LARGE = 1 << 18  # bytes of a block that is worth a mapping of its own
 
 
-def keep_freed_memory() -> None:
-    """Make the C library keep freed memory, for the rest of this process (glibc only).
+def keep_freed_memory(*, keep: bool) -> None:
+    """Make the C library keep freed memory, or give it back to the system at once (glibc only).
 
-    A step allocates and frees the same activations again and again. Giving them back to the system in between costs a
-    page fault per page. There is one arena, because the thread that computes is not the main thread.
+    A step allocates and frees the same activations again and again. Giving them back in between costs a page fault per
+    page. A launch makes and frees each weight once: kept, that memory is cut into pieces too small for the next weight.
+    There is one arena, because the thread that computes is not the main thread.
+
+    Args:
+        keep: Whether to keep what is freed from now on. If not, what was kept is given back too.
     """
     if not sys.platform.startswith("linux"):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for option, value in ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, _HUGE)):
+    libc = ctypes.CDLL(None)
+    if (mallopt := getattr(libc, "mallopt", None)) is not None:
+        mapped, trimmed = (1 << 30, _HUGE) if keep else (_LARGE, _LARGE)
+        for option, value in ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, mapped), (_M_TRIM_THRESHOLD, trimmed)):
             mallopt(option, value)
+    if not keep and (trim := getattr(libc, "malloc_trim", None)) is not None:
+        trim(0)
 
 
 class PeakMemory:

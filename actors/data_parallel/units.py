@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from raypar.actors.collective.group import Group, Handle
 from raypar.actors.data_parallel.replica_checks import digest
+from raypar.actors.flat_memory import FlatMemory
 from raypar.actors.tensors import nbytes
 
 
@@ -90,38 +91,43 @@ class _Flat:
         names = sorted(parameters, key=lambda name: owner_of[name])  # stable, so alike on all replicas
         counts = [sum(parameters[name].numel() for name in names if owner_of[name] == owner) for owner in range(size)]
         self._counts, first = counts, sum(counts[:rank])
-        members = [parameters[name] for name in names]
-        starts = accumulate((parameter.numel() for parameter in members), initial=0)
-        self._flat = members[0].new_empty(sum(counts))
-        self._shard = members[0].new_empty(counts[rank])
-        self._held: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # with its values, whole and freed
+        self._members = [parameters[name] for name in names]
+        starts = list(accumulate((parameter.numel() for parameter in self._members[:-1]), initial=0))
+        # Dense even where the parameter is not; on the meta device, because this needs no memory.
+        strides = [torch.empty_like(parameter, device="meta").stride() for parameter in self._members]
+        self._shard = self._members[0].new_empty(counts[rank])
+        self._flat = FlatMemory(sum(counts), self._shard.dtype, self._shard.device)
+        places = zip(self._members, strides, starts, strict=True)
+        self._whole = [self._flat.tensor.as_strided(one.shape, stride, start) for one, stride, start in places]
         self.shards: dict[str, nn.Parameter] = {}
-        with torch.no_grad():
-            for name, start, parameter in zip(names, starts, members, strict=False):
-                place = torch.empty_like(parameter).stride()  # dense even where the parameter is not
-                if owner_of[name] == rank:
-                    shard = self._shard.as_strided(parameter.shape, place, start - first).copy_(parameter)
-                    self.shards[name] = nn.Parameter(shard)
-                nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
-                whole = self._flat.as_strided(parameter.shape, place, start)
-                self._held.append((parameter, whole, nothing.expand(parameter.shape)))
-        self.free()
+        for name, start, stride in zip(names, starts, strides, strict=True):
+            if owner_of[name] == rank:
+                shard = self._shard.as_strided(parameters[name].shape, stride, start - first)
+                self.shards[name] = nn.Parameter(shard.copy_(parameters[name].detach()))
+        self._freed = [_nothing(parameter) for parameter in self._members]
+        for parameter, freed in zip(self._members, self._freed, strict=True):
+            parameter.data = freed
 
     def gather(self) -> Handle | None:
-        """Allocate the flat tensor and start to gather it. Returns None if this replica owns everything."""
-        self._flat.untyped_storage().resize_(nbytes(self._flat))
-        for parameter, whole, _ in self._held:
+        """Take memory for the flat tensor and start to gather it. Returns None if this replica owns everything."""
+        self._flat.take()
+        for parameter, whole in zip(self._members, self._whole, strict=True):
             parameter.data = whole
         if self._group is None:
-            self._flat.copy_(self._shard)
+            self._flat.tensor.copy_(self._shard)
             return None
-        return self._group.all_gather_parts(self._flat, self._shard, self._counts)
+        return self._group.all_gather_parts(self._flat.tensor, self._shard, self._counts)
 
     def free(self) -> None:
-        """Free the flat tensor's memory."""
-        for parameter, _, nothing in self._held:
-            parameter.data = nothing
-        self._flat.untyped_storage().resize_(0)
+        """Release the flat tensor's memory."""
+        for parameter, freed in zip(self._members, self._freed, strict=True):
+            parameter.data = freed
+        self._flat.release()
+
+
+def _nothing(parameter: Tensor) -> Tensor:
+    """Return NaNs of a parameter's shape and dtype, which take the memory of one element."""
+    return torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
 def digests_of(units: Iterable[Unit]) -> dict[str, bytes]:

@@ -34,7 +34,6 @@ class Hosted:
     def __init__(self) -> None:
         self._member: Worker | Server | None = None  # None between two runs
         self._joined: dict[str, Group] = {}
-        keep_freed_memory()
         gc.freeze()  # exclude torch's objects from garbage collection
 
     # --- a run ---
@@ -52,6 +51,7 @@ class Hosted:
             UnequalReplicasError: A replica has made other weights of the same plan.
             RuntimeError: The plan's device does not exist.
         """
+        keep_freed_memory(keep=False)
         ledger, place = Ledger(), place_of(plan.device)
         place.enter()
         for key, axis, name, members in plan.world.memberships(plan.rank):
@@ -61,6 +61,7 @@ class Hosted:
             )
         ray_groups.close_together(self._joined)
         self._member = member_of(plan, self._joined, place)
+        keep_freed_memory(keep=True)
         return self._member.state.holds()
 
     def leave(self) -> None:

@@ -24,6 +24,7 @@ from raypar.actors.data_parallel.units import digests_of
 from raypar.actors.data_parallel.zero1 import ShardedUpdate
 from raypar.actors.data_parallel.zero3 import GatheredUpdate
 from raypar.actors.device import Place
+from raypar.actors.flat_memory import flat_empty
 from raypar.actors.mesh.world import World
 from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model
@@ -333,7 +334,9 @@ def _shared(plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, 
         return channels, updater_of(plan, part, part.parameters, groups)
     owners, channels = groups[plan.world.shard_key], []
     for owner in range(owners.size):
-        channel = _channel_to(owners, owner, partial(_empty, dp.device) if plan.world.zero > 1 else owners.empty)
+        channel = _channel_to(
+            owners, owner, partial(flat_empty, device=dp.device) if plan.world.zero > 1 else owners.empty
+        )
         if plan.world.hybrid:
             channel = channel._replace(tell=dp.host.all_reduce, finish=groups["replicate"].all_reduce)
         channels.append(channel)

@@ -1,0 +1,77 @@
+"""Flat tensors whose memory is given back to the system at once when they are not used.
+
+Memory of the C library's heap would not be: a freed block is rarely reused for one of the same size, since an aligned
+block needs some bytes more, which smaller ones have taken meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+
+import torch
+from torch import Tensor
+
+_NONE, _READ_WRITE = 0, 3  # <sys/mman.h>: PROT_NONE, PROT_READ | PROT_WRITE
+
+
+class FlatMemory:
+    """A flat tensor whose memory can be released and taken again, while its views, also those of autograd, stay valid.
+
+    On Linux's CPUs it is a mapping of its own. Whoever reads it while it is released ends the process, which is better
+    than numbers that are not there.
+
+    Args:
+        count: Number of elements.
+        dtype: Their dtype.
+        device: The device.
+
+    Attributes:
+        tensor: The tensor (count,). It is released at first.
+    """
+
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._mapping: mmap.mmap | None = None
+        self._size = count * dtype.itemsize
+        if device.type == "cpu" and sys.platform.startswith("linux") and self._size:
+            self._mapping, self.tensor = _mapped(count, dtype)
+            self._address = ctypes.c_void_p(self.tensor.data_ptr())
+        else:
+            self.tensor = torch.empty(count, dtype=dtype, device=device)
+        self.release()
+
+    def take(self) -> None:
+        """Take memory for the tensor, with undefined values."""
+        if self._mapping is not None:
+            self._protect(_READ_WRITE)
+        else:
+            self.tensor.untyped_storage().resize_(self._size)
+
+    def release(self) -> None:
+        """Give the memory back. Its values are lost."""
+        if self._mapping is not None:
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+            self._protect(_NONE)
+        else:
+            self.tensor.untyped_storage().resize_(0)
+
+    def _protect(self, protection: int) -> None:
+        assert self._mapping is not None
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.mprotect(self._address, ctypes.c_size_t(len(self._mapping)), protection):
+            raise MemoryError(f"{self._size} bytes can't be had (error {ctypes.get_errno()})")
+
+
+def flat_empty(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialised tensor (count,) whose memory is given back as soon as the tensor is deleted."""
+    if device.type == "cpu" and sys.platform.startswith("linux") and count:
+        return _mapped(count, dtype)[1]
+    return torch.empty(count, dtype=dtype, device=device)
+
+
+def _mapped(count: int, dtype: torch.dtype) -> tuple[mmap.mmap, Tensor]:
+    size = -(-count * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults
+    return mapping, torch.frombuffer(mapping, dtype=dtype, count=count)

@@ -1,0 +1,73 @@
+"""A model whose weights alone are more than an actor may hold: what trains it, and what is ended by the limit.
+
+    python -m tests.long.memory_limit [zero level] ...
+
+Each actor limits its own memory when it builds the model: what it has then, and ALLOWED bytes more. Prints for each
+level what became of three steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import resource
+from pathlib import Path
+
+import ray
+import torch
+from torch import nn
+
+import raypar as rp
+
+LAYERS, WIDTH = 48, 1024
+WEIGHTS = LAYERS * WIDTH * WIDTH * 4  # bytes, 192 MiB
+ALLOWED = 180 << 20  # bytes, less than the weights
+DP = 4
+
+
+def limited():
+    """Limit the memory of this process, if it is an actor."""
+    if ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None:
+        held = int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+        resource.setrlimit(resource.RLIMIT_DATA, (held + ALLOWED, resource.RLIM_INFINITY))
+
+
+def layers():
+    limited()
+    return [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+
+
+def batch(step, microbatch, dp):
+    generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + dp)
+    x = torch.randn(4, WIDTH, generator=generator)
+    return x, x.roll(1, 1)
+
+
+def outcome(**changes):
+    """The losses of three steps, or what ended them."""
+    run = rp.Run(
+        model=rp.Layers(layers, nn.functional.mse_loss),
+        data=rp.Batches(batch),
+        mesh=rp.Mesh(dp=DP),
+        microbatches=1,
+        optim=rp.SGD(lr=0.1, momentum=0.0),
+        steps=3,
+        bucket_mb=1.0,
+        **changes,
+    )
+    try:
+        with rp.launch(run) as job:
+            return [job.step().loss for _ in range(3)]
+    except rp.JobError as error:
+        return str(error).splitlines()[0][:150]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("levels", nargs="*", type=int, default=[3, 2, 0])
+    for level in parser.parse_args().levels:
+        print(f"zero={level}: {outcome(zero=level)}")
+
+
+if __name__ == "__main__":
+    main()
