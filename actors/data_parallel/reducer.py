@@ -76,7 +76,7 @@ class Reducer:
 
     def __init__(self, buckets: Sequence[Bucket], channels: Sequence[Channel], place: Place) -> None:
         self._buckets, self._channels, self._place = buckets, channels, place
-        self._flats = [channels[bucket.owner].empty(bucket.size, bucket.dtype) for bucket in buckets]
+        self._flats = [channels[bucket.owner].empty(bucket.size, bucket.grad_dtype) for bucket in buckets]
         self.begin()
 
     def begin(self) -> None:

@@ -16,7 +16,7 @@ from raypar.actors.models.base import Model
 from raypar.actors.pipeline.weight_grad import Linears, Owed
 from raypar.actors.rng import derive
 from raypar.actors.specs.recompute import Recompute, word_of
-from raypar.actors.tensors import Values, as_values
+from raypar.actors.tensors import Values, as_values, cast_floating
 
 
 class Stage:
@@ -40,6 +40,7 @@ class Stage:
         halved: Microbatches whose backward is split: ``backward_input`` leaves gradients of weights to
             ``backward_weight``, which costs a little time.
         shared: Parameters that several modules on this actor share.
+        is_half: Whether the layers compute in half precision. Their loss is computed in fp32 then.
         check_loss: Called with the first loss; raises ValueError if the loss is computed from only a part of the last
             layer's outputs.
 
@@ -60,6 +61,7 @@ class Stage:
         seed: int,
         halved: Container[int] = (),
         shared: Container[Tensor] = (),
+        is_half: bool = False,
         check_loss: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.model, self.layers = model, tuple(layers)
@@ -76,7 +78,7 @@ class Stage:
                     part.recomputes = words[index] == "selective"
         again = [module for index, module in zip(self.layers, modules, strict=True) if index in self._again]
         self._linears = Linears(modules, whole=again if model.halves else modules, shared=shared)
-        self._halved, self._check_loss = halved, check_loss
+        self._halved, self._is_half, self._check_loss = halved, is_half, check_loss
         if halved:
             self._linears.take_over()
         self.modules = self._linears.modules
@@ -262,7 +264,20 @@ class Stage:
             except Exception as error:
                 error.add_note(self.model.note(index, error))
                 raise
-        return (self.model.loss(values, target),) if self.is_last else values
+        if not self.is_last:
+            return values
+        return (loss_in_fp32(self.model, values, target) if self._is_half else self.model.loss(values, target),)
+
+
+def loss_in_fp32(model: Model, outputs: Values, target: Values) -> Tensor:
+    """Return the loss of outputs in half precision, computed in fp32.
+
+    Args:
+        model: The model.
+        outputs: The last layer's outputs.
+        target: The targets of the microbatch.
+    """
+    return model.loss(cast_floating(outputs, torch.float32), target).float()
 
 
 def _tail(outputs: Values) -> Tail:

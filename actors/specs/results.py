@@ -31,11 +31,15 @@ class Updated(NamedTuple):
 
     Attributes:
         grad_norm: Global norm of the gradients before clipping; None if not known.
-        lr: Learning rate; None if another actor made the update.
+        lr: Learning rate; None if another actor made the update, or if nobody did.
+        scale: Scale of the loss in this step; None if it was not scaled.
+        is_skipped: Whether nobody has changed a weight, because a number was not finite.
     """
 
     grad_norm: float | None = None
     lr: float | None = None
+    scale: float | None = None
+    is_skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class StepResult:
         in_flight: Largest number of microbatches between forward and backward at a time, over all stages of the actor.
         peak_memory: Peak memory during the step, in bytes: of the process on a CPU (0 if the system does not report
             it), of torch's allocations on a GPU.
+        scale: Scale of the loss; None if it was not scaled.
+        is_skipped: Whether the step changed no weight, because a number was not finite.
     """
 
     losses: tuple[float, ...]
@@ -64,6 +70,8 @@ class StepResult:
     overlap: float | None
     in_flight: int
     peak_memory: int
+    scale: float | None = None
+    is_skipped: bool = False
 
 
 @dataclass(frozen=True)

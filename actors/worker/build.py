@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from raypar.actors.collective.group import Group, Groups
 from raypar.actors.context_parallel.sequence import tokens_of
-from raypar.actors.data.batches import BatchSource, ContextSource, TokenMean, batch_source
+from raypar.actors.data.batches import BatchSource, CastSource, ContextSource, TokenMean, batch_source
 from raypar.actors.data_parallel.buckets import Bucket, pack, share_out
 from raypar.actors.data_parallel.reducer import Channel, Reducer
 from raypar.actors.data_parallel.replica_checks import fixed_weights
@@ -22,14 +22,18 @@ from raypar.actors.data_parallel.zero1 import ShardedUpdate
 from raypar.actors.device import Place
 from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model
+from raypar.actors.models.cast import cast
 from raypar.actors.models.tied_weights import Tie, share, ties_of
+from raypar.actors.optim.loss_scale import LossScaler
+from raypar.actors.optim.masters import Masters
 from raypar.actors.optim.step import Update, Updater
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.sharding import Shard, Sharding
 from raypar.actors.specs.model import Layers
+from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Split
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
-from raypar.actors.tensors import nbytes
+from raypar.actors.tensors import dtype_of, nbytes
 from raypar.actors.worker.parallelize import Parallelizer, axis_styles
 from raypar.actors.worker.plan import Plan
 from raypar.schedules.action import Action, Op
@@ -46,6 +50,7 @@ class Part:
         model: The model.
         stages: The actor's stages by number.
         parameters: Trainable parameters by logical name; a tied weight whose home is on this rank too is listed once.
+        masters: The weights that this actor updates.
         owner_of: Which rank updates each parameter of the model, among the owners (see World) of its pipeline rank.
         ties: Ties between pipeline ranks; their ranks are those of the owners in the group of all updaters.
         shards: This actor's part of each sharded parameter, by logical name.
@@ -56,6 +61,7 @@ class Part:
     model: Model
     stages: dict[int, Stage]
     parameters: dict[str, nn.Parameter]
+    masters: Masters
     owner_of: dict[str, int]
     ties: list[Tie]
     shards: Mapping[str, Shard]
@@ -77,11 +83,17 @@ class Part:
         }
 
 
-def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
+def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int) -> Part:
     """Build this actor's part of the stages of its pipeline rank.
 
-    Only this actor's weights are made: on the host, so that every device gets the same bits, and then moved to the
-    device ``place``. ``groups`` are the actor's, by key.
+    Only this actor's weights are made: on the host and in fp32, so that every device and precision gets the same bits.
+    Then they are moved to the device ``place``, and cast.
+
+    Args:
+        plan: The actor's plan.
+        place: The device that it computes on.
+        groups: The actor's groups by key.
+        owner: Which of the owners of the pipeline rank's weights it is.
     """
     run, world = plan.run, plan.world
     model = build_model(run.model, run.seed)
@@ -110,6 +122,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
             seed=run.seed,
             halved=halved[number],
             shared=shared,
+            is_half=run.precision.is_half,
             check_loss=parallelizer.check_loss,
         )
         for number in own
@@ -134,8 +147,19 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
         )
         for tie in ties
     ]
+    mine = {name: parameter for name, parameter in parameters.items() if owner_of[name] == owner}
+    masters = _cast(run, made, mine) if run.precision.is_half else Masters(mine)
     sharded = parallelizer.shards, parallelizer.partial, parallelizer.outputs
-    return Part(model, stages, parameters, owner_of, ties, *sharded)
+    return Part(model, stages, parameters, masters, owner_of, ties, *sharded)
+
+
+def _cast(run: Run, layers: Sequence[nn.Module], own: Mapping[str, nn.Parameter]) -> Masters:
+    """Cast an actor's layers to the run's precision, and return the masters of the parameters that it updates."""
+    precision = run.precision
+    initial = {name: parameter.detach() for name, parameter in own.items()}  # keep their memory
+    cast(layers, dtype_of(precision.compute), dtype_of(precision.reduce))
+    master = dtype_of(precision.master)
+    return Masters(own, {name: w.to(master) if w.dtype == torch.float32 else w for name, w in initial.items()})
 
 
 def _halved(plan: Plan) -> dict[int, set[int]]:
@@ -218,6 +242,7 @@ class Assembly:
         source: The batches.
         mean: The weights of the microbatches in the loss.
         reducer: Sums gradients over replicas; None if there are neither replicas nor parameter servers.
+        scaler: The scale of the loss.
     """
 
     part: Part
@@ -225,6 +250,7 @@ class Assembly:
     source: BatchSource
     mean: TokenMean
     reducer: Reducer | None
+    scaler: LossScaler
 
 
 def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
@@ -235,37 +261,43 @@ def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
         groups: The worker's groups by key.
         place: The worker's device.
     """
-    part = build_part(plan, place, groups)
+    part = build_part(plan, place, groups, groups["dp"].rank if plan.world.sharded else 0)
     run, m = plan.run, plan.programs["train"].num_microbatches
     source = batch_source(run.data, run.model, run.micro_batch_size, m, run.mesh.dp, run.seed)
     mean = TokenMean(part.model, source, m, run.mesh.dp)
     if run.mesh.cp > 1:
         source = ContextSource(source, tokens_of(run.context, run.mesh.cp)[run.mesh.coordinate(plan.rank)["cp"]])
+    if run.precision.is_half:
+        source = CastSource(source, dtype_of(run.precision.compute))
+    scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)
     if not plan.world.reduces:
-        return Assembly(part, updater_of(plan, part, part.parameters, groups), source, mean, None)
+        return Assembly(part, updater_of(plan, part, groups, scaler), source, mean, None, scaler)
     buckets = buckets_of(plan, part, part.parameters)
-    channels, update = _shared(plan, part, buckets, groups)
+    channels, update = _shared(plan, part, buckets, groups, scaler)
     reducer = Reducer(buckets, channels, place)
     for number, stage in part.stages.items():
         stage.make_gradients_in(reducer.places(number))
-    return Assembly(part, update, source, mean, reducer)
+    return Assembly(part, update, source, mean, reducer, scaler)
 
 
-def updater_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter], groups: Mapping[str, Group]) -> Updater:
-    """Create the update of some parameters, which clips by the norm of all parameters of the model.
+def updater_of(plan: Plan, part: Part, groups: Mapping[str, Group], scaler: LossScaler) -> Updater:
+    """Create the update of an actor's masters, which clips by the norm of all parameters of the model.
 
     Args:
         plan: The actor's plan.
         part: The actor's part of the model.
-        parameters: The parameters to update, by logical name.
         groups: The actor's groups by key.
+        scaler: The scale of the loss.
     """
     run, names, group = plan.run, part.model.parameter_names(), groups.get(plan.world.updaters)
     tensors = ShardedGradients(part.shards, part.partial, groups.get("tp"), watched=isinstance(run.model, Layers))
-    return Updater(parameters, names, part.ties, group, tensors, run.optim, run.clip, run.steps)
+    policy = run.optim, run.clip, run.steps, scaler, run.nonfinite
+    return Updater(part.masters, names, part.ties, group, tensors, *policy)
 
 
-def _shared(plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, Group]) -> tuple[list[Channel], Update]:
+def _shared(
+    plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, Group], scaler: LossScaler
+) -> tuple[list[Channel], Update]:
     """Create the channels that gradients are summed over, and the update, for replicas or parameter servers.
 
     Returns:
@@ -278,9 +310,9 @@ def _shared(plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, 
     dp = groups["dp"]
     if not plan.world.sharded:
         channels = [Channel(dp.all_reduce, dp.host.all_reduce, dp.empty, here=True)]
-        return channels, updater_of(plan, part, part.parameters, groups)
+        return channels, updater_of(plan, part, groups, scaler)
     channels = [_channel_to(dp, owner, dp.empty) for owner in range(dp.size)]
-    updater = updater_of(plan, part, part.share(dp.rank), groups)
+    updater = updater_of(plan, part, groups, scaler)
     layers = [module for stage in part.stages.values() for module in stage.modules]
     fixed = fixed_weights(layers, part.parameters, part.owner_of)
     return channels, ShardedUpdate(updater, buckets, dp, fixed)

@@ -1,0 +1,71 @@
+"""The weights that the optimizer updates: fp32 masters of half-precision weights, or the layers' weights themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+class Masters:
+    """The weights that the optimizer of one actor updates, by logical name.
+
+    Where the layers' weights have the masters' dtype, they are the masters: nothing is copied, and nothing is done.
+
+    Args:
+        model: The layers' parameters that this actor updates, by logical name, in the dtype in which layers compute.
+        initial: The same weights in the masters' dtype, by logical name, as they were before the layers were cast.
+            None if the layers' parameters are the masters.
+
+    Attributes:
+        parameters: The masters by logical name; each has a gradient after ``take_gradients``.
+
+    Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.1.
+    """
+
+    def __init__(self, model: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor] | None = None) -> None:
+        self._model = model
+        self.parameters: Mapping[str, nn.Parameter] = model
+        self._apart: list[tuple[nn.Parameter, nn.Parameter]] = []  # (layers' parameter, master) where they are two
+        if initial is not None:
+            self.parameters = {name: _master(parameter, initial[name]) for name, parameter in model.items()}
+            pairs = zip(model.values(), self.parameters.values(), strict=True)
+            self._apart = [(parameter, master) for parameter, master in pairs if parameter is not master]
+
+    @torch.no_grad()
+    def take_gradients(self, scale: float = 1.0) -> None:
+        """Give every master the gradient of its parameter, in the master's dtype.
+
+        The parameter's own is None afterwards. A gradient that has the master's dtype is not copied, and multiplied in
+        place.
+
+        Args:
+            scale: Factor of the gradients: 1 / (the scale of the loss).
+        """
+        for parameter, master in self._apart:
+            master.grad, parameter.grad = _in_dtype(parameter.grad, master.dtype), None
+        if scale != 1.0:
+            for master in self.parameters.values():
+                if master.grad is not None:
+                    master.grad.mul_(scale)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Write the masters into the layers' parameters, rounded to their dtype."""
+        for parameter, master in self._apart:
+            parameter.copy_(master)
+
+    def drop_gradients(self) -> None:
+        """Set the masters' gradients to None."""
+        for _, master in self._apart:
+            master.grad = None
+
+
+def _in_dtype(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a gradient in a dtype; None if there is none."""
+    return None if gradient is None else gradient.to(dtype)
+
+
+def _master(parameter: nn.Parameter, initial: Tensor) -> nn.Parameter:
+    return parameter if parameter.dtype == initial.dtype else nn.Parameter(initial)
