@@ -1,10 +1,10 @@
-"""Number types with bounds, for the fields of a run."""
+"""Types with bounds, for the fields of a run."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
 Count = Annotated[int, Ge(1), Le(10_000_000)]
 NotNegative = Annotated[float, Ge(0)]
@@ -12,3 +12,4 @@ Positive = Annotated[float, Gt(0)]
 BucketSize = Annotated[float, Gt(0), Le(1e6)]  # MiB
 Share = Annotated[float, Ge(0), Lt(1)]
 Steps = Annotated[int, Ge(0)]
+Word = Annotated[str, MinLen(1), MaxLen(24)]

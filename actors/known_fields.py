@@ -24,6 +24,7 @@ def known_fields(**instead: str) -> Callable[[type[T]], type[T]]:
     """
 
     def decorated(cls: type[T]) -> type[T]:
+        """Replace the constructor of a class by one that checks the names of the fields first."""
         make: Callable[..., None] = cls.__init__
         _FIELDS[cls.__name__] = tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
         _INSTEAD[cls.__name__] = instead

@@ -103,7 +103,7 @@ class Sharding:
         """Compose two shardings: the slices ``inner`` of what this sharding holds."""
         return Sharding({**self.dims, **{dim: self[dim].then(pieces) for dim, pieces in inner.dims.items()}})
 
-    def of_rank(self, num_dims: int) -> Sharding:
+    def for_dims(self, num_dims: int) -> Sharding:
         """Return this sharding for tensors of ``num_dims`` dims, without negative dims; scalars are not sharded."""
         return Sharding({dim % num_dims: pieces for dim, pieces in self.dims.items() if num_dims})
 

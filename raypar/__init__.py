@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from raypar.actors.mesh.mesh import Mesh
     from raypar.actors.specs.data import Batches, Text
     from raypar.actors.specs.model import GPT, Layers, Llama
-    from raypar.actors.specs.optim import SGD, AdamW
+    from raypar.actors.specs.optim import SGD, AdamW, Muon
     from raypar.actors.specs.precision import LossScale, Precision
     from raypar.actors.specs.run import Run
     from raypar.cli.repl import tab_completion
@@ -33,7 +33,7 @@ _HOMES = {
     "raypar.actors.mesh.mesh": ("Mesh",),
     "raypar.actors.specs.data": ("Batches", "Text"),
     "raypar.actors.specs.model": ("GPT", "Layers", "Llama"),
-    "raypar.actors.specs.optim": ("SGD", "AdamW"),
+    "raypar.actors.specs.optim": ("SGD", "AdamW", "Muon"),
     "raypar.actors.specs.precision": ("LossScale", "Precision"),
     "raypar.actors.specs.run": ("Run",),
     "raypar.cli.repl": ("tab_completion",),
@@ -65,6 +65,7 @@ __all__ = [
     "Llama",
     "LossScale",
     "Mesh",
+    "Muon",
     "NonFiniteError",
     "Precision",
     "Replayed",

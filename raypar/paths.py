@@ -49,6 +49,11 @@ PROVENANCE = "provenance.json"  # versions, host, commit and command line of the
 LOG = "log.txt"  # the messages of the logger "raypar"
 CHECKPOINTS = "checkpoints"  # folder of the checkpoints
 TENSORBOARD = "tensorboard"  # folder of event files, if the run is tracked by TensorBoard
+REPORT = "report.html"  # the page of raypar report
+TRACE = "trace.json"  # the trace of raypar trace
+
+TRAINING_FILES = (RUN, METRICS, SCHEDULE, TIMELINE, LEDGER)  # with any of these, a folder holds a run
+RUN_FILES = (*TRAINING_FILES, PROVENANCE, LOG)  # all files that a run itself writes into its folder
 
 RUNS = "runs"  # where the folder "auto" makes a new run folder
 AUTO = "auto"

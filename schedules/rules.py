@@ -1,7 +1,8 @@
-"""The one dependency rule of pipeline parallelism.
+"""The dependency rules of pipeline parallelism.
 
-Lowering, the check, the simulation, the drawing, the stepper and the trace all ask ``needs``; nothing else in
-raypar knows what depends on what.
+Lowering, the check, the simulation, the drawing, the stepper and the trace all ask ``needs`` what an action of one
+microbatch depends on. What stands before or behind an action of a whole stage (UNSHARD, RESHARD, REDUCE_GRAD), which a
+row may have several times, ``stage_needs`` reads off the row. Nothing else in raypar knows what depends on what.
 
 A full backward is its two halves, ``B = I + W``: ``needs`` speaks of the halves, and ``provides`` says which of
 them an action brings about.
@@ -9,13 +10,24 @@ them an action brings about.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from raypar.schedules.action import RECVS, SENDS, Action, Op
+from raypar.schedules.action import RECVS, SENDS, WHOLE_STAGE, Action, Op
 from raypar.schedules.schedule import Schedule
 
 #: What an action changes in the number of activations a rank holds: W gives back what F took, I holds on to it.
 HOLDS = {Op.F: +1, Op.B: -1, Op.W: -1}
+
+#: The ops that compute with a stage's weights, so that these must be whole. W only adds to their gradients.
+USES_WEIGHTS = frozenset({Op.F, Op.B, Op.I})
+
+#: The ops that make gradients of a stage's weights, which REDUCE_GRAD sums over the replicas.
+MAKES_GRADIENTS = frozenset({Op.B, Op.W})
+
+#: An action, and how many equal ones stand before it in its row. Only the actions of whole stages are repeated.
+Occurrence = tuple[Action, int]
 
 
 # The members by name: looking one up in its class costs as much as the rest of a rule.
@@ -32,6 +44,77 @@ def most_in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(max(accumulate(HOLDS.get(action.op, 0) for action in row), default=0) for row in schedule.rows)
 
 
+def gathers(schedule: Schedule) -> bool:
+    """Return whether a schedule gathers weights. If not, every stage is whole all the time."""
+    return any(action.op is _UNSHARD for row in schedule.rows for action in row)
+
+
+def most_whole(schedule: Schedule) -> tuple[int, ...]:
+    """Return the largest number of stages of each rank whose weights are whole at once.
+
+    It follows from the order of each row. If the schedule has no UNSHARD, it is the number of the rank's stages.
+    """
+    if not gathers(schedule):
+        return tuple(len(schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
+    return tuple(max(map(len, _whole(row)), default=0) for row in schedule.rows)
+
+
+def _whole(row: Sequence[Action]) -> Iterator[frozenset[int | None]]:
+    """Yield the stages that are whole after each UNSHARD and RESHARD of a row."""
+    whole: frozenset[int | None] = frozenset()
+    for stage, op, _ in row:
+        if op is _UNSHARD or op is _RESHARD:
+            whole = whole | {stage} if op is _UNSHARD else whole - {stage}
+            yield whole
+
+
+def occurrences(row: Sequence[Action]) -> Iterator[Occurrence]:
+    """Yield the actions of a row, each with the number of equal ones before it."""
+    seen: Counter[Action] = Counter()
+    for action in row:
+        yield action, seen[action]
+        seen[action] += 1
+
+
+def stage_needs(row: Sequence[Action]) -> dict[Occurrence, list[Occurrence]]:
+    """What each action of a row needs from the row because of the actions of whole stages in it.
+
+    An F, B or I needs the UNSHARD before it, a RESHARD all that computed with the weights since then, and an UNSHARD
+    the RESHARD before it. REDUCE_GRAD needs the B and W since the one before, and the next B or W needs it. So whatever
+    the order in which ready actions are performed, each gather serves, and each reduction takes, what the row says.
+
+    Args:
+        row: The row of one rank.
+
+    Returns:
+        For each action that needs something, the actions it needs.
+    """
+    found: dict[Occurrence, list[Occurrence]] = {}
+    gathered: dict[int | None, Occurrence] = {}  # by stage: its last UNSHARD or RESHARD
+    reduced: dict[int | None, Occurrence] = {}  # by stage: its last REDUCE_GRAD
+    used: defaultdict[int | None, list[Occurrence]] = defaultdict(list)  # since then, what it waits for
+    made: defaultdict[int | None, list[Occurrence]] = defaultdict(list)
+    for one in occurrences(row):
+        stage, op, _ = one[0]
+        before: list[Occurrence | None] = []
+        if op is _UNSHARD or op is _RESHARD:
+            before += used.pop(stage, [gathered.get(stage)])  # what used the weights needs the UNSHARD itself
+            gathered[stage] = one
+        elif op is _REDUCE_GRAD:
+            before += made.pop(stage, [reduced.get(stage)])
+            reduced[stage] = one
+        if op in USES_WEIGHTS:
+            before.append(gathered.get(stage))
+            used[stage].append(one)
+        if op in MAKES_GRADIENTS:
+            before.append(reduced.get(stage))
+            made[stage].append(one)
+        wanted = [other for other in before if other is not None]
+        if wanted:
+            found[one] = wanted
+    return found
+
+
 def provides(action: Action) -> tuple[Action, ...]:
     """What is there once the action is done: the action itself, and for ``B`` both of its halves."""
     stage, op, microbatch = action
@@ -41,13 +124,13 @@ def provides(action: Action) -> tuple[Action, ...]:
 
 
 def needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """What must be there before the action can start (in terms of ``provides``).
+    """What must be there before the action can start (in terms of ``provides``), apart from ``stage_needs``.
 
     In a lowered schedule a value from another rank is needed as its RECV, and the RECV needs the SEND; before
     lowering the compute actions need one another directly.
     """
     stage, op, microbatch = action
-    if stage is None or op is _UNSHARD or op is _RESHARD:
+    if stage is None or op in WHOLE_STAGE:
         return ()
     if op is _F:
         return (_value(_F, _RECV_F, stage, stage - 1, microbatch, schedule),) if stage > 0 else ()
@@ -60,8 +143,6 @@ def needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
         return (Action(stage, _I, microbatch),)
     if op is _SEND_F:
         return (Action(stage, _F, microbatch),)
-    if op is _REDUCE_GRAD:
-        return tuple(Action(stage, _W, mb) for mb in range(schedule.num_microbatches))
     return (partner(action),)
 
 

@@ -203,14 +203,17 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
+        """Number of pipeline ranks."""
         return len(self.rows)
 
     @property
     def num_stages(self) -> int:
+        """Number of stages of all ranks."""
         return len(self.placement)
 
     @property
     def num_actions(self) -> int:
+        """Number of actions of all rows."""
         return sum(map(len, self.rows))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from raypar.schedules.action import RECVS, SENDS, STEP, Action, Op
+from raypar.schedules.action import RECVS, SENDS, STEP, WHOLE_STAGE, Action, Op
 from raypar.schedules.checking.counterexample import demand_sound
-from raypar.schedules.rules import needs, partner, provides, rank_of
+from raypar.schedules.passes.without_idle import without_idle
+from raypar.schedules.rules import needs, partner, provides, rank_of, stage_needs
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import simulate
 
@@ -17,13 +19,15 @@ _MOST_SHOWN = 8
 
 
 class Move(NamedTuple):
-    """The actions that happen together: a compute action, a SEND with its RECV, or the STEP of all ranks.
+    """The actions that happen together: one of a row, a SEND with its RECV, or the STEP of all ranks.
 
     Attributes:
         actions: One ``(pipeline rank, action)`` for each action.
+        before: How many equal moves come before it in the step: an action of a whole stage may be repeated.
     """
 
     actions: tuple[tuple[int, Action], ...]
+    before: int = 0
 
     @property
     def head(self) -> Action:
@@ -94,13 +98,13 @@ class Board:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.taken: list[Move] = []
-        self._there: set[Action] = set()
+        self._there: set[Action] = set()  # what the actions taken have brought about
         self._set_out(schedule)
 
     @property
     def left(self) -> tuple[Move, ...]:
         """Return the moves that are left, in the schedule's order, in which each one is ready when its turn comes."""
-        return tuple(self._left.values())
+        return tuple(self._left)
 
     @property
     def done(self) -> tuple[Action, ...]:
@@ -112,7 +116,7 @@ class Board:
         return tuple(move for move in self.left if not self._blockers(move))
 
     def find(self, action: str | Action) -> Move:
-        """Return the move that an action belongs to.
+        """Return the move that an action belongs to, for a repeated action the first one that is left.
 
         Args:
             action: An Action, or a text like "1F0".
@@ -124,9 +128,10 @@ class Board:
             MoveError: If the action is done already, or if the step has no such action.
         """
         wanted = self._known(action)
-        if wanted not in self._move_of:
+        move = self._next(wanted)
+        if move is None:
             raise MoveError(f"{wanted} is done; ready: {_listed(self.ready())}")
-        return self._move_of[wanted]
+        return move
 
     def demand_ready(self, action: str | Action) -> Move:
         """Return the move that an action belongs to, if it is ready.
@@ -149,9 +154,8 @@ class Board:
     def take(self, move: Move) -> None:
         """Record a move, which must be ready."""
         assert not self._blockers(move), "moves are taken when they are ready"
-        del self._left[move.head]
+        del self._left[move]
         for name in move.names:
-            del self._move_of[name]
             self._there.update(provides(name))
         self.taken.append(move)
 
@@ -168,9 +172,10 @@ class Board:
             MoveError: If the step has no such action.
         """
         wanted = self._known(action)
-        if wanted in self._move_of:
-            return replace(self._why(self._move_of[wanted], set()), asked=wanted)
-        return Why(next(move for move in self.taken if wanted in move.names), wanted, "done")
+        move = self._next(wanted)
+        if move is not None:
+            return replace(self._why(move, set()), asked=wanted)
+        return Why(next(move for move in reversed(self.taken) if wanted in move.names), wanted, "done")
 
     def swap(self, schedule: Schedule) -> None:
         """Continue the step in the order of another schedule; actions that are done stay done.
@@ -200,7 +205,7 @@ class Board:
         for rank, row in enumerate(schedule.rows):
             done = [action for move in self.taken for at, action in move.actions if at == rank]
             left = (part for action in row for part in self._left_of(action))
-            rows.append((*done, *left))
+            rows.append(without_idle((*done, *left), first=len(done)))
         name = schedule.name if not self.taken else f"{old.name.rpartition(' then ')[2]} then {schedule.name}"
         mixed = replace(schedule, name=name, rows=tuple(rows))
         demand_sound(mixed)
@@ -208,29 +213,42 @@ class Board:
         self._set_out(mixed)
 
     def _left_of(self, action: Action) -> Iterator[Action]:
-        """What is left to do of an action: of a B whose I is done its W."""
+        """What is left to do of an action: of a B whose I is done its W. An action of a whole stage may come again."""
+        if action.op in WHOLE_STAGE:
+            yield action
+            return
         missing = [value for value in provides(action) if value not in self._there]
         yield from (action,) if len(missing) == len(provides(action)) else missing
 
     def _set_out(self, schedule: Schedule) -> None:
-        """Compute the moves of a schedule that are left."""
-        done = set(self.done)
-        self._left = {move.head: move for move in moves(schedule) if move.head not in done}
-        self._move_of = {name: move for move in self._left.values() for name in move.names}
+        """Compute the moves of a schedule that are left, and what they need of their own rows."""
+        done = set(self.taken)
+        self._moves_of: defaultdict[Action, list[Move]] = defaultdict(list)  # in the schedule's order
+        self._left: dict[Move, None] = {}
+        for move in moves(schedule):
+            for name in move.names:
+                self._moves_of[name].append(move)
+            if move not in done:
+                self._left[move] = None
+        self._stage_needs = {one: wanted for row in schedule.rows for one, wanted in stage_needs(row).items()}
+
+    def _next(self, name: Action) -> Move | None:
+        """Return the first move that is left of those with this action."""
+        return next((move for move in self._moves_of[name] if move in self._left), None)
 
     def _blockers(self, move: Move) -> list[Move]:
         """Return the moves that must be taken before this one."""
         if move.head == STEP:
-            return [other for other in self._left.values() if other.head != STEP]
+            return [other for other in self._left if other.head != STEP]
         wanted = (need for name in move.names for need in needs(name, self.schedule))
-        missing = (need for need in wanted if need not in self._there and need not in move.names)
-        return list(dict.fromkeys(self._maker(need) for need in missing))
+        missing = [self._maker(need) for need in wanted if need not in self._there and need not in move.names]
+        stages = self._stage_needs.get((move.head, move.before), ())
+        missing += [one for name, before in stages if (one := self._moves_of[name][before]) in self._left]
+        return list(dict.fromkeys(missing))
 
     def _maker(self, value: Action) -> Move:
         """Return the move that provides a value; one half of a backward may be provided by the full backward B."""
-        if value in self._move_of:
-            return self._move_of[value]
-        return self._move_of[Action(value.stage, Op.B, value.microbatch)]
+        return self._next(value) or self._moves_of[Action(value.stage, Op.B, value.microbatch)][0]
 
     def _why(self, move: Move, told: set[Move]) -> Why:
         """Explain a move; moves in ``told`` are explained elsewhere in the tree."""
@@ -256,6 +274,7 @@ class Board:
 
 def moves(schedule: Schedule) -> Iterator[Move]:
     """Yield the moves of a lowered training schedule, in an order in which each one comes after those that it needs."""
+    taken: Counter[Action] = Counter()
     # The sort is stable: events with equal start times keep the order of simulate, in which causes come before effects.
     for event in sorted(simulate(schedule).events, key=lambda event: event.start):
         action = event.action
@@ -263,7 +282,8 @@ def moves(schedule: Schedule) -> Iterator[Move]:
             other = partner(action)
             yield Move(((event.rank, action), (rank_of(other, schedule), other)))
         elif action.op not in RECVS and action.op is not Op.STEP:
-            yield Move(((event.rank, action),))
+            yield Move(((event.rank, action),), taken[action])
+            taken[action] += 1
     if not schedule.forward_only:
         yield Move(tuple((rank, STEP) for rank in range(schedule.num_ranks)))
 

@@ -75,10 +75,12 @@ class Timeline:
 
     @property
     def name(self) -> str:
+        """The schedule's name."""
         return self.schedule.name
 
     @property
     def num_ranks(self) -> int:
+        """Number of pipeline ranks."""
         return self.schedule.num_ranks
 
     @property

@@ -20,6 +20,7 @@ LINKS = {"raypar/actors": "../actors", "raypar/schedules": "../schedules"}
 RAY_IN = {"actors": ("actors/collective/",), "raypar": ("raypar/cluster/", "raypar/reporting/trackers/")}
 PRINTS = {"raypar/cli/main.py"}
 TORCH_PRIVATE = "actors/autograd/torch_private.py"
+RAY_PRIVATE = {"actors": "actors/collective/ray_private.py", "raypar": "raypar/cluster/ray_private.py"}
 PRIVATE_ATTRIBUTES = (  # of tensors, modules, ops and process groups; of our own objects only ``self`` may have one
     "_version _base _is_view _cdata _backward_hooks _backward_pre_hooks _forward_hooks _forward_pre_hooks "
     "_post_accumulate_grad_hooks _schema _allgather_base _reduce_scatter_base _Options _devices _threads _timeout"
@@ -161,22 +162,22 @@ def test_importing_starts_nothing_heavy(module):
     assert run.stdout.split() == [], f"import {module} brings them in"
 
 
-# --- private names of torch -------------------------------------------------------------------------------------------
+# --- private names of torch and Ray -----------------------------------------------------------------------------------
 
 
 def is_private(name):
     return name.startswith("_") and not name.startswith("__")
 
 
-def names_of_torch(tree):
-    """{name in this file: its dotted name in torch}, of everything that the file imports from torch."""
+def names_of(package, tree):
+    """{name in this file: its dotted name in the package}, of everything that the file imports from it."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if inside(alias.name, "torch"):
-                    names[alias.asname or "torch"] = alias.name if alias.asname else "torch"
-        elif isinstance(node, ast.ImportFrom) and not node.level and inside(node.module, "torch"):
+                if inside(alias.name, package):
+                    names[alias.asname or package] = alias.name if alias.asname else package
+        elif isinstance(node, ast.ImportFrom) and not node.level and inside(node.module, package):
             names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
@@ -188,10 +189,20 @@ def dotted(node):
 
 
 def private_faults(path, source):
-    """Lines with private names of torch: imports, what is behind imports, attributes that only torch's objects have."""
-    tree, attributes, found = ast.parse(source), PRIVATE_ATTRIBUTES.split(), {}
-    names = names_of_torch(tree)
+    """Lines with private names of torch or Ray outside of the one file (of Ray: one a room) where they may stand."""
+    torch, ray = (TORCH_PRIVATE, PRIVATE_ATTRIBUTES.split()), (RAY_PRIVATE[path.split("/")[0]], [])
+    for package, (home, attributes) in {"torch": torch, "ray": ray}.items():
+        if path != home:
+            for line, name in sorted(private_names(package, attributes, path, ast.parse(source)).items()):
+                yield f"{path}:{line}: {name}: take it from {home}, behind a function that says why it is needed"
+
+
+def private_names(package, attributes, path, tree):
+    """{line: private name of a package}: imports, what is behind imports, settings, attributes of its own objects."""
+    names, found = names_of(package, tree), {}
     for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and dotted(node.func).partition(".")[0] in names:
+            found |= {given.lineno: given.arg for given in node.keywords if is_private(given.arg or "")}
         if isinstance(node, ast.Attribute):
             owner, attribute = node.value, node.attr
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
@@ -203,15 +214,13 @@ def private_faults(path, source):
         if any(map(is_private, behind.split("."))) or (attribute in attributes and root not in ("self", "cls")):
             found[node.lineno] = f"{ast.unparse(owner)}.{attribute}"
     for module, line in imported(path, tree):
-        if inside(module, "torch") and any(map(is_private, module.split("."))):
+        if inside(module, package) and any(map(is_private, module.split("."))):
             found[line] = module
-    for line, name in sorted(found.items()):
-        if path != TORCH_PRIVATE:
-            yield f"{path}:{line}: {name}: take it from {TORCH_PRIVATE}, behind a function that says why it is needed"
+    return found
 
 
-def test_private_names_of_torch_are_in_one_file():
-    assert (ROOT / TORCH_PRIVATE).is_file()
+def test_private_names_of_torch_and_of_ray_are_in_files_of_their_own():
+    assert all((ROOT / home).is_file() for home in (TORCH_PRIVATE, *RAY_PRIVATE.values()))
     assert not (faults := faults_of(private_faults, "actors", "raypar")), "\n".join(faults)
 
 
@@ -238,6 +247,29 @@ def test_a_private_name_of_torch_is_seen(source):
     (fault,) = private_faults("actors/layers/a.py", source)
     assert TORCH_PRIVATE in fault
     assert not list(private_faults(TORCH_PRIVATE, source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from ray._private import services",
+        "from ray._raylet import AuthenticationTokenLoader",
+        "import ray\nsession = ray._private.worker._global_node",
+        "import ray\nloader = getattr(ray._raylet, 'AuthenticationTokenLoader', None)",
+        "import ray\nray.init(_node_ip_address='127.0.0.1')",
+        "from ray.experimental import internal_kv\ninternal_kv._internal_kv_get(b'a')",
+    ],
+)
+@pytest.mark.parametrize(("room", "home"), RAY_PRIVATE.items())
+def test_a_private_name_of_ray_is_seen(source, room, home):
+    (fault,) = private_faults(f"{room}/a.py", source)
+    assert home in fault
+    assert not list(private_faults(home, source))
+
+
+def test_a_public_name_of_ray_is_not():
+    source = "import ray\ndef f(h):\n  ray.init(address='auto')\n  return h.__ray_call__.remote(), ray.__version__"
+    assert not list(private_faults("raypar/cluster/a.py", source))
 
 
 def test_a_public_name_of_torch_is_not():
@@ -301,7 +333,9 @@ MAY_IMPORT = {
         "raypar/config/validate raypar/planner schedules schedules/checking schedules/passes "
         "schedules/simulation"
     ),
-    "raypar/config/validate": "actors/context_parallel actors/mesh actors/specs raypar raypar/config",
+    "raypar/config/validate": (
+        "actors/context_parallel actors/mesh actors/models actors/optim actors/specs raypar raypar/config"
+    ),
     "raypar/job": (
         "actors actors/collective actors/data actors/data_parallel actors/mesh actors/specs actors/worker "
         "raypar raypar/checkpoint raypar/cluster raypar/config raypar/planner raypar/reporting "
@@ -313,13 +347,13 @@ MAY_IMPORT = {
     ),
     "raypar/planner": "actors/mesh actors/models actors/specs schedules schedules/simulation",
     "raypar/reporting": (
-        "actors actors/collective actors/mesh actors/models actors/specs actors/worker raypar raypar/config "
-        "raypar/planner raypar/reporting/run_folder raypar/reporting/trackers schedules schedules/drawing "
-        "schedules/simulation"
+        "actors actors/collective actors/mesh actors/models actors/optim actors/specs actors/worker raypar "
+        "raypar/config raypar/planner raypar/reporting/run_folder raypar/reporting/trackers schedules "
+        "schedules/drawing schedules/simulation"
     ),
     "raypar/reporting/html": (
-        "actors/mesh actors/models actors/specs raypar raypar/config raypar/reporting/run_folder "
-        "schedules/drawing schedules/simulation"
+        "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner raypar/reporting/run_folder "
+        "schedules/drawing"
     ),
     "raypar/reporting/run_folder": (
         "actors actors/collective actors/specs raypar raypar/checkpoint raypar/config schedules "

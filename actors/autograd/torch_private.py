@@ -64,9 +64,9 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 def as_no_view(tensor: Tensor) -> Tensor:
-    """Return a tensor that nobody else refers to as one that autograd does not take for a view. Nothing is copied.
+    """Return the same tensor, which autograd does not treat as a view any more. Nothing is copied.
 
-    Autograd lets nobody write into a view that a custom function returns. The public way is ``clone``, which copies the
+    Autograd forbids to write into a view that a custom function returns. The public way is ``clone``, which copies the
     whole output of a linear layer; what that would cost is not measured. Retry at upgrades.
 
     Args:

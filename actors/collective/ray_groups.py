@@ -19,14 +19,14 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
-from ray.experimental import internal_kv
 from ray.util import collective
 from ray.util.collective import types
-from ray.util.collective.backend_registry import _global_registry, register_collective_backend
+from ray.util.collective.backend_registry import register_collective_backend
 from ray.util.collective.collective_group.base_collective_group import BaseGroup
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from raypar.actors.collective import ray_private
 from raypar.actors.collective.connect import TIMEOUT, capability, cpu_group, gpu_group
 from raypar.actors.collective.group import Group, GroupError
 from raypar.actors.collective.ledger import Ledger
@@ -34,7 +34,6 @@ from raypar.actors.collective.reductions import ReduceOp
 
 BACKEND, GPU_BACKEND = "RAYPAR_CPU", "RAYPAR_GPU"
 CPU = torch.device("cpu")
-_NAMESPACE = b"raypar"
 _OPS: dict[types.ReduceOp, ReduceOp] = {
     types.ReduceOp.SUM: "sum",
     types.ReduceOp.PRODUCT: "product",
@@ -102,7 +101,7 @@ def close_together(groups: Mapping[str, Group]) -> None:
 def register() -> None:
     """Register the backends in this process (driver or actor)."""
     for backend in (RayparCpu, RayparGpu):
-        if not _global_registry.is_registered(backend.backend()):
+        if not ray_private.is_registered(backend.backend()):
             register_collective_backend(backend.backend(), backend)
 
 
@@ -119,15 +118,14 @@ class KVStore(Store):
 
     def set(self, key: str, value: Any) -> None:
         data = value if isinstance(value, bytes) else str(value).encode()
-        internal_kv._internal_kv_put(self._name(key), data, overwrite=True, namespace=_NAMESPACE)
+        ray_private.put(self._name(key), data)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        value: bytes = internal_kv._internal_kv_get(self._name(key), namespace=_NAMESPACE)
-        return value
+        return ray_private.get(self._name(key))
 
     def check(self, keys: list[str]) -> bool:
-        return all(internal_kv._internal_kv_exists(self._name(key), namespace=_NAMESPACE) for key in keys)
+        return all(ray_private.has(self._name(key)) for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=TIMEOUT)) -> None:
         end, pause = time.monotonic() + timeout.total_seconds(), 0.0005
@@ -139,7 +137,7 @@ class KVStore(Store):
 
     def clear(self) -> None:
         """Delete all keys, so that a later group cannot connect to this one's addresses."""
-        internal_kv._internal_kv_del(self._name(""), del_by_prefix=True, namespace=_NAMESPACE)
+        ray_private.delete(self._name(""))
 
     def _name(self, key: str) -> bytes:
         return f"{self._prefix}/{key}".encode()

@@ -135,6 +135,7 @@ class _BlockCore(_ContextCore):
         self.carrier = carrier
 
     def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
+        """Compute this rank's outputs, block by block."""
         tokens = self.tokens[self.group.rank]
         mask = None
         if self.dropout:
@@ -154,6 +155,7 @@ class _UlyssesCore(_ContextCore):
     """Attention over all tokens of some heads, between two all_to_alls."""
 
     def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
+        """Exchange tokens for heads, compute these heads for all tokens, and exchange back."""
         ranks, heads = self.group.size, q_BNSd.shape[1]
         if (kv_heads := k_BKSd.shape[1]) % ranks:  # several ranks need the same head
             k_BKSd, v_BKSd = (part.repeat_interleave(ranks // kv_heads, 1) for part in (k_BKSd, v_BKSd))
@@ -172,6 +174,7 @@ class _RowCore(_ContextCore):
     """Attention with full rows of scores: first the keys go round a ring, then the values."""
 
     def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
+        """Compute this rank's outputs from its queries' scores of all tokens."""
         B, N, S, d = q_BNSd.shape
         K, ranks, carrier = k_BKSd.shape[1], self.group.size, Ring(self.group)
         q_BKRd = (q_BNSd / math.sqrt(d)).reshape(B, K, N // K * S, d)

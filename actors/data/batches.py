@@ -20,9 +20,11 @@ from raypar.actors.tensors import Values, as_values, cast_floating
 class BatchSource(Protocol):
     """Batches as pure functions of (step, microbatch, dp), so any actor may ask for any batch in any order."""
 
-    def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values: ...
+    def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
+        """Return the inputs of a microbatch, for the first stage."""
 
-    def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values: ...
+    def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
+        """Return the targets of a microbatch, for the last stage."""
 
 
 class TextSource:

@@ -50,9 +50,8 @@ class Sight(NamedTuple):
 class Watch:
     """Keep copies, on the host, of the outputs of modules and of their gradients.
 
-    A Watch is a Listener of a stage, as a Tape is. A plain process without stages uses the context ``of`` instead. A
-    tensor that is computed more than once (by recomputation) is kept as it was the first time. A module that is used in
-    several places is left out.
+    A Watch is a Listener of a stage, as a Tape is. A plain process without stages uses the context ``of`` instead. If
+    recomputation computes a tensor again, the first one is kept. A module that is used in several places is left out.
 
     Args:
         layers: The layers by logical name. Kept are their outputs, and the outputs of the modules inside them that are
@@ -117,7 +116,7 @@ class Watch:
     def keep(self, spot: Spot, tensor: Tensor) -> None:
         """Keep a copy of a tensor, unless one of this name was kept already."""
         if spot not in self.seen:
-            sharding = self._outputs.get(spot.module, Sharding()).of_rank(tensor.dim())
+            sharding = self._outputs.get(spot.module, Sharding()).for_dims(tensor.dim())
             self.seen[spot] = Sight(tensor.detach().cpu().clone(), sharding)
 
     def _made(self, name: str, microbatch: int, module: nn.Module, inputs: object, output: object) -> None:

@@ -27,7 +27,7 @@ class DropoutOfShard(nn.Dropout):
         """Apply this actor's part of the whole tensor's mask to its part of the tensor, of any shape."""
         if not self.p or not self.training:
             return x
-        sharding = self.sharding.of_rank(x.dim())
+        sharding = self.sharding.for_dims(x.dim())
         mask = sharding.take(F.dropout(x.new_ones(sharding.whole_shape(x.shape)), self.p))
         return x * mask.clone()  # the backward keeps it: a view would keep the whole mask
 

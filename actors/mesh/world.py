@@ -86,6 +86,7 @@ class World:
 
     @property
     def server_ranks(self) -> range:
+        """The ranks of the parameter servers, which follow those of the mesh."""
         return range(self.mesh.size, self.size)
 
     def label(self, rank: int) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import re
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,6 +34,26 @@ def matches(name: str, pattern: str) -> bool:
     """Return whether a logical name matches a pattern, part by part."""
     parts = name.split("."), pattern.split(".")
     return len(parts[0]) == len(parts[1]) and all(map(fnmatchcase, *parts))
+
+
+def names_near(pattern: str, names: Iterable[str]) -> str:
+    """Suggest up to three patterns: names with the pattern's last part, or else the most similar names.
+
+    Args:
+        pattern: A pattern that matches no name.
+        names: Logical names. Numbers in them are replaced by ``*``.
+
+    Returns:
+        A phrase for a message, such as "'layers.*.up' or 'layers.*.down'".
+    """
+    starred = list(dict.fromkeys(map(_starred, names)))
+    near = [name for name in starred if name.rpartition(".")[2] == pattern.rpartition(".")[2]]
+    near = near or difflib.get_close_matches(_starred(pattern), starred, n=3, cutoff=0.6) or starred
+    return " or ".join(map(repr, near[:3]))
+
+
+def _starred(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def replace_modules(root: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:

@@ -55,6 +55,29 @@ def borrowed(modules: Sequence[nn.Module]) -> list[Borrowed]:
     return list(found.values())
 
 
+def shared_buffers(modules: Sequence[nn.Module]) -> list[tuple[tuple[int, str], tuple[int, str]]]:
+    """Return the buffers that several layers register, as the running mean of a BatchNorm that two layers use.
+
+    On different actors each has one of its own. Buffers that a checkpoint leaves out are constants, and not listed.
+
+    Args:
+        modules: All layers of a model.
+
+    Returns:
+        For each such buffer, layer and name in its first layer, and in another one; each pair of layers once.
+    """
+    homes: dict[int, tuple[int, str]] = {}
+    found: dict[tuple[int, int], tuple[tuple[int, str], tuple[int, str]]] = {}
+    for index, module in enumerate(modules):
+        stored = module.state_dict()
+        for name, buffer in module.named_buffers():
+            if name in stored:
+                home = homes.setdefault(storage_id(buffer), (index, name))
+                if home[0] != index:
+                    found.setdefault((home[0], index), (home, (index, name)))
+    return list(found.values())
+
+
 def has_strays(modules: Sequence[nn.Module]) -> bool:
     """Return whether the modules hold a meta tensor that ``Recording.materialize`` could not replace.
 

@@ -6,7 +6,6 @@ A plan maps patterns of module names to kinds such as "column" and "row".
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from torch import nn
 
 from raypar.actors.autograd.torch_private import has_gradient_hooks
 from raypar.actors.models.base import Kind, TensorPlan
-from raypar.actors.models.module_tree import matches, modules_named
+from raypar.actors.models.module_tree import matches, modules_named, names_near
 
 
 class Divisible(NamedTuple):
@@ -69,7 +68,9 @@ def plan_faults(plan: Mapping[str, str], layers: Mapping[str, nn.Module], tp: in
             continue
         chosen = {f"layers.{inner}": module for inner, module in modules_named(whole, "layers", pattern)}
         if not chosen:
-            yield f"model.plan: {pattern!r} names no module: use {_nearest_names(pattern, whole)}"
+            every = whole.named_modules(prefix="layers", remove_duplicate=False)
+            near = names_near(pattern, (name for name, _ in every if name != "layers"))
+            yield f"model.plan: {pattern!r} names no module: use {near}"
         unfit = {name: fault for name, module in chosen.items() if (fault := _unfit(kind, name, module))}
         if unfit:
             name, fault = next(iter(unfit.items()))
@@ -192,19 +193,3 @@ def _tie_faults(kinds: Mapping[nn.Module, str], whole: nn.Module) -> Iterator[st
 def _near(kind: str) -> str:
     close = difflib.get_close_matches(kind, _KINDS, n=1, cutoff=0.5)
     return repr(close[0]) if close else " or ".join(map(repr, _KINDS))
-
-
-def _nearest_names(pattern: str, whole: nn.Module) -> str:
-    """Suggest up to three patterns: names with the pattern's last part, or else the most similar names.
-
-    Numbers in the names are replaced by ``*``.
-    """
-    names = [name for name, _ in whole.named_modules(prefix="layers", remove_duplicate=False) if name != "layers"]
-    starred = list(dict.fromkeys(map(_starred, names)))
-    near = [name for name in starred if name.rpartition(".")[2] == pattern.rpartition(".")[2]]
-    near = near or difflib.get_close_matches(_starred(pattern), starred, n=3, cutoff=0.6) or starred
-    return " or ".join(map(repr, near[:3]))
-
-
-def _starred(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+
+from raypar.actors.models.cast import cast
+from raypar.actors.specs.precision import Precision
+from raypar.actors.tensors import dtype_of
 
 
 class Masters:
@@ -56,10 +60,22 @@ class Masters:
         for parameter, master in self._apart:
             parameter.copy_(master)
 
-    def drop_gradients(self) -> None:
-        """Set the masters' gradients to None."""
-        for _, master in self._apart:
-            master.grad = None
+
+def masters_of(precision: Precision, layers: Iterable[nn.Module], own: Mapping[str, nn.Parameter]) -> Masters:
+    """Cast layers to the precision of a run, and return the masters of the parameters that an actor updates.
+
+    A master takes over the memory of the weight before the cast.
+
+    Args:
+        precision: The run's precision.
+        layers: All layers of the actor, in fp32.
+        own: The parameters that it updates, by logical name.
+    """
+    if not precision.is_half:
+        return Masters(own)
+    initial, master = {name: parameter.detach() for name, parameter in own.items()}, dtype_of(precision.master)
+    cast(layers, dtype_of(precision.compute), dtype_of(precision.reduce))
+    return Masters(own, {name: w.to(master) if w.dtype == torch.float32 else w for name, w in initial.items()})
 
 
 def _in_dtype(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -1,18 +1,25 @@
-"""torch's optimizers over parameters with logical names."""
+"""Optimizers over parameters with logical names: torch's AdamW and SGD, and Muon."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import unwrap
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from raypar.actors.checkpoint.snapshot import Read
-from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.optim.groups import Rule, rule_of
+from raypar.actors.optim.muon import MuonWithAdamW
+from raypar.actors.specs.optim import AdamW, AnyOptimizer, Muon
+from raypar.actors.tensor_parallel.gradients import ShardedGradients
 from raypar.actors.tensors import is_dense
 
-KEPT = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}  # state keys of each parameter
+# State keys of a parameter, by what updates it: see ``Rule.kind``.
+KEPT = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "muon": ("momentum_buffer",)}
+_UPDATERS = {"adamw": ("adamw",), "sgd": ("sgd",), "muon": ("muon", "adamw")}  # by kind of a run's optimizer
 
 
 class _AdamW(torch.optim.AdamW):
@@ -26,41 +33,70 @@ class _SGD(torch.optim.SGD):
     step = torch.no_grad()(unwrap(torch.optim.SGD.step))
 
 
-def build_optimizer(spec: AdamW | SGD, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
-    """Build the optimizer for some parameters. Weight decay applies only to tensors of 2 or more dims.
+class Optimizer(Protocol):
+    """What updates parameters: an optimizer of torch's, or Muon with AdamW.
+
+    Attributes:
+        param_groups: The parameter groups; each has its parameters, its learning rate, and its share of the run's.
+        state: The state of each parameter, by key.
+    """
+
+    param_groups: list[dict[str, Any]]
+    state: defaultdict[Tensor, Any]
+
+    def step(self) -> Any: ...
+
+
+_WHOLE = ShardedGradients({}, {}, None, watched=False)
+
+
+def build_optimizer(
+    spec: AnyOptimizer, parameters: Mapping[str, nn.Parameter], tensors: ShardedGradients = _WHOLE
+) -> Optimizer | None:
+    """Build the optimizer for some parameters. Those that are updated alike (see ``Rule``) are one parameter group.
 
     Args:
         spec: Kind and settings of the optimizer.
         parameters: The parameters by logical name.
+        tensors: Which of them a tensor-parallel group shards; by default none.
 
     Returns:
         The optimizer, or None if there are no parameters.
     """
-    decayed = [p for p in parameters.values() if p.dim() >= 2]
-    others = [p for p in parameters.values() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    if not groups:
+    alike = defaultdict[Rule, list[nn.Parameter]](list)
+    for name, parameter in parameters.items():
+        alike[rule_of(spec, name, parameter.dim())].append(parameter)
+    if not alike:
         return None
+    groups = defaultdict[str, list[dict[str, Any]]](list)
+    for rule, members in alike.items():
+        lr = spec.lr * rule.rate
+        groups[rule.kind].append({"params": members, "lr": lr, "rate": rule.rate, "weight_decay": rule.weight_decay})
     if isinstance(spec, AdamW):
-        # The fused kernel assumes that every weight is dense; for one that isn't it would update memory outside the
-        # weight. It doesn't support complex weights.
-        fused = all(is_dense(p) and p.is_floating_point() for p in parameters.values())
-        return _AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=fused)
+        return _adamw(groups["adamw"], spec.betas, spec.eps)
+    if isinstance(spec, Muon):
+        others = _adamw(groups["adamw"], spec.adamw_betas, spec.adamw_eps) if groups["adamw"] else None
+        names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+        return MuonWithAdamW(spec, groups["muon"], others, names, tensors)
     # Not fused: on CPUs torch 2.13's fused SGD doesn't update half-precision weights, and fails for a parameter that
     # gets its first gradient in a later step.
-    return _SGD(groups, lr=spec.lr, momentum=spec.momentum)
+    return _SGD(groups["sgd"], momentum=spec.momentum)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of all parameter groups, from the next update on."""
+def _adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+    # The fused kernel assumes that every weight is dense; for one that isn't it would update memory outside the
+    # weight. It doesn't support complex weights.
+    fused = all(is_dense(p) and p.is_floating_point() for group in groups for p in group["params"])
+    return _AdamW(groups, betas=betas, eps=eps, fused=fused)
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Set the run's learning rate, from the next update on. Each parameter group takes its share of it."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["rate"]
 
 
-def kept_by(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> Iterator[tuple[str, str, Tensor]]:
+def kept_by(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, str, Tensor]]:
     """Yield every state tensor that an optimizer keeps: (parameter's logical name, state key, tensor)."""
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -68,19 +104,20 @@ def kept_by(
                 yield name, key, value
 
 
-def keep(optimizer: torch.optim.Optimizer, kind: str, parameters: Mapping[str, nn.Parameter], read: Read) -> None:
+def keep(optimizer: Optimizer, kind: str, parameters: Mapping[str, nn.Parameter], read: Read) -> None:
     """Replace an optimizer's state by a saved one.
 
     Args:
         optimizer: The optimizer whose state is replaced.
-        kind: "adamw" or "sgd".
+        kind: Kind of the run's optimizer: "adamw", "sgd" or "muon".
         parameters: Its parameters by logical name.
         read: Returns the saved tensor for (logical name, state key), or None if none was saved. A parameter without
             saved tensors starts without state.
     """
     optimizer.state.clear()
+    keys = [key for updater in _UPDATERS[kind] for key in KEPT[updater]]
     for name, parameter in parameters.items():
-        found = {key: read(name, key) for key in KEPT[kind]}
+        found = {key: read(name, key) for key in keys}
         state = {key: value.to(parameter.device) for key, value in found.items() if value is not None}
         if state:
             optimizer.state[parameter] = state

@@ -18,7 +18,7 @@ from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.masters import Masters
 from raypar.actors.optim.optimizer import build_optimizer, gradient_norms, keep, kept_by, set_lr
-from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.specs.optim import AnyOptimizer
 from raypar.actors.specs.precision import FP16_MAX, Nonfinite
 from raypar.actors.specs.results import Updated
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
@@ -32,11 +32,14 @@ class Update(Protocol):
     The methods are those of ``Updater``.
     """
 
-    def step(self, step: int, ballot: Tensor | None) -> Updated: ...
+    def step(self, step: int, ballot: Tensor | None) -> Updated:
+        """Update the weights, or raise NonFiniteError."""
 
-    def state(self) -> Iterator[tuple[str, str, Tensor]]: ...
+    def state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield the optimizer's state for a checkpoint."""
 
-    def load(self, read: Read) -> None: ...
+    def load(self, read: Read) -> None:
+        """Load the optimizer's state from a checkpoint."""
 
 
 class _Tally(NamedTuple):
@@ -85,7 +88,7 @@ class Updater:
         ties: Sequence[Tie],
         group: Group | None,
         tensors: ShardedGradients,
-        optim: AdamW | SGD,
+        optim: AnyOptimizer,
         clip: float | None,
         steps: int,
         scaler: LossScaler,
@@ -96,7 +99,7 @@ class Updater:
         self._scaler, self._nonfinite = scaler, nonfinite
         self._tensors, self._spec, self._clip, self._steps = tensors, optim, clip, steps
         self._places = {name: place for place, name in enumerate(names)}
-        self._optimizer = build_optimizer(optim, self._parameters)
+        self._optimizer = build_optimizer(optim, self._parameters, tensors)
 
     def step(self, step: int, ballot: Tensor | None) -> Updated:
         """Clip the gradients and update the parameters, unless a gradient or a loss is not finite on any actor.

@@ -134,10 +134,13 @@ class Linears:
         self._fans = []
 
     def halve(self, halves: bool) -> None:
-        """From now on, let the replaced layers leave the gradients of their weights for later, or not.
+        """Set whether the replaced layers compute the gradients of their weights later, from now on.
 
-        If they do, their outputs are no functions of their weights: who asks for gradients inside a forward gets only
-        those of inputs.
+        Autograd then sees outputs that do not depend on the weights: inside a forward, ``torch.autograd.grad`` gives
+        gradients of inputs only.
+
+        Args:
+            halves: Whether they compute them later.
         """
         self._halves = halves
 

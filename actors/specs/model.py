@@ -74,10 +74,12 @@ class Transformer:
     @property
     def mlp_width(self) -> int:
         """Width of a block's MLP."""
+        """Width of a block's MLP."""
         raise NotImplementedError
 
     @property
     def mlp_matrices(self) -> int:
+        """Number of weight matrices of a block's MLP."""
         """Number of weight matrices of hidden x mlp_width in an MLP."""
         raise NotImplementedError
 
@@ -94,10 +96,12 @@ class GPT(Transformer):
 
     @property
     def mlp_width(self) -> int:
+        """Width of a block's MLP."""
         return self.mlp * self.hidden
 
     @property
     def mlp_matrices(self) -> int:
+        """Number of weight matrices of a block's MLP."""
         return 2
 
 
@@ -126,14 +130,17 @@ class Llama(Transformer):
 
     @property
     def num_kv_heads(self) -> int:
+        """Number of heads of keys and values."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def mlp_width(self) -> int:
+        """Width of a block's MLP."""
         return -(-self.hidden // 3) * 8 if self.ffn is None else self.ffn
 
     @property
     def mlp_matrices(self) -> int:
+        """Number of weight matrices of a block's MLP."""
         return 3
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from raypar.schedules.action import Action
+
+Kind = Literal["weights", "gradients", "optimizer"]
 
 
 class Span(NamedTuple):
@@ -57,6 +60,9 @@ class StepResult:
         in_flight: Largest number of microbatches between forward and backward at a time, over all stages of the actor.
         peak_memory: Peak memory during the step, in bytes: of the process on a CPU (0 if the system does not report
             it), of torch's allocations on a GPU.
+        samples: Number of samples whose losses the actor reports.
+        memory: Bytes of weights, gradients and optimizer state, at their most within a step; empty if the actor has not
+            taken a training step.
         scale: Scale of the loss; None if it was not scaled.
         is_skipped: Whether the step changed no weight, because a number was not finite.
     """
@@ -70,6 +76,8 @@ class StepResult:
     overlap: float | None
     in_flight: int
     peak_memory: int
+    samples: int = 0
+    memory: Mapping[Kind, int] = field(default_factory=dict)
     scale: float | None = None
     is_skipped: bool = False
 

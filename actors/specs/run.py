@@ -7,13 +7,13 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
-from raypar.actors.bounds import BucketSize, Count, Positive, Steps
+from raypar.actors.bounds import BucketSize, Count, Positive, Steps, Word
 from raypar.actors.known_fields import known_fields
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import DataParallel, Zero
 from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import GPT, Layers, Llama
-from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.precision import LossScale, Nonfinite, Precision
 from raypar.actors.specs.recompute import Recompute
 from raypar.actors.specs.types import Backward, Context, DeviceChoice, Split, Tracker
@@ -55,8 +55,8 @@ class Run:
     """with mesh.tp, divide norms and dropout too, along the sequence: less memory, the same number of bytes sent"""
     context: Context = "ring"
     """with mesh.cp, how attention reaches all tokens: ring, all_gather, ulysses (by heads), or rsa (full scores)"""
-    optim: AdamW | SGD = field(default_factory=AdamW)
-    """AdamW or SGD, with the learning-rate schedule"""
+    optim: AnyOptimizer = field(default_factory=AdamW)
+    """AdamW, SGD or Muon, with the learning-rate schedule"""
     clip: Positive | None = 1.0
     """largest global gradient norm; None does not clip"""
     precision: Precision = field(default_factory=Precision)
@@ -86,6 +86,9 @@ class Run:
     """save a checkpoint in the folder after every save_every steps, and at the end; 0: only at the end"""
     keep_last: Count | None = None
     """number of checkpoints to keep, the newest ones; None keeps all"""
+    unit: Word | None = None
+    """what throughput counts: tokens (elements of the targets), or your word for samples, such as images; None: tokens
+    of a sequence, else samples"""
     track: tuple[Tracker, ...] = ()
     """trackers that get every step: tensorboard (files in the folder), wandb, mlflow, ray (the cluster's dashboard)"""
     threads: Annotated[int, Ge(1), Le(1024)] = 1

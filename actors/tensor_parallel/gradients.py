@@ -69,6 +69,30 @@ class ShardedGradients:
             _demand_alike(whole, own[~sharded], squares[~sharded], self._group)
         return torch.where(sharded, squares.sqrt().to(norms.dtype), norms), float(votes[-1])
 
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """Return a tensor that is sharded as a parameter is, whole. All members call it, in the same order.
+
+        Args:
+            name: Logical name of the parameter.
+            part: This member's part, of the shape of its part of the parameter.
+
+        Returns:
+            The whole tensor, the same on every member; ``part`` itself if the parameter is not sharded.
+        """
+        shard = self._shards.get(name)
+        if shard is None or self._group is None:
+            return part
+        whole = part.new_zeros(shard.whole)
+        if name in self._counted:
+            shard.take(whole).copy_(part)
+        self._group.all_reduce(whole).wait()  # each element is one member's and zero on the others: exact
+        return whole
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return a view of this member's part of a whole tensor, the inverse of ``whole``."""
+        shard = self._shards.get(name)
+        return whole if shard is None else shard.take(whole)
+
 
 def _demand_alike(names: Sequence[str], own: Tensor, total: Tensor, group: Group) -> None:
     """Raise ValueError if a gradient that should be the same on all members differs from their mean.

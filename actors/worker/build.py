@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -20,17 +20,16 @@ from raypar.actors.data_parallel.replica_checks import fixed_weights
 from raypar.actors.data_parallel.served_update import ServedUpdate
 from raypar.actors.data_parallel.zero1 import ShardedUpdate
 from raypar.actors.device import Place
+from raypar.actors.mesh.world import World
 from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model
-from raypar.actors.models.cast import cast
 from raypar.actors.models.tied_weights import Tie, share, ties_of
 from raypar.actors.optim.loss_scale import LossScaler
-from raypar.actors.optim.masters import Masters
+from raypar.actors.optim.masters import Masters, masters_of
 from raypar.actors.optim.step import Update, Updater
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.sharding import Shard, Sharding
 from raypar.actors.specs.model import Layers
-from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Split
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
 from raypar.actors.tensors import dtype_of, nbytes
@@ -138,7 +137,15 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int
         for sizes in sizes_of(model, run.split, train).values()
         for name, owner in share_out(sizes, world.owners).items()
     }
-    ties = [
+    mine = {name: parameter for name, parameter in parameters.items() if owner_of[name] == owner}
+    masters = masters_of(run.precision, made, mine)
+    sharded = parallelizer.shards, parallelizer.partial, parallelizer.outputs
+    return Part(model, stages, parameters, masters, owner_of, _among_owners(ties, owner_of, world), *sharded)
+
+
+def _among_owners(ties: Iterable[Tie], owner_of: Mapping[str, int], world: World) -> list[Tie]:
+    """Return ties of pipeline ranks as ties of the owners of both ends, in the group of all updaters."""
+    return [
         Tie(
             home=tie.home,
             home_rank=world.owner_rank(tie.home_rank, owner_of[tie.home]),
@@ -147,19 +154,6 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int
         )
         for tie in ties
     ]
-    mine = {name: parameter for name, parameter in parameters.items() if owner_of[name] == owner}
-    masters = _cast(run, made, mine) if run.precision.is_half else Masters(mine)
-    sharded = parallelizer.shards, parallelizer.partial, parallelizer.outputs
-    return Part(model, stages, parameters, masters, owner_of, ties, *sharded)
-
-
-def _cast(run: Run, layers: Sequence[nn.Module], own: Mapping[str, nn.Parameter]) -> Masters:
-    """Cast an actor's layers to the run's precision, and return the masters of the parameters that it updates."""
-    precision = run.precision
-    initial = {name: parameter.detach() for name, parameter in own.items()}  # keep their memory
-    cast(layers, dtype_of(precision.compute), dtype_of(precision.reduce))
-    master = dtype_of(precision.master)
-    return Masters(own, {name: w.to(master) if w.dtype == torch.float32 else w for name, w in initial.items()})
 
 
 def _halved(plan: Plan) -> dict[int, set[int]]:

@@ -66,18 +66,7 @@ class Server:
         seat.compare(index, own)
 
     def run(self, program: ProgramName, step: int, epoch: int | None = None) -> StepResult:
-        """Serve a whole step. In an evaluation there is nothing to do.
-
-        Args:
-            program: Name of the program.
-            step: Number of the step.
-            epoch: Epoch of the call; None to accept it in any case.
-
-        Raises:
-            StaleError: The call is of an earlier epoch.
-            ActionError: The step failed.
-            NonFiniteError: The gradients are not finite; no weight was changed.
-        """
+        """Serve a whole step; in an evaluation there is nothing to do. Arguments and errors are those of Worker.run."""
         self.seat.demand_current(epoch, self._epoch)
         self.begin(program, step)
         if program == "train":

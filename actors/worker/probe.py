@@ -12,7 +12,7 @@ from raypar.actors.inspect.activations import Sight, Spot, Watch
 from raypar.actors.inspect.recording import Tape
 from raypar.actors.inspect.step import Held, Seen
 from raypar.actors.sharding import Sharding
-from raypar.actors.specs.results import Progress, Span
+from raypar.actors.specs.results import Kind, Progress, Span
 from raypar.actors.specs.types import KEPT
 from raypar.actors.tensors import nbytes
 from raypar.actors.worker.seat import Seat
@@ -132,16 +132,27 @@ class Probe:
         in_flight = sum(len(stage.in_flight) for stage in self._state.stages.values())
         return Seen.of(self._seat.label, action, made, in_flight, self._seat.place.peak(), tensors=tensors)
 
+    def memory(self) -> dict[Kind, int]:
+        """Return the bytes of weights, gradients and optimizer state that this actor holds now."""
+        parameters, masters = list(self._state.parameters.values()), self._state.masters_apart()
+        states = [tensor for _, kept, tensor in self._state.update.state() if kept]
+        return {
+            "weights": sum(map(nbytes, parameters)),
+            "gradients": sum(nbytes(p.grad) for p in (*parameters, *masters) if p.grad is not None),
+            "optimizer": sum(map(nbytes, (*states, *masters))),
+        }
+
+    def most(self) -> dict[Kind, int]:
+        """Return the same at the most within a step, before ZeRO drops gradients: every weight has one."""
+        parameters = self._state.parameters.values()
+        return {**self.memory(), "gradients": sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in parameters)}
+
     def held(self) -> Held:
         """Return the sizes of everything that this actor holds now."""
-        parameters, dp = list(self._state.parameters.values()), self._seat.world.mesh.dp
-        masters = [master for name, master in self._state.masters.items() if master is not self._state.parameters[name]]
+        dp = self._seat.world.mesh.dp
         return Held(
             self._seat.label,
-            weights=sum(map(nbytes, parameters)),
-            gradients=sum(nbytes(p.grad) for p in (*parameters, *masters) if p.grad is not None),
-            optimizer=sum(nbytes(tensor) for _, kept, tensor in self._state.update.state() if kept)
-            + sum(map(nbytes, masters)),
+            **self.memory(),
             values={action: sum(map(nbytes, values)) for action, values in self.step.values.items()},
             in_flight={
                 number: tuple(microbatch // dp for microbatch in stage.in_flight)

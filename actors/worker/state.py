@@ -68,6 +68,10 @@ class WorkerState:
         for parameter in chain(self.parameters.values(), self.masters.values()):
             parameter.grad = None
 
+    def masters_apart(self) -> list[nn.Parameter]:
+        """Return the masters that are other tensors than the layers' weights."""
+        return [master for name, master in self.masters.items() if master is not self.parameters[name]]
+
     def weights(self) -> dict[str, nn.Parameter]:
         """Return all weights of this actor by logical name: its masters, and the layers' weights that others update."""
         return {**self.parameters, **self.masters}

@@ -29,6 +29,7 @@ class Step:
         computed: By microbatch, losses (scalar tensors) that were not read yet.
         losses: By microbatch, losses that were read.
         counts: By microbatch, the number of target elements.
+        samples: Number of samples so far.
         in_flight: Largest number of microbatches between forward and backward so far.
         updated: Gradient norm and learning rate, once the update is made.
     """
@@ -44,5 +45,6 @@ class Step:
     computed: dict[int, Tensor] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
+    samples: int = 0
     in_flight: int = 0
     updated: Updated = field(default_factory=Updated)

@@ -17,7 +17,7 @@ from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
 from raypar.actors.optim.step import ballot_of
 from raypar.actors.pipeline.p2p import Courier
-from raypar.actors.specs.results import Span, StepResult
+from raypar.actors.specs.results import Kind, Span, StepResult
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.tensors import Values, nbytes
 from raypar.actors.worker.build import assemble, last_backwards
@@ -104,6 +104,7 @@ class Worker:
         }
         self.program = self._programs["train"]
         self._rehearsed: set[ProgramName] = set()  # programs that have run before
+        self._memory: dict[Kind, int] = {}  # by kind, once a training step has made it
         self._sources: dict[Action, tuple[Action, ...]] = {}  # by action, the actions whose values it takes
         seat.connect(part.ties)
         for owner in range(seat.world.owners):
@@ -213,20 +214,20 @@ class Worker:
         step.now = None
         events, reducer = self._place.spans(step.events), self.parts.reducer
         if step.is_train:
+            self._memory = self._memory or self.probe.most()
             self.probe.close(events + (self._place.spans(reducer.spans) if reducer is not None else []))
         microbatches = sorted(step.losses) if self.seat.leads else []  # a tensor group reports its losses once
         return StepResult(
             losses=tuple(step.losses[microbatch] for microbatch in microbatches),
             counts=tuple(step.counts[microbatch] for microbatch in microbatches),
-            grad_norm=step.updated.grad_norm,
-            lr=step.updated.lr,
+            **step.updated._asdict(),
             busy=sum(event.end - event.start for event in events if event.action.op in COMPUTE),
             span=events[-1].end - events[0].start if events else 0.0,
             overlap=reducer.overlap if reducer is not None and step.is_train and not self.seat.world.servers else None,
             in_flight=step.in_flight,
             peak_memory=self._place.peak(),
-            scale=step.updated.scale,
-            is_skipped=step.updated.is_skipped,
+            samples=step.samples if self.seat.leads else 0,
+            memory=self._memory,
         )
 
     # --- the actions ---
@@ -242,6 +243,7 @@ class Worker:
         if stage.is_last:
             target = source.targets(*batch)
             step.counts[microbatch] = stage.model.count(target)
+            step.samples += len(target[0]) if target[0].dim() else 1
             target = self._place.to(target)
         outputs = stage.forward(step.number, self._in_all(microbatch), inputs, target)
         if stage.is_last:

@@ -146,6 +146,7 @@ def demand_room(run: Run, step: int) -> None:
 def _tensor_faults(run: Run, skeleton: Skeleton, stored: Mapping[str, Logical]) -> Iterator[str]:
     """Yield the differences between the model's tensors and the stored ones."""
     from raypar.actors.checkpoint.snapshot import buffer_name, logical_name
+    from raypar.actors.optim.groups import rule_of
     from raypar.actors.optim.optimizer import KEPT
 
     weights = skeleton.weights
@@ -166,8 +167,8 @@ def _tensor_faults(run: Run, skeleton: Skeleton, stored: Mapping[str, Logical]) 
         if head == "buffers":
             fits = shapes.get(buffer_name(0, rest.partition(".")[2])) == logical.shape
         else:
-            fits = kept in KEPT[run.optim.kind] and weight in weights
-            fits = fits and logical.shape == (() if kept == "step" else wanted[weight][1])
-            fits = fits and all(logical_name(weight, other) in beside for other in KEPT[run.optim.kind])
+            keys = KEPT[rule_of(run.optim, weight, weights[weight].dim()).kind] if weight in weights else ()
+            fits = kept in keys and logical.shape == (() if kept == "step" else wanted[weight][1])
+            fits = fits and all(logical_name(weight, other) in beside for other in keys)
         if not fits:
             yield f"{brief(name)}, {logical.dtype} {list(logical.shape)}, belongs to another model or optimizer"

@@ -7,10 +7,10 @@ from dataclasses import fields
 
 from raypar.actors.known_fields import unknown_faults
 from raypar.actors.specs.model import GPT, Llama
-from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.run import Run
 
-_KINDS = {"model": (GPT, Llama), "optim": (AdamW, SGD)}
+_KINDS = {"model": (GPT, Llama), "optim": (AdamW, SGD, Muon)}
 
 
 def foreign_faults(words: Sequence[str], run: Run) -> Iterator[str]:

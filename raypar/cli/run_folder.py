@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ import tyro
 
 from raypar.cli.output_files import file_faults
 from raypar.errors import ConfigError
+from raypar.paths import REPORT, TRACE
 from raypar.reporting.html.compare import comparison
 from raypar.reporting.html.live import EVERY, Live
 from raypar.reporting.html.page import page
@@ -53,7 +53,8 @@ def report(
 ) -> str | Live:
     """Write one HTML file about a run: curves, speed, the latest step and its prediction, memory, messages, settings.
 
-    Of several runs, the file compares them: the settings that differ, and their curves over each other.
+    Of several runs, the file compares them: the settings that differ, and their curves over each other. What can't be
+    read of a damaged folder is listed, in the file and here, and the rest is shown.
 
     Args:
         folders: the folder of a run, or of several to compare
@@ -65,12 +66,12 @@ def report(
     if faults := list(_report_faults(folders, out, live, port, peak)):
         raise ConfigError(faults)
     if live:
-        made = partial(_page, folders, peak, EVERY)
-        made()
-        return Live(made, port)
-    if len(folders) > 1:
-        return _written(out or folders[0] / "comparison.html", out, lambda: _page(folders, peak))
-    return _written(out or folders[0] / "report.html", out, lambda: page(read(folders[0]), peak=peak))
+        _page(folders, peak)
+        return Live(lambda: _page(folders, peak, EVERY)[0], port)
+    name = REPORT if len(folders) == 1 else "comparison.html"
+    made, unread = _page(folders, peak)
+    written = _written(out or folders[0] / name, out, made)
+    return "\n".join([written, *(f"could not be read: {fault}" for fault in unread)])
 
 
 def trace(folder: Folder, out: Out = None) -> str:
@@ -80,7 +81,11 @@ def trace(folder: Folder, out: Out = None) -> str:
         folder: the run's folder
         out: the file, overwritten if it exists; None: trace.json in the folder
     """
-    return _written(out or folder / "trace.json", out, lambda: _trace(read(folder)))
+    past = read(folder)
+    if past.step is None or not past.timelines:
+        raise ConfigError([f"run folder {str(past.folder)!r} has no measured step: train one"])
+    made = json.dumps(chrome_trace(*past.timelines)) + "\n"
+    return f"{_written(out or folder / TRACE, out, made)} (step {past.step + 1:,})"
 
 
 def _report_faults(
@@ -98,8 +103,8 @@ def _report_faults(
     return faults
 
 
-def _page(folders: tuple[Path, ...], peak: float | None, every: int | None = None) -> str:
-    """Make the page of one or several runs from what can be read of their folders."""
+def _page(folders: tuple[Path, ...], peak: float | None, every: int | None = None) -> tuple[str, list[str]]:
+    """Make the page of one or several runs from what can be read of their folders; return it and what can't be read."""
     pasts, faults = list[Past](), list[str]()
     for folder in folders:
         try:
@@ -112,20 +117,14 @@ def _page(folders: tuple[Path, ...], peak: float | None, every: int | None = Non
     if not pasts:
         raise ConfigError(faults)
     if len(folders) == 1:
-        return page(pasts[0], faults=faults, peak=peak, every=every)
-    return comparison(pasts, faults=faults, every=every)
+        return page(pasts[0], faults=faults, peak=peak, every=every), faults
+    return comparison(pasts, faults=faults, every=every), faults
 
 
-def _trace(past: Past) -> str:
-    if not past.timelines:
-        raise ConfigError([f"run folder {str(past.folder)!r} has no measured step: train one"])
-    return json.dumps(chrome_trace(*past.timelines)) + "\n"
-
-
-def _written(target: Path, out: Path | None, made: Callable[[], str]) -> str:
+def _written(target: Path, out: Path | None, text: str) -> str:
+    """Write a file and return a line that says so. ``out`` is the path that a flag gave, if one did."""
     if faults := list(file_faults("--out", target)) if out else []:
         raise ConfigError(faults)
-    text = made()
     try:
         write_text(target, text)
     except OSError as error:

@@ -18,11 +18,11 @@ from raypar.schedules.catalog import CATALOG
 from raypar.schedules.checking.errors import CheckError
 from raypar.schedules.drawing.cells import lines, padded, widest
 from raypar.schedules.drawing.files import drawings, save
-from raypar.schedules.drawing.text import WIDTH, summary, text
+from raypar.schedules.drawing.text import WIDTH, outcome_summary, text
 from raypar.schedules.passes.lower import Order, lower
 from raypar.schedules.rules import most_in_flight
 from raypar.schedules.schedule import Schedule, ScheduleError
-from raypar.schedules.simulation.simulate import Costs, simulate
+from raypar.schedules.simulation.simulate import Costs, outcome
 
 A = TypeVar("A", bound="PaperArgs")
 Format = Literal["text", "svg", "csv", "json"]
@@ -167,20 +167,25 @@ def measure(words: Sequence[str]) -> str:
     if wrong:
         raise ScheduleError("\n".join(wrong))
     schedule = _load(args).lowered()
-    timeline = simulate(schedule, Costs(**given), send_capacity=SEND_WINDOW)
+    found = outcome(schedule, Costs(**given), send_capacity=SEND_WINDOW)
+    if not math.isfinite(found.makespan):
+        largest = max(given, key=lambda name: given[name])
+        raise ScheduleError(
+            f"--{largest} is {given[largest]}: the step would take longer than a number can say: give less"
+        )
     if args.format == "text":
         costs = f"F {args.f:g}, B {args.b:g}, I {args.i:g}, W {args.w:g}, link {args.link:g}"
-        return f"{_sizes(schedule)}\ncosts given: {costs}\n{summary(timeline)}"
+        return f"{_sizes(schedule)}\ncosts given: {costs}\n{outcome_summary(found)}"
     figures: dict[str, Any] = {
         "schedule": schedule.name,
         "ranks": schedule.num_ranks,
         "stages": schedule.num_stages,
         "microbatches": schedule.num_microbatches,
         "costs": given,
-        "makespan": timeline.makespan,
-        "bubble": timeline.bubble,
-        "busy": [timeline.busy(rank) for rank in range(schedule.num_ranks)],
-        "in_flight": list(timeline.in_flight),
+        "makespan": found.makespan,
+        "bubble": found.bubble,
+        "busy": list(found.busy),
+        "in_flight": list(found.in_flight),
     }
     return json.dumps(figures)
 

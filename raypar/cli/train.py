@@ -17,7 +17,7 @@ from raypar.actors.errors import CheckpointError, NonFiniteError
 from raypar.actors.mesh.mesh import AXES
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.model import GPT, Llama
-from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.run import Run
 from raypar.cli.foreign_flags import foreign_faults
 from raypar.cli.output_files import file_faults, growing_file, whole_file
@@ -28,7 +28,7 @@ from raypar.config.validate.parallel import idle_fields
 from raypar.errors import ConfigError, JobError
 from raypar.paths import CHECKPOINTS, RUN, absolute, checkpoints_in, holds_run, home_of
 from raypar.planner.host import room_faults
-from raypar.reporting.needs import Rows, actors_told
+from raypar.reporting.needs import Rows
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.summary import closing_rows, plan_rows, planned_grid
 from raypar.schedules.drawing.chrome_trace import chrome_trace
@@ -53,7 +53,7 @@ class RunArgs(Run):
     schedule: str = "1f1b"
     """naive, gpipe, 1f1b, interleaved, a CSV file, or code of yours as my.py:function; see raypar draw --help"""
     data: Text = field(default_factory=Text)
-    optim: AdamW | SGD = field(default_factory=AdamW)
+    optim: AnyOptimizer = field(default_factory=AdamW)
     base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE|FILE.toml")] = ""
     """the run that the flags change: gpt-tiny, gpt-small, gpt-124m, llama-tiny, llama-small, or a TOML file"""
 
@@ -144,9 +144,10 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
     if args.dry_run:
         for idle in idle_fields(run.mesh, run.context, sequence=run.sequence_parallel):
             logging.getLogger("raypar").warning("%s", idle)
-        return Plan(planned_grid(run, schedule, color=terminal), plan_rows(run, schedule, origins=origins))
-    if origins:
-        logging.getLogger("raypar").info("actors: %s", actors_told(run, origins))
+        rows = plan_rows(run, schedule, origins=origins)
+        return Plan(planned_grid(schedule, dict(rows)["bubble"], color=terminal), rows)
+    for axis, origin in origins.items():  # the log says later how many actors that makes
+        logging.getLogger("raypar").info("mesh.%s is %s, from %s", axis, getattr(run.mesh, axis), origin)
     from raypar.job.run_folders import settled  # imports what mistakes and dry runs do not need
 
     run, launches = settled(run), list[float]()

@@ -6,8 +6,8 @@ import os
 import socket
 
 import grpc  # type: ignore[import-untyped]
-from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
+from raypar.cluster.ray_private import own_token
 from raypar.errors import ConfigError
 
 _ANSWER_SECONDS = 4.0
@@ -31,6 +31,8 @@ def demand_answer(address: str) -> None:
     if address.startswith("ray://") or os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return
     token = _token()
+    if token is None:
+        return
     said = [("authorization", f"Bearer {token}")] if token else []
     with grpc.insecure_channel(f"{host}:{port}", [("grpc.enable_http_proxy", 0)]) as channel:
         try:
@@ -42,11 +44,11 @@ def demand_answer(address: str) -> None:
                 raise OSError(f"what listens there is no Ray, or does not answer: {error.details()}") from error
 
 
-def _token() -> str:
-    """Return the token that Ray would send, from its environment variables or ~/.ray/auth_token; "" without one."""
+def _token() -> str | None:
+    """Return the token that Ray would send; "" without one, None if that is not known."""
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return ""
-    return str(AuthenticationTokenLoader.instance().get_raw_token(ignore_auth_mode=True) or "")
+    return own_token()
 
 
 def _refused(address: str, token: str) -> str:

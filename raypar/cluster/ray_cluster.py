@@ -9,15 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import ray
 import torch
-from ray._private import services
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -27,6 +24,7 @@ from raypar.actors.specs.types import DeviceChoice, DeviceKind
 from raypar.cluster.address import demand_answer
 from raypar.cluster.devices import Share, demand_build, gpu_share
 from raypar.cluster.interrupts import patience
+from raypar.cluster.ray_private import start_on_loopback
 from raypar.errors import ConfigError, JobError
 from raypar.planner.host import num_cores, num_slots, room_faults, starts_own_ray
 
@@ -46,7 +44,6 @@ _QUIET = {
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
 _PLACEMENT_SECONDS = 60.0
-_LOOPBACK = "127.0.0.1"
 _LOOK = 0.5  # seconds between two checks of the placement group
 
 
@@ -196,9 +193,9 @@ def _bundled(world: World, share: Share) -> int:
 
 
 def _actor(cls: type, group: PlacementGroup, rank: int, world: World, job: str, share: Share) -> Any:
-    # No retries: a retried backward would add its gradients twice. The driver does the recovery.
     """Create the actor of a rank in its bundle of the placement group."""
     decorate: Any = ray.remote  # its type annotations lack concurrency groups
+    # No retries: a retried backward would add its gradients twice. The driver does the recovery.
     kept = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"ctl": 2, "disk": 1}}
     remote = decorate(num_cpus=1, num_gpus=share.gpus, **kept)(cls)
     size, together = world.mesh.size, _bundled(world, share)
@@ -227,7 +224,7 @@ def _connect() -> bool:
     old = os.umask(0o077)  # Ray writes its token file with the umask of the process
     try:
         _in_lasting_thread(
-            _start_on_loopback,
+            start_on_loopback,
             address="local",
             num_cpus=num_slots(),
             namespace="raypar",
@@ -248,21 +245,6 @@ def _connect() -> bool:
     finally:
         os.umask(old)
     return True
-
-
-def _start_on_loopback(**settings: Any) -> None:
-    """Start Ray so that nobody but this machine reaches its ports, and nobody but this user its session folder.
-
-    Ray replaces the address 127.0.0.1 by one that other machines reach, and then listens on all of them: its metrics
-    need no token. It makes its folders writable to all.
-
-    Args:
-        **settings: The settings of ``ray.init``.
-    """
-    with mock.patch.object(services, "resolve_ip_for_localhost", lambda host: host, create=True):
-        started: Any = ray.init(_node_ip_address=_LOOPBACK, **settings)
-    with suppress(OSError):
-        Path(started.address_info["session_dir"]).chmod(0o700)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ pydantic does the check. It is imported only inside the functions that use it: t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import groupby
@@ -43,7 +43,7 @@ class Fault(NamedTuple):
     """A field with a wrong value.
 
     Attributes:
-        path: Dotted path of the field, such as ``model.layers``.
+        path: Dotted path of the field, such as ``model.layers``, or of an item of a tuple.
         text: The sentence for the user.
         of_type: Whether the type is wrong. If not, the value is out of range.
     """
@@ -72,7 +72,7 @@ def field_faults(part: Any, below: str = "") -> Iterator[Fault]:
         wrong = {name: list(same) for name, same in groupby(error.errors(), key=lambda one: one["loc"][0])}
     for name, value in values.items():
         if name in wrong:
-            yield from _told(wrong[name], f"{below}{name}")
+            yield from _told(wrong[name], f"{below}{name}", mapping=isinstance(value, Mapping))
         elif is_dataclass(value) and not isinstance(value, Schedule):  # a Schedule has its own check
             yield from field_faults(value, f"{below}{name}.")
 
@@ -95,14 +95,16 @@ def _strict(kind: type) -> type:
     return dataclass(kind, config=ConfigDict(strict=True, allow_inf_nan=False), frozen=True)
 
 
-def _told(errors: list[ErrorDetails], path: str) -> Iterator[Fault]:
+def _told(errors: list[ErrorDetails], path: str, *, mapping: bool) -> Iterator[Fault]:
     """Yield the faults of one field.
 
     pydantic reports an error for each member of a union. They become one sentence, and only the most specific ones are
-    used: a value out of range, or a wrong item of a tuple.
+    used: a value out of range, or a wrong item of a tuple or a mapping.
     """
 
     def items(error: ErrorDetails) -> str:
+        if mapping:
+            return "".join(f"[{key!r}]" for key in error["loc"][1:2])
         return "".join(f".{index}" for index in error["loc"] if isinstance(index, int))
 
     near = [error for error in errors if error["type"] in _RANGES] or errors
@@ -112,4 +114,4 @@ def _told(errors: list[ErrorDetails], path: str) -> Iterator[Fault]:
         words = [_WORDS.get(error["type"], error["msg"]).format(**error.get("ctx", {})) for error in group]
         of_type = any(error["type"] not in _RANGES for error in group)
         text = f"{path}{inner} is {brief(group[0]['input'])}: it must be {' or '.join(words)}"
-        yield Fault(f"{path}{inner}", text, of_type)
+        yield Fault(path if mapping else f"{path}{inner}", text, of_type)

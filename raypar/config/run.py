@@ -14,6 +14,7 @@ from raypar.actors.mesh.world import World
 from raypar.actors.models.partition import split_faults
 from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import Layers, Transformer
+from raypar.actors.specs.optim import OptimizerSettings
 from raypar.actors.specs.recompute import recompute_faults
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
@@ -21,6 +22,7 @@ from raypar.config.fields import field_faults
 from raypar.config.schedule import Programs, programs_of, schedule_faults, with_backward
 from raypar.config.skeleton import Skeleton
 from raypar.config.validate.model import length_faults
+from raypar.config.validate.optim import group_faults
 from raypar.config.validate.outputs import folder_faults, track_faults
 from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
 from raypar.errors import ConfigError
@@ -76,6 +78,7 @@ def check_run(
         faults += schedule_faults(run.schedule)
     if right("backward", "model", "mesh.tp"):
         faults += _backward_faults(run)
+    faults += _optimizer_faults(run, skeleton, right)
     if right("data"):
         faults += _data_faults(run, right)
     faults += _output_faults(run, resumed, right, overwrite=overwrite)
@@ -130,6 +133,20 @@ def _server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
         yield f"servers is {run.servers}, but data_parallel is {run.data_parallel!r}: only a parameter_server has them"
     if right("zero", "data_parallel") and run.zero and run.data_parallel == "parameter_server":
         yield f"zero is {run.zero}, but data_parallel is 'parameter_server': servers hold the optimizer, leave zero out"
+
+
+def _optimizer_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Iterator[str]:
+    """Yield the faults of the optimizer, and of its patterns if the model can be built."""
+    if isinstance(run.optim, OptimizerSettings):
+        yield from run.optim.faults(right)
+    if not right("optim", "model") or (isinstance(run.model, Transformer) and any(run.model.faults(right))):
+        return
+    if isinstance(run.model, Layers):
+        try:
+            _ = skeleton.model
+        except Exception:  # the user's own function fails: _layer_faults says so
+            return
+    yield from group_faults(run.optim, run.model, skeleton)
 
 
 def _backward_faults(run: Run) -> Iterator[str]:

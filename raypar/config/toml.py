@@ -22,11 +22,11 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from raypar.actors.files import read_named
 from raypar.actors.specs.model import GPT, Llama
-from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.run import Run
 from raypar.config.fields import brief, field_faults
 from raypar.config.recipes import recipe
@@ -51,11 +51,11 @@ _MOST_BYTES = 1 << 20
 _MOST_DOTS = 100  # in a line
 _KINDS: dict[str, dict[str, type[Any]]] = {  # the classes that a field may have, by kind
     "model": {"gpt": GPT, "llama": Llama},
-    "optim": {"adamw": AdamW, "sgd": SGD},
+    "optim": {"adamw": AdamW, "sgd": SGD, "muon": Muon},
 }
 _COMMON = {  # the fields that another kind takes over; the others get its defaults
     "model": ("layers", "hidden", "heads", "seq", "vocab", "dropout", "tied", "attention"),
-    "optim": ("warmup", "decay", "final"),
+    "optim": ("warmup", "decay", "final", "decay_steps", "decay_form", "no_decay", "rates"),
 }
 
 
@@ -193,8 +193,13 @@ def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[str]) -
 
 
 def _plain(value: Any, hint: Any) -> Any:
-    """Convert a value from TOML: a list to a tuple, and "none" to None where the field's type allows None."""
+    """Convert a value from TOML: a list to a tuple, and "none" to None where the field's type allows None.
+
+    A mapping is a table, or a list of pairs as ``_written`` makes it.
+    """
     if isinstance(value, list):
+        if get_origin(hint) is Mapping and all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+            return {str(key): one for key, one in value}
         return tuple(value)
     return None if value == "none" and type(None) in get_args(hint) else value
 
@@ -202,7 +207,7 @@ def _plain(value: Any, hint: Any) -> Any:
 def _written(value: Any) -> Any:
     """Convert a value to plain data, the inverse of ``_plain``.
 
-    A function becomes its name, a Schedule its CSV table, and a plan a list of pairs.
+    A function becomes its name, a Schedule its CSV table, and a mapping a list of pairs.
     """
     if isinstance(value, Schedule):
         return {"csv": to_csv(value)}

@@ -18,6 +18,7 @@ from raypar.cluster.calls import Calls
 from raypar.cluster.ray_cluster import Actors, demand_shippable
 from raypar.config.run import reset_faults, world_of
 from raypar.config.schedule import Programs
+from raypar.config.shared_buffers import warn_of_shared_buffers
 from raypar.config.skeleton import Skeleton
 from raypar.errors import ConfigError
 from raypar.job.batch_checks import warn_of_equal_replicas
@@ -76,14 +77,17 @@ class Job:
 
     @property
     def run(self) -> Run:
+        """The run that the actors perform."""
         return self._loop.loaded.run
 
     @property
     def schedule(self) -> Schedule:
+        """The lowered schedule of a training step."""
         return self._loop.loaded.schedule
 
     @property
     def next_step(self) -> int:
+        """The step that is taken next, counted from 0."""
         return self._loop.next_step
 
     @next_step.setter
@@ -326,6 +330,7 @@ class Job:
             raise ConfigError(faults)
         demand_shippable(run.model, run.data)
         warn_of_equal_replicas(run)
+        warn_of_shared_buffers(run, skeleton, programs["train"])
         run = settled(run)
         self._lifetime.guard(partial(self._exchange, run, programs, skeleton, found, Record(run)))
 

@@ -12,6 +12,7 @@ from raypar.checkpoint.resume import prepared
 from raypar.cluster.ray_cluster import demand_shippable, start_actors
 from raypar.config.run import world_of
 from raypar.config.schedule import Programs
+from raypar.config.shared_buffers import warn_of_shared_buffers
 from raypar.config.skeleton import Skeleton
 from raypar.job.batch_checks import warn_of_equal_replicas
 from raypar.job.job import Job
@@ -47,6 +48,7 @@ def launch(
     programs, skeleton, found = prepared(run, resume, overwrite=overwrite)
     demand_shippable(run.model, run.data)
     warn_of_equal_replicas(run)
+    warn_of_shared_buffers(run, skeleton, programs["train"])
     run = settled(run)
     with replaced(run.folder if overwrite else None):
         return _launched(run, programs, skeleton, found, wait_for_nodes)

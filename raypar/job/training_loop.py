@@ -192,7 +192,7 @@ class TrainingLoop:
             loaded.handles,
             loaded.calls,
             guard=self._lifetime.guard,
-            commit=self._commit,
+            commit=partial(self._commit, by_hand=True),
             lowered=self._lowered,
             recorder=Recorder(loaded.run, self._device, loaded.world, loaded.calls),
         )
@@ -281,9 +281,9 @@ class TrainingLoop:
             self.keep_times()
         self._saver.after(self.next_step)
 
-    def _commit(self, results: list[Any], seconds: float) -> Report:
+    def _commit(self, results: list[Any], seconds: float, *, by_hand: bool = False) -> Report:
         """Count the step, now that every actor has reported it, and record its report."""
-        report = report_of(self.next_step, seconds, results, self.loaded.world)
+        report = report_of(self.next_step, seconds, results, self.loaded.world, by_hand=by_hand)
         self.next_step += 1
         self.last = report
         self._record.write(report)

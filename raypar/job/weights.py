@@ -46,9 +46,11 @@ class Weights(Mapping[str, "Tensor"]):
         return "\n".join([f"<{len(self)} weights>", *(f"{name} {shape}" for name, shape in self._shapes.items())])
 
     def items(self) -> ItemsView[str, Tensor]:
+        """Return names and weights, which are fetched rank by rank."""
         return _Items(self)
 
     def values(self) -> ValuesView[Tensor]:
+        """Return the weights, which are fetched rank by rank."""
         return _Values(self)
 
     def ends(self) -> Pairs:

@@ -53,10 +53,12 @@ class Case:
 
     @property
     def ours(self) -> list[Tensor]:
+        """The actors' pieces, without those that they lack."""
         return [piece.ours for piece in self.pieces if piece.ours is not None]
 
     @property
     def wanted(self) -> list[Tensor]:
+        """The pieces of the plain process."""
         return [piece.wanted for piece in self.pieces]
 
     @property

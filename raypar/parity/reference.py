@@ -17,10 +17,9 @@ from raypar.actors.data.batches import CastSource, TokenMean, batch_source, corr
 from raypar.actors.device import Place, place_of
 from raypar.actors.inspect.activations import LOSS, Spot, Watch
 from raypar.actors.models.build import build_model
-from raypar.actors.models.cast import cast
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.lr import lr_at
-from raypar.actors.optim.masters import Masters
+from raypar.actors.optim.masters import masters_of
 from raypar.actors.optim.optimizer import build_optimizer, set_lr
 from raypar.actors.rng import derive
 from raypar.actors.sharding import Sharding
@@ -121,7 +120,7 @@ class _Plain:
         self.layers = self.model.materialize(range(len(self.model.names)), run.seed)
         self._place.settle(self.layers)
         self._parameters = _named(self.model.names, self.layers, {copy: home for home, copy in self.model.ties})
-        self._masters = self._cast() if run.precision.is_half else Masters(self._parameters)
+        self._masters = masters_of(run.precision, self.layers, self._parameters)
         self._optimizer = build_optimizer(run.optim, self._masters.parameters)
         self._scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)
         m, num_dp = run.microbatches, run.mesh.dp
@@ -163,12 +162,6 @@ class _Plain:
     def weights(self) -> dict[str, Tensor]:
         """Return the weights, on the CPU, by logical name."""
         return {name: master.detach().cpu() for name, master in self._masters.parameters.items()}
-
-    def _cast(self) -> Masters:
-        """Cast the layers to the run's precision, and return the masters of their weights."""
-        precision, initial = self._run.precision, {name: p.detach() for name, p in self._parameters.items()}
-        cast(self.layers, dtype_of(precision.compute), dtype_of(precision.reduce))
-        return Masters(self._parameters, {name: w.to(dtype_of(precision.master)) for name, w in initial.items()})
 
     def _microbatch(self, step: int, number: int, watch: Watch | None) -> tuple[float, int]:
         """Run forward and backward of one microbatch; return its loss and the number of elements that it averages."""

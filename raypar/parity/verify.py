@@ -10,8 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from raypar.actors.optim.groups import is_matrix, rule_of
 from raypar.actors.optim.lr import lr_at
-from raypar.actors.specs.optim import AdamW
+from raypar.actors.optim.muon import scale_of
+from raypar.actors.specs.optim import SGD, Muon
 from raypar.actors.specs.run import Run
 from raypar.config.run import check_run, unrecorded
 from raypar.job.batch_checks import demand_pure
@@ -25,10 +27,10 @@ from raypar.schedules.action import Op
 from raypar.schedules.schedule import Schedule
 
 CLOSE = 1e-6  # relative difference if the same numbers are added in another order
-DRIFTED = 1e-3  # relative difference of weights that AdamW has updated from such gradients
-NOISY = 1.0  # share of the distance that AdamW can put between two weights whose gradients are only rounding noise
-_WIDER = "AdamW divides a gradient by its own size (see docs/troubleshooting.md)"
-_WHY = " of how far AdamW can move it: its gradient is rounding noise"
+DRIFTED = 1e-3  # relative difference of weights that AdamW or Muon has updated from such gradients
+NOISY = 1.0  # share of the distance that they can put between two weights whose gradients are only rounding noise
+_WIDER = "AdamW divides a gradient by its own size, and Muon by its singular values (see docs/troubleshooting.md)"
+_WHY = " of how far AdamW or Muon can move it: its gradient is rounding noise"
 
 
 class Bounds(NamedTuple):
@@ -103,9 +105,9 @@ class Verdict:
     The weights of all replicas must always be bitwise equal.
 
     A gradient that is 0 in exact arithmetic, as that of the bias of attention keys is, is only rounding noise: it is
-    compared with the norm of all gradients of its layer. From such a gradient AdamW makes steps of full size, on both
-    sides. So where weights may differ at all, a weight with such a gradient may differ by 1 times the largest distance
-    that AdamW can put between two weights.
+    compared with the norm of all gradients of its layer. From such a gradient AdamW and Muon make steps of full size,
+    on both sides. So where weights may differ at all, a weight with such a gradient may differ by 1 times the largest
+    distance that they can put between two weights.
 
     Attributes:
         steps: Number of steps taken.
@@ -169,7 +171,8 @@ def verify(run: Run, job: Job | None = None) -> Verdict:
 
     Args:
         run: The run. Device "auto" means CPUs here, whose results are bitwise the same everywhere. With "cuda" the
-            plain process uses a GPU of its own.
+            plain process uses a GPU of its own. Muon's iterations are in fp32 here, on both sides: in bf16 an order of
+            additions changes its updates by a percent.
         job: A job with enough actors to reuse, or None to launch one.
 
     Returns:
@@ -180,6 +183,8 @@ def verify(run: Run, job: Job | None = None) -> Verdict:
     """
     run = unrecorded(run)
     run = replace(run, device="cpu") if run.device == "auto" else run
+    if isinstance(run.optim, Muon):
+        run = replace(run, optim=replace(run.optim, precision="fp32"))
     check_run(run)
     demand_pure(run)
     plain = train_plainly(run)
@@ -221,9 +226,9 @@ def _compare(job: Job, plain: Trained) -> Verdict:
     ]
     last = max(0, run.steps - 1)
     noise = {name for name, wanted in plain.gradients.items() if norm_of(_dense(wanted)) < scales[name]}
-    drifts = noise if bounds.weight and isinstance(run.optim, AdamW) else set()
+    drifts = noise if bounds.weight and not isinstance(run.optim, SGD) else set()
     weights = [
-        _Pair(f"weight {name}", weight, plain.weights[name], NOISY, last, _apart(run, weight))
+        _Pair(f"weight {name}", weight, plain.weights[name], NOISY, last, _apart(run, name, weight))
         if name in drifts
         else _Pair(f"weight {name}", weight, plain.weights[name], bounds.weight, last)
         for name, weight in job.weights().ends()
@@ -291,9 +296,17 @@ def _in_order(schedule: Schedule) -> bool:
     return all(order == sorted(order) for order in orders.values())
 
 
-def _apart(run: Run, weight: Tensor) -> float:
-    """Compute how far apart AdamW can move two weights: each moves by the learning rate, in every element and step."""
-    return 2 * sum(lr_at(run.optim, step, run.steps) for step in range(run.steps)) * math.sqrt(weight.numel())
+def _apart(run: Run, name: str, weight: Tensor) -> float:
+    """Compute how far apart AdamW or Muon can move two weights.
+
+    In every step AdamW moves each element by the learning rate. Muon moves each singular value by up to 1.2 times its
+    scaled learning rate.
+    """
+    rule = rule_of(run.optim, name, weight.dim())
+    moved = 2 * rule.rate * sum(lr_at(run.optim, step, run.steps) for step in range(run.steps))
+    if isinstance(run.optim, Muon) and is_matrix(run.optim, name, weight.dim()):
+        return moved * 1.2 * scale_of(run.optim.scale, *weight.shape) * math.sqrt(min(weight.shape))
+    return moved * math.sqrt(weight.numel())
 
 
 def _exact(figure: float) -> Tensor:

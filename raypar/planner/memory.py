@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from raypar.actors.mesh.world import World
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import GPT, Layers, Llama
-from raypar.actors.specs.optim import SGD
+from raypar.actors.specs.optim import SGD, Muon
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
 from raypar.schedules.rules import HOLDS
@@ -51,7 +51,9 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + (self.activations or 0) + self.process
 
 
-def worker_memory(run: Run, world: World, held: Sequence[int], timeline: Timeline) -> list[Memory]:
+def worker_memory(
+    run: Run, world: World, held: Sequence[int], timeline: Timeline, matrices: Sequence[int] = ()
+) -> list[Memory]:
     """Estimate the memory of a worker of each pipeline rank.
 
     Args:
@@ -59,6 +61,7 @@ def worker_memory(run: Run, world: World, held: Sequence[int], timeline: Timelin
         world: Its ranks.
         held: Parameters that a worker of each pipeline rank holds.
         timeline: The predicted training step, which says how many activations are kept at a time.
+        matrices: How many of these parameters Muon updates; empty if the optimizer is another one.
 
     Returns:
         The memory by pipeline rank.
@@ -66,25 +69,33 @@ def worker_memory(run: Run, world: World, held: Sequence[int], timeline: Timelin
     kept = [None] * world.mesh.pp if isinstance(run.model, Layers) else _most_kept(run, run.model, timeline)
     owners = 0 if world.servers else world.owners
     return [
-        Memory(FLOAT * count, FLOAT * count, _state(run) * -(-count // owners) if owners else 0, activations)
-        for count, activations in zip(held, kept, strict=True)
+        Memory(FLOAT * count, FLOAT * count, FLOAT * -(-state // owners) if owners else 0, activations)
+        for count, state, activations in zip(held, _states(run, held, matrices), kept, strict=True)
     ]
 
 
-def server_memory(run: Run, world: World, held: Sequence[int]) -> list[Memory]:
+def server_memory(run: Run, world: World, held: Sequence[int], matrices: Sequence[int] = ()) -> list[Memory]:
     """Estimate the memory of a parameter server of each pipeline rank; empty if the run has none.
 
     The arguments are those of ``worker_memory``.
     """
-    shares = [-(-count // world.servers) for count in held] if world.servers else []
-    return [Memory(FLOAT * share, FLOAT * share, _state(run) * share, 0) for share in shares]
+    if not world.servers:
+        return []
+    both = zip(held, _states(run, held, matrices), strict=True)
+    shares = [(FLOAT * -(-count // world.servers), FLOAT * -(-state // world.servers)) for count, state in both]
+    return [Memory(share, share, state, 0) for share, state in shares]
 
 
-def _state(run: Run) -> int:
-    """Return the bytes of optimizer state for each parameter: two means with AdamW, the momentum with SGD."""
+def _states(run: Run, held: Sequence[int], matrices: Sequence[int]) -> list[int]:
+    """Return the elements of optimizer state of each pipeline rank.
+
+    For a parameter these are the momentum with SGD, if it has one, and with Muon, and two means with AdamW.
+    """
     if isinstance(run.optim, SGD):
-        return FLOAT if run.optim.momentum else 0
-    return 2 * FLOAT
+        return [count * bool(run.optim.momentum) for count in held]
+    if isinstance(run.optim, Muon):
+        return [2 * count - min(count, single) for count, single in zip(held, matrices, strict=True)]
+    return [2 * count for count in held]
 
 
 def _most_kept(run: Run, model: GPT | Llama, timeline: Timeline) -> list[int]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from raypar.actors.mesh.mesh import AXES
+from raypar.actors.optim.groups import is_matrix
 from raypar.actors.specs.model import Layers
+from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
@@ -42,12 +44,14 @@ def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline:
     Args:
         run: The run.
         schedule: The lowered schedule of a training step.
-        skeleton: The run's model without weights; needed for the user's own Layers only, and built if None.
+        skeleton: The run's model without weights; needed for the user's own Layers and Muon only, and built if None.
         timeline: The predicted training step.
     """
     world = world_of(run)
     held, told = _parameters(run, schedule, skeleton)
-    workers, servers = worker_memory(run, world, held, timeline), server_memory(run, world, held)
+    matrices = muon_parameters(run, schedule, skeleton)
+    workers = worker_memory(run, world, held, timeline, matrices)
+    servers = server_memory(run, world, held, matrices)
     rows = [("parameters", told)]
     most = max(range(len(workers)), key=lambda rank: workers[rank].total)
     for rank in range(len(workers)) if len(workers) <= _MOST else [most]:
@@ -62,14 +66,9 @@ def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline:
 def _parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> tuple[list[int], str]:
     """Count the parameters that a worker of each pipeline rank holds, and say all counts."""
     if isinstance(run.model, Layers):
-        from raypar.actors.worker.build import sizes_of  # imports torch, as the user's own modules do
-
         skeleton = skeleton or Skeleton(run.model, run.seed)
-        weights, sizes = skeleton.weights, sizes_of(skeleton.model, run.split, schedule)
-        held = [
-            sum(weights[skeleton.homes.get(name, name)].numel() for name in sizes.get(rank, {}))
-            for rank in range(schedule.num_ranks)
-        ]
+        weights = skeleton.weights
+        held = [sum(weights[name].numel() for name in names) for names in _held(run, schedule, skeleton)]
         whole, divided = sum(weight.numel() for weight in weights.values()), " before a plan divides them"
         stages = ""
     else:
@@ -78,6 +77,31 @@ def _parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> tupl
         counts = stage_parameters(run.model, run.split, schedule.num_stages)
         stages = f"; a stage has {_range(counts)}"
     return held, f"{whole:,}{stages}; an actor holds {_range(held)}{divided if run.mesh.tensor_ranks > 1 else ''}"
+
+
+def muon_parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> list[int]:
+    """Count the parameters of each pipeline rank that Muon updates; [] if the optimizer is another one.
+
+    Args:
+        run: The run.
+        schedule: The lowered schedule of a training step.
+        skeleton: The run's model without weights; built if None and needed.
+    """
+    if not isinstance(run.optim, Muon):
+        return []
+    skeleton, optim = skeleton or Skeleton(run.model, run.seed), run.optim
+    weights = skeleton.weights
+    sizes = {name: weight.numel() for name, weight in weights.items() if is_matrix(optim, name, weight.dim())}
+    parts = 1 if isinstance(run.model, Layers) else run.mesh.tensor_ranks  # of Layers no parameter counts as divided
+    return [sum(sizes.get(name, 0) for name in names) // parts for names in _held(run, schedule, skeleton)]
+
+
+def _held(run: Run, schedule: Schedule, skeleton: Skeleton) -> list[list[str]]:
+    """Return the weights of each pipeline rank, a tied one by the name of its home."""
+    from raypar.actors.worker.build import sizes_of  # imports torch
+
+    sizes, homes = sizes_of(skeleton.model, run.split, schedule), skeleton.homes
+    return [[homes.get(name, name) for name in sizes.get(rank, {})] for rank in range(schedule.num_ranks)]
 
 
 def _range(counts: Sequence[int]) -> str:

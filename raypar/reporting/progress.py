@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from raypar.actors.specs.run import Run
-from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.report import Evaluation, Report, unit_of
 from raypar.reporting.run_folder.append import heard
 
 log = logging.getLogger("raypar")
@@ -24,7 +24,8 @@ log = logging.getLogger("raypar")
 class Display(Protocol):
     """Shows reports and evaluations as they come."""
 
-    def show(self, outcome: Report | Evaluation) -> None: ...
+    def show(self, outcome: Report | Evaluation) -> None:
+        """Show a report or an evaluation."""
 
 
 @contextmanager
@@ -40,7 +41,7 @@ def display(run: Run, steps: int) -> Iterator[Display]:
     """
     if not sys.stderr.isatty():
         with _heard():
-            yield _Lines(steps)
+            yield _Lines(steps, unit_of(run))
         return
     columns = (
         TextColumn("[bold]{task.description}"),
@@ -50,7 +51,7 @@ def display(run: Run, steps: int) -> Iterator[Display]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        yield _Bar(progress, steps)
+        yield _Bar(progress, steps, unit_of(run))
 
 
 @contextmanager
@@ -72,13 +73,13 @@ def _heard() -> Iterator[None]:
 class _Bar:
     """A live bar on a terminal."""
 
-    def __init__(self, progress: Progress, steps: int) -> None:
-        self._progress, self._steps = progress, steps
+    def __init__(self, progress: Progress, steps: int, unit: str) -> None:
+        self._progress, self._steps, self._unit = progress, steps, unit
         self._task = progress.add_task("train", total=steps, figures="")
 
     def show(self, outcome: Report | Evaluation) -> None:
         if isinstance(outcome, Report):
-            self._progress.update(self._task, completed=outcome.step + 1, figures=_figures(outcome))
+            self._progress.update(self._task, completed=outcome.step + 1, figures=_figures(outcome, self._unit))
         else:
             self._progress.console.print(_validation(outcome), highlight=False)
 
@@ -86,8 +87,8 @@ class _Bar:
 class _Lines:
     """Log lines: about fifty in a run, and at most one a second if the run has more than fifty steps."""
 
-    def __init__(self, steps: int) -> None:
-        self._steps, self._every, self._last = steps, max(1, steps // 50), 0.0
+    def __init__(self, steps: int, unit: str) -> None:
+        self._steps, self._every, self._last, self._unit = steps, max(1, steps // 50), 0.0, unit
         self._recent = deque[float](maxlen=50)  # step times in milliseconds
 
     def show(self, outcome: Report | Evaluation) -> None:
@@ -101,13 +102,13 @@ class _Lines:
                 self._last = now
                 left = median(self._recent) * (self._steps - outcome.step - 1) / 1e3
                 place = f"step {outcome.step + 1:{len(str(self._steps))}}/{self._steps}"
-                log.info("%s  %s  %s left", place, _figures(outcome), _clock(left))
+                log.info("%s  %s  %s left", place, _figures(outcome, self._unit), _clock(left))
 
 
-def _figures(report: Report) -> str:
+def _figures(report: Report, unit: str) -> str:
     """Format a step as one line. The memory is that of the pipeline rank with the most."""
     return (
-        f"loss {_short(report.loss, 4)}  grad {_short(report.grad_norm, 3)}  {report.tokens_per_s:,.0f} tokens/s  "
+        f"loss {_short(report.loss, 4)}  grad {_short(report.grad_norm, 3)}  {report.per_second(unit):,.0f} {unit}/s  "
         f"bubble {report.bubble:.0%}  {max(report.peak_memory, default=0) / 2**30:.2f} GiB"
     )
 

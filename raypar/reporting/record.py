@@ -39,7 +39,7 @@ class Record:
     def __init__(self, run: Run) -> None:
         self._folder = None if run.folder is None else Folder(run.folder)
         self._sinks: dict[str, Sink] = {}
-        self._step: int | None = None  # the latest step whose times are not recorded yet
+        self._step: int | None = None  # the latest compiled step, if its times are not recorded yet
 
     def begin(self, run: Run, schedule: Schedule, step: int, name: str) -> None:
         """Record that the run starts or continues.
@@ -59,7 +59,7 @@ class Record:
     def write(self, outcome: Report | Evaluation) -> None:
         """Record a step's report or an evaluation."""
         line = outcome.to_dict()
-        if isinstance(outcome, Report):
+        if isinstance(outcome, Report) and not outcome.by_hand:
             self._step = outcome.step
         if self._folder is not None:
             self._folder.write(line)
@@ -67,7 +67,7 @@ class Record:
             self._tell(tracker, partial(sink.write, line, outcome.steps_taken))
 
     def unmeasured(self) -> int | None:
-        """Return the latest step if its times are still to be recorded, else None. Only the first call returns it."""
+        """Return the latest step if its times were not recorded yet, else None. A second call returns None."""
         step, self._step = self._step, None
         return None if self._folder is None else step
 

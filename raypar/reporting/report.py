@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from raypar.actors.collective.ledger import Entry
 from raypar.actors.mesh.world import World
-from raypar.actors.specs.results import Span, StepResult
+from raypar.actors.specs.results import Kind, Span, StepResult
+from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import ELEMENTS
 from raypar.reporting.notebook import Totals, box, table
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Event, Timeline
 
 Moved = Mapping[tuple[str, str], tuple[int, int]]  # by (axis, op): calls and bytes
 
+_TIMES = ("tokens_per_s", "step_ms", "bubble", "overlap")  # fields that say nothing of a step by hand
+
+
+def unit_of(run: Run) -> str:
+    """Return what a run's throughput counts: the user's unit, else tokens of a sequence, else samples."""
+    return run.unit or ("samples" if run.model.seq is None else "tokens")
+
 
 def timelines_of(schedule: Schedule, world: World, rows: Sequence[Sequence[Span]]) -> list[Timeline]:
-    """Make the timelines of a step, whose first span begins at second 0.
+    """Make the timelines of a step. Their times are seconds since the start of the step's first span.
 
     Args:
         schedule: The schedule as it was performed.
@@ -78,6 +87,12 @@ class Report:
             replicas).
         peak_memory: For each pipeline rank, the largest memory during the step, in bytes (the most of its replicas):
             resident memory on CPUs, torch's memory on GPUs.
+        samples: Number of samples of the step.
+        memory: By kind (weights, gradients, optimizer), for each pipeline rank the bytes that it holds at the most
+            (the most of its replicas); they are part of ``peak_memory``, and the rest are activations, messages
+            and the process.
+        by_hand: Whether the step was taken by hand. Then its times are those of the moves alone, one after the other,
+            which say nothing of a run: they are shown and written nowhere.
     """
 
     step: int
@@ -91,6 +106,9 @@ class Report:
     overlap: float | None
     in_flight: tuple[int, ...]
     peak_memory: tuple[int, ...]
+    samples: int = 0
+    memory: Mapping[Kind, tuple[int, ...]] = field(default_factory=dict)
+    by_hand: bool = False
 
     @property
     def steps_taken(self) -> int:
@@ -98,27 +116,43 @@ class Report:
         return self.step + 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields and ``steps_taken`` as a dict, for a line of JSON."""
-        return asdict(self) | {"steps_taken": self.steps_taken}
+        """Return the fields and ``steps_taken`` as a dict, for a line of JSON. Times of a step by hand are None."""
+        return asdict(self) | {"steps_taken": self.steps_taken} | (dict.fromkeys(_TIMES) if self.by_hand else {})
+
+    def per_second(self, unit: str) -> float:
+        """Return how many of a unit, as ``unit_of`` returns it, were consumed in a second."""
+        return self.tokens_per_s if unit in ELEMENTS else 1e3 * self.samples / self.step_ms
 
     def __repr__(self) -> str:
         """Return the fields by name; the step is counted from 1."""
-        rest = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(Report)[1:])
+        names = [each.name for each in fields(Report)[1:] if not (self.by_hand and each.name in _TIMES)]
+        rest = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return f"<Report of step {self.steps_taken}: {rest}>"
 
     def _repr_html_(self) -> str:
         rows = [
-            ("step", self.step),
+            ("step", self.steps_taken),
             ("loss", f"{self.loss:.4f}"),
             ("gradient norm", f"{self.grad_norm:.4g}"),
             ("learning rate", f"{self.lr:.4g}"),
-            ("tokens/s", f"{self.tokens_per_s:,.0f}"),
-            ("time", f"{self.step_ms:,.1f} ms"),
-            ("bubble", f"{self.bubble:.1%}"),
+            *([("time", "stepped by hand")] if self.by_hand else self._times()),
             ("activations in flight", " ".join(map(str, self.in_flight))),
-            ("peak memory", ", ".join(f"{size / 2**20:,.0f} MiB" for size in self.peak_memory)),
+            ("peak memory", _sizes(self.peak_memory)),
+            *((f"of which {kind}", _sizes(sizes)) for kind, sizes in self.memory.items()),
         ]
         return box(table(rows))
+
+    def _times(self) -> list[tuple[str, str]]:
+        return [
+            ("tokens/s", f"{self.tokens_per_s:,.0f}"),
+            *([("samples/s", f"{self.per_second('samples'):,.1f}")] if self.samples else []),
+            ("time", f"{self.step_ms:,.1f} ms"),
+            ("bubble", f"{self.bubble:.1%}"),
+        ]
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    return ", ".join(f"{size / 2**20:,.0f} MiB" for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -145,6 +179,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
+        """The exponential of the loss, at most that of 700, which is still finite."""
         return math.exp(min(self.loss, 700.0))
 
     def to_dict(self) -> dict[str, Any]:
@@ -168,7 +203,9 @@ class Evaluation:
         return box(table(rows))
 
 
-def report_of(step: int, seconds: float, results: Sequence[StepResult], world: World) -> Report:
+def report_of(
+    step: int, seconds: float, results: Sequence[StepResult], world: World, *, by_hand: bool = False
+) -> Report:
     """Make the report of a step from the actors' results.
 
     Args:
@@ -176,6 +213,7 @@ def report_of(step: int, seconds: float, results: Sequence[StepResult], world: W
         seconds: Duration of the step, by the driver's clock.
         results: The actors' results, by rank.
         world: The ranks.
+        by_hand: Whether the step was taken by hand.
 
     Returns:
         The report.
@@ -198,6 +236,12 @@ def report_of(step: int, seconds: float, results: Sequence[StepResult], world: W
         overlap=sum(overlaps) / len(overlaps) if overlaps else None,
         in_flight=tuple(max(result.in_flight for result in replicas) for replicas in ranks),
         peak_memory=tuple(max(result.peak_memory for result in replicas) for replicas in ranks),
+        samples=sum(result.samples for result in workers) // world.mesh.cp,  # cp divides the sequences of a sample
+        memory={
+            kind: tuple(max(result.memory.get(kind, 0) for result in replicas) for replicas in ranks)
+            for kind in workers[0].memory
+        },
+        by_hand=by_hand,
     )
 
 

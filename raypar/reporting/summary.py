@@ -14,7 +14,7 @@ from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
 from raypar.planner.prediction import from_flops
 from raypar.reporting.needs import Rows, actors_told, need_rows
-from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.report import Evaluation, Report, unit_of
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.drawing.text import grid
@@ -74,15 +74,15 @@ def log_plan(run: Run, schedule: Schedule, skeleton: Skeleton) -> None:
         log.info("%s: %s", name, figure)
 
 
-def planned_grid(run: Run, schedule: Schedule, *, color: bool = False) -> str:
+def planned_grid(schedule: Schedule, bubble: str, *, color: bool = False) -> str:
     """Draw the schedule of a run, each action one slot, above the bubble that is predicted for the run.
 
     Args:
-        run: The run.
         schedule: The lowered schedule of a training step.
+        bubble: The bubble in words, as ``plan_rows`` tells it.
         color: Whether to colour the cells, for a terminal.
     """
-    drawn, bubble = grid({"": simulate(schedule, UNIT)}, color=color), from_flops(run, schedule).bubble
+    drawn = grid({"": simulate(schedule, UNIT)}, color=color)
     return "\n".join([*drawn, f"{schedule.name}: bubble {bubble}; the grid shows the order, a slot for each action"])
 
 
@@ -115,7 +115,8 @@ def closing_rows(
     steady = reports[1:] or reports
     held = [max(counts) for counts in zip(*(report.in_flight for report in reports), strict=True)]
     memory = [max(sizes) for sizes in zip(*(report.peak_memory for report in reports), strict=True)]
-    speed = statistics.median(report.tokens_per_s for report in steady)
+    unit = unit_of(run)
+    speed = statistics.median(report.per_second(unit) for report in steady)
     bubble = statistics.median(report.bubble for report in steady)
     hidden = [report.overlap for report in steady if report.overlap is not None]
     measured = "" if overlay is None else f"; {overlay.predicted.bubble:.1%} predicted {overlay.source}"
@@ -125,7 +126,7 @@ def closing_rows(
         ("train loss", f"{last.loss:.4f}"),
         ("validation loss", f"{evaluation.loss:.4f}"),
         ("perplexity", f"{evaluation.perplexity:.2f}"),
-        ("tokens/s", f"{speed:,.0f} (median)"),
+        (f"{unit}/s", f"{speed:,.0f} (median)"),
         ("bubble", f"{bubble:.1%} measured (median), {prediction.bubble}{measured}"),
         *([("reduction hidden", f"{statistics.median(hidden):.0%} behind compute (median)")] if hidden else []),
         ("activations in flight", f"{_each(held)} measured, {_each(prediction.timeline.in_flight)} predicted"),

@@ -81,6 +81,7 @@ class Stepper:
 
     @property
     def schedule(self) -> Schedule:
+        """The lowered schedule of the step."""
         return self._board.schedule
 
     @property
@@ -272,9 +273,9 @@ class Stepper:
         return self._report
 
     def rewind(self) -> Taken:
-        """Return to the start of the step and its first schedule; weights, optimizer and buffers are restored.
+        """Return to the start of the step and to its first schedule.
 
-        Every bit is as it was.
+        Weights, optimizer state and buffers are restored bitwise.
         """
         with patience(f"rewinding step {self.step + 1}") as ctrl_c:
             self._undo()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from raypar.schedules.action import RECVS, SENDS, Action
 from raypar.schedules.checking.errors import CheckError, Fault
 from raypar.schedules.checking.rows import RowCheck
-from raypar.schedules.rules import partner, rank_of
+from raypar.schedules.rules import gathers, partner, rank_of
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.sweep import Sweep, Wait
 
@@ -24,7 +24,10 @@ def check(schedule: Schedule, *, send_capacity: int | None = None, max_in_flight
     - pairing: In a lowered schedule each value that crosses ranks has one SEND and one RECV, and there are no others.
     - edge order: In a lowered schedule a rank receives from another rank in the order in which that rank sends (NCCL
       has no tags).
-    - reduce: REDUCE_GRAD comes once for every stage or for none, after the last weight gradient of the stage.
+    - reduce: Every stage has a REDUCE_GRAD or none has. Each one comes after a weight gradient that the one before did
+      not reduce, and the last one of a stage after its last weight gradient.
+    - weights: If the schedule gathers weights, those of a stage are whole for each of its F, B and I. RESHARD comes
+      only where they are whole, and at the STEP and at the end they are not. UNSHARD of what is whole does nothing.
     - step: In a lowered schedule each row has one STEP, after all weight gradients of the row and their REDUCE_GRAD. An
       evaluation has none.
     - in flight: No rank holds more than ``max_in_flight`` activations.
@@ -48,9 +51,9 @@ def check(schedule: Schedule, *, send_capacity: int | None = None, max_in_flight
     if not schedule.rows:
         raise CheckError(f"schedule {schedule.name!r} has no rows: a pipeline has at least one rank")
     faults = list(_misplaced(schedule))
-    reduced: set[int] = set()
+    reduced, sharded = set[int](), gathers(schedule)
     for rank in range(schedule.num_ranks):
-        row = RowCheck(schedule, rank, max_in_flight).run()
+        row = RowCheck(schedule, rank, max_in_flight, sharded=sharded).run()
         faults += row.faults
         reduced |= row.reduced
     if reduced:

@@ -1,4 +1,5 @@
-"""The rules that can be checked within one row: completeness, placement, order, memory and the closing STEP."""
+"""The rules that can be checked within one row: completeness, placement, order, memory, whole weights and the
+closing STEP."""
 
 from __future__ import annotations
 
@@ -7,10 +8,8 @@ from itertools import islice
 
 from raypar.schedules.action import RECVS, SENDS, Action, Op
 from raypar.schedules.checking.errors import Fault
-from raypar.schedules.rules import HOLDS, crosses, needs
-from raypar.schedules.schedule import Schedule
-
-MOST_LISTED = 8
+from raypar.schedules.rules import HOLDS, MAKES_GRADIENTS, USES_WEIGHTS, crosses, needs
+from raypar.schedules.schedule import MOST_LISTED, Schedule
 
 # One bit for each op that a stage performs once for a microbatch; a full backward B sets the bits of both halves.
 _BIT = {Op.F: 1, Op.I: 2, Op.W: 4, Op.SEND_F: 8, Op.RECV_F: 16, Op.SEND_B: 32, Op.RECV_B: 64}
@@ -20,12 +19,18 @@ _BITS = {**_BIT, Op.B: _BIT[Op.I] | _BIT[Op.W]}
 class RowCheck:
     """The check of one row. It stores one number for each stage and microbatch of the row, and nothing of other rows.
 
+    Args:
+        schedule: The schedule.
+        rank: The row's rank.
+        max_in_flight: The most activations that the rank may hold, or None for no limit.
+        sharded: Whether weights are gathered, in this row or in another one.
+
     Attributes:
         faults: The faults that it found.
         reduced: The stages that have a REDUCE_GRAD in the row.
     """
 
-    def __init__(self, schedule: Schedule, rank: int, max_in_flight: int | None) -> None:
+    def __init__(self, schedule: Schedule, rank: int, max_in_flight: int | None, *, sharded: bool) -> None:
         self.faults: list[Fault] = []
         self.reduced: set[int] = set()
         self._schedule, self._rank = schedule, rank
@@ -33,6 +38,11 @@ class RowCheck:
         self._expected = {stage: _expected(stage, schedule) for stage in schedule.stages_of(rank)}
         self._done: dict[int, defaultdict[int, int]] = {stage: defaultdict(int) for stage in self._expected}
         self._weights = dict.fromkeys(self._expected, 0)
+        self._unreduced = dict.fromkeys(self._expected, 0)  # weight gradients since the last REDUCE_GRAD
+        self._last_reduced: dict[int, int] = {}  # by stage: the position of its last REDUCE_GRAD
+        self._sharded = sharded
+        self._whole: dict[int, int] = {}  # by stage that is whole: the position of its UNSHARD
+        self._unfreed = set[int]()  # positions of UNSHARDs that were reported as never freed
         self._num_steps = 0
         self._held = 0
 
@@ -48,8 +58,13 @@ class RowCheck:
                 self._step(index)
             else:
                 self._whole_stage(index, action)
+        self._demand_freed("the end of the row")
         for stage in self._expected:
             self._missing(stage)
+        for stage, index in self._last_reduced.items():
+            if late := self._unreduced[stage]:
+                sentence = f"{stage}REDUCE_GRAD stands before {late} weight gradients (B or W) of its stage"
+                self._fault(index, "reduce", f"{sentence}: put it behind them, or a second one")
         if self._schedule.lowered and not self._schedule.forward_only and not self._num_steps:
             self._fault(None, "step", "the row has no STEP: lower the schedule, it closes every row with one")
         return self
@@ -75,8 +90,13 @@ class RowCheck:
             provider = self._done.get(need.stage)
             if provider is not None and not provider[microbatch] & _BIT[need.op]:
                 self._fault(index, "order", f"{action} needs {need}, which is not done before it")
+        if self._sharded and op in USES_WEIGHTS and stage not in self._whole:
+            sentence = f"{action} needs the weights of stage {stage}, which are sharded here"
+            self._fault(index, "weights", f"{sentence}: put {stage}UNSHARD before it")
         done[microbatch] |= bits
-        self._weights[stage] += bits & _BIT[Op.W] > 0
+        if op in MAKES_GRADIENTS:
+            self._weights[stage] += 1
+            self._unreduced[stage] += 1
         if op in HOLDS:
             self._hold(index, action)
 
@@ -98,24 +118,41 @@ class RowCheck:
             late = len(self._expected) * self._schedule.num_microbatches - sum(self._weights.values())
             if late > 0:
                 self._fault(index, "step", f"STEP stands before {late} weight gradients (B or W) of its rank")
+        self._demand_freed("the STEP, which updates the shards")
 
     def _whole_stage(self, index: int, action: Action) -> None:
         """Check an action of a whole stage."""
         stage, op, _ = action
-        if stage not in self._expected:
+        if stage is None or stage not in self._expected:
             self._misplaced(index, action)
-        elif op is Op.REDUCE_GRAD:
-            assert stage is not None
-            if stage in self.reduced:
-                self._fault(index, "reduce", f"{action} is done a second time")
-            self.reduced.add(stage)
-            if self._num_steps:
-                self._fault(
-                    index, "step", f"{action} stands behind the STEP, which needs what it reduces: put it before"
-                )
-            late = self._schedule.num_microbatches - self._weights[stage]
-            if late > 0:
-                self._fault(index, "reduce", f"{action} stands before {late} weight gradients (B or W) of its stage")
+        elif op is Op.UNSHARD:
+            self._whole.setdefault(stage, index)
+        elif op is Op.RESHARD:
+            if self._whole.pop(stage, None) is None:
+                sentence = f"{action} frees weights that are not whole"
+                self._fault(index, "weights", f"{sentence}: take it out, or put {stage}UNSHARD before it")
+        else:
+            self._reduce(index, stage, action)
+
+    def _reduce(self, index: int, stage: int, action: Action) -> None:
+        """Check a REDUCE_GRAD."""
+        self.reduced.add(stage)
+        if self._num_steps:
+            self._fault(index, "step", f"{action} stands behind the STEP, which needs what it reduces: put it before")
+        if not self._unreduced[stage]:
+            since = f" since the one at action {self._last_reduced[stage]}" if stage in self._last_reduced else ""
+            sentence = f"{action} has no weight gradient (B or W) of its stage to reduce{since}"
+            self._fault(index, "reduce", f"{sentence}: take it out, or put it behind one")
+        self._unreduced[stage] = 0
+        self._last_reduced[stage] = index
+
+    def _demand_freed(self, when: str) -> None:
+        """Report the stages whose weights are still whole, each window once."""
+        for stage, index in self._whole.items():
+            if index not in self._unfreed:
+                sentence = f"stage {stage} is still whole at {when}: put {stage}RESHARD behind its last F, B or I"
+                self._fault(index, "weights", sentence)
+                self._unfreed.add(index)
 
     def _missing(self, stage: int) -> None:
         """Report what a stage lacks in the end, for the first MOST_LISTED microbatches."""

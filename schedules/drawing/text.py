@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from raypar.schedules.action import COMPUTE, Action, Op
 from raypar.schedules.drawing.cells import lines, padded, widest
 from raypar.schedules.schedule import Schedule
-from raypar.schedules.simulation.simulate import UNIT, simulate
+from raypar.schedules.simulation.simulate import UNIT, Outcome, simulate
 from raypar.schedules.timeline import Timeline
 
 MOST_LANES = 64
@@ -127,11 +127,19 @@ def summary(timeline: Timeline, spelled: Callable[[float], str] | None = None, *
     """
     if timeline.measured and not timeline.events:
         return f"{timeline.name}: nothing was measured (a step by hand is not)"
-    spelled = spelled or spelling(timeline)
-    held = timeline.in_flight
-    flying = " ".join(map(str, held)) if len(held) <= 16 else f"at most {max(held)}"
     name = f"{timeline.name} in slots" if in_slots else timeline.name
-    return f"{name}: makespan {spelled(timeline.makespan)}, bubble {timeline.bubble:.1%}, in flight {flying}"
+    return _figures(name, timeline, spelled or spelling(timeline))
+
+
+def outcome_summary(outcome: Outcome) -> str:
+    """Describe what a simulation comes to in one line, as ``summary`` describes its timeline."""
+    return _figures(outcome.schedule.name, outcome, plain)
+
+
+def _figures(name: str, found: Timeline | Outcome, spelled: Callable[[float], str]) -> str:
+    held = found.in_flight
+    flying = " ".join(map(str, held)) if len(held) <= 16 else f"at most {max(held)}"
+    return f"{name}: makespan {spelled(found.makespan)}, bubble {found.bubble:.1%}, in flight {flying}"
 
 
 def slot_length(timeline: Timeline) -> float:

@@ -6,7 +6,8 @@ from collections import defaultdict, deque
 from dataclasses import replace
 from typing import Literal
 
-from raypar.schedules.action import SENDS, STEP, Action, Op
+from raypar.schedules.action import STEP, Action
+from raypar.schedules.passes.reduce_gradients import reduce_gradients
 from raypar.schedules.rules import awaited, partner, provides, rank_of, send_of, travels
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.sweep import Sweep
@@ -18,7 +19,7 @@ Rows = list[list[Action]]
 def lower(
     schedule: Schedule, order: Order = "just_in_time", *, reduce_grad: bool = False, step: bool = True
 ) -> Schedule:
-    """Complete a schedule: SEND and RECV, then REDUCE_GRAD if asked for, then the closing STEP.
+    """Complete a schedule: SEND and RECV, then REDUCE_GRAD once a step if asked for, then the closing STEP.
 
     ``order`` says where the communication goes, see ``just_in_time`` and ``one_sweep``. What a schedule has already
     is left as it is: lowering twice changes nothing, and a file of torch with its communication gets its STEP.
@@ -30,12 +31,12 @@ def lower(
     if order not in passes:
         raise ScheduleError(f"there is no order {order!r}: take 'just_in_time' or 'one_sweep'")
     rows = [list(row) for row in schedule.rows] if schedule.lowered else passes[order](schedule)
-    if not schedule.forward_only:
-        if reduce_grad:
-            rows = [_with_reduce_grad(row) for row in rows]
-        if step:
-            rows = [row if STEP in row else [*row, STEP] for row in rows]
-    return replace(schedule, rows=tuple(map(tuple, rows)), lowered=True)
+    lowered = replace(schedule, rows=tuple(map(tuple, rows)), lowered=True)
+    if reduce_grad:
+        lowered = reduce_gradients(lowered)
+    if step and not schedule.forward_only:
+        lowered = replace(lowered, rows=tuple(row if STEP in row else (*row, STEP) for row in lowered.rows))
+    return lowered
 
 
 def just_in_time(schedule: Schedule) -> Rows:
@@ -112,21 +113,4 @@ def _with_recvs(
                     raise ScheduleError(f"schedule {schedule.name!r}: {action} needs {need}, which nobody computes")
                 full.append(queue.popleft())
         full.append(action)
-    return full
-
-
-def _with_reduce_grad(row: list[Action]) -> list[Action]:
-    """REDUCE_GRAD behind the last weight gradient of each stage that has none yet.
-
-    The SEND of that backward goes first: the rank before waits for it.
-    """
-    reduced = {action.stage for action in row if action.op is Op.REDUCE_GRAD}
-    last = {action.stage: index for index, action in enumerate(row) if action.op is Op.B or action.op is Op.W}
-    full = list(row)
-    for stage, index in sorted(last.items(), key=lambda item: item[1], reverse=True):
-        place = index + 1
-        while place < len(row) and row[place].op in SENDS:
-            place += 1
-        if stage not in reduced:
-            full.insert(place, Action(stage, Op.REDUCE_GRAD, None))
     return full

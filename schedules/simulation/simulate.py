@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from raypar.schedules.action import RECVS, SENDS, Action, Op
-from raypar.schedules.rules import awaited, partner, provides, rank_of, travels
+from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
+from raypar.schedules.rules import awaited, most_in_flight, partner, provides, rank_of, travels
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.sweep import Sweep
 from raypar.schedules.timeline import Event, Timeline
@@ -75,21 +76,64 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, send_capacity: i
     Raises:
         ScheduleError: If the schedule deadlocks.
     """
-    clock = _Clock(schedule, costs or Costs(), send_capacity)
-    sweep = Sweep(schedule, send_capacity)
     actors = [f"pp={rank}" for rank in range(schedule.num_ranks)]
-    events = []
+    performed = _performed(schedule, costs or Costs(), send_capacity)
+    events = (Event(rank, actors[rank], action, start, end) for rank, action, start, end in performed)
+    return Timeline(schedule, tuple(events))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a simulation comes to, without its events, which for a large schedule take more memory than the schedule.
+
+    Attributes:
+        schedule: The schedule.
+        makespan: Time from the first start to the last end, in the unit of the costs.
+        busy: For each rank, the time that it spends computing (F, B, I, W).
+    """
+
+    schedule: Schedule
+    makespan: float
+    busy: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time in which nothing is computed, as ``Timeline.bubble``."""
+        whole = self.schedule.num_ranks * self.makespan
+        return 1 - sum(self.busy) / whole if whole else 0.0
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """The largest number of activations that each rank holds at once, as ``Timeline.in_flight``."""
+        return most_in_flight(self.schedule)
+
+
+def outcome(schedule: Schedule, costs: Costs | None = None, *, send_capacity: int | None = None) -> Outcome:
+    """Simulate a schedule as ``simulate`` does, and keep only what it comes to.
+
+    The arguments and the error are those of ``simulate``.
+    """
+    first, last, busy = math.inf, 0.0, [0.0] * schedule.num_ranks
+    for rank, action, start, end in _performed(schedule, costs or Costs(), send_capacity):
+        first, last = min(first, start), max(last, end)
+        if action.op in COMPUTE:
+            busy[rank] += end - start
+    return Outcome(schedule, max(0.0, last - first), tuple(busy))
+
+
+def _performed(
+    schedule: Schedule, costs: Costs, send_capacity: int | None
+) -> Iterator[tuple[int, Action, float, float]]:
+    """Yield ``(rank, action, start, end)`` in a causal order. Raises ScheduleError if the schedule deadlocks."""
+    clock, sweep = _Clock(schedule, costs, send_capacity), Sweep(schedule, send_capacity)
     for rank, _, action in sweep:
-        start, end = clock.perform(rank, action)
-        events.append(Event(rank, actors[rank], action, start, end))
-    waits = sweep.waits()
-    if waits:
+        yield rank, action, *clock.perform(rank, action)
+    if waits := sweep.waits():
         first = waits[0]
         raise ScheduleError(
             f"schedule {schedule.name!r} does not come to its end: rank {first.rank} at {first.action} "
             f"waits for {first.reason} (check tells more)"
         )
-    return Timeline(schedule, tuple(events))
 
 
 class _Clock:

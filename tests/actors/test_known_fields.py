@@ -37,8 +37,9 @@ def test_an_unknown_field_says_the_nearest(make, told):
     [
         (lambda: rp.Llama(mlp=3), "Llama has no field 'mlp': it has ffn, the width of its MLP itself"),
         (lambda: rp.GPT(kv_heads=3), "GPT has no field 'kv_heads': Llama has one"),
-        (lambda: rp.Run(lr=0.1), "Run has no field 'lr': AdamW and SGD have one"),
+        (lambda: rp.Run(lr=0.1), "Run has no field 'lr': AdamW and SGD and Muon have one"),
         (lambda: rp.SGD(betas=(0.9, 0.9)), "SGD has no field 'betas': AdamW has one"),
+        (lambda: rp.Muon(betas=(0.9, 0.9)), "Muon has no field 'betas': it has adamw_betas"),
     ],
 )
 def test_a_field_of_another_description_says_whose_it_is(make, told):

@@ -53,8 +53,8 @@ def test_a_sharding_composes_dim_by_dim():
     both = outer.then(inner)
     assert torch.equal(both.take(whole), inner.take(outer.take(whole)))
     assert both.whole_shape(both.take(whole).shape) == (4, 4, 4)
-    assert Sharding({-1: ZIGZAG, 0: ZIGZAG}).of_rank(3) == Sharding({2: ZIGZAG, 0: ZIGZAG})
-    assert Sharding({-1: ZIGZAG}).of_rank(0) == Sharding()
+    assert Sharding({-1: ZIGZAG, 0: ZIGZAG}).for_dims(3) == Sharding({2: ZIGZAG, 0: ZIGZAG})
+    assert Sharding({-1: ZIGZAG}).for_dims(0) == Sharding()
 
 
 def test_shards_join_to_the_whole():

@@ -30,7 +30,7 @@ from typing import Any
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.model import GPT
-from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.run import Run
 from raypar.cli.main import main as command_line
 from raypar.config.recipes import RECIPES, recipe
@@ -41,13 +41,13 @@ from raypar.reporting.summary import plan_rows
 from raypar.schedules import build, to_csv
 from raypar.schedules.drawing.text import text
 
-PARTS = (("", Run), ("model", GPT), ("mesh", Mesh), ("data", Text), ("optim", AdamW), ("optim", SGD))
+PARTS = (("", Run), ("model", GPT), ("mesh", Mesh), ("data", Text), ("optim", AdamW), ("optim", SGD), ("optim", Muon))
 PATHS = sorted({f"{part}.{field.name}".lstrip(".") for part, kind in PARTS for field in fields(kind)})
 NUMBERS = [0, -1, 1, 2, 3, 4, 7, 8, 40, 10**9, 10**18, -(10**18), 2**63, 10**400, 2.0, 0.5, -0.0, 1e-300, 1e308]
 NUMBERS += [float("nan"), float("inf"), float("-inf"), True, False]
 NAMES = """
-    1f1b 1F1B gpipe interleaved naive forward even balanced sgd adamw full none None nan 1 {} [1,2] gpt-tiny cuda auto
-    parameter_server cosine ring ulysses 2d:2x2 2.5d:2x2x2 3d:2x2x2 2d:2x3 4d:2x2
+    1f1b 1F1B gpipe interleaved naive forward even balanced sgd adamw muon full none None nan 1 {} [1,2] gpt-tiny cuda
+    auto wsd sqrt parameter_server cosine ring ulysses 2d:2x2 2.5d:2x2x2 3d:2x2x2 2d:2x3 4d:2x2
     mine.py:make mine.py no.py:make %s%n{0}
 """
 TEXTS = [*NAMES.split(), "", " ", "x" * 100_000, "nul\0", "two\nlines", "\u00e9\U0001f600", "\udcff"]
@@ -178,7 +178,8 @@ PLANTS: dict[str, Any] = {
     "mesh.pp": 0, "mesh.dp": -1, "mesh.cp": 0, "mesh.tp": "x", "mesh.ep": 0, "data.path": "gone.txt",
     "data.tokenizer": "gone.json", "data.val_path": "gone.val", "data.val_fraction": 1.5, "data.cache": "a.txt/x",
     "optim.lr": 0.0, "optim.betas": (0.9,), "optim.eps": -1.0, "optim.weight_decay": float("inf"), "optim.warmup": -1,
-    "optim.decay": "cos", "optim.final": 2.0, "optim.kind": "adam",
+    "optim.decay": "cos", "optim.final": 2.0, "optim.kind": "adam", "optim.decay_steps": 0, "optim.decay_form": "exp",
+    "optim.no_decay": "*.bias", "optim.rates": {"*": -1.0},
 }  # fmt: skip
 
 

@@ -8,41 +8,77 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypar.schedules.action import STEP, Action
+from raypar.schedules.action import COMPUTE, STEP, Action, Op
 from raypar.schedules.catalog import build
+from raypar.schedules.passes.gather_weights import gather_weights
 from raypar.schedules.passes.lower import lower
-from raypar.schedules.rules import needs, provides
+from raypar.schedules.passes.reduce_gradients import reduce_gradients
+from raypar.schedules.rules import needs, provides, stage_needs
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.step_board import Board, MoveError, maker_of, moves
+from tests.support.schedules import gathered, lowered_schedules, spelled
 
 
 def board(name="gpipe", ranks=2, microbatches=3):
     return Board(lower(build(name, ranks, microbatches)))
 
 
-@given(
-    name=st.sampled_from(["naive", "gpipe", "1f1b", "interleaved"]),
-    ranks=st.integers(1, 4),
-    rounds=st.integers(1, 2),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_whatever_is_ready_can_be_taken_and_the_step_comes_to_its_end(name, ranks, rounds, seed):
-    schedule = lower(build(name, ranks, ranks * rounds), reduce_grad=bool(seed % 2))
-    played, draw, there = Board(schedule), random.Random(seed), set()
+@given(schedule=lowered_schedules(), seed=st.integers(0, 2**32 - 1))
+def test_whatever_is_ready_can_be_taken_and_the_step_comes_to_its_end(schedule, seed):
+    played, draw, there, taken = Board(schedule), random.Random(seed), set(), set()
+    in_rows = {one: wanted for row in schedule.rows for one, wanted in stage_needs(row).items()}
     while played.left:
         ready = played.ready()
         assert played.left[0] in ready, "the schedule's own next move is always one"
         for move in played.left:
             mine = {value for action in move.names for value in provides(action)}
             met = all(need in there | mine for action in move.names for need in needs(action, schedule))
+            met = met and taken.issuperset(in_rows.get((move.head, move.before), ()))
             waits = move.head == STEP and len(played.left) > 1
             assert (move in ready) == (met and not waits)
         one = draw.choice(played.left)
         assert set(played.why(one.head).causes) <= {move.head for move in ready}
-        taken = played.demand_ready(draw.choice(ready).head)
-        played.take(taken)
-        there |= {value for action in taken.names for value in provides(action)}
-    assert sorted(map(str, played.done)) == sorted({str(action) for row in schedule.rows for action in row})
+        move = played.demand_ready(draw.choice(ready).head)
+        played.take(move)
+        taken |= {(action, move.before) for action in move.names}
+        there |= {value for action in move.names for value in provides(action)}
+    in_all = (str(action) for row in schedule.rows for action in row if action != STEP)
+    assert sorted(map(str, played.done)) == sorted([*in_all, "STEP"])
+
+
+def test_a_repeated_action_is_told_apart_by_its_place():
+    played = Board(lower(gather_weights(reduce_gradients(build("gpipe", 1, 2), "microbatch"), "microbatch")))
+    row = "0UNSHARD 0F0 0RESHARD 0UNSHARD 0F1 0RESHARD 0UNSHARD 0B0 0RESHARD 0UNSHARD 0REDUCE_GRAD 0B1 0RESHARD"
+    assert spelled(played.schedule) == [f"{row} 0REDUCE_GRAD STEP"]
+    assert [str(move) for move in played.ready()] == ["0UNSHARD"]
+    assert repr(played.why("0F1")).splitlines() == [
+        "0F1 waits for 0UNSHARD",
+        "  which waits for 0RESHARD",
+        "    which waits for 0F0",
+        '      which waits for 0UNSHARD, which is ready: do("0UNSHARD")',
+    ]
+    for name in row.split():
+        assert str(played.left[0]) == name
+        played.take(played.demand_ready(name))
+    assert [played.why(name).status for name in ("0UNSHARD", "0REDUCE_GRAD")] == ["done", "ready"]
+    with pytest.raises(MoveError, match="0UNSHARD is done"):
+        played.find("0UNSHARD")
+    assert played.done.count(Action.parse("0UNSHARD")) == 4
+
+
+@given(data=st.data(), schedule=lowered_schedules(), at=st.integers(0, 60))
+def test_what_a_step_has_gathered_and_reduced_is_known_to_a_schedule_that_takes_over(data, schedule, at):
+    whole = [[action for action in row if action.op in COMPUTE] for row in schedule.rows]
+    ops = {action.op for row in schedule.rows for action in row}
+    other = lower(Schedule.of("other", whole), reduce_grad=Op.REDUCE_GRAD in ops)
+    if Op.UNSHARD in ops:
+        other = gathered(data.draw, other)
+    played = Board(schedule)
+    for move in played.left[:at]:
+        played.take(move)
+    played.swap(other)  # which checks it
+    while played.left:
+        played.take(played.left[0])
 
 
 def test_why_goes_back_to_the_cause():

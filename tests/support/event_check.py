@@ -41,6 +41,9 @@ class _World:
         self.posted: set[tuple[str, int, int]] = set()
         self.wires: defaultdict[tuple[int, int], deque[tuple[str, int, int]]] = defaultdict(deque)
         self.reduced: set[int] = set()
+        self.unreduced: dict[int, int] = defaultdict(int)  # by stage: weight gradients since its last reduction
+        self.sharded = any(action.op is Op.UNSHARD for row in schedule.rows for action in row)
+        self.whole: set[int] = set()
         self.stepped = [False] * len(schedule.rows)
 
     def run(self) -> None:
@@ -66,6 +69,10 @@ class _World:
                         raise UnsoundError(f"nobody did {what} of stage {stage}, microbatch {mb}")
         if any(self.wires.values()):
             raise UnsoundError("messages that nobody received")
+        if any(self.unreduced[stage] for stage in self.reduced):
+            raise UnsoundError("gradients that are not all there when they are reduced for the last time")
+        if self.whole:
+            raise UnsoundError("weights that are still whole in the end")
         if self.reduced and self.reduced != set(range(len(schedule.placement))):
             raise UnsoundError("some stages reduced their gradients, others did not")
         if schedule.lowered and not schedule.forward_only and not all(self.stepped):
@@ -95,6 +102,8 @@ class _World:
 
     def compute(self, rank: int, action: Action) -> bool:
         stage, op, mb = action
+        if self.sharded and op is not Op.W and stage not in self.whole:
+            raise UnsoundError(f"{action} has only a shard of its weights")
         if op is Op.F:
             if stage > 0 and not self.has(rank, ("F", stage - 1, mb)):
                 return False
@@ -116,6 +125,7 @@ class _World:
             if one in self.computed[rank]:
                 raise UnsoundError(f"{one} is computed twice")
             self.computed[rank].add(one)
+            self.unreduced[one[1]] += one[0] == "W"
         self.at[rank] += 1
         return True
 
@@ -186,13 +196,18 @@ class _World:
 
     def whole_stage(self, rank: int, op: Op, stage: int) -> bool:
         if op is Op.REDUCE_GRAD:
-            if stage in self.reduced:
-                raise UnsoundError(f"stage {stage} reduces its gradients twice")
-            if self.lacks_gradients(rank, stage):
-                raise UnsoundError(f"stage {stage} reduces gradients that are not all there")
+            if not self.unreduced[stage]:
+                raise UnsoundError(f"stage {stage} has no gradients to reduce that are not reduced already")
             if self.stepped[rank]:
                 raise UnsoundError(f"stage {stage} reduces gradients that the optimizer has used already")
             self.reduced.add(stage)
+            self.unreduced[stage] = 0
+        elif op is Op.UNSHARD:
+            self.whole.add(stage)
+        elif stage in self.whole:
+            self.whole.remove(stage)
+        else:
+            raise UnsoundError(f"stage {stage} frees weights that are not whole")
         self.at[rank] += 1
         return True
 
@@ -202,6 +217,8 @@ class _World:
             raise UnsoundError(f"rank {rank} takes a STEP too many")
         if any(self.lacks_gradients(rank, s) for s in range(len(self.schedule.placement)) if self.is_home(rank, s)):
             raise UnsoundError(f"rank {rank} takes the STEP before all of its gradients are there")
+        if any(self.is_home(rank, stage) for stage in self.whole):
+            raise UnsoundError(f"rank {rank} takes the STEP with whole weights")
         voters = [other for other, row in enumerate(self.schedule.rows) if any(action.op is Op.STEP for action in row)]
         for other in voters:
             action = self.action(other)

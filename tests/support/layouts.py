@@ -27,6 +27,7 @@ from tests.support.thread_jobs import TeamJob
 MOST_ACTORS = 8
 CONTEXTS = get_args(Context)
 SEQ, VOCAB = 8, 11
+OPTIMIZERS = (rp.AdamW(lr=1e-2, eps=1e-4), rp.SGD(lr=0.1, momentum=0.9), rp.Muon(lr=1e-2, adamw_eps=1e-4))
 
 
 def tokens(step, microbatch, dp):
@@ -91,7 +92,7 @@ def layouts(draw):
         zero=draw(st.sampled_from([None, 0])) if mesh.dp * mesh.cp > 1 else None,
         context=draw(st.sampled_from(CONTEXTS)) if mesh.cp > 1 else CONTEXTS[0],
         sequence_parallel=draw(st.booleans()) if divided and not grid else False,
-        optim=draw(st.sampled_from([rp.AdamW(lr=1e-2, eps=1e-4), rp.SGD(lr=0.1, momentum=0.9)])),
+        optim=draw(st.sampled_from(OPTIMIZERS)),
         clip=draw(st.sampled_from([None, 0.5])),
         recompute=draw(recomputes(layers)),
         steps=2,

@@ -8,6 +8,8 @@ from random import Random
 
 from raypar.schedules import Schedule, ScheduleError, build, lower
 from raypar.schedules.action import STEP, Action, Op
+from raypar.schedules.passes.gather_weights import gather_weights
+from raypar.schedules.passes.reduce_gradients import reduce_gradients
 
 Rows = list[list[Action]]
 ONE_MICROBATCH = [Op.F, Op.B, Op.I, Op.W, Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B]
@@ -30,8 +32,20 @@ def random_schedule(draw: Random) -> Schedule:
 
 
 def lowered(schedule: Schedule, draw: Random) -> Schedule:
+    """Sometimes lowered, reduced and gathered in any of the ways."""
     order = draw.choice([None, "just_in_time", "one_sweep"])
-    return schedule if order is None else lower(schedule, order, reduce_grad=draw.random() < 0.5)
+    if order is not None:
+        schedule = lower(schedule, order, reduce_grad=draw.random() < 0.5)
+    if draw.random() < 0.2:
+        schedule = reduce_gradients(schedule, "microbatch")
+    if draw.random() < 0.4:
+        when = draw.choice(["step", "microbatch"])
+        keep, resident = (
+            draw.choice([True, False, "except_last"]),
+            draw.choice([None, 1, 2]) if when == "step" else None,
+        )
+        schedule = gather_weights(schedule, when, reshard_after_forward=keep, resident=resident)
+    return schedule
 
 
 def listed(draw: Random) -> Schedule:

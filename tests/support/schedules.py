@@ -6,6 +6,9 @@ from hypothesis import strategies as st
 
 from raypar.schedules.action import Action, Op
 from raypar.schedules.catalog import build
+from raypar.schedules.passes.gather_weights import gather_weights
+from raypar.schedules.passes.lower import lower
+from raypar.schedules.passes.reduce_gradients import reduce_gradients
 from raypar.schedules.rules import needs, provides
 from raypar.schedules.schedule import Schedule
 
@@ -29,6 +32,35 @@ def halved(name, ranks, microbatches, draw=None):
 
 def spelled(schedule):
     return [" ".join(map(str, row)) for row in schedule.rows]
+
+
+@st.composite
+def catalog_schedules(draw):
+    """One of the catalog: 1 to 4 ranks, 1 to 8 microbatches, 1 to 3 stages a rank; sometimes in halves, or forwards."""
+    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "forward", "halves"]))
+    ranks, microbatches, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 8)), draw(st.integers(1, 3))
+    if name == "interleaved":
+        return build(name, ranks, max(1, microbatches // ranks) * ranks, max(2, chunks))
+    if name == "halves":
+        return halved("1f1b", ranks, microbatches, draw(st.randoms(use_true_random=False)))
+    return build(name, ranks, microbatches, chunks if name == "forward" else None)
+
+
+def gathered(draw, schedule):
+    """A schedule with its gathers, in any of the placements."""
+    when = draw(st.sampled_from(["step", "microbatch"]))
+    if when == "step":
+        return gather_weights(schedule, when, resident=draw(st.none() | st.integers(1, 4)))
+    return gather_weights(schedule, when, reshard_after_forward=draw(st.sampled_from([True, False, "except_last"])))
+
+
+@st.composite
+def lowered_schedules(draw):
+    """A training schedule of the catalog, lowered, perhaps with reductions and gathers."""
+    schedule = lower(draw(catalog_schedules().filter(lambda one: not one.forward_only)))
+    if draw(st.booleans()):
+        schedule = reduce_gradients(schedule, draw(st.sampled_from(["step", "microbatch"])))
+    return gathered(draw, schedule) if draw(st.booleans()) else schedule
 
 
 @st.composite

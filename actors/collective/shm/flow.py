@@ -1,4 +1,4 @@
-"""Flows: ops in progress that process a tensor in pieces, through a pipeline of steps."""
+"""Flows: ops in progress that process a tensor in segments, through a pipeline of steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-AHEAD = 8  # pieces by which the first step may lead the last: they take memory until read
+AHEAD = 8  # segments by which the first step may lead the last: they take memory until read
 
 
 class Flow(ABC):
@@ -14,13 +14,13 @@ class Flow(ABC):
 
     Args:
         peers: Ranks that the op needs to complete.
-        queue: (source, tag). Flows of one queue take their pieces one after the other, in the order in which they were
-            started. None for no queue.
+        queue: (source, tag). Flows of one queue take their segments one after the other, in the order of their
+            start. None for no queue.
 
     Attributes:
         error: Why the flow failed; None if it has not.
         over: Whether the flow has completed or failed.
-        ahead: Pieces that take memory now.
+        ahead: Segments that take memory now.
     """
 
     def __init__(self, peers: Collection[int], queue: tuple[int, int] | None = None) -> None:
@@ -36,10 +36,10 @@ class Flow(ABC):
         """Do what can be done now. Exceptions are stored in ``error``.
 
         Args:
-            most: Number of pieces that may take memory at a time.
+            most: Number of segments that may take memory at a time.
 
         Returns:
-            Whether to advance the flows again: this one has processed a piece or is over.
+            Whether to advance the flows again: this one has processed a segment or is over.
         """
         try:
             return self._advance(most)
@@ -55,24 +55,24 @@ class Step(NamedTuple):
     """One step of a flow's pipeline.
 
     Attributes:
-        ready: Returns whether piece k can be processed now.
-        do: Processes piece k.
+        ready: Returns whether segment k can be processed now.
+        do: Processes segment k.
     """
 
     ready: Callable[[int], bool]
     do: Callable[[int], object]
 
 
-class Pieces(Flow):
-    """A flow of ``count`` pieces through ``steps``.
+class Segments(Flow):
+    """A flow of ``count`` segments through ``steps``.
 
     Of the steps that are ready, the last one runs first, because data that has just arrived is still in cache.
 
     Args:
-        count: Number of pieces.
-        steps: The steps, each of which processes the pieces in order and never overtakes the step before it.
+        count: Number of segments.
+        steps: The steps, each of which processes the segments in order and never overtakes the step before it.
         peers: Ranks that the op needs to complete.
-        copies: Whether a piece takes memory of its own between the first step and the last.
+        copies: Whether a segment takes memory of its own between the first step and the last.
         queue: See ``Flow``.
     """
 
@@ -90,7 +90,7 @@ class Pieces(Flow):
         self.over = not count
 
     def _advance(self, most: int) -> bool:
-        """Advance by at most one piece of the first step, so that pieces that arrive meanwhile are still in cache."""
+        """Advance by at most one segment of the first step, so that what arrives meanwhile is still in cache."""
         done, before = self._done, list(self._done)
         while done[0] == before[0] and self._one(most):
             pass
@@ -101,16 +101,16 @@ class Pieces(Flow):
     def _one(self, most: int) -> bool:
         done = self._done
         for number in range(len(done) - 1, -1, -1):
-            piece = done[number]
+            segment = done[number]
             limit = done[number - 1] if number else min(self._count, done[-1] + most if self._copies else self._count)
-            if piece < limit and self._steps[number].ready(piece):
-                self._steps[number].do(piece)
+            if segment < limit and self._steps[number].ready(segment):
+                self._steps[number].do(segment)
                 done[number] += 1
                 return True
         return False
 
 
-def always(piece: int) -> bool:
+def always(segment: int) -> bool:
     """Return True: the ``ready`` of a step that never has to wait."""
     return True
 

@@ -1,6 +1,6 @@
 """The CPU group of members on one node: tensors move through shared memory.
 
-Every op is a Flow: it posts the pieces that this member gives and takes the pieces that the others posted.
+Every op is a Flow: it posts the segments that this member gives and takes the segments that the others posted.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.distributed.distributed_c10d import Store
 from raypar.actors.collective.group import Finish, Group
 from raypar.actors.collective.ledger import Ledger
 from raypar.actors.collective.reductions import ReduceOp
-from raypar.actors.collective.shm.flow import Flow, Pieces, Step, always, nothing
+from raypar.actors.collective.shm.flow import Flow, Segments, Step, always, nothing
 from raypar.actors.collective.shm.links import INLINE, connect
 from raypar.actors.collective.shm.mailbox import LENT, Mailbox, Parts
 from raypar.actors.collective.shm.ops import Swap, by_shares, reduce_parts
 from raypar.actors.collective.shm.slabs import SLAB
 from raypar.actors.tensors import nbytes, row_size, staged
 
-Fold = Callable[[slice, Parts], object]  # uses a range of elements and the peers' pieces of it
-WHOLE = slice(None)  # a tensor in one piece, which need not be sliced: that takes 3 us
+Fold = Callable[[slice, Parts], object]  # uses a range of elements and the peers' segments of it
+WHOLE = slice(None)  # a tensor in one segment, which need not be sliced: that takes 3 us
 Back = Callable[[], object] | None
 
 
@@ -85,8 +85,8 @@ class ShmGroup(Group):
             channels = self._channel(), self._channel()
             return self._start(by_shares(self._box, self.rank, self.size, flat, op, channels), back)
 
-        def fold(piece: slice, parts: Parts) -> None:
-            own = _at(flat, piece)
+        def fold(segment: slice, parts: Parts) -> None:
+            own = _at(flat, segment)
             reduce_parts(own, own, parts, self.rank, op)
 
         give = [(flat, self._others)]
@@ -102,8 +102,8 @@ class ShmGroup(Group):
         whole, back = staged(out)
         flat, rows = whole.view(-1), tensor.contiguous().view(self.size, out.numel())
 
-        def fold(piece: slice, parts: Parts) -> None:
-            reduce_parts(_at(flat, piece), _at(rows[self.rank], piece), parts, self.rank, op)
+        def fold(segment: slice, parts: Parts) -> None:
+            reduce_parts(_at(flat, segment), _at(rows[self.rank], segment), parts, self.rank, op)
 
         if self.size == 1:
             flat.copy_(rows[0])
@@ -131,8 +131,8 @@ class ShmGroup(Group):
         whole, back = staged(tensor)
         flat = whole.view(-1)
 
-        def fold(piece: slice, parts: Parts) -> None:
-            own = _at(flat, piece)
+        def fold(segment: slice, parts: Parts) -> None:
+            own = _at(flat, segment)
             reduce_parts(own, own, parts, self.rank, op)
 
         if self.rank != root:
@@ -163,30 +163,30 @@ class ShmGroup(Group):
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> Finish:
         flat = tensor.detach().contiguous().view(-1)
-        piece = SLAB // flat.element_size()
-        with self._box.lock:  # keeps the pieces of concurrent sends with this tag apart
-            for start in range(0, flat.numel(), piece):
-                self._box.post(tag, nbytes(flat), flat[start : start + piece], (dst,))
+        segment = SLAB // flat.element_size()
+        with self._box.lock:  # keeps the segments of concurrent sends with this tag apart
+            for start in range(0, flat.numel(), segment):
+                self._box.post(tag, nbytes(flat), flat[start : start + segment], (dst,))
 
         def sent(k: int) -> bool:
             return self._box.sent((dst,)) and self._box.given(flat)
 
-        return nothing if sent(0) else self._start(Pieces(1, [Step(sent, nothing)], [dst]), None)
+        return nothing if sent(0) else self._start(Segments(1, [Step(sent, nothing)], [dst]), None)
 
     def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
         whole, back = staged(tensor)
         flat, totals = whole.view(-1), {src: nbytes(whole)}
-        fill, queue, piece = _fill({src: flat}), (src, tag), SLAB // flat.element_size()
+        fill, queue, segment = _fill({src: flat}), (src, tag), SLAB // flat.element_size()
 
         def use(k: int) -> None:
-            self._box.take(tag, totals, flat.dtype, partial(fill, slice(k * piece, (k + 1) * piece)))
+            self._box.take(tag, totals, flat.dtype, partial(fill, slice(k * segment, (k + 1) * segment)))
 
-        if 0 < flat.numel() <= piece:
+        if 0 < flat.numel() <= segment:
             flow: Flow = Swap(self._box, tag, [], totals, flat.dtype, partial(fill, WHOLE), peers=(src,), queue=queue)
         else:
             step = Step(lambda _: self._box.have(tag, totals), use)
-            flow = Pieces(-(-flat.numel() // piece), [step], (src,), queue=queue)
-        self._box.await_pieces(flow)
+            flow = Segments(-(-flat.numel() // segment), [step], (src,), queue=queue)
+        self._box.await_segments(flow)
         return self._finish(flow, back)
 
     # --- internal ---
@@ -201,45 +201,47 @@ class ShmGroup(Group):
         block: int = SLAB,
         lend: bool = True,
     ) -> Finish:
-        """Send flat tensors to peers and use what they send, piece by piece.
+        """Send flat tensors to peers and use what they send, segment by segment.
 
         Args:
             give: Flat tensors, each with the ranks of its receivers.
             take: Number of elements to receive, by the sender's rank.
             dtype: dtype of all tensors.
-            fold: Called with each range of elements and the peers' pieces of it.
+            fold: Called with each range of elements and the peers' segments of it.
             back: Called at the end, for example to copy the result back; may be None.
-            block: Bytes of a piece.
+            block: Bytes of a segment.
             lend: Whether peers may read windows in place; not if ``fold`` writes to them.
 
         Returns:
             The function that completes the op.
         """
         channel = self._channel()
-        piece = block // dtype.itemsize
+        segment = block // dtype.itemsize
         counts = [*take.values(), *[flat.numel() for flat, _ in give]]
         longest = max(counts, default=0)
         totals = {peer: count * dtype.itemsize for peer, count in take.items() if count}
         involved = {*take, *chain.from_iterable(peers for _, peers in give)}
-        if longest <= piece:
+        if longest <= segment:
             some = give if all(counts) else [(flat, peers) for flat, peers in give if flat.numel()]
             swap = Swap(self._box, channel, some, totals, dtype, partial(fold, WHOLE), peers=involved, lend=lend)
             return self._start(swap, back)
         copies = not (lend and all(self._box.is_window(flat) for flat, _ in give))
 
         def sources(k: int) -> dict[int, int]:
-            return {peer: total for peer, total in totals.items() if take[peer] > k * piece}
+            return {peer: total for peer, total in totals.items() if take[peer] > k * segment}
 
         def post(k: int) -> None:
             for flat, peers in give:
-                if flat.numel() > k * piece:
-                    last = nbytes(flat[(k + 1) * piece :]) < LENT  # the last piece that is lent: later ones are copied
+                if flat.numel() > k * segment:
+                    last = (
+                        nbytes(flat[(k + 1) * segment :]) < LENT
+                    )  # the last segment that is lent: later ones are copied
                     self._box.post(
-                        channel, nbytes(flat), flat[k * piece : (k + 1) * piece], peers, lend=lend, ring=last
+                        channel, nbytes(flat), flat[k * segment : (k + 1) * segment], peers, lend=lend, ring=last
                     )
 
         def use(k: int) -> None:
-            where = slice(k * piece, (k + 1) * piece)
+            where = slice(k * segment, (k + 1) * segment)
             self._box.take(channel, sources(k), dtype, lambda parts: fold(where, parts))
 
         steps = [
@@ -247,7 +249,7 @@ class ShmGroup(Group):
             Step(lambda k: self._box.have(channel, sources(k)), use),
             Step(lambda k: self._box.sent(involved) and all(self._box.given(flat) for flat, _ in give), nothing),
         ]
-        return self._start(Pieces(-(-longest // piece), steps, involved, copies=copies), back)
+        return self._start(Segments(-(-longest // segment), steps, involved, copies=copies), back)
 
     def _start(self, flow: Flow, back: Back) -> Finish:
         self._box.start(flow)
@@ -273,13 +275,13 @@ class ShmGroup(Group):
         return dict.fromkeys(self._others, count)
 
 
-def _at(flat: Tensor, piece: slice) -> Tensor:
-    return flat if piece is WHOLE else flat[piece]
+def _at(flat: Tensor, segment: slice) -> Tensor:
+    return flat if segment is WHOLE else flat[segment]
 
 
 def _fill(targets: Mapping[int, Tensor] | Sequence[Tensor] | Tensor) -> Fold:
-    def fold(piece: slice, parts: Parts) -> None:
+    def fold(segment: slice, parts: Parts) -> None:
         for peer, part in parts.items():
-            _at(targets[peer], piece).copy_(part)
+            _at(targets[peer], segment).copy_(part)
 
     return fold

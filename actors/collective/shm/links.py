@@ -35,10 +35,10 @@ _BUFFER = 1 << 22  # bytes of send buffer to request; the system may grant less
 
 
 class Message(NamedTuple):
-    """A piece of a tensor from a peer.
+    """A segment of a tensor from a peer.
 
     Attributes:
-        data: The piece (uint8).
+        data: The segment (uint8).
         total: Bytes of the whole tensor.
         slab: The peer's slab that holds ``data`` and has to be given back; None if the message carried the data itself.
         awaited: Whether to notify the peer when the slab is given back.
@@ -105,7 +105,7 @@ class Link:
         Args:
             channel: Channel of the message.
             total: Bytes of the whole tensor.
-            data: The piece (uint8), at most INLINE bytes.
+            data: The segment (uint8), at most INLINE bytes.
         """
         self._put(_HEAD.pack(channel, total, _NO_SLAB, 0, data.numel(), 0) + data.numpy().tobytes(), None)
 

@@ -1,4 +1,4 @@
-"""The mailbox of one member: posts pieces to peers, stores what they posted, and advances the ops in progress."""
+"""The mailbox of one member: posts segments to peers, stores what they posted, and advances the ops in progress."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from raypar.actors.collective.shm.flow import AHEAD, Flow
 from raypar.actors.collective.shm.links import INLINE, NOTHING, Link, Message
 from raypar.actors.collective.shm.slabs import SLAB, Pool
 
-_MOST = 16  # unfinished pieces that all flows together may have posted: beyond that, newer flows wait
+_MOST = 16  # unfinished segments that all flows together may have posted: beyond that, newer flows wait
 _LOOKS = 200  # polls before sleeping, about 150 us: a wake-up takes 30 us or more
-LENT = 1 << 17  # bytes from which a piece of a window is lent: below, a copy is cheaper than the notice
+LENT = 1 << 17  # bytes from which a segment of a window is lent: below, a copy is cheaper than the notice
 _WINDOW_BLOCK = 4 * SLAB  # bytes; nothing is copied, so only the number of messages matters
 _BELL = -1 << 62  # channel of the empty message that says that a loan was given back
 
@@ -31,9 +31,9 @@ Use = Callable[[Parts], object]
 
 
 class Mailbox:
-    """Exchanges pieces of tensors with peers.
+    """Exchanges segments of tensors with peers.
 
-    A piece is contiguous and 1-d and belongs to a channel, which has one dtype.
+    A segment is contiguous and 1-d and belongs to a channel, which has one dtype.
 
     No thread works in the background: flows advance whenever one is started or waited for. A waiting thread sleeps in
     the kernel, which leaves its core to the process that it waits for. Thread-safe.
@@ -49,7 +49,7 @@ class Mailbox:
         self._arrived: dict[int, dict[int, deque[Message]]] = {}  # by channel and sender; no entry is empty
         self._unsent = set[int]()  # peers whose link has queued messages
         self._flows: list[Flow] = []  # those in progress, oldest first
-        self.lock = threading.RLock()  # callers also take it to post several pieces in a row
+        self.lock = threading.RLock()  # callers also take it to post several segments in a row
         self._changed = threading.Condition(self.lock)
         self._aborted = False
         self._watched = False  # whether a thread sleeps on the links and must be told what others did
@@ -77,8 +77,8 @@ class Mailbox:
             self._flows.append(flow)
             self._advance()
 
-    def await_pieces(self, flow: Flow) -> None:
-        """Start a flow that only takes pieces, without advancing it: it advances when it is waited for."""
+    def await_segments(self, flow: Flow) -> None:
+        """Start a flow that only takes segments, without advancing it: it advances when it is waited for."""
         with self.lock:
             self._flows.append(flow)
 
@@ -118,7 +118,7 @@ class Mailbox:
         return self._pool.window_of(tensor) is not None
 
     def block(self, tensor: Tensor) -> int:
-        """Return the size in bytes of a tensor's pieces. Either all members have the tensor in a window, or none."""
+        """Return the size in bytes of a tensor's segments. Either all members have the tensor in a window, or none."""
         return _WINDOW_BLOCK if self.is_window(tensor) else SLAB
 
     # --- called by the steps of flows ---
@@ -126,18 +126,18 @@ class Mailbox:
     def post(
         self, channel: int, total: int, part: Tensor, peers: Iterable[int], *, lend: bool = True, ring: bool = True
     ) -> None:
-        """Post a piece of a tensor to peers.
+        """Post a segment of a tensor to peers.
 
-        The piece may change once ``given`` returns true for it. That is at once, unless the piece is lent: then peers
-        read it in place, in its window.
+        The segment may change once ``given`` returns true for it. That is at once, unless the segment is lent: then
+        peers read it in place, in its window.
 
         Args:
-            channel: Channel of the piece.
+            channel: Channel of the segment.
             total: Bytes of the whole tensor.
-            part: The piece.
+            part: The segment.
             peers: Ranks of the receivers.
-            lend: Whether a piece of at least LENT bytes in a window may be lent.
-            ring: Whether peers send a notice when they have read a lent piece. Not needed if their next post implies
+            lend: Whether a segment of at least LENT bytes in a window may be lent.
+            ring: Whether peers send a notice when they have read a lent segment. Not needed if their next post implies
                 it.
         """
         if part.stride(0) != 1:  # a single element, which counts as contiguous with any stride
@@ -158,30 +158,30 @@ class Mailbox:
                 self._note(peer)
 
     def have(self, channel: int, peers: Iterable[int]) -> bool:
-        """Return whether every peer has a piece in the channel that has not been taken."""
+        """Return whether every peer has a segment in the channel that has not been taken."""
         return all(map(self._arrived.get(channel, _NOBODY).__contains__, peers))
 
     def take(self, channel: int, totals: Mapping[int, int], dtype: torch.dtype, use: Use) -> None:
-        """Take the next piece of each peer in ``totals`` and pass them to ``use``.
+        """Take the next segment of each peer in ``totals`` and pass them to ``use``.
 
         Args:
-            channel: Channel of the pieces.
+            channel: Channel of the segments.
             totals: Expected bytes of each peer's whole tensor.
-            dtype: dtype of the pieces.
-            use: Called with the pieces by rank; it must not keep them.
+            dtype: dtype of the segments.
+            use: Called with the segments by rank; it must not keep them.
 
         Raises:
             RuntimeError: A peer's tensor has another size.
         """
-        pieces = {peer: self._next(peer, channel) for peer in totals}
-        for peer, piece in pieces.items():
-            if piece.total != totals[peer]:
-                raise RuntimeError(f"rank {peer} gives {piece.total} bytes, rank {self._rank} takes {totals[peer]}")
-        use({peer: piece.data.view(dtype) for peer, piece in pieces.items()})
-        for peer, piece in pieces.items():
-            if piece.slab is not None:
-                piece.slab.give_back(self._rank)
-                if piece.awaited:
+        segments = {peer: self._next(peer, channel) for peer in totals}
+        for peer, segment in segments.items():
+            if segment.total != totals[peer]:
+                raise RuntimeError(f"rank {peer} gives {segment.total} bytes, rank {self._rank} takes {totals[peer]}")
+        use({peer: segment.data.view(dtype) for peer, segment in segments.items()})
+        for peer, segment in segments.items():
+            if segment.slab is not None:
+                segment.slab.give_back(self._rank)
+                if segment.awaited:
                     self._say(peer, _BELL, 0, NOTHING)
 
     def sent(self, peers: Iterable[int]) -> bool:
@@ -219,8 +219,8 @@ class Mailbox:
     def _advance(self, awaited: Flow | None = None) -> None:
         """Read messages and advance flows until nothing is left to do, or until the ``awaited`` flow is over.
 
-        Nothing is read within a round: of two flows in one channel, the first must not miss a piece that the second one
-        sees.
+        Nothing is read within a round: of two flows in one channel, the first must not miss a segment that the second
+        one sees.
         """
         moved, some = True, False
         while moved and self._flows and not (awaited and awaited.over):

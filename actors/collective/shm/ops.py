@@ -1,4 +1,4 @@
-"""The flows of shared-memory ops that fit in one piece, and the all_reduce in which each member reduces one share."""
+"""The flows of shared-memory ops that fit in one segment, and the all_reduce in which each member reduces one share."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
-from raypar.actors.collective.shm.flow import Flow, Pieces, Step, always, nothing
+from raypar.actors.collective.shm.flow import Flow, Segments, Step, always, nothing
 from raypar.actors.collective.shm.mailbox import Mailbox, Parts, Use
 from raypar.actors.tensors import nbytes
 
 
 class Swap(Flow):
-    """A flow that posts whole tensors to peers, each as one piece, and takes one piece from each of some peers.
+    """A flow that posts whole tensors to peers, each as one segment, and takes one segment from each of some peers.
 
     Args:
         box: The mailbox.
@@ -22,7 +22,7 @@ class Swap(Flow):
         give: Flat tensors, each with the ranks of its receivers.
         totals: Expected bytes, by the sender's rank.
         dtype: dtype of what is taken.
-        use: Called with the pieces by rank, once all are there.
+        use: Called with the segments by rank, once all are there.
         peers: All ranks involved.
         lend: Whether peers may read windows in place.
         queue: See ``Flow``.
@@ -79,7 +79,7 @@ _PAIRS: dict[ReduceOp, Callable[..., object]] = {
 }
 
 
-def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, channels: tuple[int, int]) -> Pieces:
+def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, channels: tuple[int, int]) -> Segments:
     """Create the flow of an all_reduce in which each member reduces its share and gives the result to all.
 
     Each of N members sends 2(N-1)/N of the tensor's bytes. Peers read a tensor in a window in place, so the op is then
@@ -127,7 +127,7 @@ def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, ch
         Step(lambda k: box.have(reduced, others), collect),
         Step(lambda k: box.sent(others) and box.given(flat), nothing),
     ]
-    return Pieces(-(-flat.numel() // block), steps, others, copies=not box.is_window(flat))
+    return Segments(-(-flat.numel() // block), steps, others, copies=not box.is_window(flat))
 
 
 def reduce_parts(out: Tensor, own: Tensor, parts: Parts, rank: int, op: ReduceOp) -> None:

@@ -52,9 +52,9 @@ class Slab:
 
 
 class Pool:
-    """The slabs that one member of a group owns: those that it copies pieces into, and windows.
+    """The slabs that one member of a group owns: those that it copies segments into, and windows.
 
-    A window is a slab that holds a tensor of the member, whose pieces are lent in place, without a copy. It lives as
+    A window is a slab that holds a tensor of the member, whose segments are lent in place, without a copy. It lives as
     long as the group.
 
     Args:

@@ -13,20 +13,7 @@ from pathlib import Path
 from raypar.actors.specs.types import Tracker
 from raypar.config.fields import brief
 from raypar.config.validate.replacing import replacing_faults
-from raypar.paths import (
-    AUTO,
-    CHECKPOINTS,
-    LEDGER,
-    LOG,
-    METRICS,
-    PROVENANCE,
-    RUN,
-    RUNS,
-    SCHEDULE,
-    TIMELINE,
-    absolute,
-    home_of,
-)
+from raypar.paths import AUTO, CHECKPOINTS, RUN_FILES, RUNS, TRAINING_FILES, absolute, home_of
 
 _PACKAGES: dict[Tracker, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
@@ -88,7 +75,7 @@ def _faults(path: Path, resumed: Path | None, overwrite: bool) -> Iterator[str]:
     elif not os.access(above, os.W_OK | os.X_OK):
         yield f"can't be written: there is no permission for {str(above)!r}: give another path"
     if not new:
-        for name in (RUN, METRICS, SCHEDULE, TIMELINE, LEDGER, PROVENANCE, LOG, CHECKPOINTS):
+        for name in (*RUN_FILES, CHECKPOINTS):
             if (path / name).is_symlink():
                 yield f"has a symbolic link {name}, and raypar writes through none: remove it, or give another folder"
     if not new and overwrite:
@@ -96,7 +83,7 @@ def _faults(path: Path, resumed: Path | None, overwrite: bool) -> Iterator[str]:
             yield "holds the checkpoint to resume from: leave --overwrite out, or give another folder"
         yield from replacing_faults(path)
     elif not new and not _is_home(path, resumed):
-        taken = [name for name in (RUN, METRICS, SCHEDULE, TIMELINE, LEDGER) if os.path.lexists(path / name)]
+        taken = [name for name in TRAINING_FILES if os.path.lexists(path / name)]
         if taken:
             how = f"--resume {path} (in Python launch(run, resume=...))"
             fix = f"resume it with {how}, replace it with --overwrite, or give another folder"

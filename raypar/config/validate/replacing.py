@@ -10,21 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raypar.config.fields import brief
-from raypar.paths import (
-    CHECKPOINTS,
-    LEDGER,
-    LOG,
-    METRICS,
-    PROVENANCE,
-    RUN,
-    SCHEDULE,
-    TENSORBOARD,
-    TIMELINE,
-    is_aside,
-    step_of,
-)
+from raypar.paths import CHECKPOINTS, LOG, REPORT, RUN, RUN_FILES, TENSORBOARD, TRACE, is_aside, step_of
 
-_FILES = {RUN, METRICS, SCHEDULE, TIMELINE, LEDGER, PROVENANCE, LOG, "report.html", "trace.json"}
 _UNFINISHED = re.compile(r"\.[0-9a-f]{32}")  # what a WholeFile leaves behind if its process is killed
 _EVENTS = re.compile(r"events\.out\.tfevents\..*")
 _SHARDS = re.compile(r"manifest\.json|.*\.safetensors")
@@ -66,7 +53,8 @@ def _is_ours(path: Path) -> bool:
         )
     if path.name == TENSORBOARD:
         return _holds_only(path, _EVENTS)
-    return (path.name in _FILES or _UNFINISHED.fullmatch(path.name) is not None) and _is_plain(path)
+    known = path.name in (*RUN_FILES, REPORT, TRACE) or _UNFINISHED.fullmatch(path.name)
+    return bool(known) and _is_plain(path)
 
 
 def _holds_only(folder: Path, names: re.Pattern[str]) -> bool:

@@ -114,6 +114,7 @@ def _charts(runs: Sequence[_One]) -> list[Markup]:
         *,
         zero: bool,
     ) -> None:
+        """Draw one figure of the runs that have it, if there are any."""
         lines = [Line(one.name, points, one.color) for one in shown if (points := of(one.history))]
         if lines:
             drawn.append((title, line_chart(lines, spelled, zero=zero, named=True)))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
+from raypar.actors.specs.types import ELEMENTS
 from raypar.reporting.html.flops import actors_of, flops_per_token
 from raypar.reporting.run_folder.read import Past
 
@@ -30,19 +32,24 @@ class History:
 
     @classmethod
     def of(cls, past: Past) -> History:
+        """Sort the metrics of a run folder; of a step that was taken again, the last line counts."""
         steps: dict[int, dict[str, Any]] = {}
         evaluations: dict[int, dict[str, Any]] = {}
         for line in past.metrics:
             (evaluations if "val_loss" in line else steps)[line["step"]] = line
         return cls(_ordered(steps), _ordered(evaluations), past.config)
 
-    @property
+    @cached_property
     def unit(self) -> str:
-        """What the run counts: tokens of a text, else samples if the steps have their number, else targets."""
-        model = self.config.get("model", {})
-        if isinstance(model.get("seq"), int) or "layers" in model:
-            return "tokens"
-        return "samples" if self.steps and all(line.get("samples") for line in self.steps) else "targets"
+        """What the run counts: the user's unit, else tokens of a sequence, else samples.
+
+        If it is samples, and not all steps have their number, because an older raypar wrote them: targets.
+        """
+        model, named = self.config.get("model", {}), self.config.get("unit", "none")
+        if named == "none":
+            named = "tokens" if isinstance(model.get("seq"), int) or "layers" in model else "samples"
+        known = named in ELEMENTS or (self.steps and all(line.get("samples") for line in self.steps))
+        return str(named) if known else "targets"
 
     @property
     def is_cross_entropy(self) -> bool:
@@ -52,7 +59,7 @@ class History:
 
     def count(self, line: dict[str, Any]) -> int:
         """Return how many of its units a step had."""
-        return int(line["samples"] if self.unit == "samples" else line["tokens"])
+        return int(line["tokens"] if self.unit in ELEMENTS else line["samples"])
 
     def seen(self) -> Points:
         """Return ``(number of steps taken, units seen until then)`` of every step.
@@ -69,7 +76,7 @@ class History:
 
     def throughput(self) -> Points:
         """Return ``(number of steps taken, units a second)`` of every step."""
-        if self.unit != "samples":
+        if self.unit in ELEMENTS:
             return self.points("tokens_per_s")
         return [(line["step"] + 1, 1e3 * line["samples"] / line["step_ms"]) for line in self.steps if line["step_ms"]]
 
@@ -81,8 +88,13 @@ class History:
         return [(step, speed * each / actors) for step, speed in self.points("tokens_per_s")]
 
     def points(self, name: str) -> list[tuple[float, float]]:
-        """Return ``(number of steps taken, figure)`` of every step."""
-        return [(line["step"] + 1, line[name]) for line in self.steps]
+        """Return ``(number of steps taken, figure)`` of every step that has it: times of steps by hand say nothing."""
+        return [(line["step"] + 1, line[name]) for line in self.steps if line[name] is not None]
+
+    @property
+    def by_hand(self) -> int:
+        """How many of the steps were taken by hand."""
+        return sum(line.get("by_hand", False) for line in self.steps)
 
     def validation(self) -> list[tuple[float, float]]:
         """Return ``(number of steps taken before, loss)`` of every evaluation."""
@@ -98,9 +110,14 @@ class History:
         return [max(sizes) for sizes in zip_longest(*of_steps, fillvalue=0)]
 
     def memory(self) -> dict[str, list[int]]:
-        """Return the largest memory of each kind on each pipeline rank, in bytes; empty if the steps do not have it."""
+        """Return the largest memory of each kind on each pipeline rank, in bytes; empty if the steps do not have it.
+
+        What is left of the peak are activations, messages and the process.
+        """
         kinds = {kind: None for line in self.steps for kind in line.get("memory") or {}}
-        return {kind: [max(sizes) for sizes in zip_longest(*self._memory(kind), fillvalue=0)] for kind in kinds}
+        found = {kind: [max(sizes) for sizes in zip_longest(*self._memory(kind), fillvalue=0)] for kind in kinds}
+        rest = [max(0, peak - sum(held)) for peak, *held in zip_longest(self.peaks(), *found.values(), fillvalue=0)]
+        return {**found, "activations, process": rest} if found else {}
 
     def _memory(self, kind: str) -> list[list[int]]:
         return [line["memory"][kind] for line in self.steps if kind in (line.get("memory") or {})]
@@ -125,12 +142,14 @@ def headline(past: Past, history: History) -> list[tuple[str, str]]:
         if history.is_cross_entropy:
             rows.append(("perplexity", significant(exp(history.evaluations[-1]["val_loss"]))))
     if history.steps:
+        times = [time for _, time in history.points("step_ms")]
+        speed = (f"{history.unit}/s, median", f"{middle(history.throughput()):,.0f}")
         rows += [
             (f"{history.unit} seen", f"{history.seen()[-1][1]:,.0f}"),
-            (f"{history.unit}/s, median", f"{middle(history.throughput()):,.0f}"),
-            ("bubble, median", share(history.median("bubble"))),
+            *([speed, ("bubble, median", share(history.median("bubble")))] if times else []),
             ("peak memory of a rank", size(max(history.peaks(), default=0))),
-            ("time in steps", duration(sum(line["step_ms"] for line in history.steps) / 1e3)),
+            *([("time in steps", duration(sum(times) / 1e3))] if times else []),
+            *([("stepped by hand", f"{history.by_hand:,}")] if history.by_hand else []),
         ]
     return rows
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from raypar.actors.specs.run import Run
 from raypar.config.toml import flat, plain_of
+from raypar.planner.prediction import from_steps
 from raypar.reporting.html.charts import Line, Mark, bars, line_chart
 from raypar.reporting.html.figures import (
     History,
@@ -27,8 +28,6 @@ from raypar.reporting.html.happenings import happenings
 from raypar.reporting.html.markup import NUMBER, VALUE, Markup, document, element, joined, note, section, table
 from raypar.reporting.run_folder.read import Past
 from raypar.schedules.drawing.overlay import Overlay
-from raypar.schedules.simulation.measured_costs import costs_of
-from raypar.schedules.simulation.simulate import simulate
 
 _NONE = "No step was taken yet."
 
@@ -67,11 +66,12 @@ def progress(history: History, marks: Sequence[Mark]) -> Markup:
 
 
 def speed(history: History, marks: Sequence[Mark]) -> Markup:
-    """Draw the throughput and the bubble over steps."""
-    name = f"{history.unit}/s"
+    """Draw the throughput and the bubble over steps, without those taken by hand, whose times say nothing."""
+    name, by_hand = f"{history.unit}/s", history.by_hand
+    told = [note(f"Left out: {by_hand:,} stepped by hand, whose times say nothing of a run.")] if by_hand else []
     return _pair(
-        section(name.capitalize(), _curve(history, name, history.throughput(), significant, marks)),
-        section("Bubble", _curve(history, "bubble", history.points("bubble"), share, marks)),
+        section(name.capitalize(), _curve(history, name, history.throughput(), significant, marks), *told),
+        section("Bubble", _curve(history, "bubble", history.points("bubble"), share, marks), *told),
     )
 
 
@@ -95,12 +95,13 @@ def utilisation(history: History, marks: Sequence[Mark], peak: float | None) -> 
 
 
 def steps(past: Past) -> Markup:
-    """Draw the latest measured step over its prediction, which is simulated with the step's own median costs."""
+    """Draw the latest measured step over its prediction; the folder has no steps before it to predict it from."""
     title = "Measured over predicted"
     if not past.timelines or not past.timelines[0].events or past.step is None:
         return section(title, note("No step was measured."))
     measured = past.timelines[0]
-    overlay = Overlay(measured, simulate(measured.schedule, costs_of(measured)))
+    prediction = from_steps(measured, [])
+    overlay = Overlay(measured, prediction.timeline, prediction.source)
     which = f" of replica {measured.events[0].actor}" if len(past.timelines) > 1 else ""
     told = note(
         f"Step {past.step + 1:,}{which}. Predicted with the median costs of its own actions: what differs is waiting "

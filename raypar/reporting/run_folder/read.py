@@ -113,7 +113,8 @@ class Past:
 class _Step:
     """The schema of a step's report, as all versions of raypar write it; what only some of them write has a default.
 
-    Its figures must be finite, except loss and gradient norm, which a failing training makes infinite or NaN.
+    Its figures must be finite, except loss and gradient norm, which a failing training makes infinite or NaN. Times of
+    a step by hand are None.
     """
 
     step: Number
@@ -121,14 +122,15 @@ class _Step:
     grad_norm: float
     lr: Figure
     tokens: Number
-    tokens_per_s: Figure
-    step_ms: Figure
-    bubble: Figure
+    tokens_per_s: Figure | None
+    step_ms: Figure | None
+    bubble: Figure | None
     overlap: Figure | None
     in_flight: Numbers
     peak_memory: Numbers
     memory: dict[str, Numbers] | None = None
     samples: Number | None = None
+    by_hand: bool = False
 
 
 @dataclass(frozen=True)

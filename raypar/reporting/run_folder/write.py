@@ -69,6 +69,7 @@ class Folder:
         path = self._path
 
         def write() -> None:
+            """Write the run's files anew."""
             config = plain_of(run)
             del config["folder"]  # another run with this configuration needs another folder
             if not isinstance(run.schedule, str):
@@ -110,6 +111,7 @@ class Folder:
         }
 
         def write() -> None:
+            """Replace the timelines and the ledger."""
             _write(self._path / TIMELINE, json.dumps({"step": step, "steps_taken": step + 1, "timelines": rows}))
             _write(self._path / LEDGER, json.dumps(moved))
 

@@ -42,7 +42,8 @@ class Gauges:
 
     def write(self, outcome: dict[str, Any], step: int) -> None:
         for name in self._gauges.keys() & outcome.keys():
-            self._gauges[name].set(outcome[name], self._tags)
+            if outcome[name] is not None:
+                self._gauges[name].set(outcome[name], self._tags)
         for pp, size in enumerate(outcome.get("peak_memory", ())):
             self._memory.set(size, self._tags | {"pp": str(pp)})
 

@@ -35,7 +35,7 @@ def scalars(outcome: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of an outcome by name; a tuple over pipeline ranks becomes ``peak_memory/pp0``, and so on."""
     found: dict[str, float] = {}
     for name, value in outcome.items():
-        if isinstance(value, int | float) and name not in ("step", "steps_taken"):
+        if isinstance(value, int | float) and name not in ("step", "steps_taken", "by_hand"):
             found[name] = float(value)
         elif isinstance(value, tuple | list):
             found |= {f"{name}/pp{rank}": float(each) for rank, each in enumerate(value)}

@@ -11,7 +11,7 @@ from torch import nn
 from raypar.actors.checkpoint.shards import read_shard
 from raypar.actors.checkpoint.snapshot import Copies
 from raypar.actors.errors import CheckpointError
-from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.specs.optim import SGD, AdamW, Muon
 from tests.support.snapshots import loaded, saved
 from tests.support.team import Team, linears
 
@@ -22,7 +22,8 @@ LAYOUTS = {
     "zero": {"pp": 2, "dp": 2, "zero": 1},
     "servers": {"pp": 2, "dp": 2, "servers": 2},
 }
-OPTIMIZERS = {"adamw": AdamW(lr=0.01, warmup=4), "sgd": SGD(lr=0.01), "plain sgd": SGD(momentum=0.0)}
+MUON = Muon(lr=0.01, adamw=("layers.5.*",), rates={"layers.0.*": 0.5}, decay="wsd", decay_steps=2)
+OPTIMIZERS = {"adamw": AdamW(lr=0.01, warmup=4), "sgd": SGD(lr=0.01), "plain sgd": SGD(momentum=0.0), "muon": MUON}
 
 
 def team_of(layers=None, pp=1, m=2, **changes):
@@ -53,6 +54,15 @@ def test_training_goes_on_bitwise(layout, optim, tmp_path):
     tensors = saved(team, tmp_path)
     wanted = outcome(team, range(2, 4))
     same(outcome(loaded(team_of(**layout, optim=optim), tmp_path, tensors), range(2, 4)), wanted)
+
+
+def test_a_checkpoint_of_before_the_decay_of_wsd_goes_on_in_a_longer_run_as_if_that_had_been_meant(tmp_path):
+    short, longer = (team_of(optim=MUON, steps=steps, zero=1, dp=2) for steps in (5, 9))
+    outcome(short, range(2))
+    tensors = saved(short, tmp_path)
+    outcome(longer, range(2))
+    wanted = outcome(longer, range(2, 9))
+    same(outcome(loaded(team_of(optim=MUON, steps=9, zero=1, dp=2), tmp_path, tensors), range(2, 9)), wanted)
 
 
 def test_the_comparison_can_fail(tmp_path):

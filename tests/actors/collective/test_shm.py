@@ -1,4 +1,4 @@
-"""What is particular to groups in shared memory: pieces, memory that is used again, and nothing left behind."""
+"""What is particular to groups in shared memory: segments, memory that is used again, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def files():
     return sum(1 for link in links if link.is_symlink() and "memfd:raypar" in str(link.readlink()))
 
 
-# --- in pieces -------------------------------------------------------------------------------------------------------
+# --- in segments -----------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=25)
@@ -54,7 +54,7 @@ def files():
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
     op=st.sampled_from(["sum", "max"]),
 )
-def test_any_number_of_pieces_is_reduced_in_rank_order(size, count, dtype, op):
+def test_any_number_of_segments_is_reduced_in_rank_order(size, count, dtype, op):
     groups = shm_groups(size)
     ins = [torch.randn(count, generator=torch.Generator().manual_seed(rank)).mul(8).to(dtype) for rank in range(size)]
     wanted = torch.empty(count, dtype=dtype)
@@ -70,7 +70,7 @@ def test_any_number_of_pieces_is_reduced_in_rank_order(size, count, dtype, op):
 
 @settings(max_examples=15)
 @given(counts=st.lists(st.sampled_from(EDGES), min_size=9, max_size=9), tag=st.integers(0, 1 << 30))
-def test_uneven_pieces_reach_their_rank(counts, tag):
+def test_uneven_segments_reach_their_rank(counts, tag):
     groups = shm_groups(3)
     table = [counts[3 * rank : 3 * rank + 3] for rank in range(3)]  # what a rank gives to each
     ins = [torch.arange(sum(row), dtype=torch.float32) + 1e7 * rank for rank, row in enumerate(table)]
@@ -135,7 +135,7 @@ def _moved(group, op, window, held):
     late=st.integers(0, 2),
 )
 def test_a_window_is_free_to_change_when_an_op_is_over_and_not_before(size, op, blocks, rest, late):
-    """With a last piece that is not lent, and a member that comes late: who waits for it must be woken."""
+    """With a last segment that is not lent, and a member that comes late: who waits for it must be woken."""
     count = max(0, blocks * SLAB + rest)  # a block of a window is four slabs, an element four bytes
     groups = shm_groups(size, timeout=5.0)
     ins = [torch.arange(count, dtype=torch.float32).remainder_(97.0).add_(rank) for rank in range(size)]
@@ -161,7 +161,7 @@ def test_a_window_is_free_to_change_when_an_op_is_over_and_not_before(size, op, 
 @pytest.mark.parametrize("op", ["broadcast", "reduce"])
 @pytest.mark.parametrize("rest", [0, 1, LENT // 4 - 1, LENT // 4])
 def test_who_lends_is_woken_when_the_last_reader_is_done(op, rest):
-    """The last piece may be so small that it is not lent: then the one before it has to ring."""
+    """The last segment may be so small that it is not lent: then the one before it has to ring."""
     groups = shm_groups(2, timeout=10.0)
 
     def work(rank):
@@ -195,7 +195,7 @@ def test_a_send_is_over_before_anybody_receives_it():
     assert torch.equal(tensor, torch.arange(600_000.0))
 
 
-def test_two_receives_of_one_tag_do_not_share_their_pieces():
+def test_two_receives_of_one_tag_do_not_share_their_segments():
     groups, count = shm_groups(2), 2 * SLAB // 4 + 5
     sent = [groups[0].send(torch.full((count,), value), 1) for value in (1.0, 2.0)]
     got = [torch.zeros(count) for _ in range(2)]

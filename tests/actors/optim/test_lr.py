@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.optimizer import build_optimizer, gradient_norms, set_lr
-from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.specs.optim import SGD, AdamW, Muon
 
 
 def rates(spec, steps):
@@ -35,10 +36,34 @@ def test_cosine_is_half_way_in_the_middle():
     assert found == pytest.approx([(1 + math.cos(math.pi * step / 4)) / 2 for step in range(5)])
 
 
+def test_wsd_stays_and_goes_down_in_the_last_steps():
+    spec = AdamW(lr=1.0, warmup=2, decay="wsd", decay_steps=4, final=0.0)
+    assert rates(spec, 10) == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    assert [rate for rate in rates(replace(spec, decay_steps=None), 20) if rate < 1][1:] == [0.5, 0.0], "a tenth"
+
+
+def test_wsd_may_go_down_by_one_minus_the_root():
+    found = rates(SGD(lr=1.0, decay="wsd", decay_steps=4, decay_form="sqrt", final=0.2), 6)
+    assert found == pytest.approx(
+        [1.0, 1.0, 0.6, 0.2 + 0.8 * (1 - math.sqrt(0.5)), 0.2 + 0.8 * (1 - math.sqrt(0.75)), 0.2]
+    )
+
+
+def test_wsd_goes_down_after_the_warm_up_if_the_run_is_shorter():
+    assert rates(SGD(lr=1.0, warmup=2, decay="wsd", decay_steps=100, final=0.0), 5) == [0.5, 1.0, 1.0, 0.5, 0.0]
+    assert rates(SGD(lr=1.0, decay="wsd"), 1) == [1.0]
+
+
+def test_the_stable_rates_of_wsd_do_not_depend_on_the_length_of_the_run():
+    """So that a run can be resumed for longer from a checkpoint of before its decay."""
+    spec = AdamW(lr=0.3, warmup=3, decay="wsd", decay_steps=5)
+    assert rates(spec, 20)[:15] == rates(spec, 50)[:15]
+
+
 @given(
     st.integers(0, 30),
     st.integers(1, 40),
-    st.sampled_from(["constant", "cosine", "linear"]),
+    st.sampled_from(["constant", "cosine", "linear", "wsd"]),
     st.floats(0, 1),
     st.integers(0, 90),
 )
@@ -55,7 +80,9 @@ def test_any_rate_lies_between_zero_and_the_peak_and_decay_never_rises(warmup, s
         assert now == pytest.approx(2.0 * final), "past the end it stays"
 
 
-@pytest.mark.parametrize("spec", [AdamW(lr=0.1, weight_decay=0.5), SGD(lr=0.1, weight_decay=0.5)])
+@pytest.mark.parametrize(
+    "spec", [AdamW(lr=0.1, weight_decay=0.5), SGD(lr=0.1, weight_decay=0.5), Muon(lr=0.1, weight_decay=0.5)]
+)
 def test_only_tensors_of_two_dims_decay(spec):
     parameters = {"w": torch.nn.Parameter(torch.ones(2, 2)), "b": torch.nn.Parameter(torch.ones(2))}
     for parameter in parameters.values():

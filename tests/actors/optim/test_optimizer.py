@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from raypar.actors.optim.optimizer import build_optimizer
-from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.specs.optim import SGD, AdamW, Muon
 
 
-@pytest.mark.parametrize("spec", [SGD(lr=0.1), SGD(lr=0.1, momentum=0.0), AdamW(lr=0.1)])
+@pytest.mark.parametrize("spec", [SGD(lr=0.1), SGD(lr=0.1, momentum=0.0), AdamW(lr=0.1), Muon(lr=0.1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_every_weight_moves(spec, dtype):
     weight, late = nn.Parameter(torch.linspace(-1, 1, 67).to(dtype)), nn.Parameter(torch.ones(33, dtype=dtype))

@@ -12,6 +12,10 @@ import pytest
 import torch
 
 import raypar as rp
+from raypar.actors.checkpoint.logical import Logical
+from raypar.actors.checkpoint.snapshot import logical_name
+from raypar.actors.optim.groups import is_matrix
+from raypar.actors.optim.optimizer import KEPT
 from raypar.checkpoint import verified
 from raypar.checkpoint.resume import _tensor_faults, demand_resumable, find
 from raypar.config.skeleton import Skeleton
@@ -186,6 +190,20 @@ def test_the_users_own_modules_are_told_apart_by_their_weights(trained):
         f"weight 'blocks.0.mlp.up.weight' is F32 {list(up.shape)}, but F32 {list(down.shape)} in the checkpoint"
     )
     assert len(faults) == 3, "what is left of the optimizer's state is of no use"
+
+
+def test_a_weight_that_goes_over_from_muon_to_its_adamw_is_told():
+    run = replace(tiny(), optim=rp.Muon())
+    weights = {name: (tuple(weight.shape), weight.dim()) for name, weight in skeleton_of(run).weights.items()}
+    stored = {name: Logical("F32", shape, ()) for name, (shape, _) in weights.items()}
+    for name, (shape, dims) in weights.items():
+        for key in KEPT["muon" if is_matrix(run.optim, name, dims) else "adamw"]:
+            stored[logical_name(name, key)] = Logical("F32", () if key == "step" else shape, ())
+    assert not list(_tensor_faults(run, skeleton_of(run), stored))
+    (fault,) = _tensor_faults(
+        replace(run, optim=rp.Muon(adamw=("embed.*", "head.*", "blocks.0.mlp.up.*"))), skeleton_of(run), stored
+    )
+    assert fault.startswith("'optim.blocks.0.mlp.up.weight.momentum_buffer', F32 ")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.specs.model import Llama
+from raypar.actors.specs.optim import Muon
 from raypar.cli import main as cli
 from raypar.cli import schedules as paper
 from raypar.cli import train as commands
@@ -22,6 +23,7 @@ from raypar.cli.output_files import whole_file
 from raypar.config.recipes import recipe
 from raypar.errors import JobError
 from raypar.parity.verify import Bounds, Difference, Verdict
+from raypar.reporting import summary as summaries
 from raypar.schedules import build, lower, to_csv
 
 ROOT = Path(__file__).parents[3]
@@ -177,6 +179,7 @@ def test_simulate_measures(said):
             "99999 ranks x 99999 microbatches x 1 chunks",
         ),
         (("simulate", "1f1b", "--f", "-1", "--link", "nan"), "--f is -1.0: it must be 0 or more\n--link is nan"),
+        (("simulate", "1f1b", "--link", "1e308"), "--link is 1e+308: the step would take longer than a number can say"),
         (("check", "two.csv", "--ranks", "3", "--microbatches", "2"), "has 2 ranks, not 3: leave --ranks out"),
     ],
 )
@@ -254,6 +257,14 @@ def test_a_dry_run_says_what_the_run_needs_and_what_is_here(said, data):
     assert re.search(r"GiB of [\d.]+ [GM]iB free here, [\d.]+ [GM]iB for each of 4", rows["memory in all"])
 
 
+def test_a_dry_run_predicts_once(said, data, monkeypatch):
+    predicted = []
+    predict = summaries.from_flops
+    monkeypatch.setattr(summaries, "from_flops", lambda *given: predicted.append(given) or predict(*given))
+    assert said("train", "gpt-tiny", *data, "--dry-run")[0] == 0
+    assert len(predicted) == 1
+
+
 def test_a_dry_run_takes_no_time_and_no_torch():
     """Seconds of the CPU, since those of the clock are longer on a busy machine."""
     for name in ("gpt-124m", "llama-small"):
@@ -311,7 +322,9 @@ def test_a_run_is_what_recipe_file_and_flags_say(monkeypatch, data, tmp_path, sa
         "--recompute=none",
         "--dry-run",
     )
-    first, second, third, fourth, fifth = seen
+    groups = ("--optim.no-decay", "*.bias", "embed.*", "--optim.rates", "embed.*", 0.1, "head.*", 2)
+    said("train", "gpt-tiny", "--optim.kind", "muon", "--optim.decay", "wsd", *groups, "--dry-run")
+    first, second, third, fourth, fifth, sixth = seen
     assert (first.steps, first.seed, first.split, first.clip) == (5, 3, (3, 9), None)
     assert (first.model.layers, first.model.hidden, first.optim.kind) == (12, 32, "sgd")
     assert (second.steps, second.optim.momentum, second.model.tied) == (7, 0.5, True)
@@ -320,6 +333,8 @@ def test_a_run_is_what_recipe_file_and_flags_say(monkeypatch, data, tmp_path, sa
     assert (second.clip, third.clip, fifth.zero, fifth.recompute) == (1.0, None, None, "none")
     assert fourth.model == Llama(layers=12, hidden=32, heads=4, kv_heads=2, seq=32, dropout=0.1)
     assert fifth.model == replace(recipe("llama-tiny").model, positions="alibi", ffn=90)
+    rates = {"embed.*": 0.1, "head.*": 2.0}
+    assert sixth.optim == Muon(warmup=2, decay="wsd", no_decay=("*.bias", "embed.*"), rates=rates)
     assert type(first).__name__ == "Run"
 
 
@@ -348,9 +363,9 @@ def test_all_mistakes_in_a_run_are_listed(said, tmp_path):
         (("--model.kind", "bert"), "model.kind is 'bert': use 'gpt' or 'llama'"),
         (("llama-tiny", "--model.kv-heads", "3"), "model.kv_heads 3 does not divide model.heads 4: use 2, say"),
         (("--model.kind", "llama", "--model.mlp", "3"), "--model.mlp: Llama has no field 'mlp': it has ffn"),
-        (("gpt-tiny", "--optim.momentum=.9"), "--optim.momentum: AdamW has no field 'momentum': SGD has one"),
+        (("gpt-tiny", "--optim.momentum=.9"), "--optim.momentum: AdamW has no field 'momentum': SGD and Muon have one"),
         (("gpt-tiny", "--mesh.ep", "2"), "no step was taken:\nmesh.ep is 2"),
-        (("--optim.kind", "adam"), "optim.kind is 'adam': use 'adamw' or 'sgd'"),
+        (("--optim.kind", "adam"), "optim.kind is 'adam': use 'adamw' or 'sgd' or 'muon'"),
         (("gpt-tiny", "--log", "."), "--log '.' is a folder"),
         (("gpt-tiny", "--trace", "."), "--trace '.' is a folder"),
         (("gpt-tiny", "--trace", "no/such/trace.json"), "--trace 'no/such/trace.json': there is no folder 'no/such'"),
@@ -451,6 +466,8 @@ def test_a_run_is_logged_and_summed_up(said, kept_actors, data, tmp_path):
     path = tmp_path / "log.jsonl"
     code, out, err = said("train", "gpt-tiny", *data, "--steps", 3, "--eval-every", 2, "--log", path)
     assert code == 0, err
+    assert "mesh.pp is 2, from recipe gpt-tiny\n" in err
+    assert [line for line in err.splitlines() if line.startswith("actors: ")] == ["actors: 2 = pp 2"]
     assert [line.split()[1] for line in err.splitlines() if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     steps, evaluations = [x for x in lines if "loss" in x], [x for x in lines if "val_loss" in x]

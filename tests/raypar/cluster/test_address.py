@@ -50,8 +50,7 @@ def test_a_cluster_that_refuses_a_token_is_told_with_what_mends_it(head, monkeyp
     monkeypatch.setenv("RAY_ADDRESS", head)
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
     monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: False)
-    loader = type("Loader", (), {"get_raw_token": lambda self, ignore_auth_mode: token})
-    monkeypatch.setattr(address.AuthenticationTokenLoader, "instance", loader, raising=False)
+    monkeypatch.setattr(address, "own_token", lambda: token)
     start = time.monotonic()
     with pytest.raises(ConfigError, match=says) as caught:
         ray_cluster._connect()

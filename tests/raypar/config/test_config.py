@@ -14,7 +14,7 @@ import raypar as rp
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import GPT, Layers, Llama
-from raypar.actors.specs.optim import SGD, AdamW
+from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import SEND_WINDOW
 from raypar.config.recipes import RECIPES, recipe
@@ -88,8 +88,8 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
     wanted = (
         "mesh.tp is 0: it must be at least 1",
         "optim.lr is 0: it must be above 0",
-        "optim.momentum is 1: it must be below 1",
         "optim.warmup is -1: it must be at least 0",
+        "optim.momentum is 1: it must be below 1",
         "clip is 0.0: it must be above 0",
         "steps is 0: it must be at least 1",
         "timeout is -1: it must be above 0",
@@ -298,8 +298,8 @@ def test_all_wrong_types_come_at_once():
         "microbatches is '8': it must be a whole number",
         "data.fn is 3: it must be a function",
         "optim.lr is nan: it must be a finite number",
+        "optim.decay is 'cos': it must be 'constant', 'cosine', 'linear' or 'wsd'",
         "optim.betas is [0.9, 0.95]: it must be a tuple (in TOML a list)",
-        "optim.decay is 'cos': it must be 'constant', 'cosine' or 'linear'",
         "clip is inf: it must be a finite number",
         "split.1 is 2.0: it must be a whole number",
         "steps is True: it must be a whole number",
@@ -371,7 +371,7 @@ def some_of(kind):
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(run=some_of(Run), model=some_of(GPT) | some_of(Llama), mesh=some_of(Mesh), optim=some_of(AdamW))
+@given(run=some_of(Run), model=some_of(GPT) | some_of(Llama), mesh=some_of(Mesh), optim=some_of(AdamW) | some_of(Muon))
 def test_any_run_is_right_or_a_config_error(text, run, model, mesh, optim):
     changed = replace(run, model=replace(model, seq=min(model.seq, 64)) if type(model.seq) is int else model, data=text)
     try:
@@ -461,7 +461,7 @@ def test_all_mistakes_in_a_file_come_at_once(tmp_path):
         "mesh is 4: write its fields in a table [mesh]",
         f"zzz is not a field: known are {', '.join(sorted(field.name for field in fields(Run)))}",
         "model.hiden is not a field: did you mean 'hidden'?",
-        "optim.kind is 'adam': use 'adamw' or 'sgd'",
+        "optim.kind is 'adam': use 'adamw' or 'sgd' or 'muon'",
         "model.heads is '4': it must be a whole number",
         "data.path is {'x': 1}: it must be a text",
         "optim.lr is nan: it must be a finite number",
@@ -516,7 +516,7 @@ def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path):
 
 
 FIELDS = sorted(
-    {field.name for kind in (Run, GPT, Llama, Mesh, Text, AdamW, SGD) for field in fields(kind)} | {"recipe"}
+    {field.name for kind in (Run, GPT, Llama, Mesh, Text, AdamW, SGD, Muon) for field in fields(kind)} | {"recipe"}
 )
 KEYS = st.sampled_from(FIELDS) | st.text(max_size=6)
 VALUES = st.recursive(
@@ -617,7 +617,7 @@ def test_replicas_and_servers_need_no_more_than_the_run_has(tiny):
     [
         {},
         {"clip": None, "chunks": 2, "split": (3, 5), "optim": SGD(lr=0.5), "mesh": Mesh(pp=2, dp=3)},
-        {"recompute": ("full", "selective")},
+        {"recompute": ("full", "selective"), "optim": Muon(rates={"embed.*": 0.5, "*": 1}, adamw_lr=0.1)},
         {"keep_last": 3, "zero": 1, "device": "cpu", "data": Text(__file__, val_path="stdlib")},
     ],
 )
@@ -678,7 +678,7 @@ def test_embeddings_that_can_not_be_kept_alike_are_refused(tiny, options, mesh, 
     ("plan", "says"),
     [
         ("column", "model.plan is 'column': it must be a dictionary"),
-        ({"layers.0": 3}, "model.plan is 3: it must be a text"),
+        ({"layers.0": 3}, "model.plan['layers.0'] is 3: it must be a text"),
     ],
 )
 def test_a_plan_of_another_type_is_refused(tiny, plan, says):

@@ -514,6 +514,10 @@ def test_a_program_that_ends_leaves_no_process_and_no_shared_memory(programs, en
     _, _, code, says = ENDS[end]
     done, told, left = programs[end].result()
     assert says in done.stderr, done.stderr
+    if "killed" in end:
+        first = done.stderr.splitlines()[0]
+        assert first.startswith(says.removeprefix("ActorDiedError: ")), f"not raypar's: {first}"
+        assert "A worker died" not in done.stderr
     assert done.returncode == code or code is None, done.stderr
     assert not left
     assert told["doors"] == ["127.0.0.1", "0o700"], "a Ray of our own is open to this user on this machine only"

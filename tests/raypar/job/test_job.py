@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import re
 import subprocess
@@ -17,6 +18,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.job.training_loop import Ahead
+from raypar.reporting.run_folder.read import read
 from raypar.schedules import build, text
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action
 from raypar.schedules.simulation.measured_costs import costs_of
@@ -34,6 +36,33 @@ def job(job_of):
 def tiny(**changes):
     text = rp.Text(argparse.__file__)  # opened by every actor for every run: one file and not the whole library
     return replace(rp.recipe("gpt-tiny"), data=text, **changes)
+
+
+def test_a_step_counts_samples_and_memory_by_kind_in_every_layout(job_of):
+    for mesh, count in ((rp.Mesh(pp=2, dp=2), 16), (rp.Mesh(cp=2), 8), (rp.Mesh(tp=2), 8)):
+        job = job_of(tiny(mesh=mesh, microbatches=4))
+        report = job.step()
+        assert report.samples == count
+        whole = 4 * sum(weight.numel() for _, weight in job.weights().items())
+        assert report.memory["weights"] == report.memory["gradients"]
+        if mesh.tp == 1:
+            assert sum(report.memory["weights"]) == whole
+            assert sum(report.memory["optimizer"]) == pytest.approx(2 * whole // (mesh.dp * mesh.cp), rel=0.05)
+        by_hand = job.stepper().finish()
+        assert (report.by_hand, by_hand.by_hand) == (False, True)
+        assert by_hand.memory == report.memory
+
+
+def test_a_folder_keeps_the_times_of_the_latest_compiled_step(job, tmp_path):
+    job.reset(tiny(folder=str(tmp_path / "run")))
+    job.step()
+    job.stepper().finish()
+    job.reset(tiny())
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step_ms"] is None for line in lines] == [False, True]
+    assert [line["samples"] for line in lines] == [8, 8]
+    assert json.loads((tmp_path / "run" / "timeline.json").read_text())["step"] == 0
+    assert read(tmp_path / "run").step == 0
 
 
 def counts(job, op):

@@ -9,15 +9,16 @@ import torch
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.model import GPT, Llama
-from raypar.actors.specs.optim import SGD
+from raypar.actors.specs.optim import SGD, Muon
 from raypar.actors.specs.run import Run
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run, world_of
+from raypar.config.skeleton import Skeleton
 from raypar.planner import host
 from raypar.planner.memory import Memory, server_memory, worker_memory
 from raypar.planner.parameters import held_parameters
 from raypar.planner.prediction import from_flops
-from raypar.reporting.needs import actors_told
+from raypar.reporting.needs import actors_told, muon_parameters
 from raypar.reporting.summary import plan_rows
 from tests.support.kept_activations import (  # noqa: F401  (fixtures that hold for every test)
     A,
@@ -33,10 +34,11 @@ from tests.support.kept_activations import (  # noqa: F401  (fixtures that hold 
 HIDDEN = {"layers": 3, "hidden": H, "heads": A, "seq": S, "vocab": 256, "attention": "materialised"}
 
 
-def memory_of(run: Run) -> list[Memory]:
+def memory_of(run: Run, skeleton: Skeleton | None = None) -> list[Memory]:
     schedule = check_run(run)["train"]
     held = held_parameters(run.model, run.split, schedule, run.mesh.grid or run.mesh.tensor_ranks)
-    return worker_memory(run, world_of(run), held, from_flops(run, schedule).timeline)
+    matrices = muon_parameters(run, schedule, skeleton)
+    return worker_memory(run, world_of(run), held, from_flops(run, schedule).timeline, matrices)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
@@ -64,6 +66,14 @@ def test_state_is_divided_as_the_run_says():
     assert memory_of(served)[0].optimizer == 0
     (server,) = server_memory(served, world_of(served), [6_509_056])
     assert (server.weights, server.optimizer) == (whole // 2, whole)
+
+
+def test_muon_keeps_one_value_for_a_parameter_of_a_matrix():
+    run = recipe("gpt-small", mesh=Mesh(dp=2, pp=2), optim=Muon())
+    kept = [memory.optimizer for memory in memory_of(run, Skeleton(run.model, run.seed))]
+    matrices, others = 4 * 12 * 256**2, 4 * 10 * 256
+    ends = [256 * (256 + run.model.seq), 256 * 256 + 2 * 256]
+    assert kept == [4 * (matrices + 2 * (others + end)) // 2 for end in ends]
 
 
 def test_recomputation_and_more_ranks_take_less():

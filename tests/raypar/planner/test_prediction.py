@@ -20,7 +20,7 @@ def test_a_dry_run_has_one_bubble():
     schedule = check_run(run)["train"]
     told = dict(plan_rows(run, schedule))["bubble"]
     assert told == from_flops(run, schedule).bubble == "5.7% predicted from FLOPs"
-    *_, last = planned_grid(run, schedule).splitlines()
+    *_, last = planned_grid(schedule, told).splitlines()
     assert last == f"1f1b: bubble {told}; the grid shows the order, a slot for each action"
 
 

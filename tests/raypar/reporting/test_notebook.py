@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from raypar.actors.collective.ledger import Entry
 from raypar.reporting.notebook import Totals, box, table
 from raypar.reporting.report import Evaluation, Report
@@ -26,6 +28,22 @@ def test_the_figures_are_there():
     totals = Totals({"pp=0": {("pp", "send"): Entry(3, 1024, 0.5)}})
     assert ">send</td>" in totals._repr_html_() and ">1,024</td>" in totals._repr_html_()
     assert totals == {"pp=0": {("pp", "send"): Entry(3, 1024)}}
+
+
+def test_a_step_by_hand_shows_no_times():
+    html = replace(REPORT, by_hand=True)._repr_html_()
+    assert ">stepped by hand</td>" in html
+    assert not any(word in html for word in ("tokens/s", "25.0%", "512.0 ms"))
+    assert "bubble" not in repr(replace(REPORT, by_hand=True))
+    line = replace(REPORT, by_hand=True).to_dict()
+    assert (line["by_hand"], line["step_ms"], line["bubble"], line["tokens_per_s"]) == (True, None, None, None)
+
+
+def test_memory_is_shown_by_kind_and_samples_a_second_where_they_are_known():
+    html = replace(REPORT, samples=4, memory={"weights": (1 << 20, 2 << 20)})._repr_html_()
+    assert ">of which weights</td>" in html
+    assert ">samples/s</td>" in html
+    assert ">7.8</td>" in html
 
 
 def test_names_are_escaped():

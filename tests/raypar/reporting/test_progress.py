@@ -35,6 +35,12 @@ def test_a_line_has_what_one_wants_to_know(lines):
     ]
 
 
+def test_throughput_is_in_the_users_unit(caplog):
+    with caplog.at_level(logging.INFO), display(Run(unit="images"), 42) as shown:
+        shown.show(replace(REPORT, samples=6))
+    assert "  4 images/s  " in caplog.text
+
+
 def test_what_is_left_goes_by_the_median_step(lines):
     slow = [replace(REPORT, step=step, step_ms=1e6 if step == 0 else 2e3) for step in range(4)]
     assert [line.split("  ")[-1] for line in lines(4, *slow)] == [

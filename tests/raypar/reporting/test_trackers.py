@@ -16,7 +16,7 @@ from raypar.reporting.record import Record, _without_secrets
 from raypar.reporting.report import Evaluation, Report
 from raypar.schedules import build, lower
 
-REPORT = Report(7, 2.5, 1.0, 1e-3, 256, 1e3, 256.0, 0.25, None, (2, 1), (5, 6))
+REPORT = Report(7, 2.5, 1.0, 1e-3, 256, 1e3, 256.0, 0.25, None, (2, 1), (5, 6), samples=8)
 EVALUATION = Evaluation(8, 1.0, 64, 0.5)
 SCALARS = {
     "loss": 2.5,
@@ -30,6 +30,7 @@ SCALARS = {
     "in_flight/pp1": 1.0,
     "peak_memory/pp0": 5.0,
     "peak_memory/pp1": 6.0,
+    "samples": 8.0,
 }
 
 

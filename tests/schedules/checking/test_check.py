@@ -48,7 +48,7 @@ def drop(data, schedule):
 
 
 def duplicate(data, schedule):
-    rank, index = draw_place(data, schedule)
+    rank, index = draw_place(data, schedule, lambda action: action.op is not Op.REDUCE_GRAD)  # two may share a stage
     rows = [list(row) for row in schedule.rows]
     rows[rank].insert(data.draw(st.integers(0, len(rows[rank]))), rows[rank][index])
     return with_rows(schedule, rows)
@@ -223,10 +223,41 @@ def test_torchs_actions_of_whole_stages_are_accepted_where_they_belong():
     check(read(["0UNSHARD 0F0 0B0 0REDUCE_GRAD 0RESHARD"]))
     with pytest.raises(CheckError, match="0REDUCE_GRAD stands before 1 weight gradients"):
         check(read(["0F0 0I0 0REDUCE_GRAD 0W0"]))
+    check(read(["0F0 0F1 0B0 0REDUCE_GRAD 0B1 0REDUCE_GRAD"]))
+    for row in ("0REDUCE_GRAD 0F0 0B0 0REDUCE_GRAD", "0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD"):
+        with pytest.raises(CheckError, match=r"0REDUCE_GRAD has no weight gradient \(B or W\) of its stage to reduce"):
+            check(read([row]))
     with pytest.raises(CheckError, match="stage 1 has no REDUCE_GRAD"):
         check(read(["0F0 0B0 0REDUCE_GRAD", "1F0 1B0"]))
     with pytest.raises(CheckError, match="0UNSHARD belongs on rank 0"):
         check(read(["0F0 0B0", "0UNSHARD 1F0 1B0"]))
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (
+            "0F0 0UNSHARD 0B0 0RESHARD",
+            "action 0: 0F0 needs the weights of stage 0, which are sharded here: put 0UNSHARD",
+        ),
+        ("0UNSHARD 0F0 0RESHARD 0I0 0W0", "action 3: 0I0 needs the weights of stage 0"),
+        ("0F0 0B0 0RESHARD", "action 2: 0RESHARD frees weights that are not whole: take it out, or put 0UNSHARD"),
+        ("0UNSHARD 0F0 0RESHARD 0RESHARD 0UNSHARD 0B0 0RESHARD", "action 3: 0RESHARD frees weights"),
+        ("0UNSHARD 0F0 0B0", "action 0: stage 0 is still whole at the end of the row: put 0RESHARD behind its last F"),
+        ("0UNSHARD 0F0 0B0 STEP 0RESHARD", "action 0: stage 0 is still whole at the STEP, which updates the shards"),
+    ],
+)
+def test_weights_are_whole_where_they_are_needed_and_nowhere_else(row, says):
+    with pytest.raises(CheckError) as raised:
+        check(read([row]))
+    assert [says in str(fault) for fault in raised.value.faults] == [True]
+    assert raised.value.faults[0].rule == "weights"
+
+
+def test_weights_may_be_gathered_twice_and_are_not_needed_for_their_gradients():
+    check(read(["0UNSHARD 0F0 0UNSHARD 0I0 0RESHARD 0W0"]))
+    with pytest.raises(CheckError, match="1F0 needs the weights of stage 1"):
+        check(read(["0UNSHARD 0F0 0B0 0RESHARD", "1F0 1B0"]))
 
 
 def test_step_closes_the_weight_gradients_of_its_row():

@@ -69,6 +69,38 @@ def test_what_has_no_tokens_is_counted_in_samples_and_else_in_targets():
     assert {"Samples/s", "Samples seen"} <= set(Reader(page(counted)).texts)
 
 
+def test_the_users_unit_is_counted_in_samples_or_in_elements():
+    run = own()
+    counted = replace(run, metrics=[{**line, "samples": 64} for line in run.metrics])
+    named = replace(counted, config={**counted.config, "unit": "images"})
+    assert History.of(named).throughput() == [(step, 125.0) for step in (1, 2, 3)]
+    assert {"Images/s", "Images seen", "images/s, median"} <= set(Reader(page(named)).texts)
+    assert History.of(replace(run, config=named.config)).unit == "targets", "an older folder does not have samples"
+    assert History.of(replace(run, config={**run.config, "unit": "tokens"})).throughput()[0] == (1, 1000.0)
+
+
+def test_steps_by_hand_have_no_times():
+    lines = [
+        line | {"by_hand": True, **dict.fromkeys(("tokens_per_s", "step_ms", "bubble"))} for line in past().metrics
+    ]
+    some = past(lines=[])
+    some = replace(some, metrics=[*some.metrics[:2], lines[2]])
+    assert [step for step, _ in History.of(some).throughput()] == [1, 2]
+    told = texts(page(some))
+    assert "1 stepped by hand, whose times say nothing of a run" in told
+    assert "time in steps" in told
+    told = texts(page(replace(some, metrics=lines)))
+    assert "time in steps" not in told
+    assert "bubble, median" not in told
+
+
+def test_memory_is_told_by_kind():
+    kinds = {"weights": [1 << 20], "gradients": [1 << 20], "optimizer": [2 << 20]}
+    run = past()
+    told = Reader(page(replace(run, metrics=[{**line, "memory": kinds} for line in run.metrics]))).texts
+    assert {"pp=0 weights", "pp=0 optimizer", "pp=0 activations, process", "2.0 MiB"} <= set(told)
+
+
 def test_smoothing_has_no_bias_to_the_first_value_and_keeps_gaps():
     assert [value for _, value in smoothed([(1, 4.0), (2, 4.0), (3, 4.0)])] == pytest.approx([4.0] * 3)
     first, gap, last = smoothed([(1, 1.0), (2, math.nan), (3, 2.0)])

@@ -17,6 +17,7 @@ from raypar.checkpoint.find import Listed
 from raypar.cli.main import main
 from raypar.config.recipes import recipe
 from raypar.config.toml import plain_of, toml_of
+from raypar.planner.prediction import from_steps
 from raypar.reporting.html.charts import Line, bars, line_chart
 from raypar.reporting.html.figures import History, duration, share, significant, size
 from raypar.reporting.html.markup import Markup, element, joined
@@ -24,6 +25,7 @@ from raypar.reporting.html.page import page
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.run_folder.read import Counts, Past
 from raypar.schedules import Costs, build, lower, simulate, to_csv
+from raypar.schedules.drawing.overlay import Overlay
 
 SCHEDULE = lower(build("1f1b", 2, 4))
 EVIL = '<script>alert("1")</script>'
@@ -264,6 +266,7 @@ def test_report_and_trace_write_into_the_run_s_folder_or_where_they_are_told(fol
     assert capsys.readouterr().out == f"written: {folder / 'report.html'}\n"
     assert "4 of 4" in Reader((folder / "report.html").read_text()).texts
     assert main(["trace", str(folder)]) == 0
+    assert capsys.readouterr().out == f"written: {folder / 'trace.json'} (step 4)\n", "counted from 1"
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
     before = sorted(path.name for path in folder.iterdir())
     for command, flag in (("report", "-o"), ("trace", "--out")):
@@ -285,11 +288,28 @@ def test_a_folder_of_no_run_is_a_mistake(command, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_fault_of_a_damaged_folder_is_told(folder, capsys):
-    (folder / "metrics.jsonl").write_text("{\n")
+def test_of_a_damaged_folder_the_rest_is_shown_and_every_fault_is_told(folder, capsys):
+    (folder / "ledger.json").write_text("{")
     (folder / "timeline.json").write_text("[]")
-    assert main(["report", str(folder)]) == 2
-    assert {"metrics.jsonl", "timeline.json"} <= set(re.findall(r"\w+\.jsonl?", capsys.readouterr().err))
+    assert main(["report", str(folder)]) == 0
+    first, *told = capsys.readouterr().out.splitlines()
+    assert first == f"written: {folder / 'report.html'}"
+    assert [re.match(rf"could not be read: {folder}: (\S+)", line)[1] for line in told] == [
+        "timeline.json",
+        "ledger.json",
+    ]
+    texts = Reader((folder / "report.html").read_text()).texts
+    assert {"Could not be read", "4 of 4"} <= set(texts)
+    assert main(["trace", str(folder)]) == 2
+    assert {"ledger.json", "timeline.json"} <= set(re.findall(r"\w+\.jsonl?", capsys.readouterr().err))
+
+
+def test_the_predicted_step_is_that_of_the_prediction_with_its_source():
+    measured = past().timelines[0]
+    prediction = from_steps(measured, [])
+    (told,) = (text for text in Reader(page(past())).texts if text.startswith("predicted "))
+    assert told == Overlay(measured, prediction.timeline, prediction.source).titles[1]
+    assert f"bubble {prediction.timeline.bubble:.1%}" in told and told.endswith(f"({prediction.source})")
 
 
 def test_files_that_cannot_be_written_are_mistakes(folder, tmp_path, capsys):

@@ -1,0 +1,48 @@
+"""The private names of Ray that the actors use: its key-value store, and which collective backends it knows.
+
+No other file of actors/ may name one, and a test says so (tests/test_house.py); the driver has a file of its own,
+raypar/cluster/ray_private.py. Every function says why Ray's public way will not do. Private names may change with every
+release: **at each upgrade of Ray, retry the public way for every function of this file**. Nothing works without these,
+so one that is gone fails at once. The names are those of Ray 2.60.
+"""
+
+from __future__ import annotations
+
+from ray.experimental import internal_kv
+from ray.util.collective.backend_registry import _global_registry
+
+_NAMESPACE = b"raypar"
+
+
+def is_registered(backend: str) -> bool:
+    """Return whether this process knows a backend of ``ray.util.collective``.
+
+    Ray has a public function that registers a backend, and none that asks for one; a second registration is an error.
+    Retry at upgrades.
+    """
+    return bool(_global_registry.is_registered(backend))
+
+
+def put(key: bytes, data: bytes) -> None:
+    """Store bytes in the key-value store of Ray's head, in the place of those that are there.
+
+    Ray's public ways are a named actor, which would be one more process, and the object store, which has no names.
+    Retry at upgrades.
+    """
+    internal_kv._internal_kv_put(key, data, overwrite=True, namespace=_NAMESPACE)
+
+
+def get(key: bytes) -> bytes:
+    """Return what is stored under a key that is there. See ``put``."""
+    found: bytes = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+    return found
+
+
+def has(key: bytes) -> bool:
+    """Return whether something is stored under a key. See ``put``."""
+    return bool(internal_kv._internal_kv_exists(key, namespace=_NAMESPACE))
+
+
+def delete(prefix: bytes) -> None:
+    """Delete all keys that begin with a prefix. See ``put``."""
+    internal_kv._internal_kv_del(prefix, del_by_prefix=True, namespace=_NAMESPACE)

@@ -1,0 +1,57 @@
+"""Which optimizer updates a weight, at which share of the learning rate, and with how much weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Literal, NamedTuple
+
+from raypar.actors.specs.optim import AnyOptimizer, Muon
+
+
+class Rule(NamedTuple):
+    """How a weight is updated. Weights of one rule are one parameter group.
+
+    Attributes:
+        kind: What updates it. With a Muon this is "muon" for the matrices of hidden layers, else "adamw".
+        rate: What the learning rate of the run is multiplied by.
+        weight_decay: Its weight decay.
+    """
+
+    kind: Literal["adamw", "sgd", "muon"]
+    rate: float
+    weight_decay: float
+
+
+def rule_of(spec: AnyOptimizer, name: str, dims: int) -> Rule:
+    """Return how a weight is updated.
+
+    Args:
+        spec: The optimizer's settings.
+        name: Logical name of the weight.
+        dims: Its number of dims.
+    """
+    rate = next((rate for pattern, rate in spec.rates.items() if fnmatchcase(name, pattern)), 1.0)
+    decays = dims >= 2 and not is_named(name, spec.no_decay)
+    weight_decay = spec.weight_decay if decays else 0.0
+    if isinstance(spec, Muon) and not is_matrix(spec, name, dims):
+        return Rule("adamw", rate * (1.0 if spec.adamw_lr is None else spec.adamw_lr / spec.lr), weight_decay)
+    return Rule(spec.kind, rate, weight_decay)
+
+
+def is_matrix(spec: Muon, name: str, dims: int) -> bool:
+    """Return whether Muon itself updates a weight of this logical name and number of dims, not its AdamW."""
+    return dims == 2 and not is_named(name, spec.adamw)
+
+
+def patterns_of(spec: AnyOptimizer) -> Iterator[tuple[str, str]]:
+    """Yield every pattern of names in an optimizer's settings: (field, pattern)."""
+    yield from (("no_decay", pattern) for pattern in spec.no_decay)
+    yield from (("rates", pattern) for pattern in spec.rates)
+    if isinstance(spec, Muon):
+        yield from (("adamw", pattern) for pattern in spec.adamw)
+
+
+def is_named(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether one of some shell patterns matches a logical name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

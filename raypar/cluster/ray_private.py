@@ -1,0 +1,75 @@
+"""The private names of Ray that the driver uses.
+
+No other file of raypar/ may name one, and a test says so (tests/test_house.py); the actors have a file of their own,
+actors/collective/ray_private.py.
+
+Every function says what it does and why Ray's public way will not do. Private names may change with every release: **at
+each upgrade of Ray, retry the public way for every function of this file**. A name that is gone is told as a warning,
+and raypar does without it. The names are those of Ray 2.60.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+
+log = logging.getLogger(__name__)
+
+_LOOPBACK = "127.0.0.1"
+_RESOLVE = "resolve_ip_for_localhost"
+_LOADER = "AuthenticationTokenLoader"
+
+
+def start_on_loopback(**settings: Any) -> None:
+    """Start Ray so that nobody but this machine reaches its ports, and nobody but this user its session folder.
+
+    The public ``ray.init`` takes no address to listen on, and makes its folders writable to all. Retry at upgrades.
+
+    Args:
+        **settings: The settings of ``ray.init``.
+    """
+    with _loopback_kept():
+        started: Any = ray.init(_node_ip_address=_LOOPBACK, **settings)
+    with suppress(OSError):
+        Path(started.address_info["session_dir"]).chmod(0o700)
+
+
+@contextmanager
+def _loopback_kept() -> Iterator[None]:
+    """For the time of the context, let ``ray.init`` keep the address 127.0.0.1.
+
+    Ray replaces it by one that other machines reach, and then listens on all addresses: its metrics need no token.
+    """
+    services: Any = getattr(ray._private, "services", None)
+    original = getattr(services, _RESOLVE, None)
+    if original is None:
+        log.warning("this Ray has no %s: other machines may reach the ports of the Ray that raypar starts", _RESOLVE)
+        yield
+        return
+    setattr(services, _RESOLVE, _unchanged)
+    try:
+        yield
+    finally:
+        setattr(services, _RESOLVE, original)
+
+
+def _unchanged(host: str) -> str:
+    return host
+
+
+def own_token() -> str | None:
+    """Return the token that Ray would send to a cluster, from its environment variables or ~/.ray/auth_token.
+
+    It is "" if there is none, and None if this Ray does not tell it. Ray has no public way to read it, only a command
+    that prints it. Retry at upgrades.
+    """
+    loader: Any = getattr(ray._raylet, _LOADER, None)
+    if loader is None:
+        log.warning("this Ray has no %s: a cluster's token is not checked before connecting", _LOADER)
+        return None
+    return str(loader.instance().get_raw_token(ignore_auth_mode=True) or "")

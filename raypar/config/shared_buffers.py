@@ -1,0 +1,35 @@
+"""Buffers that the user's own layers share although they are on different actors. Imports torch."""
+
+from __future__ import annotations
+
+import logging
+
+from raypar.actors.models.unregistered import shared_buffers
+from raypar.actors.specs.model import Layers
+from raypar.actors.specs.run import Run
+from raypar.actors.worker.build import homes_of
+from raypar.config.skeleton import Skeleton
+from raypar.schedules.schedule import Schedule
+
+log = logging.getLogger(__name__)
+
+
+def warn_of_shared_buffers(run: Run, skeleton: Skeleton, schedule: Schedule) -> None:
+    """Log a warning for each buffer that layers on different actors share: each actor would have one of its own.
+
+    Args:
+        run: The run.
+        skeleton: Its model without weights.
+        schedule: The lowered schedule of a training step, which places the layers.
+    """
+    if not isinstance(run.model, Layers) or schedule.num_ranks == 1:
+        return
+    homes, names = homes_of(skeleton.model, run.split, schedule), skeleton.model.names
+    for (one, buffer), (other, alias) in shared_buffers(skeleton.model.skeleton):
+        if homes[one] != homes[other]:
+            log.warning(
+                "%s.%s and %s.%s are one buffer, but on different actors, pp=%d and pp=%d, which each keep their own: "
+                "what one layer writes the other does not see; give both layers to one stage with split, or each its "
+                "own buffer",
+                *(names[one], buffer, names[other], alias, homes[one], homes[other]),
+            )

@@ -1,0 +1,71 @@
+"""Check an optimizer's groups of weights against the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from raypar.actors.optim.groups import Rule, is_matrix, is_named, patterns_of, rule_of
+from raypar.actors.specs.model import GPT, Layers, Llama
+from raypar.actors.specs.optim import AnyOptimizer, Muon
+from raypar.config.fields import brief
+from raypar.config.skeleton import Skeleton
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def group_faults(optim: AnyOptimizer, model: GPT | Llama | Layers, skeleton: Skeleton) -> Iterator[str]:
+    """Yield the faults of patterns of names, and of what they leave to Muon, each with its fix.
+
+    Without a pattern or Muon nothing is built, and torch is not imported.
+
+    Args:
+        optim: The optimizer's settings.
+        model: The model.
+        skeleton: Its skeleton, whose building must not fail.
+    """
+    if not isinstance(optim, Muon) and not any(patterns_of(optim)):
+        return
+    weights, homes = skeleton.weights, skeleton.homes
+    named = [*weights, *homes]
+    own = isinstance(model, Layers) and isinstance(optim, Muon) and optim.adamw == Muon().adamw
+    if own and not any(is_named(name, Muon().adamw) for name in named):
+        layers = skeleton.model.names
+        fix = f"give optim.adamw ('{layers[0]}.*', '{layers[-1]}.*'), say, or () if Muon is to update all matrices"
+        yield f"optim.adamw: your own Layers don't say which weights are the embedding and the head: {fix}"
+    for field, pattern in patterns_of(optim):
+        if not any(is_named(name, [pattern]) for name in named) and not (own and field == "adamw"):
+            yield f"optim.{field}: {brief(pattern)} names no weight that is trained: use {_near(pattern, named)}"
+    rules = {name: rule_of(optim, name, weight.dim()) for name, weight in weights.items()}
+    for copy, home in homes.items():
+        other = rule_of(optim, copy, weights[home].dim())
+        if other != rules[home]:
+            what = f"{home} and {copy} are one tied weight, but {_differs(rules[home], other)}"
+            yield f"optim: {what}: name both, or none"
+    if isinstance(optim, Muon):
+        matrices = {name: weight for name, weight in weights.items() if is_matrix(optim, name, weight.dim())}
+        yield from _matrix_faults(matrices)
+
+
+def _matrix_faults(matrices: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield the reasons why Muon can't update the matrices that are left to it, by logical name."""
+    if not matrices:
+        yield "optim is a Muon, but no weight of two dims is left to it by optim.adamw: use AdamW, or name fewer"
+    if wrong := [name for name, matrix in matrices.items() if not matrix.is_floating_point()]:
+        dtype = str(matrices[wrong[0]].dtype).removeprefix("torch.")
+        yield f"optim is a Muon, but {wrong[0]} is {dtype}: name it in optim.adamw"
+
+
+def _differs(home: Rule, copy: Rule) -> str:
+    """Say in what two rules differ first."""
+    pairs = zip(("are updated by", "have rates of", "have weight decays of"), home, copy, strict=True)
+    return next(f"{what} {one} and {other}" for what, one, other in pairs if one != other)
+
+
+def _near(pattern: str, names: list[str]) -> str:
+    """Suggest patterns: of all first parts, of all last parts, and names."""
+    from raypar.actors.models.module_tree import names_near  # imports torch
+
+    ends = [f"{name.partition('.')[0]}.*" for name in names], [f"*.{name.rpartition('.')[2]}" for name in names]
+    return names_near(pattern, [*ends[0], *ends[1], *names])

@@ -1,0 +1,51 @@
+"""Reducing gradients over replicas: where REDUCE_GRAD stands in the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from raypar.schedules.action import SENDS, Action, Op
+from raypar.schedules.rules import MAKES_GRADIENTS
+from raypar.schedules.schedule import Schedule
+
+#: How often a stage reduces its gradients. "step": once, behind its last backward, so that the sums of a whole step
+#: travel once (ZeRO-1). "microbatch": behind every backward, so that a rank holds the gradients of one microbatch
+#: whole, and of all others only its own part (ZeRO-2), for as many times the communication.
+ReduceWhen = Literal["step", "microbatch"]
+
+_GOES_FIRST = SENDS | {Op.UNSHARD, Op.RESHARD}
+
+
+def reduce_gradients(schedule: Schedule, when: ReduceWhen = "step") -> Schedule:
+    """Add REDUCE_GRAD for every stage that has none, behind a B or W.
+
+    The SEND of that backward goes first, because the rank before waits for it, and so do RESHARD and UNSHARD.
+
+    Args:
+        schedule: The schedule, lowered or not. An evaluation is returned as it is.
+        when: "step" for one REDUCE_GRAD behind the last weight gradient of the stage, "microbatch" for one behind each.
+
+    Returns:
+        The schedule with other rows.
+
+    Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
+    """
+    reduced = {action.stage for row in schedule.rows for action in row if action.op is Op.REDUCE_GRAD}
+    rows = (tuple(_with_reduce_grad(row, when, reduced)) for row in schedule.rows)
+    return replace(schedule, rows=tuple(rows))
+
+
+def _with_reduce_grad(row: Sequence[Action], when: ReduceWhen, reduced: Collection[int | None]) -> Iterator[Action]:
+    last = {action.stage: index for index, action in enumerate(row) if action.op in MAKES_GRADIENTS}
+    owed: list[Action] = []
+    for index, action in enumerate(row):
+        if action.op not in _GOES_FIRST:
+            yield from owed
+            owed.clear()
+        yield action
+        stage = action.stage
+        if action.op in MAKES_GRADIENTS and stage not in reduced and (when == "microbatch" or last[stage] == index):
+            owed.append(Action(stage, Op.REDUCE_GRAD, None))
+    yield from owed

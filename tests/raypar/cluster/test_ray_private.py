@@ -1,0 +1,57 @@
+"""What raypar takes of Ray's private names: it is there in this Ray, and one that is gone is told and done without."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from raypar.cluster import address, ray_private
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """What a start found: the address that Ray makes of 127.0.0.1, and the settings."""
+    services = SimpleNamespace(resolve_ip_for_localhost=lambda host: "192.0.2.2")
+    found = []
+
+    def init(**settings):
+        resolve = getattr(services, "resolve_ip_for_localhost", None)
+        found.append((resolve and resolve(settings.pop("_node_ip_address")), settings))
+        return SimpleNamespace(address_info={"session_dir": str(tmp_path)})
+
+    fake = SimpleNamespace(init=init, _private=SimpleNamespace(services=services), _raylet=SimpleNamespace())
+    monkeypatch.setattr(ray_private, "ray", fake)
+    return SimpleNamespace(found=found, services=services, folder=tmp_path)
+
+
+def test_this_ray_has_the_names():
+    assert callable(ray_private.ray._private.services.resolve_ip_for_localhost)
+    assert callable(ray_private.ray._raylet.AuthenticationTokenLoader.instance)
+
+
+def test_a_start_keeps_the_loopback_and_closes_the_session_folder(started, caplog):
+    before = started.services.resolve_ip_for_localhost
+    ray_private.start_on_loopback(num_cpus=2)
+    assert started.found == [("127.0.0.1", {"num_cpus": 2})]
+    assert started.services.resolve_ip_for_localhost is before, "only for the time of the start"
+    assert oct(started.folder.stat().st_mode & 0o777) == "0o700"
+    assert not caplog.records
+
+
+def test_a_function_that_is_gone_is_told_and_ray_starts_without_it(started, caplog):
+    del started.services.resolve_ip_for_localhost
+    with caplog.at_level(logging.WARNING, "raypar"):
+        ray_private.start_on_loopback()
+    assert len(started.found) == 1
+    assert "no resolve_ip_for_localhost: other machines may reach" in caplog.text
+    assert not hasattr(started.services, "resolve_ip_for_localhost")
+
+
+def test_a_token_that_can_no_longer_be_read_is_told_and_not_checked(started, caplog, monkeypatch):
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setattr(address.socket, "create_connection", lambda *_, **__: SimpleNamespace(close=lambda: None))
+    with caplog.at_level(logging.WARNING, "raypar"):
+        address.demand_answer("127.0.0.1:6379")
+    assert "no AuthenticationTokenLoader" in caplog.text
