@@ -124,6 +124,22 @@ class WorkerState:
             self._load_weights(read)
             self._load_buffers(read)
 
+    def rewind_to(self, folder: str, tensors: Mapping[str, Logical], step: int, bad: int) -> None:
+        """Load a checkpoint, and leave out the data of all steps from there to one that was not finite.
+
+        Args:
+            folder: Folder of the checkpoint.
+            tensors: The checkpoint's logical tensors by name.
+            step: Number of steps before it, which is the next step's number.
+            bad: Number of the step that was not finite.
+
+        Raises:
+            CheckpointError: The checkpoint can't be read.
+        """
+        used = bad + self._scaler.left_out
+        self.load(folder, tensors)
+        self._scaler.left_out = used + 1 - step
+
     # --- a step by hand ---
 
     def remember(self, notes: Notes) -> None:

@@ -345,7 +345,7 @@ def _parse(
         parsed: A = tyro.cli(
             kind,
             config=(tyro.conf.AvoidSubcommands,),
-            args=_read_none(words),
+            args=_read_none(_read_precision(words)),
             default=kind(**parts, base=base),
             prog=f"raypar {command}",
             description=f"{what} Flags change the recipe or the file; their defaults below are those of {base}.",
@@ -366,6 +366,14 @@ def _base(name: str, table: dict[str, int]) -> Run:
         return run_of({"recipe": name} | table)
     except ConfigError as error:
         raise ConfigError([f"{fault}; or give a file whose name ends in .toml" for fault in error.faults]) from None
+
+
+def _read_precision(words: Sequence[str]) -> list[str]:
+    """Replace ``--precision bf16`` by ``--precision.compute bf16``."""
+    return [
+        word.replace("--precision", "--precision.compute", 1) if word.partition("=")[0] == "--precision" else word
+        for word in words
+    ]
 
 
 def _read_none(words: Sequence[str]) -> list[str]:
