@@ -47,7 +47,7 @@ class Precision:
         """Yield what does not go together, each with its fix."""
         if not self.is_half and self.master != "fp32":
             yield f"precision.master is {self.master!r}, but layers compute in fp32: set precision.compute to it too"
-        if self.master not in ("fp32", self.compute):
+        elif self.master not in ("fp32", self.compute):
             yield f"precision.master is {self.master!r}, precision.compute {self.compute!r}: use fp32 for the masters"
         if self.reduce not in ("fp32", self.compute):
             yield f"precision.reduce is {self.reduce!r}, precision.compute {self.compute!r}: use fp32 or the same"

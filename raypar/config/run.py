@@ -60,8 +60,7 @@ def check_run(
     if isinstance(run.mesh, Mesh):
         faults += run.mesh.faults(right)
     faults += _server_faults(run, right)
-    if right("precision", "loss_scale", "nonfinite", "data_parallel", "optim", "folder", "save_every"):
-        faults += precision_faults(run)
+    faults += precision_faults(run, right)
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
         faults += tensor_faults(run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel)
     if right("mesh.tp", "data", "micro_batch_size") and isinstance(run.mesh.tp, str):
