@@ -8,6 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from raypar.actors.specs.precision import DType
+
+_DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def dtype_of(word: DType) -> torch.dtype:
+    """Return torch's dtype for a run's word."""
+    return _DTYPES[word]
+
 
 def nbytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements."""
@@ -50,6 +59,16 @@ def as_values(output: object) -> Values:
 def unwrap(values: Values) -> Tensor | Values:
     """Return a single tensor by itself and several as a tuple, which is what a user's loss function gets."""
     return values[0] if len(values) == 1 else values
+
+
+def cast_floating(values: Values, dtype: torch.dtype) -> Values:
+    """Return tensors with those that are floating-point cast to a dtype."""
+    return tuple([value.to(dtype) if value.is_floating_point() else value for value in values])
+
+
+def in_fp32(tensor: Tensor) -> Tensor:
+    """Return a tensor in half precision in fp32, and any other tensor itself."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 Order = tuple[int, ...]  # dims, outermost in memory first

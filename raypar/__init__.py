@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from raypar.actors.specs.data import Batches, Text
     from raypar.actors.specs.model import GPT, Layers, Llama
     from raypar.actors.specs.optim import SGD, AdamW, Muon
+    from raypar.actors.specs.precision import LossScale, Precision
     from raypar.actors.specs.run import Run
     from raypar.cli.repl import tab_completion
     from raypar.config.recipes import recipe
@@ -33,6 +34,7 @@ _HOMES = {
     "raypar.actors.specs.data": ("Batches", "Text"),
     "raypar.actors.specs.model": ("GPT", "Layers", "Llama"),
     "raypar.actors.specs.optim": ("SGD", "AdamW", "Muon"),
+    "raypar.actors.specs.precision": ("LossScale", "Precision"),
     "raypar.actors.specs.run": ("Run",),
     "raypar.cli.repl": ("tab_completion",),
     "raypar.config.recipes": ("recipe",),
@@ -61,9 +63,11 @@ __all__ = [
     "JobError",
     "Layers",
     "Llama",
+    "LossScale",
     "Mesh",
     "Muon",
     "NonFiniteError",
+    "Precision",
     "Replayed",
     "Report",
     "Run",

@@ -17,6 +17,7 @@ from raypar.actors.errors import CheckpointError
 from raypar.actors.sharding import Shard
 from raypar.actors.tensors import nbytes
 
+SCALER = "loss_scale"  # the checkpoint's name of the numbers of a LossScaler
 _ALIGNMENT = 64  # bytes
 # Bytes per second: if writing on idle cores alone is slower, the rest of a shard is written at full speed.
 _SLOWEST = 50e6

@@ -14,7 +14,7 @@ from raypar.actors.sharding import Pieces
 from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.types import ProgramName
-from raypar.actors.tensors import Values, as_values
+from raypar.actors.tensors import Values, as_values, cast_floating
 
 
 class BatchSource(Protocol):
@@ -94,6 +94,24 @@ class ContextSource:
         return tuple(self._tokens.take(value, 1).contiguous() for value in values)
 
 
+class CastSource:
+    """Another source's batches with floating-point inputs in the dtype in which the layers compute.
+
+    Args:
+        source: The source.
+        dtype: That dtype.
+    """
+
+    def __init__(self, source: BatchSource, dtype: torch.dtype) -> None:
+        self._source, self._dtype = source, dtype
+
+    def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
+        return cast_floating(self._source.inputs(program, step, microbatch, dp), self._dtype)
+
+    def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
+        return self._source.targets(program, step, microbatch, dp)
+
+
 def batch_source(
     data: Text | Batches,
     model: GPT | Llama | Layers,
@@ -146,12 +164,16 @@ class TokenMean:
         reference = self._model.count(self._source.targets("train", 0, 0, 0))
         return self._num_microbatches * max(1, reference)
 
-    def weight(self, count: int) -> Tensor:
-        """Return the weight of a microbatch with ``count`` tokens, a scalar tensor.
+    def weight(self, count: int, scale: float = 1.0) -> Tensor:
+        """Return the weight of a microbatch in the loss, a scalar tensor.
 
-        With equal counts it is 1 / (microbatches of the step, over all replicas).
+        With equal counts and a scale of 1 it is 1 / (microbatches of the step, over all replicas).
+
+        Args:
+            count: Number of tokens of the microbatch.
+            scale: Factor of the loss.
         """
-        return torch.tensor(count / (self.expected * self._num_dp))
+        return torch.tensor(count / (self.expected * self._num_dp) * scale)
 
 
 def correction(tokens: float, expected: float) -> float:

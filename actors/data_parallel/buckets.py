@@ -42,8 +42,13 @@ class Bucket:
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of the parameters, and of the flat tensor."""
+        """dtype of the weights."""
         return self._like.dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """dtype in which their gradients are added up."""
+        return self._like.grad_dtype or self._like.dtype
 
     @torch.no_grad()
     def move_in(self, name: str, flat: Tensor) -> None:

@@ -244,7 +244,7 @@ class Reducer:
     def _empty(self, number: int) -> Tensor:
         """Allocate the flat tensor of a bucket."""
         bucket = self._buckets[number]
-        return self._channels[bucket.owner].empty(bucket.size, bucket.dtype)
+        return self._channels[bucket.owner].empty(bucket.size, bucket.grad_dtype)
 
     def _flat(self, number: int) -> Tensor:
         """Return the flat tensor of a bucket, which may be lent only now."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import Unit
 from raypar.actors.models.base import Model
+from raypar.actors.models.cast import cast
+from raypar.actors.optim.masters import master_of
+from raypar.actors.specs.precision import Precision
+from raypar.actors.tensors import dtype_of
 
 
 class Sharder:
@@ -27,6 +31,11 @@ class Sharder:
         owner_of: The owner of each parameter.
         group: The replicas among which the parameters are sharded; None for a single one.
         layers: Number of layers of the body in a unit.
+        precision: The run's precision, to which layers are cast before their weights are sharded.
+
+    Attributes:
+        shards: The parameters that this actor owns, by logical name, in the dtype in which layers compute.
+        masters: What the optimizer updates, by logical name: the shards, or fp32 masters of them.
     """
 
     def __init__(
@@ -38,21 +47,26 @@ class Sharder:
         owner_of: Mapping[str, int],
         group: Group | None,
         layers: int,
+        precision: Precision,
     ) -> None:
         self._model, self._make, self._modules, self._same = model, make, modules, same
         self._owner_of, self._group, self._layers = owner_of, group, layers
         self._shared = frozenset(same.values())
         self._tied: dict[str, Unit] = {}
+        self._precision = precision
+        self._rank = 0 if group is None else group.rank
+        self.shards: dict[str, nn.Parameter] = {}
+        self.masters: dict[str, nn.Parameter] = {}
 
     def shard(self, layers: Sequence[int]) -> StageWeights:
         """Make the layers of a stage and shard their weights."""
         units: list[Unit] = []
         uses: list[list[int]] = []
         for members in self._groups(layers):
-            self._make(members)
+            initial = self._made(members)
             own: dict[str, nn.Parameter] = {}
-            tied = [self._sort(index, own) for index in members]
-            unit = [Unit(own, self._owner_of, self._group)] if own else []
+            tied = [self._sort(index, own, initial) for index in members]
+            unit = [self._unit(own, initial)] if own else []
             units += unit
             for shared in tied:
                 units += [one for one in shared if one not in units]
@@ -66,7 +80,26 @@ class Sharder:
         yield from (body[start : start + self._layers] for start in range(0, len(body), self._layers))
         yield from ([index] for index in layers if index >= self._model.body.stop)
 
-    def _sort(self, index: int, own: dict[str, nn.Parameter]) -> list[Unit]:
+    def _made(self, members: Sequence[int]) -> dict[str, Tensor]:
+        """Make the layers of a unit, cast them, and return the owned weights as they were before, by logical name."""
+        self._make(members)
+        modules = [self._modules[index] for index in members]
+        if not self._precision.is_half:
+            return {}
+        named = ((self._model.names[index], self._modules[index].named_parameters()) for index in members)
+        initial = {f"{layer}.{inner}": parameter.detach() for layer, inside in named for inner, parameter in inside}
+        cast(modules, dtype_of(self._precision.compute), dtype_of(self._precision.reduce))
+        return {name: weight for name, weight in initial.items() if self._owner_of.get(name) == self._rank}
+
+    def _unit(self, parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor]) -> Unit:
+        """Shard parameters as a unit, and keep the masters of the owned ones."""
+        unit = Unit(parameters, self._owner_of, self._group)
+        self.shards |= unit.shards
+        for name, shard in unit.shards.items():
+            self.masters[name] = master_of(shard, initial[name], self._precision) if name in initial else shard
+        return unit
+
+    def _sort(self, index: int, own: dict[str, nn.Parameter], initial: Mapping[str, Tensor]) -> list[Unit]:
         """Add the parameters of a layer that no other one shares to ``own``, and return the units of the others."""
         tied = []
         for inner, parameter in self._modules[index].named_parameters():
@@ -74,7 +107,7 @@ class Sharder:
             home = self._same.get(name, name)
             if home in self._shared:
                 if home not in self._tied:
-                    self._tied[home] = Unit({home: parameter}, self._owner_of, self._group)
+                    self._tied[home] = self._unit({home: parameter}, initial)
                 tied.append(self._tied[home])
             elif parameter.requires_grad:
                 own[name] = parameter

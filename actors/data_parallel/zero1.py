@@ -48,6 +48,8 @@ class ShardedUpdate:
             NonFiniteError: As ``Updater.step``.
         """
         updated = self._updater.step(step, ballot if self._replicas.rank == 0 else None)
+        if updated.is_skipped:
+            return updated
         for handle, weights in [(weights.send(), weights) for weights in self._weights]:
             handle.wait()
             weights.take()

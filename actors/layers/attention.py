@@ -22,7 +22,7 @@ from raypar.actors.layers.linear import Fan, linear_of
 from raypar.actors.layers.positions import Alibi, Rope
 from raypar.actors.sharding import Pieces, Sharding
 from raypar.actors.specs.model import AttentionKind, Transformer
-from raypar.actors.tensors import Values
+from raypar.actors.tensors import Values, in_fp32
 
 
 class Core(nn.Module, SelectiveRecompute):
@@ -175,11 +175,11 @@ def _materialised(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor |
     B, N, S, d = q_BNSd.shape
     K = k_BKSd.shape[1]
     q_BKRd = (q_BNSd / math.sqrt(d)).reshape(B, K, N // K * S, d)
-    scores_BNSS = (q_BKRd @ k_BKSd.transpose(-2, -1)).view(B, N, S, S)
+    scores_BNSS = in_fp32(q_BKRd @ k_BKSd.transpose(-2, -1)).view(B, N, S, S)
     if bias is None:
         later_SS = torch.ones(S, S, dtype=torch.bool, device=q_BNSd.device).triu(1)
         scores_BNSS.masked_fill_(later_SS, -math.inf)
     else:
         scores_BNSS.add_(bias)
-    weights_BNSS: Tensor = drop(scores_BNSS.softmax(dim=-1))
+    weights_BNSS: Tensor = drop(scores_BNSS.softmax(dim=-1).to(v_BKSd.dtype))
     return (weights_BNSS.view(B, K, N // K * S, S) @ v_BKSd).view(B, N, S, d)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from raypar.actors.sharding import Pieces
 from raypar.actors.specs.model import Transformer
+from raypar.actors.tensors import in_fp32
 
 ALPHA = 0.4  # weight of the outer position in the hierarchical decomposition
 
@@ -105,14 +106,14 @@ class Rope:
             The rotated vectors (B, N, S, d).
         """
         cos, sin = self._rows(tokens, x_BNSd)
-        one, other = x_BNSd.chunk(2, dim=-1)
-        return torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1)
+        one, other = in_fp32(x_BNSd).chunk(2, dim=-1)
+        return torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1).to(x_BNSd.dtype)
 
     def _rows(self, tokens: Pieces, x_BNSd: Tensor) -> list[Tensor]:
         """Return the cosines and the sines of the tokens' angles, each (S, d/2)."""
         if self._table is None:
-            angles = _angles(self._seq, self._width, self._base)
-            self._table = angles.cos().to(x_BNSd), angles.sin().to(x_BNSd)
+            angles, like = _angles(self._seq, self._width, self._base), in_fp32(x_BNSd)
+            self._table = angles.cos().to(like), angles.sin().to(like)
         length = x_BNSd.shape[-2]
         if self._here is None or self._here[:2] != (tokens, length):
             rows = [tokens.take(part[: tokens.whole_length(length)], 0) for part in self._table]

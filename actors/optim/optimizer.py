@@ -118,7 +118,11 @@ def keep(optimizer: Optimizer, kind: str, parameters: Mapping[str, nn.Parameter]
     keys = [key for updater in _UPDATERS[kind] for key in KEPT[updater]]
     for name, parameter in parameters.items():
         found = {key: read(name, key) for key in keys}
-        state = {key: value.to(parameter.device) for key, value in found.items() if value is not None}
+        state = {
+            key: value.to(parameter.device) if key == "step" else value.to(parameter)
+            for key, value in found.items()
+            if value is not None
+        }
         if state:
             optimizer.state[parameter] = state
 

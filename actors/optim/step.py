@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from raypar.actors.checkpoint.snapshot import Read
 from raypar.actors.collective.group import Group
 from raypar.actors.data.batches import correction
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.models.tied_weights import Tie
+from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.lr import lr_at
+from raypar.actors.optim.masters import Masters
 from raypar.actors.optim.optimizer import build_optimizer, gradient_norms, keep, kept_by, set_lr
 from raypar.actors.specs.optim import AnyOptimizer
+from raypar.actors.specs.precision import FP16_MAX, Nonfinite
 from raypar.actors.specs.results import Updated
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
 
@@ -38,11 +42,31 @@ class Update(Protocol):
         """Load the optimizer's state from a checkpoint."""
 
 
+class _Tally(NamedTuple):
+    """What all actors say of a step's gradients.
+
+    Attributes:
+        norms: The gradient norm of every logical parameter (n,) float32, in the order of the model's names.
+        correction: The factor that turns gradients into those of the mean over the step's tokens: see ``correction``.
+        against: Number of replicas whose loss is not finite.
+        overflows: Number of tensors, or parts of tensors, whose gradients are not finite.
+    """
+
+    norms: Tensor
+    correction: float
+    against: float
+    overflows: float
+
+    @property
+    def is_finite(self) -> bool:
+        return self.against == 0.0 and self.overflows == 0.0
+
+
 class Updater:
     """Optimizer of the parameters that one actor owns. All actors that own parts of the model step together.
 
     Args:
-        parameters: This actor's parameters by logical name.
+        masters: The weights that this actor updates.
         names: Names of all logical parameters of the model. Every layout sums the global norm in this order, so that it
             has the same bits.
         ties: Tied weights whose home and copy are on different ranks. Both ends get the sum of the gradients and make
@@ -53,11 +77,13 @@ class Updater:
         optim: Kind and settings of the optimizer.
         clip: Largest global gradient norm; None for no clipping.
         steps: Number of steps of the whole run; the learning rate depends on it.
+        scaler: The scale of the loss.
+        nonfinite: What becomes of a step that is not finite although the scale of the loss can't fall any more.
     """
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        masters: Masters,
         names: Sequence[str],
         ties: Sequence[Tie],
         group: Group | None,
@@ -65,14 +91,18 @@ class Updater:
         optim: AnyOptimizer,
         clip: float | None,
         steps: int,
+        scaler: LossScaler,
+        nonfinite: Nonfinite,
     ) -> None:
-        self._parameters, self._names, self._ties, self._group = parameters, names, ties, group
+        self._masters, self._parameters = masters, masters.parameters
+        self._names, self._ties, self._group = names, ties, group
+        self._scaler, self._nonfinite = scaler, nonfinite
         self._tensors, self._spec, self._clip, self._steps = tensors, optim, clip, steps
         self._places = {name: place for place, name in enumerate(names)}
-        self._optimizer = build_optimizer(optim, parameters, tensors)
+        self._optimizer = build_optimizer(optim, self._parameters, tensors)
 
     def step(self, step: int, ballot: Tensor | None) -> Updated:
-        """Clip the gradients and update the parameters, unless a gradient or a loss is not finite.
+        """Clip the gradients and update the parameters, unless a gradient or a loss is not finite on any actor.
 
         Args:
             step: Number of the step, from 0.
@@ -80,36 +110,42 @@ class Updater:
                 passes it, the others pass None.
 
         Returns:
-            The global gradient norm before clipping, and the learning rate of the update.
+            The global gradient norm before clipping, the learning rate of the update, and the scale of the loss; or
+            that the step is skipped.
 
         Raises:
             NonFiniteError: The norm is not finite, or a replica voted no. Every actor raises it, and no actor has
                 changed a weight.
         """
+        self._masters.take_gradients(1.0 / self._scaler.scale)
         self._tensors.complete(self._parameters)
         self._reduce_ties()
-        norms, scale, against = self._all_norms(ballot)
-        if scale != 1.0:
-            for parameter in self._parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale)
-            norms, _, _ = self._all_norms(ballot)
-        total = torch.linalg.vector_norm(norms)
-        if not torch.isfinite(total):
-            bad = [name for name, norm in zip(self._names, norms.tolist(), strict=True) if not norm < float("inf")]
-            raise NonFiniteError(
-                f"step {step + 1}: the gradient of {bad[0] if bad else 'the whole model'} is not finite "
-                f"({len(bad)} of {len(self._names)} parameters); no weight was changed: lower the learning rate or clip"
-            )
-        if against:
-            raise NonFiniteError(f"step {step + 1}: the loss is not finite; no weight was changed: look at the batch")
+        tally = self._count(ballot)
+        overflow = not tally.is_finite
+        if overflow and self._scaler.clamps:
+            most = FP16_MAX / self._scaler.scale
+            self._change_gradients(lambda gradient: gradient.nan_to_num_(math.nan, most, -most))
+            tally = self._count(ballot)
+        if tally.correction != 1.0:
+            self._change_gradients(lambda gradient: gradient.mul_(tally.correction))
+            tally = self._count(ballot)
+        total = torch.linalg.vector_norm(tally.norms)
+        scale = self._scaler.scale if self._scaler.is_on else None
+        if not tally.is_finite or not torch.isfinite(total):
+            self._refuse(step, tally)
+            return Updated(float(total), None, scale, is_skipped=True)
         if self._clip is not None and self._clip / (total + 1e-6) < 1.0:  # torch would multiply by 1 otherwise
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._clip, total, foreach=False)
-        lr = lr_at(self._spec, step, self._steps)
+        lr = lr_at(self._spec, step - self._scaler.skipped, self._steps)
         if self._optimizer is not None:
             set_lr(self._optimizer, lr)
             self._optimizer.step()
-        return Updated(float(total), lr)
+        self._masters.publish()
+        if overflow:
+            self._scaler.fall()
+        else:
+            self._scaler.grow()
+        return Updated(float(total), lr, scale)
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield this actor's parameters and their optimizer state: (logical name, key, tensor).
@@ -129,30 +165,51 @@ class Updater:
         if self._optimizer is not None:
             keep(self._optimizer, self._spec.kind, self._parameters, read)
 
-    def _all_norms(self, ballot: Tensor | None) -> tuple[Tensor, float, float]:
+    def _refuse(self, step: int, tally: _Tally) -> None:
+        """Skip a step that is not finite: lower the scale of the loss, if it can fall.
+
+        Raises:
+            NonFiniteError: It can't fall, and the run does not skip such steps.
+        """
+        if self._scaler.can_fall or self._nonfinite == "skip":
+            self._scaler.skipped += 1
+            self._scaler.fall()
+            return
+        pairs = zip(self._names, tally.norms.tolist(), strict=True)
+        bad = [name for name, norm in pairs if not norm < float("inf")]
+        if tally.against and not bad:
+            raise NonFiniteError(f"step {step + 1}: the loss is not finite; no weight was changed: look at the batch")
+        raise NonFiniteError(
+            f"step {step + 1}: the gradient of {bad[0] if bad else 'the whole model'} is not finite "
+            f"({len(bad)} of {len(self._names)} parameters); no weight was changed: lower the learning rate or clip"
+        )
+
+    def _change_gradients(self, change: Callable[[Tensor], object]) -> None:
+        """Change all gradients in place."""
+        for parameter in self._parameters.values():
+            if parameter.grad is not None:
+                change(parameter.grad)
+
+    def _count(self, ballot: Tensor | None) -> _Tally:
         """Collect the gradient norms, the loss correction and the votes from all actors.
 
         Each of these numbers is known to one actor and zero on the others, so the all_reduce is exact to the last bit.
+        Only votes are sums.
 
         Args:
             ballot: As in ``step``.
-
-        Returns:
-            The gradient norm of every logical parameter (n,) float32 in the order of ``names``; the factor that turns
-            the gradients into those of the mean over the step's tokens (see ``correction``); the number of no votes.
         """
-        numbers = torch.zeros(len(self._names) + 2)
+        numbers = torch.zeros(len(self._names) + 3)
         if ballot is not None:
             tokens, expected, against = ballot.tolist()
-            numbers[-2], numbers[-1] = correction(tokens, expected), against
+            numbers[-3], numbers[-2] = correction(tokens, expected), against
         made = {name: p.grad for name, p in self._parameters.items() if name in self._places and p.grad is not None}
         if made:
-            norms = self._tensors.norms(list(made), gradient_norms(list(made.values())).cpu())
+            norms, numbers[-1] = self._tensors.norms(list(made), gradient_norms(list(made.values())).cpu())
             numbers[[self._places[name] for name in made]] = norms
         if self._group is not None:
             self._group.host.all_reduce(numbers).wait()
-        norms, (scale, against) = numbers[:-2], numbers[-2:].tolist()
-        return norms, scale, against
+        return _Tally(numbers[:-3], *numbers[-3:].tolist())
 
     def _reduce_ties(self) -> None:
         """Sum the gradients of each tied weight over its ranks.

@@ -17,7 +17,7 @@ from raypar.actors.models.base import Model
 from raypar.actors.pipeline.weight_grad import Linears, Owed
 from raypar.actors.rng import derive
 from raypar.actors.specs.recompute import Recompute, word_of
-from raypar.actors.tensors import Values, as_values
+from raypar.actors.tensors import Values, as_values, cast_floating
 
 
 class Stage:
@@ -42,6 +42,7 @@ class Stage:
             ``backward_weight``, which costs a little time.
         shared: Parameters that several modules on this actor share.
         weights: The stage's weights, if they are sharded over replicas and whole only while they are used; else None.
+        is_half: Whether the layers compute in half precision. Their loss is computed in fp32 then.
         check_loss: Called with the first loss; raises ValueError if the loss is computed from only a part of the last
             layer's outputs.
 
@@ -63,6 +64,7 @@ class Stage:
         halved: Container[int] = (),
         shared: Container[Tensor] = (),
         weights: StageWeights | None = None,
+        is_half: bool = False,
         check_loss: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.model, self.layers = model, tuple(layers)
@@ -79,7 +81,7 @@ class Stage:
                     part.recomputes = words[index] == "selective"
         again = [module for index, module in zip(self.layers, modules, strict=True) if index in self._again]
         self._linears = Linears(modules, whole=again if model.halves else modules, shared=shared)
-        self._halved, self._check_loss, self._weights = halved, check_loss, weights
+        self._halved, self._is_half, self._check_loss, self._weights = halved, is_half, check_loss, weights
         if halved:
             self._linears.take_over()
         self.modules = self._linears.modules
@@ -273,7 +275,20 @@ class Stage:
                 raise
             if self._weights is not None:
                 self._weights.watch(number, values)
-        return (self.model.loss(values, target),) if self.is_last else values
+        if not self.is_last:
+            return values
+        return (loss_in_fp32(self.model, values, target) if self._is_half else self.model.loss(values, target),)
+
+
+def loss_in_fp32(model: Model, outputs: Values, target: Values) -> Tensor:
+    """Return the loss of outputs in half precision, computed in fp32.
+
+    Args:
+        model: The model.
+        outputs: The last layer's outputs.
+        target: The targets of the microbatch.
+    """
+    return model.loss(cast_floating(outputs, torch.float32), target).float()
 
 
 def _tail(outputs: Values) -> Tail:

@@ -152,7 +152,7 @@ class Linears:
             least: Bytes of a weight from which on this is done; smaller gradients are copied in less time.
         """
         weights = {layer.weight for layer in self._layers if nbytes(layer.weight) >= least}
-        self._wanted = {parameter: place for parameter, place in wanted.items() if parameter in weights}
+        self._wanted = {p: place for p, place in wanted.items() if p in weights and p.dtype == place.dtype}
         self.take_over(least)
 
     def begin(self) -> None:
@@ -292,7 +292,7 @@ def _add(places: dict[Tensor, Tensor], uses: list[Use], weight: Tensor, bias: Te
             if parameter is None or made is None:
                 continue
             if parameter.grad is None:
-                parameter.grad = made
+                parameter.grad = made if made.dtype == parameter.grad_dtype else made.to(parameter.grad_dtype)
             else:
                 parameter.grad.add_(made)
 

@@ -35,11 +35,15 @@ class Updated(NamedTuple):
 
     Attributes:
         grad_norm: Global norm of the gradients before clipping; None if not known.
-        lr: Learning rate; None if another actor made the update.
+        lr: Learning rate; None if another actor made the update, or if nobody did.
+        scale: Scale of the loss in this step; None if it was not scaled.
+        is_skipped: Whether nobody has changed a weight, because a number was not finite.
     """
 
     grad_norm: float | None = None
     lr: float | None = None
+    scale: float | None = None
+    is_skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class StepResult:
         samples: Number of samples whose losses the actor reports.
         memory: Bytes of weights, gradients and optimizer state, at their most within a step; empty if the actor has not
             taken a training step.
+        scale: Scale of the loss; None if it was not scaled.
+        is_skipped: Whether the step changed no weight, because a number was not finite.
     """
 
     losses: tuple[float, ...]
@@ -73,6 +79,8 @@ class StepResult:
     peak_memory: int
     samples: int = 0
     memory: Mapping[Kind, int] = field(default_factory=dict)
+    scale: float | None = None
+    is_skipped: bool = False
 
 
 @dataclass(frozen=True)

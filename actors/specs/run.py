@@ -14,6 +14,7 @@ from raypar.actors.mesh.world import DataParallel, Zero
 from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import AdamW, AnyOptimizer
+from raypar.actors.specs.precision import LossScale, Nonfinite, Precision
 from raypar.actors.specs.recompute import Recompute
 from raypar.actors.specs.types import Backward, Context, DeviceChoice, Split, Tracker
 from raypar.schedules.passes.gather_weights import GatherWhen, ReshardAfterForward
@@ -74,6 +75,13 @@ class Run:
     """AdamW, SGD or Muon, with the learning-rate schedule"""
     clip: Positive | None = 1.0
     """largest global gradient norm; None does not clip"""
+    precision: Precision = field(default_factory=Precision)
+    """dtypes: of the layers, of the sums of gradients, of the weights that the optimizer has"""
+    loss_scale: LossScale = field(default_factory=LossScale)
+    """dynamic scaling of the loss, for fp16"""
+    nonfinite: Nonfinite = "stop"
+    """what becomes of a step whose loss or gradients are not finite, unless the loss is scaled: stop the run, skip the
+    step, or rewind to the last checkpoint and leave out the data since"""
     recompute: Recompute = "none"
     """full: keep only the inputs of a stage and run its forward again before its backward; selective: run only the core
     of attention again; or one word per layer, where full keeps the inputs of that layer"""
@@ -105,3 +113,8 @@ class Run:
     """device of the actors: cpu; cuda: GPUs, shared if there are too few; auto: GPUs if each actor gets its own"""
     timeout: Annotated[float, Gt(0), Le(1e6)] = 300.0
     """seconds that an actor may wait for another one before the run fails"""
+
+    @property
+    def counts_skips(self) -> bool:
+        """Whether steps may be skipped, so that checkpoints hold how many were, and the scale of the loss."""
+        return self.loss_scale.is_on(self.precision) or self.nonfinite != "stop"

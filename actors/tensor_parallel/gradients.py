@@ -44,8 +44,8 @@ class ShardedGradients:
         for group in dict.fromkeys(group for name in made for group in self._partial[name]):
             _sum([gradient for name, gradient in made.items() if group in self._partial[name]], group)
 
-    def norms(self, names: Sequence[str], norms: Tensor) -> Tensor:
-        """Return the norms of whole gradients, the same on every member.
+    def norms(self, names: Sequence[str], norms: Tensor) -> tuple[Tensor, float]:
+        """Return the norms of whole gradients, and how many members' parts are not finite, the same on every member.
 
         Args:
             names: Logical names of the parameters.
@@ -54,17 +54,20 @@ class ShardedGradients:
         Raises:
             ValueError: The gradients are watched, and that of a replicated parameter differs between members.
         """
+        bad = (~norms.isfinite()).sum(dtype=torch.float64)
         if self._group is None:
-            return norms
+            return norms, float(bad)
         sharded = torch.tensor([name in self._shards for name in names])
         counted = torch.tensor([name in self._counted for name in names])
         own = norms.double().square()
         squares = torch.where(counted | ~sharded, own, 0.0)
-        self._group.host.all_reduce(squares).wait()
+        votes = torch.cat((squares, bad[None]))
+        self._group.host.all_reduce(votes).wait()
+        squares = votes[:-1]
         if self._watched:
             whole = [name for name in names if name not in self._shards]
             _demand_alike(whole, own[~sharded], squares[~sharded], self._group)
-        return torch.where(sharded, squares.sqrt().to(norms.dtype), norms)
+        return torch.where(sharded, squares.sqrt().to(norms.dtype), norms), float(votes[-1])
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """Return a tensor that is sharded as a parameter is, whole. All members call it, in the same order.

@@ -114,6 +114,12 @@ class Hosted:
         with member.probe.idle():
             member.state.load(folder, tensors)
 
+    def rewind_to(self, folder: str, tensors: Mapping[str, Logical], step: int, bad: int) -> None:
+        """Load a checkpoint of ``step`` steps, and leave out the data of the steps from there to the step ``bad``."""
+        member = _there(self._member)
+        with member.probe.idle():
+            member.state.rewind_to(folder, tensors, step, bad)
+
     # --- called from another thread during a step ---
 
     def progress(self) -> Progress:
@@ -142,6 +148,14 @@ class Hosted:
     def parameter(self, name: str) -> Tensor:
         """Return one of this actor's weights, on the host."""
         return _there(self._member).probe.parameter(name)
+
+    def masters(self) -> dict[str, Tensor]:
+        """Return the weights that this actor's optimizer updates by logical name, on the host."""
+        return _there(self._member).probe.masters()
+
+    def master(self, name: str) -> Tensor | None:
+        """Return one of them, on the host; None if another actor updates it."""
+        return _there(self._member).probe.master(name)
 
     def fixed(self, name: str) -> Tensor | None:
         """Return a frozen parameter or a buffer, on the host; None if it is not on this actor."""

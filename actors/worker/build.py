@@ -13,29 +13,30 @@ from torch import Tensor, nn
 
 from raypar.actors.collective.group import Group, Groups
 from raypar.actors.context_parallel.sequence import tokens_of
-from raypar.actors.data.batches import BatchSource, ContextSource, TokenMean, batch_source
+from raypar.actors.data.batches import BatchSource, CastSource, ContextSource, TokenMean, batch_source
 from raypar.actors.data_parallel.buckets import Bucket, pack, share_out
 from raypar.actors.data_parallel.reducer import Channel, Reducer
 from raypar.actors.data_parallel.replica_checks import digest, fixed_weights
 from raypar.actors.data_parallel.served_update import ServedUpdate
-from raypar.actors.data_parallel.sharder import Sharder
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import digests_of
 from raypar.actors.data_parallel.zero1 import ShardedUpdate
-from raypar.actors.data_parallel.zero3 import GatheredUpdate
 from raypar.actors.device import Place
 from raypar.actors.flat_memory import flat_empty
 from raypar.actors.mesh.world import World
 from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model
-from raypar.actors.models.tied_weights import Tie, share, ties_of
+from raypar.actors.models.tied_weights import Tie, ties_of
+from raypar.actors.optim.loss_scale import LossScaler
+from raypar.actors.optim.masters import Masters
 from raypar.actors.optim.step import Update, Updater
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.sharding import Shard, Sharding
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.types import Split
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
-from raypar.actors.tensors import nbytes
+from raypar.actors.tensors import dtype_of, nbytes
+from raypar.actors.worker.layers import LayerMaker
 from raypar.actors.worker.parallelize import Parallelizer, axis_styles
 from raypar.actors.worker.plan import Plan
 from raypar.schedules.action import Action, Op
@@ -52,6 +53,7 @@ class Part:
         model: The model.
         stages: The actor's stages by number.
         parameters: Trainable parameters by logical name; a tied weight whose home is on this rank too is listed once.
+        masters: The weights that this actor updates.
         owner_of: Which rank updates each parameter of the model, among the owners (see World) of its pipeline rank.
         ties: Ties between pipeline ranks; their ranks are those of the owners in the group of all updaters.
         shards: This actor's part of each sharded parameter, by logical name.
@@ -63,6 +65,7 @@ class Part:
     model: Model
     stages: dict[int, Stage]
     parameters: dict[str, nn.Parameter]
+    masters: Masters
     owner_of: dict[str, int]
     ties: list[Tie]
     shards: Mapping[str, Shard]
@@ -71,12 +74,9 @@ class Part:
     weights: Mapping[int, StageWeights]
 
     @property
-    def kept(self) -> dict[str, nn.Parameter]:
+    def kept(self) -> Mapping[str, nn.Parameter]:
         """The parameters that the actor always holds, by logical name: with ZeRO stage 3, the shards that it owns."""
-        if not self.weights:
-            return self.parameters
-        units = [unit for weights in self.weights.values() for unit in weights.units]
-        return {name: shard for unit in units for name, shard in unit.shards.items()}
+        return self.masters.parameters if self.weights else self.parameters
 
     def digests(self, owner: int) -> list[bytes]:
         """Return digests of the initial values of the parameters that one owner updates."""
@@ -100,11 +100,17 @@ class Part:
         }
 
 
-def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
+def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int) -> Part:
     """Build this actor's part of the stages of its pipeline rank.
 
-    Only this actor's weights are made: on the host, so that every device gets the same bits, and then moved to the
-    device ``place``. ``groups`` are the actor's, by key.
+    Only this actor's weights are made: on the host and in fp32, so that every device and precision gets the same bits.
+    Then they are moved to the device ``place``, and cast.
+
+    Args:
+        plan: The actor's plan.
+        place: The device that it computes on.
+        groups: The actor's groups by key.
+        owner: Which of the owners of the pipeline rank's weights it is.
     """
     run, world = plan.run, plan.world
     model = build_model(run.model, run.seed)
@@ -115,21 +121,8 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
     own = train.stages_of(world.pp(plan.rank))
     ties, same = ties_of(model, homes_of(model, run.split, train))
     owner_of = _owner_of(plan, model)
-    parallelize = parallelizer.parallelize if axes else unsharded
-    modules: dict[int, nn.Module] = {}
-
-    def make(indices: Sequence[int]) -> None:
-        made = model.materialize(indices, run.seed, parallelize)
-        place.settle(made)
-        modules.update(zip(indices, made, strict=True))
-
-    weights: dict[int, StageWeights] = {}
-    if world.gathers:
-        sharder = Sharder(model, make, modules, same, owner_of, groups.get("gather"), run.zero_units)
-        weights = {number: sharder.shard(parts[number]) for number in own}
-    else:
-        make([index for number in own for index in parts[number]])
-    share(model, modules, same)
+    layers = LayerMaker(plan, place, groups.get("gather"), model, parallelizer.parallelize if axes else unsharded)
+    modules, weights = layers.make({number: parts[number] for number in own}, owner_of, same)
     places = Counter(p for module in modules.values() for _, p in module.named_parameters(remove_duplicate=False))
     halved = _halved(plan)
     shared = frozenset(parameter for parameter, count in places.items() if count > 1)
@@ -144,6 +137,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
             seed=run.seed,
             halved=halved[number],
             shared=shared,
+            is_half=run.precision.is_half,
             check_loss=parallelizer.check_loss,
             weights=weights.get(number),
         )
@@ -155,9 +149,11 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
         for name, parameter in stage.parameters().items()
         if name not in same
     }
+    mine = {name: parameter for name, parameter in parameters.items() if owner_of[name] == owner}
+    masters = layers.masters(mine)
     ties = [_between_owners(tie, world, owner_of) for tie in ties]
     sharded = parallelizer.shards, parallelizer.partial, parallelizer.outputs
-    return Part(model, stages, parameters, owner_of, ties, *sharded, weights)
+    return Part(model, stages, parameters, masters, owner_of, ties, *sharded, weights)
 
 
 def _owner_of(plan: Plan, model: Model) -> dict[str, int]:
@@ -268,6 +264,7 @@ class Assembly:
         source: The batches.
         mean: The weights of the microbatches in the loss.
         reducer: Sums gradients over replicas; None if there are neither replicas nor parameter servers.
+        scaler: The scale of the loss.
     """
 
     part: Part
@@ -275,6 +272,7 @@ class Assembly:
     source: BatchSource
     mean: TokenMean
     reducer: Reducer | None
+    scaler: LossScaler
 
 
 def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
@@ -285,40 +283,46 @@ def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
         groups: The worker's groups by key.
         place: The worker's device.
     """
-    part = build_part(plan, place, groups)
+    part = build_part(plan, place, groups, groups[plan.world.shard_key].rank if plan.world.sharded else 0)
     run, m = plan.run, plan.programs["train"].num_microbatches
     source = batch_source(run.data, run.model, run.micro_batch_size, m, run.mesh.dp, run.seed)
     mean = TokenMean(part.model, source, m, run.mesh.dp)
     if run.mesh.cp > 1:
         source = ContextSource(source, tokens_of(run.context, run.mesh.cp)[run.mesh.coordinate(plan.rank)["cp"]])
+    if run.precision.is_half:
+        source = CastSource(source, dtype_of(run.precision.compute))
+    scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)
     if not plan.world.reduces:
-        return Assembly(part, updater_of(plan, part, part.parameters, groups), source, mean, None)
+        return Assembly(part, updater_of(plan, part, groups, scaler), source, mean, None, scaler)
     buckets = buckets_of(plan, part, part.parameters)
-    channels, update = _shared(plan, part, buckets, groups)
+    channels, update = _shared(plan, part, buckets, groups, scaler)
     row = plan.programs["train"].rows[plan.world.pp(plan.rank)]
     rounds = [action.stage for action in row if action.op is Op.REDUCE_GRAD and action.stage is not None]
     reducer = Reducer(buckets, channels, place, rounds, lends=plan.world.zero > 1)
     for number, stage in part.stages.items():
         if places := reducer.places(number):
             stage.make_gradients_in(places)
-    return Assembly(part, update, source, mean, reducer)
+    return Assembly(part, update, source, mean, reducer, scaler)
 
 
-def updater_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter], groups: Mapping[str, Group]) -> Updater:
-    """Create the update of some parameters, which clips by the norm of all parameters of the model.
+def updater_of(plan: Plan, part: Part, groups: Mapping[str, Group], scaler: LossScaler) -> Updater:
+    """Create the update of an actor's masters, which clips by the norm of all parameters of the model.
 
     Args:
         plan: The actor's plan.
         part: The actor's part of the model.
-        parameters: The parameters to update, by logical name.
         groups: The actor's groups by key.
+        scaler: The scale of the loss.
     """
     run, names, group = plan.run, part.model.parameter_names(), groups.get(plan.world.updaters)
     tensors = ShardedGradients(part.shards, part.partial, groups.get("tp"), watched=isinstance(run.model, Layers))
-    return Updater(parameters, names, part.ties, group, tensors, run.optim, run.clip, run.steps)
+    policy = run.optim, run.clip, run.steps, scaler, run.nonfinite
+    return Updater(part.masters, names, part.ties, group, tensors, *policy)
 
 
-def _shared(plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, Group]) -> tuple[list[Channel], Update]:
+def _shared(
+    plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, Group], scaler: LossScaler
+) -> tuple[list[Channel], Update]:
     """Create the channels that gradients are summed over, and the update, for replicas or parameter servers.
 
     Returns:
@@ -331,19 +335,17 @@ def _shared(plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, 
     dp = groups["dp"]
     if not plan.world.sharded:
         channels = [Channel(dp.all_reduce, dp.host.all_reduce, dp.empty, here=True)]
-        return channels, updater_of(plan, part, part.parameters, groups)
+        return channels, updater_of(plan, part, groups, scaler)
     owners, channels = groups[plan.world.shard_key], []
+    empty = partial(flat_empty, device=dp.device) if plan.world.zero > 1 else owners.empty
     for owner in range(owners.size):
-        channel = _channel_to(
-            owners, owner, partial(flat_empty, device=dp.device) if plan.world.zero > 1 else owners.empty
-        )
+        channel = _channel_to(owners, owner, empty)
         if plan.world.hybrid:
             channel = channel._replace(tell=dp.host.all_reduce, finish=groups["replicate"].all_reduce)
         channels.append(channel)
+    updater = updater_of(plan, part, groups, scaler)
     if plan.world.gathers:
-        updater = updater_of(plan, part, part.kept, groups)
-        return channels, GatheredUpdate(updater, part.kept, part.parameters, leads=owners.rank == 0)
-    updater = updater_of(plan, part, part.share(owners.rank), groups)
+        return channels, ShardedUpdate(updater, (), owners, frozenset())
     layers = [module for stage in part.stages.values() for module in stage.modules]
     fixed = fixed_weights(layers, part.parameters, part.owner_of)
     return channels, ShardedUpdate(updater, buckets, owners, fixed)

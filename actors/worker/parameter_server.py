@@ -12,6 +12,7 @@ from raypar.actors.collective.group import Group
 from raypar.actors.device import Place
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
+from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import ballot_of
 from raypar.actors.specs.results import Span, StepResult
 from raypar.actors.specs.types import ProgramName
@@ -51,10 +52,11 @@ class Server:
     def __init__(self, plan: Plan, groups: Mapping[str, Group], place: Place) -> None:
         torch.set_num_threads(plan.run.threads)
         self.seat = seat = Seat(plan, groups, place)
-        part, world = build_part(plan, place, {}), seat.world
-        index, train = world.server_index(plan.rank), plan.programs["train"]
-        own = part.share(index)
-        self.state = WorkerState(seat, part, own, updater_of(plan, part, own, groups), {})
+        world, train = seat.world, plan.programs["train"]
+        index = world.server_index(plan.rank)
+        part = build_part(plan, place, {}, index)
+        own, scaler = part.share(index), LossScaler(None)
+        self.state = WorkerState(seat, part, own, updater_of(plan, part, groups, scaler), {}, scaler)
         self.probe = Probe(seat, self.state, part.model.names, part.outputs)
         self._step = self.probe.step
         self._epoch = 0  # number of steps refused for non-finite gradients

@@ -93,6 +93,15 @@ class Probe:
         """Return one of this actor's weights by logical name, on the host."""
         return self._state.parameters[name].detach().cpu()
 
+    def masters(self) -> dict[str, Tensor]:
+        """Return the weights that this actor's optimizer updates by logical name, on the host."""
+        return {name: master.detach().cpu() for name, master in self._state.masters.items()}
+
+    def master(self, name: str) -> Tensor | None:
+        """Return one of them, on the host; None if another actor updates it."""
+        master = self._state.masters.get(name)
+        return None if master is None else master.detach().cpu()
+
     def fixed(self, name: str) -> Tensor | None:
         """Return a frozen parameter or a buffer by logical name, on the host; None if it is not on this actor."""
         tensor = self._state.fixed().get(name)
@@ -103,7 +112,7 @@ class Probe:
 
         It is summed over the step and the replicas, and clipped.
         """
-        gradient = self._state.parameters[name].grad
+        gradient = self._state.weights()[name].grad
         return None if gradient is None else gradient.cpu()
 
     # --- a step by hand ---
@@ -125,17 +134,18 @@ class Probe:
 
     def memory(self) -> dict[Kind, int]:
         """Return the bytes of weights, gradients and optimizer state that this actor holds now."""
-        parameters = list(self._state.parameters.values())
+        parameters, masters = list(self._state.parameters.values()), self._state.masters_apart()
+        states = [tensor for _, kept, tensor in self._state.update.state() if kept]
         return {
             "weights": sum(map(nbytes, parameters)),
-            "gradients": sum(nbytes(p.grad) for p in parameters if p.grad is not None),
-            "optimizer": sum(nbytes(tensor) for _, kept, tensor in self._state.update.state() if kept),
+            "gradients": sum(nbytes(p.grad) for p in (*parameters, *masters) if p.grad is not None),
+            "optimizer": sum(map(nbytes, (*states, *masters))),
         }
 
     def most(self) -> dict[Kind, int]:
         """Return the same at the most within a step, before ZeRO drops gradients: every weight has one."""
-        memory = self.memory()
-        return {**memory, "gradients": memory["weights"]}
+        parameters = self._state.parameters.values()
+        return {**self.memory(), "gradients": sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in parameters)}
 
     def held(self) -> Held:
         """Return the sizes of everything that this actor holds now."""

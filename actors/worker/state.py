@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from raypar.actors.checkpoint.logical import Logical
-from raypar.actors.checkpoint.snapshot import Copies, Read, Written, buffer_name, logical_name, reader
+from raypar.actors.checkpoint.snapshot import SCALER, Copies, Read, Written, buffer_name, logical_name, reader
 from raypar.actors.inspect.step import Notes
+from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import Update
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.sharding import Shard
@@ -28,8 +30,13 @@ class WorkerState:
         parameters: The parameters that this actor holds, by logical name.
         update: Their update at the end of a step.
         stages: The actor's stages by number; empty for a parameter server.
+        scaler: The scale of the loss.
 
     ``parameters``, ``update`` and ``stages`` are attributes too, and ``fixed`` is that of ``part``.
+
+    Attributes:
+        masters: The weights that this actor updates, by logical name. In half precision they are others than
+            ``parameters``.
     """
 
     def __init__(
@@ -39,9 +46,11 @@ class WorkerState:
         parameters: Mapping[str, nn.Parameter],
         update: Update,
         stages: Mapping[int, Stage],
+        scaler: LossScaler,
     ) -> None:
         self.parameters, self.update, self.stages = parameters, update, stages
-        self.fixed = part.fixed
+        self.fixed, self.masters, self._scaler = part.fixed, part.masters.parameters, scaler
+        self._publish, self._layers = part.masters.publish, part.parameters
         self._seat, self._shards, self._partial = seat, part.shards, part.partial
         self._homes = {copy: home for home, copy in part.model.ties}
         self._copies = Copies()
@@ -57,8 +66,16 @@ class WorkerState:
 
     def zero_grad(self) -> None:
         """Drop the gradients of the step before."""
-        for parameter in self.parameters.values():
+        for parameter in chain(self._layers.values(), self.masters.values()):
             parameter.grad = None
+
+    def masters_apart(self) -> list[nn.Parameter]:
+        """Return the masters that are other tensors than the layers' weights."""
+        return [master for name, master in self.masters.items() if master is not self.parameters[name]]
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """Return all weights of this actor by logical name: its masters, and the layers' weights that others update."""
+        return {**self.parameters, **self.masters}
 
     # --- checkpoints ---
 
@@ -108,11 +125,28 @@ class WorkerState:
             self._load_weights(read)
             self._load_buffers(read)
 
+    def rewind_to(self, folder: str, tensors: Mapping[str, Logical], step: int, bad: int) -> None:
+        """Load a checkpoint, and leave out the data of all steps from there to one that was not finite.
+
+        Args:
+            folder: Folder of the checkpoint.
+            tensors: The checkpoint's logical tensors by name.
+            step: Number of steps before it, which is the next step's number.
+            bad: Number of the step that was not finite.
+
+        Raises:
+            CheckpointError: The checkpoint can't be read.
+        """
+        used = bad + self._scaler.left_out
+        self.load(folder, tensors)
+        self._scaler.left_out = used + 1 - step
+
     # --- a step by hand ---
 
     def remember(self, notes: Notes) -> None:
         """Copy weights and optimizer state into the notes, before a STEP changes them."""
-        notes.remember(self.parameters.items())
+        notes.remember(self.weights().items())
+        notes.remember([(SCALER, self._scaler.numbers())])
         notes.remember((logical_name(weight, kept), tensor) for weight, kept, tensor in self.update.state() if kept)
         notes.updated = True
 
@@ -136,6 +170,8 @@ class WorkerState:
                     yield logical_name(weight, kept), tensor
         if self._seat.leads and self._seat.cp == 0:
             yield from self.buffers()
+        if self._seat.plan.rank == 0 and self._seat.plan.run.counts_skips:
+            yield SCALER, self._scaler.numbers()
 
     def _own(self, read: Read) -> Read:
         """Return a function like ``read`` that returns only this actor's part of each tensor."""
@@ -160,7 +196,12 @@ class WorkerState:
             weight = read(name, "")
             assert weight is not None, "the driver has looked at names and shapes"
             parameter.copy_(weight)
+            if (master := self.masters.get(name, parameter)) is not parameter:
+                master.copy_(weight)
+        self._publish()
         self.update.load(read)
+        if (numbers := read(SCALER, "")) is not None:
+            self._scaler.load(numbers)
 
     def _load_buffers(self, read: Read) -> None:
         for stage in self.stages.values():

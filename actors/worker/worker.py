@@ -61,7 +61,7 @@ class Worker:
         self.seat = seat = Seat(plan, groups, place)
         self.parts = assemble(plan, groups, place)
         part = self.parts.part
-        self.state = WorkerState(seat, part, part.kept, self.parts.update, part.stages)
+        self.state = WorkerState(seat, part, part.kept, self.parts.update, part.stages, self.parts.scaler)
         self.probe = Probe(seat, self.state, part.model.names, part.outputs)
         self._place, self._stages, self._step = place, part.stages, self.probe.step
         self._epoch = 0  # number of steps refused for non-finite gradients
@@ -208,8 +208,7 @@ class Worker:
         return StepResult(
             losses=tuple(step.losses[microbatch] for microbatch in microbatches),
             counts=tuple(step.counts[microbatch] for microbatch in microbatches),
-            grad_norm=step.updated.grad_norm,
-            lr=step.updated.lr,
+            **step.updated._asdict(),
             busy=sum(event.end - event.start for event in events if event.action.op in COMPUTE),
             span=events[-1].end - events[0].start if events else 0.0,
             overlap=reducer.overlap if reducer is not None and step.is_train and not self.seat.world.servers else None,
@@ -225,7 +224,8 @@ class Worker:
         """Run a stage's forward: ``values[F] = stage(values[F of the stage before])``. The last one keeps its loss."""
         stage, microbatch = self._stages[_stage(action)], _microbatch(action)
         step, source = self._step, self.parts.source
-        batch = step.program, step.number, microbatch, self.seat.dp
+        number = step.number + self.parts.scaler.left_out if step.is_train else step.number
+        batch = step.program, number, microbatch, self.seat.dp
         inputs = self._take(action) or self._place.to(source.inputs(*batch))
         target: Values = ()
         if stage.is_last:
@@ -249,7 +249,8 @@ class Worker:
         step, number, microbatch = self._step, _stage(action), _microbatch(action)
         stage = self._stages[number]
         if stage.is_last:
-            gradients = self._place.to((self.parts.mean.weight(step.counts[microbatch]),))
+            weight = self.parts.mean.weight(step.counts[microbatch], self.parts.scaler.scale)
+            gradients = self._place.to((weight,))
         else:
             gradients = self._take(action)
         whole = action.op is Op.B

@@ -135,6 +135,10 @@ class Saver:
             self._given_up.set()
             self._thread.shutdown()
 
+    def settle(self) -> None:
+        """Wait until the save under way is complete."""
+        self._wait()
+
     def _wait(self, seconds: float | None = None) -> None:
         """Wait until nothing is under way, at most for ``seconds``."""
         under_way: list[Future[Any]] = [future for future in (self._under_way, self._asked) if future is not None]

@@ -143,16 +143,28 @@ def demand_room(run: Run, step: int) -> None:
         raise ConfigError([f"folder {str(folder)!r} has {later.name!r}, and this run begins at step {step + 1}: {fix}"])
 
 
+def _as_fp32(dtype: str, wanted: tuple[str, tuple[int, ...]] | None) -> str:
+    """Return the dtype that a stored weight counts as: masters of any precision go into any other."""
+    return "F32" if wanted is not None and wanted[0] == "F32" and dtype in ("F16", "BF16") else dtype
+
+
 def _tensor_faults(run: Run, skeleton: Skeleton, stored: Mapping[str, Logical]) -> Iterator[str]:
     """Yield the differences between the model's tensors and the stored ones."""
-    from raypar.actors.checkpoint.snapshot import buffer_name, logical_name
+    from raypar.actors.checkpoint.snapshot import SCALER, buffer_name, logical_name
     from raypar.actors.optim.groups import rule_of
+    from raypar.actors.optim.loss_scale import NUMBERS
     from raypar.actors.optim.optimizer import KEPT
 
     weights = skeleton.weights
     wanted = {name: (DTYPES[str(p.dtype).removeprefix("torch.")], tuple(p.shape)) for name, p in weights.items()}
     beside = {name: logical for name, logical in stored.items() if name.startswith(("optim.", "buffers."))}
-    there = {name: (logical.dtype, logical.shape) for name, logical in stored.items() if name not in beside}
+    there = {
+        name: (_as_fp32(logical.dtype, wanted.get(name)), logical.shape)
+        for name, logical in stored.items()
+        if name not in beside and name != SCALER
+    }
+    if SCALER in stored and stored[SCALER].shape != (NUMBERS,):
+        yield f"{SCALER!r} has the shape {list(stored[SCALER].shape)}, and should have {[NUMBERS]}"
     for name in sorted(wanted.keys() | there.keys()):
         if name not in there or name not in wanted:
             yield f"weight {brief(name)} is {'not in it' if name in wanted else 'in it, but not in the model'}"

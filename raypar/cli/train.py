@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import tyro
 
@@ -19,6 +19,7 @@ from raypar.actors.specs.data import Text
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.run import Run
+from raypar.cli.flag_words import read_none, read_precision
 from raypar.cli.foreign_flags import foreign_faults
 from raypar.cli.output_files import file_faults, growing_file, whole_file
 from raypar.config.recipes import RECIPES
@@ -345,7 +346,7 @@ def _parse(
         parsed: A = tyro.cli(
             kind,
             config=(tyro.conf.AvoidSubcommands,),
-            args=_read_none(words),
+            args=read_none(read_precision(words)),
             default=kind(**parts, base=base),
             prog=f"raypar {command}",
             description=f"{what} Flags change the recipe or the file; their defaults below are those of {base}.",
@@ -366,24 +367,6 @@ def _base(name: str, table: dict[str, int]) -> Run:
         return run_of({"recipe": name} | table)
     except ConfigError as error:
         raise ConfigError([f"{fault}; or give a file whose name ends in .toml" for fault in error.faults]) from None
-
-
-def _read_none(words: Sequence[str]) -> list[str]:
-    """Replace ``none``, as TOML files write it, by tyro's ``None`` for flags whose field may be None."""
-    hints = ((name, get_args(hint)) for name, hint in get_type_hints(Run).items())
-    optional = {f"--{name}" for name, kinds in hints if type(None) in kinds and str not in kinds}
-
-    def may_be_none(flag: str) -> bool:
-        return flag[:2] + flag[2:].replace("-", "_") in optional
-
-    read = []
-    for before, word in zip(["", *words], words, strict=False):
-        flag, _, value = word.partition("=")
-        if word == "none" and may_be_none(before):
-            read.append("None")
-        else:
-            read.append(f"{flag}=None" if value == "none" and may_be_none(flag) else word)
-    return read
 
 
 def _values_of(flag: str, words: Sequence[str]) -> Iterator[str]:

@@ -25,6 +25,7 @@ from raypar.config.validate.model import length_faults
 from raypar.config.validate.optim import group_faults
 from raypar.config.validate.outputs import folder_faults, track_faults
 from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
+from raypar.config.validate.precision import precision_faults
 from raypar.errors import ConfigError
 from raypar.planner.cost_model import costs_of_run
 from raypar.schedules.schedule import Schedule, ScheduleError
@@ -60,6 +61,7 @@ def check_run(
         faults += run.mesh.faults(right)
     faults += _server_faults(run, right)
     faults += _zero_faults(run, right)
+    faults += precision_faults(run, right)
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
         faults += tensor_faults(run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel)
     if right("mesh.tp", "data", "micro_batch_size") and isinstance(run.mesh.tp, str):

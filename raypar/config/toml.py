@@ -27,6 +27,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from raypar.actors.files import read_named
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import SGD, AdamW, Muon
+from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from raypar.config.fields import brief, field_faults
 from raypar.config.recipes import recipe
@@ -179,6 +180,8 @@ def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[str]) -
             faults.append(f"{path} is not a field{_guess(key, names)}")
         elif not is_dataclass(old) or isinstance(old, Schedule):
             changes[key] = _plain(value, hints[key])
+        elif path == "precision" and isinstance(value, str):
+            changes[key] = Precision(compute=value)  # type: ignore[arg-type]  # field_faults checks it
         elif not isinstance(value, dict):
             faults.append(f"{path} is {brief(value)}: write its fields in a table [{path}]")
         else:

@@ -47,15 +47,38 @@ class Inspection:
         """Fetch a whole weight, frozen parameter or buffer by its logical name, to the CPU; see ``Job.param``."""
         if name in self._skeleton.fixed:
             return self._fixed(name)
-        weight: Tensor = self._ask(name, "parameter", range(self._run.mesh.size))
+        method = "master" if self._has_masters else "parameter"
+        weight: Tensor = self._ask(name, method, range(self._run.mesh.size))
         return weight
 
-    def weights(self, dp: int = 0) -> Weights:
-        """Return the weights of one replica, a mapping from logical name to whole tensor; see ``Job.weights``."""
+    @property
+    def _has_masters(self) -> bool:
+        """Whether the optimizer's weights are others than the layers'."""
+        return self._run.precision.is_mixed
+
+    def weights(self, dp: int | None = None) -> Weights:
+        """Return the optimizer's weights or those of a replica, by logical name and whole; see ``Job.weights``."""
+        if dp is None and self._has_masters:
+            homes, everyone = self._skeleton.homes, range(self._run.mesh.size)
+            shapes = {homes.get(name, name): shape for name, shape in self.parameters.items()}
+            return Weights(shapes, partial(self._ask, method="master", ranks=everyone), self._masters)
+        dp = dp or 0
         self._demand_replica(dp)
         homes, ranks = self._skeleton.homes, self._world.holders(dp)
         shapes = {homes.get(name, name): shard.whole for rank in ranks for name, shard in self._holds[rank].items()}
         return Weights(shapes, partial(self._ask, method="parameter", ranks=ranks), partial(self._rank_by_rank, dp))
+
+    def _masters(self) -> Iterator[tuple[str, Tensor]]:
+        """Fetch the optimizer's weights, rank by rank: each from the first replica that updates it."""
+        homes, mesh = self._skeleton.homes, self._run.mesh
+        for pp in range(mesh.pp):
+            first, ranks = self._world.replica(0)[pp], self._world.replicas_of(pp)
+            held = self._guard(partial(self._calls.some, ranks, "masters", what="fetching weights"))
+            groups = [range(start, start + mesh.tensor_ranks) for start in ranks[:: mesh.tensor_ranks]]
+            for name in self._holds[first]:
+                group = next(group for group in groups if name in held[group[0] - ranks[0]])
+                parts = [held[rank - ranks[0]][name] for rank in group]
+                yield homes.get(name, name), self._joined(name, group, parts)
 
     def _rank_by_rank(self, dp: int) -> Iterator[tuple[str, Tensor]]:
         homes = self._skeleton.homes

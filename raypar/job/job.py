@@ -203,14 +203,14 @@ class Job:
         """
         return self._inspection.param(name)
 
-    def weights(self, dp: int = 0) -> Weights:
-        """Return the weights of one replica, a mapping from logical name to whole tensor.
+    def weights(self, dp: int | None = None) -> Weights:
+        """Return the weights that the optimizer has, or the layers' of a replica: a mapping from name to whole tensor.
 
         Each look fetches what the actors have now: ``job.weights()[name]`` one weight, ``dict(job.weights().items())``
         all, with one call for each pipeline rank.
 
         Args:
-            dp: Index of the data-parallel replica.
+            dp: Index of the data-parallel replica; None for the optimizer's weights, which in fp32 are the same.
 
         Raises:
             ValueError: There is no such replica.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from raypar.actors.errors import NonFiniteError
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.background_save import Saver
+from raypar.checkpoint.find import newest
 from raypar.cluster.calls import Calls
 from raypar.cluster.interrupts import patience
 from raypar.config.run import zero_actions_of
@@ -22,12 +24,15 @@ from raypar.config.schedule import programs_of, with_zero
 from raypar.errors import ConfigError, JobError
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
+from raypar.paths import CHECKPOINTS, absolute
 from raypar.reporting.progress import display
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report, losses_of, mean_loss, report_of
 from raypar.schedules.schedule import Schedule
 from raypar.stepping.recording import Recorder
 from raypar.stepping.stepper import Stepper
+
+log = logging.getLogger(__name__)
 
 
 class Ahead:
@@ -256,7 +261,14 @@ class TrainingLoop:
                 stop = (self.next_step // every + 1) * every if every else last
                 stop = min(last, stop, self._saver.next_due(self.next_step, last))
                 with patience("the steps they have") as ctrl_c:
-                    report = self._lifetime.guard(partial(self._next, ahead, stop))
+                    try:
+                        report = self._lifetime.guard(partial(self._next, ahead, stop))
+                    except NonFiniteError as error:
+                        if self.loaded.run.nonfinite != "rewind":
+                            raise
+                        self._lifetime.guard(partial(self._rewind, error))
+                        ahead = self._ahead = Ahead(self.loaded.calls, most, self._lifetime.epoch)
+                        continue
                 try:
                     yield report
                 finally:
@@ -272,6 +284,30 @@ class TrainingLoop:
         """Hand over steps before ``stop``, then wait for the oldest one and commit it."""
         ahead.hand_over(self.next_step, stop)
         return self._commit(*ahead.collect())
+
+    def _rewind(self, error: NonFiniteError) -> None:
+        """Go back to the newest checkpoint of the run, and leave out the data from there to the step under way.
+
+        Source: Chowdhery et al. 2022, "PaLM", section 5.1.
+
+        Args:
+            error: What the step has raised.
+
+        Raises:
+            NonFiniteError: There is no checkpoint yet.
+        """
+        folder, bad = self.loaded.run.folder, self.next_step
+        assert folder is not None, "checked with the run"
+        self._saver.settle()
+        found = newest(absolute(folder) / CHECKPOINTS)
+        if found is None:
+            error.add_note("it can't be rewound: there is no checkpoint yet, let save_every be smaller")
+            raise error
+        step = found.manifest.step
+        log.warning("%s; back to step %d, and on with the data after step %d", error, step + 1, bad + 1)
+        state = str(found.path), found.manifest.tensors, step, bad
+        self.loaded.calls.all("rewind_to", *state, what=f"loading {found.path.name}")
+        self.next_step = step
 
     def _settle(self, ahead: Ahead) -> None:
         while len(ahead):

@@ -5,7 +5,7 @@ It uses torch, the model and an optimizer, and no schedules, stages or groups, s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,16 +13,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from raypar.actors.data.batches import TokenMean, batch_source, correction
+from raypar.actors.data.batches import CastSource, TokenMean, batch_source, correction
 from raypar.actors.device import Place, place_of
 from raypar.actors.inspect.activations import LOSS, Spot, Watch
 from raypar.actors.models.build import build_model
+from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.lr import lr_at
+from raypar.actors.optim.masters import masters_of
 from raypar.actors.optim.optimizer import build_optimizer, set_lr
 from raypar.actors.rng import derive
 from raypar.actors.sharding import Sharding
 from raypar.actors.specs.run import Run
-from raypar.actors.tensors import as_values
+from raypar.actors.tensors import as_values, cast_floating, dtype_of
 from raypar.errors import ConfigError
 from raypar.reporting.report import mean_loss
 
@@ -118,16 +120,20 @@ class _Plain:
         self.layers = self.model.materialize(range(len(self.model.names)), run.seed)
         self._place.settle(self.layers)
         self._parameters = _named(self.model.names, self.layers, {copy: home for home, copy in self.model.ties})
-        self._optimizer = build_optimizer(run.optim, self._parameters)
+        self._masters = masters_of(run.precision, self.layers, self._parameters)
+        self._optimizer = build_optimizer(run.optim, self._masters.parameters)
+        self._scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)
         m, num_dp = run.microbatches, run.mesh.dp
         self._source = batch_source(run.data, run.model, run.micro_batch_size, m, num_dp, run.seed)
+        if run.precision.is_half:
+            self._source = CastSource(self._source, dtype_of(run.precision.compute))
         self._mean = TokenMean(self.model, self._source, m, num_dp)
 
     def step(self, step: int, watch: Watch | None = None) -> tuple[float, float]:
         """Train one step, and return its loss and its gradient norm before clipping."""
-        run, num_dp, parameters = self._run, self._run.mesh.dp, self._parameters
+        run, num_dp, parameters = self._run, self._run.mesh.dp, self._masters.parameters
         losses, counts = list[float](), list[int]()
-        for parameter in parameters.values():
+        for parameter in (*self._parameters.values(), *parameters.values()):
             parameter.grad = None
         for layer in self.layers:
             layer.train()
@@ -136,20 +142,26 @@ class _Plain:
                 loss, count = self._microbatch(step, number, watch)
             losses.append(loss)
             counts.append(count)
+        self._masters.take_gradients(1.0 / self._scaler.scale)
         _scale(parameters, correction(sum(counts), num_dp * self._mean.expected))
         norm = torch.nn.utils.clip_grad_norm_(parameters.values(), run.clip or float("inf"), foreach=False)
-        if self._optimizer is not None:
-            set_lr(self._optimizer, lr_at(run.optim, step, run.steps))
+        if run.counts_skips and not torch.isfinite(norm):
+            self._scaler.skipped += 1
+            self._scaler.fall()
+        elif self._optimizer is not None:
+            set_lr(self._optimizer, lr_at(run.optim, step - self._scaler.skipped, run.steps))
             self._optimizer.step()
+            self._masters.publish()
+            self._scaler.grow()
         return mean_loss(losses, counts), float(norm)
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the gradients of the latest step, clipped, on the CPU, by logical name."""
-        return {name: None if p.grad is None else p.grad.cpu() for name, p in self._parameters.items()}
+        return {name: None if p.grad is None else p.grad.cpu() for name, p in self._masters.parameters.items()}
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights, on the CPU, by logical name."""
-        return {name: parameter.detach().cpu() for name, parameter in self._parameters.items()}
+        return {name: master.detach().cpu() for name, master in self._masters.parameters.items()}
 
     def _microbatch(self, step: int, number: int, watch: Watch | None) -> tuple[float, int]:
         """Run forward and backward of one microbatch; return its loss and the number of elements that it averages."""
@@ -159,8 +171,10 @@ class _Plain:
         for index, layer in enumerate(self.layers):
             torch.manual_seed(derive(self._run.seed, "layer", step, number, index))
             values = as_values(layer(*values))
+        if self._run.precision.is_half:
+            values = cast_floating(values, torch.float32)
         loss, count = self.model.loss(values, target), self.model.count(target)
-        weight = self._mean.weight(count).to(loss)
+        weight = self._mean.weight(count, self._scaler.scale).to(loss)
         if watch is not None:
             watch.keep(Spot(LOSS, number), loss)
             watch.keep(Spot(LOSS, number, backward=True), weight)
@@ -176,7 +190,7 @@ def _place_of(run: Run) -> Place:
         raise ConfigError([f"device is 'cuda', and the plain process has no GPU ({error}): verify on 'cpu'"]) from error
 
 
-def _scale(parameters: dict[str, nn.Parameter], factor: float) -> None:
+def _scale(parameters: Mapping[str, nn.Parameter], factor: float) -> None:
     """Multiply the gradients by a factor, if it is not 1."""
     for parameter in parameters.values():
         if factor != 1.0 and parameter.grad is not None:

@@ -53,6 +53,9 @@ class Bounds(NamedTuple):
 
 BITWISE, TIED, REPLICAS = Bounds(0.0, 0.0, 0.0), Bounds(CLOSE, CLOSE, DRIFTED), Bounds(CLOSE, CLOSE, DRIFTED)
 DIVIDED = Bounds(1e-5, 2e-5, DRIFTED)  # tensor and context parallelism: sums of products of a layer's parts
+# Layers in half precision, whose products are added in another order and rounded to 8 bits. A bias that begins at 0 is
+# made of AdamW's steps alone, whose signs small gradients decide.
+HALF = Bounds(2e-3, 3e-2, 0.25)
 ON_GPUS = Bounds(1e-5, 1e-5, 1e-2)  # GPU kernels add in an order that varies from call to call
 
 
@@ -97,6 +100,9 @@ class Verdict:
     - Tensor and context parallelism: they add parts of products and of sums over tokens. Losses may differ by 1e-5,
       norms and the gradients of the first step by 2e-5, weights by 1e-3.
     - GPUs, whose kernels add in any order: 1e-5, and 1e-2 for weights.
+    - Layers in half precision, where any of these applies: losses 2e-3, norms and gradients 3e-2, weights 0.25 (of
+      a bias that begins at 0 AdamW makes steps whose signs small gradients decide). The plain process computes in the
+      run's precision too.
 
     Outputs that are not contiguous arrive with their order in memory, and gradients with the order of the outputs.
     Where one process would have another order in memory, kernels may add in another order too; there are no bounds for
@@ -233,10 +239,12 @@ def _compare(job: Job, plain: Trained) -> Verdict:
         else _Pair(f"weight {name}", weight, plain.weights[name], bounds.weight, last)
         for name, weight in job.weights().ends()
     ]
+    # with masters, what the replicas have is another thing than what the optimizer has
+    first = [*job.weights(0).ends()] if run.precision.is_mixed else [(pair.what, pair.found) for pair in weights]
     replicas = [
-        _Pair(f"weight {name} of dp={dp}, beside dp=0,", other, pair.found, 0.0, last)
+        _Pair(f"weight {name} of dp={dp}, beside dp=0,", other, found, 0.0, last)
         for dp in range(1, run.mesh.dp)
-        for (name, other), pair in zip(job.weights(dp).ends(), weights, strict=True)
+        for (name, other), (_, found) in zip(job.weights(dp).ends(), first, strict=True)
     ]
     differences = [
         Difference(pair.what, relative_error(pair.found, pair.wanted, pair.scale), pair.allowed, pair.step)
@@ -277,6 +285,12 @@ class _Pair(NamedTuple):
 
 def _allowed(run: Run, schedule: Schedule, tied: bool) -> Bounds:
     """Choose the bounds that apply to a run."""
+    bounds = _in_fp32(run, schedule, tied)
+    return Bounds(*map(max, HALF, bounds)) if run.precision.is_half and bounds != BITWISE else bounds
+
+
+def _in_fp32(run: Run, schedule: Schedule, tied: bool) -> Bounds:
+    """Choose the bounds that apply to a run in fp32."""
     if run.device == "cuda":
         return Bounds(*map(max, DIVIDED, ON_GPUS)) if run.mesh.tensor_ranks * run.mesh.cp > 1 else ON_GPUS
     if run.mesh.tensor_ranks * run.mesh.cp > 1:

@@ -107,8 +107,10 @@ class _Lines:
 
 def _figures(report: Report, unit: str) -> str:
     """Format a step as one line. The memory is that of the pipeline rank with the most."""
+    scale = "" if report.loss_scale is None else f"scale {report.loss_scale:g}  "
+    start = f"{'skipped  ' if report.skipped else ''}{scale}loss {_short(report.loss, 4)}"
     return (
-        f"loss {_short(report.loss, 4)}  grad {_short(report.grad_norm, 3)}  {report.per_second(unit):,.0f} {unit}/s  "
+        f"{start}  grad {_short(report.grad_norm, 3)}  {report.per_second(unit):,.0f} {unit}/s  "
         f"bubble {report.bubble:.0%}  {max(report.peak_memory, default=0) / 2**30:.2f} GiB"
     )
 

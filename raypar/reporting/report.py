@@ -75,7 +75,7 @@ class Report:
         step: Its number, counted from 0; texts count from 1.
         loss: Mean over the step's tokens, over all replicas.
         grad_norm: Global 2-norm of the gradients before clipping.
-        lr: Learning rate of the update.
+        lr: Learning rate of the update; 0 of a step that was skipped.
         tokens: Number of target elements of the step.
         tokens_per_s: Tokens a second, by the driver's clock.
         step_ms: Duration in milliseconds, by the driver's clock.
@@ -93,6 +93,8 @@ class Report:
             and the process.
         by_hand: Whether the step was taken by hand. Then its times are those of the moves alone, one after the other,
             which say nothing of a run: they are shown and written nowhere.
+        loss_scale: Scale of the loss; None if it was not scaled.
+        skipped: Whether the step changed no weight, because a loss or a gradient was not finite.
     """
 
     step: int
@@ -109,6 +111,8 @@ class Report:
     samples: int = 0
     memory: Mapping[Kind, tuple[int, ...]] = field(default_factory=dict)
     by_hand: bool = False
+    loss_scale: float | None = None
+    skipped: bool = False
 
     @property
     def steps_taken(self) -> int:
@@ -242,6 +246,8 @@ def report_of(
             for kind in workers[0].memory
         },
         by_hand=by_hand,
+        loss_scale=next((result.scale for result in results if result.scale is not None), None),
+        skipped=any(result.is_skipped for result in results),
     )
 
 

@@ -120,9 +120,10 @@ def closing_rows(
     bubble = statistics.median(report.bubble for report in steady)
     hidden = [report.overlap for report in steady if report.overlap is not None]
     measured = "" if overlay is None else f"; {overlay.predicted.bubble:.1%} predicted {overlay.source}"
+    skipped = sum(report.skipped for report in reports)
     named = (f"pp={rank} {size / 2**20:,.0f} MiB" for rank, size in enumerate(memory))
     return [
-        ("steps", f"{len(reports):,}"),
+        ("steps", f"{len(reports):,}" + (f", of which {skipped:,} skipped" if skipped else "")),
         ("train loss", f"{last.loss:.4f}"),
         ("validation loss", f"{evaluation.loss:.4f}"),
         ("perplexity", f"{evaluation.perplexity:.2f}"),

@@ -130,6 +130,8 @@ class _Step:
     peak_memory: Numbers
     memory: dict[str, Numbers] | None = None
     samples: Number | None = None
+    loss_scale: Figure | None = None
+    skipped: bool = False
     by_hand: bool = False
 
 

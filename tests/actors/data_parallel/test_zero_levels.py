@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.optim import AdamW
+from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
+from raypar.actors.tensors import dtype_of
 from tests.support.replicas import agrees, shared
 from tests.support.team import Team, linears
 
@@ -204,3 +207,23 @@ def test_an_evaluation_gathers_too():
     before = [result.losses for result in team.step(0, "evaluate")]
     assert [result.losses for result in team.step(0, "evaluate")] == before
     assert [held(worker) for worker in team.workers] == [0] * 4
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_masters_of_sharded_weights_have_the_bits_of_level_1(compute):
+    """bf16 layers and fp32 masters, which are shared out once: no copy beside the shards."""
+    fields = {"fn": linears(4), "pp": 2, "m": 2, "dp": 2, "bucket_mb": 1e-4, "precision": Precision(compute=compute)}
+    half = dtype_of(compute)
+    _, losses, weights, gradients = trained(**fields, **ADAM, zero=1)
+    for level in (2, 3):
+        _, *found = trained(**fields, **ADAM, zero=level, zero_reduce="step")
+        assert found[0] == losses
+        assert all(found[1][name].to(half).equal(weight) for name, weight in weights.items())
+        assert all(found[2][name].equal(gradient) for name, gradient in gradients.items())
+    team = Team(**fields, **ADAM, zero=3)
+    team.step(0)
+    for worker in team.workers:
+        part = worker.member.parts.part
+        assert {master.dtype for master in part.masters.parameters.values()} == {torch.float32}
+        units = [unit for weights in part.weights.values() for unit in weights.units]
+        assert {name for unit in units for name in unit.shards} == set(part.masters.parameters)

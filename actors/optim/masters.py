@@ -1,0 +1,98 @@
+"""The weights that the optimizer updates: fp32 masters of half-precision weights, or the layers' weights themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from raypar.actors.models.cast import cast
+from raypar.actors.specs.precision import Precision
+from raypar.actors.tensors import dtype_of
+
+
+class Masters:
+    """The weights that the optimizer of one actor updates, by logical name.
+
+    Where the layers' weights have the masters' dtype, they are the masters: nothing is copied, and nothing is done.
+
+    Args:
+        model: The layers' parameters that this actor updates, by logical name, in the dtype in which layers compute.
+        masters: What the optimizer updates in their place, by logical name; None if the layers' parameters are it.
+        copies: What ``publish`` writes the masters into, by logical name; None for the layers' parameters.
+
+    Attributes:
+        parameters: The masters by logical name; each has a gradient after ``take_gradients``.
+
+    Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.1.
+    """
+
+    def __init__(
+        self,
+        model: Mapping[str, nn.Parameter],
+        masters: Mapping[str, nn.Parameter] | None = None,
+        copies: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.parameters = model if masters is None else masters
+        pairs = [(model[name], master) for name, master in self.parameters.items()]
+        self._apart = [(parameter, master) for parameter, master in pairs if parameter is not master]
+        targets = [((model if copies is None else copies)[name], master) for name, master in self.parameters.items()]
+        self._copies = [(target, master) for target, master in targets if target is not master]
+
+    @torch.no_grad()
+    def take_gradients(self, scale: float = 1.0) -> None:
+        """Give every master the gradient of its parameter, in the master's dtype.
+
+        The parameter's own is None afterwards. A gradient that has the master's dtype is not copied, and multiplied in
+        place.
+
+        Args:
+            scale: Factor of the gradients: 1 / (the scale of the loss).
+        """
+        for parameter, master in self._apart:
+            master.grad, parameter.grad = _in_dtype(parameter.grad, master.dtype), None
+        if scale != 1.0:
+            for master in self.parameters.values():
+                if master.grad is not None:
+                    master.grad.mul_(scale)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Write the masters into the layers' parameters, rounded to their dtype."""
+        for copy, master in self._copies:
+            copy.copy_(master)
+
+
+def masters_of(precision: Precision, layers: Iterable[nn.Module], own: Mapping[str, nn.Parameter]) -> Masters:
+    """Cast layers to the precision of a run, and return the masters of the parameters that an actor updates.
+
+    A master takes over the memory of the weight before the cast.
+
+    Args:
+        precision: The run's precision.
+        layers: All layers of the actor, in fp32.
+        own: The parameters that it updates, by logical name.
+    """
+    if not precision.is_half:
+        return Masters(own)
+    initial = {name: parameter.detach() for name, parameter in own.items()}
+    cast(layers, dtype_of(precision.compute), dtype_of(precision.reduce))
+    return Masters(own, {name: master_of(own[name], weight, precision) for name, weight in initial.items()})
+
+
+def master_of(parameter: nn.Parameter, initial: Tensor, precision: Precision) -> nn.Parameter:
+    """Return the master of a layers' parameter: the parameter itself if it was not cast.
+
+    Args:
+        parameter: The parameter, cast to the precision.
+        initial: The weight as it was before.
+        precision: The run's precision.
+    """
+    weight = initial.to(dtype_of(precision.master)) if initial.dtype == torch.float32 else initial
+    return parameter if parameter.dtype == weight.dtype else nn.Parameter(weight)
+
+
+def _in_dtype(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a gradient in a dtype; None if there is none."""
+    return None if gradient is None else gradient.to(dtype)

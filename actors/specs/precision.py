@@ -1,0 +1,98 @@
+"""Which dtype lives where in a run: of the layers, of the sums of gradients, of the weights that the optimizer has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Lt
+
+from raypar.actors.bounds import Count
+from raypar.actors.known_fields import known_fields
+
+DType = Literal["fp32", "bf16", "fp16"]
+Nonfinite = Literal["stop", "skip", "rewind"]  # what becomes of a step whose loss or gradients are not finite
+
+FP16_MAX = 65504.0
+FP16_SMALLEST = 2.0**-24  # of the numbers above 0, with gradual underflow
+
+
+@known_fields()
+@dataclass(frozen=True)
+class Precision:
+    """Mixed precision (Micikevicius et al. 2018): layers compute in half precision, the optimizer updates masters.
+
+    Softmax, norms and losses are computed in fp32 whatever the dtype of the layers.
+    """
+
+    compute: DType = "fp32"
+    """dtype of the layers' weights, of what they compute, and of what goes between stages"""
+    reduce: DType = "fp32"
+    """dtype in which gradients are added up, over microbatches and over replicas"""
+    master: DType = "fp32"
+    """dtype of the weights that the optimizer updates, of its states and of checkpoints"""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the optimizer's weights are other tensors than the layers'."""
+        return self.compute != self.master
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the layers compute in half precision."""
+        return self.compute != "fp32"
+
+    def faults(self) -> Iterator[str]:
+        """Yield what does not go together, each with its fix."""
+        if not self.is_half and self.master != "fp32":
+            yield f"precision.master is {self.master!r}, but layers compute in fp32: set precision.compute to it too"
+        elif self.master not in ("fp32", self.compute):
+            yield f"precision.master is {self.master!r}, precision.compute {self.compute!r}: use fp32 for the masters"
+        if self.reduce not in ("fp32", self.compute):
+            yield f"precision.reduce is {self.reduce!r}, precision.compute {self.compute!r}: use fp32 or the same"
+
+
+@known_fields()
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2), which keeps small gradients above fp16's zero.
+
+    The loss is multiplied by the scale before the backward, and the gradients divided by it before they are clipped. A
+    step with an overflow is skipped on every actor, and the scale falls; after a window of steps without, it grows.
+    """
+
+    use: Literal["auto", "on", "off"] = "auto"
+    """auto: on if the layers compute in fp16"""
+    init: Annotated[float, Gt(0), Lt(1e38)] = 2.0**16
+    """the first scale"""
+    window: Count = 1000
+    """steps without an overflow after which the scale grows"""
+    growth: Annotated[float, Gt(1)] = 2.0
+    """factor by which it grows"""
+    backoff: Annotated[float, Gt(0), Lt(1)] = 0.5
+    """factor by which it falls after an overflow"""
+    floor: Annotated[float, Gt(0)] = 1.0
+    """the smallest scale"""
+    hysteresis: Annotated[int, Ge(1)] = 1
+    """overflows since the scale last changed before it falls"""
+    overflow: Literal["skip", "clamp"] = "skip"
+    """clamp: instead of skipping a step, replace infinite gradients by the largest number of fp16 (experimental)"""
+
+    def is_on(self, precision: Precision) -> bool:
+        """Return whether a run of this precision scales its loss."""
+        return self.use == "on" or (self.use == "auto" and precision.compute == "fp16")
+
+    def faults(self, precision: Precision) -> Iterator[str]:
+        """Yield what does not go together, each with its fix.
+
+        Args:
+            precision: The run's precision.
+        """
+        if precision.compute == "fp16" and self.use == "off":
+            yield (
+                "precision.compute is 'fp16', but loss_scale.use is 'off', and gradients below 6e-8 would be 0: set it "
+                "to auto, or compute in bf16"
+            )
+        if self.floor > self.init:
+            yield f"loss_scale.floor {self.floor:g} is above loss_scale.init {self.init:g}: lower it"

@@ -1,0 +1,70 @@
+"""Make the layers of an actor with their weights, cast to the run's precision and sharded as ZeRO says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from raypar.actors.collective.group import Group
+from raypar.actors.data_parallel.sharder import Sharder
+from raypar.actors.data_parallel.stage_weights import StageWeights
+from raypar.actors.device import Place
+from raypar.actors.models.base import Model, Parallelize
+from raypar.actors.models.tied_weights import share
+from raypar.actors.optim.masters import Masters, masters_of
+from raypar.actors.worker.plan import Plan
+
+
+class LayerMaker:
+    """Makes the layers of an actor, and shards their weights with ZeRO stage 3.
+
+    Args:
+        plan: The actor's plan.
+        place: The device that it computes on.
+        group: The replicas among which weights are sharded; None if they are not.
+        model: The model.
+        parallelize: Applies the styles of the mesh's axes to a layer.
+    """
+
+    def __init__(self, plan: Plan, place: Place, group: Group | None, model: Model, parallelize: Parallelize) -> None:
+        self._plan, self._place, self._group = plan, place, group
+        self._model, self._parallelize = model, parallelize
+        self._modules: dict[int, nn.Module] = {}
+        self._sharder: Sharder | None = None
+
+    def make(
+        self, parts: Mapping[int, Sequence[int]], owner_of: Mapping[str, int], same: dict[str, str]
+    ) -> tuple[dict[int, nn.Module], dict[int, StageWeights]]:
+        """Make the layers of stages.
+
+        Args:
+            parts: The indices of the layers of each stage, by its number.
+            owner_of: The owner of each parameter.
+            same: For each copy of a tied weight that needs no memory of its own, the parameter that it is the same as.
+
+        Returns:
+            The layers by index, and the sharded weights of each stage by number; empty without ZeRO stage 3.
+        """
+        weights: dict[int, StageWeights] = {}
+        if self._plan.world.gathers:
+            run = self._plan.run
+            self._sharder = Sharder(
+                self._model, self._some, self._modules, same, owner_of, self._group, run.zero_units, run.precision
+            )
+            weights = {number: self._sharder.shard(part) for number, part in parts.items()}
+        else:
+            self._some([index for part in parts.values() for index in part])
+        share(self._model, self._modules, same)
+        return self._modules, weights
+
+    def masters(self, mine: Mapping[str, nn.Parameter]) -> Masters:
+        """Return the masters of the parameters that this actor updates, given by logical name; layers are cast now."""
+        if self._sharder is not None:
+            return Masters(mine, self._sharder.masters, self._sharder.shards)
+        return masters_of(self._plan.run.precision, self._modules.values(), mine)
+
+    def _some(self, indices: Sequence[int]) -> None:
+        made = self._model.materialize(indices, self._plan.run.seed, self._parallelize)
+        self._place.settle(made)
+        self._modules.update(zip(indices, made, strict=True))
