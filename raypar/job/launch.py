@@ -9,12 +9,11 @@ from pathlib import Path
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
-from raypar.cluster.ray_cluster import demand_shippable, start_actors
+from raypar.cluster.ray_cluster import start_actors
 from raypar.config.run import world_of
 from raypar.config.schedule import Programs
-from raypar.config.shared_buffers import warn_of_shared_buffers
 from raypar.config.skeleton import Skeleton
-from raypar.job.batch_checks import warn_of_equal_replicas
+from raypar.job.before_launch import look_ahead
 from raypar.job.job import Job
 from raypar.job.run_folders import replaced, settled
 from raypar.reporting.record import Record
@@ -46,9 +45,7 @@ def launch(
         JobError: The actors could not be started.
     """
     programs, skeleton, found = prepared(run, resume, overwrite=overwrite)
-    demand_shippable(run.model, run.data)
-    warn_of_equal_replicas(run)
-    warn_of_shared_buffers(run, skeleton, programs["train"])
+    look_ahead(run, programs, skeleton)
     run = settled(run)
     with replaced(run.folder if overwrite else None):
         return _launched(run, programs, skeleton, found, wait_for_nodes)
