@@ -42,6 +42,7 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 RUN = "run.toml"  # the resolved run
 METRICS = "metrics.jsonl"  # one line per step and per evaluation: their ``to_dict``
+MOST_METRICS = 1 << 30  # bytes: the largest metrics file that a resumed run accepts
 SCHEDULE = "schedule.csv"  # the lowered training schedule, in torch's format
 TIMELINE = "timeline.json"  # {"step": n, "timelines": [{"actions": [[rank, actor, "1F0", start, end, bytes, bucket]]}]}
 LEDGER = "ledger.json"  # {actor: {"pp send": [calls, bytes, seconds]}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -21,12 +20,13 @@ from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.run import Run
 from raypar.cli.foreign_flags import foreign_faults
 from raypar.cli.output_files import file_faults, growing_file, whole_file
+from raypar.cli.resuming import how_to_go_on, its_run, misfits
 from raypar.config.recipes import RECIPES
 from raypar.config.run import check_run, unrecorded, world_of
 from raypar.config.toml import of_kind, read_table, run_of
 from raypar.config.validate.parallel import idle_fields
 from raypar.errors import ConfigError, JobError
-from raypar.paths import CHECKPOINTS, RUN, absolute, checkpoints_in, holds_run, home_of
+from raypar.paths import RUN, absolute, checkpoints_in, holds_run
 from raypar.planner.host import room_faults
 from raypar.reporting.needs import Rows
 from raypar.reporting.report import Evaluation, Report
@@ -123,7 +123,7 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
         NonFiniteError: The gradients became infinite or NaN.
     """
     start = next((_found(path) for path in _values_of("--resume", words) if path), None)
-    known = {} if start is None else {str(start.path): _its_run(start)}
+    known = {} if start is None else {str(start.path): its_run(start)}
     args = _parse(TrainArgs, words, "train", "Train a model on actors.", next(iter(known), "gpt-small"), known=known)
     if args.base in known and names_code(args.schedule) and not [*_values_of("--schedule", words)]:
         fix = f"if you trust it, say --schedule {args.schedule}"
@@ -136,10 +136,13 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
     if args.overwrite and run.folder is None:
         faults.append("--overwrite replaces the run in a folder, and there is none: give --folder")
     if start is not None and start.manifest.step >= run.steps:
-        faults.append(f"{start.path.name} is the end of a run of {run.steps} steps: give more --steps to go on")
+        taken = f"{start.path.name} is of a run that has taken {start.manifest.step} steps, and --steps is {run.steps}"
+        faults.append(f"{taken}: give more to go on")
     faults += room_faults(world_of(run).size)
+    if faults or args.dry_run:  # otherwise the launch looks for them
+        faults += misfits(run, start, args.overwrite)
     if faults:
-        raise ConfigError([*faults, *_misfits(run, start)])
+        raise ConfigError(faults)
     origins = _origins(args, words)
     if args.dry_run:
         for idle in idle_fields(run.mesh, run.context, sequence=run.sequence_parallel):
@@ -155,7 +158,7 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
         return _trained(run, args, schedule, start, launches)
     except (JobError, NonFiniteError, KeyboardInterrupt, SystemExit) as error:
         if launches:
-            error.add_note(_how_to_go_on(run))
+            error.add_note(how_to_go_on(run))
         raise
 
 
@@ -193,26 +196,6 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, start: Found | None,
         return Finished(rows, "" if job.lost is None else _told_lost(job))
 
 
-def _how_to_go_on(run: Run) -> str:
-    """Say how a run that has ended badly goes on: from its newest checkpoint, if it has one."""
-    from raypar.checkpoint.find import ls
-
-    if run.folder is None:
-        return "nothing was saved: give --folder, and --save-every, to keep checkpoints"
-    try:
-        sound = [listed.step for listed in ls(absolute(run.folder) / CHECKPOINTS) if not listed.faults]
-    except CheckpointError:  # there is no such folder
-        sound = []
-    if not sound:
-        return "nothing was saved"
-    code = (
-        f" --schedule {shlex.quote(str(run.schedule))}"
-        if isinstance(run.schedule, str) and names_code(run.schedule)
-        else ""
-    )
-    return f"resume with: raypar train --resume {shlex.quote(run.folder)}{code} (after step {sound[0]})"
-
-
 def _told_lost(job: Job) -> str:
     """Describe a run whose last checkpoint is missing."""
     lost = f"the run took all its steps, but its weights after step {job.run.steps} are not saved (see above)"
@@ -232,20 +215,6 @@ def _keep(job: Job) -> None:
         log.warning("interrupted, and nothing was saved: %s", error)
     else:
         log.info("saved as %s", saved.name)
-
-
-def _misfits(run: Run, start: Found | None) -> list[str]:
-    """Return the reasons why a run cannot continue from a checkpoint."""
-    if start is None:
-        return []
-    from raypar.checkpoint.resume import demand_resumable
-    from raypar.config.skeleton import Skeleton
-
-    try:
-        demand_resumable(run, Skeleton(run.model, run.seed), start)
-    except ConfigError as error:
-        return error.faults
-    return []
 
 
 def verify(words: Sequence[str]) -> Verdict:
@@ -300,12 +269,6 @@ def _found(path: str) -> Found:
     from raypar.checkpoint.resume import find  # imports numpy
 
     return find(Path(path))
-
-
-def _its_run(found: Found) -> Run:
-    """Return a checkpoint's run, with the run folder that the checkpoint is in now; it may have been moved."""
-    run, home = run_of(found.manifest.run), home_of(found.path)
-    return run if home is None else replace(run, folder=str(home))
 
 
 def _parse(

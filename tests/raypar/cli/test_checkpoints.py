@@ -71,9 +71,16 @@ def test_train_leaves_a_folder_and_goes_on_in_it(said, kept_actors, tmp_path, mo
     assert said("ckpt", "verify", "a/run")[0] == 0
     code, out, err = said("train", "--resume", "a/run")
     assert code == 2
-    assert "step-00000004 is the end of a run of 4 steps: give more --steps to go on" in err
+    assert "step-00000004 is of a run that has taken 4 steps, and --steps is 4: give more to go on" in err
     err = said("train", "--resume", "a/run", "--model.hidden", 64)[2]
     assert "2 mistakes" in err and "model.hidden is 64, but 32 in the checkpoint" in err
+    err = said("train", "--resume", "a/run", "--steps", 9, "--model.hidden", 64, "--seed", 3, "--dry-run")[2]
+    assert "2 mistakes" in err and "seed is 3, but 0 in the checkpoint: give the same" in err
+    code, _, err = said("train", "--resume", "a/run", "--steps", 9, "--clip", 3.0, "--dry-run")
+    assert code == 0 and err.startswith("resumed with clip 3.0, which was 1.0\nresumed with steps 9, which was 4\n")
+    old = "a/run/checkpoints/step-00000002"
+    err = said("train", "--resume", old, "--steps", 9, "--dry-run")[2]
+    assert "has 'step-00000004', and this run begins at step 3" in err
     err = said("train", *words, "--folder", "a/run", "--dry-run")[2]
     assert "holds a run already (run.toml): resume it with --resume" in err
     assert "save_every is 2, but" in said("train", "a/run/run.toml", "--dry-run")[2], "another run wants its own folder"
