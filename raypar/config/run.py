@@ -235,7 +235,10 @@ def _output_faults(run: Run, resumed: Path | None, right: Callable[..., bool], *
 def _data_faults(run: Run, right: Callable[..., bool]) -> list[str]:
     """Return the faults of the data. A size of the model that is itself wrong is not compared with the data."""
     if isinstance(run.data, Batches):
-        return [*length_faults(run.model, run.data)] if right("model.seq") else []
+        from raypar.config.validate.batches import batches_faults  # imports torch
+
+        lengths = length_faults(run.model, run.data) if right("model.seq") else ()
+        return [*batches_faults(run.data), *lengths]
     seq = run.model.seq if right("model.seq") else 1
     if seq is None:
         return [

@@ -7,7 +7,7 @@ from raypar.cluster.ray_cluster import demand_shippable
 from raypar.config.layer_warnings import warn_of_layers
 from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
-from raypar.job.batch_checks import warn_of_equal_replicas
+from raypar.job.batch_checks import warn_of_batches
 
 
 def look_ahead(run: Run, programs: Programs, skeleton: Skeleton) -> None:
@@ -22,5 +22,5 @@ def look_ahead(run: Run, programs: Programs, skeleton: Skeleton) -> None:
         ConfigError: The model or the data can't be sent to actors.
     """
     demand_shippable(run.model, run.data)
-    warn_of_equal_replicas(run)
+    warn_of_batches(run)
     warn_of_layers(run, skeleton, programs["train"])

@@ -5,6 +5,7 @@ import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -210,10 +211,33 @@ def test_a_wrong_value_is_named_with_its_fix(tiny, change, says):
     assert any(says in fault for fault in faults_of(replace(tiny, **change)))
 
 
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        (torch.zeros(2, 4), "data.fn: a batch function must return (inputs, targets), it returned Tensor"),
+        ((torch.zeros(2, 4),), "data.fn: a batch function must return (inputs, targets), it returned tuple"),
+        (
+            (torch.zeros(2, 4), None),
+            "data.fn: as targets a batch function returned NoneType: return a tensor or a tuple",
+        ),
+        (
+            (np.zeros((2, 4)), torch.zeros(2)),
+            "data.fn: as inputs a batch function returned ndarray: make tensors of arrays with torch.from_numpy",
+        ),
+    ],
+)
+def test_a_batch_function_that_returns_no_pair_of_tensors_is_refused(tiny, batch, says):
+    from torch import nn
+
+    model = Layers(lambda: [nn.Linear(4, 4), nn.Linear(4, 4)], loss=max)
+    faults = faults_of(replace(tiny, model=model, data=Batches(lambda *_: batch)))
+    assert [fault[: len(says)] for fault in faults] == [says]
+
+
 @pytest.mark.parametrize("positions", ["learned", "rope", "alibi"])
 def test_batches_longer_than_the_model_are_refused(tiny, positions):
     def tokens(step, microbatch, dp):
-        return torch.zeros(2, 40, dtype=torch.int64), None
+        return torch.zeros(2, 40, dtype=torch.int64), torch.zeros(2, 40, dtype=torch.int64)
 
     def broken(step, microbatch, dp):
         raise OSError("its files are on the actors' machines")
@@ -666,7 +690,7 @@ def test_embeddings_that_can_not_be_kept_alike_are_refused(tiny, options, mesh, 
     from torch import nn
 
     model = Layers(lambda: [nn.Embedding(8, 4, **options), nn.Linear(4, 8)], loss=max)
-    run = replace(tiny, model=model, mesh=mesh, data=Batches(print))
+    run = replace(tiny, model=model, mesh=mesh, data=Batches(lambda *_: (torch.zeros(2, 4), torch.zeros(2, 4))))
     if says is None:
         check_run(run)
     else:
