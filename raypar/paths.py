@@ -51,6 +51,7 @@ LOG = "log.txt"  # the messages of the logger "raypar"
 CHECKPOINTS = "checkpoints"  # folder of the checkpoints
 TENSORBOARD = "tensorboard"  # folder of event files, if the run is tracked by TensorBoard
 REPORT = "report.html"  # the page of raypar report
+COMPARISON = "comparison.html"  # the page of raypar report with several runs, in the folder of the first
 TRACE = "trace.json"  # the trace of raypar trace
 
 TRAINING_FILES = (RUN, METRICS, SCHEDULE, TIMELINE, LEDGER)  # with any of these, a folder holds a run

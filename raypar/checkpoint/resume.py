@@ -78,7 +78,7 @@ def prepared(
     found = find(Path(resume)) if isinstance(resume, str | Path) else resume
     skeleton = Skeleton(run.model, run.seed)
     programs = check_run(run, None if found is None else found.path, skeleton, overwrite=overwrite)
-    for idle in idle_fields(run.mesh, run.context, sequence=run.sequence_parallel):
+    for idle in idle_fields(run):
         log.warning("%s", idle)
     if found is not None:
         demand_resumable(run, skeleton, found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -18,6 +19,7 @@ from raypar.actors.specs.data import Text
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.run import Run
+from raypar.cli.flag_values import value_faults
 from raypar.cli.foreign_flags import foreign_faults
 from raypar.cli.output_files import file_faults, growing_file, whole_file
 from raypar.cli.resuming import how_to_go_on, its_run, misfits
@@ -138,6 +140,8 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
     if start is not None and start.manifest.step >= run.steps:
         taken = f"{start.path.name} is of a run that has taken {start.manifest.step} steps, and --steps is {run.steps}"
         faults.append(f"{taken}: give more to go on")
+    if not 0 <= args.wait_for_nodes < math.inf:
+        faults.append(f"--wait-for-nodes is {args.wait_for_nodes}: it must be a number of seconds, 0 or more")
     faults += room_faults(world_of(run).size)
     if faults or args.dry_run:  # otherwise the launch looks for them
         faults += misfits(run, start, args.overwrite)
@@ -145,7 +149,7 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
         raise ConfigError(faults)
     origins = _origins(args, words)
     if args.dry_run:
-        for idle in idle_fields(run.mesh, run.context, sequence=run.sequence_parallel):
+        for idle in idle_fields(run):
             logging.getLogger("raypar").warning("%s", idle)
         rows = plan_rows(run, schedule, origins=origins)
         return Plan(planned_grid(schedule, dict(rows)["bubble"], color=terminal), rows)
@@ -302,7 +306,7 @@ def _parse(
             default = replace(default, model=of_kind("model", model_kind, default.model))
         for optimizer_kind in _values_of("--optim.kind", words):
             default = replace(default, optim=of_kind("optim", optimizer_kind, default.optim))
-        if faults := [*foreign_faults(words, default)]:
+        if faults := [*foreign_faults(words, default), *value_faults(kind, words, default)]:
             raise ConfigError(faults)
         parts = {field.name: getattr(default, field.name) for field in fields(Run)}
         parsed: A = tyro.cli(
@@ -328,7 +332,8 @@ def _base(name: str, table: dict[str, int]) -> Run:
     try:
         return run_of({"recipe": name} | table)
     except ConfigError as error:
-        raise ConfigError([f"{fault}; or give a file whose name ends in .toml" for fault in error.faults]) from None
+        other = "a file whose name ends in .toml" + (", or a run folder" if table else "")
+        raise ConfigError([f"{fault}; or give {other}" for fault in error.faults]) from None
 
 
 def _read_none(words: Sequence[str]) -> list[str]:

@@ -13,7 +13,12 @@ from tests.support.checkpoints import flip, save_at
 
 
 def test_ls_is_the_newest_first_and_marks_what_is_not_sound(said, tmp_path):
-    assert said("ckpt", "ls", tmp_path) == (0, "no checkpoints\n", "")
+    code, out, err = said("ckpt", "ls", tmp_path)
+    assert (code, out) == (2, "") and "is no run folder and has no checkpoints: give another path" in err
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.toml").touch()
+    (tmp_path / "run" / "checkpoints").mkdir()
+    assert said("ckpt", "ls", tmp_path / "run") == (0, "no checkpoints\n", "")
     for step in (1, 20):
         save_at(tmp_path, step)
     code, out, _ = said("ckpt", "ls", tmp_path)

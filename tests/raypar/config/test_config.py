@@ -21,6 +21,7 @@ from raypar.actors.specs.types import SEND_WINDOW
 from raypar.config.recipes import RECIPES, recipe
 from raypar.config.run import check_run
 from raypar.config.toml import load_run, plain_of, run_of, toml_of
+from raypar.config.validate.parallel import idle_fields
 from raypar.errors import ConfigError
 from raypar.schedules import ScheduleError, build, check
 from raypar.schedules.action import Op
@@ -234,6 +235,27 @@ def test_a_batch_function_that_returns_no_pair_of_tensors_is_refused(tiny, batch
     assert [fault[: len(says)] for fault in faults] == [says]
 
 
+def test_what_has_no_effect_is_told(tiny):
+    data = Batches(lambda *_: (torch.zeros(2, 4), torch.zeros(2, 4)))
+    idle = [*idle_fields(replace(tiny, steps=5, eval_every=2, data=data, optim=AdamW(warmup=9), context="ulysses"))]
+    assert [told.split(":")[0] for told in idle] == [
+        "context 'ulysses' has no effect without mesh.cp",
+        "eval_every 2 has no effect without Batches(validate=...)",
+        "optim.warmup is 9 steps, and steps is 5",
+    ]
+    assert not [*idle_fields(replace(tiny, steps=5, eval_every=2, optim=AdamW(warmup=5)))]
+
+
+def test_a_text_in_the_place_of_a_model_or_data_is_understood(tiny):
+    assert faults_of(replace(tiny, model="gpt-small", data="my.txt", optim="adam")) == [
+        "model is 'gpt-small': it must be a GPT or a Llama or a Layers; "
+        "rp.recipe('gpt-small') is a run with such a model",
+        "data is 'my.txt': it must be a Text or a Batches; for text files give rp.Text('my.txt')",
+        "optim is 'adam': it must be an AdamW or an SGD or a Muon",
+    ]
+    assert "models of Hugging Face are not read" in faults_of(replace(tiny, model="gpt2"))[0]
+
+
 @pytest.mark.parametrize("positions", ["learned", "rope", "alibi"])
 def test_batches_longer_than_the_model_are_refused(tiny, positions):
     def tokens(step, microbatch, dp):
@@ -372,7 +394,7 @@ def test_wrong_types_and_wrong_values_come_together(tiny, text):
 )
 def test_an_absurd_schedule_is_refused_before_it_is_made(tiny, change):
     fault, *others = faults_of(replace(tiny, **{"schedule": "interleaved", **change}))
-    assert fault.endswith("chunks are more than 5000000: use smaller numbers")
+    assert fault.endswith("chunks are more than 200000: use smaller numbers")
     assert all("stages for 8 layers" in other for other in others)
 
 

@@ -63,6 +63,7 @@ def test_a_dry_run_makes_no_folder(said):
 
 def test_overwrite_replaces_a_run_and_leaves_nothing_of_it(kept_actors, said):
     trained()
+    Path("runs/a/comparison.html").touch()  # of raypar report runs/a runs/b
     code, _, err = said("train", "gpt-tiny", *FLAGS, "--folder", "runs/a")
     assert code == 2 and "--overwrite" in err
     code, _, err = said("train", "gpt-tiny", *FLAGS, "--folder", "runs/a", "--overwrite")
@@ -202,9 +203,13 @@ def test_a_batch_function_with_the_same_samples_or_none_twice_is_told(caplog, fn
 def test_a_launch_looks_at_the_batches_and_says_no_more_samples_than_it_knows(kept_actors, by_value, caplog):
     caplog.set_level(logging.INFO, "raypar")
     model = rp.Layers(lambda: [nn.Linear(4, 4)], nn.functional.mse_loss)
-    with rp.launch(rp.Run(model=model, data=rp.Batches(same), mesh=rp.Mesh(dp=2), microbatches=3, steps=1)):
+    run = rp.Run(model=model, data=rp.Batches(same), mesh=rp.Mesh(dp=2), microbatches=3, steps=1, eval_every=1)
+    with rp.launch(run) as job:
         assert "data.fn gives replicas 0 and 1 the same samples" in caplog.text
         assert "steps: 1 of 2 replicas x 3 microbatches\n" in caplog.text
+        assert "eval_every 1 has no effect without Batches(validate=...)" in caplog.text
+        assert len(job.train(steps=2)) == 2
+    assert "the run has 1 steps, and this goes on to step 2: later steps have the last" in caplog.text
 
 
 def test_what_has_no_effect_is_told(said):
