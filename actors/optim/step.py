@@ -97,9 +97,14 @@ class Updater:
         total = torch.linalg.vector_norm(norms)
         if not torch.isfinite(total):
             bad = [name for name, norm in zip(self._names, norms.tolist(), strict=True) if not norm < float("inf")]
+            fix = (
+                "nor is the loss: look at the batch, or lower the learning rate"
+                if against
+                else "lower the learning rate or clip"
+            )
             raise NonFiniteError(
                 f"step {step + 1}: the gradient of {bad[0] if bad else 'the whole model'} is not finite "
-                f"({len(bad)} of {len(self._names)} parameters); no weight was changed: lower the learning rate or clip"
+                f"({len(bad)} of {len(self._names)} parameters); no weight was changed: {fix}"
             )
         if against:
             raise NonFiniteError(f"step {step + 1}: the loss is not finite; no weight was changed: look at the batch")
