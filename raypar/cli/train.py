@@ -17,7 +17,7 @@ from raypar.actors.errors import CheckpointError, NonFiniteError
 from raypar.actors.mesh.mesh import AXES
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.model import GPT, Llama
-from raypar.actors.specs.optim import SGD, AdamW, Muon
+from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.run import Run
 from raypar.cli.flag_values import value_faults
 from raypar.cli.foreign_flags import foreign_faults
@@ -55,7 +55,7 @@ class RunArgs(Run):
     schedule: str = "1f1b"
     """naive, gpipe, 1f1b, interleaved, a CSV file, or code of yours as my.py:function; see raypar draw --help"""
     data: Text = field(default_factory=Text)
-    optim: AdamW | SGD | Muon = field(default_factory=AdamW)
+    optim: AnyOptimizer = field(default_factory=AdamW)
     base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE|FILE.toml")] = ""
     """the run that the flags change: gpt-tiny, gpt-small, gpt-124m, llama-tiny, llama-small, or a TOML file"""
 

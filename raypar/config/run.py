@@ -20,7 +20,7 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.config.fields import field_faults
 from raypar.config.recipes import RECIPES
-from raypar.config.schedule import Programs, programs_of, schedule_faults, with_backward
+from raypar.config.schedule import Programs, ZeroActions, programs_of, schedule_faults, with_backward, with_zero
 from raypar.config.skeleton import Skeleton
 from raypar.config.validate.model import length_faults
 from raypar.config.validate.optim import group_faults
@@ -60,6 +60,7 @@ def check_run(
     if isinstance(run.mesh, Mesh):
         faults += run.mesh.faults(right)
     faults += _server_faults(run, right)
+    faults += _zero_faults(run, right)
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
         faults += tensor_faults(run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel)
     if right("mesh.tp", "data", "micro_batch_size") and isinstance(run.mesh.tp, str):
@@ -70,7 +71,8 @@ def check_run(
     if right("schedule", "mesh.pp", "microbatches", "chunks"):
         reduces = right("mesh", "data_parallel", "servers", "zero") and world_of(run).reduces
         try:
-            programs = programs_of(run.schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=reduces)
+            once = reduces and zero_actions_of(run).reduce == "step"
+            programs = programs_of(run.schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=once)
             misfits = _layer_faults(run, skeleton, programs["train"].num_stages, right)
             faults += misfits or _placement_faults(run, skeleton, programs["train"], right)
         except ScheduleError as error:
@@ -85,6 +87,11 @@ def check_run(
     faults += _output_faults(run, resumed, right, overwrite=overwrite)
     if faults or programs is None:
         raise ConfigError(faults)
+    return with_zero(_with_backward(run, programs), zero_actions_of(run))
+
+
+def _with_backward(run: Run, programs: Programs) -> Programs:
+    """Return the programs with backwards split as the run says."""
     if run.backward == "auto" and isinstance(run.model, Layers) and not run.model.halves:
         return programs
     costs = costs_of_run(run, programs["train"].num_stages)
@@ -121,6 +128,17 @@ def world_of(run: Run) -> World:
     return World.of(run.mesh, run.data_parallel, run.servers, run.zero)
 
 
+def zero_actions_of(run: Run) -> ZeroActions:
+    """Return when the replicas of a run reduce gradients and gather weights."""
+    world = world_of(run)
+    return ZeroActions(
+        reduce=(run.zero_reduce or ("microbatch" if world.zero > 1 else "step")) if world.reduces else None,
+        gather=run.zero_gather if world.gathers else None,
+        reshard_after_forward=run.reshard_after_forward,
+        resident=run.zero_resident if run.zero_gather == "step" else None,
+    )
+
+
 def unrecorded(run: Run) -> Run:
     """Return the run without a folder, checkpoints and trackers."""
     return replace(run, folder=None, save_every=0, track=())
@@ -147,19 +165,43 @@ def _server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
         yield f"zero is {run.zero}, but data_parallel is 'parameter_server': servers hold the optimizer, leave zero out"
 
 
+def _zero_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
+    """Yield the settings of ZeRO that have nothing to do, or contradict each other."""
+    if not right("zero", "mesh", "data_parallel") or run.data_parallel == "parameter_server":
+        return
+    if (run.zero or 0) > 1 and run.mesh.shards == 1:
+        yield f"zero is {run.zero}, but there is one replica to share out to: set mesh.dp (or mesh.cp) to 2 or more"
+    if run.mesh.shard is not None and run.mesh.shard > 1 and run.zero == 0:
+        yield f"mesh.shard is {run.mesh.shard}, but zero is 0, which shards nothing: set zero to 1, 2 or 3"
+    if run.zero != 3:
+        idle = {
+            "zero_units": run.zero_units != 1,
+            "zero_gather": run.zero_gather != "microbatch",
+            "zero_resident": run.zero_resident is not None,
+            "reshard_after_forward": run.reshard_after_forward is not True,
+        }
+        for field in (name for name, is_set in idle.items() if is_set and right(name)):
+            given = getattr(run, field)
+            yield f"{field} is {given!r}, but zero is {run.zero}: only zero 3 gathers weights, leave it out"
+    elif run.zero_resident is not None and run.zero_gather != "step":
+        yield (
+            f"zero_resident is {run.zero_resident}, but zero_gather is {run.zero_gather!r}, which frees weights behind "
+            "every action: set zero_gather to 'step', or leave zero_resident out"
+        )
+
+
 def _optimizer_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Iterator[str]:
     """Yield the faults of the optimizer, and of its patterns if the model can be built."""
     if isinstance(run.optim, OptimizerSettings):
         yield from run.optim.faults(right)
     if not right("optim", "model") or (isinstance(run.model, Transformer) and any(run.model.faults(right))):
         return
-    try:
-        found = [*group_faults(run.optim, run.model, skeleton)]
-    except Exception:  # only the user's own function fails, which is a fault already
-        if isinstance(run.model, Layers):
+    if isinstance(run.model, Layers):
+        try:
+            _ = skeleton.model
+        except Exception:  # the user's own function fails: _layer_faults says so
             return
-        raise
-    yield from found
+    yield from group_faults(run.optim, run.model, skeleton)
 
 
 def _backward_faults(run: Run) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from raypar.actors.optim.groups import Rule, is_matrix, is_named, patterns_of, rule_of
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import AnyOptimizer, Muon
+from raypar.config.fields import brief
 from raypar.config.skeleton import Skeleton
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def group_faults(optim: AnyOptimizer, model: GPT | Llama | Layers, skeleton: Ske
         yield f"optim.adamw: your own Layers don't say which weights are the embedding and the head: {fix}"
     for field, pattern in patterns_of(optim):
         if not any(is_named(name, [pattern]) for name in named) and not (own and field == "adamw"):
-            yield f"optim.{field}: {pattern!r} names no weight that is trained: use {_near(pattern, named)}"
+            yield f"optim.{field}: {brief(pattern)} names no weight that is trained: use {_near(pattern, named)}"
     rules = {name: rule_of(optim, name, weight.dim()) for name, weight in weights.items()}
     for copy, home in homes.items():
         other = rule_of(optim, copy, weights[home].dim())

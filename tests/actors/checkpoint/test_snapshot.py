@@ -56,6 +56,15 @@ def test_training_goes_on_bitwise(layout, optim, tmp_path):
     same(outcome(loaded(team_of(**layout, optim=optim), tmp_path, tensors), range(2, 4)), wanted)
 
 
+def test_a_checkpoint_of_before_the_decay_of_wsd_goes_on_in_a_longer_run_as_if_that_had_been_meant(tmp_path):
+    short, longer = (team_of(optim=MUON, steps=steps, zero=1, dp=2) for steps in (5, 9))
+    outcome(short, range(2))
+    tensors = saved(short, tmp_path)
+    outcome(longer, range(2))
+    wanted = outcome(longer, range(2, 9))
+    same(outcome(loaded(team_of(optim=MUON, steps=9, zero=1, dp=2), tmp_path, tensors), range(2, 9)), wanted)
+
+
 def test_the_comparison_can_fail(tmp_path):
     team = team_of()
     outcome(team, range(2))
