@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from raypar.cluster.ray_cluster import start_actors
 from raypar.config.run import world_of
 from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
+from raypar.errors import ConfigError
 from raypar.job.before_launch import look_ahead
 from raypar.job.job import Job
 from raypar.job.run_folders import replaced, settled
@@ -44,6 +46,8 @@ def launch(
         ConfigError: The run has faults. The error lists all of them, and no actor was started.
         JobError: The actors could not be started.
     """
+    if not 0 <= wait_for_nodes < math.inf:
+        raise ConfigError([f"wait_for_nodes is {wait_for_nodes}: it must be a number of seconds, 0 or more"])
     programs, skeleton, found = prepared(run, resume, overwrite=overwrite)
     look_ahead(run, programs, skeleton)
     run = settled(run)

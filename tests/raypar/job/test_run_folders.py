@@ -200,6 +200,11 @@ def test_a_batch_function_with_the_same_samples_or_none_twice_is_told(caplog, fn
     assert [record.getMessage() for record in caplog.records] == says
 
 
+def test_a_launch_waits_for_a_number_of_seconds():
+    with pytest.raises(rp.ConfigError, match="wait_for_nodes is nan: it must be a number of seconds, 0 or more"):
+        rp.launch(RUN, wait_for_nodes=float("nan"))
+
+
 def test_a_launch_looks_at_the_batches_and_says_no_more_samples_than_it_knows(kept_actors, by_value, caplog):
     caplog.set_level(logging.INFO, "raypar")
     model = rp.Layers(lambda: [nn.Linear(4, 4)], nn.functional.mse_loss)
