@@ -394,7 +394,7 @@ def test_wrong_types_and_wrong_values_come_together(tiny, text):
 )
 def test_an_absurd_schedule_is_refused_before_it_is_made(tiny, change):
     fault, *others = faults_of(replace(tiny, **{"schedule": "interleaved", **change}))
-    assert fault.endswith("chunks are more than 200000: use smaller numbers")
+    assert fault.endswith("chunks are more than 50000: use smaller numbers")
     assert all("stages for 8 layers" in other for other in others)
 
 
