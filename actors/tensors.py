@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,13 +48,27 @@ def staged(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
 Values = tuple[Tensor, ...]  # the inputs or outputs of a layer
 
 
-def as_values(output: object) -> Values:
-    """Return a layer's output as a tuple of tensors. Raises TypeError if it is anything else."""
+def as_values(output: object, giver: str = "a layer") -> Values:
+    """Return the output of a user's layer or function as a tuple of tensors.
+
+    Args:
+        output: A tensor, or a tuple or list of one or more tensors.
+        giver: What returned it, for the error.
+
+    Raises:
+        TypeError: It is anything else.
+    """
     if isinstance(output, Tensor):
         return (output,)
     if isinstance(output, (tuple, list)) and output and all(isinstance(value, Tensor) for value in output):
         return tuple(output)
-    raise TypeError(f"a layer returned {type(output).__name__}: return a tensor or a tuple of tensors")
+    kinds = {type(value) for value in (output if isinstance(output, (tuple, list)) else [output])}
+    fix = (
+        "make tensors of arrays with torch.from_numpy"
+        if np.ndarray in kinds
+        else "return a tensor or a tuple of tensors"
+    )
+    raise TypeError(f"{giver} returned {type(output).__name__}: {fix}")
 
 
 def unwrap(values: Values) -> Tensor | Values:

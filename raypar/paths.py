@@ -42,6 +42,7 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 RUN = "run.toml"  # the resolved run
 METRICS = "metrics.jsonl"  # one line per step and per evaluation: their ``to_dict``
+MOST_METRICS = 1 << 30  # bytes: the largest metrics file that a resumed run accepts
 SCHEDULE = "schedule.csv"  # the lowered training schedule, in torch's format
 TIMELINE = "timeline.json"  # {"step": n, "timelines": [{"actions": [[rank, actor, "1F0", start, end, bytes, bucket]]}]}
 LEDGER = "ledger.json"  # {actor: {"pp send": [calls, bytes, seconds]}}
@@ -50,6 +51,7 @@ LOG = "log.txt"  # the messages of the logger "raypar"
 CHECKPOINTS = "checkpoints"  # folder of the checkpoints
 TENSORBOARD = "tensorboard"  # folder of event files, if the run is tracked by TensorBoard
 REPORT = "report.html"  # the page of raypar report
+COMPARISON = "comparison.html"  # the page of raypar report with several runs, in the folder of the first
 TRACE = "trace.json"  # the trace of raypar trace
 
 TRAINING_FILES = (RUN, METRICS, SCHEDULE, TIMELINE, LEDGER)  # with any of these, a folder holds a run

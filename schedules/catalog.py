@@ -159,5 +159,7 @@ def _unknown(word: str, known: Iterable[str]) -> ScheduleError:
     every = list(dict.fromkeys(known))
     close = difflib.get_close_matches(word.lower(), every, n=3)
     guess = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    if word.lower().startswith("zb"):
+        guess = "zero-bubble schedules have no name yet, but one of your own may split its backwards into I and W; "
     files = "; a file is a table, FILE.csv, or a function, FILE.py:FUNCTION" if Path(word).suffix else ""
     return ScheduleError(f"there is no schedule {word!r}: {guess}known are {', '.join(every)}{files}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 from collections.abc import Iterator
 
 from raypar.schedules.action import STEP, Action
@@ -54,7 +55,15 @@ def from_csv(text: str, name: str) -> Schedule:
 
 def _read(text: str, rows: list[list[Action]]) -> Iterator[str]:
     """Append the rows of a text to ``rows``, and yield what is wrong with its cells."""
-    for line, cells in enumerate(csv.reader(io.StringIO(text.removeprefix("\ufeff"))), start=1):
+    lines = csv.reader(io.StringIO(text.removeprefix("\ufeff")), strict=True)
+    for line in itertools.count(1):
+        try:
+            cells = next(lines)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield f"line {line}: {error}: does a quote have no end?"
+            return
         row: list[Action] = []
         for column, cell in enumerate(cells, start=1):
             for part in _parts(cell):

@@ -52,19 +52,23 @@ class FunctionSource:
         self._spec = spec
 
     def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
-        return as_values(self._pair(program, step, microbatch, dp)[0])
+        return self._pair(program, step, microbatch, dp)[0]
 
     def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
-        return as_values(self._pair(program, step, microbatch, dp)[1])
+        return self._pair(program, step, microbatch, dp)[1]
 
-    def _pair(self, program: ProgramName, step: int, microbatch: int, dp: int) -> tuple[object, object]:
+    def _pair(self, program: ProgramName, step: int, microbatch: int, dp: int) -> tuple[Values, Values]:
         fn = self._spec.fn if program == "train" else self._spec.validate
         if fn is None:
             raise ValueError("the run has no validation data: give Batches a validate function")
-        pair = fn(step, microbatch, dp)
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"a batch function must return (inputs, targets), it returned {type(pair).__name__}")
-        return pair[0], pair[1]
+        return pair_of(fn(step, microbatch, dp))
+
+
+def pair_of(batch: object) -> tuple[Values, Values]:
+    """Return the inputs and targets that a user's batch function has returned. Raises TypeError for anything else."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise TypeError(f"a batch function must return (inputs, targets), it returned {type(batch).__name__}")
+    return as_values(batch[0], "as inputs a batch function"), as_values(batch[1], "as targets a batch function")
 
 
 class ContextSource:

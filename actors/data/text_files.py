@@ -144,7 +144,8 @@ def _no_text(file: _File) -> Iterator[str]:
         head = source.read(_HEAD)
     zeros = head.count(0)
     half = max(head[0::2].count(0), head[1::2].count(0))  # of UTF-16 every other byte is often 0
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or (half == zeros and 5 * zeros > len(head)):
+    is_text = not any(byte < 32 and byte not in _SPACES for byte in set(head) - {0})
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or (half == zeros and 5 * zeros > len(head) and is_text):
         yield f"is UTF-16, and text is read as UTF-8: iconv -f UTF-16 -t UTF-8 {file.path.name} > utf8.txt"
     elif zeros:
         yield f"is no text: byte {head.index(0)} is NUL: give a text file, or uint16 tokens in a file named .bin"

@@ -62,6 +62,8 @@ class Model(ABC):
             given memory: see Linears.
         cross_entropy: Cross-entropy of logits (T, V) and labels (T,), summed over tokens. Tensor parallelism replaces
             it where it divides the vocabulary.
+        is_deferred: Whether the user's function built the layers on the meta device, so that what is not a layer's own
+            may be left there.
     """
 
     names: tuple[str, ...]
@@ -70,6 +72,7 @@ class Model(ABC):
     ties: tuple[tuple[str, str], ...] = ()
     tensor_plan: TensorPlan = ()
     halves: bool = True
+    is_deferred: bool = False
 
     def __init__(self, skeleton: Sequence[nn.Module]) -> None:
         self.skeleton = skeleton

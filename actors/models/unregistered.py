@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from types import FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -14,8 +15,13 @@ from torch import Tensor, nn
 from raypar.actors.autograd.torch_private import has_gradient_hooks, storage_id
 from raypar.actors.models.deferred_init import slots_of
 
-_MOST = 200_000  # Python objects to look at, at most: this takes some tenths of a second
-_ATOMS = (str, bytes, int, float, complex, bool, type(None))  # they refer to nothing, and are not counted
+_MOST = 1_000_000  # Python objects to look at, at most: this takes about a second
+_FIRST = (nn.Module, Tensor, FunctionType, MethodType, CellType)  # they are looked at before all others
+_LIBRARIES = frozenset({"numpy", "ray", "raypar", "torch"}) | sys.stdlib_module_names
+# Where objects of a library are made that users' tensors may be in; others (loggers, locks) are not looked into.
+_HOLDERS = frozenset(
+    {"_collections", "_weakrefset", "builtins", "collections", "functools", "itertools", "torch", "types", "weakref"}
+)
 
 
 class Borrowed(NamedTuple):
@@ -44,8 +50,9 @@ def borrowed(modules: Sequence[nn.Module]) -> list[Borrowed]:
     registered = [_registered(module) for module in modules]
     owners = {key: (index, name) for index, tensors in enumerate(registered) for key, name in tensors.items()}
     found: dict[tuple[int, int], Borrowed] = {}
+    barren = _barren(modules)
     for index, module in enumerate(modules):
-        for tensor in _unregistered([module]):
+        for tensor in _unregistered([module], barren):
             key = storage_id(tensor)
             if key in owners and key not in registered[index]:
                 owner, name = owners[key]
@@ -53,6 +60,16 @@ def borrowed(modules: Sequence[nn.Module]) -> list[Borrowed]:
     for alias in _aliases(modules):
         found.setdefault((alias.layer, alias.owner), alias)
     return list(found.values())
+
+
+def unsearched(modules: Sequence[nn.Module]) -> list[int]:
+    """Return the layers that refer to more objects than can be looked at, in which ``borrowed`` may have missed some.
+
+    Args:
+        modules: All layers of a model.
+    """
+    barren = _barren(modules)
+    return [index for index, module in enumerate(modules) if any(found is None for found in _reached([module], barren))]
 
 
 def shared_buffers(modules: Sequence[nn.Module]) -> list[tuple[tuple[int, str], tuple[int, str]]]:
@@ -127,9 +144,13 @@ def _registered(module: nn.Module) -> dict[int, str]:
 
 
 def _aliases(modules: Sequence[nn.Module]) -> Iterator[Borrowed]:
-    """Yield the registered tensors that are views of another layer's trainable parameter: they would not follow it."""
+    """Yield the tensors of layers that would not follow another layer's trainable parameter.
+
+    They are views of it, or the parameter itself as an attribute that was set past ``nn.Module``.
+    """
     homes: dict[tuple[int, int], tuple[int, str, Tensor]] = {}
     for index, module in enumerate(modules):
+        tied = set(map(id, module.parameters()))
         for path, part in module.named_modules():
             for _, name, tensor in slots_of(part):
                 key, own = (
@@ -138,29 +159,60 @@ def _aliases(modules: Sequence[nn.Module]) -> Iterator[Borrowed]:
                 )
                 owner, known, home = homes.setdefault(key, own)
                 trains = isinstance(home, nn.Parameter) and home.requires_grad
-                if owner != index and home is not tensor and trains:
+                if owner != index and trains and (home is not tensor or id(tensor) not in tied):
                     yield Borrowed(index, owner, known)
 
 
-def _unregistered(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
+def _unregistered(modules: Sequence[nn.Module], barren: Iterable[int] = ()) -> Iterator[Tensor]:
     """Yield the tensors that modules reach without registering them, as far as can be looked."""
-    return (tensor for tensor in _reached(modules) if tensor is not None)
+    return (tensor for tensor in _reached(modules, barren) if tensor is not None)
 
 
-def _reached(modules: Sequence[nn.Module]) -> Iterator[Tensor | None]:
-    """Yield the tensors that modules reach without registering them; a last None if there is more to look at."""
-    parts = {id(part) for module in modules for part in module.modules()}
-    coming, seen = deque[Any](modules), set[int]()
-    while coming:
-        if len(seen) >= _MOST:
+def _reached(modules: Sequence[nn.Module], barren: Iterable[int] = ()) -> Iterator[Tensor | None]:
+    """Yield the tensors that modules reach without registering them; a last None if there is more to look at.
+
+    Args:
+        modules: The modules.
+        barren: Ids of objects that reach no tensor.
+    """
+    return _walk(modules, {id(part) for module in modules for part in module.modules()}, set(barren))
+
+
+def _barren(modules: Sequence[nn.Module]) -> set[int]:
+    """Return the ids of the objects that the modules' classes reach, of those classes that reach no tensor."""
+    barren = set[int]()
+    for kind in dict.fromkeys(type(part) for module in modules for part in module.modules()):
+        seen = barren.copy()
+        if id(kind) not in seen and not any(True for _ in _walk([kind], set(), seen)):
+            barren = seen
+    return barren
+
+
+def _walk(things: Iterable[Any], parts: set[int], seen: set[int]) -> Iterator[Tensor | None]:
+    """Yield the tensors that some objects reach; a last None if there is more to look at.
+
+    Modules, tensors and functions are followed first, so that a large table hides none of them. What refers to nothing
+    (numbers, strings, and tuples and dicts of such) is not counted: the garbage collector does not track it.
+
+    Args:
+        things: The objects.
+        parts: Ids of the modules whose own tensors are not yielded.
+        seen: Ids of the objects to leave out; those that are looked at are added.
+    """
+    first, rest, most = deque(things), deque[Any](), len(seen) + _MOST
+    while first or rest:
+        if len(seen) >= most:
             yield None
             return
-        thing = coming.popleft()
-        if id(thing) not in seen and not isinstance(thing, (type, ModuleType, *_ATOMS)):
-            seen.add(id(thing))
-            if issubclass(type(thing), Tensor):
-                yield thing
-            coming += _things_in(thing, registered=id(thing) in parts)
+        thing = (first or rest).popleft()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if issubclass(type(thing), Tensor):
+            yield thing
+        for found in _things_in(thing, registered=id(thing) in parts):
+            if gc.is_tracked(found) and id(found) not in seen:
+                (first if issubclass(type(found), _FIRST) else rest).append(found)
 
 
 def _is_special(tensor: Tensor) -> bool:
@@ -170,27 +222,54 @@ def _is_special(tensor: Tensor) -> bool:
 def _things_in(thing: Any, *, registered: bool) -> Iterable[Any]:
     """Return the objects that an object refers to, without a registered module's own tensors.
 
-    Of a function's globals these are the modules and tensors that it names.
+    Of a function's globals these are the ones that it names. Python modules, and the objects of libraries that hold no
+    user's tensors, are not looked into.
     """
-    if isinstance(thing, nn.Module):
+    kind = type(thing)
+    if issubclass(kind, nn.Module):
         if not registered:
-            return [*thing._parameters.values(), *thing._buffers.values(), *vars(thing).values(), *_of_class(thing)]
+            return [kind, *thing._parameters.values(), *thing._buffers.values(), *vars(thing).values()]
         known = {"_parameters", "_buffers"}
-        if isinstance(thing, nn.RNNBase):  # it has a second list of its weights, and renews it when it is moved
+        if issubclass(kind, nn.RNNBase):  # it has a second list of its weights, and renews it when it is moved
             known.add("_flat_weights")
-        own = [value for name, value in vars(thing).items() if name not in known and not isinstance(value, Tensor)]
-        return [*own, *_of_class(thing)]
-    if isinstance(thing, FunctionType):
-        named = (thing.__globals__.get(name) for name in thing.__code__.co_names)
-        used = [value for value in named if isinstance(value, (nn.Module, Tensor))]
-        return thing.__closure__, thing.__defaults__, thing.__kwdefaults__, vars(thing), used
-    if isinstance(thing, weakref.ref):
+        return [kind, *(v for name, v in vars(thing).items() if name not in known and not issubclass(type(v), Tensor))]
+    if kind is FunctionType:
+        return thing.__closure__, thing.__defaults__, thing.__kwdefaults__, vars(thing), *_globals_of(thing)
+    if issubclass(kind, weakref.ref):
         return [thing()]
+    if kind in weakref.ProxyTypes:
+        try:
+            return [thing.__repr__.__self__]  # a proxy passes the question on to the object
+        except ReferenceError:
+            return []
+    if issubclass(kind, type):
+        return [] if _root(thing.__module__) in _LIBRARIES else gc.get_referents(thing)
+    if issubclass(kind, ModuleType) or _root(kind.__module__) in _LIBRARIES - _HOLDERS:
+        return []
     return gc.get_referents(thing)
 
 
-def _of_class(module: nn.Module) -> Iterator[Any]:
-    """Yield what the user's own classes of a module refer to: their methods, and their attributes."""
-    for kind in type(module).__mro__:
-        if not kind.__module__.startswith("torch.") and kind is not object:
-            yield from vars(kind).values()
+def _globals_of(function: FunctionType) -> Iterator[Any]:
+    """Yield what a user's function, with the functions defined in it, names in its module and in modules it names."""
+    if _root(function.__module__) in _LIBRARIES:
+        return
+    codes: list[CodeType] = [function.__code__]
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    names = {name for code in codes for name in code.co_names}
+    spaces = [function.__globals__]
+    spaces += [vars(sys.modules[name]) for name in names & sys.modules.keys() if _root(name) not in _LIBRARIES]
+    known = set(map(id, spaces))
+    for space in spaces:
+        for name in names & space.keys():
+            value = space[name]
+            if not issubclass(type(value), ModuleType):
+                yield value
+            elif _root(value.__name__) not in _LIBRARIES and id(vars(value)) not in known:
+                known.add(id(vars(value)))
+                spaces.append(vars(value))
+
+
+def _root(module: object) -> str:
+    """Return the name of the package that a module belongs to."""
+    return str(module).partition(".")[0]

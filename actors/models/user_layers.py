@@ -43,6 +43,7 @@ class LayersModel(Model):
         self._spec = layers
         self._sharded = set[int]()  # layers of which this actor has only a part
         modules, self._recording = _built(layers, seed)
+        self.is_deferred = self._recording is not None
         if not modules or not _are_modules(modules):
             raise ValueError(_NO_LAYERS)
         self.names = tuple(f"layers.{i}" for i in range(len(modules)))

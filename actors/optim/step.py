@@ -179,9 +179,12 @@ class Updater:
         bad = [name for name, norm in pairs if not norm < float("inf")]
         if tally.against and not bad:
             raise NonFiniteError(f"step {step + 1}: the loss is not finite; no weight was changed: look at the batch")
+        fix = "lower the learning rate or clip"
+        if tally.against:
+            fix = "nor is the loss: look at the batch, or lower the learning rate"
         raise NonFiniteError(
             f"step {step + 1}: the gradient of {bad[0] if bad else 'the whole model'} is not finite "
-            f"({len(bad)} of {len(self._names)} parameters); no weight was changed: lower the learning rate or clip"
+            f"({len(bad)} of {len(self._names)} parameters); no weight was changed: {fix}"
         )
 
     def _change_gradients(self, change: Callable[[Tensor], object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.device import Place
 from raypar.actors.inspect.recording import Listener
 from raypar.actors.models.base import Model
+from raypar.actors.models.meta_guard import NO_VALUES, MetaGuard
 from raypar.actors.pipeline.weight_grad import Linears, Owed
 from raypar.actors.rng import derive
 from raypar.actors.specs.recompute import Recompute, word_of
@@ -94,6 +96,8 @@ class Stage:
         # buffers and target are empty.
         self._saved: dict[int, tuple[Values, Tail | None, Then, Values]] = {}
         self._looked = False  # whether the first loss was checked
+        # What is still to be done for the first time under a guard: its cost is too high for every microbatch.
+        self._unguarded = {"train", "eval", "backward"} if model.is_deferred else set[str]()
         self.listener: Listener | None = None
 
     @property
@@ -230,7 +234,7 @@ class Stage:
             tail = _tail(outputs)
             del outputs
         if tail is not None:
-            with self._linears.postponed() as self._owed[microbatch]:
+            with self._linears.postponed() as self._owed[microbatch], self._guarded("backward"):
                 tail.backward(gradients)
         return tuple(_gradient(value) for value in inputs if value.requires_grad)
 
@@ -262,22 +266,32 @@ class Stage:
 
     def _apply(self, step: int, microbatch: int, target: Values, *values: Tensor) -> Values:
         """Run the layers, each with its own seed. Returns the outputs, from the last stage the loss."""
-        for number, (index, module) in enumerate(zip(self.layers, self.modules, strict=True)):
-            reseed = partial(self._place.seed, derive(self.seed, "layer", step, microbatch, index))
-            reseed()
-            if self._weights is not None:
-                self._weights.forward(number)
-            again = self._again.get(index) if torch.is_grad_enabled() else None
-            try:
-                values = as_values(module(*values)) if again is None else again(values, reseed)
-            except Exception as error:
-                error.add_note(self.model.note(index, error))
-                raise
-            if self._weights is not None:
-                self._weights.watch(number, values)
-        if not self.is_last:
-            return values
-        return (loss_in_fp32(self.model, values, target) if self._is_half else self.model.loss(values, target),)
+        with self._guarded("train" if self._train else "eval"):
+            for number, (index, module) in enumerate(zip(self.layers, self.modules, strict=True)):
+                reseed = partial(self._place.seed, derive(self.seed, "layer", step, microbatch, index))
+                reseed()
+                if self._weights is not None:
+                    self._weights.forward(number)
+                again = self._again.get(index) if torch.is_grad_enabled() else None
+                try:
+                    values = as_values(module(*values)) if again is None else again(values, reseed)
+                    if any(value.is_meta for value in values):
+                        raise ValueError(NO_VALUES)
+                except Exception as error:
+                    error.add_note(self.model.note(index, error))
+                    raise
+                if self._weights is not None:
+                    self._weights.watch(number, values)
+            if not self.is_last:
+                return values
+            return (loss_in_fp32(self.model, values, target) if self._is_half else self.model.loss(values, target),)
+
+    def _guarded(self, what: str) -> AbstractContextManager[object]:
+        """Return a guard against meta tensors the first time that something is done."""
+        if what not in self._unguarded:
+            return nullcontext()
+        self._unguarded.discard(what)
+        return MetaGuard()
 
 
 def loss_in_fp32(model: Model, outputs: Values, target: Values) -> Tensor:

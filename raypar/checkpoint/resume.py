@@ -78,7 +78,7 @@ def prepared(
     found = find(Path(resume)) if isinstance(resume, str | Path) else resume
     skeleton = Skeleton(run.model, run.seed)
     programs = check_run(run, None if found is None else found.path, skeleton, overwrite=overwrite)
-    for idle in idle_fields(run.mesh, run.context, sequence=run.sequence_parallel):
+    for idle in idle_fields(run):
         log.warning("%s", idle)
     if found is not None:
         demand_resumable(run, skeleton, found)
@@ -132,9 +132,27 @@ def demand_room(run: Run, step: int) -> None:
     """
     if run.folder is None:
         return
-    folder = absolute(run.folder) / CHECKPOINTS
     try:
-        Save(folder, step).abort()
+        Save(absolute(run.folder) / CHECKPOINTS, step).abort()
+    except CheckpointError as error:
+        raise ConfigError([f"folder: {fault}" for fault in error.faults]) from error
+    demand_latest(run, step)
+
+
+def demand_latest(run: Run, step: int) -> None:
+    """Check that no checkpoint of a later step is in a run's folder; nothing is written.
+
+    Args:
+        run: The run.
+        step: Number of steps taken before it begins.
+
+    Raises:
+        ConfigError: There is a later checkpoint, or the folder can't be read.
+    """
+    folder = None if run.folder is None or run.folder == AUTO else absolute(run.folder) / CHECKPOINTS
+    if folder is None or not folder.exists():
+        return
+    try:
         later = next((path for other, path in listed(folder) if other > step and not verify(path)), None)
     except CheckpointError as error:
         raise ConfigError([f"folder: {fault}" for fault in error.faults]) from error

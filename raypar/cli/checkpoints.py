@@ -12,7 +12,7 @@ from raypar.actors.errors import CheckpointError
 from raypar.checkpoint import find
 from raypar.checkpoint.check import verify as faults_of
 from raypar.errors import ConfigError
-from raypar.paths import checkpoints_in, step_of
+from raypar.paths import checkpoints_in, holds_run, step_of
 
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
 Checkpoint = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
@@ -50,6 +50,8 @@ def run(words: Sequence[str]) -> Outcome:
 def ls(folder: Folder) -> Outcome:
     """List the checkpoints of a folder or a run, newest first. Their shards are not read."""
     listed = find.ls(checkpoints_in(folder))
+    if not listed and not holds_run(folder):
+        raise ConfigError([f"{str(folder)!r} is no run folder and has no checkpoints: give another path"])
     lines = [
         f"{line.path.name}  {line.size / 2**20:,.1f} MiB  {line.tensors - line.of_optimizer:,} of the model, "
         f"{line.of_optimizer:,} of the optimizer{_marked(line.faults)}"

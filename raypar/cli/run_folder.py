@@ -11,7 +11,7 @@ import tyro
 
 from raypar.cli.output_files import file_faults
 from raypar.errors import ConfigError
-from raypar.paths import REPORT, TRACE
+from raypar.paths import COMPARISON, REPORT, TRACE
 from raypar.reporting.html.compare import comparison
 from raypar.reporting.html.live import EVERY, Live
 from raypar.reporting.html.page import page
@@ -68,7 +68,7 @@ def report(
     if live:
         _page(folders, peak)
         return Live(lambda: _page(folders, peak, EVERY)[0], port)
-    name = REPORT if len(folders) == 1 else "comparison.html"
+    name = REPORT if len(folders) == 1 else COMPARISON
     made, unread = _page(folders, peak)
     written = _written(out or folders[0] / name, out, made)
     return "\n".join([written, *(f"could not be read: {fault}" for fault in unread)])

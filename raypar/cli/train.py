@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import shlex
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -19,15 +19,17 @@ from raypar.actors.specs.data import Text
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.run import Run
+from raypar.cli.flag_values import value_faults
 from raypar.cli.flag_words import read_none, read_precision
 from raypar.cli.foreign_flags import foreign_faults
 from raypar.cli.output_files import file_faults, growing_file, whole_file
+from raypar.cli.resuming import how_to_go_on, its_run, misfits
 from raypar.config.recipes import RECIPES
 from raypar.config.run import check_run, unrecorded, world_of
 from raypar.config.toml import of_kind, read_table, run_of
 from raypar.config.validate.parallel import idle_fields
 from raypar.errors import ConfigError, JobError
-from raypar.paths import CHECKPOINTS, RUN, absolute, checkpoints_in, holds_run, home_of
+from raypar.paths import RUN, absolute, checkpoints_in, holds_run
 from raypar.planner.host import room_faults
 from raypar.reporting.needs import Rows
 from raypar.reporting.report import Evaluation, Report
@@ -124,7 +126,7 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
         NonFiniteError: The gradients became infinite or NaN.
     """
     start = next((_found(path) for path in _values_of("--resume", words) if path), None)
-    known = {} if start is None else {str(start.path): _its_run(start)}
+    known = {} if start is None else {str(start.path): its_run(start)}
     args = _parse(TrainArgs, words, "train", "Train a model on actors.", next(iter(known), "gpt-small"), known=known)
     if args.base in known and names_code(args.schedule) and not [*_values_of("--schedule", words)]:
         fix = f"if you trust it, say --schedule {args.schedule}"
@@ -137,13 +139,18 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
     if args.overwrite and run.folder is None:
         faults.append("--overwrite replaces the run in a folder, and there is none: give --folder")
     if start is not None and start.manifest.step >= run.steps:
-        faults.append(f"{start.path.name} is the end of a run of {run.steps} steps: give more --steps to go on")
+        taken = f"{start.path.name} is of a run that has taken {start.manifest.step} steps, and --steps is {run.steps}"
+        faults.append(f"{taken}: give more to go on")
+    if not 0 <= args.wait_for_nodes < math.inf:
+        faults.append(f"--wait-for-nodes is {args.wait_for_nodes}: it must be a number of seconds, 0 or more")
     faults += room_faults(world_of(run).size)
+    if faults or args.dry_run:  # otherwise the launch looks for them
+        faults += misfits(run, start, args.overwrite)
     if faults:
-        raise ConfigError([*faults, *_misfits(run, start)])
+        raise ConfigError(faults)
     origins = _origins(args, words)
     if args.dry_run:
-        for idle in idle_fields(run.mesh, run.context, sequence=run.sequence_parallel):
+        for idle in idle_fields(run):
             logging.getLogger("raypar").warning("%s", idle)
         rows = plan_rows(run, schedule, origins=origins)
         return Plan(planned_grid(schedule, dict(rows)["bubble"], color=terminal), rows)
@@ -156,7 +163,7 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
         return _trained(run, args, schedule, start, launches)
     except (JobError, NonFiniteError, KeyboardInterrupt, SystemExit) as error:
         if launches:
-            error.add_note(_how_to_go_on(run))
+            error.add_note(how_to_go_on(run))
         raise
 
 
@@ -194,26 +201,6 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, start: Found | None,
         return Finished(rows, "" if job.lost is None else _told_lost(job))
 
 
-def _how_to_go_on(run: Run) -> str:
-    """Say how a run that has ended badly goes on: from its newest checkpoint, if it has one."""
-    from raypar.checkpoint.find import ls
-
-    if run.folder is None:
-        return "nothing was saved: give --folder, and --save-every, to keep checkpoints"
-    try:
-        sound = [listed.step for listed in ls(absolute(run.folder) / CHECKPOINTS) if not listed.faults]
-    except CheckpointError:  # there is no such folder
-        sound = []
-    if not sound:
-        return "nothing was saved"
-    code = (
-        f" --schedule {shlex.quote(str(run.schedule))}"
-        if isinstance(run.schedule, str) and names_code(run.schedule)
-        else ""
-    )
-    return f"resume with: raypar train --resume {shlex.quote(run.folder)}{code} (after step {sound[0]})"
-
-
 def _told_lost(job: Job) -> str:
     """Describe a run whose last checkpoint is missing."""
     lost = f"the run took all its steps, but its weights after step {job.run.steps} are not saved (see above)"
@@ -233,20 +220,6 @@ def _keep(job: Job) -> None:
         log.warning("interrupted, and nothing was saved: %s", error)
     else:
         log.info("saved as %s", saved.name)
-
-
-def _misfits(run: Run, start: Found | None) -> list[str]:
-    """Return the reasons why a run cannot continue from a checkpoint."""
-    if start is None:
-        return []
-    from raypar.checkpoint.resume import demand_resumable
-    from raypar.config.skeleton import Skeleton
-
-    try:
-        demand_resumable(run, Skeleton(run.model, run.seed), start)
-    except ConfigError as error:
-        return error.faults
-    return []
 
 
 def verify(words: Sequence[str]) -> Verdict:
@@ -303,12 +276,6 @@ def _found(path: str) -> Found:
     return find(Path(path))
 
 
-def _its_run(found: Found) -> Run:
-    """Return a checkpoint's run, with the run folder that the checkpoint is in now; it may have been moved."""
-    run, home = run_of(found.manifest.run), home_of(found.path)
-    return run if home is None else replace(run, folder=str(home))
-
-
 def _parse(
     kind: type[A],
     words: Sequence[str],
@@ -340,7 +307,7 @@ def _parse(
             default = replace(default, model=of_kind("model", model_kind, default.model))
         for optimizer_kind in _values_of("--optim.kind", words):
             default = replace(default, optim=of_kind("optim", optimizer_kind, default.optim))
-        if faults := [*foreign_faults(words, default)]:
+        if faults := [*foreign_faults(words, default), *value_faults(kind, words, default)]:
             raise ConfigError(faults)
         parts = {field.name: getattr(default, field.name) for field in fields(Run)}
         parsed: A = tyro.cli(
@@ -366,7 +333,8 @@ def _base(name: str, table: dict[str, int]) -> Run:
     try:
         return run_of({"recipe": name} | table)
     except ConfigError as error:
-        raise ConfigError([f"{fault}; or give a file whose name ends in .toml" for fault in error.faults]) from None
+        other = "a file whose name ends in .toml" + (", or a run folder" if table else "")
+        raise ConfigError([f"{fault}; or give {other}" for fault in error.faults]) from None
 
 
 def _values_of(flag: str, words: Sequence[str]) -> Iterator[str]:

@@ -34,7 +34,7 @@ _WORDS = _RANGES | {
     "too_long": "of {max_length} at most",
     "callable_type": "a function",
     "literal_error": "{expected}",
-    "dataclass_exact_type": "a {class_name}",
+    "dataclass_exact_type": "{class_name}",
     "predicate_failed": "a grid of equal sides, as '2d:2x2', '2.5d:2x2x1' (the last is its depth) or '3d:2x2x2'",
 }
 
@@ -111,7 +111,15 @@ def _told(errors: list[ErrorDetails], path: str, *, mapping: bool) -> Iterator[F
     deepest = [error for error in near if items(error)] or near
     for inner, same in groupby(deepest, key=items):
         group = list(same)
-        words = [_WORDS.get(error["type"], error["msg"]).format(**error.get("ctx", {})) for error in group]
+        words = [_word_of(error) for error in group]
         of_type = any(error["type"] not in _RANGES for error in group)
         text = f"{path}{inner} is {brief(group[0]['input'])}: it must be {' or '.join(words)}"
         yield Fault(path if mapping else f"{path}{inner}", text, of_type)
+
+
+def _word_of(error: ErrorDetails) -> str:
+    """Return what a value must be, with the article of a class's name: an AdamW, an SGD, a GPT."""
+    told = _WORDS.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
+    if error["type"] != "dataclass_exact_type":
+        return told
+    return f"{'an' if told.startswith(('A', 'SGD')) else 'a'} {told}"

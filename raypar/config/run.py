@@ -19,6 +19,7 @@ from raypar.actors.specs.recompute import recompute_faults
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.config.fields import field_faults
+from raypar.config.recipes import RECIPES
 from raypar.config.schedule import Programs, ZeroActions, programs_of, schedule_faults, with_backward, with_zero
 from raypar.config.skeleton import Skeleton
 from raypar.config.validate.model import length_faults
@@ -54,7 +55,7 @@ def check_run(
         pairs = ((f"{path}.", f"{fault.path}.") for path in paths for fault in wrong)
         return not any(one.startswith(other) or other.startswith(one) for one, other in pairs)
 
-    faults = [fault.text for fault in wrong]
+    faults = [fault.text + _hint(run, fault.path) for fault in wrong]
     if isinstance(run.model, Transformer):
         faults += run.model.faults(right)
     if isinstance(run.mesh, Mesh):
@@ -111,6 +112,17 @@ def faults(run: Run) -> list[str]:
     except ConfigError as error:
         return error.faults
     return []
+
+
+def _hint(run: Run, path: str) -> str:
+    """Say what else a text may have meant where a model or data belongs; "" where that is not known."""
+    if path == "model" and isinstance(run.model, str):
+        if run.model in RECIPES:
+            return f"; rp.recipe({run.model!r}) is a run with such a model"
+        return "; models of Hugging Face are not read: give their sizes, as rp.GPT(layers=12)"
+    if path == "data" and isinstance(run.data, str):
+        return f"; for text files give rp.Text({run.data!r})"
+    return ""
 
 
 def world_of(run: Run) -> World:
@@ -279,7 +291,10 @@ def _output_faults(run: Run, resumed: Path | None, right: Callable[..., bool], *
 def _data_faults(run: Run, right: Callable[..., bool]) -> list[str]:
     """Return the faults of the data. A size of the model that is itself wrong is not compared with the data."""
     if isinstance(run.data, Batches):
-        return [*length_faults(run.model, run.data)] if right("model.seq") else []
+        from raypar.config.validate.batches import batches_faults  # imports torch
+
+        lengths = length_faults(run.model, run.data) if right("model.seq") else ()
+        return [*batches_faults(run.data), *lengths]
     seq = run.model.seq if right("model.seq") else 1
     if seq is None:
         return [

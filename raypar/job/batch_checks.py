@@ -12,6 +12,11 @@ from raypar.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+_IMPURE = (
+    "data.fn gives another batch when it is asked for the same one again: make it a function of (step, microbatch, dp) "
+    "alone, with torch.Generator().manual_seed(...) of these for what is random"
+)
+
 
 def _first_batch(data: Batches, dp: int) -> bytes:
     """Return the digest of a replica's first batch."""
@@ -35,22 +40,20 @@ def demand_pure(run: Run) -> None:
         return
     replicas = range(min(2, run.mesh.dp))
     if [_first_batch(data, dp) for dp in replicas] != [_first_batch(data, dp) for dp in replicas]:
-        raise ConfigError(
-            [
-                "data.fn gives another batch when it is asked for the same one again: make it a function of "
-                "(step, microbatch, dp) alone, with torch.Generator().manual_seed(...) of these for what is random"
-            ]
-        )
+        raise ConfigError([_IMPURE])
 
 
-def warn_of_equal_replicas(run: Run) -> None:
-    """Log a warning if the user's batch function gives replicas 0 and 1 the same first batch."""
+def warn_of_batches(run: Run) -> None:
+    """Log a warning if the user's batch function is not pure, or gives replicas 0 and 1 the same first batch."""
     data = run.data
-    if not isinstance(data, Batches) or run.mesh.dp < 2:
+    if not isinstance(data, Batches):
         return
     try:
-        equal = _first_batch(data, 0) == _first_batch(data, 1)
+        first, again = _first_batch(data, 0), _first_batch(data, 0)
+        equal = run.mesh.dp > 1 and first == _first_batch(data, 1)
     except Exception:  # here its files may be missing; an actor reports the error with its traceback
         return
-    if equal:
+    if first != again:
+        log.warning("%s", _IMPURE)
+    elif equal:
         log.warning("data.fn gives replicas 0 and 1 the same samples: have it look at dp")

@@ -15,13 +15,12 @@ from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
 from raypar.cluster.calls import Calls
-from raypar.cluster.ray_cluster import Actors, demand_shippable
+from raypar.cluster.ray_cluster import Actors
 from raypar.config.run import reset_faults, world_of
 from raypar.config.schedule import Programs
-from raypar.config.shared_buffers import warn_of_shared_buffers
 from raypar.config.skeleton import Skeleton
 from raypar.errors import ConfigError
-from raypar.job.batch_checks import warn_of_equal_replicas
+from raypar.job.before_launch import look_ahead
 from raypar.job.inspection import Inspection
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
@@ -328,9 +327,7 @@ class Job:
         programs, skeleton, found = prepared(run, resume)
         if faults := list(reset_faults(run, self.num_actors, self.device)):
             raise ConfigError(faults)
-        demand_shippable(run.model, run.data)
-        warn_of_equal_replicas(run)
-        warn_of_shared_buffers(run, skeleton, programs["train"])
+        look_ahead(run, programs, skeleton)
         run = settled(run)
         self._lifetime.guard(partial(self._exchange, run, programs, skeleton, found, Record(run)))
 

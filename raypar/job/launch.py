@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 from pathlib import Path
 
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
-from raypar.cluster.ray_cluster import demand_shippable, start_actors
+from raypar.cluster.ray_cluster import start_actors
 from raypar.config.run import world_of
 from raypar.config.schedule import Programs
-from raypar.config.shared_buffers import warn_of_shared_buffers
 from raypar.config.skeleton import Skeleton
-from raypar.job.batch_checks import warn_of_equal_replicas
+from raypar.errors import ConfigError
+from raypar.job.before_launch import look_ahead
 from raypar.job.job import Job
 from raypar.job.run_folders import replaced, settled
 from raypar.reporting.record import Record
@@ -45,10 +46,10 @@ def launch(
         ConfigError: The run has faults. The error lists all of them, and no actor was started.
         JobError: The actors could not be started.
     """
+    if not 0 <= wait_for_nodes < math.inf:
+        raise ConfigError([f"wait_for_nodes is {wait_for_nodes}: it must be a number of seconds, 0 or more"])
     programs, skeleton, found = prepared(run, resume, overwrite=overwrite)
-    demand_shippable(run.model, run.data)
-    warn_of_equal_replicas(run)
-    warn_of_shared_buffers(run, skeleton, programs["train"])
+    look_ahead(run, programs, skeleton)
     run = settled(run)
     with replaced(run.folder if overwrite else None):
         return _launched(run, programs, skeleton, found, wait_for_nodes)

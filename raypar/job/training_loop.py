@@ -142,6 +142,11 @@ class TrainingLoop:
             raise ValueError(f"ahead is {ahead!r}: give a number of steps, 0 or more")
         run = self.loaded.run
         count = max(0, run.steps - self.next_step) if steps is None else steps
+        if count > 0 and self.next_step + count > run.steps:
+            log.warning(
+                "the run has %d steps, and this goes on to step %d: later steps have the last step's learning rate",
+                *(run.steps, self.next_step + count),
+            )
         reports: list[Report] = []
         with display(run, self.next_step + count) as shown, closing(self._train(count, most)) as outcomes:
             for outcome in outcomes:
@@ -164,7 +169,7 @@ class TrainingLoop:
         """
         self.demand_ready()
         run, calls = self.loaded.run, self.loaded.calls
-        if isinstance(run.data, Batches) and run.data.validate is None:
+        if self._has_no_validation:
             raise ConfigError(["data has no validation batches: give Batches a validate function"])
         count = run.eval_steps if steps is None else steps
         if count < 1:
@@ -257,7 +262,7 @@ class TrainingLoop:
         try:
             while self.next_step < last:
                 self._lifetime.demand_open()
-                every = self.loaded.run.eval_every
+                every = 0 if self._has_no_validation else self.loaded.run.eval_every
                 stop = (self.next_step // every + 1) * every if every else last
                 stop = min(last, stop, self._saver.next_due(self.next_step, last))
                 with patience("the steps they have") as ctrl_c:
@@ -279,6 +284,11 @@ class TrainingLoop:
         finally:  # the caller may have stopped early, but the actors still complete the steps they have
             if len(ahead) and self._lifetime.failure is None:
                 self._lifetime.guard(partial(self._settle, ahead))
+
+    @property
+    def _has_no_validation(self) -> bool:
+        data = self.loaded.run.data
+        return isinstance(data, Batches) and data.validate is None
 
     def _next(self, ahead: Ahead, stop: int) -> Report:
         """Hand over steps before ``stop``, then wait for the oldest one and commit it."""

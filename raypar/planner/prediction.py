@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.planner.cost_model import costs_of_run
 from raypar.schedules.schedule import Schedule
@@ -18,6 +19,7 @@ from raypar.schedules.simulation.simulate import simulate
 from raypar.schedules.timeline import Timeline
 
 FROM_FLOPS = "from FLOPs"
+IN_SLOTS = "in slots"  # of the user's own layers no FLOPs are known: every stage takes as long
 FROM_STEPS = "from the measured costs of steps before"
 FROM_ITSELF = "from the measured costs of the step itself"
 
@@ -27,8 +29,8 @@ class Prediction:
     """A predicted training step.
 
     Attributes:
-        timeline: The simulated step: in FLOPs per token, or in seconds if the costs were measured.
-        source: Where the costs come from: FROM_FLOPS, FROM_STEPS or FROM_ITSELF.
+        timeline: The simulated step: in FLOPs per token, in forwards of a stage, or in seconds if costs were measured.
+        source: Where the costs come from: FROM_FLOPS, IN_SLOTS, FROM_STEPS or FROM_ITSELF.
     """
 
     timeline: Timeline
@@ -41,13 +43,14 @@ class Prediction:
 
 
 def from_flops(run: Run, schedule: Schedule) -> Prediction:
-    """Predict a step of a run before it starts, from the FLOPs of its layers.
+    """Predict a step of a run before it starts, from the FLOPs of its layers if they are known.
 
     Args:
         run: The run.
         schedule: The lowered schedule of a training step.
     """
-    return Prediction(simulate(schedule, costs_of_run(run, schedule.num_stages)), FROM_FLOPS)
+    source = FROM_FLOPS if isinstance(run.model, Transformer) else IN_SLOTS
+    return Prediction(simulate(schedule, costs_of_run(run, schedule.num_stages)), source)
 
 
 def from_steps(measured: Timeline, before: Sequence[Timeline]) -> Prediction:

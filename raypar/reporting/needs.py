@@ -130,5 +130,8 @@ def _against(run: Run, needed: int, each: Sequence[Memory], actors: int) -> str:
 
 
 def _size(count: int) -> str:
-    """Format bytes: 12 MiB, 1.5 GiB."""
-    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
+    """Format bytes: 80 B, 40 KiB, 12 MiB, 1.5 GiB."""
+    if count >= 2**30:
+        return f"{count / 2**30:,.1f} GiB"
+    factor, unit = (2**20, "MiB") if count >= 2**20 else (2**10, "KiB") if count >= 2**10 else (1, "B")
+    return f"{count / factor:,.0f} {unit}"

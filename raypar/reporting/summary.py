@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from raypar.actors.models.partition import split_layers, transformer_costs
+from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
@@ -40,12 +41,7 @@ def plan_rows(
         Rows of a name and a figure.
     """
     prediction = from_flops(run, schedule)
-    samples = run.mesh.dp * run.microbatches * run.micro_batch_size
-    replicas = f"{run.mesh.dp} replicas x " if run.mesh.dp > 1 else ""
-    seq = run.model.seq
-    tokens = "" if seq is None else f" x {seq:,} tokens = {samples * seq:,} tokens"
-    batch = f"{replicas}{run.microbatches} microbatches x {run.micro_batch_size} samples{tokens}"
-    rows = [("actors", actors_told(run, origins)), ("steps", f"{run.steps:,} of {batch}")]
+    rows = [("actors", actors_told(run, origins)), ("steps", f"{run.steps:,} of {_batch_told(run)}")]
     if world_of(run).servers:
         rows.append(("parameter servers", f"{run.servers} for each of {run.mesh.pp} pipeline ranks"))
     if isinstance(run.model, Transformer):
@@ -60,6 +56,17 @@ def plan_rows(
         ("bubble", prediction.bubble),
         ("activations in flight", f"{_each(prediction.timeline.in_flight)} predicted"),
     ]
+
+
+def _batch_told(run: Run) -> str:
+    """Describe the data of a step. The user's own batches have as many samples as their function makes."""
+    replicas = f"{run.mesh.dp} replicas x " if run.mesh.dp > 1 else ""
+    microbatches = f"{replicas}{run.microbatches} microbatches"
+    if isinstance(run.data, Batches):
+        return microbatches
+    samples, seq = run.mesh.dp * run.microbatches * run.micro_batch_size, run.model.seq
+    tokens = "" if seq is None else f" x {seq:,} tokens = {samples * seq:,} tokens"
+    return f"{microbatches} x {run.micro_batch_size} samples{tokens}"
 
 
 def log_plan(run: Run, schedule: Schedule, skeleton: Skeleton) -> None:

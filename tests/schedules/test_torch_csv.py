@@ -163,3 +163,8 @@ def test_a_microbatch_that_the_rows_can_not_reach_is_refused_at_once(number):
     says = rf"microbatch {number} is named, but the rows have only 1 forward: number the microbatches 0, 1, 2, \.\.\."
     with pytest.raises(ScheduleError, match=says):
         from_csv(f"0F{number},0B{number}\n", "tiny")
+
+
+def test_a_quote_without_an_end_is_told():
+    with pytest.raises(ScheduleError, match="line 2: unexpected end of data: does a quote have no end"):
+        from_csv('0F0,0B0\n"1F0,1B0\n', "it")

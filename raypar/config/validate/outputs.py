@@ -13,7 +13,7 @@ from pathlib import Path
 from raypar.actors.specs.types import Tracker
 from raypar.config.fields import brief
 from raypar.config.validate.replacing import replacing_faults
-from raypar.paths import AUTO, CHECKPOINTS, RUN_FILES, RUNS, TRAINING_FILES, absolute, home_of
+from raypar.paths import AUTO, CHECKPOINTS, METRICS, MOST_METRICS, RUN_FILES, RUNS, TRAINING_FILES, absolute, home_of
 
 _PACKAGES: dict[Tracker, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
@@ -75,9 +75,7 @@ def _faults(path: Path, resumed: Path | None, overwrite: bool) -> Iterator[str]:
     elif not os.access(above, os.W_OK | os.X_OK):
         yield f"can't be written: there is no permission for {str(above)!r}: give another path"
     if not new:
-        for name in (*RUN_FILES, CHECKPOINTS):
-            if (path / name).is_symlink():
-                yield f"has a symbolic link {name}, and raypar writes through none: remove it, or give another folder"
+        yield from _file_faults(path)
     if not new and overwrite:
         if _is_home(path, resumed):
             yield "holds the checkpoint to resume from: leave --overwrite out, or give another folder"
@@ -88,6 +86,18 @@ def _faults(path: Path, resumed: Path | None, overwrite: bool) -> Iterator[str]:
             how = f"--resume {path} (in Python launch(run, resume=...))"
             fix = f"resume it with {how}, replace it with --overwrite, or give another folder"
             yield f"holds a run already ({taken[0]}): {fix}"
+
+
+def _file_faults(path: Path) -> Iterator[str]:
+    """Yield what in a folder can't be written or read on, among the files of a run."""
+    for name in (*RUN_FILES, CHECKPOINTS):
+        there, fix = path / name, "remove it, or give another folder"
+        if there.is_symlink():
+            yield f"has a symbolic link {name}, and raypar writes through none: {fix}"
+        elif there.exists() and not (there.is_dir() if name == CHECKPOINTS else there.is_file()):
+            yield f"has {name}, which is no {'folder' if name == CHECKPOINTS else 'plain file'}: {fix}"
+        elif name == METRICS and there.exists() and there.stat().st_size > MOST_METRICS:
+            yield f"has {name} of more than {MOST_METRICS >> 30} GiB, which a run can't go on from: move it away"
 
 
 def _is_home(path: Path, resumed: Path | None) -> bool:

@@ -11,22 +11,23 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import DataParallel
 from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import GPT, Layers, Llama
+from raypar.actors.specs.optim import OptimizerSettings
+from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Context
 from raypar.config.validate.model import heads_near, multiples_near
 
 
-def idle_fields(mesh: Mesh, context: Context, *, sequence: bool) -> Iterator[str]:
-    """Yield what a run asks for and its mesh has no axis for: a mistake, perhaps, but without effect.
-
-    Args:
-        mesh: The mesh.
-        context: How attention reaches all tokens.
-        sequence: Whether sequence parallelism is on.
-    """
-    if sequence and mesh.tensor_ranks == 1:
+def idle_fields(run: Run) -> Iterator[str]:
+    """Yield what a run asks for without effect: a mistake, perhaps, but none that keeps it from starting."""
+    if run.sequence_parallel and run.mesh.tensor_ranks == 1:
         yield "sequence_parallel has no effect without mesh.tp: give mesh.tp, or leave it out"
-    if context != "ring" and mesh.cp == 1:
-        yield f"context {context!r} has no effect without mesh.cp: give mesh.cp, or leave it out"
+    if run.context != "ring" and run.mesh.cp == 1:
+        yield f"context {run.context!r} has no effect without mesh.cp: give mesh.cp, or leave it out"
+    if run.eval_every and isinstance(run.data, Batches) and run.data.validate is None:
+        yield f"eval_every {run.eval_every} has no effect without Batches(validate=...): give one, or leave it out"
+    if isinstance(run.optim, OptimizerSettings) and run.optim.warmup > run.steps:
+        told = f"optim.warmup is {run.optim.warmup} steps, and steps is {run.steps}"
+        yield f"{told}: the learning rate never reaches optim.lr; give less warmup, or more steps"
 
 
 def context_faults(model: GPT | Llama | Layers, mesh: Mesh, context: Context, *, sequence: bool) -> Iterator[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raypar.config.fields import brief
-from raypar.paths import CHECKPOINTS, LOG, REPORT, RUN, RUN_FILES, TENSORBOARD, TRACE, is_aside, step_of
+from raypar.paths import CHECKPOINTS, COMPARISON, LOG, REPORT, RUN, RUN_FILES, TENSORBOARD, TRACE, is_aside, step_of
 
 _UNFINISHED = re.compile(r"\.[0-9a-f]{32}")  # what a WholeFile leaves behind if its process is killed
 _EVENTS = re.compile(r"events\.out\.tfevents\..*")
@@ -53,7 +53,7 @@ def _is_ours(path: Path) -> bool:
         )
     if path.name == TENSORBOARD:
         return _holds_only(path, _EVENTS)
-    known = path.name in (*RUN_FILES, REPORT, TRACE) or _UNFINISHED.fullmatch(path.name)
+    known = path.name in (*RUN_FILES, COMPARISON, REPORT, TRACE) or _UNFINISHED.fullmatch(path.name)
     return bool(known) and _is_plain(path)
 
 

@@ -30,6 +30,10 @@ from raypar.reporting.run_folder.read import Past
 from raypar.schedules.drawing.overlay import Overlay
 
 _NONE = "No step was taken yet."
+_BUBBLE = (
+    "The share of an actor's own time, from its first action of a step to its last, in which it computes nothing. "
+    "Medians leave out the first step, which also warms up."
+)
 
 
 def losses(history: History, marks: Sequence[Mark]) -> Markup:
@@ -71,7 +75,7 @@ def speed(history: History, marks: Sequence[Mark]) -> Markup:
     told = [note(f"Left out: {by_hand:,} stepped by hand, whose times say nothing of a run.")] if by_hand else []
     return _pair(
         section(name.capitalize(), _curve(history, name, history.throughput(), significant, marks), *told),
-        section("Bubble", _curve(history, "bubble", history.points("bubble"), share, marks), *told),
+        section("Bubble", _curve(history, "bubble", history.points("bubble"), share, marks), note(_BUBBLE), *told),
     )
 
 
@@ -105,7 +109,8 @@ def steps(past: Past) -> Markup:
     which = f" of replica {measured.events[0].actor}" if len(past.timelines) > 1 else ""
     told = note(
         f"Step {past.step + 1:,}{which}. Predicted with the median costs of its own actions: what differs is waiting "
-        "that the schedule does not ask for. Point at a box for its times; raypar trace writes them for Perfetto."
+        "that the schedule does not ask for. Its bubble counts the step's whole time on every rank, and is so larger "
+        "than the curve's. Point at a box for its times; raypar trace writes them for Perfetto."
     )
     return section(title, element("div", Markup(overlay.svg()), class_="wide"), told)
 

@@ -15,7 +15,7 @@ from raypar.actors.files import read_plain, sync_folder, told, write_whole
 from raypar.actors.specs.run import Run
 from raypar.config.toml import plain_of, toml_of
 from raypar.errors import ConfigError
-from raypar.paths import LEDGER, LOG, METRICS, PROVENANCE, RUN, SCHEDULE, TIMELINE, absolute
+from raypar.paths import LEDGER, LOG, METRICS, MOST_METRICS, PROVENANCE, RUN, SCHEDULE, TIMELINE, absolute
 from raypar.reporting.run_folder.append import Lines, LogFile
 from raypar.reporting.run_folder.provenance import renewed
 from raypar.schedules.schedule import Schedule
@@ -28,7 +28,6 @@ _HEAD = (
     "# The run with all its defaults, for raypar train; functions are told by their names, and need Python.\n"
     "# Its folder: {}\n\n"
 )
-_MOST = 1 << 30  # bytes: the largest metrics file that a resumed run accepts
 
 
 class Folder:
@@ -145,7 +144,7 @@ def kept(path: Path, step: int) -> str:
         The lines of these steps; later and incomplete lines are left out. Empty if there is no file.
     """
     try:
-        raw = read_plain(path, _MOST)
+        raw = read_plain(path, MOST_METRICS)
     except FileNotFoundError:
         return ""
     lines = []

@@ -73,6 +73,7 @@ def test_a_named_file_may_be_hidden(folder, tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
+        (b"\0\1\2\xff" * 9, "is no text: byte 0 is NUL: give a text file, or uint16 tokens in a file named .bin"),
         (b"\x89PNG\0\0", "is no text: byte 4 is NUL: give a text file, or uint16 tokens in a file named .bin"),
         (np.random.default_rng(0).integers(1, 256, 9999, np.uint8).tobytes(), "is no text: byte 1 (0x82) is not UTF-8"),
         ("für alle".encode("latin-1") * 99, "is text in another encoding, perhaps latin-1: byte 1 (0xfc) is not UTF-8"),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from raypar.actors.errors import ActionError
 from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.models import unregistered
 from raypar.actors.models.unregistered import Borrowed, borrowed
 from raypar.actors.models.user_layers import LayersModel
 from raypar.actors.specs.data import Batches
@@ -55,7 +59,18 @@ class Uses(nn.Module):
 
 
 HIDDEN = ["a list", "__dict__", "an object", "a list of weights", "a closure"]
-ENC = None  # what a layer may name as a global variable
+ENC = this_module = None  # what a layer may name as a global variable
+KEPT = {}  # where a layer may find it
+
+
+def kept():
+    return KEPT["enc"].weight
+
+
+class Registry:
+    """Keeps a layer as an attribute of the class."""
+
+    enc = None
 
 
 def layers(how):
@@ -162,17 +177,96 @@ def test_globals_classes_and_weak_references_are_followed(monkeypatch):
         assert borrowed([enc, user]) == [Borrowed(1, 0, "weight")], user
 
 
+BY_NAME = {
+    "a dict": lambda: KEPT["enc"].weight,
+    "a function that is called": lambda: kept(),
+    "a function in a function": lambda: (lambda: ENC.weight)(),
+    "a class": lambda: Registry.enc.weight,
+    "a class of a module": lambda: this_module.Registry.enc.weight,
+}
+
+
+@pytest.fixture
+def named(monkeypatch):
+    """Put a layer where all of BY_NAME find it, and return it."""
+
+    def put(enc):
+        monkeypatch.setitem(globals(), "this_module", sys.modules[__name__])
+        monkeypatch.setitem(globals(), "ENC", enc)
+        monkeypatch.setitem(KEPT, "enc", enc)
+        monkeypatch.setattr(Registry, "enc", enc)
+        return enc
+
+    return put
+
+
+@pytest.mark.parametrize("how", BY_NAME)
+def test_what_functions_name_is_followed(named, how):
+    enc, user = named(nn.Linear(2, 2)), nn.Identity()
+    user.get = BY_NAME[how]
+    assert borrowed([enc, user]) == [Borrowed(1, 0, "weight")]
+
+
+class Looks(nn.Module):
+    """Multiplies by a weight that it looks up, and that nothing trains."""
+
+    def __init__(self, get):
+        super().__init__()
+        self.own, self.get = nn.Parameter(torch.ones(4)), get
+
+    def forward(self, x):
+        return x * self.own @ self.get()
+
+
+class Owns(nn.Module):
+    """Has a weight for others, and does not use it."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.own, self.weight = nn.Parameter(torch.ones(4)), nn.Parameter(torch.eye(4), requires_grad=False)
+        keep(self.weight)
+
+    def forward(self, x):
+        return x * self.own
+
+
+def test_a_frozen_weight_in_a_global_has_its_values():
+    """On meta memory, the matrix product gave what was in memory."""
+    team = Team(lambda: [Owns(lambda weight: KEPT.update(weight=weight)), Looks(lambda: KEPT["weight"])], 1)
+    expected = [mse(x, target).item() for x, target in (batch(0, microbatch, 0) for microbatch in range(4))]
+    assert team.step(0)[-1].losses == pytest.approx(expected)
+
+
+def test_no_layer_computes_with_a_weight_that_has_no_values():
+    """Whatever a search has missed."""
+    hidden = np.empty(1, dtype=object)  # numpy does not tell the garbage collector what it refers to
+    team = Team(lambda: [Owns(lambda weight: hidden.__setitem__(0, weight)), nn.Tanh(), Looks(lambda: hidden[0])], 1)
+    with pytest.raises(ActionError, match=r"a weight or buffer is used that has no values here.*\(in layers\.2\)"):
+        team.step(0)
+
+
+def test_a_reference_behind_many_tables_is_found():
+    enc, user = nn.Linear(2, 2), nn.Identity()
+    user.table, user.get = [[number] for number in range(2_000)], lambda: enc.weight
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unregistered, "_MOST", 500)
+        assert borrowed([enc, user]) == [Borrowed(1, 0, "weight")]
+        assert unregistered.unsearched([enc, user]) == [1]
+
+
 def test_a_reference_behind_many_plain_values_is_found():
     enc, user = nn.Linear(2, 2), nn.Identity()
     user.table, user.enc = {str(number): number for number in range(300_000)}, [enc]
     assert borrowed([enc, user]) == [Borrowed(1, 0, "weight")]
 
 
-@pytest.mark.parametrize("how", ["a buffer", "an attribute", "a parameter"])
+@pytest.mark.parametrize("how", ["a buffer", "an attribute", "a parameter", "itself"])
 def test_a_view_of_another_layers_weight_is_told(how):
     enc, user = nn.Linear(2, 2), nn.Identity()
     if how == "a buffer":
         user.register_buffer("w", enc.weight.detach())
+    elif how == "itself":
+        vars(user)["w"] = enc.weight
     else:
         user.w = enc.weight.data if how == "an attribute" else nn.Parameter(enc.weight.data)
     assert borrowed([enc, user]) == [Borrowed(1, 0, "weight")]

@@ -13,7 +13,12 @@ from tests.support.checkpoints import flip, save_at
 
 
 def test_ls_is_the_newest_first_and_marks_what_is_not_sound(said, tmp_path):
-    assert said("ckpt", "ls", tmp_path) == (0, "no checkpoints\n", "")
+    code, out, err = said("ckpt", "ls", tmp_path)
+    assert (code, out) == (2, "") and "is no run folder and has no checkpoints: give another path" in err
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.toml").touch()
+    (tmp_path / "run" / "checkpoints").mkdir()
+    assert said("ckpt", "ls", tmp_path / "run") == (0, "no checkpoints\n", "")
     for step in (1, 20):
         save_at(tmp_path, step)
     code, out, _ = said("ckpt", "ls", tmp_path)
@@ -71,9 +76,16 @@ def test_train_leaves_a_folder_and_goes_on_in_it(said, kept_actors, tmp_path, mo
     assert said("ckpt", "verify", "a/run")[0] == 0
     code, out, err = said("train", "--resume", "a/run")
     assert code == 2
-    assert "step-00000004 is the end of a run of 4 steps: give more --steps to go on" in err
+    assert "step-00000004 is of a run that has taken 4 steps, and --steps is 4: give more to go on" in err
     err = said("train", "--resume", "a/run", "--model.hidden", 64)[2]
     assert "2 mistakes" in err and "model.hidden is 64, but 32 in the checkpoint" in err
+    err = said("train", "--resume", "a/run", "--steps", 9, "--model.hidden", 64, "--seed", 3, "--dry-run")[2]
+    assert "2 mistakes" in err and "seed is 3, but 0 in the checkpoint: give the same" in err
+    code, _, err = said("train", "--resume", "a/run", "--steps", 9, "--clip", 3.0, "--dry-run")
+    assert code == 0 and err.startswith("resumed with clip 3.0, which was 1.0\nresumed with steps 9, which was 4\n")
+    old = "a/run/checkpoints/step-00000002"
+    err = said("train", "--resume", old, "--steps", 9, "--dry-run")[2]
+    assert "has 'step-00000004', and this run begins at step 3" in err
     err = said("train", *words, "--folder", "a/run", "--dry-run")[2]
     assert "holds a run already (run.toml): resume it with --resume" in err
     assert "save_every is 2, but" in said("train", "a/run/run.toml", "--dry-run")[2], "another run wants its own folder"

@@ -406,6 +406,12 @@ def test_all_mistakes_in_a_run_are_listed(said, tmp_path):
         (("llama-tiny", "--model.kv-heads", "3"), "model.kv_heads 3 does not divide model.heads 4: use 2, say"),
         (("--model.kind", "llama", "--model.mlp", "3"), "--model.mlp: Llama has no field 'mlp': it has ffn"),
         (("gpt-tiny", "--optim.momentum=.9"), "--optim.momentum: AdamW has no field 'momentum': SGD and Muon have one"),
+        (
+            ("--steps", "ten", "--mesh.pp=two", "--zero", "9", "--optim.lr", "fast", "--clip", "none"),
+            "4 mistakes, no step was taken:\n- --steps is 'ten': it must be a whole number\n- --mesh.pp is 'two'",
+        ),
+        (("gpt-tiny", "--wait-for-nodes", "nan"), "--wait-for-nodes is nan: it must be a number of seconds, 0 or more"),
+        (("gpt-tiny", "--schedule", "zb-h1"), "zero-bubble schedules have no name yet, but one of your own may"),
         (("gpt-tiny", "--mesh.ep", "2"), "no step was taken:\nmesh.ep is 2"),
         (("--optim.kind", "adam"), "optim.kind is 'adam': use 'adamw' or 'sgd' or 'muon'"),
         (("gpt-tiny", "--log", "."), "--log '.' is a folder"),

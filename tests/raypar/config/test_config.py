@@ -5,6 +5,7 @@ import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -20,6 +21,7 @@ from raypar.actors.specs.types import SEND_WINDOW
 from raypar.config.recipes import RECIPES, recipe
 from raypar.config.run import check_run
 from raypar.config.toml import load_run, plain_of, run_of, toml_of
+from raypar.config.validate.parallel import idle_fields
 from raypar.errors import ConfigError
 from raypar.schedules import ScheduleError, build, check
 from raypar.schedules.action import Op
@@ -210,10 +212,54 @@ def test_a_wrong_value_is_named_with_its_fix(tiny, change, says):
     assert any(says in fault for fault in faults_of(replace(tiny, **change)))
 
 
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        (torch.zeros(2, 4), "data.fn: a batch function must return (inputs, targets), it returned Tensor"),
+        ((torch.zeros(2, 4),), "data.fn: a batch function must return (inputs, targets), it returned tuple"),
+        (
+            (torch.zeros(2, 4), None),
+            "data.fn: as targets a batch function returned NoneType: return a tensor or a tuple",
+        ),
+        (
+            (np.zeros((2, 4)), torch.zeros(2)),
+            "data.fn: as inputs a batch function returned ndarray: make tensors of arrays with torch.from_numpy",
+        ),
+    ],
+)
+def test_a_batch_function_that_returns_no_pair_of_tensors_is_refused(tiny, batch, says):
+    from torch import nn
+
+    model = Layers(lambda: [nn.Linear(4, 4), nn.Linear(4, 4)], loss=max)
+    faults = faults_of(replace(tiny, model=model, data=Batches(lambda *_: batch)))
+    assert [fault[: len(says)] for fault in faults] == [says]
+
+
+def test_what_has_no_effect_is_told(tiny):
+    data = Batches(lambda *_: (torch.zeros(2, 4), torch.zeros(2, 4)))
+    idle = [*idle_fields(replace(tiny, steps=5, eval_every=2, data=data, optim=AdamW(warmup=9), context="ulysses"))]
+    assert [told.split(":")[0] for told in idle] == [
+        "context 'ulysses' has no effect without mesh.cp",
+        "eval_every 2 has no effect without Batches(validate=...)",
+        "optim.warmup is 9 steps, and steps is 5",
+    ]
+    assert not [*idle_fields(replace(tiny, steps=5, eval_every=2, optim=AdamW(warmup=5)))]
+
+
+def test_a_text_in_the_place_of_a_model_or_data_is_understood(tiny):
+    assert faults_of(replace(tiny, model="gpt-small", data="my.txt", optim="adam")) == [
+        "model is 'gpt-small': it must be a GPT or a Llama or a Layers; "
+        "rp.recipe('gpt-small') is a run with such a model",
+        "data is 'my.txt': it must be a Text or a Batches; for text files give rp.Text('my.txt')",
+        "optim is 'adam': it must be an AdamW or an SGD or a Muon",
+    ]
+    assert "models of Hugging Face are not read" in faults_of(replace(tiny, model="gpt2"))[0]
+
+
 @pytest.mark.parametrize("positions", ["learned", "rope", "alibi"])
 def test_batches_longer_than_the_model_are_refused(tiny, positions):
     def tokens(step, microbatch, dp):
-        return torch.zeros(2, 40, dtype=torch.int64), None
+        return torch.zeros(2, 40, dtype=torch.int64), torch.zeros(2, 40, dtype=torch.int64)
 
     def broken(step, microbatch, dp):
         raise OSError("its files are on the actors' machines")
@@ -348,7 +394,7 @@ def test_wrong_types_and_wrong_values_come_together(tiny, text):
 )
 def test_an_absurd_schedule_is_refused_before_it_is_made(tiny, change):
     fault, *others = faults_of(replace(tiny, **{"schedule": "interleaved", **change}))
-    assert fault.endswith("chunks are more than 5000000: use smaller numbers")
+    assert fault.endswith("chunks are more than 50000: use smaller numbers")
     assert all("stages for 8 layers" in other for other in others)
 
 
@@ -666,7 +712,7 @@ def test_embeddings_that_can_not_be_kept_alike_are_refused(tiny, options, mesh, 
     from torch import nn
 
     model = Layers(lambda: [nn.Embedding(8, 4, **options), nn.Linear(4, 8)], loss=max)
-    run = replace(tiny, model=model, mesh=mesh, data=Batches(print))
+    run = replace(tiny, model=model, mesh=mesh, data=Batches(lambda *_: (torch.zeros(2, 4), torch.zeros(2, 4))))
     if says is None:
         check_run(run)
     else:

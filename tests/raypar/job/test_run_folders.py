@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ import raypar as rp
 from raypar.cli import train as commands
 from raypar.config.run import check_run
 from raypar.errors import JobError
+from raypar.job.batch_checks import _IMPURE, warn_of_batches
 
 FLAGS = ("--steps", 2, "--mesh.pp", 1, "--eval-steps", 1)
 RUN = rp.recipe("gpt-tiny", steps=1, mesh=rp.Mesh(pp=1), folder="runs/a")
@@ -61,6 +63,7 @@ def test_a_dry_run_makes_no_folder(said):
 
 def test_overwrite_replaces_a_run_and_leaves_nothing_of_it(kept_actors, said):
     trained()
+    Path("runs/a/comparison.html").touch()  # of raypar report runs/a runs/b
     code, _, err = said("train", "gpt-tiny", *FLAGS, "--folder", "runs/a")
     assert code == 2 and "--overwrite" in err
     code, _, err = said("train", "gpt-tiny", *FLAGS, "--folder", "runs/a", "--overwrite")
@@ -183,11 +186,35 @@ def other(step, microbatch, dp):
     return x, y
 
 
-@pytest.mark.parametrize(("fn", "warned"), [(same, True), (other, False)])
-def test_a_launch_warns_of_replicas_with_the_same_samples(kept_actors, by_value, caplog, fn, warned):
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [
+        (same, ["data.fn gives replicas 0 and 1 the same samples: have it look at dp"]),
+        (other, []),
+        (lambda *_: (torch.rand(3, 4), torch.rand(3, 4)), [_IMPURE]),
+    ],
+)
+def test_a_batch_function_with_the_same_samples_or_none_twice_is_told(caplog, fn, says):
     model = rp.Layers(lambda: [nn.Linear(4, 4)], nn.functional.mse_loss)
-    with rp.launch(rp.Run(model=model, data=rp.Batches(fn), mesh=rp.Mesh(dp=2), steps=1)):
-        assert ("data.fn gives replicas 0 and 1 the same samples" in caplog.text) == warned
+    warn_of_batches(rp.Run(model=model, data=rp.Batches(fn), mesh=rp.Mesh(dp=2), steps=1))
+    assert [record.getMessage() for record in caplog.records] == says
+
+
+def test_a_launch_waits_for_a_number_of_seconds():
+    with pytest.raises(rp.ConfigError, match="wait_for_nodes is nan: it must be a number of seconds, 0 or more"):
+        rp.launch(RUN, wait_for_nodes=float("nan"))
+
+
+def test_a_launch_looks_at_the_batches_and_says_no_more_samples_than_it_knows(kept_actors, by_value, caplog):
+    caplog.set_level(logging.INFO, "raypar")
+    model = rp.Layers(lambda: [nn.Linear(4, 4)], nn.functional.mse_loss)
+    run = rp.Run(model=model, data=rp.Batches(same), mesh=rp.Mesh(dp=2), microbatches=3, steps=1, eval_every=1)
+    with rp.launch(run) as job:
+        assert "data.fn gives replicas 0 and 1 the same samples" in caplog.text
+        assert "steps: 1 of 2 replicas x 3 microbatches\n" in caplog.text
+        assert "eval_every 1 has no effect without Batches(validate=...)" in caplog.text
+        assert len(job.train(steps=2)) == 2
+    assert "the run has 1 steps, and this goes on to step 2: later steps have the last" in caplog.text
 
 
 def test_what_has_no_effect_is_told(said):

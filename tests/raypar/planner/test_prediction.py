@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import logging
 
+import torch
+from torch import nn
+
+from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.specs.data import Batches
+from raypar.actors.specs.model import Layers
+from raypar.actors.specs.run import Run
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
 from raypar.config.skeleton import Skeleton
@@ -22,6 +29,14 @@ def test_a_dry_run_has_one_bubble():
     assert told == from_flops(run, schedule).bubble == "5.7% predicted from FLOPs"
     *_, last = planned_grid(schedule, told).splitlines()
     assert last == f"1f1b: bubble {told}; the grid shows the order, a slot for each action"
+
+
+def test_of_own_layers_the_bubble_is_in_slots():
+    layers = Layers(lambda: [nn.Linear(4, 4), nn.Linear(4, 4)], nn.functional.mse_loss)
+    run = Run(model=layers, data=Batches(lambda *_: (torch.ones(2, 4), torch.ones(2, 4))), mesh=Mesh(pp=2))
+    told = dict(plan_rows(run, check_run(run)["train"]))
+    assert told["bubble"].endswith("predicted in slots")
+    assert "weights 80 B, gradients 80 B" in told["memory, pp=0"]
 
 
 def test_a_summary_names_both_predictions():

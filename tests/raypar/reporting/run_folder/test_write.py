@@ -21,6 +21,7 @@ from raypar.config.run import check_run
 from raypar.config.toml import load_run, plain_of, toml_of
 from raypar.config.validate.outputs import folder_faults
 from raypar.errors import ConfigError
+from raypar.paths import MOST_METRICS
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.run_folder.append import heard
 from raypar.reporting.run_folder.read import read
@@ -270,6 +271,22 @@ def test_a_link_in_the_place_of_a_file_is_refused_by_its_name(name, tmp_path):
     assert f"folder {str(tmp_path)!r} {says}" in list(folder_faults(str(tmp_path), None))
     home = tmp_path / "checkpoints" / "step-00000001"
     assert f"folder {str(tmp_path)!r} {says}" in list(folder_faults(str(tmp_path), home))
+
+
+def test_a_file_that_the_run_could_not_write_is_refused_by_its_name(tmp_path):
+    (tmp_path / "log.txt").mkdir()
+    os.mkfifo(tmp_path / "run.toml")
+    (tmp_path / "checkpoints").touch()
+    with (tmp_path / "metrics.jsonl").open("wb") as metrics:
+        metrics.truncate(MOST_METRICS + 1)
+    home = tmp_path / "checkpoints" / "step-00000001"
+    fix = "remove it, or give another folder"
+    assert [fault.removeprefix(f"folder {str(tmp_path)!r} has ") for fault in folder_faults(str(tmp_path), home)] == [
+        f"run.toml, which is no plain file: {fix}",
+        "metrics.jsonl of more than 1 GiB, which a run can't go on from: move it away",
+        f"log.txt, which is no plain file: {fix}",
+        f"checkpoints, which is no folder: {fix}",
+    ]
 
 
 def test_it_is_told_with_all_other_faults(tmp_path):

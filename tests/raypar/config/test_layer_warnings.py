@@ -1,7 +1,8 @@
-"""Buffers that layers on different actors share: told at the launch, with both layers."""
+"""What layers on different actors share or may share unnoticed: told at the launch, with the layers."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 from torch import nn
 
 from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.models import unregistered
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
+from raypar.config.layer_warnings import warn_of_layers
 from raypar.config.run import check_run
-from raypar.config.shared_buffers import warn_of_shared_buffers
 from raypar.config.skeleton import Skeleton
 
 
@@ -54,7 +56,7 @@ def warned(caplog):
         run = Run(model=Layers(layers, loss=nn.functional.mse_loss), mesh=Mesh(pp=2), data=data)
         run = replace(run, **changes)
         skeleton = Skeleton(run.model, run.seed)
-        warn_of_shared_buffers(run, skeleton, check_run(run, skeleton=skeleton)["train"])
+        warn_of_layers(run, skeleton, check_run(run, skeleton=skeleton)["train"])
         return caplog.text
 
     return warn
@@ -72,3 +74,16 @@ def test_what_is_on_one_actor_or_constant_is_no_fault(warned):
     assert not warned(normed, mesh=Mesh())
     assert not warned(lambda: masked(False))
     assert not warned(lambda: [Normed(nn.BatchNorm1d(4)), Normed(nn.BatchNorm1d(4))])
+
+
+def test_a_layer_that_refers_to_too_much_is_named(warned, monkeypatch):
+    monkeypatch.setattr(unregistered, "_MOST", 2_000)
+
+    def layers():
+        large = nn.Linear(4, 4)
+        large.table = [[str(number)] for number in range(3_000)]
+        return [nn.Linear(4, 4), large, nn.Linear(4, 4)]
+
+    for pp, expected in ((1, []), (2, ["layers.1"])):
+        text = warned(layers, mesh=Mesh(pp=pp))
+        assert re.findall(r"(\S+) refers to more objects", text) == expected

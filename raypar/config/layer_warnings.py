@@ -1,10 +1,10 @@
-"""Buffers that the user's own layers share although they are on different actors. Imports torch."""
+"""What goes unnoticed when the user's own layers are on different actors. Imports torch."""
 
 from __future__ import annotations
 
 import logging
 
-from raypar.actors.models.unregistered import shared_buffers
+from raypar.actors.models.unregistered import shared_buffers, unsearched
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.worker.build import homes_of
@@ -14,8 +14,11 @@ from raypar.schedules.schedule import Schedule
 log = logging.getLogger(__name__)
 
 
-def warn_of_shared_buffers(run: Run, skeleton: Skeleton, schedule: Schedule) -> None:
-    """Log a warning for each buffer that layers on different actors share: each actor would have one of its own.
+def warn_of_layers(run: Run, skeleton: Skeleton, schedule: Schedule) -> None:
+    """Log a warning for each buffer that layers on different actors share, and for layers that can't be searched.
+
+    Each actor would have a buffer of its own, and weights that a layer uses of another actor's layer are not noticed if
+    it refers to too many objects.
 
     Args:
         run: The run.
@@ -33,3 +36,10 @@ def warn_of_shared_buffers(run: Run, skeleton: Skeleton, schedule: Schedule) -> 
                 "own buffer",
                 *(names[one], buffer, names[other], alias, homes[one], homes[other]),
             )
+    for index in unsearched(skeleton.model.skeleton):
+        log.warning(
+            "%s refers to more objects than can be looked at: if it uses a weight of a layer on another actor without "
+            "registering it, that is not noticed, and the weight there is never trained; keep large tables out of the "
+            "layer, as one tensor or array",
+            names[index],
+        )

@@ -1,0 +1,65 @@
+"""Resuming on the command line: the checkpoint's run, what keeps a run from going on, and how one goes on."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from raypar.actors.errors import CheckpointError
+from raypar.actors.specs.run import Run
+from raypar.config.toml import run_of
+from raypar.errors import ConfigError
+from raypar.paths import CHECKPOINTS, absolute, home_of
+from raypar.schedules.user_code import names_code
+
+if TYPE_CHECKING:
+    from raypar.checkpoint.find import Found
+
+
+def its_run(found: Found) -> Run:
+    """Return a checkpoint's run, with the run folder that the checkpoint is in now; it may have been moved."""
+    run, home = run_of(found.manifest.run), home_of(found.path)
+    return run if home is None else replace(run, folder=str(home))
+
+
+def misfits(run: Run, start: Found | None, overwrite: bool) -> list[str]:
+    """Return why a run cannot go on from a checkpoint or from what is in its folder; log what it changes."""
+    if start is None and run.folder is None:
+        return []
+    from raypar.checkpoint.resume import demand_latest, demand_resumable
+
+    faults = []
+    try:
+        if start is not None:
+            from raypar.config.skeleton import Skeleton
+
+            demand_resumable(run, Skeleton(run.model, run.seed), start)
+    except ConfigError as error:
+        faults += error.faults
+    try:
+        if not overwrite:
+            demand_latest(run, 0 if start is None else start.manifest.step)
+    except ConfigError as error:
+        faults += error.faults
+    return faults
+
+
+def how_to_go_on(run: Run) -> str:
+    """Say how a run that has ended badly goes on: from its newest checkpoint, if it has one."""
+    from raypar.checkpoint.find import ls
+
+    if run.folder is None:
+        return "nothing was saved: give --folder, and --save-every, to keep checkpoints"
+    try:
+        sound = [listed.step for listed in ls(absolute(run.folder) / CHECKPOINTS) if not listed.faults]
+    except CheckpointError:  # there is no such folder
+        sound = []
+    if not sound:
+        return "nothing was saved"
+    code = (
+        f" --schedule {shlex.quote(str(run.schedule))}"
+        if isinstance(run.schedule, str) and names_code(run.schedule)
+        else ""
+    )
+    return f"resume with: raypar train --resume {shlex.quote(run.folder)}{code} (after step {sound[0]})"

@@ -1,0 +1,26 @@
+"""What a launch and a reset look at in a checked run, before actors get it."""
+
+from __future__ import annotations
+
+from raypar.actors.specs.run import Run
+from raypar.cluster.ray_cluster import demand_shippable
+from raypar.config.layer_warnings import warn_of_layers
+from raypar.config.schedule import Programs
+from raypar.config.skeleton import Skeleton
+from raypar.job.batch_checks import warn_of_batches
+
+
+def look_ahead(run: Run, programs: Programs, skeleton: Skeleton) -> None:
+    """Log warnings of what would go wrong unnoticed on the actors.
+
+    Args:
+        run: The run, checked.
+        programs: Its programs.
+        skeleton: Its model without weights.
+
+    Raises:
+        ConfigError: The model or the data can't be sent to actors.
+    """
+    demand_shippable(run.model, run.data)
+    warn_of_batches(run)
+    warn_of_layers(run, skeleton, programs["train"])
