@@ -20,7 +20,9 @@ from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.drawing.svg import svg
 from raypar.schedules.drawing.text import text
 from raypar.schedules.generators.entry import Entry
+from raypar.schedules.passes.gather_weights import gather_weights
 from raypar.schedules.passes.lower import lower
+from raypar.schedules.passes.reduce_gradients import reduce_gradients
 from raypar.schedules.passes.split_backward import split_backward
 from raypar.schedules.schedule import Drawer, Schedule, ScheduleError, register_drawer
 from raypar.schedules.simulation.measured_costs import costs_of
@@ -47,8 +49,10 @@ __all__ = [
     "costs_of",
     "demand_sound",
     "from_csv",
+    "gather_weights",
     "lower",
     "names",
+    "reduce_gradients",
     "register",
     "simulate",
     "split_backward",

@@ -68,6 +68,31 @@ def _whole(row: Sequence[Action]) -> Iterator[frozenset[int | None]]:
             yield whole
 
 
+def opens_and_closes(row: Sequence[Action]) -> tuple[set[Action], set[Action]]:
+    """Return the first and the last action of every time in which a stage is whole, of those that need it so."""
+    opens, closes = set[Action](), set[Action]()
+    opened = set[int | None]()
+    last: dict[int | None, Action] = {}
+    for action in row:
+        stage, op, _ = action
+        if op is _UNSHARD and stage not in last:
+            opened.add(stage)
+        elif op is _RESHARD and stage in last:
+            closes.add(last.pop(stage))
+        elif op in USES_WEIGHTS:
+            if stage in opened:
+                opens.add(action)
+                opened.discard(stage)
+            last[stage] = action
+    return opens, closes
+
+
+def streamed(schedule: Schedule) -> frozenset[Action]:
+    """Return the actions for which alone a stage is whole: its weights may come and go by layers while they run."""
+    found = (opens_and_closes(row) for row in schedule.rows)
+    return frozenset(action for opens, closes in found for action in opens & closes)
+
+
 def occurrences(row: Sequence[Action]) -> Iterator[Occurrence]:
     """Yield the actions of a row, each with the number of equal ones before it."""
     seen: Counter[Action] = Counter()

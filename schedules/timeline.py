@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from raypar.schedules.action import COMPUTE, Action
+from raypar.schedules.action import COMPUTE, Action, Op
 from raypar.schedules.rules import HOLDS
 from raypar.schedules.schedule import MOST_DRAWN, Schedule, drawer
 
@@ -17,12 +17,12 @@ class Event(NamedTuple):
     Attributes:
         rank: The pipeline rank, in whose lane it is drawn.
         actor: The actor's coordinates, such as ``pp=1 dp=0 tp=3``.
-        action: The action; REDUCE_GRAD for a bucket.
+        action: The action; REDUCE_GRAD for a bucket, UNSHARD for a unit.
         start: When it started, in seconds on the timeline's clock.
         end: When it ended, likewise.
         bytes: Bytes sent or received; 0 for a compute action.
-        bucket: Number of the bucket of gradients whose reduction this is, which runs beside the actions; None for an
-            action of the row.
+        bucket: Number of the bucket of gradients that is reduced, or of the unit of weights that is gathered, beside
+            the actions; None for an action of the row. A simulated gather is one unit.
     """
 
     rank: int
@@ -33,13 +33,20 @@ class Event(NamedTuple):
     bytes: int = 0
     bucket: int | None = None
 
+    @property
+    def part(self) -> str:
+        """What of its stage is reduced or gathered beside the actions, "bucket 2" or "unit 2"; "" for an action."""
+        if self.bucket is None:
+            return ""
+        return f"{'unit' if self.action.op is Op.UNSHARD else 'bucket'} {self.bucket}"
+
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """The events of one pipeline, each rank's in their order.
 
-    A rank has one event at a time, apart from buckets. With several replicas, one timeline shows one of them. A
-    measured timeline may be incomplete, as after a failed step.
+    A rank has one event at a time, apart from buckets and units. With several replicas, one timeline shows one of them.
+    A measured timeline may be incomplete, as after a failed step.
 
     Attributes:
         schedule: The schedule.

@@ -254,8 +254,21 @@ def test_the_figures_of_the_readme_are_those_of_the_benchmarks():
 
 
 def test_the_grid_of_the_schedules_is_what_is_drawn():
-    (drawn,) = (f.text for f in fences_of((ROOT / "docs/schedules.md").read_text()) if f.text.startswith("rank 0"))
-    assert drawn == str(importlib.import_module("raypar.schedules").build("1f1b", 4, 8)).rstrip()
+    from raypar.schedules import build, gather_weights
+
+    drawn = [f.text for f in fences_of((ROOT / "docs/schedules.md").read_text()) if f.text.startswith("rank 0  ")]
+    gathered = gather_weights(build("interleaved", 2, 4), "step", resident=1)
+    assert drawn == [str(schedule).rstrip() for schedule in (build("1f1b", 4, 8), gathered)]
+
+
+def test_the_placements_of_gathers_are_those_on_paper():
+    from raypar.cli.schedules import measure
+
+    words = "interleaved --ranks 2 --microbatches 4 --gather step --unshard 0.5"
+    words += " --units 8 --weights-mib 100 --activations-mib 10"
+    text = (ROOT / "docs/schedules.md").read_text()
+    assert f"`raypar simulate {words}`" in text
+    assert measure(words.split()).partition("\n\n")[2] in text
 
 
 def test_the_bubbles_of_split_backwards_are_those_on_paper():

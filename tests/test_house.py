@@ -306,9 +306,10 @@ MAY_IMPORT = {
         "actors actors/checkpoint actors/collective actors/data actors/models actors/specs actors/tensor_parallel"
     ),
     "actors/pipeline": (
-        "actors actors/autograd actors/collective actors/inspect actors/layers actors/models actors/specs schedules"
+        "actors actors/autograd actors/collective actors/data_parallel actors/inspect actors/layers "
+        "actors/models actors/specs schedules"
     ),
-    "actors/specs": "actors actors/mesh schedules",
+    "actors/specs": "actors actors/mesh schedules schedules/passes",
     "actors/tensor_parallel": "actors actors/autograd actors/collective actors/layers actors/models",
     "actors/tensor_parallel/grid": "actors actors/collective actors/layers actors/models actors/tensor_parallel",
     "actors/worker": (
@@ -352,8 +353,8 @@ MAY_IMPORT = {
         "schedules/drawing schedules/simulation"
     ),
     "raypar/reporting/html": (
-        "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner raypar/reporting/run_folder "
-        "schedules/drawing"
+        "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner "
+        "raypar/reporting/run_folder schedules/drawing"
     ),
     "raypar/reporting/run_folder": (
         "actors actors/collective actors/specs raypar raypar/checkpoint raypar/config schedules "
@@ -365,7 +366,7 @@ MAY_IMPORT = {
         "raypar raypar/checkpoint raypar/cluster raypar/config raypar/reporting schedules schedules/drawing"
     ),
     "schedules": ("schedules/checking schedules/drawing schedules/generators schedules/passes schedules/simulation"),
-    "schedules/checking": "schedules schedules/drawing schedules/simulation",
+    "schedules/checking": "schedules schedules/drawing schedules/passes schedules/simulation",
     "schedules/drawing": "schedules schedules/simulation",
     "schedules/generators": "schedules",
     "schedules/passes": "schedules schedules/simulation",

@@ -14,8 +14,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from raypar.actors.collective import cupy_nccl, nccl
 from raypar.actors.collective.cupy_nccl import CupyGroup
+from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.gloo import GlooGroup, create_device
-from raypar.actors.collective.group import Group, GroupError
+from raypar.actors.collective.group import Group
 from raypar.actors.collective.nccl import NcclGroup
 from raypar.actors.collective.shm.group import ShmGroup
 from raypar.actors.collective.shm.links import same_place

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from raypar.actors.collective.group import Edge, Finish, Group, GroupError, Handle
+from raypar.actors.collective.errors import GroupError
+from raypar.actors.collective.group import Edge, Finish, Group, Handle
 from raypar.actors.collective.ledger import Ledger
 from raypar.actors.collective.watcher import Issued, Transfer, Watcher, block_until_over
 from raypar.actors.errors import first_line

@@ -14,56 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from raypar.actors.collective.errors import GroupError, plain_reason
 from raypar.actors.collective.ledger import Ledger
 from raypar.actors.collective.reductions import REDUCTIONS, ReduceOp
-from raypar.actors.errors import first_line
 from raypar.actors.tensors import nbytes, row_size
-
-
-def plain_reason(error: Exception, seconds: float) -> str:
-    """Summarise in one line why a communication failed.
-
-    The backends' own messages carry file names and stack frames.
-
-    Args:
-        error: The exception that the backend raised.
-        seconds: The deadline of the failed wait, for the message.
-    """
-    text = first_line(error)
-    text = text.rsplit("] ", 1)[-1] if text.startswith("[") else text
-    lowered = text.lower()
-    if "caused pair closure" in lowered:  # how Gloo fails a group's other waits when one of them expires
-        return "the group was aborted"
-    if "timed out" in lowered or "timeout" in lowered or isinstance(error, TimeoutError):
-        return f"nothing came within {seconds:g} s"
-    if any(word in lowered for word in ("closed", "reset by peer", "broken pipe", "read error", "write error")):
-        return "the connection was closed at the other end (the peer died or gave up)"
-    return text
-
 
 Edge = tuple[int, int]  # ranks: source and destination
 Finish = Callable[[float], None]  # blocks until an op is complete, for at most the given seconds
-
-
-class GroupError(RuntimeError):
-    """A failed communication.
-
-    The group is closed afterwards. Its members must join a new generation of it or give up.
-
-    Args:
-        group: Name of the group.
-        op: Name of the op.
-        peer: Rank of the other side; None if all members took part.
-        reason: Why the op failed.
-    """
-
-    def __init__(self, group: str, op: str, peer: int | None, reason: str) -> None:
-        super().__init__(group, op, peer, reason)
-        self.group, self.op, self.peer, self.reason = group, op, peer, reason
-
-    def __str__(self) -> str:
-        whom = "" if self.peer is None else f" with rank {self.peer}"
-        return f"group {self.group}: {self.op}{whom} failed: {self.reason}"
 
 
 class Handle:
@@ -168,6 +125,20 @@ class Group(ABC):
         """
         self._fit(out, tensor, "all_gather: out must hold size x tensor elements")
         return self._run("all_gather", None, (self.size - 1) * nbytes(tensor), self._all_gather, out, tensor)
+
+    def all_gather_parts(self, out: Tensor, tensor: Tensor, counts: Sequence[int]) -> Handle:
+        """Concatenate the members' tensors of different lengths in rank order.
+
+        Args:
+            out: Result (sum of the counts,), with the dtype of ``tensor``.
+            tensor: This member's part (counts[rank],).
+            counts: Number of elements of each member's part.
+        """
+        self._alike(out, tensor, "all_gather_parts")
+        rule = "all_gather_parts: there must be a count for each member, of its tensor's elements; out holds them all"
+        self._same((len(counts), tensor.numel(), out.numel()), (self.size, counts[self.rank], sum(counts)), rule)
+        sent = (self.size - 1) * nbytes(tensor)
+        return self._run("all_gather", None, sent, self._all_gather_parts, out, tensor, counts)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Handle:
         """Reduce the members' tensors and keep this rank's part.
@@ -331,6 +302,20 @@ class Group(ABC):
     def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish: ...
     @abstractmethod
     def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish: ...
+
+    def _all_gather_parts(self, out: Tensor, tensor: Tensor, counts: Sequence[int]) -> Finish:
+        """Broadcast every part to its place in ``out``."""
+        parts = out.split(list(counts))
+        parts[self.rank].copy_(tensor)
+        finishes = [self._broadcast(part, root) for root, part in enumerate(parts) if part.numel()]
+
+        def finish(timeout: float) -> None:
+            deadline = time.monotonic() + timeout
+            for one in finishes:
+                one(max(0.001, deadline - time.monotonic()))
+
+        return finish
+
     @abstractmethod
     def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish: ...
     @abstractmethod

@@ -28,7 +28,8 @@ from torch.distributed.distributed_c10d import Store
 
 from raypar.actors.collective import ray_private
 from raypar.actors.collective.connect import TIMEOUT, capability, cpu_group, gpu_group
-from raypar.actors.collective.group import Group, GroupError
+from raypar.actors.collective.errors import GroupError
+from raypar.actors.collective.group import Group
 from raypar.actors.collective.ledger import Ledger
 from raypar.actors.collective.reductions import ReduceOp
 

@@ -28,12 +28,15 @@ class Channel(NamedTuple):
         empty: Allocates a flat tensor, given the number of elements and the dtype, that ``start`` can communicate
             without a copy.
         here: Whether this actor gets the sum.
+        finish: With hybrid sharding, starts the sum over the owners of the same weights, once a step and behind all
+            reductions; else None.
     """
 
     start: Callable[[Tensor], Handle]
     tell: Callable[[Tensor], Handle]
     empty: Callable[[int, torch.dtype], Tensor]
     here: bool
+    finish: Callable[[Tensor], Handle] | None = None
 
 
 @dataclass
@@ -41,25 +44,36 @@ class _Transfer:
     """A bucket whose reduction was started.
 
     Attributes:
+        number: The bucket's number.
         bucket: The bucket.
-        flat: Its flat tensor, (elements of the bucket,).
+        flat: Its flat tensor, (elements of the bucket,); None once it has arrived.
         handle: The reduction under way.
+        num_bytes: Bytes of the flat tensor.
         start: When the reduction was started, a mark of the device's clock (``Place.mark``).
         end: When the wait for it returned, likewise.
     """
 
+    number: int
     bucket: Bucket
-    flat: Tensor
+    flat: Tensor | None
     handle: Handle
+    num_bytes: int
     start: float
     end: float = 0.0
+
+
+_MOST_LENT = 2  # reductions under way whose flat tensors are given back: more of them would cost more memory
 
 
 class Reducer:
     """Reduces each bucket as soon as its last gradient is complete, during the last backward of its stage.
 
     From a stage's first backward on, its gradients are views of the buckets' flat tensors. So microbatches accumulate
-    directly in the memory that is reduced, and that memory is allocated once for the whole run.
+    directly in the memory that is reduced.
+
+    A stage is reduced once a step, or in several rounds, each of which ends with a REDUCE_GRAD of the stage. Flat
+    tensors are kept for the whole run, or (``lends``) are lent from a bucket's first gradient until it is reduced.
+    Then actors that do not get the sum hold no gradients afterwards, and the owner adds up the sums of all rounds.
 
     Buckets are started in one fixed order, because all members of a group must call its collectives in the same order,
     and gradients may become complete in another order. Only the end of a backward shows that a parameter has no
@@ -70,31 +84,52 @@ class Reducer:
             makes the gradients.
         channels: The channel of each bucket owner.
         place: The device that computes the gradients. Its clock times the transfers.
+        rounds: The stages in the order in which a step reduces them; a stage comes once for each of its rounds.
+        lends: Whether flat tensors are lent; with several rounds they are in any case.
 
-    Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2.
+    Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2;
+    Rajbhandari et al. 2020, "ZeRO", section 5.2 (P_os+g) for ``lends``.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], channels: Sequence[Channel], place: Place) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        channels: Sequence[Channel],
+        place: Place,
+        rounds: Sequence[int] | None = None,
+        *,
+        lends: bool = False,
+    ) -> None:
         self._buckets, self._channels, self._place = buckets, channels, place
-        self._flats = [channels[bucket.owner].empty(bucket.size, bucket.grad_dtype) for bucket in buckets]
+        stages = list(dict.fromkeys(bucket.stage for bucket in buckets)) if rounds is None else list(rounds)
+        self._order = [n for stage in stages for n, bucket in enumerate(buckets) if bucket.stage == stage]
+        self._lends = lends or len(set(stages)) < len(stages)
+        self._flats = [None if self._lends else self._empty(number) for number in range(len(buckets))]
         self.begin()
 
     def begin(self) -> None:
         """Open a step, and drop what an interrupted step left behind."""
-        self._missing: list[set[Tensor]] = [set(bucket.parameters.values()) for bucket in self._buckets]
+        self._missing: list[set[Tensor]] = [set(self._buckets[number].parameters.values()) for number in self._order]
+        self._places: list[list[int]] = [[] for _ in self._buckets]  # by bucket, in the order, of rounds still to end
+        for place, number in enumerate(self._order):
+            self._places[number].append(place)
         self._transfers: list[_Transfer] = []
+        self._arrived = 0  # number of transfers that were waited for
+        self._sums: dict[int, Tensor] = {}  # by bucket, what this actor gets
         self._spent: list[tuple[float, float]] = []  # (start, end) marks: time spent here instead of on compute
+        if self._lends:
+            self._flats = [None] * len(self._buckets)
 
     @contextmanager
     def watch(self, stage: int, *, last: bool, left: Collection[Tensor] | None = None) -> Iterator[None]:
         """Hook the parameters of a stage for the time of one backward: its first, its last, or both in one.
 
-        In a stage's first backward, each gradient is moved into its bucket's flat tensor as soon as it is made. In its
-        last backward each gradient is complete when it is made, and each complete bucket is started.
+        In the first backward of a round, each gradient is moved into its bucket's flat tensor as soon as it is made. In
+        the last backward of a round each gradient is complete when it is made, and each complete bucket is started.
 
         Args:
             stage: Number of the stage.
-            last: Whether this is the stage's last backward of the step.
+            last: Whether this is the stage's last backward of the round.
             left: Parameters whose gradients this backward still has to make; None means all. The gradients of the other
                 parameters are treated as made already.
 
@@ -113,19 +148,22 @@ class Reducer:
             yield
 
     def places(self, stage: int) -> dict[Tensor, Tensor]:
-        """Return for each parameter of a stage the view of a flat tensor, of its shape, for its gradient."""
+        """Return for each parameter of a stage the view of a flat tensor, of its shape, for its gradient.
+
+        Flat tensors that are lent are no places: there are none then.
+        """
         return {
             parameter: place
             for bucket, flat in zip(self._buckets, self._flats, strict=True)
-            if bucket.stage == stage
+            if bucket.stage == stage and flat is not None
             for parameter, place in bucket.places(flat)
         }
 
     def flush(self, stage: int) -> None:
-        """Note that a stage's last backward is over and makes no more gradients, and start the complete buckets."""
-        for missing, bucket in zip(self._missing, self._buckets, strict=True):
-            if bucket.stage == stage:
-                missing.clear()
+        """Note that the last backward of a stage's round is over, and start the complete buckets."""
+        for number, bucket in enumerate(self._buckets):
+            if bucket.stage == stage and self._places[number]:
+                self._missing[self._places[number].pop(0)].clear()
         self._start()
 
     def finish(self) -> None:
@@ -136,16 +174,20 @@ class Reducer:
         Raises:
             AssertionError: A stage was not flushed.
         """
-        assert len(self._transfers) == len(self._buckets), "a stage was not flushed"
-        for transfer in self._transfers:
-            before = self._place.mark()
-            transfer.handle.wait()
-            transfer.end = self._place.mark()
-            self._spent.append((before, transfer.end))
-            if self._channels[transfer.bucket.owner].here:
-                transfer.bucket.adopt(transfer.flat)
+        assert len(self._transfers) == len(self._order), "a stage was not flushed"
+        self._collect(0)
+        finishing = [
+            finish(flat)
+            for number, flat in sorted(self._sums.items())
+            if (finish := self._channels[self._buckets[number].owner].finish) is not None
+        ]
+        for handle in finishing:
+            self._wait(handle)
+        for number, bucket in enumerate(self._buckets):
+            if number in self._sums:
+                bucket.adopt(self._sums[number])
             else:
-                transfer.bucket.disown()
+                bucket.disown()
 
     def settle(self, *, whole: bool = False) -> None:
         """Wait for all started reductions of a step that is given up, and ignore their results.
@@ -180,7 +222,7 @@ class Reducer:
         Times are marks of the device's clock (``Place.mark``), not seconds.
         """
         return [
-            Span(Action(one.bucket.stage, Op.REDUCE_GRAD, None), one.start, one.end, nbytes(one.flat), number)
+            Span(Action(one.bucket.stage, Op.REDUCE_GRAD, None), one.start, one.end, one.num_bytes, number)
             for number, one in enumerate(self._transfers)
         ]
 
@@ -199,25 +241,66 @@ class Reducer:
         spent = sum(when(end) - when(start) for start, end in self._spent)
         return max(0.0, 1.0 - spent / under_way) if under_way else None
 
+    def _empty(self, number: int) -> Tensor:
+        """Allocate the flat tensor of a bucket."""
+        bucket = self._buckets[number]
+        return self._channels[bucket.owner].empty(bucket.size, bucket.grad_dtype)
+
+    def _flat(self, number: int) -> Tensor:
+        """Return the flat tensor of a bucket, which may be lent only now."""
+        flat = self._flats[number]
+        if flat is None:
+            flat = self._flats[number] = self._empty(number)
+        return flat
+
     def _made(self, number: int, name: str, parameter: Tensor) -> None:
         """Move a gradient into bucket ``number``."""
-        self._buckets[number].move_in(name, self._flats[number])
+        self._buckets[number].move_in(name, self._flat(number))
 
     def _complete(self, number: int, name: str, parameter: Tensor) -> None:
         """Move a complete gradient into bucket ``number``, and start the buckets that are complete now."""
-        if number < len(self._transfers):
+        place = self._places[number][0]
+        if place < len(self._transfers):
             raise RuntimeError(
                 f"{name} got a gradient twice in one backward, as reentrant checkpointing of a shared layer does: "
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
         self._made(number, name, parameter)
-        self._missing[number].discard(parameter)
+        self._missing[place].discard(parameter)
         self._start()
 
     def _start(self) -> None:
         """Start the complete buckets, in order, up to the first one that is not complete."""
-        while (number := len(self._transfers)) < len(self._buckets) and not self._missing[number]:
-            bucket, flat, start = self._buckets[number], self._flats[number], self._place.mark()
+        while (place := len(self._transfers)) < len(self._order) and not self._missing[place]:
+            number = self._order[place]
+            bucket, flat, start = self._buckets[number], self._flat(number), self._place.mark()
             bucket.fill(flat)
-            self._transfers.append(_Transfer(bucket, flat, self._channels[bucket.owner].start(flat), start))
+            handle = self._channels[bucket.owner].start(flat)
+            self._transfers.append(_Transfer(number, bucket, flat, handle, nbytes(flat), start))
             self._spent.append((start, self._place.mark()))
+            if self._lends:
+                bucket.disown()
+                self._flats[number] = None
+                self._collect(_MOST_LENT)
+
+    def _collect(self, most: int) -> None:
+        """Wait for the oldest reductions until at most ``most`` are under way, and keep or add up what arrives here."""
+        while len(self._transfers) - self._arrived > most:
+            transfer = self._transfers[self._arrived]
+            assert transfer.flat is not None
+            transfer.end = self._wait(transfer.handle)
+            number, flat, transfer.flat = transfer.number, transfer.flat, None
+            if self._channels[transfer.bucket.owner].here:
+                if number in self._sums:
+                    self._sums[number].add_(flat)
+                else:
+                    self._sums[number] = flat
+            self._arrived += 1
+
+    def _wait(self, handle: Handle) -> float:
+        """Wait for a communication, and return the mark of its end."""
+        before = self._place.mark()
+        handle.wait()
+        after = self._place.mark()
+        self._spent.append((before, after))
+        return after

@@ -30,6 +30,9 @@ class Mesh:
     """parts of the sequence"""
     tp: Count | GridSpelling = 1
     """shards of a layer: a number, or a grid: 2d:2x2, 2.5d:2x2x1 (a square, and its depth), 3d:2x2x2"""
+    shard: Count | None = None
+    """with zero, how many replicas (of dp x cp), those of a node, say, share out weights among them; each group of so
+    many replicas has a copy of all weights (hybrid sharding). None: all replicas"""
     ep: Count = 1
     """expert groups, carved out of dp x cp x tp; not yet: a run must have 1"""
 
@@ -37,6 +40,10 @@ class Mesh:
         """What is wrong with the axes; ``right`` tells of fields, by their paths in a run, whether they are sound."""
         if right("mesh.ep") and self.ep > 1:
             yield f"mesh.ep is {self.ep}, but expert parallelism does not compute yet: set it to 1"
+        if self.shard is not None and right("mesh.dp", "mesh.cp", "mesh.shard") and self.dp * self.cp % self.shard:
+            near = max(count for count in range(1, self.shard + 1) if self.dp * self.cp % count == 0)
+            replicas = f"{self.dp * self.cp} replicas" + (" (dp x cp)" if self.cp > 1 else "")
+            yield f"mesh.shard is {self.shard}, which does not divide the {replicas}: use {near}, say"
 
     @property
     def size(self) -> int:
@@ -52,6 +59,11 @@ class Mesh:
     def tensor_ranks(self) -> int:
         """Number of tensor ranks."""
         return grid_of(self.tp).size if isinstance(self.tp, str) else self.tp
+
+    @property
+    def shards(self) -> int:
+        """Number of replicas among which sharded weights are shared out."""
+        return self.dp * self.cp if self.shard is None else self.shard
 
     def ways(self, axis: Axis) -> int:
         """Return how many ways an axis splits the work."""

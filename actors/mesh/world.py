@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from raypar.actors.mesh.mesh import AXES, Mesh
 
 DataParallel = Literal["all_reduce", "parameter_server"]
-Zero = Literal[0, 1]
+Zero = Literal[0, 1, 2, 3]
 
 
 class Membership(NamedTuple):
@@ -17,8 +17,11 @@ class Membership(NamedTuple):
 
     Attributes:
         key: The group's name among those of this rank: ``pp``, ``dp`` (all ranks with the same weights, including those
-            along cp), ``cp``, ``tp``, ``tp.row`` (and other lines of a grid), ``mesh`` (all workers, or all with one tp
-            coordinate), ``ps0`` (replicas and a parameter server) or ``servers``.
+            along cp), ``shard`` (those of them among which weights are sharded), ``replicate`` (those that own the same
+            weights), ``gather`` (the members of ``shard`` or ``dp`` once more, for weights, whose order is not that of
+            gradients), ``cp``, ``tp``, ``tp.row`` (and other lines of a grid), ``mesh`` (all workers that together
+            update one model, or one tensor rank's part of it), ``ps0`` (replicas and a parameter server) or
+            ``servers``.
         axis: Axis under which the ledger counts the group's bytes.
         name: Unique in the run.
         members: Ranks, in the order of the group.
@@ -37,19 +40,19 @@ class World:
     Attributes:
         mesh: The mesh of the workers.
         servers: Parameter servers per pipeline rank; 0 for none.
-        sharded: Whether each replica owns a part of the weights for the update (ZeRO-1).
+        zero: The ZeRO level: replicas share the update (1), also gradients (2), also weights (3), or nothing (0).
     """
 
     mesh: Mesh
     servers: int = 0
-    sharded: bool = False
+    zero: Zero = 0
 
     @classmethod
     def of(cls, mesh: Mesh, data_parallel: DataParallel, servers: int, zero: Zero | None) -> World:
         """Create the world of a run. Replicas share the update unless ``zero`` is 0."""
         if data_parallel == "parameter_server":
             return cls(mesh, servers)
-        return cls(mesh, sharded=zero != 0 and mesh.dp * mesh.cp > 1)
+        return cls(mesh, zero=(1 if zero is None else zero) if mesh.shards > 1 else 0)
 
     @property
     def size(self) -> int:
@@ -67,9 +70,24 @@ class World:
         return self.replicas > 1 or self.servers > 0
 
     @property
+    def sharded(self) -> bool:
+        """Whether each replica owns a part of the weights, which it updates."""
+        return self.zero > 0
+
+    @property
+    def gathers(self) -> bool:
+        """Whether workers hold only the weights that they own, and gather the others for a while."""
+        return self.zero == 3
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether weights are sharded inside groups of replicas, and every group has a copy of all of them."""
+        return self.sharded and self.mesh.shards < self.replicas
+
+    @property
     def owners(self) -> int:
         """Number of actors (servers or replicas) among which the update of a pipeline rank's weights is divided."""
-        return self.servers or (self.replicas if self.sharded else 1)
+        return self.servers or (self.mesh.shards if self.sharded else 1)
 
     @property
     def updaters(self) -> str:
@@ -78,7 +96,19 @@ class World:
             return "servers"
         if not self.sharded:
             return "pp"
-        return "mesh" if self.mesh.pp > 1 else "dp"
+        if self.mesh.pp > 1:
+            return "mesh"
+        return self.shard_key
+
+    @property
+    def shard_key(self) -> str:
+        """The key of the group of replicas among which weights are sharded."""
+        return "shard" if self.hybrid else "dp"
+
+    def copy_of(self, rank: int) -> int:
+        """Return the index of a worker's copy of the model: with hybrid sharding there are several, else only 0."""
+        at = self.mesh.coordinate(rank)
+        return (at["dp"] * self.mesh.cp + at["cp"]) // self.mesh.shards if self.hybrid else 0
 
     def owner_rank(self, pp: int, owner: int) -> int:
         """Return the rank, within the group of all updaters, of one owner of a pipeline rank."""
@@ -123,6 +153,17 @@ class World:
         """
         return tuple(self.mesh.rank(pp=pp, dp=dp) for pp in range(self.mesh.pp))
 
+    def holders(self, dp: int) -> tuple[int, ...]:
+        """Return the workers that together hold the weights of one data-parallel replica.
+
+        Of each tensor group, the first. With ZeRO stage 3 they are those of all replicas that share the weights out,
+        else those of the replica itself.
+        """
+        if not self.gathers:
+            return self.replica(dp)
+        copy = self.copy_of(self.mesh.rank(dp=dp))
+        return tuple(rank for rank in range(self.mesh.size) if self.leads(rank) and self.copy_of(rank) == copy)
+
     def tensor_group(self, rank: int) -> tuple[int, ...]:
         """Return the members of a worker's tensor group. If the worker is the first tensor rank, it comes first."""
         return self.mesh.group_of("tp", rank)[1]
@@ -140,19 +181,41 @@ class World:
                 # With servers, replicas do not talk to each other.
                 if len(members) > 1 and not (axis == "dp" and self.servers):
                     yield Membership(axis, axis, f"{axis}/{index}", members)
+                if axis == "dp" and self.sharded:
+                    yield from self._shard_groups(rank, index, members)
             tp = self.mesh.tensor_ranks
             if self.mesh.grid is not None:
                 for line, places in self.mesh.grid.lines(rank % tp):
                     members = tuple(rank - rank % tp + place for place in places)
                     yield Membership(f"tp.{line}", f"tp.{line}", f"tp.{line}/{members[0]}", members)
             if self.updaters == "mesh":
-                yield Membership("mesh", "mesh", f"mesh/{rank % tp}", tuple(range(rank % tp, self.mesh.size, tp)))
+                copy = self.copy_of(rank)
+                members = tuple(one for one in range(rank % tp, self.mesh.size, tp) if self.copy_of(one) == copy)
+                yield Membership("mesh", "mesh", f"mesh/{copy * tp + rank % tp}", members)
             for index in range(self.servers):
                 yield self._served(pp, index)
         else:
             yield self._served(pp, self.server_index(rank))
             if len(self.server_ranks) > 1:
                 yield Membership("servers", "servers", "servers/0", tuple(self.server_ranks))
+
+    def _shard_groups(self, rank: int, index: int, replicas: tuple[int, ...]) -> Iterator[Membership]:
+        """Yield a worker's groups for sharded weights.
+
+        Args:
+            rank: The worker.
+            index: Index of its group of replicas.
+            replicas: The members of that group.
+        """
+        shards = self.mesh.shards
+        copy, own = divmod(replicas.index(rank), shards)
+        members, axis = replicas[copy * shards : (copy + 1) * shards], self.shard_key
+        first = index * (len(replicas) // shards) + copy
+        if self.hybrid:
+            yield Membership("shard", "shard", f"shard/{first}", members)
+            yield Membership("replicate", "replicate", f"replicate/{index * shards + own}", replicas[own::shards])
+        if self.gathers:
+            yield Membership("gather", axis, f"gather/{first}", members)
 
     def _served(self, pp: int, index: int) -> Membership:
         """Return the group of a pipeline rank's replicas and one of its servers, which is the last member."""

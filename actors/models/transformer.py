@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +128,8 @@ class TransformerModel(Model):
         one weight at a time, so that every layout gets the same bits.
         """
         homes = {copy: home for home, copy in self.ties}
-        made = unfilled(lambda: map(partial(self._layer, between(self.spec), Desk()), layers))
+        layer = partial(self._layer, *self._shared)
+        made = unfilled(lambda: map(layer, layers))
         for index, module in zip(layers, made, strict=True):
             shards = parallelize(self.names[index], module)
             for inner, parameter in module.named_parameters():
@@ -147,6 +148,11 @@ class TransformerModel(Model):
         total = self.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
         mean: Tensor = total / (labels_BS != IGNORED).sum().clamp(min=1)  # counted on the labels' device: no sync
         return mean
+
+    @cached_property
+    def _shared(self) -> tuple[Rope | Alibi | None, Desk]:
+        """The tables of positions and the scratch memory of all attention layers of this process."""
+        return between(self.spec), Desk()
 
     def _layer(self, apart: Rope | Alibi | None, desk: Desk, index: int) -> nn.Module:
         """Build the layer with this index. Layers that get the same ``apart`` and ``desk`` share tables and memory."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from raypar.actors.autograd.backward import Tail
 from raypar.actors.autograd.recompute import Buffers, LayerAgain, SelectiveRecompute, Then, Twice
+from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.device import Place
 from raypar.actors.inspect.recording import Listener
 from raypar.actors.models.base import Model
@@ -41,6 +42,7 @@ class Stage:
             ``backward_weight``, which costs a little time.
         shared: Parameters that several modules on this actor share.
         is_half: Whether the layers compute in half precision. Their loss is computed in fp32 then.
+        weights: The stage's weights, if they are sharded over replicas and whole only while they are used; else None.
         check_loss: Called with the first loss; raises ValueError if the loss is computed from only a part of the last
             layer's outputs.
 
@@ -62,6 +64,7 @@ class Stage:
         halved: Container[int] = (),
         shared: Container[Tensor] = (),
         is_half: bool = False,
+        weights: StageWeights | None = None,
         check_loss: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.model, self.layers = model, tuple(layers)
@@ -78,7 +81,7 @@ class Stage:
                     part.recomputes = words[index] == "selective"
         again = [module for index, module in zip(self.layers, modules, strict=True) if index in self._again]
         self._linears = Linears(modules, whole=again if model.halves else modules, shared=shared)
-        self._halved, self._is_half, self._check_loss = halved, is_half, check_loss
+        self._halved, self._is_half, self._check_loss, self._weights = halved, is_half, check_loss, weights
         if halved:
             self._linears.take_over()
         self.modules = self._linears.modules
@@ -198,6 +201,8 @@ class Stage:
             self._owed.pop(microbatch).pay(self._linears.places)
 
     def _forward(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
+        if self._weights is not None:
+            self._weights.start("forward")
         if not self._train:
             with torch.no_grad():
                 return self._apply(step, microbatch, target, *inputs)
@@ -217,6 +222,8 @@ class Stage:
 
     def _backward_input(self, step: int, microbatch: int, gradients: Values) -> Values:
         inputs, tail, then, target = self._saved.pop(microbatch)
+        if self._weights is not None:
+            self._weights.start("both" if self.recompute else "backward")
         if self.recompute:
             with self._buffers.as_then(then):
                 inputs, outputs = self._with_history(step, microbatch, inputs, target)
@@ -255,15 +262,19 @@ class Stage:
 
     def _apply(self, step: int, microbatch: int, target: Values, *values: Tensor) -> Values:
         """Run the layers, each with its own seed. Returns the outputs, from the last stage the loss."""
-        for index, module in zip(self.layers, self.modules, strict=True):
+        for number, (index, module) in enumerate(zip(self.layers, self.modules, strict=True)):
             reseed = partial(self._place.seed, derive(self.seed, "layer", step, microbatch, index))
             reseed()
+            if self._weights is not None:
+                self._weights.forward(number)
             again = self._again.get(index) if torch.is_grad_enabled() else None
             try:
                 values = as_values(module(*values)) if again is None else again(values, reseed)
             except Exception as error:
                 error.add_note(self.model.note(index, error))
                 raise
+            if self._weights is not None:
+                self._weights.watch(number, values)
         if not self.is_last:
             return values
         return (loss_in_fp32(self.model, values, target) if self._is_half else self.model.loss(values, target),)

@@ -15,11 +15,12 @@ class Span(NamedTuple):
     """The time that an action took on an actor.
 
     Attributes:
-        action: The action. REDUCE_GRAD with a bucket is the reduction of that bucket, which runs beside the row.
+        action: The action. REDUCE_GRAD with a bucket is the reduction of that bucket, and UNSHARD with one is the
+            gather of a unit of weights; both run beside the row.
         start: In seconds of the machine's monotonic clock.
         end: Likewise.
         bytes: Number of bytes moved; 0 if not known.
-        bucket: Index of the reduced bucket; None for an action of the row.
+        bucket: Index of the reduced bucket or gathered unit; None for an action of the row.
     """
 
     action: Action

@@ -17,6 +17,8 @@ from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.precision import LossScale, Nonfinite, Precision
 from raypar.actors.specs.recompute import Recompute
 from raypar.actors.specs.types import Backward, Context, DeviceChoice, Split, Tracker
+from raypar.schedules.passes.gather_weights import GatherWhen, ReshardAfterForward
+from raypar.schedules.passes.reduce_gradients import ReduceWhen
 from raypar.schedules.schedule import Schedule
 
 
@@ -49,8 +51,22 @@ class Run:
     servers: Count = 1
     """parameter servers of each pipeline rank"""
     zero: Zero | None = None
-    """1: divide the optimizer over the replicas (ZeRO stage 1), with less memory, less work and the same numbers; 0: do
-    not; None: 1, but 0 with a parameter_server"""
+    """what replicas share out among them (ZeRO): 1: the optimizer, with less memory, less work and the same numbers; 2:
+    also gradients; 3: also weights, which are gathered for use (FSDP); 0: nothing; None: 1, but 0 with a
+    parameter_server"""
+    zero_units: Count = 1
+    """with zero 3, layers whose weights are gathered together; an embedding and a head are gathered alone"""
+    zero_reduce: ReduceWhen | None = None
+    """how often replicas reduce gradients: once a step, which sends less, or once a microbatch, so that none holds them
+    all; None: a microbatch with zero 2 and 3, else a step"""
+    zero_gather: GatherWhen = "microbatch"
+    """with zero 3, when weights are gathered: for each forward and backward of a microbatch, layer by layer; or once a
+    step, which sends less and holds the weights of whole stages"""
+    zero_resident: Count | None = None
+    """with zero_gather step, the most stages of an actor whose weights are whole at once; None: all"""
+    reshard_after_forward: ReshardAfterForward = True
+    """with zero 3, whether weights are freed between the forward and the backward of a microbatch; except_last: not in
+    the last stage, whose backward comes next"""
     sequence_parallel: bool = False
     """with mesh.tp, divide norms and dropout too, along the sequence: less memory, the same number of bytes sent"""
     context: Context = "ring"

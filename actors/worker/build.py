@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -16,9 +16,13 @@ from raypar.actors.context_parallel.sequence import tokens_of
 from raypar.actors.data.batches import BatchSource, CastSource, ContextSource, TokenMean, batch_source
 from raypar.actors.data_parallel.buckets import Bucket, pack, share_out
 from raypar.actors.data_parallel.reducer import Channel, Reducer
-from raypar.actors.data_parallel.replica_checks import fixed_weights
+from raypar.actors.data_parallel.replica_checks import digest, fixed_weights
 from raypar.actors.data_parallel.served_update import ServedUpdate
+from raypar.actors.data_parallel.sharder import Sharder
+from raypar.actors.data_parallel.stage_weights import StageWeights
+from raypar.actors.data_parallel.units import digests_of
 from raypar.actors.data_parallel.zero1 import ShardedUpdate
+from raypar.actors.data_parallel.zero3 import GatheredUpdate
 from raypar.actors.device import Place
 from raypar.actors.mesh.world import World
 from raypar.actors.models.base import Model, unsharded
@@ -55,6 +59,7 @@ class Part:
         shards: This actor's part of each sharded parameter, by logical name.
         partial: Groups over which a parameter's gradient is partial, by logical name: see Parallelizer.
         outputs: Sharding of the outputs of layers and of some modules in them, by logical name.
+        weights: With ZeRO stage 3, the sharded weights of each stage, by its number.
     """
 
     model: Model
@@ -66,6 +71,21 @@ class Part:
     shards: Mapping[str, Shard]
     partial: Mapping[str, Groups]
     outputs: Mapping[str, Sharding]
+    weights: Mapping[int, StageWeights]
+
+    @property
+    def kept(self) -> dict[str, nn.Parameter]:
+        """The parameters that the actor always holds, by logical name: with ZeRO stage 3, the shards that it owns."""
+        if not self.weights:
+            return self.parameters
+        return _shards_of(self.weights)
+
+    def digests(self, owner: int) -> list[bytes]:
+        """Return digests of the initial values of the parameters that one owner updates."""
+        if not self.weights:
+            return [digest(self.share(owner))]
+        made = digests_of(unit for weights in self.weights.values() for unit in weights.units)
+        return [one for name, one in made.items() if self.owner_of[name] == owner]
 
     def share(self, owner: int) -> dict[str, nn.Parameter]:
         """Return the parameters that one owner updates, by logical name."""
@@ -85,8 +105,7 @@ class Part:
 def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int) -> Part:
     """Build this actor's part of the stages of its pipeline rank.
 
-    Only this actor's weights are made: on the host and in fp32, so that every device and precision gets the same bits.
-    Then they are moved to the device ``place``, and cast.
+    Only its weights are made: on the host, in fp32, so that all get the same bits. Then they are moved and cast.
 
     Args:
         plan: The actor's plan.
@@ -101,14 +120,24 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int
     train = plan.programs["train"]
     parts = model.stages(run.split, train.num_stages)
     own = train.stages_of(world.pp(plan.rank))
-    indices = [index for number in own for index in parts[number]]
-    made = model.materialize(indices, run.seed, parallelizer.parallelize if axes else unsharded)
-    modules = dict(zip(indices, made, strict=True))
-    place.settle(modules.values())
     ties, same = ties_of(model, homes_of(model, run.split, train))
+    owner_of = _owner_of(plan, model)
+    parallelize = parallelizer.parallelize if axes else unsharded
+    modules: dict[int, nn.Module] = {}
+
+    def make(indices: Sequence[int]) -> None:
+        made = model.materialize(indices, run.seed, parallelize)
+        place.settle(made)
+        modules.update(zip(indices, made, strict=True))
+
+    weights: dict[int, StageWeights] = {}
+    if world.gathers:
+        sharder = Sharder(model, make, modules, same, owner_of, groups.get("gather"), run.zero_units)
+        weights = {number: sharder.shard(parts[number]) for number in own}
+    else:
+        make([index for number in own for index in parts[number]])
     share(model, modules, same)
     places = Counter(p for module in modules.values() for _, p in module.named_parameters(remove_duplicate=False))
-    halved = _halved(plan)
     shared = frozenset(parameter for parameter, count in places.items() if count > 1)
     stages = {
         number: Stage(
@@ -119,41 +148,44 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int
             is_last=number == train.num_stages - 1,
             recompute=run.recompute,
             seed=run.seed,
-            halved=halved[number],
+            halved=_halved(plan)[number],
             shared=shared,
             is_half=run.precision.is_half,
             check_loss=parallelizer.check_loss,
+            weights=weights.get(number),
         )
         for number in own
     }
-    parameters = {
-        name: parameter
-        for stage in stages.values()
-        for name, parameter in stage.parameters().items()
-        if name not in same
-    }
-    owner_of = {
-        name: owner
-        for sizes in sizes_of(model, run.split, train).values()
-        for name, owner in share_out(sizes, world.owners).items()
-    }
+    parameters = _trained(stages.values(), same)
     mine = {name: parameter for name, parameter in parameters.items() if owner_of[name] == owner}
-    masters = masters_of(run.precision, made, mine)
+    ties = [_between_owners(tie, world, owner_of) for tie in ties]
+    masters = Masters(_shards_of(weights)) if weights else masters_of(run.precision, modules.values(), mine)
     sharded = parallelizer.shards, parallelizer.partial, parallelizer.outputs
-    return Part(model, stages, parameters, masters, owner_of, _among_owners(ties, owner_of, world), *sharded)
+    return Part(model, stages, parameters, masters, owner_of, ties, *sharded, weights)
 
 
-def _among_owners(ties: Iterable[Tie], owner_of: Mapping[str, int], world: World) -> list[Tie]:
-    """Return ties of pipeline ranks as ties of the owners of both ends, in the group of all updaters."""
-    return [
-        Tie(
-            home=tie.home,
-            home_rank=world.owner_rank(tie.home_rank, owner_of[tie.home]),
-            copy=tie.copy,
-            copy_rank=world.owner_rank(tie.copy_rank, owner_of[tie.copy]),
-        )
-        for tie in ties
-    ]
+def _trained(stages: Iterable[Stage], same: Container[str]) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters of stages by logical name, without the copies ``same``."""
+    every = (pair for stage in stages for pair in stage.parameters().items())
+    return {name: parameter for name, parameter in every if name not in same}
+
+
+def _shards_of(weights: Mapping[int, StageWeights]) -> dict[str, nn.Parameter]:
+    """Return the shards that an actor owns with ZeRO stage 3, by logical name."""
+    units = [unit for one in weights.values() for unit in one.units]
+    return {name: shard for unit in units for name, shard in unit.shards.items()}
+
+
+def _owner_of(plan: Plan, model: Model) -> dict[str, int]:
+    """Return which owner of its pipeline rank updates each parameter of the model."""
+    sizes = sizes_of(model, plan.run.split, plan.programs["train"]).values()
+    return {name: owner for one in sizes for name, owner in share_out(one, plan.world.owners).items()}
+
+
+def _between_owners(tie: Tie, world: World, owner_of: Mapping[str, int]) -> Tie:
+    """Return a tie between pipeline ranks as one between the owners of its ends, in the group of all updaters."""
+    home = world.owner_rank(tie.home_rank, owner_of[tie.home])
+    return Tie(tie.home, home, tie.copy, world.owner_rank(tie.copy_rank, owner_of[tie.copy]))
 
 
 def _halved(plan: Plan) -> dict[int, set[int]]:
@@ -184,7 +216,23 @@ def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -
     return buckets
 
 
-def last_backwards(row: tuple[Action, ...]) -> dict[int, Action]:
+def ends_of_rounds(row: Sequence[Action]) -> tuple[set[Action], set[Action]]:
+    """Return the first and the last backwards (B or W) of each round of reductions in a row.
+
+    A round of a stage ends with its REDUCE_GRAD, or with the row.
+    """
+    first, last, latest = set[Action](), set[Action](), dict[int, Action]()
+    for action in row:
+        if action.stage is not None and action.op in (Op.B, Op.W):
+            if action.stage not in latest:
+                first.add(action)
+            latest[action.stage] = action
+        elif action.op is Op.REDUCE_GRAD and action.stage in latest:
+            last.add(latest.pop(action.stage))
+    return first, last | set(latest.values())
+
+
+def last_backwards(row: Sequence[Action]) -> dict[int, Action]:
     """Return the last backward (B or W) of each stage in a row, in the order of the row.
 
     If stages of one rank share a weight, it belongs to the first of them. The last backward of that stage depends on
@@ -255,7 +303,7 @@ def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
         groups: The worker's groups by key.
         place: The worker's device.
     """
-    part = build_part(plan, place, groups, groups["dp"].rank if plan.world.sharded else 0)
+    part = build_part(plan, place, groups, groups[plan.world.shard_key].rank if plan.world.sharded else 0)
     run, m = plan.run, plan.programs["train"].num_microbatches
     source = batch_source(run.data, run.model, run.micro_batch_size, m, run.mesh.dp, run.seed)
     mean = TokenMean(part.model, source, m, run.mesh.dp)
@@ -268,9 +316,12 @@ def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
         return Assembly(part, updater_of(plan, part, groups, scaler), source, mean, None, scaler)
     buckets = buckets_of(plan, part, part.parameters)
     channels, update = _shared(plan, part, buckets, groups, scaler)
-    reducer = Reducer(buckets, channels, place)
+    row = plan.programs["train"].rows[plan.world.pp(plan.rank)]
+    rounds = [action.stage for action in row if action.op is Op.REDUCE_GRAD and action.stage is not None]
+    reducer = Reducer(buckets, channels, place, rounds, lends=plan.world.zero > 1)
     for number, stage in part.stages.items():
-        stage.make_gradients_in(reducer.places(number))
+        if places := reducer.places(number):
+            stage.make_gradients_in(places)
     return Assembly(part, update, source, mean, reducer, scaler)
 
 
@@ -305,11 +356,19 @@ def _shared(
     if not plan.world.sharded:
         channels = [Channel(dp.all_reduce, dp.host.all_reduce, dp.empty, here=True)]
         return channels, updater_of(plan, part, groups, scaler)
-    channels = [_channel_to(dp, owner, dp.empty) for owner in range(dp.size)]
+    owners, channels = groups[plan.world.shard_key], []
+    for owner in range(owners.size):
+        channel = _channel_to(owners, owner, partial(_empty, dp.device) if plan.world.zero > 1 else owners.empty)
+        if plan.world.hybrid:
+            channel = channel._replace(tell=dp.host.all_reduce, finish=groups["replicate"].all_reduce)
+        channels.append(channel)
+    if plan.world.gathers:
+        updater = updater_of(plan, part, groups, scaler)
+        return channels, GatheredUpdate(updater, part.kept, part.parameters, leads=owners.rank == 0)
     updater = updater_of(plan, part, groups, scaler)
     layers = [module for stage in part.stages.values() for module in stage.modules]
     fixed = fixed_weights(layers, part.parameters, part.owner_of)
-    return channels, ShardedUpdate(updater, buckets, dp, fixed)
+    return channels, ShardedUpdate(updater, buckets, owners, fixed)
 
 
 def _channel_to(group: Group, root: int, empty: Callable[[int, torch.dtype], Tensor]) -> Channel:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.group import Group, GroupError
+from raypar.actors.collective.errors import GroupError
+from raypar.actors.collective.group import Group
 from raypar.actors.device import Place
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
@@ -63,7 +64,7 @@ class Server:
         self._buckets = buckets_of(plan, part, own)
         self._counts_votes = index == 0 and train.placement[-1] == seat.pp  # see Reducer.total
         seat.connect(part.ties)
-        seat.compare(index, own)
+        seat.compare(index, part.digests(index))
 
     def run(self, program: ProgramName, step: int, epoch: int | None = None) -> StepResult:
         """Serve a whole step; in an evaluation there is nothing to do. Arguments and errors are those of Worker.run."""

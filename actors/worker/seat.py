@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from torch import Tensor
-
-from raypar.actors.collective.group import Group, GroupError
+from raypar.actors.collective.errors import GroupError
+from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.replica_checks import demand_equal
 from raypar.actors.device import Place
 from raypar.actors.errors import ActionError, StaleError, described, trace
@@ -63,6 +62,13 @@ class Seat:
         return self._coordinate[1]
 
     @cached_property
+    def saves(self) -> bool:
+        """Whether a checkpoint has the weights that this actor updates: of equal copies, the first is saved."""
+        if self.world.sharded:
+            return self.world.copy_of(self.plan.rank) == 0
+        return self.dp == self.cp == 0
+
+    @cached_property
     def _coordinate(self) -> tuple[int, int]:
         if self.plan.rank in self.world.server_ranks:
             return 0, 0
@@ -82,19 +88,19 @@ class Seat:
                 ends = {pair for pair in pairs if pair[0] != pair[1]}
                 self.groups[key].connect(ends | {(there, here) for here, there in ends})
 
-    def compare(self, owner: int, weights: Mapping[str, Tensor]) -> None:
+    def compare(self, owner: int, digests: Iterable[bytes]) -> None:
         """Check that all replicas have made the same initial weights.
 
         Args:
             owner: Index of the owner (server or replica) that updates these weights; see ``World.owners``.
-            weights: This actor's weights by logical name.
+            digests: Digests of this actor's weights.
 
         Raises:
             UnequalReplicasError: A replica has other weights.
         """
         for group in self.world.memberships(self.plan.rank):
             if group.key in ("dp", f"ps{owner}"):
-                demand_equal(weights, self.groups[group.key], [self.world.label(rank) for rank in group.members])
+                demand_equal(digests, self.groups[group.key], [self.world.label(rank) for rank in group.members])
 
     def synchronize(self) -> None:
         """Wait until all communication so far is complete. On a GPU a failure shows only then."""

@@ -163,7 +163,7 @@ class WorkerState:
 
         A tied weight is saved only under its home. Of equal copies on several ranks, the first rank saves its own.
         """
-        if self._seat.dp == self._seat.cp == 0 or self._seat.world.sharded:
+        if self._seat.saves:
             for weight, kept, tensor in self.update.state():
                 if weight not in self._homes and self._speaks(weight, tensor):
                     yield logical_name(weight, kept), tensor

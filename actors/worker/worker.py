@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.group import Group, GroupError
+from raypar.actors.collective.errors import GroupError
+from raypar.actors.collective.group import Group
+from raypar.actors.data_parallel.replica_checks import digest
+from raypar.actors.data_parallel.stage_weights import Windows
 from raypar.actors.device import Place
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
@@ -20,30 +22,15 @@ from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.specs.results import Kind, Span, StepResult
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.tensors import Values, nbytes
-from raypar.actors.worker.build import assemble, last_backwards
+from raypar.actors.worker.build import assemble, ends_of_rounds
 from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.probe import Probe
+from raypar.actors.worker.program import Program
 from raypar.actors.worker.seat import Seat
 from raypar.actors.worker.state import WorkerState
 from raypar.actors.worker.step import Step
 from raypar.schedules.action import COMPUTE, RECVS, Action, Op
 from raypar.schedules.rules import needs, provides
-from raypar.schedules.schedule import Schedule
-
-
-@dataclass(frozen=True)
-class _Program:
-    """A program as this rank performs it.
-
-    Attributes:
-        schedule: The lowered schedule.
-        row: This rank's row of it.
-        courier: Sends and receives its messages.
-    """
-
-    schedule: Schedule
-    row: tuple[Action, ...]
-    courier: Courier
 
 
 class Worker:
@@ -74,7 +61,7 @@ class Worker:
         self.seat = seat = Seat(plan, groups, place)
         self.parts = assemble(plan, groups, place)
         part = self.parts.part
-        self.state = WorkerState(seat, part, part.parameters, self.parts.update, part.stages, self.parts.scaler)
+        self.state = WorkerState(seat, part, part.kept, self.parts.update, part.stages, self.parts.scaler)
         self.probe = Probe(seat, self.state, part.model.names, part.outputs)
         self._place, self._stages, self._step = place, part.stages, self.probe.step
         self._epoch = 0  # number of steps refused for non-finite gradients
@@ -87,18 +74,18 @@ class Worker:
             Op.SEND_B: self._send,
             Op.RECV_F: self._receive,
             Op.RECV_B: self._receive,
-            Op.UNSHARD: self._nothing,
-            Op.RESHARD: self._nothing,
+            Op.UNSHARD: self._unshard,
+            Op.RESHARD: self._reshard,
             Op.REDUCE_GRAD: self._reduce,
             Op.STEP: self._update,
         }
-        row = plan.programs["train"].rows[seat.pp]
-        self._first, self._last = (set(last_backwards(part).values()) for part in (row[::-1], row))
+        self._first, self._last = ends_of_rounds(plan.programs["train"].rows[seat.pp])
         self._programs = {
-            name: _Program(
+            name: Program(
                 schedule,
                 schedule.rows[seat.pp],
                 Courier(groups.get("pp"), schedule.placement, schedule.num_microbatches),
+                Windows(part.weights, schedule.rows[seat.pp], plan.run.recompute),
             )
             for name, schedule in plan.programs.items()
         }
@@ -108,9 +95,9 @@ class Worker:
         self._sources: dict[Action, tuple[Action, ...]] = {}  # by action, the actions whose values it takes
         seat.connect(part.ties)
         for owner in range(seat.world.owners):
-            seat.compare(owner, part.share(owner))
+            seat.compare(owner, part.digests(owner))
         if "dp" in groups:
-            seat.compare(0, part.fixed())
+            seat.compare(0, [digest(part.fixed())])
 
     # --- a step ---
 
@@ -153,6 +140,7 @@ class Worker:
                 self.parts.reducer.begin()
         for stage in self._stages.values():
             stage.begin(train=train)
+        self.program.windows.begin()
         self._place.begin()
 
     def open(self, step: int) -> None:
@@ -310,8 +298,13 @@ class Worker:
             self.state.remember(step.notes)
         step.updated = self.state.update.step(step.number, ballot)
 
-    def _nothing(self, action: Action) -> None:
-        """Do nothing for UNSHARD and RESHARD, because stages have no sharded parameters."""
+    def _unshard(self, action: Action) -> None:
+        """Start to gather the weights of a stage, if they are sharded."""
+        self._step.num_bytes = self.program.windows.open(_stage(action))
+
+    def _reshard(self, action: Action) -> None:
+        """Free the weights of a stage that this actor does not own, if they are sharded."""
+        self.program.windows.close(_stage(action))
 
     # --- helpers ---
 

@@ -91,7 +91,9 @@ def matches(namespace: Namespace, line: str) -> list[str] | None:
     offered = None if found is None else _offered(owner, found[2])
     if found is None or offered is None:
         return None
-    return [str(one) for one in offered if str(one).startswith(found[3])]
+    return list(
+        dict.fromkeys(str(one) for one in offered if str(one).startswith(found[3]))
+    )  # an action may be repeated
 
 
 def _offered(owner: object, method: str) -> Iterable[object] | None:

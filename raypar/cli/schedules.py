@@ -6,20 +6,24 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
 from raypar.actors.specs.types import SEND_WINDOW
-from raypar.config.schedule import Loaded, load
+from raypar.cli.placements import RESHARDS, Reshard, placements, table
+from raypar.config.schedule import Loaded, Pass, load
 from raypar.schedules.catalog import CATALOG
 from raypar.schedules.checking.errors import CheckError
 from raypar.schedules.drawing.cells import lines, padded, widest
 from raypar.schedules.drawing.files import drawings, save
 from raypar.schedules.drawing.text import WIDTH, outcome_summary, text
+from raypar.schedules.passes.gather_weights import GatherWhen, gather_weights
 from raypar.schedules.passes.lower import Order, lower
+from raypar.schedules.passes.reduce_gradients import ReduceWhen, reduce_gradients
 from raypar.schedules.rules import most_in_flight
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs, outcome
@@ -43,6 +47,15 @@ class PaperArgs:
     """microbatches of a step; None: 8, or what the file has"""
     chunks: int | None = None
     """stages on each rank; None is the schedule's own default"""
+    gather: GatherWhen | None = None
+    """make weights whole that are sharded over replicas: from a stage's first forward to its last backward in the step,
+    or around each forward and each backward of a microbatch; None: they are whole all the time"""
+    resident: int | None = None
+    """with --gather step: the most stages of a rank that are whole at once"""
+    reshard_after_forward: Reshard = "always"
+    """with --gather microbatch: whether weights are freed between the forward and the backward of a microbatch"""
+    reduce: ReduceWhen | None = None
+    """reduce gradients over replicas, once a step or once a microbatch; None: there are no replicas"""
 
 
 @dataclass(frozen=True)
@@ -81,6 +94,16 @@ class SimulateArgs(PaperArgs):
     """duration of the weight half of a backward"""
     link: float = 0.0
     """time from the end of a compute action to the arrival of its value on another rank"""
+    unshard: float = 0.0
+    """duration of a gather of a stage's weights, beside the actions; with --gather, a table compares all placements"""
+    reduce_grad: float = 0.0
+    """duration of a reduction of a stage's gradients"""
+    units: int = 1
+    """in how many units, such as layers, a stage is gathered; they arrive one by one where one action needs them"""
+    weights_mib: float = 0.0
+    """MiB of a stage's whole weights, for the table's peaks"""
+    activations_mib: float = 0.0
+    """MiB that a forward of a microbatch keeps in a stage, likewise"""
     format: Literal["text", "json"] = "text"
     """json: one JSON object, for programs"""
 
@@ -102,6 +125,8 @@ def draw(words: Sequence[str], terminal: bool) -> str:
     schedule = _load(args).schedule
     if args.lowered:
         schedule = lower(schedule)
+    for change in _passes(args):
+        schedule = change(schedule)
     color = terminal and args.out is None
     kinds = drawings(schedule)
     kinds[".txt"] = lambda: _rows(schedule) if args.lowered else _grid(schedule, color)
@@ -132,7 +157,8 @@ def prove(words: Sequence[str]) -> str:
     args = _parse(CheckArgs, words, "check", what)
     loaded = _load(args)
     try:
-        schedule = loaded.lowered(args.order, send_capacity=0 if args.blocking else SEND_WINDOW)
+        capacity = 0 if args.blocking else SEND_WINDOW
+        schedule = loaded.lowered(args.order, passes=_passes(args), send_capacity=capacity)
     except CheckError as error:
         sweepable = args.blocking and args.order != "one_sweep" and not loaded.schedule.lowered
         if sweepable and all(fault.rule == "deadlock" for fault in error.faults):
@@ -162,20 +188,31 @@ def measure(words: Sequence[str]) -> str:
     args = _parse(
         SimulateArgs, words, "simulate", "Simulate a schedule: how long it takes, and how much of it is bubble."
     )
-    given = {name: getattr(args, name) for name in ("f", "b", "i", "w", "link")}
-    wrong = [f"--{name} is {cost}: it must be 0 or more" for name, cost in given.items() if not 0 <= cost < math.inf]
+    given = {name: getattr(args, name) for name in ("f", "b", "i", "w", "link", "unshard", "reduce_grad")}
+    sizes = {name: getattr(args, name) for name in ("weights_mib", "activations_mib")}
+    wrong = [
+        f"--{name.replace('_', '-')} is {cost}: it must be 0 or more"
+        for name, cost in {**given, **sizes}.items()
+        if not 0 <= cost < math.inf
+    ]
+    wrong += [f"--units is {args.units}: it must be 1 or more"] if args.units < 1 else []
     if wrong:
         raise ScheduleError("\n".join(wrong))
-    schedule = _load(args).lowered()
-    found = outcome(schedule, Costs(**given), send_capacity=SEND_WINDOW)
+    loaded, costs = _load(args), Costs(**given, units=args.units)
+    schedule = loaded.lowered(passes=_passes(args))
+    found = outcome(schedule, costs, send_capacity=SEND_WINDOW)
     if not math.isfinite(found.makespan):
         largest = max(given, key=lambda name: given[name])
         raise ScheduleError(
             f"--{largest} is {given[largest]}: the step would take longer than a number can say: give less"
         )
+    compared = placements(loaded.lowered(passes=_reductions(args)), costs, *sizes.values()) if args.gather else []
     if args.format == "text":
-        costs = f"F {args.f:g}, B {args.b:g}, I {args.i:g}, W {args.w:g}, link {args.link:g}"
-        return f"{_sizes(schedule)}\ncosts given: {costs}\n{outcome_summary(found)}"
+        told = f"F {args.f:g}, B {args.b:g}, I {args.i:g}, W {args.w:g}, link {args.link:g}"
+        told += f", UNSHARD {args.unshard:g}" if args.gather else ""
+        told += f", REDUCE_GRAD {args.reduce_grad:g}" if args.reduce else ""
+        text = f"{_sizes(schedule)}\ncosts given: {told}\n{outcome_summary(found)}"
+        return f"{text}\n\n{table(compared)}" if compared else text
     figures: dict[str, Any] = {
         "schedule": schedule.name,
         "ranks": schedule.num_ranks,
@@ -186,6 +223,7 @@ def measure(words: Sequence[str]) -> str:
         "bubble": found.bubble,
         "busy": list(found.busy),
         "in_flight": list(found.in_flight),
+        "placements": [asdict(one) for one in compared],
     }
     return json.dumps(figures)
 
@@ -218,6 +256,23 @@ def _load(args: PaperArgs) -> Loaded:
     if faults:
         raise ScheduleError("\n".join(faults))
     return loaded
+
+
+def _passes(args: PaperArgs) -> tuple[Pass, ...]:
+    """Return the passes that the flags ask for. Raises ScheduleError if a flag of a gather comes without one."""
+    if args.gather is None:
+        if args.resident is not None:
+            raise ScheduleError(f"--resident {args.resident} bounds what is gathered: add --gather step")
+        if args.reshard_after_forward != "always":
+            raise ScheduleError("--reshard-after-forward says when gathered weights are freed: add --gather microbatch")
+        return _reductions(args)
+    after = RESHARDS[args.reshard_after_forward]
+    gather = partial(gather_weights, when=args.gather, reshard_after_forward=after, resident=args.resident)
+    return (*_reductions(args), gather)
+
+
+def _reductions(args: PaperArgs) -> tuple[Pass, ...]:
+    return () if args.reduce is None else (partial(reduce_gradients, when=args.reduce),)
 
 
 def _grid(schedule: Schedule, color: bool) -> str:

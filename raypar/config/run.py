@@ -19,7 +19,7 @@ from raypar.actors.specs.recompute import recompute_faults
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.config.fields import field_faults
-from raypar.config.schedule import Programs, programs_of, schedule_faults, with_backward
+from raypar.config.schedule import Programs, ZeroActions, programs_of, schedule_faults, with_backward, with_zero
 from raypar.config.skeleton import Skeleton
 from raypar.config.validate.model import length_faults
 from raypar.config.validate.optim import group_faults
@@ -61,6 +61,7 @@ def check_run(
         faults += run.mesh.faults(right)
     faults += _server_faults(run, right)
     faults += precision_faults(run, right)
+    faults += _zero_faults(run, right)
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
         faults += tensor_faults(run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel)
     if right("mesh.tp", "data", "micro_batch_size") and isinstance(run.mesh.tp, str):
@@ -71,7 +72,8 @@ def check_run(
     if right("schedule", "mesh.pp", "microbatches", "chunks"):
         reduces = right("mesh", "data_parallel", "servers", "zero") and world_of(run).reduces
         try:
-            programs = programs_of(run.schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=reduces)
+            once = reduces and zero_actions_of(run).reduce == "step"
+            programs = programs_of(run.schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=once)
             misfits = _layer_faults(run, skeleton, programs["train"].num_stages, right)
             faults += misfits or _placement_faults(run, skeleton, programs["train"], right)
         except ScheduleError as error:
@@ -86,6 +88,11 @@ def check_run(
     faults += _output_faults(run, resumed, right, overwrite=overwrite)
     if faults or programs is None:
         raise ConfigError(faults)
+    return with_zero(_with_backward(run, programs), zero_actions_of(run))
+
+
+def _with_backward(run: Run, programs: Programs) -> Programs:
+    """Return the programs with backwards split as the run says."""
     if run.backward == "auto" and isinstance(run.model, Layers) and not run.model.halves:
         return programs
     costs = costs_of_run(run, programs["train"].num_stages)
@@ -109,6 +116,17 @@ def faults(run: Run) -> list[str]:
 def world_of(run: Run) -> World:
     """Return the world of a run: all its workers, and its parameter servers if it has any."""
     return World.of(run.mesh, run.data_parallel, run.servers, run.zero)
+
+
+def zero_actions_of(run: Run) -> ZeroActions:
+    """Return when the replicas of a run reduce gradients and gather weights."""
+    world = world_of(run)
+    return ZeroActions(
+        reduce=(run.zero_reduce or ("microbatch" if world.zero > 1 else "step")) if world.reduces else None,
+        gather=run.zero_gather if world.gathers else None,
+        reshard_after_forward=run.reshard_after_forward,
+        resident=run.zero_resident if run.zero_gather == "step" else None,
+    )
 
 
 def unrecorded(run: Run) -> Run:
@@ -135,6 +153,31 @@ def _server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
         yield f"servers is {run.servers}, but data_parallel is {run.data_parallel!r}: only a parameter_server has them"
     if right("zero", "data_parallel") and run.zero and run.data_parallel == "parameter_server":
         yield f"zero is {run.zero}, but data_parallel is 'parameter_server': servers hold the optimizer, leave zero out"
+
+
+def _zero_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
+    """Yield the settings of ZeRO that have nothing to do, or contradict each other."""
+    if not right("zero", "mesh", "data_parallel") or run.data_parallel == "parameter_server":
+        return
+    if (run.zero or 0) > 1 and run.mesh.shards == 1:
+        yield f"zero is {run.zero}, but there is one replica to share out to: set mesh.dp (or mesh.cp) to 2 or more"
+    if run.mesh.shard is not None and run.mesh.shard > 1 and run.zero == 0:
+        yield f"mesh.shard is {run.mesh.shard}, but zero is 0, which shards nothing: set zero to 1, 2 or 3"
+    if run.zero != 3:
+        idle = {
+            "zero_units": run.zero_units != 1,
+            "zero_gather": run.zero_gather != "microbatch",
+            "zero_resident": run.zero_resident is not None,
+            "reshard_after_forward": run.reshard_after_forward is not True,
+        }
+        for field in (name for name, is_set in idle.items() if is_set and right(name)):
+            given = getattr(run, field)
+            yield f"{field} is {given!r}, but zero is {run.zero}: only zero 3 gathers weights, leave it out"
+    elif run.zero_resident is not None and run.zero_gather != "step":
+        yield (
+            f"zero_resident is {run.zero_resident}, but zero_gather is {run.zero_gather!r}, which frees weights behind "
+            "every action: set zero_gather to 'step', or leave zero_resident out"
+        )
 
 
 def _optimizer_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Iterator[str]:

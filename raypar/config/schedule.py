@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 from raypar.actors.specs.types import SEND_WINDOW, Backward, ProgramName
 from raypar.schedules.action import Op
 from raypar.schedules.catalog import entry_of
 from raypar.schedules.checking.counterexample import Generate, demand_sound
+from raypar.schedules.passes.gather_weights import GatherWhen, ReshardAfterForward, gather_weights
 from raypar.schedules.passes.lower import Order, lower
+from raypar.schedules.passes.reduce_gradients import ReduceWhen, reduce_gradients
 from raypar.schedules.passes.split_backward import split_backward
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs
 from raypar.schedules.torch_csv import from_csv
 
 Programs = Mapping[ProgramName, Schedule]
+Pass = Callable[[Schedule], Schedule]
 
 MOST_BYTES = 128 << 20  # largest CSV file
 MOST_CELLS = 5_000_000  # most microbatches x stages; lowering and checking takes about 700 bytes and 70 us for each
@@ -27,7 +30,7 @@ MOST_CELLS = 5_000_000  # most microbatches x stages; lowering and checking take
 def programs_of(
     schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | None, *, reduce_grad: bool = False
 ) -> Programs:
-    """Return the lowered and checked programs of a run, apart from ``with_backward``, which may split backwards later.
+    """Return the lowered and checked programs of a run, which ``with_backward`` and ``with_zero`` may change.
 
     The evaluation has the same forwards as the training step, in the same order, and no backwards.
 
@@ -36,7 +39,8 @@ def programs_of(
         ranks: Number of pipeline ranks.
         microbatches: Number of microbatches in a step of one replica.
         chunks: Stages on each rank; None for the schedule's default.
-        reduce_grad: Whether every stage reduces its gradients, because there are replicas or parameter servers.
+        reduce_grad: Whether every stage reduces its gradients once a step, because there are replicas or parameter
+            servers.
 
     Raises:
         ScheduleError: There is no such schedule, it does not fit the sizes, or it breaks a rule.
@@ -45,10 +49,12 @@ def programs_of(
     train = loaded.schedule
     if train.forward_only:
         raise ScheduleError(f"schedule {train.name!r} has no backward: it can evaluate but not train; use 1f1b, say")
-    lowered = loaded.lowered(reduce_grad=reduce_grad)  # before its sizes: no sizes fit an impossible schedule
+    # Before its sizes, because no sizes fit an impossible schedule.
+    lowered = loaded.lowered(reduce_grad=reduce_grad)
     _demand_sizes(train, ranks, microbatches)
     forwards = ([action for action in row if action.op is Op.F] for row in train.rows)
-    return {"train": lowered, "evaluate": Loaded(Schedule.of(f"{train.name} forwards", forwards)).lowered()}
+    evaluate = Loaded(Schedule.of(f"{train.name} forwards", forwards)).lowered()
+    return {"train": lowered, "evaluate": evaluate}
 
 
 def _demand_sizes(schedule: Schedule, ranks: int, microbatches: int) -> None:
@@ -85,6 +91,51 @@ def with_backward(programs: Programs, backward: Backward, costs: Costs, *, hold:
 
 
 @dataclass(frozen=True)
+class ZeroActions:
+    """When replicas that share out gradients and weights reduce the former and gather the latter.
+
+    Attributes:
+        reduce: How often a stage's gradients are reduced; None if they are not.
+        gather: For how long a stage's weights are whole; None if they always are.
+        reshard_after_forward: Whether weights are freed between forward and backward; see ``gather_weights``.
+        resident: Most stages of a rank that are whole at once; None for no limit.
+    """
+
+    reduce: ReduceWhen | None = None
+    gather: GatherWhen | None = None
+    reshard_after_forward: ReshardAfterForward = True
+    resident: int | None = None
+
+
+def with_zero(programs: Programs, zero: ZeroActions) -> Programs:
+    """Return the programs with REDUCE_GRAD, UNSHARD and RESHARD where they have none, checked again.
+
+    Args:
+        programs: Lowered and checked programs, whose backwards are split as they will be run.
+        zero: When to reduce and to gather.
+
+    Raises:
+        ScheduleError: The sizes do not fit, or the new rows break a rule, which would be a bug of the pass.
+    """
+    if zero.gather is None and zero.reduce in (None, "step"):
+        return programs
+    made: dict[ProgramName, Schedule] = {}
+    for name, schedule in programs.items():
+        if zero.reduce is not None:
+            schedule = reduce_gradients(schedule, zero.reduce)
+        if zero.gather is not None:
+            schedule = gather_weights(
+                schedule,
+                zero.gather,
+                reshard_after_forward=zero.reshard_after_forward,
+                resident=zero.resident,
+            )
+        demand_sound(schedule, send_capacity=SEND_WINDOW)
+        made[name] = schedule
+    return made
+
+
+@dataclass(frozen=True)
 class Loaded:
     """A schedule and its generator.
 
@@ -97,13 +148,19 @@ class Loaded:
     generate: Generate | None = None
 
     def lowered(
-        self, order: Order = "just_in_time", *, reduce_grad: bool = False, send_capacity: int = SEND_WINDOW
+        self,
+        order: Order = "just_in_time",
+        *,
+        reduce_grad: bool = False,
+        passes: Sequence[Pass] = (),
+        send_capacity: int = SEND_WINDOW,
     ) -> Schedule:
         """Return the schedule, lowered and proved safe.
 
         Args:
             order: Where to insert the SENDs and RECVs; see ``lower``.
-            reduce_grad: Whether to add REDUCE_GRAD for every stage.
+            reduce_grad: Whether to add REDUCE_GRAD for every stage, once a step.
+            passes: Further passes, in their order, after lowering and before the proof.
             send_capacity: How many sends to a peer may be under way before a sender waits; 0 if sends block.
 
         Raises:
@@ -112,7 +169,7 @@ class Loaded:
         generate = self.generate
 
         def full(schedule: Schedule) -> Schedule:
-            return lower(schedule, order, reduce_grad=reduce_grad)
+            return reduce(lambda rows, change: change(rows), passes, lower(schedule, order, reduce_grad=reduce_grad))
 
         try:
             lowered = full(self.schedule)

@@ -64,7 +64,7 @@ class Inspection:
             return Weights(shapes, partial(self._ask, method="master", ranks=everyone), self._masters)
         dp = dp or 0
         self._demand_replica(dp)
-        homes, ranks = self._skeleton.homes, self._world.replica(dp)
+        homes, ranks = self._skeleton.homes, self._world.holders(dp)
         shapes = {homes.get(name, name): shard.whole for rank in ranks for name, shard in self._holds[rank].items()}
         return Weights(shapes, partial(self._ask, method="parameter", ranks=ranks), partial(self._rank_by_rank, dp))
 
@@ -82,7 +82,7 @@ class Inspection:
 
     def _rank_by_rank(self, dp: int) -> Iterator[tuple[str, Tensor]]:
         homes = self._skeleton.homes
-        for rank in self._world.replica(dp):
+        for rank in self._world.holders(dp):
             ranks = self._world.tensor_group(rank)
             held = self._guard(partial(self._calls.some, ranks, "parameters", what="fetching weights"))
             for name in self._holds[rank]:

@@ -396,7 +396,5 @@ class Job:
         failure, last, world = self._lifetime.failure, self._loop.last, self._loop.loaded.world
         over = f", over: {failure}" if failure is not None else ""
         loss = f", loss {last.loss:.4f} in step {last.step + 1}" if last is not None else ""
-        return (
-            f"<Job on {world.size} actors, {self.device}{over}>\n{self.run.model} on {self.run.mesh}\n"
-            f"{self.next_step} of {self.run.steps} steps taken{loss}"
-        )
+        head = f"<Job on {world.size} actors, {self.device}{over}>\n{self.run.model} on {self.run.mesh}"
+        return f"{head}\n{self.next_step} of {self.run.steps} steps taken{loss}"

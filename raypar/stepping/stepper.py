@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 class Stepper:
     """One training step, performed move by move.
 
-    A move is a compute action, a SEND with its RECV, or the STEP of all actors; every replica performs it. The
-    schedule's order is only a proposal: any move that is ``ready`` may be taken. Gradients equal those of a compiled
-    step within rounding, and bitwise if each stage runs its backwards in the order of the microbatches. Weights change
-    only in the STEP, and ``rewind`` undoes even that.
+    A move is a compute action, an action of a whole stage, a SEND with its RECV, or the STEP of all actors; every
+    replica performs it. Of an action that is repeated, the next one is meant. The schedule's order is only a proposal:
+    any move that is ``ready`` may be taken. Gradients equal those of a compiled step within rounding, and bitwise if
+    each stage runs its backwards in the order of the microbatches. Weights change only in the STEP, and ``rewind``
+    undoes even that.
 
     Args:
         schedule: The lowered schedule of the step.

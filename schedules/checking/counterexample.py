@@ -11,6 +11,7 @@ from raypar.schedules.action import RECVS, SENDS, Action
 from raypar.schedules.checking.check import check
 from raypar.schedules.checking.errors import CheckError, Fault
 from raypar.schedules.drawing.cells import PLACES, RANKS
+from raypar.schedules.passes.without_idle import without_idle
 from raypar.schedules.rules import partner
 from raypar.schedules.schedule import Schedule
 
@@ -58,6 +59,7 @@ class _Search:
 
     def __init__(self, faults: Sequence[Fault], send_capacity: int | None, max_in_flight: int | None) -> None:
         self._fault, self._rules = faults[0], {fault.rule for fault in faults}
+        self._tidy = self._rules.isdisjoint({"reduce", "weights"})  # else what is idle may be the fault
         self._send_capacity, self._max_in_flight = send_capacity, max_in_flight
         self._tries, self._end = 0, time.monotonic() + MOST_SECONDS
 
@@ -88,7 +90,7 @@ class _Search:
             before = kept, ranks
             ranks = self._fewer_ranks(schedule, ranks, kept)
             kept = self._fewer_microbatches(schedule, ranks, kept)
-        small = part_of(schedule, ranks, kept)
+        small = part_of(schedule, ranks, kept, tidy=self._tidy)
         error = (
             self._error(small)
             if small is not None and small.num_actions < min(schedule.num_actions, RANKS * PLACES)
@@ -117,7 +119,7 @@ class _Search:
         return None
 
     def _breaks(self, schedule: Schedule, ranks: tuple[int, int], kept: Sequence[int]) -> bool:
-        part = part_of(schedule, ranks, kept) if kept and self._time_left else None
+        part = part_of(schedule, ranks, kept, tidy=self._tidy) if kept and self._time_left else None
         return part is not None and self._error(part) is not None
 
     def _starts(self, schedule: Schedule) -> Iterator[list[int]]:
@@ -163,7 +165,9 @@ class _Search:
         return kept
 
 
-def part_of(schedule: Schedule, ranks: tuple[int, int], microbatches: Sequence[int]) -> Schedule | None:
+def part_of(
+    schedule: Schedule, ranks: tuple[int, int], microbatches: Sequence[int], *, tidy: bool = False
+) -> Schedule | None:
     """Cut out some microbatches on a range of ranks, and number ranks, stages and microbatches from 0.
 
     Args:
@@ -171,6 +175,7 @@ def part_of(schedule: Schedule, ranks: tuple[int, int], microbatches: Sequence[i
         ranks: ``(first, last)``: the ranks ``first`` to ``last - 1``.
         microbatches: The microbatches to keep. A number in the rows that is out of the schedule's range stays out of
             the part's range, so that the fault is kept.
+        tidy: Whether to leave out gathers and reductions of microbatches that are not kept.
 
     Returns:
         The part, or None if the stages of these ranks are not contiguous.
@@ -199,7 +204,8 @@ def part_of(schedule: Schedule, ranks: tuple[int, int], microbatches: Sequence[i
         assert across is not None
         return Action(stage - low, op, microbatch) if is_left(stage) and is_left(across) else None
 
-    rows = (tuple(new for action in row if (new := renumbered(action))) for row in schedule.rows[first:last])
+    parts = ([new for action in row if (new := renumbered(action))] for row in schedule.rows[first:last])
+    rows = (without_idle(row) if tidy else tuple(row) for row in parts)
     placement = tuple(schedule.placement[stage] - first for stage in stages)
     return replace(schedule, rows=tuple(rows), placement=placement, num_microbatches=len(number))
 

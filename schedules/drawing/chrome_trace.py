@@ -8,15 +8,15 @@ from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action
 from raypar.schedules.rules import awaited, provides, travels
 from raypar.schedules.timeline import Event, Timeline
 
-_ACTIONS = 0  # the track of a rank's actions; the tracks after it are for buckets, whose times overlap
+_ACTIONS = 0  # the track of a rank's actions; the tracks after it are for buckets and units, whose times overlap
 
 
 def chrome_trace(*timelines: Timeline) -> dict[str, Any]:
     """Convert timelines to the Trace Event Format.
 
-    Each rank is a process and each action a slice on its first track. The reduction of a gradient bucket is a slice on
-    a further track; there are as many tracks as buckets are reduced at one time. An arrow goes from the action that
-    makes a value to the action on another rank that needs it.
+    Each rank is a process and each action a slice on its first track. The reduction of a gradient bucket and the
+    gather of a unit of weights are slices on further tracks; there are as many tracks as run at one time. An arrow goes
+    from the action that makes a value to the action on another rank that needs it.
 
     Args:
         *timelines: Timelines with one clock, one for each replica, in seconds. In the trace, rank 0 of all timelines
@@ -40,7 +40,7 @@ class _Trace:
         """Return the timeline's slices, the names of its tracks, and its arrows."""
         named: set[tuple[int, int]] = set()
         events: list[dict[str, Any]] = []
-        lanes: dict[int, list[float]] = {}  # by rank: when each track of buckets becomes free
+        lanes: dict[int, list[float]] = {}  # by rank: when each track of buckets and units becomes free
         for event in self._timeline.events:
             if (event.rank, _ACTIONS) not in named:
                 events.append(self._metadata(event, "process_name", name=event.actor))
@@ -60,7 +60,7 @@ class _Trace:
         stage, op, microbatch = event.action
         name, kind = str(event.action), "step"
         if event.bucket is not None:
-            name, kind = f"{name} bucket {event.bucket}", "communication"
+            name, kind = f"{name} {event.part}", "communication"
         elif op in COMPUTE:
             kind = "compute"
         elif op in SENDS or op in RECVS:

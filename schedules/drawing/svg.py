@@ -10,6 +10,7 @@ from heapq import nsmallest
 
 from raypar.schedules.action import COMPUTE, Action, Op
 from raypar.schedules.drawing.text import plain, slot_length, spelling, summary
+from raypar.schedules.rules import gathers
 from raypar.schedules.schedule import MOST_DRAWN, Schedule
 from raypar.schedules.simulation.simulate import UNIT, simulate
 from raypar.schedules.timeline import Event, Timeline
@@ -52,7 +53,7 @@ _TYPE, _TICK, _LETTER, _KEY = 14, 90, 8.6, 36  # pixels: of the type; between tw
 _HUES = {Op.F: (0.59, 0.62), Op.B: (0.38, 0.45), Op.I: (0.48, 0.50), Op.W: (0.11, 0.75)}
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "its input half", Op.W: "its weight half"}
 _GREY = "#868e96"
-_THIN = 4  # pixels: height of the line of a bucket's reduction
+_THIN = 4  # pixels: height of the line of a bucket's reduction, and of one that shows how long a stage is whole
 _FAINT, _PALE = 0.45, 0.4
 _PAPER, _INK = 'class="raypar-paper" fill="#ffffff"', 'class="raypar-ink" fill="#343a40"'
 _DARK = (
@@ -66,7 +67,9 @@ def svg(drawn: Schedule | Timeline, *, done: Collection[Action] | None = None, c
 
     In a schedule every action is one slot long; a timeline is drawn to its own scale, with a time axis. Boxes are
     coloured by op, lighter for later chunks of a rank. The number in a box is the microbatch, and a tooltip gives the
-    details. Waiting for a value, gradient reduction (a thin line for each bucket) and STEP are grey. Beyond MOST_DRAWN
+    details. Waiting for a value, gradient reduction (a thin line for each bucket) and STEP are grey. If the schedule
+    gathers weights, each stage has a thin line below its rank: grey while they are gathered, and in the stage's colour
+    while they are whole. Beyond MOST_DRAWN
     events the picture is cut, and a heading says so. The background is light or dark, as the reader's page is.
 
     Args:
@@ -133,6 +136,9 @@ class _Picture:
             headings = [*headings, f"(the first {MOST_DRAWN} of {len(visible)} boxes)"]
             span = max(start + event.end - event.start for start, _, event in self._boxes)
         self._span, self._headings, self._top = span, headings, 18 + HEADING * len(headings)
+        ranks = range(self._schedule.num_ranks)
+        most = max(len(self._schedule.stages_of(rank)) for rank in ranks) if gathers(self._schedule) else 0
+        self._strip = most * (_THIN + 1)  # height of the lines that show what is whole
         self._bottom = self._top + self._schedule.num_ranks * self._pitch
         drawn = {event.action.op for _, _, event in self._boxes}
         self._keys = list(self._shades(drawn))
@@ -146,7 +152,9 @@ class _Picture:
             if op in drawn:
                 yield _color(op, 0), 1.0, f"{op.value} {name}"
         if set(drawn) - COMPUTE:
-            yield _GREY, _FAINT, "waiting, reducing, STEP"
+            yield _GREY, _FAINT, "waiting, gathering, reducing, STEP" if self._strip else "waiting, reducing, STEP"
+        if self._strip:
+            yield _color(Op.F, 0), 1.0, "thin line: weights whole"
         if any(len(self._schedule.stages_of(rank)) > 1 for rank in range(self._schedule.num_ranks)):
             yield _color(Op.F, 0.5), 1.0, "lighter: later chunk"
         if len(self._names) > 1:
@@ -157,7 +165,7 @@ class _Picture:
     @property
     def _pitch(self) -> int:
         """Return the height of one rank's lanes and the gap below them, in pixels."""
-        return len(self._timelines) * (LANE + 2) - 2 + GAP * len(self._timelines)
+        return len(self._timelines) * (LANE + 2 + self._strip) - 2 + GAP * len(self._timelines)
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the SVG."""
@@ -176,7 +184,8 @@ class _Picture:
             yield f"<text {_INK} {font}>{html.escape(heading)}</text>"
         yield from self._axis()
         yield from self._lanes()
-        for start, place, event in self._boxes:
+        yield from self._whole()
+        for start, place, event in sorted(self._boxes, key=lambda box: box[2].bucket is not None):  # thin lines on top
             yield self._box(start, place, event)
         yield from self._legend(height - 10)
         yield "</svg>"
@@ -204,20 +213,49 @@ class _Picture:
                     f'fill="{_GREY}" fill-opacity="0.13"/>'
                 )
 
+    def _whole(self) -> Iterator[str]:
+        """Yield a thin line for each time in which a stage is whole, below the lane of its rank."""
+        for place, timeline in enumerate(self._timelines if self._strip else []):
+            since: dict[int, Event] = {}
+            for event in timeline.events:
+                stage, op, _ = event.action
+                if stage is None or (timeline.measured and event.bucket is not None):
+                    continue
+                if op is Op.UNSHARD:
+                    since.setdefault(stage, event)
+                elif op is Op.RESHARD and stage in since:
+                    first = since.pop(stage)
+                    start, end = (at - timeline.start for at in (first.end, event.end))
+                    if start < self._span:
+                        x, y = MARGIN + start * self._scale, self._line(first, place)
+                        width = max(0.0, (min(end, self._span) - start) * self._scale - FINEST)
+                        tip = html.escape(f"stage {stage} is whole on {first.actor}")
+                        yield (
+                            f'<g><title>{tip}</title><rect class="raypar-whole" x="{x:.1f}" y="{y}" '
+                            f'width="{width:.1f}" height="{_THIN}" rx="1" fill="{self._shade(stage)}"/></g>'
+                        )
+
+    def _line(self, event: Event, place: int) -> int:
+        """Return the y of the thin line of an event's stage."""
+        assert event.action.stage is not None
+        chunk = self._schedule.stages_of(event.rank).index(event.action.stage)
+        return self._y(event.rank, place) + LANE + 1 + chunk * (_THIN + 1)
+
     def _box(self, start: float, place: int, event: Event) -> str:
         """Draw the box of one event, which is in lane number ``place`` of its rank."""
         x, y = MARGIN + start * self._scale, self._y(event.rank, place)
         length = event.end - event.start
         width = length * self._scale - FINEST
         computes, height = event.action.op in COMPUTE, LANE if event.bucket is None else _THIN
+        top = self._line(event, place) if event.part and event.action.op is Op.UNSHARD else y + LANE - height
         pale = place > 0 or (self._done is not None and event.action not in self._done)
         label, ink = str(event.action.microbatch) if computes else "", _INK if pale else 'fill="#fff"'
         number = f'<text {ink} x="{x + width / 2:.1f}" y="{y + 18}" text-anchor="middle">{label}</text>'
         opacity = (1.0 if computes else _FAINT) * (_PALE if pale else 1.0)
         faint = "" if opacity == 1.0 else f' fill-opacity="{opacity:.2g}"'
         frame = f' stroke="{_GREY}" stroke-width="3"' if event.action == self._cursor else ""
-        size = f'x="{x:.1f}" y="{y + LANE - height}" width="{width:.1f}" height="{height}" rx="3"'
-        outline = f"M{x:.1f} {y + LANE - height}h{width:.1f}v{height}h{-width:.1f}z"
+        size = f'x="{x:.1f}" y="{top}" width="{width:.1f}" height="{height}" rx="3"'
+        outline = f"M{x:.1f} {top}h{width:.1f}v{height}h{-width:.1f}z"
         below = f'<path {_PAPER} d="{outline}"/>' if faint and self._spelled else ""  # hides the lines of the axis
         return (
             f"<g><title>{self._tip(start, place, event)}</title>{below}<rect {size} "
@@ -227,15 +265,19 @@ class _Picture:
 
     def _tip(self, start: float, place: int, event: Event) -> str:
         spelled, name = self._spelled or plain, self._names[place]
-        bucket = "" if event.bucket is None else f" (bucket {event.bucket})"
-        who = f"{event.action}{bucket} on {event.actor}{f', {name}' if name else ''}"
+        part = f" ({event.part})" if event.part else ""
+        who = f"{event.action}{part} on {event.actor}{f', {name}' if name else ''}"
         return html.escape(f"{who}: {spelled(start)} to {spelled(start + event.end - event.start)}")
 
     def _fill(self, event: Event) -> str:
         stage, op, _ = event.action
         if stage is None or op not in _HUES:
             return _GREY
-        stages = self._schedule.stages_of(event.rank)
+        return self._shade(stage, op)
+
+    def _shade(self, stage: int, op: Op = Op.F) -> str:
+        """Return the colour of a stage's op: lighter for a later chunk of its rank."""
+        stages = self._schedule.stages_of(self._schedule.placement[stage])
         return _color(op, stages.index(stage) / len(stages))
 
     def _legend(self, y: float) -> Iterator[str]:
@@ -250,7 +292,7 @@ class _Picture:
             x += _KEY + _LETTER * len(name)
 
     def _y(self, rank: int, place: int) -> int:
-        return self._top + rank * self._pitch + place * (LANE + 2)
+        return self._top + rank * self._pitch + place * (LANE + 2 + self._strip)
 
 
 def _color(op: Op, later: float) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from raypar.schedules.action import COMPUTE, Action, Op
 from raypar.schedules.drawing.cells import lines, padded, widest
+from raypar.schedules.rules import gathers, opens_and_closes
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import UNIT, Outcome, simulate
 from raypar.schedules.timeline import Timeline
@@ -31,7 +33,8 @@ def text(
 
     In a schedule every action is one slot long. In a timeline a slot is as long as the shortest kind of action, a
     longer action continues with ``--``, and a line counts the actions that are too short to be drawn. ``F0`` is the
-    forward of microbatch 0; where ranks hold several stages the stage comes first, ``3F0``. The last line gives
+    forward of microbatch 0; where ranks hold several stages the stage comes first, ``3F0``. If the schedule gathers
+    weights, ``(F0`` is the first action for which a stage is whole, and ``B3)`` the last one. The last line gives
     makespan, bubble and the most activations that each rank holds at once. Of a schedule they are "in slots", which no
     run takes; the times of a measured timeline are in milliseconds.
 
@@ -74,7 +77,13 @@ def grid(
         for rank, start, end, action in _spans(timeline, length)
     ]
     columns = max((end for _, _, end, _ in spans), default=0)
-    cell = max(len(_GOES_ON), widest(_label(action, several) for _, _, _, action in spans)) + (cursor is not None)
+    opens_closes = [opens_and_closes(row) for row in schedule.rows] if gathers(schedule) else []
+    opens, closes = (
+        (set[Action]().union(*found) for found in zip(*opens_closes, strict=True)) if opens_closes else ((), ())
+    )
+    cell = max(len(_GOES_ON), widest(_label(action, several) for _, _, _, action in spans))
+    cell += (cursor is not None) + 2 * bool(opens)
+    style = _Style(several, cell, done, cursor, opens, closes)
     room = columns if width is None else max(1, (width - widest(labels) - 2) // (cell + 1))
     lanes: list[dict[int, Action]] = [{} for _ in range(schedule.num_ranks * len(timelines))]
     for line, start, end, action in spans:
@@ -84,8 +93,10 @@ def grid(
     rows = []
     for lane in lanes[: len(labels)]:
         actions = [lane.get(column) for column in range(max(lane, default=-1) + 1)]
-        rows.append(paint(actions, several, cell, done, cursor))
+        rows.append(paint(actions, style))
     picture = lines(labels, rows)
+    if opens:
+        picture.append("(F0: the weights of F0's stage are gathered before it; B3): those of B3's are freed behind it")
     if room < columns or len(shown) < schedule.num_ranks:
         picture.append(
             f"(ranks 0 to {shown[-1]} of {schedule.num_ranks}, slots 0 to {min(room, columns) - 1} of {columns})"
@@ -172,26 +183,49 @@ def _spans(timeline: Timeline, length: float) -> Iterator[tuple[int, int, int, A
             yield event.rank, first, max(first + 1, round((event.end - zero) / length)), event.action
 
 
-def _cells(
-    actions: list[Action | None], several: bool, width: int, done: Collection[Action] | None, cursor: Action | None
-) -> list[str]:
+@dataclass(frozen=True)
+class _Style:
+    """How the cells of a grid are written.
+
+    Attributes:
+        several: Whether ranks hold several stages, so that a cell names the stage.
+        width: Width of a cell.
+        done: As in ``text``.
+        cursor: As in ``text``.
+        opens: The first actions of the times in which a stage is whole.
+        closes: The last ones.
+    """
+
+    several: bool
+    width: int
+    done: Collection[Action] | None
+    cursor: Action | None
+    opens: Collection[Action]
+    closes: Collection[Action]
+
+    def cell(self, action: Action | None, before: Action | None, after: Action | None) -> str:
+        """Return the text of one slot, given what is in the slots before and after it."""
+        label = "" if action is None else _GOES_ON if action == before else _label(action, self.several)
+        label = label if self.done is None or action in self.done else label.lower()
+        if self.opens:
+            left = "(" if action in self.opens and action != before else " "
+            right = ")" if action in self.closes and action != after else " "
+            label = f"{left}{label}{right}"
+        return label if self.cursor is None else (">" if action == self.cursor != before else " ") + label
+
+
+def _cells(actions: Sequence[Action | None], style: _Style) -> list[str]:
     """Return the cells of one line, padded to a width."""
-    texts = []
-    for action, before in zip(actions, [None, *actions], strict=False):
-        label = "" if action is None else _GOES_ON if action == before else _label(action, several)
-        mark = "" if cursor is None else ">" if action == cursor != before else " "
-        texts.append(mark + (label if done is None or action in done else label.lower()))
-    return padded([texts], width)[0]
+    triples = zip(actions, [None, *actions], [*actions[1:], None], strict=False)
+    return padded([[style.cell(*triple) for triple in triples]], style.width)[0]
 
 
-def _painted(
-    actions: list[Action | None], several: bool, width: int, done: Collection[Action] | None, cursor: Action | None
-) -> list[str]:
+def _painted(actions: Sequence[Action | None], style: _Style) -> list[str]:
     """Return the cells of one line, coloured with ANSI escapes."""
-    cells = _cells(actions, several, width, done, cursor)
+    done = style.done
     return [
         cell if action is None or (done is not None and action not in done) else f"{_ANSI[action.op]}{cell}{_PLAIN}"
-        for cell, action in zip(cells, actions, strict=True)
+        for cell, action in zip(_cells(actions, style), actions, strict=True)
     ]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from raypar.schedules.action import RECVS, SENDS, Action, Op
-from raypar.schedules.rules import HOLDS, partner
+from raypar.schedules.rules import HOLDS, USES_WEIGHTS, partner
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import Costs
 
@@ -28,7 +28,7 @@ def split_backward(schedule: Schedule, costs: Costs, *, every: bool = False, hol
 
     Args:
         schedule: lowered, and sound: ``check`` has passed it. The rows that are returned are to be checked again.
-        costs: what F, B, I, W, REDUCE_GRAD and STEP last, and the link between ranks; in any unit.
+        costs: what F, B, I, W, UNSHARD, REDUCE_GRAD and STEP last, and the link between ranks; in any unit.
         every: split every backward, and not only those that make the step shorter. Where no gradient leaves for another
             rank, W follows I at once.
         hold: a W may come later than its SEND. It keeps a microbatch's activations until then.
@@ -160,6 +160,11 @@ class _Paper:
                 arrived[there] = rank.now + costs.link
                 assert there.stage is not None
                 freed.append(placement[there.stage])
+            elif op is Op.UNSHARD:
+                rank.link = max(rank.link, rank.now) + costs.of(action)
+                rank.gathered[stage] = rank.link
+            elif op is Op.RESHARD:
+                pass  # a W needs no weights: it may come later
             elif op is Op.B and rank.at in rank.split:
                 action = action._replace(op=Op.I)
                 rank.later.append(action._replace(op=Op.W))
@@ -171,6 +176,8 @@ class _Paper:
                 while any(stage in (None, later.stage) for later in rank.later):
                     self._pay(rank)
                 rank.held -= op is Op.B
+            if op in USES_WEIGHTS:
+                rank.now = max(rank.now, rank.gathered.get(stage, 0.0))
             if op in _LASTING:
                 rank.now += self._lasts(action)
             rank.done.append(action)
@@ -203,6 +210,8 @@ class _Rank:
 
     def __init__(self, row: Sequence[Action], split: set[int]) -> None:
         self.row, self.split, self.at, self.now, self.held = row, split, 0, 0.0, 0
+        self.link = 0.0  # when the last gather is over
+        self.gathered: dict[int | None, float] = {}  # by stage: when its weights are there
         self.done: list[Action] = []
         self.later: deque[Action] = deque()
 

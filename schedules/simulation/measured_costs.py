@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from statistics import median
 
@@ -24,6 +24,8 @@ def costs_of(*timelines: Timeline) -> Costs:
     - The link has the median delay of the values that a rank was waiting for. If no rank waited for any value, it is
       the shortest delay: the longest link that still delivers in time.
     - STEP begins when all ranks have reached it, so it lasts from the last rank's start to the end.
+    - UNSHARD lasts as long as the gathers of its stage's units together, for each time that the schedule gathers it; if
+      no units were measured, as long as the action itself.
     - A SEND costs its rank the time it took. A RECV costs nothing: the simulation computes the waiting.
     - An op that is in no timeline costs nothing.
 
@@ -32,15 +34,18 @@ def costs_of(*timelines: Timeline) -> Costs:
             which also warms up.
 
     Returns:
-        The costs, in seconds. For a simulated timeline they are the costs that it was made with.
+        The costs, in seconds. For a simulated timeline they are the costs that it was made with, if its reductions
+        did not run beside the actions.
     """
     lengths: defaultdict[Action, list[float]] = defaultdict(list)
     awaited_links, spare_links, steps = list[float](), list[float](), list[float]()
     for timeline in timelines:
         for event in timeline.events:
             stage, op, _ = event.action
-            if stage is not None and op not in RECVS and event.bucket is None:
+            if stage is not None and op not in RECVS and op is not Op.UNSHARD and event.bucket is None:
                 lengths[event.action].append(event.end - event.start)
+        for action, seconds in _gathers(timeline):
+            lengths[action].append(seconds)
         for delay, waited in _links(timeline):
             (awaited_links if waited else spare_links).append(delay)
         ends = [event for event in timeline.events if event.action.op is Op.STEP]
@@ -55,6 +60,18 @@ def costs_of(*timelines: Timeline) -> Costs:
     of_action = {action: median(found) for action, found in lengths.items() if len(found) >= _ENOUGH}
     step = median(steps) if steps else 0.0
     return Costs(0.0, 0.0, 0.0, 0.0, step=step, link=link, of_stage=of_stage, of_action=of_action)
+
+
+def _gathers(timeline: Timeline) -> Iterator[tuple[Action, float]]:
+    """Yield each stage's UNSHARD, and the seconds that one gather of the stage takes."""
+    beside, inside = defaultdict[Action, float](float), defaultdict[Action, float](float)
+    for event in timeline.events:
+        if event.action.op is Op.UNSHARD:
+            (inside if event.bucket is None else beside)[event.action] += event.end - event.start
+    times = Counter(action for row in timeline.schedule.rows for action in row if action.op is Op.UNSHARD)
+    for action, number in times.items():
+        if seconds := beside[action] or inside[action]:
+            yield action, seconds / number
 
 
 def _links(timeline: Timeline) -> Iterator[tuple[float, bool]]:

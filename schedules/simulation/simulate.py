@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
-from raypar.schedules.rules import awaited, most_in_flight, partner, provides, rank_of, travels
+from raypar.schedules.rules import USES_WEIGHTS, awaited, most_in_flight, partner, provides, rank_of, streamed, travels
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.sweep import Sweep
 from raypar.schedules.timeline import Event, Timeline
@@ -23,25 +23,34 @@ class Costs:
         b: Cost of a full backward B.
         i: Cost of an input-gradient half I.
         w: Cost of a weight-gradient half W.
+        unshard: Cost of an UNSHARD: time that the gather of a stage's weights takes on the rank's link to its replicas,
+            beside the actions.
         reduce_grad: Cost of a REDUCE_GRAD.
         step: Cost of a STEP.
         link: Time from the end of a compute action to the arrival of its value on another rank.
         of_stage: Exceptions by stage and op, ``{(3, Op.F): 1.5}``.
         of_action: Exceptions by action, which override ``of_stage``.
+        reduce_beside: Whether a REDUCE_GRAD runs beside the actions, as a gather does, and only the STEP waits for it.
+            If not, it occupies its rank.
+        units: In how many equal units a stage is gathered. An action for which alone a stage is whole starts when the
+            first unit has arrived, and the others arrive while it runs.
     """
 
     f: float = 1.0
     b: float = 2.0
     i: float = 1.0
     w: float = 1.0
+    unshard: float = 0.0
     reduce_grad: float = 0.0
     step: float = 0.0
     link: float = 0.0
     of_stage: Mapping[tuple[int, Op], float] = field(default_factory=dict)
     of_action: Mapping[Action, float] = field(default_factory=dict)
+    reduce_beside: bool = False
+    units: int = 1
 
     def of(self, action: Action) -> float:
-        """Return how long the action occupies its rank."""
+        """Return how long the action occupies its rank, or for what runs beside, its rank's link to the replicas."""
         stage, op, _ = action
         if self.of_action and action in self.of_action:
             return self.of_action[action]
@@ -50,8 +59,20 @@ class Costs:
         cost: float = getattr(self, _FIELD[op]) if op in _FIELD else 0.0
         return cost
 
+    def is_beside(self, action: Action) -> bool:
+        """Return whether an action takes no time of its rank, but of its rank's link to the replicas."""
+        return action.op is Op.UNSHARD or (action.op is Op.REDUCE_GRAD and self.reduce_beside)
 
-_FIELD = {Op.F: "f", Op.B: "b", Op.I: "i", Op.W: "w", Op.REDUCE_GRAD: "reduce_grad", Op.STEP: "step"}
+
+_FIELD = {
+    Op.F: "f",
+    Op.B: "b",
+    Op.I: "i",
+    Op.W: "w",
+    Op.UNSHARD: "unshard",
+    Op.REDUCE_GRAD: "reduce_grad",
+    Op.STEP: "step",
+}
 
 #: Every compute action lasts one slot.
 UNIT = Costs(b=1.0)
@@ -63,6 +84,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, send_capacity: i
     Before lowering, a value reaches another rank ``costs.link`` after the end of its compute action. After lowering, a
     SEND takes no time of its rank unless ``of_stage`` says so, its value arrives ``costs.link`` later, and a RECV lasts
     as long as the rank waits for the value.
+
+    The gathers and reductions of a rank queue behind one another on its link to the replicas. UNSHARD takes no time of
+    the rank: the stage's next F, B or I starts when its weights have arrived, or the first of ``units``. UNSHARD of
+    what is whole takes no time.
 
     Args:
         schedule: The schedule, lowered or not.
@@ -77,8 +102,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, send_capacity: i
         ScheduleError: If the schedule deadlocks.
     """
     actors = [f"pp={rank}" for rank in range(schedule.num_ranks)]
-    performed = _performed(schedule, costs or Costs(), send_capacity)
-    events = (Event(rank, actors[rank], action, start, end) for rank, action, start, end in performed)
+    costs = costs or Costs()
+    events = (
+        Event(rank, actors[rank], action, start, end, bucket=0 if costs.is_beside(action) else None)
+        for rank, action, start, end in _performed(schedule, costs, send_capacity)
+    )
     return Timeline(schedule, tuple(events))
 
 
@@ -137,11 +165,14 @@ def _performed(
 
 
 class _Clock:
-    """The current time of every rank, and when every value under way left its rank."""
+    """The current time of every rank and of its link to the replicas, and when every value under way left its rank."""
 
     def __init__(self, schedule: Schedule, costs: Costs, send_capacity: int | None) -> None:
         self._schedule, self._costs, self._capacity = schedule, costs, send_capacity
         self._now = [0.0] * schedule.num_ranks
+        self._link = [0.0] * schedule.num_ranks
+        self._whole: dict[int | None, tuple[float, float]] = {}  # by stage: start and end of its gather
+        self._streamed = streamed(schedule) if costs.units > 1 else frozenset()
         self._left: dict[Action, float] = {}
         # For two ranks: when each place for a value under way becomes free, the earliest first.
         free_at_first = [0.0] * (send_capacity or 0)
@@ -149,7 +180,18 @@ class _Clock:
 
     def perform(self, rank: int, action: Action) -> tuple[float, float]:
         """Advance a rank's time by its next action, and return the action's start and end."""
-        start, cost = self._now[rank], self._costs.of(action)
+        start, cost, last = self._now[rank], self._costs.of(action), 0.0
+        stage, op, _ = action
+        if op is Op.UNSHARD or op is Op.REDUCE_GRAD:
+            return self._travel(rank, action, cost)
+        if op is Op.RESHARD:
+            self._whole.pop(stage, None)
+        elif op in USES_WEIGHTS and stage in self._whole:
+            units = self._costs.units if action in self._streamed else 1
+            since, there = self._whole[stage]
+            start, last = max(start, since + (there - since) / units), there + cost / units
+        elif op is Op.STEP:
+            start = max(start, self._link[rank])
         if action.op in SENDS and self._capacity is not None:
             receiver = rank_of(partner(action), self._schedule)
             if self._capacity == 0:
@@ -160,10 +202,24 @@ class _Clock:
         need = awaited(action, self._schedule)
         if need is not None:
             start, end = self._receive(rank, action, need, start, cost)
+        end = max(end, last)  # its last unit may arrive late
         for value in provides(action):
             if travels(value, self._schedule):
                 self._left[value] = start if self._capacity == 0 else end
         self._now[rank] = end
+        return start, end
+
+    def _travel(self, rank: int, action: Action, cost: float) -> tuple[float, float]:
+        """Return start and end of a gather or a reduction, behind those before it."""
+        stage, op, _ = action
+        if op is Op.UNSHARD and stage in self._whole:
+            return self._now[rank], self._now[rank]
+        start = max(self._now[rank], self._link[rank])
+        end = self._link[rank] = start + cost
+        if op is Op.UNSHARD:
+            self._whole[stage] = start, end
+        if not self._costs.is_beside(action):
+            self._now[rank] = end
         return start, end
 
     def _receive(self, rank: int, action: Action, need: Action, start: float, cost: float) -> tuple[float, float]:

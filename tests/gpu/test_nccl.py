@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from raypar.actors.collective.group import GroupError
+from raypar.actors.collective.errors import GroupError
 from tests.gpu.ops import check_every_op, check_nothing, strided, together
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8]

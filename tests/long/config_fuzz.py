@@ -171,7 +171,7 @@ def usual(draw: random.Random) -> Run:
 # Faults that are told whatever else is wrong, by the path that must be named.
 PLANTS: dict[str, Any] = {
     "schedule": "1f2b", "chunks": 0, "microbatches": "8", "micro_batch_size": 0, "data_parallel": "zero",
-    "bucket_mb": float("nan"), "servers": 0, "zero": 2, "clip": -1.0, "recompute": "some", "split": "odd", "seed": 1.5,
+    "bucket_mb": float("nan"), "servers": 0, "zero": 4, "clip": -1.0, "recompute": "some", "split": "odd", "seed": 1.5,
     "steps": 0, "eval_every": -1, "eval_steps": True, "folder": "a b", "save_every": -2, "keep_last": 0,
     "track": ("nobody",), "threads": 10**9, "device": "tpu", "timeout": 0.0, "model.layers": 0, "model.hidden": None,
     "model.heads": 2.0, "model.seq": -5, "model.vocab": "all", "model.mlp": 0, "model.dropout": 1.0, "model.tied": 1,

@@ -22,8 +22,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.gloo import GlooGroup, create_device
-from raypar.actors.collective.group import Group, GroupError
+from raypar.actors.collective.group import Group
 from raypar.actors.collective.shm.group import ShmGroup
 
 DEADLINE = 1.0  # seconds that a wait may take

@@ -26,8 +26,12 @@ def kinds_of(run, verdict):
     yield from (run.schedule, run.model.kind, run.model.positions, run.data_parallel, run.optim.kind)
     if run.sequence_parallel:
         yield "sequence_parallel"
-    if world_of(run).sharded:
-        yield "zero"
+    world = world_of(run)
+    if world.sharded:
+        yield f"zero {world.zero}"
+        yield from ("hybrid",) if world.hybrid else ()
+    if world.gathers:
+        yield f"gather {run.zero_gather}"
     yield from (name for name in ("dropout", "tied") if getattr(run.model, name))
     yield f"recompute {run.recompute if isinstance(run.recompute, str) else 'by layer'}"
     yield "bitwise" if verdict.bitwise else "within bounds"

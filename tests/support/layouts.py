@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from typing import get_args
 
@@ -47,7 +48,8 @@ def more_tokens(step, microbatch, dp):
 
 def meshes():
     """The smallest first: that is where Hypothesis looks for a small example."""
-    axes = {"tp": (2, 1, 4, "2d:2x2", "2.5d:2x2x2", "3d:2x2x2"), "cp": (1, 2, 4), "pp": (1, 2, 3, 4), "dp": (1, 2)}
+    tensor = 2, 1, 4, "2d:2x2", "2.5d:2x2x2", "3d:2x2x2"
+    axes = {"tp": tensor, "cp": (1, 2, 4), "pp": (1, 2, 3, 4), "dp": (1, 2, 3, 4)}
     every = [Mesh(**dict(zip(axes, sizes, strict=True))) for sizes in product(*axes.values())]
     return st.sampled_from(sorted((mesh for mesh in every if mesh.size <= MOST_ACTORS), key=lambda mesh: mesh.size))
 
@@ -74,10 +76,31 @@ def recomputes(layers):
     return st.one_of(word, st.tuples(*[word] * layers))
 
 
+def shardings():
+    """What replicas share out, and when they send it."""
+    reduces = st.sampled_from(["step", "microbatch"])
+    gathers = st.fixed_dictionaries(
+        {
+            "zero": st.just(3),
+            "zero_reduce": reduces,
+            "zero_units": st.sampled_from([1, 2]),
+            "reshard_after_forward": st.sampled_from([True, False, "except_last"]),
+        }
+    )
+    resident = st.fixed_dictionaries(
+        {"zero": st.just(3), "zero_gather": st.just("step"), "zero_resident": st.sampled_from([None, 1, 2])}
+    )
+    two = st.fixed_dictionaries({"zero": st.just(2), "zero_reduce": reduces})
+    return st.one_of(st.fixed_dictionaries({"zero": st.sampled_from([None, 0])}), two, gathers, resident)
+
+
 @st.composite
 def layouts(draw):
     """A run that the config allows."""
-    mesh, schedule = draw(meshes()), draw(st.sampled_from(["1f1b", "gpipe", "interleaved", "naive"]))
+    mesh = draw(meshes())
+    if mesh.dp * mesh.cp == 4:
+        mesh = replace(mesh, shard=draw(st.sampled_from([None, 2])))
+    schedule = draw(st.sampled_from(["1f1b", "gpipe", "interleaved", "naive"]))
     interleaved = schedule == "interleaved"
     layers = draw(st.integers(max(2, mesh.pp * (1 + interleaved)), 8 if interleaved else 4))
     divided, grid = mesh.tensor_ranks > 1, isinstance(mesh.tp, str)
@@ -89,7 +112,7 @@ def layouts(draw):
         data=rp.Batches(more_tokens if grid else tokens),
         data_parallel=draw(st.sampled_from(["all_reduce"] * 3 + ["parameter_server"] * (not divided))),
         bucket_mb=draw(st.sampled_from([4.0, 0.005])),
-        zero=draw(st.sampled_from([None, 0])) if mesh.dp * mesh.cp > 1 else None,
+        **(draw(shardings()) if mesh.dp * mesh.cp > 1 else {}),
         context=draw(st.sampled_from(CONTEXTS)) if mesh.cp > 1 else CONTEXTS[0],
         sequence_parallel=draw(st.booleans()) if divided and not grid else False,
         optim=draw(st.sampled_from(OPTIMIZERS)),

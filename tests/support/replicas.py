@@ -13,8 +13,11 @@ from tests.support.team import batch
 MODES = {
     "all_reduce": {"zero": 0},
     "zero": {"zero": 1},
+    "zero 2": {"zero": 2},
+    "zero 3": {"zero": 3},
     "parameter_server": {"data_parallel": "parameter_server"},
 }
+SHARED = {"zero 2", "zero 3"}  # modes that need replicas, and send their gradients in other ways
 LAYOUTS = [(2, 1), (3, 1), (4, 1), (2, 2), (2, 3), (3, 2)]
 CLOSE = 1e-6
 

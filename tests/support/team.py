@@ -67,10 +67,12 @@ class Team:
     ``groups`` are those of the pipeline's ranks, instead of new ones.
     """
 
-    def __init__(self, fn, pp=2, m=4, schedule="1f1b", loss=mse, data=batch, dp=1, tp=1, cp=1, groups=None, **changes):
+    def __init__(
+        self, fn, pp=2, m=4, schedule="1f1b", loss=mse, data=batch, dp=1, tp=1, cp=1, groups=None, shard=None, **changes
+    ):
         fields = {"optim": SGD(lr=0.1), "clip": None, "steps": 3, "timeout": 10.0, "data": Batches(data, data)}
         fields |= {"model": Layers(fn, loss, halves=True), "schedule": schedule, "microbatches": m}
-        self._meet(Run(mesh=Mesh(pp=pp, dp=dp, cp=cp, tp=tp), **(fields | changes)), groups)
+        self._meet(Run(mesh=Mesh(pp=pp, dp=dp, cp=cp, tp=tp, shard=shard), **(fields | changes)), groups)
 
     @classmethod
     def of(cls, run):
@@ -118,7 +120,7 @@ class Team:
     def weights(self, dp=0):
         """Copies of a replica's weights, whole."""
         found = {}
-        for rank in self.world.replica(dp):
+        for rank in self.world.holders(dp):
             group = [self.all[one] for one in self.world.tensor_group(rank)]
             held = [worker.holds() for worker in group]
             for name in held[0]:

@@ -98,6 +98,12 @@ class ShmGroup(Group):
         rows[self.rank].copy_(part)
         return self._exchange([(part, self._others)], self._from_all(part.numel()), part.dtype, _fill(rows), back)
 
+    def _all_gather_parts(self, out: Tensor, tensor: Tensor, counts: Sequence[int]) -> Finish:
+        parts = out.split(list(counts))
+        parts[self.rank].copy_(tensor)
+        take = {peer: counts[peer] for peer in self._others}
+        return self._exchange([(tensor, self._others)], take, tensor.dtype, _fill(parts), None)
+
     def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
         whole, back = staged(out)
         flat, rows = whole.view(-1), tensor.contiguous().view(self.size, out.numel())

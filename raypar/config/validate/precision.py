@@ -16,7 +16,7 @@ def precision_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
         run: The run.
         right: Returns whether some fields have their declared types and ranges.
     """
-    if not right("precision", "loss_scale", "nonfinite", "data_parallel", "optim", "folder", "save_every"):
+    if not right("precision", "loss_scale", "nonfinite", "data_parallel", "optim", "zero", "folder", "save_every"):
         return
     precision = run.precision
     yield from precision.faults()
@@ -27,6 +27,8 @@ def precision_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
             yield f"precision.compute is {precision.compute!r}, but parameter servers hold fp32 weights only: {fix}"
         elif run.counts_skips:
             yield f"parameter servers do not skip steps, as loss_scale.use and nonfinite {run.nonfinite!r} ask: {fix}"
+    if run.zero == 3 and precision.is_half:
+        yield f"zero is 3, but precision.compute is {precision.compute!r}: it gathers fp32 weights only, set zero to 2"
     if (
         isinstance(run.optim, AdamW)
         and precision.master == precision.compute == "fp16"

@@ -13,7 +13,7 @@ import torch
 from raypar.actors.collective import connect
 from raypar.actors.collective import ray_groups as joining
 from raypar.actors.collective.connect import Capability
-from raypar.actors.collective.group import GroupError
+from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.ledger import Ledger
 from raypar.actors.collective.staged import StagedGroup
 from raypar.actors.mesh.mesh import Mesh

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from raypar.actors.collective import nccl
 from raypar.actors.collective.cupy_nccl import CupyGroup
 from raypar.actors.collective.cupy_nccl import is_available as has_cupy
+from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.gpu import ring
-from raypar.actors.collective.group import GroupError
 from raypar.actors.collective.nccl import NcclGroup
 from tests.gpu import fakes
 from tests.gpu.ops import check_every_op, check_nothing, strided, together

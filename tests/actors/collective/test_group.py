@@ -14,8 +14,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.gloo import GlooGroup, create_device
-from raypar.actors.collective.group import GroupError
 from raypar.actors.collective.ledger import Entry, Ledger
 from raypar.actors.collective.local import FailingGroup, LocalHub, local_groups
 from raypar.actors.collective.shm.group import ShmGroup

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypar.actors.collective.group import GroupError
+from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.reductions import reduce_in_order
 from raypar.actors.collective.shm.group import ShmGroup
 from raypar.actors.collective.shm.links import INLINE, place, same_place

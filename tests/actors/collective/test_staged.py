@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raypar.actors.collective.group import GroupError
+from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.local import FailingGroup, LocalHub, local_groups
 from raypar.actors.collective.staged import StagedGroup
 from tests.gpu.ops import check_every_op, check_nothing, strided, together

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +38,7 @@ def test_an_axis_splits_the_ranks_into_groups_that_differ_in_it_alone(mesh):
 def test_expert_groups_are_neighbours_within_a_stage_and_edp_crosses_them(mesh, data):
     inner = mesh.dp * mesh.cp * mesh.tp
     ep = data.draw(st.sampled_from([n for n in range(1, inner + 1) if inner % n == 0]))
-    mesh = Mesh(mesh.pp, mesh.dp, mesh.cp, mesh.tp, ep)
+    mesh = replace(mesh, ep=ep)
     assert mesh.size == mesh.pp * inner
     for axis, size in (("ep", ep), ("edp", inner // ep)):
         groups = mesh.groups(axis)

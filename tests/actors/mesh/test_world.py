@@ -11,9 +11,9 @@ from raypar.actors.mesh.world import World
 
 WORLDS = st.builds(World, st.builds(Mesh, pp=st.integers(1, 4), dp=st.integers(1, 4)), servers=st.integers(0, 3))
 TENSORS = st.integers(1, 4) | st.sampled_from(["2d:2x2", "2.5d:2x2x2", "3d:2x2x2"])
-DIVIDED = st.builds(
-    World, st.builds(Mesh, pp=st.integers(1, 3), dp=st.integers(1, 3), tp=TENSORS), sharded=st.booleans()
-)
+MESHES = st.builds(Mesh, pp=st.integers(1, 3), dp=st.integers(1, 3), tp=TENSORS)
+HYBRID = st.builds(Mesh, pp=st.integers(1, 2), dp=st.just(4), tp=TENSORS, shard=st.sampled_from([1, 2]))
+DIVIDED = st.builds(World, MESHES | HYBRID, zero=st.integers(0, 3))
 
 
 @given(st.one_of(WORLDS, DIVIDED))
@@ -90,7 +90,7 @@ def test_who_updates_agrees_with_those_of_its_own_tensor_rank(world):
 
 
 def test_the_owners_of_weights_are_the_members_of_their_group_in_its_order():
-    world = World(Mesh(pp=2, dp=2, tp=2), sharded=True)
+    world = World(Mesh(pp=2, dp=2, tp=2), zero=1)
     (mesh,) = [one for one in world.memberships(3) if one.key == "mesh"]
     assert (mesh.name, mesh.members) == ("mesh/1", (1, 3, 5, 7))
     assert mesh.members[world.owner_rank(1, 0)] == world.mesh.rank(pp=1, dp=0, tp=1)

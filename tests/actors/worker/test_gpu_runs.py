@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from raypar.actors.collective import nccl
-from raypar.actors.collective.group import GroupError
+from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.local import LocalGroup, LocalHub, local_groups
 from raypar.actors.collective.nccl import NcclGroup
 from raypar.actors.device import Cuda, Host

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from raypar.actors.collective.group import GroupError, Handle
+from raypar.actors.collective.errors import GroupError
+from raypar.actors.collective.group import Handle
 from raypar.actors.collective.ledger import Entry
 from raypar.actors.collective.local import FailingGroup, LocalGroup, LocalHub, local_groups
 from raypar.actors.errors import ActionError, NonFiniteError

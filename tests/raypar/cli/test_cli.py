@@ -166,9 +166,51 @@ def test_simulate_measures(said):
     assert float(json.loads(said("simulate", "gpipe", "--link", 1, "--format", "json")[1])["makespan"]) == 30 + 6 + 3
 
 
+def test_placements_of_gathers_are_drawn_checked_and_compared(said):
+    rows = said("draw", "naive", "--ranks", 1, "--microbatches", 1, "--gather", "microbatch", "--lowered")[1]
+    assert " ".join(rows.split()) == "rank 0 0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0RESHARD STEP"
+    reduced = said("draw", "naive", "--ranks", 1, "--microbatches", 2, "--reduce", "microbatch", "--lowered")[1]
+    assert reduced.count("0REDUCE_GRAD") == 2
+    assert "ok: 1f1b" in said("check", "1f1b", "--gather", "step", "--reduce", "step")[1]
+    words = ["simulate", "interleaved", "--ranks", 2, "--microbatches", 4, "--gather", "step", "--unshard", 0.5]
+    assert said(*words)[1].splitlines() == [
+        "interleaved, 2 ranks, 4 stages, 4 microbatches",
+        "costs given: F 1, B 2, I 1, W 1, link 0, UNSHARD 0.5",
+        "interleaved: makespan 27.5, bubble 12.7%, in flight 5 3",
+        "",
+        "                                                         makespan   bubble     gathers    most whole",
+        "no --gather                                              27         11.1%      0          2",
+        "--gather step                                            27.5       12.7%      2          2",
+        "--gather step --resident 1                               29.5       18.6%      11         1",
+        "--gather microbatch --reshard-after-forward never        28.5       15.8%      3          2",
+        "--gather microbatch --reshard-after-forward except_last  32         25.0%      16         1",
+        "--gather microbatch --reshard-after-forward always       35         31.4%      16         1",
+    ]
+    lines = said(*words, "--units", 8, "--weights-mib", 100, "--activations-mib", 10)[1].splitlines()
+    assert [" ".join(line.split()[-3:]) for line in lines[4:]] == [
+        "whole peak MiB",
+        "0 2 250.0",
+        "2 2 250.0",
+        "11 1 150.0",
+        "3 2 250.0",
+        "16 1 130.0",
+        "16 1 75.0",
+    ]
+    figures = json.loads(said(*words, "--format", "json")[1])
+    assert [one["gathers"] for one in figures["placements"]] == [0, 2, 11, 3, 16, 16]
+    assert json.loads(said("simulate", "1f1b", "--format", "json")[1])["placements"] == []
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (("draw", "1f1b", "--resident", "1"), "--resident 1 bounds what is gathered: add --gather step"),
+        (("check", "1f1b", "--reshard-after-forward", "never"), "add --gather microbatch"),
+        (("draw", "1f1b", "--gather", "microbatch", "--resident", "2"), "gather once a step, or leave it out"),
+        (
+            ("simulate", "1f1b", "--unshard", "-1", "--weights-mib", "-2", "--units", "0"),
+            "--unshard is -1.0: it must be 0 or more\n--weights-mib is -2.0: it must be 0 or more\n--units is 0: it",
+        ),
         (("draw", "1f1f"), "there is no schedule '1f1f': did you mean '1f1b'?"),
         (("draw", "1f1b.svg"), "a file is a table, FILE.csv, or a function, FILE.py:FUNCTION"),
         (("draw", "gone.csv"), "schedule file 'gone.csv' can't be read (No such file or directory)"),

@@ -39,7 +39,58 @@ def test_servers_hold_the_optimizer_already():
     ]
 
 
-@pytest.mark.parametrize("zero", [2, -1, "1"])
-def test_there_are_stages_0_and_1(zero):
+@pytest.mark.parametrize("zero", [4, -1, "1"])
+def test_there_are_levels_0_to_3(zero):
     with pytest.raises(rp.ConfigError, match="zero"):
         rp.launch(tiny(zero=zero))
+
+
+def test_what_has_nothing_to_do_is_refused_with_all_that_is_wrong():
+    run = tiny(mesh=rp.Mesh(pp=2), zero=3, zero_resident=1)
+    assert rp.faults(run) == [
+        "zero is 3, but there is one replica to share out to: set mesh.dp (or mesh.cp) to 2 or more",
+        "zero_resident is 1, but zero_gather is 'microbatch', which frees weights behind every action: set zero_gather "
+        "to 'step', or leave zero_resident out",
+    ]
+    assert rp.faults(tiny(zero=1, zero_units=2)) == [
+        "zero_units is 2, but zero is 1: only zero 3 gathers weights, leave it out"
+    ]
+    assert rp.faults(tiny(mesh=rp.Mesh(dp=4, shard=3), zero=2)) == [
+        "mesh.shard is 3, which does not divide the 4 replicas: use 2, say"
+    ]
+
+
+def test_sharded_weights_are_stepped_by_hand_saved_and_resumed(job_of, tmp_path):
+    """On real actors, which hold only what they own; the numbers are those of level 1 to the bit."""
+    run = tiny(zero=3, zero_reduce="step")
+    job = job_of(run)
+    by_hand = job.stepper()
+    by_hand.run(7)
+    by_hand.rewind()
+    by_hand.finish()
+    saved = job.save(tmp_path / "saved")
+    losses = [job.step().loss, job.step().loss]
+    weights = {name: weight.clone() for name, weight in job.weights().items()}
+    assert weights.keys() == set(job.parameters)
+    assert all(job.param(name).equal(weights[name]) for name in list(weights)[:3])
+    for changes in ({"zero": 1, "zero_reduce": None}, {"mesh": rp.Mesh(pp=2, dp=2, shard=None), "zero": 2}):
+        job.reset(replace(run, **changes), resume=saved)
+        assert [job.step().loss, job.step().loss] == losses
+        assert all(weight.equal(weights[name]) for name, weight in job.weights().items())
+
+
+def test_verify_says_that_sharded_weights_compute_what_one_process_does(job_on):
+    verdict = rp.verify(tiny(zero=3, schedule="interleaved"), job_on(4))
+    assert verdict.ok, str(verdict)
+
+
+def test_a_schedule_that_takes_over_gathers_and_reduces_what_is_left(job_of):
+    """The new rows get the run's gathers and reductions, and know what the step has gathered and reduced already."""
+    job = job_of(tiny(zero=3, backward="whole"))
+    stepper = job.stepper()
+    stepper.run_to("0B0")
+    stepper.swap("gpipe")
+    assert {"1UNSHARD", "1RESHARD", "0REDUCE_GRAD"} <= set(map(str, stepper.left))
+    swapped = stepper.finish()
+    job.reset(tiny(zero=3, backward="whole"))
+    assert job.step().loss == swapped.loss

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypar.schedules import CheckError, Schedule, build, check, lower
+from raypar.schedules import CheckError, Schedule, build, check, gather_weights, lower, reduce_gradients
 from raypar.schedules.action import Action, Op
 from raypar.schedules.checking import counterexample as shrink
 from raypar.schedules.checking.counterexample import demand_sound, part_of
@@ -174,3 +174,17 @@ def test_a_part_of_a_sound_schedule_is_sound(ranks, microbatches, name, lowered,
     else:
         assert (part.num_ranks, part.num_microbatches) == (last - first, len(kept))
         check(part)
+
+
+def test_a_small_example_leaves_out_the_gathers_and_reductions_of_what_it_leaves_out(timeless):
+    def swap(row):
+        one, other = (row.index(Action.parse(name)) for name in ("3RECV_F7", "3F7"))
+        row[one], row[other] = row[other], row[one]
+
+    rows = lower(gather_weights(reduce_gradients(build("1f1b", 4, 16), "microbatch"), "microbatch"))
+    lines = error_of(changed(rows, 3, swap))
+    assert lines[0] == "It takes no more than microbatch 7 on ranks 2 to 3, numbered anew:"
+    assert lines[2].startswith(
+        "rank 1:   1UNSHARD >1F0<      1RECV_F0  1RESHARD  1UNSHARD  1B0       1SEND_B0  1RESHARD"
+    )
+    assert lines[-1] == "order: rank 1, action 1: 1F0 needs 1RECV_F0, which is not done before it"

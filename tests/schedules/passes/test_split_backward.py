@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from raypar.schedules import CheckError, Schedule, build, check, lower
 from raypar.schedules.action import Op
+from raypar.schedules.passes.gather_weights import gather_weights
 from raypar.schedules.passes.split_backward import split_backward
 from raypar.schedules.rules import provides
 from raypar.schedules.simulation.simulate import Costs, simulate
-from tests.support.schedules import legal_schedules, spelled
+from tests.support.schedules import legal_schedules, lowered_schedules, spelled
 
 COSTS = Costs(f=1.0, b=2.0, i=1.0, w=1.0)
 BACKWARDS = (Op.B, Op.I, Op.W)
@@ -190,3 +191,20 @@ def test_any_schedule_stays_the_same_step(schedule, reduce_grad, every):
     assert not every or all(is_split(row) for row in after.rows if any(a.op in BACKWARDS for a in row))
     check(after, max_in_flight=max(simulate(lowered, COSTS).in_flight))
     same_step(lowered, after)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedule=lowered_schedules(), every=st.booleans(), hold=st.booleans())
+def test_gathers_and_reductions_stay_sound_and_a_weight_gradient_may_come_when_weights_are_freed(schedule, every, hold):
+    after = split_backward(schedule, Costs(unshard=0.5, reduce_grad=0.25, link=0.5), every=every, hold=hold)
+    check(after)
+    kinds = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
+    for before, row in zip(schedule.rows, after.rows, strict=True):
+        assert [action for action in row if action.op in kinds] == [action for action in before if action.op in kinds]
+
+
+def test_a_weight_gradient_is_not_made_to_free_weights():
+    whole = lower(gather_weights(build("1f1b", 2, 2), "microbatch"))
+    row = spelled(split_backward(whole, COSTS, every=True))[1]
+    assert "1I0 1SEND_B0 1RESHARD 1UNSHARD 1RECV_F1 1F1 1RESHARD" in row, "W0 comes later"
+    assert row.endswith("1I1 1SEND_B1 1W0 1RESHARD 1W1 STEP")

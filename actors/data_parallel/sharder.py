@@ -1,0 +1,81 @@
+"""Make the layers of an actor unit by unit, and shard their weights over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from torch import nn
+
+from raypar.actors.collective.group import Group
+from raypar.actors.data_parallel.stage_weights import StageWeights
+from raypar.actors.data_parallel.units import Unit
+from raypar.actors.models.base import Model
+
+
+class Sharder:
+    """Makes the layers of an actor unit by unit, so that no more than one unit is whole at a time, and shards them.
+
+    A unit is some consecutive layers of the model's body, or one other layer, such as an embedding or a head. A weight
+    that several layers of the actor share is a unit by itself.
+
+    Args:
+        model: The model.
+        make: Makes the layers with these indices, with their initial weights, in ``modules``.
+        modules: The layers that were made, by index.
+        same: For each copy of a tied weight that needs no memory of its own, the parameter on this actor that it is the
+            same as.
+        owner_of: The owner of each parameter.
+        group: The replicas among which the parameters are sharded; None for a single one.
+        layers: Number of layers of the body in a unit.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        make: Callable[[Sequence[int]], None],
+        modules: Mapping[int, nn.Module],
+        same: Mapping[str, str],
+        owner_of: Mapping[str, int],
+        group: Group | None,
+        layers: int,
+    ) -> None:
+        self._model, self._make, self._modules, self._same = model, make, modules, same
+        self._owner_of, self._group, self._layers = owner_of, group, layers
+        self._shared = frozenset(same.values())
+        self._tied: dict[str, Unit] = {}
+
+    def shard(self, layers: Sequence[int]) -> StageWeights:
+        """Make the layers of a stage and shard their weights."""
+        units: list[Unit] = []
+        uses: list[list[int]] = []
+        for members in self._groups(layers):
+            self._make(members)
+            own: dict[str, nn.Parameter] = {}
+            tied = [self._sort(index, own) for index in members]
+            unit = [Unit(own, self._owner_of, self._group)] if own else []
+            units += unit
+            for shared in tied:
+                units += [one for one in shared if one not in units]
+                uses.append([units.index(one) for one in (*unit, *shared)])
+        return StageWeights(units, uses)
+
+    def _groups(self, layers: Sequence[int]) -> Iterator[list[int]]:
+        """Divide the layers of a stage into those of each unit."""
+        body = [index for index in layers if index in self._model.body]
+        yield from ([index] for index in layers if index < self._model.body.start)
+        yield from (body[start : start + self._layers] for start in range(0, len(body), self._layers))
+        yield from ([index] for index in layers if index >= self._model.body.stop)
+
+    def _sort(self, index: int, own: dict[str, nn.Parameter]) -> list[Unit]:
+        """Add the parameters of a layer that no other one shares to ``own``, and return the units of the others."""
+        tied = []
+        for inner, parameter in self._modules[index].named_parameters():
+            name = f"{self._model.names[index]}.{inner}"
+            home = self._same.get(name, name)
+            if home in self._shared:
+                if home not in self._tied:
+                    self._tied[home] = Unit({home: parameter}, self._owner_of, self._group)
+                tied.append(self._tied[home])
+            elif parameter.requires_grad:
+                own[name] = parameter
+        return tied

@@ -1,0 +1,129 @@
+"""ZeRO stage 3: weights that are sharded over replicas, and whole only while they are used."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from raypar.actors.collective.group import Group, Handle
+from raypar.actors.data_parallel.replica_checks import digest
+from raypar.actors.tensors import nbytes
+
+
+class Unit:
+    """The parameters of some layers, which are gathered together.
+
+    Each parameter has one replica as its owner, which keeps it in a shard of its own. ``gather`` allocates the memory
+    of all parameters and fills it from the owners' shards; ``free`` gives it back. In between a parameter is as always.
+    Otherwise it has its shape and dtype, but all its elements are NaN and take no memory. Tensors that autograd has
+    saved are views of the same storage, so they are there again after the next ``gather``.
+
+    Args:
+        parameters: The parameters by logical name, with their initial values, which move into the shards.
+        owner_of: The owner of each parameter, a rank of the group.
+        group: The replicas among which the parameters are sharded; None for a single one.
+
+    Attributes:
+        shards: The parameters that this replica owns, by logical name: what the optimizer updates.
+        digests: Digests of the initial values of all parameters, by logical name, to compare between replicas.
+        num_bytes: Bytes of all parameters together.
+
+    Source: Rajbhandari et al. 2020, "ZeRO", section 5.3 (P_os+g+p); Zhao et al. 2023, "PyTorch FSDP", section 3.2.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], owner_of: Mapping[str, int], group: Group | None
+    ) -> None:
+        self.digests = {name: digest({name: parameter}) for name, parameter in parameters.items()}
+        self.num_bytes = sum(map(nbytes, parameters.values()))
+        by_dtype = defaultdict[torch.dtype, dict[str, nn.Parameter]](dict)
+        for name, parameter in parameters.items():
+            by_dtype[parameter.dtype][name] = parameter
+        self._flats = [_Flat(members, owner_of, group) for members in by_dtype.values()]
+        self.shards = {name: flat.shards[name] for flat in self._flats for name in flat.shards}
+        self._handles: list[Handle] = []
+        self._users = set[object]()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters are whole, or being gathered."""
+        return bool(self._users)
+
+    def gather(self, user: object) -> None:
+        """Allocate the parameters' memory and start to gather them, unless they are whole.
+
+        Args:
+            user: Who will use them, and tells by ``free`` when it has. They stay whole for their other users.
+        """
+        if not self._users:
+            self._handles = [handle for flat in self._flats if (handle := flat.gather()) is not None]
+        self._users.add(user)
+
+    def wait(self) -> None:
+        """Wait until the parameters are gathered."""
+        for handle in self._handles:
+            handle.wait()
+        self._handles = []
+
+    def free(self, user: object) -> None:
+        """Give the parameters' memory back if ``user`` is the last one that uses them."""
+        if user in self._users:
+            self.wait()
+            self._users.remove(user)
+            if not self._users:
+                for flat in self._flats:
+                    flat.free()
+
+
+class _Flat:
+    """The parameters of one dtype of a unit: one flat tensor, sorted by owner."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], owner_of: Mapping[str, int], group: Group | None
+    ) -> None:
+        self._group = group
+        rank, size = (0, 1) if group is None else (group.rank, group.size)
+        names = sorted(parameters, key=lambda name: owner_of[name])  # stable, so alike on all replicas
+        counts = [sum(parameters[name].numel() for name in names if owner_of[name] == owner) for owner in range(size)]
+        self._counts, first = counts, sum(counts[:rank])
+        members = [parameters[name] for name in names]
+        starts = accumulate((parameter.numel() for parameter in members), initial=0)
+        self._flat = members[0].new_empty(sum(counts))
+        self._shard = members[0].new_empty(counts[rank])
+        self._held: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # with its values, whole and freed
+        self.shards: dict[str, nn.Parameter] = {}
+        with torch.no_grad():
+            for name, start, parameter in zip(names, starts, members, strict=False):
+                place = torch.empty_like(parameter).stride()  # dense even where the parameter is not
+                if owner_of[name] == rank:
+                    shard = self._shard.as_strided(parameter.shape, place, start - first).copy_(parameter)
+                    self.shards[name] = nn.Parameter(shard)
+                nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+                whole = self._flat.as_strided(parameter.shape, place, start)
+                self._held.append((parameter, whole, nothing.expand(parameter.shape)))
+        self.free()
+
+    def gather(self) -> Handle | None:
+        """Allocate the flat tensor and start to gather it. Returns None if this replica owns everything."""
+        self._flat.untyped_storage().resize_(nbytes(self._flat))
+        for parameter, whole, _ in self._held:
+            parameter.data = whole
+        if self._group is None:
+            self._flat.copy_(self._shard)
+            return None
+        return self._group.all_gather_parts(self._flat, self._shard, self._counts)
+
+    def free(self) -> None:
+        """Free the flat tensor's memory."""
+        for parameter, _, nothing in self._held:
+            parameter.data = nothing
+        self._flat.untyped_storage().resize_(0)
+
+
+def digests_of(units: Iterable[Unit]) -> dict[str, bytes]:
+    """Return the digests of all parameters of some units by logical name."""
+    return {name: made for unit in units for name, made in unit.digests.items()}

@@ -1,0 +1,155 @@
+"""What a schedule holds and moves: bytes of whole weights and activations on each rank, and the traffic of gathers."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raypar.schedules.action import Action, Op
+from raypar.schedules.rules import HOLDS, USES_WEIGHTS, gathers, streamed
+from raypar.schedules.schedule import Schedule
+from raypar.schedules.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that one rank holds at one time.
+
+    Attributes:
+        bytes: Bytes of whole weights and activations together.
+        weights: Bytes of whole weights, at the time of their own peak.
+        activations: Bytes of activations, likewise.
+    """
+
+    bytes: int
+    weights: int
+    activations: int
+
+
+def peaks(
+    timeline: Timeline, weights: Sequence[int], activations: Sequence[int], *, units: int = 1
+) -> tuple[Peak, ...]:
+    """Compute the most memory that each rank holds in whole weights and activations.
+
+    A stage's weights take memory from the start of their gather to their RESHARD, or all the time if the schedule
+    gathers none. An activation takes it from the start of its F to the end of its B or W; an evaluation keeps none
+    beyond its F. Shards, gradients and the optimizer's state are not counted.
+
+    Args:
+        timeline: The timeline, simulated or measured.
+        weights: By stage: bytes of its whole weights.
+        activations: By stage: bytes of what a forward of one microbatch keeps.
+        units: In how many equal units a stage is gathered. For an action for which alone a stage is whole, two of them
+            are there at a time: one in use, and the next.
+
+    Returns:
+        The peak of each rank.
+    """
+    schedule, sharded = timeline.schedule, gathers(timeline.schedule)
+    changes: list[list[tuple[float, int, int]]] = [[] for _ in range(schedule.num_ranks)]
+    windows = {stage: iter(found) for stage, found in _window_bytes(schedule, weights, units).items()}
+    whole: dict[int, int] = {}  # by stage that is whole: its bytes
+    for event in timeline.events:
+        stage, op, _ = event.action
+        if stage is None or (timeline.measured and event.bucket is not None):
+            continue  # a unit of weights that is gathered in the window of its stage
+        found = changes[event.rank]
+        if op is Op.UNSHARD and stage not in whole:
+            whole[stage] = next(windows[stage])
+            found.append((event.start, whole[stage], 0))
+        elif op is Op.RESHARD and stage in whole:
+            found.append((event.end, -whole.pop(stage), 0))
+        elif op in HOLDS:
+            held = HOLDS[op] * activations[stage]
+            found.append((event.start if op is Op.F else event.end, 0, held))
+            if schedule.forward_only:
+                found.append((event.end, 0, -held))
+    peaks = []
+    for rank, found in enumerate(changes):
+        held = 0 if sharded else sum(weights[stage] for stage in schedule.stages_of(rank))
+        peaks.append(_peak(held, sorted(found, key=lambda change: change[0])))
+    return tuple(peaks)
+
+
+def _window_bytes(schedule: Schedule, weights: Sequence[int], units: int) -> dict[int, list[int]]:
+    """Return the bytes that each stage takes in each time in which it is whole."""
+    alone, found = streamed(schedule), defaultdict[int, list[int]](list)
+    for row in schedule.rows:
+        used: dict[int, Action | None] = {}  # by stage that is whole: the last action that used it
+        for action in row:
+            stage, op, _ = action
+            if stage is None:
+                continue
+            if op is Op.UNSHARD and stage not in used:
+                found[stage].append(weights[stage])
+                used[stage] = None
+            elif op in USES_WEIGHTS:
+                used[stage] = action
+            elif op is Op.RESHARD and used.pop(stage, None) in alone:
+                found[stage][-1] = weights[stage] * min(2, units) // units
+    return found
+
+
+def _peak(weights: int, changes: Sequence[tuple[float, int, int]]) -> Peak:
+    """Add up changes ``(time, bytes of weights, bytes of activations)`` from what is held at first."""
+    activations = 0
+    most = [weights, weights, 0]
+    for _, of_weights, of_activations in changes:
+        weights += of_weights
+        activations += of_activations
+        most = list(map(max, most, (weights + activations, weights, activations)))
+    return Peak(*most)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What the gathers and reductions of one stage move in a step.
+
+    Attributes:
+        gathers: Number of gathers of its weights.
+        reductions: Number of reductions of its gradients.
+        gathered_bytes: Bytes of weights that arrive at each replica.
+        reduced_bytes: Bytes of gradients that leave each replica for their owners.
+    """
+
+    gathers: int
+    reductions: int
+    gathered_bytes: int
+    reduced_bytes: int
+
+
+def traffic(schedule: Schedule, weights: Sequence[int], gradients: Sequence[int], shards: int) -> tuple[Traffic, ...]:
+    """Count what each stage moves between its replicas in a step.
+
+    Args:
+        schedule: The schedule.
+        weights: By stage: bytes of its whole weights as they are gathered.
+        gradients: By stage: bytes of its weights' gradients as they are reduced.
+        shards: Over how many replicas weights and gradients are sharded: each has the n-th part already.
+
+    Returns:
+        The traffic of each stage. An UNSHARD of what is whole moves nothing.
+
+    Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 7.
+    """
+    gathered, reduced = Counter[int | None](), Counter[int | None]()
+    whole: set[int | None] = set()
+    for row in schedule.rows:
+        for stage, op, _ in row:
+            if op is Op.UNSHARD and stage not in whole:
+                whole.add(stage)
+                gathered[stage] += 1
+            elif op is Op.RESHARD:
+                whole.discard(stage)
+            elif op is Op.REDUCE_GRAD:
+                reduced[stage] += 1
+    return tuple(
+        Traffic(
+            gathered[stage],
+            reduced[stage],
+            gathered[stage] * weights[stage] * (shards - 1) // shards,
+            reduced[stage] * gradients[stage] * (shards - 1) // shards,
+        )
+        for stage in range(schedule.num_stages)
+    )
