@@ -103,8 +103,7 @@ class Part:
 def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int) -> Part:
     """Build this actor's part of the stages of its pipeline rank.
 
-    Only this actor's weights are made: on the host and in fp32, so that every device and precision gets the same bits.
-    Then they are moved to the device ``place``, and cast.
+    Only its weights are made: on the host, in fp32, so that all get the same bits. Then they are moved and cast.
 
     Args:
         plan: The actor's plan.
@@ -124,7 +123,6 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int
     layers = LayerMaker(plan, place, groups.get("gather"), model, parallelizer.parallelize if axes else unsharded)
     modules, weights = layers.make({number: parts[number] for number in own}, owner_of, same)
     places = Counter(p for module in modules.values() for _, p in module.named_parameters(remove_duplicate=False))
-    halved = _halved(plan)
     shared = frozenset(parameter for parameter, count in places.items() if count > 1)
     stages = {
         number: Stage(
@@ -135,7 +133,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int
             is_last=number == train.num_stages - 1,
             recompute=run.recompute,
             seed=run.seed,
-            halved=halved[number],
+            halved=_halved(plan)[number],
             shared=shared,
             is_half=run.precision.is_half,
             check_loss=parallelizer.check_loss,

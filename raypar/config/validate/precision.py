@@ -16,7 +16,7 @@ def precision_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
         run: The run.
         right: Returns whether some fields have their declared types and ranges.
     """
-    if not right("precision", "loss_scale", "nonfinite", "data_parallel", "optim", "folder", "save_every"):
+    if not right("precision", "loss_scale", "nonfinite", "data_parallel", "optim", "zero", "folder", "save_every"):
         return
     precision = run.precision
     yield from precision.faults()

@@ -9,7 +9,7 @@ from torch import nn
 from raypar.actors.models.cast import cast
 from raypar.actors.optim.masters import masters_of
 from raypar.actors.optim.optimizer import build_optimizer
-from raypar.actors.specs.optim import SGD
+from raypar.actors.specs.optim import SGD, AdamW
 from raypar.actors.specs.precision import Precision
 
 
@@ -81,3 +81,21 @@ def test_what_shares_memory_shares_it_after_the_cast_and_batch_norms_stay():
     assert layer.turned.dtype == torch.bfloat16
     assert {p.dtype for p in norm.state_dict().values()} == {torch.float32, torch.int64}
     assert norm(layer(torch.ones(2, 4, dtype=torch.bfloat16))).dtype == torch.bfloat16
+
+
+def test_adams_states_in_fp16_lose_the_squares_and_make_updates_of_any_size():
+    def moved(master):
+        layer = nn.Linear(1, 1, bias=False)
+        parameters, masters = made(Precision("fp16", reduce="fp16", master=master), layer)
+        optimizer = build_optimizer(AdamW(lr=1e-3, eps=1e-8, weight_decay=0.0), masters.parameters)
+        before = layer.weight.item()
+        for gradient in (1e-4, 0.0):  # the square of the first is 0 in fp16, and so is eps
+            parameters["weight"].grad = torch.full((1, 1), gradient, dtype=torch.float16)
+            masters.take_gradients()
+            optimizer.step()
+            masters.publish()
+        return abs(layer.weight.item() - before)
+
+    assert torch.tensor(1e-8).half().item() == 0.0
+    assert moved("fp32") < 2e-3 + 1e-3
+    assert not moved("fp16") < 1.0

@@ -139,8 +139,8 @@ def test_tokens_in_the_wrong_places(found, monkeypatch):
 class Summed(TokenMean):
     """Of all replicas' losses the sum, and not the mean."""
 
-    def weight(self, count):
-        return super().weight(count) * self._num_dp
+    def weight(self, count, scale=1.0):
+        return super().weight(count, scale) * self._num_dp
 
 
 def test_a_loss_that_is_not_averaged(found, monkeypatch):

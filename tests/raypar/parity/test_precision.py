@@ -34,3 +34,9 @@ def test_other_layouts_agree_within_bounds(model, sizes):
 def test_fp16_agrees_too():
     found = verdict(GPT, {"tp": 2, "dp": 2}, "fp16")
     assert found.ok, found
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 4, "shard": 2}], ids=str)
+def test_sharded_gradients_agree_too(sizes):
+    found = verdict(GPT, sizes, zero=2)
+    assert found.ok, found

@@ -31,6 +31,7 @@ SCALARS = {
     "peak_memory/pp0": 5.0,
     "peak_memory/pp1": 6.0,
     "samples": 8.0,
+    "skipped": 0.0,
 }
 
 
