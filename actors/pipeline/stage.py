@@ -12,6 +12,7 @@ from raypar.actors.autograd.backward import Tail
 from raypar.actors.autograd.recompute import Buffers, LayerAgain, SelectiveRecompute, Then, Twice
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.device import Place
+from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.inspect.recording import Listener
 from raypar.actors.models.base import Model
 from raypar.actors.pipeline.weight_grad import Linears, Owed
@@ -42,6 +43,7 @@ class Stage:
             ``backward_weight``, which costs a little time.
         shared: Parameters that several modules on this actor share.
         weights: The stage's weights, if they are sharded over replicas and whole only while they are used; else None.
+        overflow: Counts overflow in the outputs of the layers; None if nothing is counted.
         check_loss: Called with the first loss; raises ValueError if the loss is computed from only a part of the last
             layer's outputs.
 
@@ -63,6 +65,7 @@ class Stage:
         halved: Container[int] = (),
         shared: Container[Tensor] = (),
         weights: StageWeights | None = None,
+        overflow: OverflowWatch | None = None,
         check_loss: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.model, self.layers = model, tuple(layers)
@@ -79,7 +82,7 @@ class Stage:
                     part.recomputes = words[index] == "selective"
         again = [module for index, module in zip(self.layers, modules, strict=True) if index in self._again]
         self._linears = Linears(modules, whole=again if model.halves else modules, shared=shared)
-        self._halved, self._check_loss, self._weights = halved, check_loss, weights
+        self._halved, self._check_loss, self._weights, self._overflow = halved, check_loss, weights, overflow
         if halved:
             self._linears.take_over()
         self.modules = self._linears.modules
@@ -273,6 +276,8 @@ class Stage:
                 raise
             if self._weights is not None:
                 self._weights.watch(number, values)
+            if self._overflow is not None:
+                self._overflow.watch(index, microbatch, values)
         return (self.model.loss(values, target),) if self.is_last else values
 
 

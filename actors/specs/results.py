@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from raypar.schedules.action import Action
 
 Kind = Literal["weights", "gradients", "optimizer"]
+RangeKind = Literal["activations", "gradients", "weight_gradients"]  # the second are those of activations
 
 
 class Span(NamedTuple):
@@ -42,6 +43,28 @@ class Updated(NamedTuple):
     lr: float | None = None
 
 
+class RangeCount(NamedTuple):
+    """How many values of one tensor of a step a number format cannot hold.
+
+    Attributes:
+        layer: Logical name of the layer.
+        kind: Whether the tensor is an output of the layer, the gradient of one, or the gradient of a parameter.
+        microbatch: Number of the microbatch in the whole step, over all replicas; None for the gradient of a parameter.
+        part: Which tensor of the layer and which part of it; the same on actors that hold the same part.
+        values: Number of its elements.
+        over: How many of them overflow.
+        under: How many of them underflow.
+    """
+
+    layer: str
+    kind: RangeKind
+    microbatch: int | None
+    part: tuple[Hashable, ...]
+    values: int
+    over: int
+    under: int
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What one actor reports about one step.
@@ -60,6 +83,7 @@ class StepResult:
         samples: Number of samples whose losses the actor reports.
         memory: Bytes of weights, gradients and optimizer state, at their most within a step; empty if the actor has not
             taken a training step.
+        ranges: Counts of overflow; empty in a step without them.
     """
 
     losses: tuple[float, ...]
@@ -73,6 +97,7 @@ class StepResult:
     peak_memory: int
     samples: int = 0
     memory: Mapping[Kind, int] = field(default_factory=dict)
+    ranges: tuple[RangeCount, ...] = ()
 
 
 @dataclass(frozen=True)

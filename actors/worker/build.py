@@ -24,6 +24,7 @@ from raypar.actors.data_parallel.units import digests_of
 from raypar.actors.data_parallel.zero1 import ShardedUpdate
 from raypar.actors.data_parallel.zero3 import GatheredUpdate
 from raypar.actors.device import Place
+from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.mesh.world import World
 from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model
@@ -32,7 +33,7 @@ from raypar.actors.optim.step import Update, Updater
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.sharding import Shard, Sharding
 from raypar.actors.specs.model import Layers
-from raypar.actors.specs.types import Split
+from raypar.actors.specs.types import Split, format_watched
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
 from raypar.actors.tensors import nbytes
 from raypar.actors.worker.parallelize import Parallelizer, axis_styles
@@ -57,6 +58,7 @@ class Part:
         partial: Groups over which a parameter's gradient is partial, by logical name: see Parallelizer.
         outputs: Sharding of the outputs of layers and of some modules in them, by logical name.
         weights: With ZeRO stage 3, the sharded weights of each stage, by its number.
+        overflow: Counts overflow in the stages; None if the run does not ask for it.
     """
 
     model: Model
@@ -68,6 +70,7 @@ class Part:
     partial: Mapping[str, Groups]
     outputs: Mapping[str, Sharding]
     weights: Mapping[int, StageWeights]
+    overflow: OverflowWatch | None
 
     @property
     def kept(self) -> dict[str, nn.Parameter]:
@@ -129,6 +132,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
     else:
         make([index for number in own for index in parts[number]])
     share(model, modules, same)
+    overflow = overflow_of(plan, model, parallelizer)
     places = Counter(p for module in modules.values() for _, p in module.named_parameters(remove_duplicate=False))
     halved = _halved(plan)
     shared = frozenset(parameter for parameter, count in places.items() if count > 1)
@@ -145,6 +149,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
             shared=shared,
             check_loss=parallelizer.check_loss,
             weights=weights.get(number),
+            overflow=overflow,
         )
         for number in own
     }
@@ -156,7 +161,17 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
     }
     ties = [_between_owners(tie, world, owner_of) for tie in ties]
     sharded = parallelizer.shards, parallelizer.partial, parallelizer.outputs
-    return Part(model, stages, parameters, owner_of, ties, *sharded, weights)
+    return Part(model, stages, parameters, owner_of, ties, *sharded, weights, overflow)
+
+
+def overflow_of(plan: Plan, model: Model, parallelizer: Parallelizer) -> OverflowWatch | None:
+    """Create the watch for overflow of an actor whose layers are parallelized; None if the run does not ask for it."""
+    if not plan.run.overflow_every:
+        return None
+    weights = {name: shard.sharding for name, shard in parallelizer.shards.items()}
+    addends = {name: tuple(group.rank for group in groups) for name, groups in parallelizer.partial.items()}
+    watched = format_watched(plan.run.overflow_format)
+    return OverflowWatch(plan.run.overflow_every, watched, model.names, parallelizer.outputs, weights, addends)
 
 
 def _owner_of(plan: Plan, model: Model) -> dict[str, int]:

@@ -1,0 +1,142 @@
+"""Count the values of activations and gradients that a number format cannot hold, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from raypar.actors.sharding import Sharding
+from raypar.actors.specs.results import RangeCount, RangeKind
+from raypar.actors.specs.types import Format
+from raypar.actors.tensors import Values
+
+DTYPES: dict[Format, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_PIECE = 1 << 20  # elements that are counted at a time: a sum of so many ones is exact in fp32
+
+
+class OverflowWatch:
+    """Counts of one actor, in every k-th training step.
+
+    A value overflows a format if it is infinite, NaN, or larger in magnitude than the format's largest number; it
+    underflows if it is not zero and smaller than the format's smallest normal number. Counting changes no number of the
+    run, and waits for no device before ``read``.
+
+    Args:
+        every: Count in every so many training steps, beginning with the first.
+        format: The format.
+        layers: Logical names of all layers of the model.
+        outputs: This actor's part of the outputs of layers, by logical name; other outputs are whole.
+        weights: This actor's part of each sharded parameter, by logical name; other parameters are whole.
+        addends: By logical name, what tells this actor's gradient of a parameter from those that are to be added to it.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        format: Format,
+        layers: Sequence[str],
+        outputs: Mapping[str, Sharding],
+        weights: Mapping[str, Sharding],
+        addends: Mapping[str, Hashable],
+    ) -> None:
+        self._every, self._layers, self._outputs = every, tuple(layers), outputs
+        self._weights, self._addends = weights, addends
+        info = torch.finfo(DTYPES[format])
+        self._largest, self._smallest = info.max, info.smallest_normal
+        self._is_on = False
+        self._seen: set[tuple[int, int]] = set()  # layer and microbatch whose outputs are counted
+        self._counts: list[tuple[RangeCount, Tensor]] = []  # without figures, and the figures
+
+    def begin(self, step: int, *, train: bool) -> None:
+        """Begin a step, and drop what an interrupted one left behind."""
+        self._is_on = train and step % self._every == 0
+        self._seen.clear()
+        self._counts.clear()
+
+    def watch(self, layer: int, microbatch: int, values: Values) -> None:
+        """Count the outputs of a layer, and their gradients once the backward makes them.
+
+        If recomputation makes the outputs again, they are counted once, and the new ones are watched for gradients.
+
+        Args:
+            layer: Index of the layer in the model.
+            microbatch: Number of the microbatch in the whole step.
+            values: The outputs.
+        """
+        if not self._is_on:
+            return
+        name, is_new = self._layers[layer], (layer, microbatch) not in self._seen
+        self._seen.add((layer, microbatch))
+        for number, value in enumerate(values):
+            if not value.is_floating_point():
+                continue
+            sharding = self._outputs.get(name, Sharding()).for_dims(value.dim())
+            part = (number, *_told(sharding))
+            if is_new:
+                self._count(name, "activations", microbatch, part, value)
+            if value.requires_grad:
+                value.register_hook(partial(self._count, name, "gradients", microbatch, part))
+
+    def weight_gradients(self, parameters: Mapping[str, Tensor]) -> None:
+        """Count the gradients of parameters, summed over the replicas, before they are clipped.
+
+        Args:
+            parameters: Parameters by logical name; those without a gradient here are left out.
+        """
+        if not self._is_on:
+            return
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                layer = max((each for each in self._layers if name.startswith(f"{each}.")), key=len)
+                part = (name, *_told(self._weights.get(name, Sharding())), self._addends.get(name))
+                self._count(layer, "weight_gradients", None, part, parameter.grad)
+
+    def read(self) -> tuple[RangeCount, ...]:
+        """Return the counts of the step; () if it is not one in which they are taken."""
+        if not self._counts:
+            return ()
+        figures = torch.stack([count for _, count in self._counts]).tolist()
+        read = tuple(
+            each._replace(over=each.values - int(fit), under=int(small - zero))
+            for (each, _), (fit, small, zero) in zip(self._counts, figures, strict=True)
+        )
+        self._counts.clear()
+        return read
+
+    def _count(
+        self, layer: str, kind: RangeKind, microbatch: int | None, part: tuple[Hashable, ...], value: Tensor
+    ) -> None:
+        count = RangeCount(layer, kind, microbatch, part, value.numel(), 0, 0)
+        self._counts.append((count, count_ranges(value.detach(), self._largest, self._smallest)))
+
+
+def count_ranges(value: Tensor, largest: float, smallest: float) -> Tensor:
+    """Count the elements of a tensor by their magnitude. Exact, whatever the tensor's dtype.
+
+    The truth of a comparison is written as 0 and 1 in the tensor's own dtype, because torch vectorizes that on CPUs and
+    not comparisons to bool: 0.6 ns an element instead of 1.9.
+
+    Args:
+        value: A floating-point tensor of any shape.
+        largest: The largest magnitude that fits.
+        smallest: The smallest magnitude that is normal.
+
+    Returns:
+        (3,) float64: the number of elements that are at most ``largest`` (which NaN is not), of those below
+        ``smallest``, and of zeros.
+    """
+    total = torch.zeros(3, dtype=torch.float64, device=value.device)
+    for piece in value.flatten().split(_PIECE):
+        size = piece.abs() if piece.itemsize > 2 else piece.float().abs_()  # halves cannot hold the counts
+        fits = torch.le(size, largest, out=torch.empty_like(size)).sum()
+        zeros = torch.eq(size, 0.0, out=torch.empty_like(size)).sum()
+        total += torch.stack([fits, size.lt_(smallest).sum(), zeros])
+    return total
+
+
+def _told(sharding: Sharding) -> tuple[Hashable, ...]:
+    """Return a sharding as a key, the same on all actors that hold the same part."""
+    return tuple((dim, pieces.count, pieces.own) for dim, pieces in sorted(sharding.dims.items()))
