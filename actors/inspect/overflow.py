@@ -68,17 +68,17 @@ class OverflowWatch:
         """
         if not self._is_on:
             return
-        name, is_new = self._layers[layer], (layer, microbatch) not in self._seen
+        is_new = (layer, microbatch) not in self._seen
         self._seen.add((layer, microbatch))
         for number, value in enumerate(values):
             if not value.is_floating_point():
                 continue
-            sharding = self._outputs.get(name, Sharding()).for_dims(value.dim())
+            sharding = self._outputs.get(self._layers[layer], Sharding()).for_dims(value.dim())
             part = (number, *_told(sharding))
             if is_new:
-                self._count(name, "activations", microbatch, part, value)
+                self._count(layer, "activations", microbatch, part, value)
             if value.requires_grad:
-                value.register_hook(partial(self._count, name, "gradients", microbatch, part))
+                value.register_hook(partial(self._count, layer, "gradients", microbatch, part))
 
     def weight_gradients(self, parameters: Mapping[str, Tensor]) -> None:
         """Count the gradients of parameters, summed over the replicas, before they are clipped.
@@ -92,7 +92,7 @@ class OverflowWatch:
             if parameter.grad is not None:
                 layer = max((each for each in self._layers if name.startswith(f"{each}.")), key=len)
                 part = (name, *_told(self._weights.get(name, Sharding())), self._addends.get(name))
-                self._count(layer, "weight_gradients", None, part, parameter.grad)
+                self._count(self._layers.index(layer), "weight_gradients", None, part, parameter.grad)
 
     def read(self) -> tuple[RangeCount, ...]:
         """Return the counts of the step; () if it is not one in which they are taken."""
@@ -107,9 +107,9 @@ class OverflowWatch:
         return read
 
     def _count(
-        self, layer: str, kind: RangeKind, microbatch: int | None, part: tuple[Hashable, ...], value: Tensor
+        self, layer: int, kind: RangeKind, microbatch: int | None, part: tuple[Hashable, ...], value: Tensor
     ) -> None:
-        count = RangeCount(layer, kind, microbatch, part, value.numel(), 0, 0)
+        count = RangeCount(layer, self._layers[layer], kind, microbatch, part, value.numel(), 0, 0)
         self._counts.append((count, count_ranges(value.detach(), self._largest, self._smallest)))
 
 

@@ -47,7 +47,8 @@ class RangeCount(NamedTuple):
     """How many values of one tensor of a step a number format cannot hold.
 
     Attributes:
-        layer: Logical name of the layer.
+        layer_index: Index of the layer in the model.
+        layer: Its logical name.
         kind: Whether the tensor is an output of the layer, the gradient of one, or the gradient of a parameter.
         microbatch: Number of the microbatch in the whole step, over all replicas; None for the gradient of a parameter.
         part: Which tensor of the layer and which part of it; the same on actors that hold the same part.
@@ -56,6 +57,7 @@ class RangeCount(NamedTuple):
         under: How many of them underflow.
     """
 
+    layer_index: int
     layer: str
     kind: RangeKind
     microbatch: int | None

@@ -110,6 +110,27 @@ class Past:
 
 
 @dataclass(frozen=True)
+class _Layer:
+    """The schema of what overflows in one layer."""
+
+    layer: str
+    kind: str
+    microbatch: Number | None
+    actor: str
+    values: Number
+    over: Number
+    under: Number
+
+
+@dataclass(frozen=True)
+class _Overflow:
+    """The schema of a step's counts of overflow."""
+
+    format: str
+    layers: Annotated[list[_Layer], FailFast()]
+
+
+@dataclass(frozen=True)
 class _Step:
     """The schema of a step's report, as all versions of raypar write it; what only some of them write has a default.
 
@@ -131,6 +152,7 @@ class _Step:
     memory: dict[str, Numbers] | None = None
     samples: Number | None = None
     by_hand: bool = False
+    overflow: _Overflow | None = None
 
 
 @dataclass(frozen=True)

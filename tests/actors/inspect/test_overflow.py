@@ -38,10 +38,10 @@ def test_counts_of_many_elements_are_exact():
 
 def counted(results):
     """Figures by layer, kind and microbatch; equal parts on several actors count once."""
-    parts = {each[:4]: each for result in results for each in result.ranges}
+    parts = {each[:5]: each for result in results for each in result.ranges}
     found = {}
     for each in parts.values():
-        found.setdefault(each[:3], Counter()).update(values=each.values, over=each.over, under=each.under)
+        found.setdefault(each[1:4], Counter()).update(values=each.values, over=each.over, under=each.under)
     return found
 
 
