@@ -14,7 +14,7 @@ from raypar.actors.specs.types import Format
 from raypar.actors.tensors import Values
 
 DTYPES: dict[Format, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_PIECE = 1 << 20  # elements that are counted at a time: a sum of so many ones is exact in fp32
+_PIECE = 1 << 20  # most elements that wait for being counted together
 
 
 class OverflowWatch:
@@ -48,13 +48,21 @@ class OverflowWatch:
         self._largest, self._smallest = info.max, info.smallest_normal
         self._is_on = False
         self._seen: set[tuple[int, int]] = set()  # layer and microbatch whose outputs are counted
-        self._counts: list[tuple[RangeCount, Tensor]] = []  # without figures, and the figures
+        self._counts: list[RangeCount] = []  # without figures
+        # Small tensors are counted together, so that they cost no more than large ones: magnitudes with their places in
+        # ``_counts``, by length and dtype, and how many there are.
+        self._waiting: dict[tuple[int, torch.dtype], list[tuple[int, Tensor]]] = {}
+        self._held = 0
+        self._counted: list[tuple[Sequence[int], Tensor]] = []  # places in ``_counts``, and their figures
 
     def begin(self, step: int, *, train: bool) -> None:
         """Begin a step, and drop what an interrupted one left behind."""
         self._is_on = train and step % self._every == 0
         self._seen.clear()
         self._counts.clear()
+        self._waiting.clear()
+        self._counted.clear()
+        self._held = 0
 
     def watch(self, layer: int, microbatch: int, values: Values) -> None:
         """Count the outputs of a layer, and their gradients once the backward makes them.
@@ -98,10 +106,15 @@ class OverflowWatch:
         """Return the counts of the step; () if it is not one in which they are taken."""
         if not self._counts:
             return ()
-        figures = torch.stack([count for _, count in self._counts]).tolist()
+        self._count_waiting()
+        sums = [[0, 0, 0] for _ in self._counts]
+        figures = torch.cat([figures for _, figures in self._counted]).tolist()
+        for place, row in zip((place for places, _ in self._counted for place in places), figures, strict=True):
+            sums[place] = [before + int(figure) for before, figure in zip(sums[place], row, strict=True)]
+        self._counted.clear()
         read = tuple(
-            each._replace(over=each.values - int(fit), under=int(small - zero))
-            for (each, _), (fit, small, zero) in zip(self._counts, figures, strict=True)
+            each._replace(over=each.values - fit, under=small - zero)
+            for each, (fit, small, zero) in zip(self._counts, sums, strict=True)
         )
         self._counts.clear()
         return read
@@ -109,32 +122,43 @@ class OverflowWatch:
     def _count(
         self, layer: int, kind: RangeKind, microbatch: int | None, part: tuple[Hashable, ...], value: Tensor
     ) -> None:
-        count = RangeCount(layer, self._layers[layer], kind, microbatch, part, value.numel(), 0, 0)
-        self._counts.append((count, count_ranges(value.detach(), self._largest, self._smallest)))
+        """Copy the magnitudes of a tensor, which may be changed in place later, and count them in company."""
+        for piece in value.detach().flatten().split(_PIECE):
+            size = piece.abs() if piece.itemsize > 2 else piece.float().abs_()  # halves cannot hold the counts
+            self._waiting.setdefault((size.numel(), size.dtype), []).append((len(self._counts), size))
+        self._counts.append(RangeCount(layer, self._layers[layer], kind, microbatch, part, value.numel(), 0, 0))
+        self._held += value.numel()
+        if self._held >= _PIECE:
+            self._count_waiting()
+
+    def _count_waiting(self) -> None:
+        for waiting in self._waiting.values():
+            places, sizes = zip(*waiting, strict=True)
+            together = sizes[0].unsqueeze(0) if len(sizes) == 1 else torch.stack(sizes)
+            self._counted.append((places, count_sizes(together, self._largest, self._smallest)))
+        self._waiting.clear()
+        self._held = 0
 
 
-def count_ranges(value: Tensor, largest: float, smallest: float) -> Tensor:
-    """Count the elements of a tensor by their magnitude. Exact, whatever the tensor's dtype.
+def count_sizes(sizes: Tensor, largest: float, smallest: float) -> Tensor:
+    """Count magnitudes, row by row.
 
     The truth of a comparison is written as 0 and 1 in the tensor's own dtype, because torch vectorizes that on CPUs and
     not comparisons to bool: 0.6 ns an element instead of 1.9.
 
     Args:
-        value: A floating-point tensor of any shape.
+        sizes: (n, k) magnitudes in fp32 or fp64, of which k is at most 2**24. They are overwritten.
         largest: The largest magnitude that fits.
         smallest: The smallest magnitude that is normal.
 
     Returns:
-        (3,) float64: the number of elements that are at most ``largest`` (which NaN is not), of those below
+        (n, 3): of each row, the number of elements that are at most ``largest`` (which NaN is not), of those below
         ``smallest``, and of zeros.
     """
-    total = torch.zeros(3, dtype=torch.float64, device=value.device)
-    for piece in value.flatten().split(_PIECE):
-        size = piece.abs() if piece.itemsize > 2 else piece.float().abs_()  # halves cannot hold the counts
-        fits = torch.le(size, largest, out=torch.empty_like(size)).sum()
-        zeros = torch.eq(size, 0.0, out=torch.empty_like(size)).sum()
-        total += torch.stack([fits, size.lt_(smallest).sum(), zeros])
-    return total
+    truth = torch.empty_like(sizes)
+    fits = torch.le(sizes, largest, out=truth).sum(1)
+    zeros = torch.eq(sizes, 0.0, out=truth).sum(1)
+    return torch.stack([fits, sizes.lt_(smallest).sum(1), zeros], 1)
 
 
 def _told(sharding: Sharding) -> tuple[Hashable, ...]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from raypar.actors.inspect.overflow import count_ranges
+from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.run import Run
@@ -25,15 +25,24 @@ def plainly(value):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_counts_are_exact(dtype):
     edges = [0.0, -0.0, FP16.max, 65505.0, -70000.0, FP16.smallest_normal, 6e-5, -6e-8, float("nan"), float("-inf")]
-    value = torch.cat([torch.tensor(edges), torch.logspace(-12, 12, 4001)]).to(dtype).view(-1, 1).expand(-1, 2).t()
-    fit, small, zero = count_ranges(value, FP16.max, FP16.smallest_normal).tolist()
-    assert (value.numel() - fit, small - zero) == plainly(value)
+    value = torch.cat([torch.tensor(edges), torch.logspace(-12, 12, 4001)]).to(dtype).repeat(2, 1).t()
+    expected = [plainly(value), plainly(value[:1])]
+    watch = OverflowWatch(1, "fp16", ["a"], {}, {}, {})
+    watch.begin(0, train=True)
+    watch.watch(0, 0, (value, value[:1], value.long()))
+    value.zero_()  # as the next layer may do
+    assert [count[-2:] for count in watch.read()] == expected
+    assert watch.read() == ()
 
 
 def test_counts_of_many_elements_are_exact():
-    value = torch.zeros((1 << 20) + 3)
+    value = torch.zeros((1 << 22) + 3)
     value[-1], value[0] = 1e-6, float("inf")
-    assert count_ranges(value, FP16.max, FP16.smallest_normal).tolist() == [2**20 + 2, 2**20 + 2, 2**20 + 1]
+    watch = OverflowWatch(1, "fp16", ["a"], {}, {}, {})
+    watch.begin(0, train=True)
+    watch.watch(0, 0, (value,))
+    (count,) = watch.read()
+    assert count[-3:] == (2**22 + 3, 1, 1)
 
 
 def counted(results):
