@@ -46,6 +46,8 @@ class OverflowWatch:
         self._weights, self._addends = weights, addends
         info = torch.finfo(DTYPES[format])
         self._largest, self._smallest = info.max, info.smallest_normal
+        self._parts: dict[tuple[int, int, int], tuple[Hashable, ...]] = {}  # see _output and _weight
+        self._homes: dict[str, tuple[int, tuple[Hashable, ...]]] = {}
         self._is_on = False
         self._seen: set[tuple[int, int]] = set()  # layer and microbatch whose outputs are counted
         self._counts: list[RangeCount] = []  # without figures
@@ -81,8 +83,7 @@ class OverflowWatch:
         for number, value in enumerate(values):
             if not value.is_floating_point():
                 continue
-            sharding = self._outputs.get(self._layers[layer], Sharding()).for_dims(value.dim())
-            part = (number, *_told(sharding))
+            part = self._output(layer, number, value.dim())
             if is_new:
                 self._count(layer, "activations", microbatch, part, value)
             if value.requires_grad:
@@ -98,9 +99,8 @@ class OverflowWatch:
             return
         for name, parameter in parameters.items():
             if parameter.grad is not None:
-                layer = max((each for each in self._layers if name.startswith(f"{each}.")), key=len)
-                part = (name, *_told(self._weights.get(name, Sharding())), self._addends.get(name))
-                self._count(self._layers.index(layer), "weight_gradients", None, part, parameter.grad)
+                layer, part = self._weight(name)
+                self._count(layer, "weight_gradients", None, part, parameter.grad)
 
     def read(self) -> tuple[RangeCount, ...]:
         """Return the counts of the step; () if it is not one in which they are taken."""
@@ -119,11 +119,28 @@ class OverflowWatch:
         self._counts.clear()
         return read
 
+    def _output(self, layer: int, number: int, dims: int) -> tuple[Hashable, ...]:
+        """Return the key of this actor's part of an output of a layer."""
+        key = layer, number, dims
+        if key not in self._parts:
+            sharding = self._outputs.get(self._layers[layer], Sharding()).for_dims(dims)
+            self._parts[key] = (number, *_told(sharding))
+        return self._parts[key]
+
+    def _weight(self, name: str) -> tuple[int, tuple[Hashable, ...]]:
+        """Return the index of a parameter's layer, and the key of this actor's part of its gradient."""
+        if name not in self._homes:
+            layer = max((each for each in self._layers if name.startswith(f"{each}.")), key=len)
+            part = (name, *_told(self._weights.get(name, Sharding())), self._addends.get(name))
+            self._homes[name] = self._layers.index(layer), part
+        return self._homes[name]
+
     def _count(
         self, layer: int, kind: RangeKind, microbatch: int | None, part: tuple[Hashable, ...], value: Tensor
     ) -> None:
         """Copy the magnitudes of a tensor, which may be changed in place later, and count them in company."""
-        for piece in value.detach().flatten().split(_PIECE):
+        flat = value.detach().flatten()
+        for piece in (flat,) if flat.numel() <= _PIECE else flat.split(_PIECE):
             size = piece.abs() if piece.itemsize > 2 else piece.float().abs_()  # halves cannot hold the counts
             self._waiting.setdefault((size.numel(), size.dtype), []).append((len(self._counts), size))
         self._counts.append(RangeCount(layer, self._layers[layer], kind, microbatch, part, value.numel(), 0, 0))

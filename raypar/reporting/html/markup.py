@@ -134,7 +134,8 @@ h3 { font-size: 14px; font-weight: 600; margin: 1rem 0 .4rem; }
 .cell.bad { fill: var(--bad); } .cell.one { fill: var(--one); }
 .shades { margin-top: 1rem; } .shades > span { display: flex; flex-wrap: wrap; gap: .2rem .9rem; align-items: center; }
 .shades b { min-width: 5rem; font-weight: 600; } .key .shade { width: .9rem; height: .9rem; border: 0;
-  margin-right: .35rem; border-radius: 2px; } .shade.bad { background: var(--bad); } .shade.one { background: var(--one); }
+  margin-right: .35rem; border-radius: 2px; }
+.shade.bad { background: var(--bad); } .shade.one { background: var(--one); }
 .hit { fill: var(--ink); fill-opacity: 0; }
 .hit:hover { fill-opacity: .1; }
 .one { color: var(--one); } .two { color: var(--two); } .three { color: var(--three); } .four { color: var(--four); }
