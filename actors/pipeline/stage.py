@@ -13,6 +13,7 @@ from raypar.actors.autograd.backward import Tail
 from raypar.actors.autograd.recompute import Buffers, LayerAgain, SelectiveRecompute, Then, Twice
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.device import Place
+from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.inspect.recording import Listener
 from raypar.actors.models.base import Model
 from raypar.actors.models.meta_guard import NO_VALUES, MetaGuard
@@ -45,6 +46,7 @@ class Stage:
         shared: Parameters that several modules on this actor share.
         weights: The stage's weights, if they are sharded over replicas and whole only while they are used; else None.
         is_half: Whether the layers compute in half precision. Their loss is computed in fp32 then.
+        overflow: Counts overflow in the outputs of the layers; None if nothing is counted.
         check_loss: Called with the first loss; raises ValueError if the loss is computed from only a part of the last
             layer's outputs.
 
@@ -67,6 +69,7 @@ class Stage:
         shared: Container[Tensor] = (),
         weights: StageWeights | None = None,
         is_half: bool = False,
+        overflow: OverflowWatch | None = None,
         check_loss: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.model, self.layers = model, tuple(layers)
@@ -83,7 +86,8 @@ class Stage:
                     part.recomputes = words[index] == "selective"
         again = [module for index, module in zip(self.layers, modules, strict=True) if index in self._again]
         self._linears = Linears(modules, whole=again if model.halves else modules, shared=shared)
-        self._halved, self._is_half, self._check_loss, self._weights = halved, is_half, check_loss, weights
+        self._halved, self._is_half, self._check_loss = halved, is_half, check_loss
+        self._weights, self._overflow = weights, overflow
         if halved:
             self._linears.take_over()
         self.modules = self._linears.modules
@@ -282,6 +286,8 @@ class Stage:
                     raise
                 if self._weights is not None:
                     self._weights.watch(number, values)
+                if self._overflow is not None:
+                    self._overflow.watch(index, microbatch, values)
             if not self.is_last:
                 return values
             return (loss_in_fp32(self.model, values, target) if self._is_half else self.model.loss(values, target),)

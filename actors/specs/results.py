@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from raypar.schedules.action import Action
 
 Kind = Literal["weights", "gradients", "optimizer"]
+RangeKind = Literal["activations", "gradients", "weight_gradients"]  # the second are those of activations
 
 
 class Span(NamedTuple):
@@ -46,6 +47,30 @@ class Updated(NamedTuple):
     is_skipped: bool = False
 
 
+class RangeCount(NamedTuple):
+    """How many values of one tensor of a step a number format cannot hold.
+
+    Attributes:
+        layer_index: Index of the layer in the model.
+        layer: Its logical name.
+        kind: Whether the tensor is an output of the layer, the gradient of one, or the gradient of a parameter.
+        microbatch: Number of the microbatch in the whole step, over all replicas; None for the gradient of a parameter.
+        part: Which tensor of the layer and which part of it; the same on actors that hold the same part.
+        values: Number of its elements.
+        over: How many of them overflow.
+        under: How many of them underflow.
+    """
+
+    layer_index: int
+    layer: str
+    kind: RangeKind
+    microbatch: int | None
+    part: tuple[Hashable, ...]
+    values: int
+    over: int
+    under: int
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What one actor reports about one step.
@@ -66,6 +91,7 @@ class StepResult:
             taken a training step.
         scale: Scale of the loss; None if it was not scaled.
         is_skipped: Whether the step changed no weight, because a number was not finite.
+        ranges: Counts of overflow; empty in a step without them.
     """
 
     losses: tuple[float, ...]
@@ -81,6 +107,7 @@ class StepResult:
     memory: Mapping[Kind, int] = field(default_factory=dict)
     scale: float | None = None
     is_skipped: bool = False
+    ranges: tuple[RangeCount, ...] = ()
 
 
 @dataclass(frozen=True)

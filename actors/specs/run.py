@@ -16,7 +16,7 @@ from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.precision import LossScale, Nonfinite, Precision
 from raypar.actors.specs.recompute import Recompute
-from raypar.actors.specs.types import Backward, Context, DeviceChoice, Split, Tracker
+from raypar.actors.specs.types import Backward, Context, DeviceChoice, Format, Split, Tracker
 from raypar.schedules.passes.gather_weights import GatherWhen, ReshardAfterForward
 from raypar.schedules.passes.reduce_gradients import ReduceWhen
 from raypar.schedules.schedule import Schedule
@@ -102,6 +102,11 @@ class Run:
     """save a checkpoint in the folder after every save_every steps, and at the end; 0: only at the end"""
     keep_last: Count | None = None
     """number of checkpoints to keep, the newest ones; None keeps all"""
+    overflow_every: Steps = 0
+    """in every overflow_every-th step, count the activations and gradients that overflow or underflow; 0: never"""
+    overflow_format: Format | None = None
+    """the number format whose range counts; None: the one that the run computes in, or fp16 if that is fp32, which says
+    whether fp16 would do"""
     unit: Word | None = None
     """what throughput counts: tokens (elements of the targets), or your word for samples, such as images; None: tokens
     of a sequence, else samples"""

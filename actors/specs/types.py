@@ -8,6 +8,7 @@ ProgramName = Literal["train", "evaluate"]
 DeviceKind = Literal["cpu", "cuda"]
 DeviceChoice = Literal["auto", DeviceKind]
 Backward = Literal["auto", "whole", "split"]  # which backwards are split into I and W
+Format = Literal["fp16", "bf16", "fp32"]  # of floating-point numbers
 Tracker = Literal["tensorboard", "wandb", "mlflow", "ray"]
 Split = Literal["even", "balanced"] | tuple[int, ...]  # layers to stages: a rule, or a count for each stage
 Context = Literal["ring", "all_gather", "ulysses", "rsa"]  # how attention reaches all tokens of a divided sequence
@@ -15,3 +16,11 @@ Context = Literal["ring", "all_gather", "ulysses", "rsa"]  # how attention reach
 SEND_WINDOW = 8  # sends to one peer that may be under way before an actor waits; every schedule is checked for it
 KEPT = 4  # number of training steps whose events an actor keeps
 ELEMENTS = ("tokens", "targets")  # units of throughput that are elements of the targets; all others are samples
+
+
+def format_watched(chosen: Format | None, compute: Format = "fp32") -> Format:
+    """Return the number format whose overflow a run counts: the chosen one, else that of the computation.
+
+    A run in fp32 is asked whether fp16 would do.
+    """
+    return chosen or ("fp16" if compute == "fp32" else compute)

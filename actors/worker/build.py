@@ -23,6 +23,7 @@ from raypar.actors.data_parallel.units import digests_of
 from raypar.actors.data_parallel.zero1 import ShardedUpdate
 from raypar.actors.device import Place
 from raypar.actors.flat_memory import flat_empty
+from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.mesh.world import World
 from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model
@@ -33,7 +34,7 @@ from raypar.actors.optim.step import Update, Updater
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.sharding import Shard, Sharding
 from raypar.actors.specs.model import Layers
-from raypar.actors.specs.types import Split
+from raypar.actors.specs.types import Split, format_watched
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
 from raypar.actors.tensors import dtype_of, nbytes
 from raypar.actors.worker.layers import LayerMaker
@@ -60,6 +61,7 @@ class Part:
         partial: Groups over which a parameter's gradient is partial, by logical name: see Parallelizer.
         outputs: Sharding of the outputs of layers and of some modules in them, by logical name.
         weights: With ZeRO stage 3, the sharded weights of each stage, by its number.
+        overflow: Counts overflow in the stages; None if the run does not ask for it.
     """
 
     model: Model
@@ -72,6 +74,7 @@ class Part:
     partial: Mapping[str, Groups]
     outputs: Mapping[str, Sharding]
     weights: Mapping[int, StageWeights]
+    overflow: OverflowWatch | None
 
     @property
     def kept(self) -> Mapping[str, nn.Parameter]:
@@ -122,6 +125,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int
     owner_of = _owner_of(plan, model)
     layers = LayerMaker(plan, place, groups.get("gather"), model, parallelizer.parallelize if axes else unsharded)
     modules, weights = layers.make({number: parts[number] for number in own}, owner_of, same)
+    overflow = overflow_of(plan, model, parallelizer)
     places = Counter(p for module in modules.values() for _, p in module.named_parameters(remove_duplicate=False))
     shared = frozenset(parameter for parameter, count in places.items() if count > 1)
     stages = {
@@ -138,6 +142,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int
             is_half=run.precision.is_half,
             check_loss=parallelizer.check_loss,
             weights=weights.get(number),
+            overflow=overflow,
         )
         for number in own
     }
@@ -151,7 +156,17 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int
     masters = layers.masters(mine)
     ties = [_between_owners(tie, world, owner_of) for tie in ties]
     sharded = parallelizer.shards, parallelizer.partial, parallelizer.outputs
-    return Part(model, stages, parameters, masters, owner_of, ties, *sharded, weights)
+    return Part(model, stages, parameters, masters, owner_of, ties, *sharded, weights, overflow)
+
+
+def overflow_of(plan: Plan, model: Model, parallelizer: Parallelizer) -> OverflowWatch | None:
+    """Create the watch for overflow of an actor whose layers are parallelized; None if the run does not ask for it."""
+    if not plan.run.overflow_every:
+        return None
+    weights = {name: shard.sharding for name, shard in parallelizer.shards.items()}
+    addends = {name: tuple(group.rank for group in groups) for name, groups in parallelizer.partial.items()}
+    watched = format_watched(plan.run.overflow_format, plan.run.precision.compute)
+    return OverflowWatch(plan.run.overflow_every, watched, model.names, parallelizer.outputs, weights, addends)
 
 
 def _owner_of(plan: Plan, model: Model) -> dict[str, int]:

@@ -140,6 +140,8 @@ class Worker:
                 self.parts.reducer.begin()
         for stage in self._stages.values():
             stage.begin(train=train)
+        if self.parts.part.overflow is not None:
+            self.parts.part.overflow.begin(step, train=train)
         self.program.windows.begin()
         self._place.begin()
 
@@ -216,6 +218,7 @@ class Worker:
             peak_memory=self._place.peak(),
             samples=step.samples if self.seat.leads else 0,
             memory=self._memory,
+            ranges=() if self.parts.part.overflow is None else self.parts.part.overflow.read(),
         )
 
     # --- the actions ---
@@ -294,6 +297,8 @@ class Worker:
             if ballot is not None:
                 parts.reducer.total(ballot)
         self.seat.synchronize()  # so that a failed message cannot reach the weights
+        if parts.part.overflow is not None:
+            parts.part.overflow.weight_gradients(parts.part.parameters)
         if step.notes is not None:
             self.state.remember(step.notes)
         step.updated = self.state.update.step(step.number, ballot)

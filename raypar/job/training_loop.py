@@ -14,7 +14,7 @@ from typing import Any
 
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.specs.data import Batches
-from raypar.actors.specs.types import DeviceKind
+from raypar.actors.specs.types import DeviceKind, format_watched
 from raypar.checkpoint.background_save import Saver
 from raypar.checkpoint.find import newest
 from raypar.cluster.calls import Calls
@@ -330,7 +330,8 @@ class TrainingLoop:
 
     def _commit(self, results: list[Any], seconds: float, *, by_hand: bool = False) -> Report:
         """Count the step, now that every actor has reported it, and record its report."""
-        report = report_of(self.next_step, seconds, results, self.loaded.world, by_hand=by_hand)
+        watched = format_watched(self.loaded.run.overflow_format, self.loaded.run.precision.compute)
+        report = report_of(self.next_step, seconds, results, self.loaded.world, by_hand=by_hand, watched=watched)
         self.next_step += 1
         self.last = report
         self._record.write(report)

@@ -15,6 +15,7 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Tracker
 from raypar.config.toml import plain_of
 from raypar.paths import absolute
+from raypar.reporting.overflow import OverflowWarnings
 from raypar.reporting.report import Evaluation, Moved, Report, ledger_of, timelines_of
 from raypar.reporting.run_folder.write import Folder
 from raypar.reporting.trackers.registry import sink_of
@@ -39,6 +40,7 @@ class Record:
     def __init__(self, run: Run) -> None:
         self._folder = None if run.folder is None else Folder(run.folder)
         self._sinks: dict[str, Sink] = {}
+        self._overflow = OverflowWarnings()
         self._step: int | None = None  # the latest compiled step, if its times are not recorded yet
 
     def begin(self, run: Run, schedule: Schedule, step: int, name: str) -> None:
@@ -59,6 +61,9 @@ class Record:
     def write(self, outcome: Report | Evaluation) -> None:
         """Record a step's report or an evaluation."""
         line = outcome.to_dict()
+        if isinstance(outcome, Report) and outcome.overflow is not None:
+            for told in self._overflow.of(outcome.steps_taken, outcome.overflow):
+                log.warning("%s", told)
         if isinstance(outcome, Report) and not outcome.by_hand:
             self._step = outcome.step
         if self._folder is not None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from raypar.actors.collective.ledger import Entry
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import Kind, Span, StepResult
 from raypar.actors.specs.run import Run
-from raypar.actors.specs.types import ELEMENTS
+from raypar.actors.specs.types import ELEMENTS, Format
 from raypar.reporting.notebook import Totals, box, table
+from raypar.reporting.overflow import Overflow, overflow_of
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Event, Timeline
 
@@ -91,6 +92,7 @@ class Report:
         memory: By kind (weights, gradients, optimizer), for each pipeline rank the bytes that it holds at the most
             (the most of its replicas); they are part of ``peak_memory``, and the rest are activations, messages
             and the process.
+        overflow: What values overflow and underflow a number format; None in a step in which they are not counted.
         by_hand: Whether the step was taken by hand. Then its times are those of the moves alone, one after the other,
             which say nothing of a run: they are shown and written nowhere.
         loss_scale: Scale of the loss; None if it was not scaled.
@@ -113,6 +115,7 @@ class Report:
     by_hand: bool = False
     loss_scale: float | None = None
     skipped: bool = False
+    overflow: Overflow | None = None
 
     @property
     def steps_taken(self) -> int:
@@ -121,7 +124,9 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and ``steps_taken`` as a dict, for a line of JSON. Times of a step by hand are None."""
-        return asdict(self) | {"steps_taken": self.steps_taken} | (dict.fromkeys(_TIMES) if self.by_hand else {})
+        told = asdict(replace(self, overflow=None)) | {"steps_taken": self.steps_taken}
+        told |= dict.fromkeys(_TIMES) if self.by_hand else {}
+        return told | {"overflow": None if self.overflow is None else self.overflow.to_dict()}
 
     def per_second(self, unit: str) -> float:
         """Return how many of a unit, as ``unit_of`` returns it, were consumed in a second."""
@@ -208,7 +213,13 @@ class Evaluation:
 
 
 def report_of(
-    step: int, seconds: float, results: Sequence[StepResult], world: World, *, by_hand: bool = False
+    step: int,
+    seconds: float,
+    results: Sequence[StepResult],
+    world: World,
+    *,
+    by_hand: bool = False,
+    watched: Format = "fp16",
 ) -> Report:
     """Make the report of a step from the actors' results.
 
@@ -218,6 +229,7 @@ def report_of(
         results: The actors' results, by rank.
         world: The ranks.
         by_hand: Whether the step was taken by hand.
+        watched: The number format whose overflow was counted.
 
     Returns:
         The report.
@@ -248,6 +260,7 @@ def report_of(
         by_hand=by_hand,
         loss_scale=next((result.scale for result in results if result.scale is not None), None),
         skipped=any(result.is_skipped for result in results),
+        overflow=overflow_of(results, world, watched),
     )
 
 

@@ -122,6 +122,20 @@ summary { cursor: pointer; color: var(--soft); margin-top: .75rem; }
 .line, .dot { fill: none; stroke: currentColor; stroke-width: 2; stroke-linejoin: round; }
 .dot { stroke-width: 6; stroke-linecap: round; }
 .line.faint { stroke-width: 1; } .faint { opacity: .45; } .dot.faint { stroke-width: 4; }
+h3 { font-size: 14px; font-weight: 600; margin: 1rem 0 .4rem; }
+.heat { display: grid; grid-template-columns: 7rem minmax(0, 1fr); color: var(--soft); }
+.heat .names { position: relative; font-size: 12px; line-height: 1.1rem; }
+.heat .names span { position: absolute; right: .5rem; max-width: 6.5rem; overflow: hidden; text-overflow: ellipsis;
+  white-space: nowrap; }
+.heat svg { display: block; width: 100%; }
+.heat .ends { grid-column: 2; display: flex; justify-content: space-between; font-size: 12px; }
+.heat .ground { fill: var(--line); fill-opacity: .35; }
+.cell { stroke: var(--paper); stroke-width: 1; vector-effect: non-scaling-stroke; }
+.cell.bad { fill: var(--bad); } .cell.one { fill: var(--one); }
+.shades { margin-top: 1rem; } .shades > span { display: flex; flex-wrap: wrap; gap: .2rem .9rem; align-items: center; }
+.shades b { min-width: 5rem; font-weight: 600; } .key .shade { width: .9rem; height: .9rem; border: 0;
+  margin-right: .35rem; border-radius: 2px; }
+.shade.bad { background: var(--bad); } .shade.one { background: var(--one); }
 .hit { fill: var(--ink); fill-opacity: 0; }
 .hit:hover { fill-opacity: .1; }
 .one { color: var(--one); } .two { color: var(--two); } .three { color: var(--three); } .four { color: var(--four); }

@@ -26,6 +26,7 @@ from raypar.reporting.html.figures import (
 )
 from raypar.reporting.html.happenings import happenings
 from raypar.reporting.html.markup import NUMBER, VALUE, Markup, document, element, joined, note, section, table
+from raypar.reporting.html.overflow import overflow
 from raypar.reporting.run_folder.read import Past
 from raypar.schedules.drawing.overlay import Overlay
 
@@ -227,6 +228,7 @@ def page(past: Past, *, faults: Sequence[str] = (), peak: float | None = None, e
         losses(history, marks),
         *([optimizer(history, marks), progress(history, marks), speed(history, marks)] if history.steps else []),
         *([utilisation(history, marks, peak)] if history.steps else []),
+        overflow(history),
         steps(past),
         memory(history),
         messages(past),

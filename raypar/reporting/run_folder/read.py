@@ -10,8 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
-from annotated_types import Ge, Le
-from pydantic import AllowInfNan, FailFast, TypeAdapter, ValidationError
+from pydantic import FailFast, TypeAdapter, ValidationError
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.files import read_plain
@@ -33,6 +32,7 @@ from raypar.paths import (
     absolute,
     holds_run,
 )
+from raypar.reporting.run_folder.metrics_line import EvaluationLine, Figure, Number, StepLine
 from raypar.schedules.action import Action, Op
 from raypar.schedules.checking.check import check
 from raypar.schedules.passes.lower import lower
@@ -41,9 +41,6 @@ from raypar.schedules.timeline import Event, Timeline
 from raypar.schedules.torch_csv import from_csv
 
 T = TypeVar("T")
-Number = Annotated[int, Ge(0), Le(2**63 - 1)]
-Figure = Annotated[float, AllowInfNan(False), Ge(-1e15), Le(1e15)]
-Numbers = Annotated[tuple[Number, ...], FailFast()]  # each error takes a hundred times the memory of a digit
 Latest = tuple[int | None, list[Timeline]]
 
 
@@ -107,42 +104,6 @@ class Past:
     log: list[str] = field(default_factory=list)
     provenance: dict[str, str] = field(default_factory=dict)
     under_way: bool = False
-
-
-@dataclass(frozen=True)
-class _Step:
-    """The schema of a step's report, as all versions of raypar write it; what only some of them write has a default.
-
-    Its figures must be finite, except loss and gradient norm, which a failing training makes infinite or NaN. Times of
-    a step by hand are None.
-    """
-
-    step: Number
-    loss: float
-    grad_norm: float
-    lr: Figure
-    tokens: Number
-    tokens_per_s: Figure | None
-    step_ms: Figure | None
-    bubble: Figure | None
-    overlap: Figure | None
-    in_flight: Numbers
-    peak_memory: Numbers
-    memory: dict[str, Numbers] | None = None
-    samples: Number | None = None
-    loss_scale: Figure | None = None
-    skipped: bool = False
-    by_hand: bool = False
-
-
-@dataclass(frozen=True)
-class _Validation:
-    """The schema of an evaluation."""
-
-    step: Number
-    val_loss: float
-    tokens: Number
-    perplexity: float | None = None
 
 
 @dataclass(frozen=True)
@@ -306,7 +267,7 @@ def _metrics(raw: bytes) -> list[dict[str, Any]]:
                 raise _DamagedError(f"is longer than {_LONGEST} bytes")
             plain = _json(line, dict[str, Any])
             lines.append(plain)
-            _json(line, _Validation if "val_loss" in plain else _Step)
+            _json(line, EvaluationLine if "val_loss" in plain else StepLine)
         except _DamagedError as error:
             faults += [f"line {number} {fault}" for fault in error.faults]
             if len(faults) >= _MOST_TOLD:

@@ -1,0 +1,183 @@
+"""Count the values of activations and gradients that a number format cannot hold, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from raypar.actors.sharding import Sharding
+from raypar.actors.specs.results import RangeCount, RangeKind
+from raypar.actors.specs.types import Format
+from raypar.actors.tensors import Values
+
+DTYPES: dict[Format, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_PIECE = 1 << 20  # most elements that wait for being counted together
+
+
+class OverflowWatch:
+    """Counts of one actor, in every k-th training step.
+
+    A value overflows a format if it is infinite, NaN, or larger in magnitude than the format's largest number; it
+    underflows if it is not zero and smaller than the format's smallest normal number. Counting changes no number of the
+    run, and waits for no device before ``read``.
+
+    Args:
+        every: Count in every so many training steps, beginning with the first.
+        format: The format.
+        layers: Logical names of all layers of the model.
+        outputs: This actor's part of the outputs of layers, by logical name; other outputs are whole.
+        weights: This actor's part of each sharded parameter, by logical name; other parameters are whole.
+        addends: By logical name, what tells this actor's gradient of a parameter from those that are to be added to it.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        format: Format,
+        layers: Sequence[str],
+        outputs: Mapping[str, Sharding],
+        weights: Mapping[str, Sharding],
+        addends: Mapping[str, Hashable],
+    ) -> None:
+        self._every, self._layers, self._outputs = every, tuple(layers), outputs
+        self._weights, self._addends = weights, addends
+        info = torch.finfo(DTYPES[format])
+        self._largest, self._smallest = info.max, info.smallest_normal
+        self._parts: dict[tuple[int, int, int], tuple[Hashable, ...]] = {}  # see _output and _weight
+        self._homes: dict[str, tuple[int, tuple[Hashable, ...]]] = {}
+        self._is_on = False
+        self._seen: set[tuple[int, int]] = set()  # layer and microbatch whose outputs are counted
+        self._counts: list[RangeCount] = []  # without figures
+        # Small tensors are counted together, so that they cost no more than large ones: magnitudes with their places in
+        # ``_counts``, by length and dtype, and how many there are.
+        self._waiting: dict[tuple[int, torch.dtype], list[tuple[int, Tensor]]] = {}
+        self._held = 0
+        self._counted: list[tuple[Sequence[int], Tensor]] = []  # places in ``_counts``, and their figures
+
+    def begin(self, step: int, *, train: bool) -> None:
+        """Begin a step, and drop what an interrupted one left behind."""
+        self._is_on = train and step % self._every == 0
+        self._seen.clear()
+        self._counts.clear()
+        self._waiting.clear()
+        self._counted.clear()
+        self._held = 0
+
+    def watch(self, layer: int, microbatch: int, values: Values) -> None:
+        """Count the outputs of a layer, and their gradients once the backward makes them.
+
+        If recomputation makes the outputs again, they are counted once, and the new ones are watched for gradients.
+
+        Args:
+            layer: Index of the layer in the model.
+            microbatch: Number of the microbatch in the whole step.
+            values: The outputs.
+        """
+        if not self._is_on:
+            return
+        is_new = (layer, microbatch) not in self._seen
+        self._seen.add((layer, microbatch))
+        for number, value in enumerate(values):
+            if not value.is_floating_point():
+                continue
+            part = self._output(layer, number, value.dim())
+            if is_new:
+                self._count(layer, "activations", microbatch, part, value)
+            if value.requires_grad:
+                value.register_hook(partial(self._count, layer, "gradients", microbatch, part))
+
+    def weight_gradients(self, parameters: Mapping[str, Tensor]) -> None:
+        """Count the gradients of parameters, summed over the replicas, before they are clipped.
+
+        Args:
+            parameters: Parameters by logical name; those without a gradient here are left out.
+        """
+        if not self._is_on:
+            return
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                layer, part = self._weight(name)
+                self._count(layer, "weight_gradients", None, part, parameter.grad)
+
+    def read(self) -> tuple[RangeCount, ...]:
+        """Return the counts of the step; () if it is not one in which they are taken."""
+        if not self._counts:
+            return ()
+        self._count_waiting()
+        sums = [[0, 0, 0] for _ in self._counts]
+        figures = torch.cat([figures for _, figures in self._counted]).tolist()
+        for place, row in zip((place for places, _ in self._counted for place in places), figures, strict=True):
+            sums[place] = [before + int(figure) for before, figure in zip(sums[place], row, strict=True)]
+        self._counted.clear()
+        read = tuple(
+            each._replace(over=each.values - fit, under=small - zero)
+            for each, (fit, small, zero) in zip(self._counts, sums, strict=True)
+        )
+        self._counts.clear()
+        return read
+
+    def _output(self, layer: int, number: int, dims: int) -> tuple[Hashable, ...]:
+        """Return the key of this actor's part of an output of a layer."""
+        key = layer, number, dims
+        if key not in self._parts:
+            sharding = self._outputs.get(self._layers[layer], Sharding()).for_dims(dims)
+            self._parts[key] = (number, *_told(sharding))
+        return self._parts[key]
+
+    def _weight(self, name: str) -> tuple[int, tuple[Hashable, ...]]:
+        """Return the index of a parameter's layer, and the key of this actor's part of its gradient."""
+        if name not in self._homes:
+            layer = max((each for each in self._layers if name.startswith(f"{each}.")), key=len)
+            part = (name, *_told(self._weights.get(name, Sharding())), self._addends.get(name))
+            self._homes[name] = self._layers.index(layer), part
+        return self._homes[name]
+
+    def _count(
+        self, layer: int, kind: RangeKind, microbatch: int | None, part: tuple[Hashable, ...], value: Tensor
+    ) -> None:
+        """Copy the magnitudes of a tensor, which may be changed in place later, and count them in company."""
+        flat = value.detach().flatten()
+        for piece in (flat,) if flat.numel() <= _PIECE else flat.split(_PIECE):
+            size = piece.abs() if piece.itemsize > 2 else piece.float().abs_()  # halves cannot hold the counts
+            self._waiting.setdefault((size.numel(), size.dtype), []).append((len(self._counts), size))
+        self._counts.append(RangeCount(layer, self._layers[layer], kind, microbatch, part, value.numel(), 0, 0))
+        self._held += value.numel()
+        if self._held >= _PIECE:
+            self._count_waiting()
+
+    def _count_waiting(self) -> None:
+        for waiting in self._waiting.values():
+            places, sizes = zip(*waiting, strict=True)
+            together = sizes[0].unsqueeze(0) if len(sizes) == 1 else torch.stack(sizes)
+            self._counted.append((places, count_sizes(together, self._largest, self._smallest)))
+        self._waiting.clear()
+        self._held = 0
+
+
+def count_sizes(sizes: Tensor, largest: float, smallest: float) -> Tensor:
+    """Count magnitudes, row by row.
+
+    The truth of a comparison is written as 0 and 1 in the tensor's own dtype, because torch vectorizes that on CPUs and
+    not comparisons to bool: 0.6 ns an element instead of 1.9.
+
+    Args:
+        sizes: (n, k) magnitudes in fp32 or fp64, of which k is at most 2**24. They are overwritten.
+        largest: The largest magnitude that fits.
+        smallest: The smallest magnitude that is normal.
+
+    Returns:
+        (n, 3): of each row, the number of elements that are at most ``largest`` (which NaN is not), of those below
+        ``smallest``, and of zeros.
+    """
+    truth = torch.empty_like(sizes)
+    fits = torch.le(sizes, largest, out=truth).sum(1)
+    zeros = torch.eq(sizes, 0.0, out=truth).sum(1)
+    return torch.stack([fits, sizes.lt_(smallest).sum(1), zeros], 1)
+
+
+def _told(sharding: Sharding) -> tuple[Hashable, ...]:
+    """Return a sharding as a key, the same on all actors that hold the same part."""
+    return tuple((dim, pieces.count, pieces.own) for dim, pieces in sorted(sharding.dims.items()))

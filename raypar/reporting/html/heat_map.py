@@ -1,0 +1,94 @@
+"""A heat map in SVG and HTML without scripts: shares by row and step, darker where they are larger."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from raypar.reporting.html.markup import Markup, element, joined
+
+COLUMNS = 60  # most columns of a map; more steps are put together
+_LIMITS = (1e-4, 1e-3, 1e-2, 1e-1)  # between the five shades of shares that are not zero
+_SHADES = (0.16, 0.32, 0.52, 0.75, 1.0)  # opacities
+_MOST_HEIGHT, _ROW = 22.0, 1.1  # rem
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One share of a heat map.
+
+    Attributes:
+        share: The share, 0 to 1.
+        text: What it is of, for its tooltip.
+    """
+
+    share: float
+    text: str
+
+
+def heat_map(rows: Sequence[str], cells: Mapping[int, Mapping[str, Cell]], color: str) -> Markup:
+    """Draw a heat map. Where several steps share a column, the largest share is drawn.
+
+    Args:
+        rows: Names of the rows, from top to bottom.
+        cells: By step and row, the shares; sorted by step.
+        color: The CSS class of the cells.
+
+    Returns:
+        The map.
+    """
+    steps = list(cells)
+    edges = [round(place * len(steps) / COLUMNS) for place in range(COLUMNS + 1)]
+    columns = [[step] for step in steps] if len(steps) <= COLUMNS else [steps[a:b] for a, b in pairwise(edges)]
+    height = max(0.35, min(_ROW, _MOST_HEIGHT / len(rows)))
+    apart = math.ceil(0.9 / height)  # names of rows are written where there is room
+    names = [
+        element("span", name, title=name, style=f"top: {row * height:.2f}rem")
+        for row, name in enumerate(rows)
+        if row % apart == 0
+    ]
+    drawn = element(
+        "svg",
+        *_drawn(rows, columns, cells, color),
+        viewBox=f"0 0 {len(columns)} {len(rows)}",
+        preserveAspectRatio="none",
+        style=f"height: {height * len(rows):.2f}rem",
+        role="img",
+        aria_label="shares by layer and step",
+    )
+    middle = [element("span", f"step {steps[0]:,}")] + [element("span", f"{steps[-1]:,}")] * (len(steps) > 1)
+    return element(
+        "div",
+        element("div", *names, class_="names"),
+        drawn,
+        element("div", *middle, class_="ends"),
+        class_="heat",
+    )
+
+
+def shades(color: str) -> Markup:
+    """Draw the legend of the shades."""
+    texts = ("under 0.01 %", "under 0.1 %", "under 1 %", "under 10 %", "more")
+    return joined(
+        *(
+            element("span", element("i", class_=f"shade {color}", style=f"opacity: {shade}"), text)
+            for shade, text in zip(_SHADES, texts, strict=True)
+        )
+    )
+
+
+def _drawn(
+    rows: Sequence[str], columns: Sequence[Sequence[int]], cells: Mapping[int, Mapping[str, Cell]], color: str
+) -> Iterator[Markup]:
+    """Draw the cells that are not zero."""
+    yield element("rect", width=len(columns), height=len(rows), class_="ground")
+    for x, column in enumerate(columns):
+        for y, row in enumerate(rows):
+            found = [(step, cells[step][row]) for step in column if row in cells[step]]
+            step, cell = max(found, key=lambda one: one[1].share, default=(0, Cell(0.0, "")))
+            if cell.share > 0:
+                shade = _SHADES[sum(cell.share >= limit for limit in _LIMITS)]
+                tip = element("title", f"step {step:,}, {row}: {cell.text}")
+                yield element("rect", tip, x=x, y=y, width=1, height=1, fill_opacity=shade, class_=f"cell {color}")
