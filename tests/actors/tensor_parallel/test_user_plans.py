@@ -236,7 +236,7 @@ def test_a_step_sends_what_the_textbook_says():
     tp, m, attentions, wide, vocab = 4, 3, 2, 2 * 5 * 16 * 4, 12
     team = team_of(decoder, DECODER, tp, m=m, loss=cross_entropy, data=tokens)
     team.step(0)
-    ring, weights = 2 * (tp - 1), len(team.weights())
+    ring, weights = 2 * (tp - 1), len(team.weights()) + 1  # and a vote
     shared = attentions * 2 * 4 * 4
     sums = m * (2 * attentions + 2), m * (2 * attentions + 2) * wide
     gathered = m, m * (tp - 1) * 2 * 5 * (vocab // tp) * 4
