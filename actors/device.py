@@ -9,6 +9,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -33,6 +34,14 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         for option, value in ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, _HUGE)):
             mallopt(option, value)
+
+
+def resident_memory() -> int:
+    """Return the bytes of memory that this process has now (Linux; elsewhere 0)."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 class PeakMemory:

@@ -87,6 +87,17 @@ def opens_and_closes(row: Sequence[Action]) -> tuple[set[Action], set[Action]]:
     return opens, closes
 
 
+def windows(row: Sequence[Action]) -> dict[int, list[list[Op]]]:
+    """Return by stage, for each time in which its weights are whole, the ops in a row that use them then."""
+    found = defaultdict[int, list[list[Op]]](list)
+    for stage, op, _ in row:
+        if stage is not None and op is _UNSHARD:
+            found[stage].append([])
+        elif stage is not None and stage in found and op in USES_WEIGHTS:
+            found[stage][-1].append(op)
+    return dict(found)
+
+
 def occurrences(row: Sequence[Action]) -> Iterator[Occurrence]:
     """Yield the actions of a row, each with the number of equal ones before it."""
     seen: Counter[Action] = Counter()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import nn
 
 from raypar.actors.collective.group import Group
+from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import Unit
 from raypar.actors.models.base import Model
@@ -27,6 +28,9 @@ class Sharder:
         owner_of: The owner of each parameter.
         group: The replicas among which the parameters are sharded; None for a single one.
         layers: Number of layers of the body in a unit.
+
+    Attributes:
+        gathered: The bytes of units that are whole.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class Sharder:
         self._owner_of, self._group, self._layers = owner_of, group, layers
         self._shared = frozenset(same.values())
         self._tied: dict[str, Unit] = {}
+        self.gathered = HighWater()
 
     def shard(self, layers: Sequence[int]) -> StageWeights:
         """Make the layers of a stage and shard their weights."""
@@ -52,7 +57,7 @@ class Sharder:
             self._make(members)
             own: dict[str, nn.Parameter] = {}
             tied = [self._sort(index, own) for index in members]
-            unit = [Unit(own, self._owner_of, self._group)] if own else []
+            unit = [self._unit(own)] if own else []
             units += unit
             for shared in tied:
                 units += [one for one in shared if one not in units]
@@ -74,8 +79,11 @@ class Sharder:
             home = self._same.get(name, name)
             if home in self._shared:
                 if home not in self._tied:
-                    self._tied[home] = Unit({home: parameter}, self._owner_of, self._group)
+                    self._tied[home] = self._unit({home: parameter})
                 tied.append(self._tied[home])
             elif parameter.requires_grad:
                 own[name] = parameter
         return tied
+
+    def _unit(self, parameters: Mapping[str, nn.Parameter]) -> Unit:
+        return Unit(parameters, self._owner_of, self._group, self.gathered)

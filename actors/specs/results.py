@@ -8,15 +8,16 @@ from typing import Literal, NamedTuple
 
 from raypar.schedules.action import Action
 
-Kind = Literal["weights", "gradients", "optimizer"]
+Kind = Literal["weights", "gradients", "optimizer", "gathered", "buckets"]
+"""kind of memory; gathered: weights that are whole for a while; buckets: gradients on their way to other actors"""
 
 
 class Span(NamedTuple):
     """The time that an action took on an actor.
 
     Attributes:
-        action: The action. REDUCE_GRAD with a bucket is the reduction of that bucket, and UNSHARD with one the gather of
-            a unit of weights, which run beside the row.
+        action: The action. REDUCE_GRAD with a bucket is the reduction of that bucket, and UNSHARD with one the gather
+            of a unit of weights, which run beside the row.
         start: In seconds of the machine's monotonic clock.
         end: Likewise.
         bytes: Number of bytes moved; 0 if not known.
@@ -58,8 +59,8 @@ class StepResult:
         peak_memory: Peak memory during the step, in bytes: of the process on a CPU (0 if the system does not report
             it), of torch's allocations on a GPU.
         samples: Number of samples whose losses the actor reports.
-        memory: Bytes of weights, gradients and optimizer state, at their most within a step; empty if the actor has not
-            taken a training step.
+        memory: Bytes by kind, at their most within a step; gathered weights and buckets of gradients only where ZeRO
+            shards them. Empty if the actor has not taken a training step.
     """
 
     losses: tuple[float, ...]

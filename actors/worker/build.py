@@ -15,6 +15,7 @@ from raypar.actors.collective.group import Group, Groups
 from raypar.actors.context_parallel.sequence import tokens_of
 from raypar.actors.data.batches import BatchSource, ContextSource, TokenMean, batch_source
 from raypar.actors.data_parallel.buckets import Bucket, pack, share_out
+from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.reducer import Channel, Reducer
 from raypar.actors.data_parallel.replica_checks import digest, fixed_weights
 from raypar.actors.data_parallel.served_update import ServedUpdate
@@ -57,6 +58,7 @@ class Part:
         partial: Groups over which a parameter's gradient is partial, by logical name: see Parallelizer.
         outputs: Sharding of the outputs of layers and of some modules in them, by logical name.
         weights: With ZeRO stage 3, the sharded weights of each stage, by its number.
+        gathered: With ZeRO stage 3, the bytes of weights that are whole; else None.
     """
 
     model: Model
@@ -68,6 +70,7 @@ class Part:
     partial: Mapping[str, Groups]
     outputs: Mapping[str, Sharding]
     weights: Mapping[int, StageWeights]
+    gathered: HighWater | None
 
     @property
     def kept(self) -> dict[str, nn.Parameter]:
@@ -123,9 +126,11 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
         modules.update(zip(indices, made, strict=True))
 
     weights: dict[int, StageWeights] = {}
+    gathered: HighWater | None = None
     if world.gathers:
         sharder = Sharder(model, make, modules, same, owner_of, groups.get("gather"), run.zero_units)
         weights = {number: sharder.shard(parts[number]) for number in own}
+        gathered = sharder.gathered
     else:
         make([index for number in own for index in parts[number]])
     share(model, modules, same)
@@ -156,7 +161,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group]) -> Part:
     }
     ties = [_between_owners(tie, world, owner_of) for tie in ties]
     sharded = parallelizer.shards, parallelizer.partial, parallelizer.outputs
-    return Part(model, stages, parameters, owner_of, ties, *sharded, weights)
+    return Part(model, stages, parameters, owner_of, ties, *sharded, weights, gathered)
 
 
 def _owner_of(plan: Plan, model: Model) -> dict[str, int]:

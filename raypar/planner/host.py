@@ -35,6 +35,17 @@ def room_faults(num_actors: int) -> Iterator[str]:
         yield f"mesh: {num_actors} actors are more than {here}: use a smaller mesh, or set RAY_ADDRESS to a cluster"
 
 
+def total_memory() -> int | None:
+    """Return the bytes of memory that this machine has, or that a container may use; None if nothing tells."""
+    found = []
+    with suppress(OSError):
+        if entry := re.search(r"^MemTotal:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE):
+            found.append(int(entry[1]) << 10)
+    with suppress(OSError, ValueError):  # "max" if there is no limit
+        found.append(int((_CGROUP / "memory.max").read_text()))
+    return min(found, default=None)
+
+
 def free_memory() -> int | None:
     """Return the bytes of memory that are free here, or that a container's limit leaves; None if nothing tells."""
     found = []

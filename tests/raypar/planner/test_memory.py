@@ -15,10 +15,9 @@ from raypar.config.recipes import recipe
 from raypar.config.run import check_run, world_of
 from raypar.config.skeleton import Skeleton
 from raypar.planner import host
-from raypar.planner.memory import Memory, server_memory, worker_memory
-from raypar.planner.parameters import held_parameters
+from raypar.planner.memory import Counts, Memory, server_memory, worker_memory
 from raypar.planner.prediction import from_flops
-from raypar.reporting.needs import actors_told, muon_parameters
+from raypar.reporting.needs import actors_told, counts_of
 from raypar.reporting.summary import plan_rows
 from tests.support.kept_activations import (  # noqa: F401  (fixtures that hold for every test)
     A,
@@ -36,9 +35,8 @@ HIDDEN = {"layers": 3, "hidden": H, "heads": A, "seq": S, "vocab": 256, "attenti
 
 def memory_of(run: Run, skeleton: Skeleton | None = None) -> list[Memory]:
     schedule = check_run(run)["train"]
-    held = held_parameters(run.model, run.split, schedule, run.mesh.grid or run.mesh.tensor_ranks)
-    matrices = muon_parameters(run, schedule, skeleton)
-    return worker_memory(run, world_of(run), held, from_flops(run, schedule).timeline, matrices)
+    counts = counts_of(run, schedule, skeleton)
+    return worker_memory(run, world_of(run), counts, from_flops(run, schedule).timeline)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
@@ -64,7 +62,7 @@ def test_state_is_divided_as_the_run_says():
     assert memory_of(replace(run, zero=0, optim=SGD()))[0].optimizer == whole
     served = replace(run, zero=None, data_parallel="parameter_server", servers=2)
     assert memory_of(served)[0].optimizer == 0
-    (server,) = server_memory(served, world_of(served), [6_509_056])
+    (server,) = server_memory(served, world_of(served), Counts([6_509_056], ()))
     assert (server.weights, server.optimizer) == (whole // 2, whole)
 
 
@@ -92,7 +90,7 @@ def test_what_is_needed_is_held_against_what_is_free(monkeypatch):
     schedule = check_run(run)["train"]
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("raypar.reporting.needs.free_memory", lambda: 24 << 30)
-    assert dict(plan_rows(run, schedule))["memory in all"] == "855 MiB of 24.0 GiB free here, 12.0 GiB for each of 2"
+    assert dict(plan_rows(run, schedule))["memory in all"] == "938 MiB of 24.0 GiB free here, 12.0 GiB for each of 2"
     monkeypatch.setattr("raypar.reporting.needs.free_memory", lambda: 500 << 20)
     assert "free here, 250 MiB for each of 2: TOO MUCH" in dict(plan_rows(run, schedule))["memory in all"]
     monkeypatch.setenv("RAY_ADDRESS", "auto")
