@@ -145,6 +145,7 @@ class Held:
         values: Bytes of what its actions computed or received and other actions still need, by action.
         in_flight: By stage, the microbatches between their forward and their backward.
         memory: The most memory that it has held in this step, in bytes.
+        has_trained: Whether the step is a training step, so that ``most`` says what such a step takes.
         process: Bytes that its process had before its first run, on a CPU; 0 if that is not known.
     """
 
@@ -154,4 +155,5 @@ class Held:
     values: dict[Action, int]
     in_flight: dict[int, tuple[int, ...]]
     memory: int
+    has_trained: bool
     process: int = 0

@@ -173,6 +173,7 @@ class Probe:
                 for number, stage in self._state.stages.items()
             },
             memory=self._seat.place.peak(),
+            has_trained=self.step.is_train,
         )
 
     def record(self, stage: int) -> None:

@@ -21,6 +21,7 @@ from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.run import Run
 from raypar.cli.foreign_flags import foreign_faults
 from raypar.cli.output_files import file_faults, growing_file, whole_file
+from raypar.cli.plan import compared
 from raypar.config.recipes import RECIPES
 from raypar.config.run import check_run, unrecorded, world_of
 from raypar.config.toml import of_kind, read_table, run_of
@@ -28,7 +29,7 @@ from raypar.config.validate.parallel import idle_fields
 from raypar.errors import ConfigError, JobError
 from raypar.paths import CHECKPOINTS, RUN, absolute, checkpoints_in, holds_run, home_of
 from raypar.planner.host import room_faults
-from raypar.reporting.needs import Rows
+from raypar.reporting.needs import Rows, memory_faults
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.summary import closing_rows, plan_rows, planned_grid
 from raypar.schedules.drawing.chrome_trace import chrome_trace
@@ -137,7 +138,7 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
         faults.append("--overwrite replaces the run in a folder, and there is none: give --folder")
     if start is not None and start.manifest.step >= run.steps:
         faults.append(f"{start.path.name} is the end of a run of {run.steps} steps: give more --steps to go on")
-    faults += room_faults(world_of(run).size)
+    faults += [*room_faults(world_of(run).size), *memory_faults(run, schedule)]
     if faults:
         raise ConfigError([*faults, *_misfits(run, start)])
     origins = _origins(args, words)
@@ -251,9 +252,7 @@ def _misfits(run: Run, start: Found | None) -> list[str]:
 def verify(words: Sequence[str]) -> Verdict:
     """Run ``raypar verify``: compare a run on actors with the same run in one plain process.
 
-    The run may be that of a run folder, which is only read.
-
-    Raises what ``train`` raises.
+    The run may be that of a run folder, which is only read. Raises what ``train`` raises.
     """
     what = "Train a few steps on actors and in one plain process, and compare all losses, gradients and weights."
     run = unrecorded(_parse(RunArgs, words, "verify", what, "gpt-tiny", {"steps": _VERIFIED_STEPS}).run())
@@ -263,6 +262,12 @@ def verify(words: Sequence[str]) -> Verdict:
     from raypar.parity.verify import verify as verified
 
     return verified(run)
+
+
+def plan(words: Sequence[str]) -> str:
+    """Run ``raypar plan``: say what a run takes at each level of ZeRO. Raises ConfigError if it has faults."""
+    what = "Say what a run takes: memory by kind, and bytes sent, as it is and at each level of ZeRO."
+    return compared(unrecorded(_parse(RunArgs, words, "plan", what, "gpt-small").run()))
 
 
 def step(words: Sequence[str]) -> None:

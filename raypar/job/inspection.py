@@ -14,6 +14,7 @@ from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
 from raypar.job.weights import Weights
 from raypar.planner.prediction import from_steps
+from raypar.reporting.memory_table import MemoryTable, memory_table
 from raypar.reporting.report import ledger_of, timelines_of
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.timeline import Timeline
@@ -132,6 +133,11 @@ class Inspection:
         found = self._guard(lambda: self._calls.some(ranks, "gradient", name, what=f"fetching {name}"))
         pairs = zip(ranks, found, strict=True)
         return {rank: (self._holds[rank][name], gradient) for rank, gradient in pairs if gradient is not None}
+
+    def memory(self) -> MemoryTable:
+        """Return the memory of every actor by kind, as a formula has it and as it was measured; see ``Job.memory``."""
+        held = self._guard(lambda: self._calls.all("held", what="reading the memory"))
+        return memory_table(self._run, self._schedule, self._skeleton, held)
 
     def ledger(self) -> dict[str, dict[tuple[str, str], Entry]]:
         """Return the communication totals since the launch: by actor, then by (axis, op), calls, bytes and seconds."""

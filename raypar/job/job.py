@@ -29,6 +29,7 @@ from raypar.job.plans import plans_of
 from raypar.job.run_folders import settled
 from raypar.job.training_loop import TrainingLoop
 from raypar.job.weights import Weights
+from raypar.reporting.memory_table import MemoryTable
 from raypar.reporting.notebook import box
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report
@@ -248,14 +249,7 @@ class Job:
         return self._inspection.watch()
 
     def sights(self, spots: Sequence[Spot]) -> list[dict[int, Sight]]:
-        """Fetch watched tensors.
-
-        Args:
-            spots: The tensors.
-
-        Returns:
-            For each tensor, by rank, the part that the rank has. Ranks without a part are left out.
-        """
+        """Fetch the parts of watched tensors: for each, by rank, what the rank has; ranks without one are left out."""
         return self._inspection.sights(spots)
 
     def grads(self, name: str) -> dict[int, tuple[Shard, Tensor]]:
@@ -272,6 +266,10 @@ class Job:
     def ledger(self) -> dict[str, dict[tuple[str, str], Entry]]:
         """Return the communication totals since the launch: by actor, then by (axis, op), calls, bytes and seconds."""
         return self._inspection.ledger()
+
+    def memory(self) -> MemoryTable:
+        """Return the memory of every actor by kind, as a formula has it and as it was measured in the latest step."""
+        return self._inspection.memory()
 
     def timeline(self, dp: int = 0) -> Timeline:
         """Return the measured timeline of one replica's latest compiled training step.

@@ -14,9 +14,11 @@ from raypar.config.run import world_of
 from raypar.config.schedule import Programs
 from raypar.config.shared_buffers import warn_of_shared_buffers
 from raypar.config.skeleton import Skeleton
+from raypar.errors import ConfigError
 from raypar.job.batch_checks import warn_of_equal_replicas
 from raypar.job.job import Job
 from raypar.job.run_folders import replaced, settled
+from raypar.reporting.needs import memory_faults
 from raypar.reporting.record import Record
 from raypar.reporting.summary import log_plan
 
@@ -49,6 +51,8 @@ def launch(
     demand_shippable(run.model, run.data)
     warn_of_equal_replicas(run)
     warn_of_shared_buffers(run, skeleton, programs["train"])
+    if faults := list(memory_faults(run, programs["train"], skeleton)):
+        raise ConfigError(faults)
     run = settled(run)
     with replaced(run.folder if overwrite else None):
         return _launched(run, programs, skeleton, found, wait_for_nodes)

@@ -110,6 +110,11 @@ class Memory:
         return round(WORKING * (self.activations or 0))
 
     @property
+    def passing(self) -> int:
+        """What its process holds for a while: activations, what comes and goes within an action, what it reads."""
+        return (self.activations or 0) + self.working + self.shared
+
+    @property
     def total(self) -> int:
         """All that is known and its own."""
         return sum((self.state, self.gathered, self.buckets, self.activations or 0, self.working, self.process))
@@ -139,17 +144,33 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
     found = []
     for rank, (count, state) in enumerate(zip(counts.held, _states(run, counts), strict=True)):
         summed = world.owners if world.sharded and lent[rank].is_lent else 1
+        gathered = whole[rank].weights if world.gathers else 0
+        buckets = lent[rank].most() if lent[rank].is_lent else 0
         found.append(
             Memory(
                 weights=each.weight * -(-count // (world.owners if world.gathers else 1)),
                 gradients=each.gradient * -(-count // summed),
                 optimizer=0 if world.servers else each.state * -(-state // world.owners),
                 activations=kept[rank],
-                gathered=whole[rank].weights if world.gathers else 0,
-                buckets=lent[rank].most() if lent[rank].is_lent else 0,
+                gathered=gathered,
+                buckets=buckets,
+                shared=gathered + buckets + _windows_read(world, each.weight * count, lends=lent[rank].is_lent),
             )
         )
     return found
+
+
+def _windows_read(world: World, weights: int, *, lends: bool) -> int:
+    """Return the bytes that a worker reads where other replicas keep them, in memory that they share.
+
+    An all_reduce, or the reductions to all owners and their broadcasts of new weights, read every replica's part of all
+    tensors twice. Flat tensors that are lent, and gathered weights, are copied into shared memory instead.
+    """
+    if world.servers or not world.reduces:
+        return 0
+    group = world.owners if world.sharded else world.replicas
+    reads = 0 if world.gathers else 1 if lends else 2
+    return reads * weights * (group - 1) // group
 
 
 def server_memory(run: Run, world: World, counts: Counts) -> list[Memory]:
@@ -225,14 +246,20 @@ class _Lent:
                 if several and stage not in opened:
                     opened.add(stage)
                     now += self._sizes[stage]
-                passing = min(self._sizes[stage], (self._owners + _UNDER_WAY) * self._bucket)
-                most = max(most, now if several else now + passing)
+                most = max(most, now if several else now + self._passing(stage, len(rounds[stage])))
             elif op is Op.REDUCE_GRAD:
                 at[stage] += 1
                 if stage in opened:
                     opened.remove(stage)
                     now -= self._sizes[stage]
         return most
+
+    def _passing(self, stage: int, rounds: int) -> int:
+        """Return the most bytes in buckets during a backward that ends a round; a round before may be under way."""
+        size = self._sizes[stage]
+        bucket = min(self._bucket, -(-size // self._owners))
+        passing = (self._owners + _UNDER_WAY) * bucket
+        return passing if rounds > 1 else min(size, passing)
 
     def _rounds(self) -> dict[int, list[int]]:
         """Return by stage how many backwards each of its rounds of reductions has."""

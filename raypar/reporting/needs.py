@@ -58,7 +58,7 @@ def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline:
     world, counts = world_of(run), counts_of(run, schedule, skeleton)
     workers, servers = worker_memory(run, world, counts, timeline), server_memory(run, world, counts)
     rows = [("parameters", _parameters(run, schedule, skeleton, counts.held))]
-    most = max(range(len(workers)), key=lambda rank: workers[rank].total)
+    most = max(range(len(workers)), key=lambda rank: workers[rank].peak)
     for rank in range(len(workers)) if len(workers) <= _MOST else [most]:
         rows.append((f"memory, pp={rank}", _kinds(workers[rank])))
     if servers:
@@ -165,7 +165,7 @@ def _range(counts: Sequence[int]) -> str:
 
 
 def _kinds(memory: Memory) -> str:
-    return f"about {size(memory.total)}: {', '.join(f'{kind} {told}' for kind, told in kinds_of(memory).items())}"
+    return f"about {size(memory.peak)}: {', '.join(f'{kind} {told}' for kind, told in kinds_of(memory).items())}"
 
 
 def kinds_of(memory: Memory) -> dict[str, str]:
@@ -177,9 +177,9 @@ def kinds_of(memory: Memory) -> dict[str, str]:
         **{kind: held for kind, held in (("gathered", memory.gathered), ("buckets", memory.buckets)) if held},
     }
     told = {kind: size(held) for kind, held in known.items()}
-    unknown = memory.activations is None
     told["activations"] = "unknown" if memory.activations is None else size(memory.activations)
-    return told | ({} if unknown else {"working": size(memory.working)}) | {"process": size(memory.process)}
+    others = {"working": memory.working, "shared": memory.shared}
+    return told | {kind: size(held) for kind, held in others.items() if held} | {"process": size(memory.process)}
 
 
 def _in_all(run: Run, workers: Sequence[Memory], servers: Sequence[Memory], of: Callable[[Memory], int]) -> int:
