@@ -30,6 +30,7 @@ from raypar.job.run_folders import settled
 from raypar.job.training_loop import TrainingLoop
 from raypar.job.weights import Weights
 from raypar.reporting.memory_table import MemoryTable
+from raypar.reporting.needs import memory_faults
 from raypar.reporting.notebook import box
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report
@@ -253,10 +254,7 @@ class Job:
         return self._inspection.sights(spots)
 
     def grads(self, name: str) -> dict[int, tuple[Shard, Tensor]]:
-        """Fetch every actor's part of a gradient of the latest step.
-
-        Args:
-            name: Logical name of the parameter.
+        """Fetch every actor's part of the gradient of a parameter, by its logical name, of the latest step.
 
         Returns:
             By rank, the shard and its gradient on the CPU. Ranks without one are left out.
@@ -324,7 +322,10 @@ class Job:
         """
         self._loop.demand_ready()
         programs, skeleton, found = prepared(run, resume)
-        if faults := list(reset_faults(run, self.num_actors, self.device)):
+        if faults := [
+            *reset_faults(run, self.num_actors, self.device),
+            *memory_faults(run, programs["train"], skeleton),
+        ]:
             raise ConfigError(faults)
         demand_shippable(run.model, run.data)
         warn_of_equal_replicas(run)

@@ -11,7 +11,7 @@ from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
-from raypar.planner.host import free_memory, starts_own_ray, total_memory
+from raypar.planner.host import computes_here, free_memory, total_memory
 from raypar.planner.memory import Counts, Memory, server_memory, worker_memory
 from raypar.planner.parameters import (
     Units,
@@ -27,6 +27,7 @@ from raypar.schedules.timeline import Timeline
 
 Rows = list[tuple[str, str]]
 
+TOO_MUCH = "TOO MUCH"
 _MOST = 8  # pipeline ranks that have a row of their own
 
 
@@ -72,7 +73,7 @@ def memory_faults(run: Run, schedule: Schedule, skeleton: Skeleton | None = None
 
     Nothing is yielded if the actors would run elsewhere or on GPUs. The arguments are those of ``need_rows``.
     """
-    has = total_memory() if starts_own_ray() and run.device != "cuda" else None
+    has = total_memory() if computes_here(run.device) else None
     if has is None:
         return
     world, counts = world_of(run), counts_of(run, schedule, skeleton)
@@ -190,13 +191,13 @@ def _in_all(run: Run, workers: Sequence[Memory], servers: Sequence[Memory], of: 
 
 def _against(run: Run, needed: int, each: Sequence[Memory], actors: int) -> str:
     """Say what is free here, if the actors would run here and on CPUs."""
-    free = free_memory() if starts_own_ray() and run.device != "cuda" else None
+    free = free_memory() if computes_here(run.device) else None
     if free is None:
         return "on CPUs and GPUs that are not known before the launch"
     told = f"of {size(free)} free here, {size(free // actors)} for each of {actors}"
     largest = max(memory.total for memory in each)
     if needed > free:
-        return f"{told}: TOO MUCH: use a smaller model or microbatch, recompute='full', or more machines"
+        return f"{told}: {TOO_MUCH}: use a smaller model or microbatch, recompute='full', or more machines"
     return told if largest * actors <= free else f"{told}; the largest takes {size(largest)}"
 
 
