@@ -35,7 +35,9 @@ from raypar.schedules.simulation.memory import peaks
 from raypar.schedules.timeline import Timeline
 
 PROCESS = 310 << 20  # bytes of an actor's process without its run: Python, torch, Ray, kernels (gpt-tiny, 2026-11-24)
-WORKING = 0.4  # of activations: gradients of a block, and heap in pieces too small to use (gpt-small, 2026-11-24)
+# Of activations, what comes and goes beside them; and each kind that comes and goes in a step leaves as much heap in
+# pieces (gpt-small and hidden 512, 2026-11-24).
+WORKING = 0.4
 _UNDER_WAY = 2  # buckets that are being reduced, beside those that are filled
 
 
@@ -86,6 +88,8 @@ class Memory:
         gathered: Sharded weights that are whole for a while.
         buckets: Gradients that another actor gets, or that wait for those of other actors.
         process: What its process takes without a run.
+        working: What comes and goes within an action, and heap in pieces too small to use.
+        twice: Bytes of gradients that are in buckets first, and so are counted twice.
         shared: Memory of other actors that it reads their tensors from. It counts in the size of each process, but the
             machine has it once.
     """
@@ -97,17 +101,14 @@ class Memory:
     gathered: int = 0
     buckets: int = 0
     process: int = PROCESS
+    working: int = 0
+    twice: int = 0
     shared: int = 0
 
     @property
     def state(self) -> int:
         """What it holds in any case: weights, gradients and the state of the optimizer."""
         return self.weights + self.gradients + self.optimizer
-
-    @property
-    def working(self) -> int:
-        """What comes and goes within an action."""
-        return round(WORKING * (self.activations or 0))
 
     @property
     def passing(self) -> int:
@@ -117,7 +118,8 @@ class Memory:
     @property
     def total(self) -> int:
         """All that is known and its own."""
-        return sum((self.state, self.gathered, self.buckets, self.activations or 0, self.working, self.process))
+        passing = self.gathered + self.buckets + (self.activations or 0) + self.working
+        return self.state + passing + self.process - self.twice
 
     @property
     def peak(self) -> int:
@@ -141,20 +143,27 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
     kept = [None] * world.mesh.pp if isinstance(run.model, Layers) else most_kept(run, run.model, timeline)
     whole = peaks(timeline, [each.weight * count for count in _gathered(timeline, counts)], [0] * len(counts.units))
     lent = [_Lent(run, world, counts, row) for row in timeline.schedule.rows]
+    streams = [all(len(ops) == 1 for used in windows(row).values() for ops in used) for row in timeline.schedule.rows]
     found = []
     for rank, (count, state) in enumerate(zip(counts.held, _states(run, counts), strict=True)):
         summed = world.owners if world.sharded and lent[rank].is_lent else 1
+        gradients = each.gradient * -(-count // summed)
         gathered = whole[rank].weights if world.gathers else 0
         buckets = lent[rank].most() if lent[rank].is_lent else 0
+        waits = buckets >= each.gradient * count > 0 and lent[rank].waits
+        pieces = (gradients if lent[rank].is_lent and not waits else 0) + (gathered if streams[rank] else 0)
+        copied = gathered + min(buckets, lent[rank].under_way)
         found.append(
             Memory(
                 weights=each.weight * -(-count // (world.owners if world.gathers else 1)),
-                gradients=each.gradient * -(-count // summed),
+                gradients=gradients,
                 optimizer=0 if world.servers else each.state * -(-state // world.owners),
                 activations=kept[rank],
                 gathered=gathered,
                 buckets=buckets,
-                shared=gathered + buckets + _windows_read(world, each.weight * count, lends=lent[rank].is_lent),
+                working=round(WORKING * (kept[rank] or 0)) + pieces,
+                twice=gradients if waits else 0,
+                shared=copied + _windows_read(world, each.weight * count, lends=lent[rank].is_lent),
             )
         )
     return found
@@ -219,6 +228,11 @@ class _Lent:
         world: Its ranks.
         counts: Its parameters.
         row: The row of the pipeline rank.
+
+    Attributes:
+        is_lent: Whether there are such buckets.
+        waits: Whether gradients wait in them for the last of several backwards.
+        under_way: The most bytes that are filled or reduced at a time.
     """
 
     def __init__(self, run: Run, world: World, counts: Counts, row: Sequence[Action]) -> None:
@@ -226,6 +240,8 @@ class _Lent:
         self._sizes = [element_bytes(run).gradient * units.whole for units in counts.units]
         self._bucket = int(run.bucket_mb * 2**20)
         ends = [action.stage for action in row if action.op is Op.REDUCE_GRAD]
+        self.waits = any(count > 1 for counts in self._rounds().values() for count in counts)
+        self.under_way = (self._owners + _UNDER_WAY) * self._bucket
         self.is_lent = world.reduces and (world.zero > 1 or len(set(ends)) < len(ends))
 
     def most(self) -> int:
