@@ -111,9 +111,10 @@ class Job:
         return f"{self._told()}\n{grid}"
 
     def _repr_html_(self) -> str:
-        """Return the job's summary and a picture of its schedule, for notebooks."""
+        """Return the job's summary, a table of its actors and a picture of its schedule, for notebooks."""
         told = f'<pre style="white-space: pre-wrap">{escape(self._told())}</pre>'
-        return box(told, self.schedule._repr_svg_() or "")
+        actors = self._inspection.actors(self.device, self._loop.last)
+        return box(told, actors, self.schedule._repr_svg_() or "")
 
     # --- training ---
 
