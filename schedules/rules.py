@@ -87,15 +87,10 @@ def opens_and_closes(row: Sequence[Action]) -> tuple[set[Action], set[Action]]:
     return opens, closes
 
 
-def windows(row: Sequence[Action]) -> dict[int, list[list[Op]]]:
-    """Return by stage, for each time in which its weights are whole, the ops in a row that use them then."""
-    found = defaultdict[int, list[list[Op]]](list)
-    for stage, op, _ in row:
-        if stage is not None and op is _UNSHARD:
-            found[stage].append([])
-        elif stage is not None and stage in found and op in USES_WEIGHTS:
-            found[stage][-1].append(op)
-    return dict(found)
+def streamed(schedule: Schedule) -> frozenset[Action]:
+    """Return the actions for which alone a stage is whole: its weights may come and go by layers while they run."""
+    found = (opens_and_closes(row) for row in schedule.rows)
+    return frozenset(action for opens, closes in found for action in opens & closes)
 
 
 def occurrences(row: Sequence[Action]) -> Iterator[Occurrence]:

@@ -265,6 +265,7 @@ def test_the_placements_of_gathers_are_those_on_paper():
     from raypar.cli.schedules import measure
 
     words = "interleaved --ranks 2 --microbatches 4 --gather step --unshard 0.5"
+    words += " --units 8 --weights-mib 100 --activations-mib 10"
     text = (ROOT / "docs/schedules.md").read_text()
     assert f"`raypar simulate {words}`" in text
     assert measure(words.split()).partition("\n\n")[2] in text

@@ -10,7 +10,6 @@ from torch import Tensor
 from raypar.actors.data_parallel.units import Unit
 from raypar.actors.specs.recompute import Recompute
 from raypar.schedules.action import Action, Op
-from raypar.schedules.rules import windows
 
 Pass = Literal["forward", "backward", "both"]
 
@@ -152,4 +151,10 @@ def _kinds_of(stage: int, row: Sequence[Action], recompute: Recompute) -> list[P
     """Return what each window of a stage in a row is for: the only pass over the layers in it; None for several."""
     passes: dict[Op, Pass] = dict.fromkeys((Op.B, Op.I), "both" if recompute == "full" else "backward")
     passes[Op.F] = "forward"
-    return [passes[used[0]] if len(used) == 1 else None for used in windows(row).get(stage, [])]
+    windows: list[list[Pass]] = []
+    for at, op, _ in row:
+        if at == stage and op is Op.UNSHARD:
+            windows.append([])
+        elif at == stage and op in passes and windows:
+            windows[-1].append(passes[op])
+    return [found[0] if len(found) == 1 else None for found in windows]

@@ -16,8 +16,8 @@ class Span(NamedTuple):
     """The time that an action took on an actor.
 
     Attributes:
-        action: The action. REDUCE_GRAD with a bucket is the reduction of that bucket, and UNSHARD with one the gather
-            of a unit of weights, which run beside the row.
+        action: The action. REDUCE_GRAD with a bucket is the reduction of that bucket, and UNSHARD with one is the
+            gather of a unit of weights; both run beside the row.
         start: In seconds of the machine's monotonic clock.
         end: Likewise.
         bytes: Number of bytes moved; 0 if not known.

@@ -13,15 +13,16 @@ from raypar.schedules.drawing.text import plain
 from raypar.schedules.passes.gather_weights import ReshardAfterForward, gather_weights
 from raypar.schedules.rules import most_whole
 from raypar.schedules.schedule import Schedule
-from raypar.schedules.simulation.memory import traffic
-from raypar.schedules.simulation.simulate import Costs, simulate
+from raypar.schedules.simulation.memory import peaks, traffic
+from raypar.schedules.simulation.simulate import Costs, outcome, simulate
 
 Reshard = Literal["always", "except_last", "never"]
 
 RESHARDS: Mapping[Reshard, ReshardAfterForward] = {"always": True, "except_last": "except_last", "never": False}
 
 _MOST_RESIDENT = 4  # bounds that are shown of ranks with more stages
-_HEAD = ("makespan", "bubble", "gathers", "most whole")
+_HEAD = ("makespan", "bubble", "gathers", "most whole", "peak MiB")
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Placement:
         bubble: As in ``Timeline``.
         gathers: Number of gathers of each rank in a step, for the rank that gathers most.
         whole: The most stages of a rank that are whole at once.
+        peak: The most MiB of whole weights and activations that a rank holds, 0 if their sizes are not given.
     """
 
     flags: str
@@ -41,28 +43,34 @@ class Placement:
     bubble: float
     gathers: int
     whole: int
+    peak: float
 
 
-def placements(schedule: Schedule, costs: Costs) -> list[Placement]:
+def placements(schedule: Schedule, costs: Costs, weights: float = 0.0, activations: float = 0.0) -> list[Placement]:
     """Simulate a schedule with each placement of its gathers.
 
     Args:
         schedule: The lowered schedule, without gathers.
         costs: The costs.
+        weights: MiB of the whole weights of each stage.
+        activations: MiB of what a forward of a microbatch keeps in each stage.
 
     Returns:
         The placements; the first one has no gathers.
     """
-    return [_measured(flags, place(schedule), costs) for flags, place in _every(schedule)]
+    sizes = round(weights * _MIB), round(activations * _MIB)
+    return [_measured(flags, place(schedule), costs, *sizes) for flags, place in _every(schedule)]
 
 
 def table(found: Sequence[Placement]) -> str:
     """Format placements as a table: a line for each."""
-    rows = [
-        _HEAD,
-        *((plain(one.makespan), f"{one.bubble:.1%}", str(one.gathers), str(one.whole)) for one in found),
-    ]
-    return "\n".join(lines(["", *(one.flags for one in found)], padded(rows, widest(_HEAD))))
+    rows = [_HEAD, *map(_cells, found)]
+    shown = len(_HEAD) if any(one.peak for one in found) else len(_HEAD) - 1
+    return "\n".join(lines(["", *(one.flags for one in found)], padded((row[:shown] for row in rows), widest(_HEAD))))
+
+
+def _cells(one: Placement) -> tuple[str, ...]:
+    return plain(one.makespan), f"{one.bubble:.1%}", str(one.gathers), str(one.whole), f"{one.peak:,.1f}"
 
 
 def _every(schedule: Schedule) -> Iterator[tuple[str, Callable[[Schedule], Schedule]]]:
@@ -78,9 +86,13 @@ def _every(schedule: Schedule) -> Iterator[tuple[str, Callable[[Schedule], Sched
         yield flags, partial(gather["microbatch"], reshard_after_forward=RESHARDS[name])
 
 
-def _measured(flags: str, schedule: Schedule, costs: Costs) -> Placement:
-    timeline = simulate(schedule, costs, send_capacity=SEND_WINDOW)
-    none = [0] * schedule.num_stages
-    times = [one.gathers for one in traffic(schedule, none, none, 1)]
+def _measured(flags: str, schedule: Schedule, costs: Costs, weights: int, activations: int) -> Placement:
+    found = outcome(schedule, costs, send_capacity=SEND_WINDOW)
+    each, kept = [weights] * schedule.num_stages, [activations] * schedule.num_stages
+    times = [one.gathers for one in traffic(schedule, each, each, shards=1)]
     gathers = max(sum(times[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
-    return Placement(flags, timeline.makespan, timeline.bubble, gathers, max(most_whole(schedule)))
+    peak = 0
+    if weights or activations:
+        timeline = simulate(schedule, costs, send_capacity=SEND_WINDOW)
+        peak = max(one.bytes for one in peaks(timeline, each, kept, units=costs.units))
+    return Placement(flags, found.makespan, found.bubble, gathers, max(most_whole(schedule)), peak / _MIB)

@@ -98,6 +98,12 @@ class SimulateArgs(PaperArgs):
     """duration of a gather of a stage's weights, beside the actions; with --gather, a table compares all placements"""
     reduce_grad: float = 0.0
     """duration of a reduction of a stage's gradients"""
+    units: int = 1
+    """in how many units, such as layers, a stage is gathered; they arrive one by one where one action needs them"""
+    weights_mib: float = 0.0
+    """MiB of a stage's whole weights, for the table's peaks"""
+    activations_mib: float = 0.0
+    """MiB that a forward of a microbatch keeps in a stage, likewise"""
     format: Literal["text", "json"] = "text"
     """json: one JSON object, for programs"""
 
@@ -183,14 +189,16 @@ def measure(words: Sequence[str]) -> str:
         SimulateArgs, words, "simulate", "Simulate a schedule: how long it takes, and how much of it is bubble."
     )
     given = {name: getattr(args, name) for name in ("f", "b", "i", "w", "link", "unshard", "reduce_grad")}
+    sizes = {name: getattr(args, name) for name in ("weights_mib", "activations_mib")}
     wrong = [
         f"--{name.replace('_', '-')} is {cost}: it must be 0 or more"
-        for name, cost in given.items()
+        for name, cost in {**given, **sizes}.items()
         if not 0 <= cost < math.inf
     ]
+    wrong += [f"--units is {args.units}: it must be 1 or more"] if args.units < 1 else []
     if wrong:
         raise ScheduleError("\n".join(wrong))
-    loaded, costs = _load(args), Costs(**given)
+    loaded, costs = _load(args), Costs(**given, units=args.units)
     schedule = loaded.lowered(passes=_passes(args))
     found = outcome(schedule, costs, send_capacity=SEND_WINDOW)
     if not math.isfinite(found.makespan):
@@ -198,7 +206,7 @@ def measure(words: Sequence[str]) -> str:
         raise ScheduleError(
             f"--{largest} is {given[largest]}: the step would take longer than a number can say: give less"
         )
-    compared = placements(loaded.lowered(passes=_reductions(args)), costs) if args.gather else []
+    compared = placements(loaded.lowered(passes=_reductions(args)), costs, *sizes.values()) if args.gather else []
     if args.format == "text":
         told = f"F {args.f:g}, B {args.b:g}, I {args.i:g}, W {args.w:g}, link {args.link:g}"
         told += f", UNSHARD {args.unshard:g}" if args.gather else ""

@@ -17,7 +17,8 @@ from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.background_save import Saver
 from raypar.cluster.calls import Calls
 from raypar.cluster.interrupts import patience
-from raypar.config.schedule import programs_of
+from raypar.config.run import zero_actions_of
+from raypar.config.schedule import programs_of, with_zero
 from raypar.errors import ConfigError, JobError
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
@@ -291,5 +292,8 @@ class TrainingLoop:
 
     def _lowered(self, schedule: str | Schedule) -> Schedule:
         """Lower a schedule for a training step of this run, without splitting backwards. Raises ScheduleError."""
-        run, reduces = self.loaded.run, self.loaded.world.reduces
-        return programs_of(schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=reduces)["train"]
+        run = self.loaded.run
+        zero = zero_actions_of(run)
+        once = zero.reduce == "step"
+        programs = programs_of(schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=once)
+        return with_zero(programs, zero)["train"]

@@ -30,7 +30,7 @@ from raypar.actors.specs.run import Run
 from raypar.planner.activations import most_kept
 from raypar.planner.parameters import Units
 from raypar.schedules.action import Action, Op
-from raypar.schedules.rules import MAKES_GRADIENTS, windows
+from raypar.schedules.rules import MAKES_GRADIENTS, USES_WEIGHTS, streamed
 from raypar.schedules.simulation.memory import peaks
 from raypar.schedules.timeline import Timeline
 
@@ -143,7 +143,8 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
     kept = [None] * world.mesh.pp if isinstance(run.model, Layers) else most_kept(run, run.model, timeline)
     whole = peaks(timeline, [each.weight * count for count in _gathered(timeline, counts)], [0] * len(counts.units))
     lent = [_Lent(run, world, counts, row) for row in timeline.schedule.rows]
-    streams = [all(len(ops) == 1 for used in windows(row).values() for ops in used) for row in timeline.schedule.rows]
+    alone = streamed(timeline.schedule)
+    streams = [all(action in alone for action in row if action.op in USES_WEIGHTS) for row in timeline.schedule.rows]
     found = []
     for rank, (count, state) in enumerate(zip(counts.held, _states(run, counts), strict=True)):
         summed = world.owners if world.sharded and lent[rank].is_lent else 1
@@ -213,11 +214,14 @@ def _gathered(timeline: Timeline, counts: Counts) -> list[int]:
 
     A window for one pass over the layers has a unit and the next one, a window for more has all units.
     """
-    used = {stage: found for row in timeline.schedule.rows for stage, found in windows(row).items()}
-    return [
-        units.whole if any(len(ops) > 1 for ops in used.get(stage, [])) else units.two
-        for stage, units in enumerate(counts.units)
-    ]
+    alone = streamed(timeline.schedule)
+    held = {
+        action.stage
+        for row in timeline.schedule.rows
+        for action in row
+        if action.op in USES_WEIGHTS and action not in alone
+    }
+    return [units.whole if stage in held else units.two for stage, units in enumerate(counts.units)]
 
 
 class _Lent:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raypar.schedules.action import Op
-from raypar.schedules.rules import HOLDS, gathers
+from raypar.schedules.action import Action, Op
+from raypar.schedules.rules import HOLDS, USES_WEIGHTS, gathers, streamed
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
 
@@ -27,7 +27,9 @@ class Peak:
     activations: int
 
 
-def peaks(timeline: Timeline, weights: Sequence[int], activations: Sequence[int]) -> tuple[Peak, ...]:
+def peaks(
+    timeline: Timeline, weights: Sequence[int], activations: Sequence[int], *, units: int = 1
+) -> tuple[Peak, ...]:
     """Compute the most memory that each rank holds in whole weights and activations.
 
     A stage's weights take memory from the start of their gather to their RESHARD, or all the time if the schedule
@@ -38,24 +40,26 @@ def peaks(timeline: Timeline, weights: Sequence[int], activations: Sequence[int]
         timeline: The timeline, simulated or measured.
         weights: By stage: bytes of its whole weights.
         activations: By stage: bytes of what a forward of one microbatch keeps.
+        units: In how many equal units a stage is gathered. For an action for which alone a stage is whole, two of them
+            are there at a time: one in use, and the next.
 
     Returns:
         The peak of each rank.
     """
     schedule, sharded = timeline.schedule, gathers(timeline.schedule)
     changes: list[list[tuple[float, int, int]]] = [[] for _ in range(schedule.num_ranks)]
-    whole: set[int] = set()
+    windows = {stage: iter(found) for stage, found in _window_bytes(schedule, weights, units).items()}
+    whole: dict[int, int] = {}  # by stage that is whole: its bytes
     for event in timeline.events:
         stage, op, _ = event.action
         if stage is None or (timeline.measured and event.bucket is not None):
             continue  # a unit of weights that is gathered in the window of its stage
         found = changes[event.rank]
         if op is Op.UNSHARD and stage not in whole:
-            whole.add(stage)
-            found.append((event.start, weights[stage], 0))
+            whole[stage] = next(windows[stage])
+            found.append((event.start, whole[stage], 0))
         elif op is Op.RESHARD and stage in whole:
-            whole.remove(stage)
-            found.append((event.end, -weights[stage], 0))
+            found.append((event.end, -whole.pop(stage), 0))
         elif op in HOLDS:
             held = HOLDS[op] * activations[stage]
             found.append((event.start if op is Op.F else event.end, 0, held))
@@ -66,6 +70,25 @@ def peaks(timeline: Timeline, weights: Sequence[int], activations: Sequence[int]
         held = 0 if sharded else sum(weights[stage] for stage in schedule.stages_of(rank))
         peaks.append(_peak(held, sorted(found, key=lambda change: change[0])))
     return tuple(peaks)
+
+
+def _window_bytes(schedule: Schedule, weights: Sequence[int], units: int) -> dict[int, list[int]]:
+    """Return the bytes that each stage takes in each time in which it is whole."""
+    alone, found = streamed(schedule), defaultdict[int, list[int]](list)
+    for row in schedule.rows:
+        used: dict[int, Action | None] = {}  # by stage that is whole: the last action that used it
+        for action in row:
+            stage, op, _ = action
+            if stage is None:
+                continue
+            if op is Op.UNSHARD and stage not in used:
+                found[stage].append(weights[stage])
+                used[stage] = None
+            elif op in USES_WEIGHTS:
+                used[stage] = action
+            elif op is Op.RESHARD and used.pop(stage, None) in alone:
+                found[stage][-1] = weights[stage] * min(2, units) // units
+    return found
 
 
 def _peak(weights: int, changes: Sequence[tuple[float, int, int]]) -> Peak:

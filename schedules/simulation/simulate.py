@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
-from raypar.schedules.rules import USES_WEIGHTS, awaited, most_in_flight, partner, provides, rank_of, travels
+from raypar.schedules.rules import USES_WEIGHTS, awaited, most_in_flight, partner, provides, rank_of, streamed, travels
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.sweep import Sweep
 from raypar.schedules.timeline import Event, Timeline
@@ -32,6 +32,8 @@ class Costs:
         of_action: Exceptions by action, which override ``of_stage``.
         reduce_beside: Whether a REDUCE_GRAD runs beside the actions, as a gather does, and only the STEP waits for it.
             If not, it occupies its rank.
+        units: In how many equal units a stage is gathered. An action for which alone a stage is whole starts when the
+            first unit has arrived, and the others arrive while it runs.
     """
 
     f: float = 1.0
@@ -45,6 +47,7 @@ class Costs:
     of_stage: Mapping[tuple[int, Op], float] = field(default_factory=dict)
     of_action: Mapping[Action, float] = field(default_factory=dict)
     reduce_beside: bool = False
+    units: int = 1
 
     def of(self, action: Action) -> float:
         """Return how long the action occupies its rank, or for what runs beside, its rank's link to the replicas."""
@@ -81,6 +84,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, send_capacity: i
     Before lowering, a value reaches another rank ``costs.link`` after the end of its compute action. After lowering, a
     SEND takes no time of its rank unless ``of_stage`` says so, its value arrives ``costs.link`` later, and a RECV lasts
     as long as the rank waits for the value.
+
+    The gathers and reductions of a rank queue behind one another on its link to the replicas. UNSHARD takes no time of
+    the rank: the stage's next F, B or I starts when its weights have arrived, or the first of ``units``. UNSHARD of
+    what is whole takes no time.
 
     Args:
         schedule: The schedule, lowered or not.
@@ -164,7 +171,8 @@ class _Clock:
         self._schedule, self._costs, self._capacity = schedule, costs, send_capacity
         self._now = [0.0] * schedule.num_ranks
         self._link = [0.0] * schedule.num_ranks
-        self._whole: dict[int | None, float] = {}  # by stage: when its weights have arrived
+        self._whole: dict[int | None, tuple[float, float]] = {}  # by stage: start and end of its gather
+        self._streamed = streamed(schedule) if costs.units > 1 else frozenset()
         self._left: dict[Action, float] = {}
         # For two ranks: when each place for a value under way becomes free, the earliest first.
         free_at_first = [0.0] * (send_capacity or 0)
@@ -172,14 +180,16 @@ class _Clock:
 
     def perform(self, rank: int, action: Action) -> tuple[float, float]:
         """Advance a rank's time by its next action, and return the action's start and end."""
-        start, cost = self._now[rank], self._costs.of(action)
+        start, cost, last = self._now[rank], self._costs.of(action), 0.0
         stage, op, _ = action
         if op is Op.UNSHARD or op is Op.REDUCE_GRAD:
             return self._travel(rank, action, cost)
         if op is Op.RESHARD:
             self._whole.pop(stage, None)
-        elif op in USES_WEIGHTS:
-            start = max(start, self._whole.get(stage, 0.0))
+        elif op in USES_WEIGHTS and stage in self._whole:
+            units = self._costs.units if action in self._streamed else 1
+            since, there = self._whole[stage]
+            start, last = max(start, since + (there - since) / units), there + cost / units
         elif op is Op.STEP:
             start = max(start, self._link[rank])
         if action.op in SENDS and self._capacity is not None:
@@ -192,6 +202,7 @@ class _Clock:
         need = awaited(action, self._schedule)
         if need is not None:
             start, end = self._receive(rank, action, need, start, cost)
+        end = max(end, last)  # its last unit may arrive late
         for value in provides(action):
             if travels(value, self._schedule):
                 self._left[value] = start if self._capacity == 0 else end
@@ -206,7 +217,7 @@ class _Clock:
         start = max(self._now[rank], self._link[rank])
         end = self._link[rank] = start + cost
         if op is Op.UNSHARD:
-            self._whole[stage] = end
+            self._whole[stage] = start, end
         if not self._costs.is_beside(action):
             self._now[rank] = end
         return start, end

@@ -186,6 +186,16 @@ def test_placements_of_gathers_are_drawn_checked_and_compared(said):
         "--gather microbatch --reshard-after-forward except_last  32         25.0%      16         1",
         "--gather microbatch --reshard-after-forward always       35         31.4%      16         1",
     ]
+    lines = said(*words, "--units", 8, "--weights-mib", 100, "--activations-mib", 10)[1].splitlines()
+    assert [" ".join(line.split()[-3:]) for line in lines[4:]] == [
+        "whole peak MiB",
+        "0 2 250.0",
+        "2 2 250.0",
+        "11 1 150.0",
+        "3 2 250.0",
+        "16 1 130.0",
+        "16 1 75.0",
+    ]
     figures = json.loads(said(*words, "--format", "json")[1])
     assert [one["gathers"] for one in figures["placements"]] == [0, 2, 11, 3, 16, 16]
     assert json.loads(said("simulate", "1f1b", "--format", "json")[1])["placements"] == []
@@ -198,8 +208,8 @@ def test_placements_of_gathers_are_drawn_checked_and_compared(said):
         (("check", "1f1b", "--reshard-after-forward", "never"), "add --gather microbatch"),
         (("draw", "1f1b", "--gather", "microbatch", "--resident", "2"), "gather once a step, or leave it out"),
         (
-            ("simulate", "1f1b", "--unshard", "-1", "--reduce-grad", "-2"),
-            "--unshard is -1.0: it must be 0 or more\n--red",
+            ("simulate", "1f1b", "--unshard", "-1", "--weights-mib", "-2", "--units", "0"),
+            "--unshard is -1.0: it must be 0 or more\n--weights-mib is -2.0: it must be 0 or more\n--units is 0: it",
         ),
         (("draw", "1f1f"), "there is no schedule '1f1f': did you mean '1f1b'?"),
         (("draw", "1f1b.svg"), "a file is a table, FILE.csv, or a function, FILE.py:FUNCTION"),

@@ -82,3 +82,15 @@ def test_sharded_weights_are_stepped_by_hand_saved_and_resumed(job_of, tmp_path)
 def test_verify_says_that_sharded_weights_compute_what_one_process_does(job_on):
     verdict = rp.verify(tiny(zero=3, schedule="interleaved"), job_on(4))
     assert verdict.ok, str(verdict)
+
+
+def test_a_schedule_that_takes_over_gathers_and_reduces_what_is_left(job_of):
+    """The new rows get the run's gathers and reductions, and know what the step has gathered and reduced already."""
+    job = job_of(tiny(zero=3, backward="whole"))
+    stepper = job.stepper()
+    stepper.run_to("0B0")
+    stepper.swap("gpipe")
+    assert {"1UNSHARD", "1RESHARD", "0REDUCE_GRAD"} <= set(map(str, stepper.left))
+    swapped = stepper.finish()
+    job.reset(tiny(zero=3, backward="whole"))
+    assert job.step().loss == swapped.loss

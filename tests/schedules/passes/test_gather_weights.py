@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypar.schedules import Schedule, ScheduleError, build, check, lower
+from raypar.schedules import Costs, Schedule, ScheduleError, build, check, lower, simulate
 from raypar.schedules.action import COMPUTE, SENDS, Op
 from raypar.schedules.passes.gather_weights import gather_weights
 from raypar.schedules.rules import USES_WEIGHTS, most_whole
@@ -26,6 +26,7 @@ def both(schedule, when, **how):
     found = [lower(gather_weights(schedule, when, **how)), gather_weights(lower(schedule), when, **how)]
     for one in found:
         check(one)
+        assert simulate(one, Costs(unshard=0.5)).events, "it comes to its end"
         for row in one.rows:
             for action, after in pairwise(row):
                 assert not (action.op in (Op.UNSHARD, Op.RESHARD) and after.op in SENDS), "a SEND is never delayed"

@@ -48,6 +48,20 @@ def test_a_gather_runs_while_the_rank_waits_for_a_value():
     assert (events["1F0"].start, events["1RECV_F0"].end) == (1.75, 1.75)
 
 
+def test_the_units_of_a_gather_arrive_while_an_action_that_alone_needs_them_runs():
+    alone = gather_weights(TWO, "microbatch")
+    assert [end - start for name, start, end in times(alone, Costs(unshard=0.5, units=4)) if name == "0F0"] == [1.0]
+    assert simulate(alone, Costs(unshard=0.5, units=4)).makespan == 6 + 4 * 0.125, (
+        "the first unit of each is waited for"
+    )
+    slow = times(alone, Costs(unshard=2.0, units=4))
+    assert slow[1] == ("0F0", 0.5, 2.25), "the last unit arrives at 2, and a quarter of the forward is left then"
+    step = gather_weights(TWO, "step")
+    assert times(step, Costs(unshard=2.0, units=4)) == times(step, Costs(unshard=2.0))
+    assert peaks(simulate(alone), (100, 10), (0, 0), units=4) == (Peak(50, 50, 0),)
+    assert peaks(simulate(step), (100, 10), (0, 0), units=4) == peaks(simulate(step), (100, 10), (0, 0))
+
+
 @pytest.mark.parametrize(("beside", "makespan"), [(False, 6 + 2 * 3 + 1), (True, 2 + 2 + 3 + 3 + 1)])
 def test_a_reduction_occupies_its_rank_or_runs_beside_it_and_the_step_waits(beside, makespan):
     schedule = lower(reduce_gradients(build("gpipe", 1, 2), "microbatch"))
