@@ -9,6 +9,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -41,6 +42,14 @@ def keep_freed_memory(*, keep: bool) -> None:
             mallopt(option, value)
     if not keep and (trim := getattr(libc, "malloc_trim", None)) is not None:
         trim(0)
+
+
+def resident_memory() -> int:
+    """Return the bytes of memory that this process has now (Linux; elsewhere 0)."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 class PeakMemory:

@@ -41,6 +41,11 @@ class Bucket:
         return self.elements + len(self.parameters)
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of all gradients together."""
+        return self.elements * self._like.element_size()
+
+    @property
     def dtype(self) -> torch.dtype:
         """dtype of the weights."""
         return self._like.dtype

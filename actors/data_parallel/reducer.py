@@ -13,6 +13,7 @@ from torch import Tensor
 
 from raypar.actors.collective.group import Handle
 from raypar.actors.data_parallel.buckets import Bucket
+from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.device import Place
 from raypar.actors.specs.results import Span
 from raypar.actors.tensors import nbytes
@@ -87,6 +88,9 @@ class Reducer:
         rounds: The stages in the order in which a step reduces them; a stage comes once for each of its rounds.
         lends: Whether flat tensors are lent; with several rounds they are in any case.
 
+    Attributes:
+        lent: The bytes of gradients in flat tensors that are lent; None if they are kept for the whole run.
+
     Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2;
     Rajbhandari et al. 2020, "ZeRO", section 5.2 (P_os+g) for ``lends``.
     """
@@ -104,6 +108,7 @@ class Reducer:
         stages = list(dict.fromkeys(bucket.stage for bucket in buckets)) if rounds is None else list(rounds)
         self._order = [n for stage in stages for n, bucket in enumerate(buckets) if bucket.stage == stage]
         self._lends = lends or len(set(stages)) < len(stages)
+        self.lent = HighWater() if self._lends else None
         self._flats = [None if self._lends else self._empty(number) for number in range(len(buckets))]
         self.begin()
 
@@ -117,8 +122,10 @@ class Reducer:
         self._arrived = 0  # number of transfers that were waited for
         self._sums: dict[int, Tensor] = {}  # by bucket, what this actor gets
         self._spent: list[tuple[float, float]] = []  # (start, end) marks: time spent here instead of on compute
-        if self._lends:
+        if self.lent is not None:
             self._flats = [None] * len(self._buckets)
+            self.lent.add(-self.lent.now)
+            self.lent.begin()
 
     @contextmanager
     def watch(self, stage: int, *, last: bool, left: Collection[Tensor] | None = None) -> Iterator[None]:
@@ -216,6 +223,12 @@ class Reducer:
         self._channels[0].tell(tensor).wait()
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the gradients that this actor keeps: of all, or, if flat tensors are lent, of the sums so far."""
+        kept = range(len(self._buckets)) if self.lent is None else self._sums
+        return sum(self._buckets[number].num_bytes for number in kept)
+
+    @property
     def spans(self) -> list[Span]:
         """One span for each bucket of this step, from the start of its reduction until its wait returned.
 
@@ -251,6 +264,8 @@ class Reducer:
         flat = self._flats[number]
         if flat is None:
             flat = self._flats[number] = self._empty(number)
+            if self.lent is not None:
+                self.lent.add(self._buckets[number].num_bytes)
         return flat
 
     def _made(self, number: int, name: str, parameter: Tensor) -> None:
@@ -296,6 +311,8 @@ class Reducer:
                 else:
                     self._sums[number] = flat
             self._arrived += 1
+            if self.lent is not None:
+                self.lent.add(-transfer.bucket.num_bytes)
 
     def _wait(self, handle: Handle) -> float:
         """Wait for a communication, and return the mark of its end."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from raypar.actors.collective.group import Group
+from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import Unit
 from raypar.actors.models.base import Model
@@ -36,6 +37,7 @@ class Sharder:
     Attributes:
         shards: The parameters that this actor owns, by logical name, in the dtype in which layers compute.
         masters: What the optimizer updates, by logical name: the shards, or fp32 masters of them.
+        gathered: The bytes of units that are whole.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Sharder:
         self._rank = 0 if group is None else group.rank
         self.shards: dict[str, nn.Parameter] = {}
         self.masters: dict[str, nn.Parameter] = {}
+        self.gathered = HighWater()
 
     def shard(self, layers: Sequence[int]) -> StageWeights:
         """Make the layers of a stage and shard their weights."""
@@ -93,7 +96,7 @@ class Sharder:
 
     def _unit(self, parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor]) -> Unit:
         """Shard parameters as a unit, and keep the masters of the owned ones."""
-        unit = Unit(parameters, self._owner_of, self._group)
+        unit = Unit(parameters, self._owner_of, self._group, self.gathered)
         self.shards |= unit.shards
         for name, shard in unit.shards.items():
             self.masters[name] = master_of(shard, initial[name], self._precision) if name in initial else shard

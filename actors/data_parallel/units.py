@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.collective.group import Group, Handle
+from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.replica_checks import digest
 from raypar.actors.flat_memory import FlatMemory
 from raypar.actors.tensors import nbytes
@@ -27,6 +28,7 @@ class Unit:
         parameters: The parameters by logical name, with their initial values, which move into the shards.
         owner_of: The owner of each parameter, a rank of the group.
         group: The replicas among which the parameters are sharded; None for a single one.
+        gathered: Counts the bytes of the actor's units that are whole.
 
     Attributes:
         shards: The parameters that this replica owns, by logical name: what the optimizer updates.
@@ -37,7 +39,11 @@ class Unit:
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], owner_of: Mapping[str, int], group: Group | None
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        owner_of: Mapping[str, int],
+        group: Group | None,
+        gathered: HighWater,
     ) -> None:
         self.digests = {name: digest({name: parameter}) for name, parameter in parameters.items()}
         self.num_bytes = sum(map(nbytes, parameters.values()))
@@ -46,6 +52,7 @@ class Unit:
             by_dtype[parameter.dtype][name] = parameter
         self._flats = [_Flat(members, owner_of, group) for members in by_dtype.values()]
         self.shards = {name: flat.shards[name] for flat in self._flats for name in flat.shards}
+        self._gathered = gathered
         self._handles: list[Handle] = []
         self._users = set[object]()
 
@@ -61,6 +68,7 @@ class Unit:
             user: Who will use them, and tells by ``free`` when it has. They stay whole for their other users.
         """
         if not self._users:
+            self._gathered.add(self.num_bytes)
             self._handles = [handle for flat in self._flats if (handle := flat.gather()) is not None]
         self._users.add(user)
 
@@ -76,6 +84,7 @@ class Unit:
             self.wait()
             self._users.remove(user)
             if not self._users:
+                self._gathered.add(-self.num_bytes)
                 for flat in self._flats:
                     flat.free()
 

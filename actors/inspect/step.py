@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from raypar.actors.checkpoint.snapshot import logical_name
+from raypar.actors.specs.results import Kind
 from raypar.actors.tensors import Values
 from raypar.schedules.action import Action
 
@@ -134,22 +135,25 @@ class Seen:
 
 @dataclass(frozen=True)
 class Held:
-    """What an actor holds in the middle of a step.
+    """What an actor holds in the middle of a step, or after it.
 
     Attributes:
         actor: The actor's coordinates.
-        weights: Bytes of its weights.
-        gradients: Bytes of their gradients.
-        optimizer: Bytes of the optimizer's state.
+        now: Bytes by kind: weights, gradients and the state of the optimizer; where ZeRO shards them also weights that
+            are gathered, and gradients in buckets on their way to other actors.
+        most: The same at the most in this step so far.
         values: Bytes of what its actions computed or received and other actions still need, by action.
         in_flight: By stage, the microbatches between their forward and their backward.
         memory: The most memory that it has held in this step, in bytes.
+        has_trained: Whether the step is a training step, so that ``most`` says what such a step takes.
+        process: Bytes that its process had before its first run, on a CPU; 0 if that is not known.
     """
 
     actor: str
-    weights: int
-    gradients: int
-    optimizer: int
+    now: Mapping[Kind, int]
+    most: Mapping[Kind, int]
     values: dict[Action, int]
     in_flight: dict[int, tuple[int, ...]]
     memory: int
+    has_trained: bool
+    process: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from raypar.actors.checkpoint.snapshot import Written
 from raypar.actors.collective import ray_groups
 from raypar.actors.collective.group import Group
 from raypar.actors.collective.ledger import Ledger
-from raypar.actors.device import Place, keep_freed_memory, place_of
+from raypar.actors.device import Place, keep_freed_memory, place_of, resident_memory
 from raypar.actors.inspect.activations import Sight, Spot
 from raypar.actors.inspect.step import Held, Seen
 from raypar.actors.sharding import Shard
@@ -35,6 +36,7 @@ class Hosted:
         self._member: Worker | Server | None = None  # None between two runs
         self._joined: dict[str, Group] = {}
         gc.freeze()  # exclude torch's objects from garbage collection
+        self._process = resident_memory()
 
     # --- a run ---
 
@@ -176,7 +178,9 @@ class Hosted:
 
     def held(self) -> Held:
         """Return the sizes of everything that this actor holds now."""
-        return _there(self._member).probe.held()
+        member = _there(self._member)
+        on_cpu = member.seat.place.kind == "cpu"
+        return replace(member.probe.held(), process=self._process if on_cpu else 0)
 
     def record(self, stage: int) -> None:
         """Start recording a stage in the step that was opened."""

@@ -15,6 +15,7 @@ from raypar.actors.collective.group import Group, Groups
 from raypar.actors.context_parallel.sequence import tokens_of
 from raypar.actors.data.batches import BatchSource, CastSource, ContextSource, TokenMean, batch_source
 from raypar.actors.data_parallel.buckets import Bucket, pack, share_out
+from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.reducer import Channel, Reducer
 from raypar.actors.data_parallel.replica_checks import digest, fixed_weights
 from raypar.actors.data_parallel.served_update import ServedUpdate
@@ -62,6 +63,7 @@ class Part:
         outputs: Sharding of the outputs of layers and of some modules in them, by logical name.
         weights: With ZeRO stage 3, the sharded weights of each stage, by its number.
         overflow: Counts overflow in the stages; None if the run does not ask for it.
+        gathered: With ZeRO stage 3, the bytes of weights that are whole; else None.
     """
 
     model: Model
@@ -75,6 +77,7 @@ class Part:
     outputs: Mapping[str, Sharding]
     weights: Mapping[int, StageWeights]
     overflow: OverflowWatch | None
+    gathered: HighWater | None
 
     @property
     def kept(self) -> Mapping[str, nn.Parameter]:
@@ -156,7 +159,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int
     masters = layers.masters(mine)
     ties = [_between_owners(tie, world, owner_of) for tie in ties]
     sharded = parallelizer.shards, parallelizer.partial, parallelizer.outputs
-    return Part(model, stages, parameters, masters, owner_of, ties, *sharded, weights, overflow)
+    return Part(model, stages, parameters, masters, owner_of, ties, *sharded, weights, overflow, layers.gathered)
 
 
 def overflow_of(plan: Plan, model: Model, parallelizer: Parallelizer) -> OverflowWatch | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from raypar.actors.collective.group import Group
+from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.sharder import Sharder
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.device import Place
@@ -63,6 +64,11 @@ class LayerMaker:
         if self._sharder is not None:
             return Masters(mine, self._sharder.masters, self._sharder.shards)
         return masters_of(self._plan.run.precision, self._modules.values(), mine)
+
+    @property
+    def gathered(self) -> HighWater | None:
+        """With ZeRO stage 3, the bytes of weights that are whole; else None."""
+        return None if self._sharder is None else self._sharder.gathered
 
     def _some(self, indices: Sequence[int]) -> None:
         made = self._model.materialize(indices, self._plan.run.seed, self._parallelize)

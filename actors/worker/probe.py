@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from raypar.actors.data_parallel.high_water import HighWater
+from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.inspect.activations import Sight, Spot, Watch
 from raypar.actors.inspect.recording import Tape
 from raypar.actors.inspect.step import Held, Seen
@@ -29,14 +31,25 @@ class Probe:
         state: The actor's state.
         names: Logical names of all layers of the model.
         outputs: By logical name, this actor's portion of the outputs of layers, and of some modules inside them.
+        reducer: Sums gradients over replicas; None if it has none to sum.
+        gathered: The bytes of weights that are whole for a while; None if all always are.
 
     Attributes:
         step: The latest step that was begun.
     """
 
-    def __init__(self, seat: Seat, state: WorkerState, names: Sequence[str], outputs: Mapping[str, Sharding]) -> None:
+    def __init__(
+        self,
+        seat: Seat,
+        state: WorkerState,
+        names: Sequence[str],
+        outputs: Mapping[str, Sharding],
+        reducer: Reducer | None = None,
+        gathered: HighWater | None = None,
+    ) -> None:
         self.step = Step()
         self._seat, self._state, self._names, self._outputs = seat, state, names, outputs
+        self._reducer, self._gathered = reducer, gathered
         self._trained: deque[list[Span]] = deque(maxlen=KEPT)  # spans of compiled training steps, latest first
         self._is_idle = False
 
@@ -133,32 +146,46 @@ class Probe:
         return Seen.of(self._seat.label, action, made, in_flight, self._seat.place.peak(), tensors=tensors)
 
     def memory(self) -> dict[Kind, int]:
-        """Return the bytes of weights, gradients and optimizer state that this actor holds now."""
+        """Return the bytes that this actor holds now, by kind: gathered and buckets only where ZeRO shards them."""
         parameters, masters = list(self._state.parameters.values()), self._state.masters_apart()
         states = [tensor for _, kept, tensor in self._state.update.state() if kept]
+        gradients = sum(nbytes(p.grad) for p in (*parameters, *masters) if p.grad is not None)
         return {
             "weights": sum(map(nbytes, parameters)),
-            "gradients": sum(nbytes(p.grad) for p in (*parameters, *masters) if p.grad is not None),
+            "gradients": gradients if self._reducer is None else self._reducer.num_bytes,
             "optimizer": sum(map(nbytes, (*states, *masters))),
+            **{kind: held.now for kind, held in self._passing()},
         }
 
     def most(self) -> dict[Kind, int]:
-        """Return the same at the most within a step, before ZeRO drops gradients: every weight has one."""
+        """Return the same at the most within the training step that was taken, in which every weight has a gradient."""
         parameters = self._state.parameters.values()
-        return {**self.memory(), "gradients": sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in parameters)}
+        whole: dict[Kind, int] = {}
+        if self._reducer is None:
+            whole = {"gradients": sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in parameters)}
+        return self.memory() | whole | {kind: held.most for kind, held in self._passing()}
+
+    def _passing(self) -> Iterator[tuple[Kind, HighWater]]:
+        """Yield what this actor holds for a while only."""
+        if self._gathered is not None:
+            yield "gathered", self._gathered
+        if self._reducer is not None and self._reducer.lent is not None:
+            yield "buckets", self._reducer.lent
 
     def held(self) -> Held:
         """Return the sizes of everything that this actor holds now."""
         dp = self._seat.world.mesh.dp
         return Held(
             self._seat.label,
-            **self.memory(),
+            now=self.memory(),
+            most=self.most(),
             values={action: sum(map(nbytes, values)) for action, values in self.step.values.items()},
             in_flight={
                 number: tuple(microbatch // dp for microbatch in stage.in_flight)
                 for number, stage in self._state.stages.items()
             },
             memory=self._seat.place.peak(),
+            has_trained=self.step.is_train,
         )
 
     def record(self, stage: int) -> None:

@@ -62,7 +62,7 @@ class Worker:
         self.parts = assemble(plan, groups, place)
         part = self.parts.part
         self.state = WorkerState(seat, part, part.kept, self.parts.update, part.stages, self.parts.scaler)
-        self.probe = Probe(seat, self.state, part.model.names, part.outputs)
+        self.probe = Probe(seat, self.state, part.model.names, part.outputs, self.parts.reducer, part.gathered)
         self._place, self._stages, self._step = place, part.stages, self.probe.step
         self._epoch = 0  # number of steps refused for non-finite gradients
         self._methods: dict[Op, Callable[[Action], None]] = {
@@ -143,6 +143,8 @@ class Worker:
         if self.parts.part.overflow is not None:
             self.parts.part.overflow.begin(step, train=train)
         self.program.windows.begin()
+        if self.parts.part.gathered is not None:
+            self.parts.part.gathered.begin()
         self._place.begin()
 
     def open(self, step: int) -> None:

@@ -30,6 +30,7 @@ with actors:
   raypar recipes                                list the recipes with their sizes
 
 without actors, in no time:
+  raypar plan [RECIPE|FILE.toml] [flags]        memory by kind and bytes sent, at every level of ZeRO
   raypar draw SCHEDULE|FILE.csv [flags]         draw a schedule: text, SVG, CSV, Chrome trace
   raypar check SCHEDULE|FILE.csv [flags]        prove that a schedule can run
   raypar simulate SCHEDULE|FILE.csv [flags]     how long a schedule takes, and how much of it is bubble
@@ -70,7 +71,7 @@ exit codes:
 """
 
 _PAPER = ("draw", "check", "simulate")
-_RUNS = ("train", "step", "verify")
+_RUNS = ("train", "step", "verify", "plan")
 _DISK = ("ckpt", "report", "trace")
 _COMMANDS = (*_PAPER, *_RUNS, *_DISK, "recipes")
 _MEANT = {"repl": "step", "shell": "step", "resume": "train", "run": "train"}
@@ -167,6 +168,8 @@ def _with_actors(command: str, words: list[str]) -> int:
             verdict = train.verify(words)
             _say(str(verdict))
             return OK if verdict.ok else DIFFERENT
+        if command == "plan":
+            return _say(train.plan(words))
         if command == "step":
             train.step(words)
             return OK

@@ -23,6 +23,7 @@ from raypar.cli.flag_values import value_faults
 from raypar.cli.flag_words import read_none, read_precision
 from raypar.cli.foreign_flags import foreign_faults
 from raypar.cli.output_files import file_faults, growing_file, whole_file
+from raypar.cli.plan import compared
 from raypar.cli.resuming import how_to_go_on, its_run, misfits
 from raypar.config.recipes import RECIPES
 from raypar.config.run import check_run, unrecorded, world_of
@@ -31,7 +32,7 @@ from raypar.config.validate.parallel import idle_fields
 from raypar.errors import ConfigError, JobError
 from raypar.paths import RUN, absolute, checkpoints_in, holds_run
 from raypar.planner.host import room_faults
-from raypar.reporting.needs import Rows
+from raypar.reporting.needs import Rows, memory_faults
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.summary import closing_rows, plan_rows, planned_grid
 from raypar.schedules.drawing.chrome_trace import chrome_trace
@@ -143,7 +144,7 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
         faults.append(f"{taken}: give more to go on")
     if not 0 <= args.wait_for_nodes < math.inf:
         faults.append(f"--wait-for-nodes is {args.wait_for_nodes}: it must be a number of seconds, 0 or more")
-    faults += room_faults(world_of(run).size)
+    faults += [*room_faults(world_of(run).size), *memory_faults(run, schedule)]
     if faults or args.dry_run:  # otherwise the launch looks for them
         faults += misfits(run, start, args.overwrite)
     if faults:
@@ -225,9 +226,7 @@ def _keep(job: Job) -> None:
 def verify(words: Sequence[str]) -> Verdict:
     """Run ``raypar verify``: compare a run on actors with the same run in one plain process.
 
-    The run may be that of a run folder, which is only read.
-
-    Raises what ``train`` raises.
+    The run may be that of a run folder, which is only read. Raises what ``train`` raises.
     """
     what = "Train a few steps on actors and in one plain process, and compare all losses, gradients and weights."
     run = unrecorded(_parse(RunArgs, words, "verify", what, "gpt-tiny", {"steps": _VERIFIED_STEPS}).run())
@@ -237,6 +236,12 @@ def verify(words: Sequence[str]) -> Verdict:
     from raypar.parity.verify import verify as verified
 
     return verified(run)
+
+
+def plan(words: Sequence[str]) -> str:
+    """Run ``raypar plan``: say what a run takes at each level of ZeRO. Raises ConfigError if it has faults."""
+    what = "Say what a run takes: memory by kind, and bytes sent, as it is and at each level of ZeRO."
+    return compared(unrecorded(_parse(RunArgs, words, "plan", what, "gpt-small").run()))
 
 
 def step(words: Sequence[str]) -> None:

@@ -14,7 +14,10 @@ from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
 from raypar.job.weights import Weights
 from raypar.planner.prediction import from_steps
-from raypar.reporting.report import ledger_of, timelines_of
+from raypar.reporting.memory_table import MemoryTable, memory_table
+from raypar.reporting.needs import size
+from raypar.reporting.notebook import table
+from raypar.reporting.report import Report, ledger_of, timelines_of
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.timeline import Timeline
 
@@ -155,6 +158,28 @@ class Inspection:
         found = self._guard(lambda: self._calls.some(ranks, "gradient", name, what=f"fetching {name}"))
         pairs = zip(ranks, found, strict=True)
         return {rank: (self._holds[rank][name], gradient) for rank, gradient in pairs if gradient is not None}
+
+    def actors(self, device: str, last: Report | None) -> str:
+        """Return a table of the actors as HTML: coordinates, parameters, memory and device. It calls no actor.
+
+        Args:
+            device: What the actors compute on.
+            last: The report of the latest step, which has the peak memory of each pipeline rank; None before the first.
+        """
+        import torch
+
+        rows = []
+        for rank, held in enumerate(self._holds):
+            parts = (shard.take(torch.empty(shard.whole, device="meta")) for shard in held.values())
+            works = rank < self._run.mesh.size
+            peak = size(last.peak_memory[self._world.pp(rank)]) if last is not None and works else "-"
+            rows.append((rank, self._world.label(rank), f"{sum(part.numel() for part in parts):,}", peak, device))
+        return table(rows, ("actor", "coordinates", "parameters", "peak memory", "device"))
+
+    def memory(self) -> MemoryTable:
+        """Return the memory of every actor by kind, as a formula has it and as it was measured; see ``Job.memory``."""
+        held = self._guard(lambda: self._calls.all("held", what="reading the memory"))
+        return memory_table(self._run, self._schedule, self._skeleton, held)
 
     def ledger(self) -> dict[str, dict[tuple[str, str], Entry]]:
         """Return the communication totals since the launch: by actor, then by (axis, op), calls, bytes and seconds."""

@@ -28,6 +28,8 @@ from raypar.job.plans import plans_of
 from raypar.job.run_folders import settled
 from raypar.job.training_loop import TrainingLoop
 from raypar.job.weights import Weights
+from raypar.reporting.memory_table import MemoryTable
+from raypar.reporting.needs import memory_faults
 from raypar.reporting.notebook import box
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report
@@ -108,9 +110,10 @@ class Job:
         return f"{self._told()}\n{grid}"
 
     def _repr_html_(self) -> str:
-        """Return the job's summary and a picture of its schedule, for notebooks."""
+        """Return the job's summary, a table of its actors and a picture of its schedule, for notebooks."""
         told = f'<pre style="white-space: pre-wrap">{escape(self._told())}</pre>'
-        return box(told, self.schedule._repr_svg_() or "")
+        actors = self._inspection.actors(self.device, self._loop.last)
+        return box(told, actors, self.schedule._repr_svg_() or "")
 
     # --- training ---
 
@@ -247,21 +250,11 @@ class Job:
         return self._inspection.watch()
 
     def sights(self, spots: Sequence[Spot]) -> list[dict[int, Sight]]:
-        """Fetch watched tensors.
-
-        Args:
-            spots: The tensors.
-
-        Returns:
-            For each tensor, by rank, the part that the rank has. Ranks without a part are left out.
-        """
+        """Fetch the parts of watched tensors: for each, by rank, what the rank has; ranks without one are left out."""
         return self._inspection.sights(spots)
 
     def grads(self, name: str) -> dict[int, tuple[Shard, Tensor]]:
-        """Fetch every actor's part of a gradient of the latest step.
-
-        Args:
-            name: Logical name of the parameter.
+        """Fetch every actor's part of the gradient of a parameter, by its logical name, of the latest step.
 
         Returns:
             By rank, the shard and its gradient on the CPU. Ranks without one are left out.
@@ -271,6 +264,10 @@ class Job:
     def ledger(self) -> dict[str, dict[tuple[str, str], Entry]]:
         """Return the communication totals since the launch: by actor, then by (axis, op), calls, bytes and seconds."""
         return self._inspection.ledger()
+
+    def memory(self) -> MemoryTable:
+        """Return the memory of every actor by kind, as a formula has it and as it was measured in the latest step."""
+        return self._inspection.memory()
 
     def timeline(self, dp: int = 0) -> Timeline:
         """Return the measured timeline of one replica's latest compiled training step.
@@ -325,7 +322,10 @@ class Job:
         """
         self._loop.demand_ready()
         programs, skeleton, found = prepared(run, resume)
-        if faults := list(reset_faults(run, self.num_actors, self.device)):
+        if faults := [
+            *reset_faults(run, self.num_actors, self.device),
+            *memory_faults(run, programs["train"], skeleton),
+        ]:
             raise ConfigError(faults)
         look_ahead(run, programs, skeleton)
         run = settled(run)

@@ -18,6 +18,7 @@ from raypar.errors import ConfigError
 from raypar.job.before_launch import look_ahead
 from raypar.job.job import Job
 from raypar.job.run_folders import replaced, settled
+from raypar.reporting.needs import memory_faults
 from raypar.reporting.record import Record
 from raypar.reporting.summary import log_plan
 
@@ -50,6 +51,8 @@ def launch(
         raise ConfigError([f"wait_for_nodes is {wait_for_nodes}: it must be a number of seconds, 0 or more"])
     programs, skeleton, found = prepared(run, resume, overwrite=overwrite)
     look_ahead(run, programs, skeleton)
+    if faults := list(memory_faults(run, programs["train"], skeleton)):
+        raise ConfigError(faults)
     run = settled(run)
     with replaced(run.folder if overwrite else None):
         return _launched(run, programs, skeleton, found, wait_for_nodes)

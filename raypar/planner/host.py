@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from raypar.actors.specs.types import DeviceChoice
+
 _LEAST_SLOTS = 16  # CPUs that a Ray of our own declares at least, so that many actors can share a laptop's few cores
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_NVIDIA = Path("/dev/nvidiactl")
 
 
 def num_cores() -> int:
@@ -33,6 +36,22 @@ def room_faults(num_actors: int) -> Iterator[str]:
     if starts_own_ray() and num_actors > num_slots():
         here = f"the {num_slots()} that this machine of {num_cores()} cores takes"
         yield f"mesh: {num_actors} actors are more than {here}: use a smaller mesh, or set RAY_ADDRESS to a cluster"
+
+
+def computes_here(device: DeviceChoice) -> bool:
+    """Return whether a launch would start actors that compute on this machine's CPUs, so that they need its memory."""
+    return starts_own_ray() and (device == "cpu" or (device == "auto" and not _NVIDIA.exists()))
+
+
+def total_memory() -> int | None:
+    """Return the bytes of memory that this machine has, or that a container may use; None if nothing tells."""
+    found = []
+    with suppress(OSError):
+        if entry := re.search(r"^MemTotal:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE):
+            found.append(int(entry[1]) << 10)
+    with suppress(OSError, ValueError):  # "max" if there is no limit
+        found.append(int((_CGROUP / "memory.max").read_text()))
+    return min(found, default=None)
 
 
 def free_memory() -> int | None:

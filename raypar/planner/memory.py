@@ -1,11 +1,21 @@
-"""How much memory the actors of a run need, estimated before it starts, by kind and pipeline rank.
+"""How much memory the actors of a run need, by kind and pipeline rank, estimated before it starts.
 
-Weights, gradients and the optimizer's state are exact but for how ZeRO and servers share whole weights out. Activations
-are those that a forward keeps for its backward, by the formula of Korthikanti et al. 2022 (equation 2), counted in
-elements of 4 bytes as CPUs keep them: with s tokens, b samples, h hidden and a heads a block of a GPT keeps 16 sbh, and
-2 sbh more with dropout; of scores a s^2 b where they are kept at all, 3 of them with dropout. tests/actors/layers/
-test_kept_activations.py counts what the modules keep. What comes and goes within an action is left out, but for what a
-recomputation makes again and for the logits.
+With W bytes of weights on a pipeline rank, as many of gradients, and S of the optimizer's state, N owners hold:
+
+======  =======  =========  =========  ========  ===========================================================
+level   weights  gradients  optimizer  gathered  buckets
+======  =======  =========  =========  ========  ===========================================================
+0       W        W          S          0         0
+1       W        W          S / N      0         0
+2       W        W / N      S / N      0         gradients between their backward and the end of their reduction
+3       W / N    W / N      S / N      units     the same
+======  =======  =========  =========  ========  ===========================================================
+
+Parameters are owned whole, so an owner may have a little more or less than the N-th part. Which units are gathered at a
+time follows from the schedule's UNSHARD and RESHARD. The kinds are at their most at different times, so their sum is
+more than what an actor ever holds.
+
+Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", figure 1.
 """
 
 from __future__ import annotations
@@ -14,135 +24,270 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raypar.actors.mesh.world import World
-from raypar.actors.models.partition import split_layers, transformer_costs
-from raypar.actors.specs.model import GPT, Layers, Llama
+from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import SGD, Muon
-from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
-from raypar.schedules.rules import HOLDS
+from raypar.planner.activations import most_kept
+from raypar.planner.parameters import Units
+from raypar.schedules.action import Action, Op
+from raypar.schedules.rules import MAKES_GRADIENTS, USES_WEIGHTS, streamed
+from raypar.schedules.simulation.memory import peaks
 from raypar.schedules.timeline import Timeline
 
-FLOAT = 4  # bytes
-PROCESS = 300 << 20  # bytes of an actor's process before it has a weight: Python, torch, Ray (gpt-tiny, 2026-11-24)
-_BLOCKS = 12 << 20  # bytes of scores that attention in blocks keeps for an actor
+PROCESS = 310 << 20  # bytes of an actor's process without its run: Python, torch, Ray, kernels (gpt-tiny, 2026-11-24)
+# Of activations, what comes and goes beside them; and each kind that comes and goes in a step leaves as much heap in
+# pieces (gpt-small and hidden 512, 2026-11-24).
+WORKING = 0.4
+_UNDER_WAY = 2  # buckets that are being reduced, beside those that are filled
+
+
+@dataclass(frozen=True)
+class ElementBytes:
+    """Bytes of one element by what it is.
+
+    Attributes:
+        weight: A weight.
+        gradient: Its gradient.
+        state: A value that the optimizer keeps for it.
+    """
+
+    weight: int = 4
+    gradient: int = 4
+    state: int = 4
+
+
+def element_bytes(run: Run) -> ElementBytes:
+    """Return the bytes of the elements of a run. All are float32."""
+    return ElementBytes()
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many parameters a run has, by where they are.
+
+    Attributes:
+        held: By pipeline rank, those of a worker, before ZeRO shards them.
+        units: By stage, those that are gathered together.
+        matrices: By pipeline rank, those that Muon updates; empty if the optimizer is another one.
+    """
+
+    held: Sequence[int]
+    units: Sequence[Units]
+    matrices: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of an actor by kind.
+    """Bytes of an actor by kind, each at its most within a step.
 
     Attributes:
-        weights: Its weights.
-        gradients: Their gradients.
+        weights: Its weights; if they are sharded, those that it owns.
+        gradients: The gradients that it keeps until the update.
         optimizer: The state of the optimizer for the weights that it updates.
         activations: The most that its forwards keep for their backwards at a time; None if that is unknown.
-        process: What its process takes before it has a weight.
+        gathered: Sharded weights that are whole for a while.
+        buckets: Gradients that another actor gets, or that wait for those of other actors.
+        process: What its process takes without a run.
+        working: What comes and goes within an action, and heap in pieces too small to use.
+        twice: Bytes of gradients that are in buckets first, and so are counted twice.
+        shared: Memory of other actors that it reads their tensors from. It counts in the size of each process, but the
+            machine has it once.
     """
 
     weights: int
     gradients: int
     optimizer: int
     activations: int | None
+    gathered: int = 0
+    buckets: int = 0
     process: int = PROCESS
+    working: int = 0
+    twice: int = 0
+    shared: int = 0
+
+    @property
+    def state(self) -> int:
+        """What it holds in any case: weights, gradients and the state of the optimizer."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def passing(self) -> int:
+        """What its process holds for a while: activations, what comes and goes within an action, what it reads."""
+        return (self.activations or 0) + self.working + self.shared
 
     @property
     def total(self) -> int:
-        """All that is known."""
-        return self.weights + self.gradients + self.optimizer + (self.activations or 0) + self.process
+        """All that is known and its own."""
+        passing = self.gathered + self.buckets + (self.activations or 0) + self.working
+        return self.state + passing + self.process - self.twice
+
+    @property
+    def peak(self) -> int:
+        """All that is known of the size of its process."""
+        return self.total + self.shared
 
 
-def worker_memory(
-    run: Run, world: World, held: Sequence[int], timeline: Timeline, matrices: Sequence[int] = ()
-) -> list[Memory]:
+def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) -> list[Memory]:
     """Estimate the memory of a worker of each pipeline rank.
 
     Args:
         run: The run.
         world: Its ranks.
-        held: Parameters that a worker of each pipeline rank holds.
-        timeline: The predicted training step, which says how many activations are kept at a time.
-        matrices: How many of these parameters Muon updates; empty if the optimizer is another one.
+        counts: Its parameters.
+        timeline: The predicted training step, which says how many activations and weights are held at a time.
 
     Returns:
         The memory by pipeline rank.
     """
-    kept = [None] * world.mesh.pp if isinstance(run.model, Layers) else _most_kept(run, run.model, timeline)
-    owners = 0 if world.servers else world.owners
-    return [
-        Memory(FLOAT * count, FLOAT * count, FLOAT * -(-state // owners) if owners else 0, activations)
-        for count, state, activations in zip(held, _states(run, held, matrices), kept, strict=True)
-    ]
+    each = element_bytes(run)
+    kept = [None] * world.mesh.pp if isinstance(run.model, Layers) else most_kept(run, run.model, timeline)
+    whole = peaks(timeline, [each.weight * count for count in _gathered(timeline, counts)], [0] * len(counts.units))
+    lent = [_Lent(run, world, counts, row) for row in timeline.schedule.rows]
+    alone = streamed(timeline.schedule)
+    streams = [all(action in alone for action in row if action.op in USES_WEIGHTS) for row in timeline.schedule.rows]
+    found = []
+    for rank, (count, state) in enumerate(zip(counts.held, _states(run, counts), strict=True)):
+        summed = world.owners if world.sharded and lent[rank].is_lent else 1
+        gradients = each.gradient * -(-count // summed)
+        gathered = whole[rank].weights if world.gathers else 0
+        buckets = lent[rank].most() if lent[rank].is_lent else 0
+        waits = buckets >= each.gradient * count > 0 and lent[rank].waits
+        pieces = (gradients if lent[rank].is_lent and not waits else 0) + (gathered if streams[rank] else 0)
+        copied = gathered + min(buckets, lent[rank].under_way)
+        found.append(
+            Memory(
+                weights=each.weight * -(-count // (world.owners if world.gathers else 1)),
+                gradients=gradients,
+                optimizer=0 if world.servers else each.state * -(-state // world.owners),
+                activations=kept[rank],
+                gathered=gathered,
+                buckets=buckets,
+                working=round(WORKING * (kept[rank] or 0)) + pieces,
+                twice=gradients if waits else 0,
+                shared=copied + _windows_read(world, each.weight * count, lends=lent[rank].is_lent),
+            )
+        )
+    return found
 
 
-def server_memory(run: Run, world: World, held: Sequence[int], matrices: Sequence[int] = ()) -> list[Memory]:
+def _windows_read(world: World, weights: int, *, lends: bool) -> int:
+    """Return the bytes that a worker reads where other replicas keep them, in memory that they share.
+
+    An all_reduce, or the reductions to all owners and their broadcasts of new weights, read every replica's part of all
+    tensors twice. Flat tensors that are lent, and gathered weights, are copied into shared memory instead.
+    """
+    if world.servers or not world.reduces:
+        return 0
+    group = world.owners if world.sharded else world.replicas
+    reads = 0 if world.gathers else 1 if lends else 2
+    return reads * weights * (group - 1) // group
+
+
+def server_memory(run: Run, world: World, counts: Counts) -> list[Memory]:
     """Estimate the memory of a parameter server of each pipeline rank; empty if the run has none.
 
     The arguments are those of ``worker_memory``.
     """
     if not world.servers:
         return []
-    both = zip(held, _states(run, held, matrices), strict=True)
-    shares = [(FLOAT * -(-count // world.servers), FLOAT * -(-state // world.servers)) for count, state in both]
-    return [Memory(share, share, state, 0) for share, state in shares]
+    each, servers = element_bytes(run), world.servers
+    return [
+        Memory(each.weight * share, each.gradient * share, each.state * -(-state // servers), 0)
+        for share, state in zip((-(-count // servers) for count in counts.held), _states(run, counts), strict=True)
+    ]
 
 
-def _states(run: Run, held: Sequence[int], matrices: Sequence[int]) -> list[int]:
+def _states(run: Run, counts: Counts) -> list[int]:
     """Return the elements of optimizer state of each pipeline rank.
 
     For a parameter these are the momentum with SGD, if it has one, and with Muon, and two means with AdamW.
     """
     if isinstance(run.optim, SGD):
-        return [count * bool(run.optim.momentum) for count in held]
+        return [count * bool(run.optim.momentum) for count in counts.held]
     if isinstance(run.optim, Muon):
-        return [2 * count - min(count, single) for count, single in zip(held, matrices, strict=True)]
-    return [2 * count for count in held]
+        return [2 * count - min(count, single) for count, single in zip(counts.held, counts.matrices, strict=True)]
+    return [2 * count for count in counts.held]
 
 
-def _most_kept(run: Run, model: GPT | Llama, timeline: Timeline) -> list[int]:
-    """Return the most bytes of activations that a worker of each pipeline rank keeps at a time."""
-    stages = split_layers(run.split, transformer_costs(model), timeline.schedule.num_stages)
-    each = [_stage(run, model, layers, num_blocks=model.layers) for layers in stages]
-    now, most = [0] * timeline.num_ranks, [0] * timeline.num_ranks
-    for event in timeline.events:
-        if event.action.stage is not None and (change := HOLDS.get(event.action.op, 0)):
-            kept, passing = each[event.action.stage]
-            now[event.rank] += change * kept
-            most[event.rank] = max(most[event.rank], now[event.rank] + passing)
-    in_blocks = model.attention == "blocks" and not model.dropout
-    return [bytes_ + (_BLOCKS if in_blocks else 0) for bytes_ in most]
+def _gathered(timeline: Timeline, counts: Counts) -> list[int]:
+    """Return by stage the most parameters that are whole at a time in a window of its weights.
+
+    A window for one pass over the layers has a unit and the next one, a window for more has all units.
+    """
+    alone = streamed(timeline.schedule)
+    held = {
+        action.stage
+        for row in timeline.schedule.rows
+        for action in row
+        if action.op in USES_WEIGHTS and action not in alone
+    }
+    return [units.whole if stage in held else units.two for stage, units in enumerate(counts.units)]
 
 
-def _stage(run: Run, model: GPT | Llama, layers: range, num_blocks: int) -> tuple[int, int]:
-    """Return the bytes that a stage keeps of a microbatch, and those that its backward needs for a while."""
-    ranks, sbh = run.mesh.tensor_ranks, model.seq * run.micro_batch_size * model.hidden
-    logits = model.seq * run.micro_batch_size * model.vocab / ranks
-    words = [word_of(run.recompute, range(num_blocks), layer) for layer in layers]
-    blocks = {word: _block(run, model, word) for word in {"none", *words}}
-    alone = 0.0 if run.mesh.grid is None and not run.sequence_parallel else 1 - 1 / ranks  # of sbh, not kept here
-    own, head = (1 - alone) * sbh, layers.stop == num_blocks
-    ends = (own if layers.start == 0 and model.dropout else 0) + (2 * own + logits if head else 0)
-    kept = sum(blocks[word] for word in words) + ends
-    passing = max((blocks["none"] - blocks[word] for word in words), default=0.0)  # a layer run again
-    if run.recompute == "full":  # the whole stage is run again from its inputs
-        kept, passing = (own if layers.start else 0), len(layers) * blocks["none"] + ends
-    return round(FLOAT * kept / run.mesh.cp), round(FLOAT * (passing + (2 * logits if head else 0)) / run.mesh.cp)
+class _Lent:
+    """The gradients of a pipeline rank that are in buckets for a while.
 
+    Args:
+        run: The run.
+        world: Its ranks.
+        counts: Its parameters.
+        row: The row of the pipeline rank.
 
-def _block(run: Run, model: GPT | Llama, word: str) -> float:
-    """Return the elements that a block keeps of a microbatch for its backward, of all parts of the sequence."""
-    ranks, tokens = run.mesh.tensor_ranks, model.seq * run.micro_batch_size
-    sbh, scores = tokens * model.hidden, tokens * model.seq * model.heads
-    masks = 2 if model.dropout else 0
-    wide = (2 if isinstance(model, GPT) else 4) * model.mlp_width / model.hidden
-    units = 6 + 2 * model.num_kv_heads / model.heads + wide + masks
-    if word == "full":
-        return sbh / (ranks if run.sequence_parallel or run.mesh.grid is not None else 1)
-    whole = 0 if run.mesh.grid is not None else 2 if run.sequence_parallel else 4 + masks
-    kept = (whole + (units - whole) / ranks) * sbh
-    if run.mesh.cp > 1 and run.context == "ulysses":
-        kept += sbh / ranks
-    if word == "selective":
-        return kept
-    if model.dropout or model.attention == "materialised" or (run.mesh.cp > 1 and run.context == "rsa"):
-        kept += (3 if model.dropout else 1) * scores / ranks
-    return kept
+    Attributes:
+        is_lent: Whether there are such buckets.
+        waits: Whether gradients wait in them for the last of several backwards.
+        under_way: The most bytes that are filled or reduced at a time.
+    """
+
+    def __init__(self, run: Run, world: World, counts: Counts, row: Sequence[Action]) -> None:
+        self._row, self._owners = row, world.owners
+        self._sizes = [element_bytes(run).gradient * units.whole for units in counts.units]
+        self._bucket = int(run.bucket_mb * 2**20)
+        ends = [action.stage for action in row if action.op is Op.REDUCE_GRAD]
+        self.waits = any(count > 1 for counts in self._rounds().values() for count in counts)
+        self.under_way = (self._owners + _UNDER_WAY) * self._bucket
+        self.is_lent = world.reduces and (world.zero > 1 or len(set(ends)) < len(ends))
+
+    def most(self) -> int:
+        """Return the most bytes of gradients in buckets at a time.
+
+        In a round of several backwards the gradients of the whole stage wait for the last one. In a round of one,
+        buckets are reduced while they are made: each owner has one that is filled, and some are under way.
+        """
+        rounds = self._rounds()
+        now = most = 0
+        at = dict.fromkeys(rounds, 0)
+        opened = set[int]()
+        for stage, op, _ in self._row:
+            if stage is None or stage not in rounds:
+                continue
+            several = at[stage] < len(rounds[stage]) and rounds[stage][at[stage]] > 1
+            if op in MAKES_GRADIENTS:
+                if several and stage not in opened:
+                    opened.add(stage)
+                    now += self._sizes[stage]
+                most = max(most, now if several else now + self._passing(stage, len(rounds[stage])))
+            elif op is Op.REDUCE_GRAD:
+                at[stage] += 1
+                if stage in opened:
+                    opened.remove(stage)
+                    now -= self._sizes[stage]
+        return most
+
+    def _passing(self, stage: int, rounds: int) -> int:
+        """Return the most bytes in buckets during a backward that ends a round; a round before may be under way."""
+        size = self._sizes[stage]
+        bucket = min(self._bucket, -(-size // self._owners))
+        passing = (self._owners + _UNDER_WAY) * bucket
+        return passing if rounds > 1 else min(size, passing)
+
+    def _rounds(self) -> dict[int, list[int]]:
+        """Return by stage how many backwards each of its rounds of reductions has."""
+        found: dict[int, list[int]] = {}
+        left: dict[int, int] = {}
+        for stage, op, _ in self._row:
+            if stage is not None and op in MAKES_GRADIENTS:
+                left[stage] = left.get(stage, 0) + 1
+            elif stage is not None and op is Op.REDUCE_GRAD:
+                found.setdefault(stage, []).append(left.pop(stage, 0))
+        return found

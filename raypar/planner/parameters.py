@@ -14,6 +14,7 @@ model are counted from its skeleton.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from raypar.actors.mesh.grid import Grid
 from raypar.actors.models.partition import split_layers, transformer_costs
@@ -42,8 +43,7 @@ def held_parameters(model: GPT | Llama, split: Split, schedule: Schedule, tensor
     Returns:
         The counts by pipeline rank. If both ends of a tied weight are on one rank, it counts once, else twice.
     """
-    ranks = tensor if isinstance(tensor, int) else tensor.side ** (3 if tensor.kind == "3d" else 2)
-    grid = not isinstance(tensor, int)
+    ranks, grid = _ranks(tensor)
     first, last = schedule.placement[0], schedule.placement[-1]
     held = [0] * schedule.num_ranks
     for stage, layers in enumerate(split_layers(split, transformer_costs(model), schedule.num_stages)):
@@ -51,6 +51,49 @@ def held_parameters(model: GPT | Llama, split: Split, schedule: Schedule, tensor
     held[first] += _embedding(model, ranks)
     held[last] += _head(model, ranks, tied=model.tied and first == last)
     return held
+
+
+@dataclass(frozen=True)
+class Units:
+    """The parameters of a stage that are gathered together, where weights are sharded over replicas.
+
+    Attributes:
+        visits: Parameters that its units need in turn: embedding, layers of the body, head.
+        whole: Parameters of all units together. A weight that two units share counts once.
+    """
+
+    visits: tuple[int, ...]
+    whole: int
+
+    @property
+    def two(self) -> int:
+        """The most parameters of a unit and the next one, which is gathered meanwhile."""
+        return max(map(sum, zip(self.visits, (*self.visits[1:], 0), strict=True)), default=0)
+
+
+def unit_parameters(model: GPT | Llama, split: Split, num_stages: int, tensor: int | Grid, layers: int) -> list[Units]:
+    """Count the parameters of each stage's units on an actor.
+
+    Args:
+        model: The model.
+        split: How its layers are split into stages.
+        num_stages: Number of stages.
+        tensor: Number of tensor-parallel ranks, or their grid.
+        layers: Layers of the body in a unit.
+    """
+    ranks, grid = _ranks(tensor)
+    units = []
+    for stage, held in enumerate(split_layers(split, transformer_costs(model), num_stages)):
+        sizes = [min(layers, len(held) - start) for start in range(0, len(held), layers)]
+        visits = [size * _block(model, ranks, grid=grid) for size in sizes]
+        tied = model.tied and num_stages == 1
+        if stage == 0:
+            visits.insert(0, _embedding(model, ranks))
+        if stage == num_stages - 1:
+            visits.append(_head(model, ranks, tied=False))
+        again = _head(model, ranks, tied=False) - _head(model, ranks, tied=tied)
+        units.append(Units(tuple(visits), sum(visits) - again))
+    return units
 
 
 def stage_parameters(model: GPT | Llama, split: Split, num_stages: int) -> list[int]:
@@ -68,6 +111,13 @@ def short_count(count: int) -> str:
         if count >= unit:
             return f"{count / unit:,.1f} {name}"
     return str(count)
+
+
+def _ranks(tensor: int | Grid) -> tuple[int, bool]:
+    """Return over how many ranks a matrix is divided, and whether they are a grid."""
+    if isinstance(tensor, int):
+        return tensor, False
+    return tensor.side ** (3 if tensor.kind == "3d" else 2), True
 
 
 def _block(model: GPT | Llama, ranks: int, *, grid: bool = False) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from raypar.actors.mesh.mesh import AXES
 from raypar.actors.optim.groups import is_matrix
@@ -11,14 +11,23 @@ from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
-from raypar.planner.host import free_memory, starts_own_ray
-from raypar.planner.memory import Memory, server_memory, worker_memory
-from raypar.planner.parameters import held_parameters, num_parameters, short_count, stage_parameters
+from raypar.planner.host import computes_here, free_memory, total_memory
+from raypar.planner.memory import Counts, Memory, server_memory, worker_memory
+from raypar.planner.parameters import (
+    Units,
+    held_parameters,
+    num_parameters,
+    short_count,
+    stage_parameters,
+    unit_parameters,
+)
+from raypar.planner.prediction import from_flops
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
 
 Rows = list[tuple[str, str]]
 
+TOO_MUCH = "TOO MUCH"
 _MOST = 8  # pipeline ranks that have a row of their own
 
 
@@ -47,36 +56,83 @@ def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline:
         skeleton: The run's model without weights; needed for the user's own Layers and Muon only, and built if None.
         timeline: The predicted training step.
     """
-    world = world_of(run)
-    held, told = _parameters(run, schedule, skeleton)
-    matrices = muon_parameters(run, schedule, skeleton)
-    workers = worker_memory(run, world, held, timeline, matrices)
-    servers = server_memory(run, world, held, matrices)
-    rows = [("parameters", told)]
-    most = max(range(len(workers)), key=lambda rank: workers[rank].total)
+    world, counts = world_of(run), counts_of(run, schedule, skeleton)
+    workers, servers = worker_memory(run, world, counts, timeline), server_memory(run, world, counts)
+    rows = [("parameters", _parameters(run, schedule, skeleton, counts.held))]
+    most = max(range(len(workers)), key=lambda rank: workers[rank].peak)
     for rank in range(len(workers)) if len(workers) <= _MOST else [most]:
         rows.append((f"memory, pp={rank}", _kinds(workers[rank])))
     if servers:
         rows.append(("memory of a server", _kinds(max(servers, key=lambda memory: memory.total))))
-    inner = world.mesh.size // world.mesh.pp
-    needed = sum(memory.total for memory in workers) * inner + sum(memory.total for memory in servers) * run.servers
-    return [*rows, ("memory in all", f"{_size(needed)} {_against(run, needed, [*workers, *servers], world.size)}")]
+    needed = _in_all(run, workers, servers, lambda memory: memory.total)
+    return [*rows, ("memory in all", f"{size(needed)} {_against(run, needed, [*workers, *servers], world.size)}")]
 
 
-def _parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> tuple[list[int], str]:
-    """Count the parameters that a worker of each pipeline rank holds, and say all counts."""
+def memory_faults(run: Run, schedule: Schedule, skeleton: Skeleton | None = None) -> Iterator[str]:
+    """Yield a fault if a run's weights, gradients and optimizer state alone are more than this machine has.
+
+    Nothing is yielded if the actors would run elsewhere or on GPUs. The arguments are those of ``need_rows``.
+    """
+    has = total_memory() if computes_here(run.device) else None
+    if has is None:
+        return
+    world, counts = world_of(run), counts_of(run, schedule, skeleton)
+    workers = worker_memory(run, world, counts, from_flops(run, schedule).timeline)
+    needed = _in_all(run, workers, server_memory(run, world, counts), lambda memory: memory.state)
+    if needed <= has:
+        return
+    copies = world.replicas if not world.gathers else world.replicas // world.mesh.shards
+    fix = "use a smaller model, or set RAY_ADDRESS to a cluster"
+    if copies > 1 and not world.servers:
+        fix = f"set zero to 3, or use fewer of the {copies} replicas that each have all weights, {fix}"
+    yield (
+        f"memory: weights, gradients and optimizer state of all {world.size} actors take {size(needed)}, and this "
+        f"machine has {size(has)}: {fix}"
+    )
+
+
+def counts_of(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts:
+    """Count the parameters of a run, by where they are. The arguments are those of ``need_rows``."""
+    tensor, num_stages = run.mesh.grid or run.mesh.tensor_ranks, schedule.num_stages
+    if not isinstance(run.model, Layers):
+        held = held_parameters(run.model, run.split, schedule, tensor)
+        units = unit_parameters(run.model, run.split, num_stages, tensor, run.zero_units)
+        return Counts(held, units, muon_parameters(run, schedule, skeleton))
+    skeleton = skeleton or Skeleton(run.model, run.seed)
+    weights = skeleton.weights
+    held = [sum(weights[name].numel() for name in names) for names in _held(run, schedule, skeleton)]
+    return Counts(held, _units(run, num_stages, skeleton), muon_parameters(run, schedule, skeleton))
+
+
+def _units(run: Run, num_stages: int, skeleton: Skeleton) -> list[Units]:
+    """Count the parameters of each stage's units of the user's own Layers."""
+    model, homes, weights = skeleton.model, skeleton.homes, skeleton.weights
+    found = []
+    for layers in model.stages(run.split, num_stages):
+        groups = [layers[start : start + run.zero_units] for start in range(0, len(layers), run.zero_units)]
+        names = [{homes.get(name, name) for index in group for name in _names(skeleton, index)} for group in groups]
+        visits = tuple(sum(weights[name].numel() for name in one) for one in names)
+        found.append(Units(visits, sum(weights[name].numel() for name in set[str]().union(*names))))
+    return found
+
+
+def _names(skeleton: Skeleton, index: int) -> list[str]:
+    """Return the logical names of a layer's trainable parameters."""
+    layer, module = skeleton.model.names[index], skeleton.model.skeleton[index]
+    return [f"{layer}.{inner}" for inner, parameter in module.named_parameters() if parameter.requires_grad]
+
+
+def _parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None, held: Sequence[int]) -> str:
+    """Say how many parameters the model, its stages and a worker of each pipeline rank have."""
     if isinstance(run.model, Layers):
         skeleton = skeleton or Skeleton(run.model, run.seed)
-        weights = skeleton.weights
-        held = [sum(weights[name].numel() for name in names) for names in _held(run, schedule, skeleton)]
-        whole, divided = sum(weight.numel() for weight in weights.values()), " before a plan divides them"
+        whole, divided = sum(weight.numel() for weight in skeleton.weights.values()), " before a plan divides them"
         stages = ""
     else:
-        held = held_parameters(run.model, run.split, schedule, run.mesh.grid or run.mesh.tensor_ranks)
         whole, divided = num_parameters(run.model), ""
         counts = stage_parameters(run.model, run.split, schedule.num_stages)
         stages = f"; a stage has {_range(counts)}"
-    return held, f"{whole:,}{stages}; an actor holds {_range(held)}{divided if run.mesh.tensor_ranks > 1 else ''}"
+    return f"{whole:,}{stages}; an actor holds {_range(held)}{divided if run.mesh.tensor_ranks > 1 else ''}"
 
 
 def muon_parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> list[int]:
@@ -110,26 +166,42 @@ def _range(counts: Sequence[int]) -> str:
 
 
 def _kinds(memory: Memory) -> str:
-    activations = "unknown" if memory.activations is None else _size(memory.activations)
-    return (
-        f"about {_size(memory.total)}: weights {_size(memory.weights)}, gradients {_size(memory.gradients)}, "
-        f"optimizer {_size(memory.optimizer)}, activations {activations}, process {_size(memory.process)}"
-    )
+    return f"about {size(memory.peak)}: {', '.join(f'{kind} {told}' for kind, told in kinds_of(memory).items())}"
+
+
+def kinds_of(memory: Memory) -> dict[str, str]:
+    """Say the memory of an actor by kind; of what only some runs have, what it has."""
+    known = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        **{kind: held for kind, held in (("gathered", memory.gathered), ("buckets", memory.buckets)) if held},
+    }
+    told = {kind: size(held) for kind, held in known.items()}
+    told["activations"] = "unknown" if memory.activations is None else size(memory.activations)
+    others = {"working": memory.working, "shared": memory.shared}
+    return told | {kind: size(held) for kind, held in others.items() if held} | {"process": size(memory.process)}
+
+
+def _in_all(run: Run, workers: Sequence[Memory], servers: Sequence[Memory], of: Callable[[Memory], int]) -> int:
+    """Add up the memory of all actors."""
+    inner = run.mesh.size // run.mesh.pp
+    return sum(map(of, workers)) * inner + sum(map(of, servers)) * run.servers
 
 
 def _against(run: Run, needed: int, each: Sequence[Memory], actors: int) -> str:
     """Say what is free here, if the actors would run here and on CPUs."""
-    free = free_memory() if starts_own_ray() and run.device != "cuda" else None
+    free = free_memory() if computes_here(run.device) else None
     if free is None:
         return "on CPUs and GPUs that are not known before the launch"
-    told = f"of {_size(free)} free here, {_size(free // actors)} for each of {actors}"
+    told = f"of {size(free)} free here, {size(free // actors)} for each of {actors}"
     largest = max(memory.total for memory in each)
     if needed > free:
-        return f"{told}: TOO MUCH: use a smaller model or microbatch, recompute='full', or more machines"
-    return told if largest * actors <= free else f"{told}; the largest takes {_size(largest)}"
+        return f"{told}: {TOO_MUCH}: use a smaller model or microbatch, recompute='full', or more machines"
+    return told if largest * actors <= free else f"{told}; the largest takes {size(largest)}"
 
 
-def _size(count: int) -> str:
+def size(count: int) -> str:
     """Format bytes: 80 B, 40 KiB, 12 MiB, 1.5 GiB."""
     if count >= 2**30:
         return f"{count / 2**30:,.1f} GiB"

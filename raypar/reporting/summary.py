@@ -14,7 +14,7 @@ from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
 from raypar.planner.prediction import from_flops
-from raypar.reporting.needs import Rows, actors_told, need_rows
+from raypar.reporting.needs import TOO_MUCH, Rows, actors_told, need_rows
 from raypar.reporting.report import Evaluation, Report, unit_of
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.overlay import Overlay
@@ -78,7 +78,7 @@ def log_plan(run: Run, schedule: Schedule, skeleton: Skeleton) -> None:
         skeleton: The run's model without weights.
     """
     for name, figure in plan_rows(run, schedule, skeleton):
-        log.info("%s: %s", name, figure)
+        log.log(logging.WARNING if TOO_MUCH in figure else logging.INFO, "%s: %s", name, figure)
 
 
 def planned_grid(schedule: Schedule, bubble: str, *, color: bool = False) -> str:

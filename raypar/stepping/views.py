@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from raypar.actors.specs.results import Kind
 from raypar.schedules.action import Action
 from raypar.schedules.drawing.cells import lines
 from raypar.schedules.step_board import Move
@@ -12,7 +13,8 @@ from raypar.schedules.step_board import Move
 if TYPE_CHECKING:
     from raypar.actors.inspect.step import Held
 
-_HEAD = ("weights", "gradients", "optimizer", "peak", "in flight", "values for other actions")
+_KINDS: tuple[Kind, ...] = ("weights", "gradients", "optimizer", "gathered", "buckets")
+_HEAD = (*_KINDS, "peak", "in flight", "values for other actions")
 
 
 class Taken(tuple[Action, ...]):
@@ -70,7 +72,8 @@ class State(tuple["Held", ...]):
 
 
 def _cells(held: Held) -> tuple[str, ...]:
-    sizes = (f"{size / 2**20:,.1f}" for size in (held.weights, held.gradients, held.optimizer, held.memory))
+    kinds = [held.now.get(kind) for kind in _KINDS]
+    sizes = ("-" if size is None else f"{size / 2**20:,.1f}" for size in (*kinds, held.memory))
     flying = (f"{stage}F{microbatch}" for stage, all_of_it in held.in_flight.items() for microbatch in all_of_it)
     values = (f"{action} ({size / 2**20:,.2f})" for action, size in held.values.items())
     return (*sizes, " ".join(flying) or "-", ", ".join(values) or "-")

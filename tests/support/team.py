@@ -40,7 +40,7 @@ class Local(Hosted):
     """An actor as Ray hosts it, but in a thread of this process and over local groups."""
 
     def __init__(self):
-        self._member, self._joined = None, {}
+        self._member, self._joined, self._process = None, {}, 0
 
     def join(self, plan, groups, place=None):
         place = place or place_of(plan.device)

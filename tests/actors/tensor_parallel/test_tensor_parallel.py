@@ -79,8 +79,8 @@ def test_the_initial_weights_are_those_of_every_layout(tp):
 
 def test_an_actor_holds_its_part_of_divided_weights_only():
     alone, team = team_of(1), team_of(4)
-    (whole,) = [actor.held().weights for actor in alone.all]
-    parts = [actor.held().weights for actor in team.all]
+    (whole,) = [actor.held().now["weights"] for actor in alone.all]
+    parts = [actor.held().now["weights"] for actor in team.all]
     replicated = sum(
         4 * actor.parameter(name).numel()
         for actor in team.all[:1]

@@ -407,7 +407,19 @@ def test_a_job_shows_what_it_is_and_where_it_is(job):
     assert f"\n1 of {job.run.steps} steps taken, loss {loss:.4f} in step 1\n" in repr(job)
     assert job._repr_html_().startswith('<div style="max-width: 100%; overflow-x: auto"><pre ')
     assert "&lt;Job on 2" in job._repr_html_()
-    assert "</pre><svg" in job._repr_html_()
+    assert "</pre><table><tr><th" in job._repr_html_()
+    assert "</table><svg" in job._repr_html_()
+    assert ">pp=1</td>" in job._repr_html_()
+
+
+def test_a_job_says_what_memory_its_actors_take(job):
+    job.reset(tiny())
+    assert job.memory()["pp=0"]["peak"].measured is None
+    job.step()
+    figures = job.memory()["pp=1"]
+    assert figures["weights"].measured == figures["weights"].formula
+    assert figures["optimizer"].measured == pytest.approx(figures["optimizer"].formula, rel=0.05)
+    assert 200 << 20 < figures["process"].measured < figures["peak"].measured
 
 
 def test_what_the_driver_can_know_does_not_cost_the_job(kept_actors):

@@ -15,11 +15,10 @@ from raypar.config.recipes import recipe
 from raypar.config.run import check_run, world_of
 from raypar.config.skeleton import Skeleton
 from raypar.planner import host
-from raypar.planner.memory import Memory, server_memory, worker_memory
-from raypar.planner.parameters import held_parameters
+from raypar.planner.memory import Counts, Memory, server_memory, worker_memory
 from raypar.planner.prediction import from_flops
-from raypar.reporting.needs import actors_told, muon_parameters
-from raypar.reporting.summary import plan_rows
+from raypar.reporting.needs import actors_told, counts_of
+from raypar.reporting.summary import log_plan, plan_rows
 from tests.support.kept_activations import (  # noqa: F401  (fixtures that hold for every test)
     A,
     B,
@@ -36,9 +35,8 @@ HIDDEN = {"layers": 3, "hidden": H, "heads": A, "seq": S, "vocab": 256, "attenti
 
 def memory_of(run: Run, skeleton: Skeleton | None = None) -> list[Memory]:
     schedule = check_run(run)["train"]
-    held = held_parameters(run.model, run.split, schedule, run.mesh.grid or run.mesh.tensor_ranks)
-    matrices = muon_parameters(run, schedule, skeleton)
-    return worker_memory(run, world_of(run), held, from_flops(run, schedule).timeline, matrices)
+    counts = counts_of(run, schedule, skeleton)
+    return worker_memory(run, world_of(run), counts, from_flops(run, schedule).timeline)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
@@ -64,7 +62,7 @@ def test_state_is_divided_as_the_run_says():
     assert memory_of(replace(run, zero=0, optim=SGD()))[0].optimizer == whole
     served = replace(run, zero=None, data_parallel="parameter_server", servers=2)
     assert memory_of(served)[0].optimizer == 0
-    (server,) = server_memory(served, world_of(served), [6_509_056])
+    (server,) = server_memory(served, world_of(served), Counts([6_509_056], ()))
     assert (server.weights, server.optimizer) == (whole // 2, whole)
 
 
@@ -92,7 +90,7 @@ def test_what_is_needed_is_held_against_what_is_free(monkeypatch):
     schedule = check_run(run)["train"]
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("raypar.reporting.needs.free_memory", lambda: 24 << 30)
-    assert dict(plan_rows(run, schedule))["memory in all"] == "855 MiB of 24.0 GiB free here, 12.0 GiB for each of 2"
+    assert dict(plan_rows(run, schedule))["memory in all"] == "938 MiB of 24.0 GiB free here, 12.0 GiB for each of 2"
     monkeypatch.setattr("raypar.reporting.needs.free_memory", lambda: 500 << 20)
     assert "free here, 250 MiB for each of 2: TOO MUCH" in dict(plan_rows(run, schedule))["memory in all"]
     monkeypatch.setenv("RAY_ADDRESS", "auto")
@@ -103,14 +101,36 @@ def test_a_machine_tells_what_is_free(monkeypatch, tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    2048 kB\n")
     monkeypatch.setattr(host, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(host, "_CGROUP", tmp_path)
-    assert host.free_memory() == 2 << 20
+    assert (host.free_memory(), host.total_memory()) == (2 << 20, 9 << 10)
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("400\n")
-    assert host.free_memory() == 600
+    assert (host.free_memory(), host.total_memory()) == (600, 1000)
     (tmp_path / "memory.max").write_text("max\n")
     assert host.free_memory() == 2 << 20
     (tmp_path / "meminfo").unlink()
-    assert host.free_memory() is None
+    assert host.free_memory() is host.total_memory() is None
+
+
+def test_actors_need_this_machines_memory_where_they_compute_on_its_cpus(monkeypatch, tmp_path):
+    monkeypatch.setattr(host, "_NVIDIA", tmp_path / "none")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert [host.computes_here(device) for device in ("cpu", "auto", "cuda")] == [True, True, False]
+    monkeypatch.setattr(host, "_NVIDIA", tmp_path)
+    assert [host.computes_here(device) for device in ("cpu", "auto", "cuda")] == [True, False, False]
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert not host.computes_here("cpu")
+
+
+def test_an_estimate_that_is_more_than_is_free_is_a_warning(monkeypatch, caplog):
+    run = recipe("gpt-small", device="cpu")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for free, level in ((24 << 30, "INFO"), (500 << 20, "WARNING")):
+        monkeypatch.setattr("raypar.reporting.needs.free_memory", lambda free=free: free)
+        caplog.clear()
+        with caplog.at_level("INFO", "raypar"):
+            log_plan(run, check_run(run)["train"], Skeleton(run.model, run.seed))
+        (record,) = (one for one in caplog.records if "memory in all" in one.getMessage())
+        assert record.levelname == level
 
 
 def test_actors_are_told_by_axis():

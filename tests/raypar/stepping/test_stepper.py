@@ -257,8 +257,8 @@ def test_state_says_what_actors_hold(hands):
     stepper = hands.stepper()
     stepper.run_to("1F0")
     first, second, third = stepper.state()
-    assert first.weights == 4 * sum(p.numel() for p in hands.team.all[0].parameters().values())
-    assert (first.gradients, first.optimizer) == (0, 0)
+    assert first.now["weights"] == 4 * sum(p.numel() for p in hands.team.all[0].parameters().values())
+    assert (first.now["gradients"], first.now["optimizer"]) == (0, 0)
     assert first.in_flight[0][0] == 0
     assert second.in_flight == {1: (0,)}
     assert second.values == {Action.parse("1F0"): 48}

@@ -1,0 +1,72 @@
+"""``raypar plan``: what a run takes at each level of ZeRO: memory by kind and actor, and bytes sent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raypar.actors.mesh.world import Zero
+from raypar.actors.specs.run import Run
+from raypar.config.run import check_run, world_of
+from raypar.planner.memory import server_memory, worker_memory
+from raypar.planner.prediction import from_flops
+from raypar.planner.traffic import sent_bytes
+from raypar.reporting.needs import Rows, actors_told, counts_of, kinds_of, size
+from raypar.schedules.drawing.cells import lines
+
+_LEVELS: tuple[Zero, ...] = (0, 1, 2, 3)
+
+
+def compared(run: Run) -> str:
+    """Compare a run with the same run at the other levels of ZeRO.
+
+    Args:
+        run: The run.
+
+    Returns:
+        A table: a column for the run, and one for each level if there are replicas to share with.
+
+    Raises:
+        ConfigError: The run has faults.
+    """
+    columns = {"this run": dict(_column(run))}
+    told = world_of(run)
+    if told.mesh.shards > 1 and not told.servers:
+        columns |= {f"zero {level}": dict(_column(_at_level(run, level))) for level in _LEVELS}
+    names = dict.fromkeys(name for column in reversed(columns.values()) for name in column)  # level 3 has most kinds
+    rows = [list(columns), *([column.get(name, "-") for column in columns.values()] for name in names)]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    padded = [[f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return "\n".join([f"actors: {actors_told(run)}", "", *lines(["", *names], padded)])
+
+
+def _at_level(run: Run, level: Zero) -> Run:
+    """Return the run at a level of ZeRO; what only level 3 has is left out of the others."""
+    if level == 3 or run.zero != 3:
+        return replace(run, zero=level, mesh=replace(run.mesh, shard=run.mesh.shard if level else None))
+    plain = Run()
+    return replace(
+        run,
+        zero=level,
+        mesh=replace(run.mesh, shard=run.mesh.shard if level else None),
+        zero_units=plain.zero_units,
+        zero_gather=plain.zero_gather,
+        zero_resident=plain.zero_resident,
+        reshard_after_forward=plain.reshard_after_forward,
+    )
+
+
+def _column(run: Run) -> Rows:
+    """Return the memory of each pipeline rank by kind, and the bytes that an actor sends, by names."""
+    schedule = check_run(run)["train"]
+    world, counts = world_of(run), counts_of(run, schedule, None)
+    workers = worker_memory(run, world, counts, from_flops(run, schedule).timeline)
+    each = [(f"pp={rank}" if len(workers) > 1 else "", memory) for rank, memory in enumerate(workers)]
+    each += [(f"server of pp={rank}", memory) for rank, memory in enumerate(server_memory(run, world, counts))]
+    rows = []
+    for actor, memory in each:
+        rows += [
+            (f"{actor} {kind}".strip(), told) for kind, told in (kinds_of(memory) | {"peak": size(memory.peak)}).items()
+        ]
+    for op, sent in sent_bytes(run, world, counts, schedule).items():
+        rows.append((f"sent in a step, {op}", size(sent)))
+    return rows

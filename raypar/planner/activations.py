@@ -1,0 +1,76 @@
+"""How many bytes of activations a pipeline rank keeps at the most, estimated before a run starts.
+
+Activations are those that a forward keeps for its backward, by the formula of Korthikanti et al. 2022 (equation 2),
+counted in elements of 4 bytes as CPUs keep them: with s tokens, b samples, h hidden and a heads a block of a GPT keeps
+16 sbh, and 2 sbh more with dropout; of scores a s^2 b where they are kept at all, 3 of them with dropout.
+tests/actors/layers/test_kept_activations.py counts what the modules keep. What comes and goes within an action is left
+out, but for what a recomputation makes again and for the logits.
+"""
+
+from __future__ import annotations
+
+from raypar.actors.models.partition import split_layers, transformer_costs
+from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.recompute import word_of
+from raypar.actors.specs.run import Run
+from raypar.schedules.rules import HOLDS
+from raypar.schedules.timeline import Timeline
+
+ELEMENT = 4  # bytes
+_BLOCKS = 12 << 20  # bytes of scores that attention in blocks keeps for an actor
+
+
+def most_kept(run: Run, model: GPT | Llama, timeline: Timeline) -> list[int]:
+    """Return the most bytes of activations that a worker of each pipeline rank keeps at a time.
+
+    Args:
+        run: The run.
+        model: Its model.
+        timeline: The predicted training step, which says how many microbatches are under way.
+    """
+    stages = split_layers(run.split, transformer_costs(model), timeline.schedule.num_stages)
+    each = [_stage(run, model, layers, num_blocks=model.layers) for layers in stages]
+    now, most = [0] * timeline.num_ranks, [0] * timeline.num_ranks
+    for event in timeline.events:
+        if event.action.stage is not None and (change := HOLDS.get(event.action.op, 0)):
+            kept, passing = each[event.action.stage]
+            now[event.rank] += change * kept
+            most[event.rank] = max(most[event.rank], now[event.rank] + passing)
+    in_blocks = model.attention == "blocks" and not model.dropout
+    return [bytes_ + (_BLOCKS if in_blocks else 0) for bytes_ in most]
+
+
+def _stage(run: Run, model: GPT | Llama, layers: range, num_blocks: int) -> tuple[int, int]:
+    """Return the bytes that a stage keeps of a microbatch, and those that its backward needs for a while."""
+    ranks, sbh = run.mesh.tensor_ranks, model.seq * run.micro_batch_size * model.hidden
+    logits = model.seq * run.micro_batch_size * model.vocab / ranks
+    words = [word_of(run.recompute, range(num_blocks), layer) for layer in layers]
+    blocks = {word: _block(run, model, word) for word in {"none", *words}}
+    alone = 0.0 if run.mesh.grid is None and not run.sequence_parallel else 1 - 1 / ranks  # of sbh, not kept here
+    own, head = (1 - alone) * sbh, layers.stop == num_blocks
+    ends = (own if layers.start == 0 and model.dropout else 0) + (2 * own + logits if head else 0)
+    kept = sum(blocks[word] for word in words) + ends
+    passing = max((blocks["none"] - blocks[word] for word in words), default=0.0)  # a layer run again
+    if run.recompute == "full":  # the whole stage is run again from its inputs
+        kept, passing = (own if layers.start else 0), len(layers) * blocks["none"] + ends
+    return round(ELEMENT * kept / run.mesh.cp), round(ELEMENT * (passing + (2 * logits if head else 0)) / run.mesh.cp)
+
+
+def _block(run: Run, model: GPT | Llama, word: str) -> float:
+    """Return the elements that a block keeps of a microbatch for its backward, of all parts of the sequence."""
+    ranks, tokens = run.mesh.tensor_ranks, model.seq * run.micro_batch_size
+    sbh, scores = tokens * model.hidden, tokens * model.seq * model.heads
+    masks = 2 if model.dropout else 0
+    wide = (2 if isinstance(model, GPT) else 4) * model.mlp_width / model.hidden
+    units = 6 + 2 * model.num_kv_heads / model.heads + wide + masks
+    if word == "full":
+        return sbh / (ranks if run.sequence_parallel or run.mesh.grid is not None else 1)
+    whole = 0 if run.mesh.grid is not None else 2 if run.sequence_parallel else 4 + masks
+    kept = (whole + (units - whole) / ranks) * sbh
+    if run.mesh.cp > 1 and run.context == "ulysses":
+        kept += sbh / ranks
+    if word == "selective":
+        return kept
+    if model.dropout or model.attention == "materialised" or (run.mesh.cp > 1 and run.context == "rsa"):
+        kept += (3 if model.dropout else 1) * scores / ranks
+    return kept

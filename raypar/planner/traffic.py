@@ -1,0 +1,50 @@
+"""How many bytes of weights and gradients the replicas of a run send in a step, predicted before it starts."""
+
+from __future__ import annotations
+
+from raypar.actors.mesh.world import World
+from raypar.actors.specs.run import Run
+from raypar.planner.memory import Counts, element_bytes
+from raypar.schedules.schedule import Schedule
+from raypar.schedules.simulation.memory import traffic
+
+
+def sent_bytes(run: Run, world: World, counts: Counts, schedule: Schedule) -> dict[str, int]:
+    """Return the bytes that an actor sends in a step by op, on average over the pipeline rank that sends most.
+
+    An all_reduce over N replicas sends 2 (N - 1) / N of the weights. A reduction to their owners, a broadcast of what
+    these have updated, and a gather send half as much, as often as the schedule has them.
+
+    Args:
+        run: The run.
+        world: Its ranks.
+        counts: Its parameters.
+        schedule: The lowered schedule of a training step.
+
+    Returns:
+        The bytes by op; {} if there are no replicas.
+
+    Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 7.
+    """
+    if not world.reduces or world.servers:
+        return {}
+    each, shards = element_bytes(run), world.owners if world.sharded else world.replicas
+    weights = [each.weight * units.whole for units in counts.units]
+    moved = traffic(schedule, weights, [each.gradient * units.whole for units in counts.units], shards)
+    found = [dict[str, int]() for _ in counts.held]
+    for rank, sent in enumerate(found):
+        stages = schedule.stages_of(rank)
+        reduced = sum(moved[stage].reduced_bytes for stage in stages)
+        if not world.sharded:
+            sent["all_reduce"] = 2 * reduced
+            continue
+        sent["reduce"] = reduced
+        if world.gathers:
+            sent["all_gather"] = sum(moved[stage].gathered_bytes for stage in stages)
+        else:
+            sent["broadcast"] = sum(weights[stage] for stage in stages) * (shards - 1) // shards
+        if world.hybrid:
+            copies = world.replicas // shards
+            own = sum(each.gradient * counts.units[stage].whole for stage in stages) // shards
+            sent["all_reduce"] = 2 * own * (copies - 1) // copies
+    return max(found, key=lambda sent: sum(sent.values()))

@@ -1,0 +1,92 @@
+"""The memory of a run's actors by kind, as a formula has it and as it was measured, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from raypar.actors.specs.run import Run
+from raypar.config.run import world_of
+from raypar.config.skeleton import Skeleton
+from raypar.planner.memory import Memory, server_memory, worker_memory
+from raypar.planner.prediction import from_flops
+from raypar.reporting.needs import counts_of, size
+from raypar.reporting.notebook import box, table
+from raypar.schedules.drawing.cells import lines
+from raypar.schedules.schedule import Schedule
+
+if TYPE_CHECKING:
+    from raypar.actors.inspect.step import Held
+
+
+class Figure(NamedTuple):
+    """Bytes of one kind on one actor.
+
+    Attributes:
+        formula: What was predicted; None if there is no formula.
+        measured: What was measured, at the most in the latest step; None before the first.
+    """
+
+    formula: int | None
+    measured: int | None
+
+    def __str__(self) -> str:
+        return " / ".join("-" if count is None else size(count) for count in self)
+
+
+class MemoryTable(dict[str, dict[str, Figure]]):
+    """Memory by actor, then by kind: weights, gradients, optimizer, gathered, buckets, activations, process, peak.
+
+    ``activations`` are the rest of the peak: activations, messages, and what comes and goes within an action. A REPL
+    and a notebook show a table, whose cells are the formula and the measurement.
+    """
+
+    def __repr__(self) -> str:
+        cells = [self._head, *([str(figures.get(kind, "")) for kind in self._head] for figures in self.values())]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        padded = [[f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)] for row in cells]
+        return "\n".join(lines(["formula / measured", *self], padded))
+
+    def _repr_html_(self) -> str:
+        rows = [(actor, *(figures.get(kind, "") for kind in self._head)) for actor, figures in self.items()]
+        return box(table(rows, ("formula / measured", *self._head)))
+
+    @property
+    def _head(self) -> list[str]:
+        """The kinds of all actors."""
+        return list(dict.fromkeys(kind for figures in sorted(self.values(), key=len)[::-1] for kind in figures))
+
+
+def memory_table(run: Run, schedule: Schedule, skeleton: Skeleton, held: Sequence[Held]) -> MemoryTable:
+    """Compare what a run's actors hold with the formulas.
+
+    Args:
+        run: The run.
+        schedule: The lowered schedule of a training step.
+        skeleton: The run's model without weights.
+        held: What every actor holds, by rank, after a training step or before the first.
+    """
+    world, counts = world_of(run), counts_of(run, schedule, skeleton)
+    workers = worker_memory(run, world, counts, from_flops(run, schedule).timeline)
+    servers = server_memory(run, world, counts)
+    return MemoryTable(
+        (one.actor, dict(_figures((servers if rank in world.server_ranks else workers)[world.pp(rank)], one)))
+        for rank, one in enumerate(held)
+    )
+
+
+def _figures(formula: Memory, held: Held) -> Iterator[tuple[str, Figure]]:
+    """Yield the kinds of memory of one actor."""
+    found = held.most if held.has_trained else held.now
+    yield "weights", Figure(formula.weights, found["weights"])
+    yield "gradients", Figure(formula.gradients, found["gradients"])
+    yield "optimizer", Figure(formula.optimizer, found["optimizer"])
+    if "gathered" in found:
+        yield "gathered", Figure(formula.gathered, found["gathered"])
+    if "buckets" in found:
+        yield "buckets", Figure(formula.buckets, found["buckets"])
+    unknown, measured = formula.activations is None, held.has_trained and held.memory > 0
+    rest = max(0, held.memory - held.process - sum(found.values()))
+    yield "activations", Figure(None if unknown else formula.passing, rest if measured else None)
+    yield "process", Figure(formula.process, held.process or None)
+    yield "peak", Figure(None if unknown else formula.peak, held.memory if measured else None)

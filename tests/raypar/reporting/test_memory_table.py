@@ -1,0 +1,148 @@
+"""The memory of actors by kind, formula beside measurement, and the same at every level of ZeRO on paper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import raypar as rp
+from raypar.cli.main import main
+from raypar.config.run import check_run, world_of
+from raypar.config.skeleton import Skeleton
+from raypar.planner.traffic import sent_bytes
+from raypar.reporting.memory_table import memory_table
+from raypar.reporting.needs import counts_of, memory_faults
+from tests.support.team import Team
+
+
+def tiny(**changes):
+    model = rp.GPT(layers=4, hidden=16, heads=2, seq=8, vocab=64)
+    return rp.Run(model=model, data=rp.Batches(batch), microbatches=2, steps=2, **changes)
+
+
+def batch(step, microbatch, dp):
+    import torch
+
+    tokens = (torch.arange(18).view(2, 9) * (step + microbatch + dp + 1)) % 64
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def table_of(team):
+    held = [actor.held() for actor in team.all]
+    skeleton = Skeleton(team.run.model, team.run.seed)
+    return memory_table(team.run, team.programs["train"], skeleton, held)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2, "dp": 2}, {"tp": 2, "dp": 2}, {"dp": 4, "shard": 2}, {"cp": 2}])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_formulas_and_measurements_agree_for_a_gpt(mesh, zero):
+    mesh = {name: count for name, count in mesh.items() if zero or name != "shard"}
+    team = Team.of(tiny(mesh=rp.Mesh(**mesh), zero=zero))
+    before = table_of(team)
+    assert (
+        before["pp=0 " + " ".join(f"{axis}=0" for axis in ("dp", "cp", "tp") if axis in mesh)]["peak"].measured is None
+    )
+    team.step(0)
+    for figures in table_of(team).values():
+        for kind in ("weights", "gradients", "optimizer", "gathered"):
+            if kind in figures:
+                assert figures[kind].measured == pytest.approx(figures[kind].formula, rel=0.1), kind
+        if "buckets" in figures:
+            assert figures["buckets"].measured <= figures["buckets"].formula
+        assert ("gathered" in figures, "buckets" in figures) == (zero == 3, zero > 1)
+
+
+def test_the_sums_of_all_owners_are_exact():
+    team = Team.of(tiny(mesh=rp.Mesh(dp=2), zero=3))
+    team.step(0)
+    whole = 4 * sum(weight.numel() for weight in Skeleton(team.run.model, 0).weights.values())
+    table = table_of(team)
+    assert sum(figures["weights"].measured for figures in table.values()) == whole
+    assert sum(figures["gradients"].measured for figures in table.values()) == whole
+
+
+def test_it_is_shown_as_a_table():
+    team = Team.of(tiny(mesh=rp.Mesh(dp=2), zero=3))
+    team.step(0)
+    head, first, second = repr(table_of(team)).splitlines()
+    kinds = "weights gradients optimizer gathered buckets activations process peak"
+    assert head.split() == ["formula", "/", "measured", *kinds.split()]
+    assert first.startswith("pp=0 dp=0")
+    assert second.startswith("pp=0 dp=1")
+    page = table_of(team)._repr_html_()
+    assert "<th" in page
+    assert page.count("<tr>") == 3
+    assert " / " in page
+
+
+def sent_by(team):
+    """Bytes of weights and gradients that an actor of the first pipeline rank sends in a step, on average, by op."""
+    axes = ("dp", "shard", "replicate")
+
+    def total():
+        found = {}
+        for axis in axes:
+            for table in team.ledger(axis)[: team.world.replicas]:
+                for op, (_, count) in table.items():
+                    found[op] = found.get(op, 0) + count
+        return found
+
+    before = total()
+    team.step(0)
+    after = total()
+    return {op: (after[op] - before.get(op, 0)) / team.world.replicas for op in after if after[op] > before.get(op, 0)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "zero_gather": "step", "zero_reduce": "step"}],
+)
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 3}, {"dp": 4, "shard": 2}])
+def test_what_is_sent_is_what_the_ledger_counts(mesh, changes):
+    if "shard" in mesh and not changes["zero"]:
+        mesh = {"dp": 4}
+    run = tiny(mesh=rp.Mesh(**mesh), **changes)
+    schedule = check_run(run)["train"]
+    expected = sent_bytes(run, world_of(run), counts_of(run, schedule, None), schedule)
+    measured = sent_by(Team.of(run))
+    assert {op for op, count in measured.items() if count > 1000} == expected.keys(), "votes and norms are small"
+    for op, count in expected.items():
+        assert measured[op] == pytest.approx(count, rel=0.05), op  # with flags
+
+
+def test_plan_compares_the_levels(capsys):
+    assert main(["plan", "gpt-small", "--mesh.pp", "1", "--mesh.dp", "2", "--zero", "3", "--zero-gather", "step"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line[:27].strip(): line[27:].split() for line in lines[2:]}
+    assert lines[0] == "actors: 2 = dp 2"
+    assert lines[2].split() == ["this", "run", *(word for level in range(4) for word in ("zero", str(level)))]
+    assert rows["weights"] == ["12", "MiB", *["25", "MiB"] * 3, "12", "MiB"]
+    assert rows["sent in a step, all_reduce"][:3] == ["-", "25", "MiB"]
+    assert "gathered" in rows
+
+
+def test_plan_says_mistakes_and_needs_no_replicas(capsys):
+    assert main(["plan", "gpt-tiny"]) == 0
+    assert "zero 1" not in capsys.readouterr().out
+    assert main(["plan", "gpt-tiny", "--zero", "2"]) == 2
+    assert "zero is 2" in capsys.readouterr().err
+    assert main(["plan", "gpt-tiny", "--mesh.dp", "2", "--data-parallel", "parameter_server"]) == 0
+    assert "server of pp=0 optimizer" in capsys.readouterr().out
+
+
+def test_a_model_that_is_more_than_the_machine_has_is_refused(monkeypatch, capsys):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("raypar.reporting.needs.total_memory", lambda: 150 << 20)
+    run = rp.recipe("gpt-small", mesh=rp.Mesh(dp=2), zero=0)
+    faults = list(memory_faults(run, check_run(run)["train"]))
+    assert len(faults) == 1
+    assert "take 199 MiB, and this machine has 150 MiB: set zero to 3" in faults[0]
+    whole = replace(run, zero=3)
+    assert not list(memory_faults(whole, check_run(whole)["train"]))
+    with pytest.raises(rp.ConfigError, match="set zero to 3"):
+        rp.launch(run)
+    assert main(["train", "gpt-small", "--mesh.dp", "4", "--mesh.pp", "1", "--zero", "0", "--dry-run"]) == 2
+    assert "this machine has 150 MiB" in capsys.readouterr().err
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert not list(memory_faults(run, check_run(run)["train"]))
