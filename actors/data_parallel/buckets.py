@@ -43,7 +43,7 @@ class Bucket:
     @property
     def num_bytes(self) -> int:
         """Bytes of all gradients together."""
-        return self.elements * self._like.element_size()
+        return self.elements * self.grad_dtype.itemsize
 
     @property
     def dtype(self) -> torch.dtype:

@@ -84,6 +84,13 @@ class Part:
         """The parameters that the actor always holds, by logical name: with ZeRO stage 3, the shards that it owns."""
         return self.masters.parameters if self.weights else self.parameters
 
+    @property
+    def held(self) -> list[nn.Parameter]:
+        """The weights that the actor always holds in the dtype in which layers compute: with ZeRO stage 3, shards."""
+        units = [unit for weights in self.weights.values() for unit in weights.units]
+        shards = {name: shard for unit in units for name, shard in unit.shards.items()}
+        return list((shards if self.weights else self.parameters).values())
+
     def digests(self, owner: int) -> list[bytes]:
         """Return digests of the initial values of the parameters that one owner updates."""
         if not self.weights:

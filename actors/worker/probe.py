@@ -147,11 +147,11 @@ class Probe:
 
     def memory(self) -> dict[Kind, int]:
         """Return the bytes that this actor holds now, by kind: gathered and buckets only where ZeRO shards them."""
-        parameters, masters = list(self._state.parameters.values()), self._state.masters_apart()
+        held, masters = self._state.held, self._state.masters_apart()
         states = [tensor for _, kept, tensor in self._state.update.state() if kept]
-        gradients = sum(nbytes(p.grad) for p in (*parameters, *masters) if p.grad is not None)
+        gradients = sum(nbytes(p.grad) for p in (*held, *masters) if p.grad is not None)
         return {
-            "weights": sum(map(nbytes, parameters)),
+            "weights": sum(map(nbytes, held)),
             "gradients": gradients if self._reducer is None else self._reducer.num_bytes,
             "optimizer": sum(map(nbytes, (*states, *masters))),
             **{kind: held.now for kind, held in self._passing()},

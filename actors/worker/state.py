@@ -50,7 +50,7 @@ class WorkerState:
     ) -> None:
         self.parameters, self.update, self.stages = parameters, update, stages
         self.fixed, self.masters, self._scaler = part.fixed, part.masters.parameters, scaler
-        self._publish, self._layers = part.masters.publish, part.parameters
+        self._publish, self._layers, self.held = part.masters.publish, part.parameters, part.held
         self._seat, self._shards, self._partial = seat, part.shards, part.partial
         self._homes = {copy: home for home, copy in part.model.ties}
         self._copies = Copies()
@@ -70,8 +70,9 @@ class WorkerState:
             parameter.grad = None
 
     def masters_apart(self) -> list[nn.Parameter]:
-        """Return the masters that are other tensors than the layers' weights."""
-        return [master for name, master in self.masters.items() if master is not self.parameters[name]]
+        """Return the masters that are other tensors than the weights that this actor holds for its layers."""
+        held = {id(weight) for weight in self.held}
+        return [master for master in self.masters.values() if id(master) not in held]
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Return all weights of this actor by logical name: its masters, and the layers' weights that others update."""

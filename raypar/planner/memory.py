@@ -38,6 +38,7 @@ PROCESS = 310 << 20  # bytes of an actor's process without its run: Python, torc
 # Of activations, what comes and goes beside them; and each kind that comes and goes in a step leaves as much heap in
 # pieces (gpt-small and hidden 512, 2026-11-24).
 WORKING = 0.4
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of an element
 _UNDER_WAY = 2  # buckets that are being reduced, beside those that are filled
 
 
@@ -49,16 +50,21 @@ class ElementBytes:
         weight: A weight.
         gradient: Its gradient.
         state: A value that the optimizer keeps for it.
+        master: Its master, which the optimizer updates; 0 if that is the weight itself.
     """
 
-    weight: int = 4
-    gradient: int = 4
-    state: int = 4
+    weight: int
+    gradient: int
+    state: int
+    master: int
 
 
 def element_bytes(run: Run) -> ElementBytes:
-    """Return the bytes of the elements of a run. All are float32."""
-    return ElementBytes()
+    """Return the bytes of the elements of a run, which its precision says."""
+    precision = run.precision
+    master = _BYTES[precision.master]
+    gradient = _BYTES[precision.reduce] if precision.is_half else master
+    return ElementBytes(_BYTES[precision.compute], gradient, master, master if precision.is_mixed else 0)
 
 
 @dataclass(frozen=True)
@@ -158,7 +164,7 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
             Memory(
                 weights=each.weight * -(-count // (world.owners if world.gathers else 1)),
                 gradients=gradients,
-                optimizer=0 if world.servers else each.state * -(-state // world.owners),
+                optimizer=0 if world.servers else -(-(each.state * state + each.master * count) // world.owners),
                 activations=kept[rank],
                 gathered=gathered,
                 buckets=buckets,

@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from raypar.actors.specs.optim import AdamW
+from raypar.actors.specs.precision import Precision
 from raypar.planner.memory import Memory, worker_memory
 from raypar.planner.prediction import from_flops
 from raypar.reporting.needs import counts_of
@@ -53,6 +54,28 @@ def test_bytes_a_parameter_are_those_of_the_textbook(level, bytes_of, shards, co
         assert measured / count == pytest.approx(bytes_of(shards), rel=0.03)  # Adam also counts steps
         assert formula.state / count == pytest.approx(bytes_of(shards), rel=0.03)
         assert held.now.get("gathered", 0) == held.now.get("buckets", 0) == 0, "between steps nothing passes"
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize(
+    ("reduce", "level", "bytes_of"),
+    [
+        ("bf16", 0, lambda n: 16),
+        ("bf16", 1, lambda n: 4 + 12 / n),
+        ("bf16", 2, lambda n: 2 + 14 / n),
+        ("bf16", 3, lambda n: 16 / n),
+        ("fp32", 0, lambda n: 18),
+    ],
+)
+def test_bytes_a_parameter_in_mixed_precision_are_those_of_the_textbook(reduce, level, bytes_of, shards):
+    """Weights and gradients of 2 bytes, or sums of 4; a master and two means (Rajbhandari et al. 2020, 3.1)."""
+    precision = Precision(compute="bf16", reduce=reduce)
+    team, found = held_of(dp=shards, zero=level, precision=precision, fn=equal(32))
+    count = 32 * WIDTH * WIDTH
+    for held, formula in zip(found, formulas(team), strict=True):
+        measured = sum(held.most[kind] for kind in ("weights", "gradients", "optimizer"))
+        assert measured / count == pytest.approx(bytes_of(shards), rel=0.03)
+        assert formula.state / count == pytest.approx(bytes_of(shards), rel=0.03)
 
 
 PLACEMENTS = {
