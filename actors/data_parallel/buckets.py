@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 
 import torch
@@ -65,13 +65,9 @@ class Bucket:
             name: Logical name of the parameter.
             flat: The bucket's flat tensor (size,).
         """
-        parameter, place = self.parameters[name], self._place(name, flat)
+        parameter, place = self.parameters[name], self.place(name, flat)
         if parameter.grad is not None and parameter.grad.data_ptr() != place.data_ptr():
             parameter.grad = place.copy_(parameter.grad)
-
-    def places(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter with the view of the flat tensor that holds its gradient."""
-        return ((parameter, self._place(name, flat)) for name, parameter in self.parameters.items())
 
     @torch.no_grad()
     def fill(self, flat: Tensor) -> None:
@@ -83,7 +79,7 @@ class Bucket:
         flat[self.elements :].copy_(made, non_blocking=True)  # don't block: a GPU still runs the backward
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
-                parameter.grad = self._place(name, flat).zero_()
+                parameter.grad = self.place(name, flat).zero_()
             else:
                 self.move_in(name, flat)
 
@@ -98,7 +94,7 @@ class Bucket:
         """
         used = flat[self.elements :].tolist()
         for (name, parameter), uses in zip(self.parameters.items(), used, strict=True):
-            parameter.grad = self._place(name, flat) if uses else None
+            parameter.grad = self.place(name, flat) if uses else None
 
     def room(self) -> Tensor:
         """Return an uninitialised flat tensor (elements,) for the weights."""
@@ -109,14 +105,14 @@ class Bucket:
         """Return a new flat tensor (elements,) with a copy of the weights."""
         flat = self.room()
         for name, parameter in self.parameters.items():
-            self._place(name, flat).copy_(parameter)
+            self.place(name, flat).copy_(parameter)
         return flat
 
     @torch.no_grad()
     def settle(self, flat: Tensor) -> None:
         """Move the weights into a flat tensor (elements,): each parameter's data becomes a view of it."""
         for name, parameter in self.parameters.items():
-            parameter.data = self._place(name, flat).copy_(parameter)
+            parameter.data = self.place(name, flat).copy_(parameter)
 
     def disown(self) -> None:
         """Set all gradients to None, because another actor holds their sum."""
@@ -127,9 +123,9 @@ class Bucket:
     def load(self, flat: Tensor) -> None:
         """Copy the weights from a flat tensor (elements,) into the parameters."""
         for name, parameter in self.parameters.items():
-            parameter.copy_(self._place(name, flat))
+            parameter.copy_(self.place(name, flat))
 
-    def _place(self, name: str, flat: Tensor) -> Tensor:
+    def place(self, name: str, flat: Tensor) -> Tensor:
         """Return the view of a flat tensor that belongs to a parameter, in the parameter's shape.
 
         It has the strides of a gradient that torch would allocate, because optimizers rely on them.

@@ -154,16 +154,16 @@ class Reducer:
                         arrived(number, name, parameter)
             yield
 
-    def places(self, stage: int) -> dict[Tensor, Tensor]:
-        """Return for each parameter of a stage the view of a flat tensor, of its shape, for its gradient.
+    def places(self, stage: int) -> dict[Tensor, Callable[[], Tensor]]:
+        """Return for each parameter of a stage what returns the view of a flat tensor, of its shape, for its gradient.
 
-        Flat tensors that are lent are no places: there are none then.
+        Parameters whose gradients are added up in another dtype have none. A flat tensor may be lent only then.
         """
         return {
-            parameter: place
-            for bucket, flat in zip(self._buckets, self._flats, strict=True)
-            if bucket.stage == stage and flat is not None
-            for parameter, place in bucket.places(flat)
+            parameter: partial(self._place_in, number, name)
+            for number, bucket in enumerate(self._buckets)
+            if bucket.stage == stage and bucket.grad_dtype == bucket.dtype
+            for name, parameter in bucket.parameters.items()
         }
 
     def flush(self, stage: int) -> None:
@@ -267,6 +267,10 @@ class Reducer:
             if self.lent is not None:
                 self.lent.add(self._buckets[number].num_bytes)
         return flat
+
+    def _place_in(self, number: int, name: str) -> Tensor:
+        """Return the view of a bucket's flat tensor for the gradient of a parameter."""
+        return self._buckets[number].place(name, self._flat(number))
 
     def _made(self, number: int, name: str, parameter: Tensor) -> None:
         """Move a gradient into bucket ``number``."""

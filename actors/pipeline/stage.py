@@ -109,14 +109,18 @@ class Stage:
         """The microbatches whose forward is done and whose backward is not complete."""
         return (*self._saved, *self._owed)
 
-    def make_gradients_in(self, places: Mapping[Tensor, Tensor]) -> None:
+    def make_gradients_in(self, places: Mapping[Tensor, Callable[[], Tensor]]) -> None:
         """Let the first backward of each step write gradients directly into given tensors, where that saves a copy.
 
         Args:
-            places: The tensor for each parameter's gradient.
+            places: For each parameter, what returns the tensor for its gradient.
         """
         self._linears.make_in(places)
         self.modules = self._linears.modules
+
+    def begin_round(self) -> None:
+        """Begin a round of reductions: the next gradients are first ones again."""
+        self._linears.begin()
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the layers' ``state_dict``, with its logical name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -27,6 +27,7 @@ from raypar.actors.layers.linear import (
 from raypar.actors.models.module_tree import replace_modules
 from raypar.actors.tensors import nbytes
 
+Places = dict[Tensor, Callable[[], Tensor]]  # by weight, what returns the tensor to compute its gradient in
 _Versions = tuple[int, int]  # of a use's tensors: how often they were written to
 
 _WORTH = 2 << 20  # bytes of a weight whose gradient takes longer to copy than a replaced layer takes to call
@@ -52,7 +53,7 @@ class Owed:
         """The parameters whose gradients are not complete yet."""
         return frozenset(p for pair in self._uses for p in pair if p is not None and p.requires_grad)
 
-    def pay(self, places: dict[Tensor, Tensor]) -> None:
+    def pay(self, places: Places) -> None:
         """Add what is owed to the gradients of the weights, as autograd does: hooks are called once a parameter.
 
         Args:
@@ -94,7 +95,7 @@ class Linears:
 
     Attributes:
         owed: What the backward under way leaves for later.
-        places: Tensors for the first gradients of this step, by weight; each is removed when it is used.
+        places: Functions that return tensors for first gradients, by weight; each is removed when it is used.
     """
 
     def __init__(
@@ -113,8 +114,8 @@ class Linears:
         self._halves = False
         self._anchor = torch.empty(0, requires_grad=True)  # makes the outputs of halved layers parts of a graph
         self.owed: Owed | None = None
-        self._wanted: Mapping[Tensor, Tensor] = {}
-        self.places: dict[Tensor, Tensor] = {}
+        self._wanted: Mapping[Tensor, Callable[[], Tensor]] = {}
+        self.places: Places = {}
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -144,19 +145,19 @@ class Linears:
         """
         self._halves = halves
 
-    def make_in(self, wanted: Mapping[Tensor, Tensor], least: int = _WORTH) -> None:
-        """Compute the first gradients of every step in tensors that are given.
+    def make_in(self, wanted: Mapping[Tensor, Callable[[], Tensor]], least: int = _WORTH) -> None:
+        """Compute the first gradients after every ``begin`` in tensors that are given.
 
         Args:
-            wanted: By parameter, a tensor of its shape.
+            wanted: By parameter, a function that returns a tensor of its shape and dtype.
             least: Bytes of a weight from which on this is done; smaller gradients are copied in less time.
         """
         weights = {layer.weight for layer in self._layers if nbytes(layer.weight) >= least}
-        self._wanted = {p: place for p, place in wanted.items() if p in weights and p.dtype == place.dtype}
+        self._wanted = {p: place for p, place in wanted.items() if p in weights}
         self.take_over(least)
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Begin a step, or a round of reductions in it."""
         self.places = dict(self._wanted)
 
     @contextmanager
@@ -274,7 +275,7 @@ class _Weights(torch.autograd.Function):
     """A scalar made from the weights of a linear layer; the backward from it adds the gradients that they are owed."""
 
     @staticmethod
-    def forward(ctx: Any, places: dict[Tensor, Tensor], uses: list[Use], weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, places: Places, uses: list[Use], weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.uses, ctx.place = uses, _place(places, weight)
         return weight.new_empty(())
 
@@ -284,7 +285,7 @@ class _Weights(torch.autograd.Function):
         return None, None, *of_weights(uses, ctx.needs_input_grad[2:], ctx.place)
 
 
-def _add(places: dict[Tensor, Tensor], uses: list[Use], weight: Tensor, bias: Tensor | None) -> None:
+def _add(places: Places, uses: list[Use], weight: Tensor, bias: Tensor | None) -> None:
     """Do what the backward of ``_Weights`` does if the parameters have no hooks, in a quarter of the time."""
     wanted = weight.requires_grad, bias is not None and bias.requires_grad
     with torch.no_grad():
@@ -324,6 +325,7 @@ def _usual(weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:
     )
 
 
-def _place(places: dict[Tensor, Tensor], weight: Tensor) -> Tensor | None:
+def _place(places: Places, weight: Tensor) -> Tensor | None:
     """Return the tensor for a weight's first gradient of the step; None if it has one already, or none is wanted."""
-    return places.pop(weight, None) if weight.grad is None else None
+    place = places.pop(weight, None) if weight.grad is None else None
+    return None if place is None else place()

@@ -323,8 +323,7 @@ def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
     rounds = [action.stage for action in row if action.op is Op.REDUCE_GRAD and action.stage is not None]
     reducer = Reducer(buckets, channels, place, rounds, lends=plan.world.zero > 1)
     for number, stage in part.stages.items():
-        if places := reducer.places(number):
-            stage.make_gradients_in(places)
+        stage.make_gradients_in(reducer.places(number))
     return Assembly(part, update, source, mean, reducer, scaler)
 
 

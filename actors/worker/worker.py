@@ -318,8 +318,8 @@ class Worker:
     def _settle(self, notes: Notes) -> None:
         """Wait for the communication under way in a step that is given up."""
         self.program.courier.drain()
+        serving = self.seat.world.servers > 0 and not notes.updated  # servers still wait for this step's gradients
         if (reducer := self.parts.reducer) is not None:
-            serving = self.seat.world.servers > 0 and not notes.updated  # servers still wait for this step's gradients
             reducer.settle(whole=serving)
             if serving and any(stage.is_last for stage in self._stages.values()):
                 reducer.total(ballot_of(0, 0.0, sound=True))
@@ -343,18 +343,16 @@ class Worker:
         return microbatch * self.seat.world.mesh.dp + self.seat.dp
 
     def _watched(self, action: Action, left: Collection[Tensor] | None = None) -> AbstractContextManager[None]:
-        """Return a context for a backward, in which the Reducer watches gradients become complete.
+        """Return a context for a backward, in which the Reducer watches gradients if it is a round's first or last one.
 
-        It watches only the first and the last backward of a stage. In a step by hand it watches none, because
-        backwards come in any order and nothing is reduced before REDUCE_GRAD.
-
-        Args:
-            action: The backward, B or W.
-            left: The parameters whose gradients a W adds; None for a B.
+        In a step by hand it watches none, as they come in any order and nothing is reduced before REDUCE_GRAD. ``left``
+        are the parameters whose gradients a W adds; None for a B.
         """
         reducer, first, last = self.parts.reducer, action in self._first, action in self._last
         if reducer is None or self._step.notes is not None or not (first or last):
             return nullcontext()
+        if first:
+            self._stages[_stage(action)].begin_round()
         return reducer.watch(_stage(action), last=last, left=left)
 
     def _take(self, action: Action) -> Values:

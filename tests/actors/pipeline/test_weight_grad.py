@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def taken_over(module, half=True):
     linears.take_over()
     linears.halve(half)
     if not half:
-        linears.make_in({p: torch.full_like(p, 9.0).detach() for p in module.parameters()}, least=0)
+        linears.make_in({p: partial(torch.full_like, p.detach(), 9.0) for p in module.parameters()}, least=0)
     linears.begin()
     return linears
 
@@ -304,7 +305,7 @@ def test_the_first_gradient_of_a_step_is_made_in_its_place(half):
     place, small = torch.full((1024, 1024), 7.0), torch.full((1024,), 7.0)
     linears = Linears([layer])
     linears.halve(half)
-    linears.make_in({layer.weight: place, layer.bias: small})
+    linears.make_in({layer.weight: lambda: place, layer.bias: lambda: small})
     linears.begin()
     (layer,) = linears.modules
     x = torch.randn(5, 1024)
@@ -360,7 +361,7 @@ def test_what_is_owed_must_not_be_written_meanwhile(which):
 def test_small_layers_are_not_taken_over_for_the_sake_of_a_place():
     layer = nn.Linear(8, 8)
     linears = Linears([layer])
-    linears.make_in({layer.weight: torch.empty(8, 8)})
+    linears.make_in({layer.weight: lambda: torch.empty(8, 8)})
     assert linears.modules == (layer,)
 
 
