@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -154,7 +155,7 @@ def test_a_layer_that_was_taken_over_has_the_bits_of_its_own(counted, half):
     linears.take_over()
     linears.halve(half)
     if not half:
-        linears.make_in({p: torch.empty_like(p) for p in ours.parameters()}, least=0)
+        linears.make_in({p: partial(torch.empty_like, p) for p in ours.parameters()}, least=0)
     linears.begin()
     (ours,) = linears.modules
     for _ in range(2):  # the second gradient adds to the first

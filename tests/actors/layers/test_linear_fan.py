@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_taken_over_they_have_the_same_bits(counted, half, side_by_side):
     linears.take_over()
     linears.halve(half)
     if not half:
-        linears.make_in({p: torch.full_like(p, 9.0).detach() for p in ours.parameters()}, least=0)
+        linears.make_in({p: partial(torch.full_like, p.detach(), 9.0) for p in ours.parameters()}, least=0)
     given = gradients(side_by_side=side_by_side)
     seen = []
     for number, parameter in enumerate(ours.parameters()):
