@@ -20,27 +20,30 @@ from raypar.actors.tensors import Values
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # glibc's <malloc.h>
 _HUGE = (1 << 31) - 1
-_LARGE = 1 << 18  # bytes of a block that is worth a mapping of its own
+
+ALL_BLOCKS = 1 << 30  # for ``keep_freed_memory``
+SMALL_BLOCKS = 1 << 18
+BLOCKS_OF_A_STEP = 1 << 21  # with sharded weights or gradients, which are larger or few
 
 
-def keep_freed_memory(*, keep: bool) -> None:
-    """Make the C library keep freed memory, or give it back to the system at once (glibc only).
+def keep_freed_memory(below: int) -> None:
+    """Make the C library keep freed blocks of memory that are smaller than a size (glibc only).
 
-    A step allocates and frees the same activations again and again. Giving them back in between costs a page fault per
-    page. A launch makes and frees each weight once: kept, that memory is cut into pieces too small for the next weight.
-    There is one arena, because the thread that computes is not the main thread.
+    A step allocates and frees the same activations again and again. Giving them back to the system in between costs a
+    page fault per page. But a kept block is cut into pieces, which are soon too small for another block of its size. A
+    launch makes and frees each weight once, and a step with sharded weights or gradients does so all the time: what is
+    large is given back then. There is one arena, because the thread that computes is not the main thread.
 
     Args:
-        keep: Whether to keep what is freed from now on. If not, what was kept is given back too.
+        below: Bytes from which on a freed block is given back at once. What was kept before is given back now.
     """
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None)
     if (mallopt := getattr(libc, "mallopt", None)) is not None:
-        mapped, trimmed = (1 << 30, _HUGE) if keep else (_LARGE, _LARGE)
-        for option, value in ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, mapped), (_M_TRIM_THRESHOLD, trimmed)):
+        for option, value in ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, below), (_M_TRIM_THRESHOLD, _HUGE)):
             mallopt(option, value)
-    if not keep and (trim := getattr(libc, "malloc_trim", None)) is not None:
+    if (trim := getattr(libc, "malloc_trim", None)) is not None:
         trim(0)
 
 

@@ -13,7 +13,15 @@ from raypar.actors.checkpoint.snapshot import Written
 from raypar.actors.collective import ray_groups
 from raypar.actors.collective.group import Group
 from raypar.actors.collective.ledger import Ledger
-from raypar.actors.device import Place, keep_freed_memory, place_of, resident_memory
+from raypar.actors.device import (
+    ALL_BLOCKS,
+    BLOCKS_OF_A_STEP,
+    SMALL_BLOCKS,
+    Place,
+    keep_freed_memory,
+    place_of,
+    resident_memory,
+)
 from raypar.actors.inspect.activations import Sight, Spot
 from raypar.actors.inspect.step import Held, Seen
 from raypar.actors.sharding import Shard
@@ -53,7 +61,7 @@ class Hosted:
             UnequalReplicasError: A replica has made other weights of the same plan.
             RuntimeError: The plan's device does not exist.
         """
-        keep_freed_memory(keep=False)
+        keep_freed_memory(SMALL_BLOCKS)
         ledger, place = Ledger(), place_of(plan.device)
         place.enter()
         for key, axis, name, members in plan.world.memberships(plan.rank):
@@ -63,7 +71,7 @@ class Hosted:
             )
         ray_groups.close_together(self._joined)
         self._member = member_of(plan, self._joined, place)
-        keep_freed_memory(keep=True)
+        keep_freed_memory(BLOCKS_OF_A_STEP if plan.world.zero > 1 else ALL_BLOCKS)
         return self._member.state.holds()
 
     def leave(self) -> None:
