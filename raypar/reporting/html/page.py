@@ -221,7 +221,11 @@ def page(past: Past, *, faults: Sequence[str] = (), peak: float | None = None, e
         for name, value in headline(past, history)
     ]
     body = joined(
-        element("header", element("h1", title), element("p", f"raypar run in {past.folder}. {state(past, every)}")),
+        element(
+            "header",
+            element("h1", title),
+            element("p", f"raypar run in {past.folder.name}. {state(past, every)}", title=str(past.folder)),
+        ),
         unread(faults),
         element("div", *tiles, class_="tiles"),
         events(marks),
