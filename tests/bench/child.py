@@ -34,6 +34,10 @@ def build(contestant: Contestant, size: Size, rank: int) -> Trainer:
         from tests.bench.peers.ddp import ddp
 
         return ddp(run, _place(size, rank))
+    if contestant.loop == "fsdp":
+        from tests.bench.peers.fsdp import fsdp
+
+        return fsdp(run, _place(size, rank))
     if contestant.loop == "pipelining":
         from tests.bench.peers.pipeline import pipeline
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from tests.bench.workload import RANKS, Kind, Layout, Size
 
-Loop = Literal["plain", "ddp", "pipelining", "dtensor", "ray-train", "raypar"]
+Loop = Literal["plain", "ddp", "fsdp", "pipelining", "dtensor", "ray-train", "raypar"]
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,11 @@ def _tensors(suffix: str, what: str, *, sequence: bool) -> tuple[Contestant, Con
     )
 
 
-_EVERYWHERE: tuple[Kind, ...] = ("replicas", "pipelines", "tensors", "gpu", "gpus")
+_EVERYWHERE: tuple[Kind, ...] = ("replicas", "sharded", "pipelines", "tensors", "gpu", "gpus")
 _TWO: tuple[Kind, ...] = ("replicas", "gpus")
+_SHARDED: tuple[Kind, ...] = ("sharded",)
+_HALVES: tuple[Kind, ...] = (*_TWO, *_SHARDED)
+_ONCE: dict[str, Any] = {"zero": 3, "zero_reduce": "step", "zero_gather": "step"}
 REFERENCE = "plain"  # whose losses everybody's are held against
 
 CONTESTANTS = {
@@ -94,11 +97,18 @@ CONTESTANTS = {
     for contestant in (
         Contestant(REFERENCE, "one process", "plain", "whole", launched=True, kinds=_EVERYWHERE),
         Contestant("raypar-one", "raypar, one actor", "raypar", "whole", limit=REFERENCE, kinds=("replicas", "gpu")),
-        Contestant("pair-halves", "limit of dp", "plain", "replicas", processes=2, apart=True, kinds=_TWO),
+        Contestant(
+            "pair-halves", "limit of dp", "plain", "replicas", processes=2, apart=True, kinds=(*_TWO, "sharded")
+        ),
         Contestant("torch-ddp", "torch DDP", "ddp", processes=2, launched=True, kinds=_TWO, **_REPLICAS),
         Contestant("ray-train", "Ray Train, DDP", "ray-train", launched=True, **_REPLICAS),
         _replicas("raypar-dp", launched=True, kinds=_TWO),
         _replicas("raypar-zero-0", " zero=0", zero=0),
+        Contestant("torch-fsdp", "torch FSDP2", "fsdp", processes=2, kinds=_SHARDED, **_REPLICAS),
+        _replicas("raypar-zero-1", " zero=1", zero=1, kinds=_SHARDED),
+        _replicas("raypar-zero-2", " zero=2", zero=2, kinds=_SHARDED),
+        _replicas("raypar-zero-3", " zero=3", zero=3, kinds=_SHARDED),
+        _replicas("raypar-zero-3-step", " zero=3, once a step", kinds=_SHARDED, **_ONCE),
         _replicas("raypar-ps", " parameter_server", data_parallel="parameter_server"),
         Contestant(
             "pair", "limit of pp and tp", "plain", "whole", processes=2, apart=True, kinds=("pipelines", "tensors")

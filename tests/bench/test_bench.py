@@ -346,3 +346,12 @@ def test_silence_has_an_end(started):
     with pytest.raises(ProcessError, match=r"child: process 1 gave no answer within 2 s"):
         processes.ask("peak", seconds=2)
     processes.kill()
+
+
+def test_sharded_replicas_accumulate_in_microbatches_of_their_half():
+    names = [f"raypar-zero-{level}" for level in (1, 2, 3)]
+    everybody = ["plain", "pair-halves", "torch-fsdp", *names, "raypar-zero-3-step"]
+    for size in sizes_of(parse(["--size", "zero"])):
+        assert [contestant.name for contestant in entered(size)] == everybody
+        run = run_of(size, "replicas")
+        assert (run.microbatches, run.micro_batch_size) == (size.accumulated, 8 // size.accumulated)

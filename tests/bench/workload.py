@@ -15,7 +15,7 @@ from raypar.actors.models.build import build_model
 Layout = Literal["whole", "pipeline", "replicas", "tensors"]
 # who takes part: of replicas, pipelines or tensor parallelism on CPUs, or those of so many GPUs. Not all at once: idle
 # contestants wake up, too
-Kind = Literal["replicas", "pipelines", "tensors", "gpu", "gpus"]
+Kind = Literal["replicas", "pipelines", "tensors", "sharded", "gpu", "gpus"]
 RANKS = 2
 
 
@@ -24,11 +24,12 @@ class Size:
     """A model and its batch.
 
     batch             samples a step, over all processes
-    micro_batch_size  samples of a microbatch, in a pipeline and in one process; replicas take their half of the batch
-                      as one microbatch
+    micro_batch_size  samples of a microbatch, in a pipeline and in one process; replicas divide their half of the
+                      batch into ``accumulated`` microbatches
     steps             of a round: some seconds, so that how a round begins and ends does not count
     kinds             those of one of these kinds take part
     gpus              that it needs; 0 is a heat of CPUs
+    accumulated       microbatches that a replica's half of the batch is divided into
     """
 
     name: str
@@ -38,6 +39,7 @@ class Size:
     steps: int = 2
     kinds: tuple[Kind, ...] = ("replicas",)
     gpus: int = 0
+    accumulated: int = 1
 
     @property
     def microbatches(self) -> int:
@@ -48,6 +50,7 @@ class Size:
         return self.batch * self.model.seq // (RANKS if layout == "replicas" else 1)
 
 
+_QUICK: tuple[Kind, ...] = ("replicas", "sharded", "pipelines", "tensors")
 _SMALL = rp.GPT(layers=8, hidden=256, heads=8, seq=256)
 _WIDE = rp.GPT(layers=2, hidden=1024, heads=16, seq=16)
 SIZES = {
@@ -65,16 +68,21 @@ SIZES = {
         Size("dp-torch", replace(_SMALL, linear="torch", attention="fused")),  # raypar with the peers' layers, too
         Size("dp-wide-torch", replace(_WIDE, linear="torch", attention="fused"), steps=10),
         Size("pp-torch", replace(_SMALL, linear="torch", attention="fused"), kinds=("pipelines",)),
-        Size("quick", rp.GPT(layers=4, hidden=64, heads=4, seq=64), kinds=("replicas", "pipelines", "tensors")),
+        Size("zero", _SMALL, kinds=("sharded",)),
+        Size("zero-accumulated", _SMALL, kinds=("sharded",), accumulated=8),
+        Size("zero-wide", _WIDE, steps=10, kinds=("sharded",)),
+        Size("quick", rp.GPT(layers=4, hidden=64, heads=4, seq=64), kinds=_QUICK),
     )
 }
 _TORCH = ("dp-torch", "dp-wide-torch", "pp-torch")
-ALL = tuple(name for name in SIZES if name not in (*_TORCH, "quick"))
-CHOICES = {name: (name,) for name in SIZES if name != "quick"} | {  # of the command line
+_ZERO = ("zero", "zero-accumulated", "zero-wide")
+ALL = tuple(name for name in SIZES if name not in (*_TORCH, *_ZERO, "quick"))
+CHOICES = {name: (name,) for name in SIZES if name not in ("quick", "zero")} | {  # of the command line
     "small": ("dp", "pp"),
     "wide": ("dp-wide", "pp-wide"),
     "tp": ("tp", "tp-batch", "tp-wide"),
     "torch": _TORCH,
+    "zero": _ZERO,
     "all": ALL,
 }
 
@@ -105,5 +113,7 @@ def run_of(size: Size, layout: Layout, **settings: Any) -> rp.Run:
     elif layout == "tensors":
         run = replace(run, mesh=rp.Mesh(tp=RANKS))
     elif layout == "replicas":
-        run = replace(run, mesh=rp.Mesh(dp=RANKS), microbatches=1, micro_batch_size=size.batch // RANKS)
+        half = size.batch // RANKS
+        run = replace(run, mesh=rp.Mesh(dp=RANKS), microbatches=size.accumulated)
+        run = replace(run, micro_batch_size=half // size.accumulated)
     return replace(run, device="cuda" if size.gpus else "cpu", **settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,25 +17,30 @@ from tests.bench.workload import batches_of, model_of
 
 
 def whole_model(
-    run: rp.Run, dp: int, device: torch.device, wrap: Callable[[nn.Module], nn.Module] | None = None
+    run: rp.Run,
+    dp: int,
+    device: torch.device,
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+    alone: Callable[[Any], AbstractContextManager[object]] = lambda replica: replica.no_sync(),
 ) -> Step:
     """Training steps of one replica, the ``dp``-th: gradients accumulated over the microbatches, clipped, AdamW.
 
-    ``wrap`` makes the model a replica of several, which average their gradients in the last microbatch's backward.
+    ``wrap`` makes the model a replica of several, which average their gradients in the last microbatch's backward;
+    ``alone`` gives the context of the others.
     """
     model = model_of(run)
     module = nn.Sequential(*model.materialize(range(len(model.names)), run.seed)).to(device)
+    replica: Any = module if wrap is None else wrap(module)
     optimizer = build_optimizer(run.optim, dict(module.named_parameters()))
     assert optimizer is not None, "a model has parameters"
-    replica: Any = module if wrap is None else wrap(module)
     batches = batches_of(run)
 
     def step(number: int) -> float:
         optimizer.zero_grad()
         losses = []
         for microbatch in range(run.microbatches):
-            alone = wrap is not None and microbatch < run.microbatches - 1
-            with replica.no_sync() if alone else nullcontext():
+            early = wrap is not None and microbatch < run.microbatches - 1
+            with alone(replica) if early else nullcontext():
                 tokens, labels = batches.train(number, microbatch, dp)
                 loss = model.loss((replica(tokens.to(device)),), (labels.to(device),))
                 (loss / run.microbatches).backward()
