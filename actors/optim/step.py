@@ -180,6 +180,8 @@ class Updater:
         if tally.against and not bad:
             raise NonFiniteError(f"step {step + 1}: the loss is not finite; no weight was changed: look at the batch")
         fix = "lower the learning rate or clip"
+        if self._scaler.is_on:
+            fix = f"the scale of the loss, {self._scaler.scale:g}, is at its floor: lower loss_scale.floor, or {fix}"
         if tally.against:
             fix = "nor is the loss: look at the batch, or lower the learning rate"
         raise NonFiniteError(

@@ -51,6 +51,9 @@ class Precision:
             yield f"precision.master is {self.master!r}, precision.compute {self.compute!r}: use fp32 for the masters"
         if self.reduce not in ("fp32", self.compute):
             yield f"precision.reduce is {self.reduce!r}, precision.compute {self.compute!r}: use fp32 or the same"
+        elif self.is_half and self.master == self.compute and self.reduce != self.master:
+            fix = f"set precision.reduce to {self.master!r} too, or precision.master to 'fp32'"
+            yield f"precision.master is {self.master!r}, but gradients are added up in {self.reduce}: {fix}"
 
 
 @known_fields()

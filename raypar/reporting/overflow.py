@@ -148,7 +148,7 @@ def _place(counted: tuple[RangeCount, str]) -> tuple[int, int, int]:
 
 def percent(share: float) -> str:
     """Format a share: two digits that count, so that a small one is not 0 %."""
-    return f"{100 * share:.2g} %"
+    return f"{100 * share:.2g} %" if share < 0.995 else "100 %"
 
 
 def _sum(counts: Sequence[LayerCount]) -> LayerCount:

@@ -18,6 +18,7 @@ from raypar.paths import absolute
 from raypar.reporting.overflow import OverflowWarnings
 from raypar.reporting.report import Evaluation, Moved, Report, ledger_of, timelines_of
 from raypar.reporting.run_folder.write import Folder
+from raypar.reporting.scale_warnings import ScaleWarnings
 from raypar.reporting.trackers.registry import sink_of
 from raypar.reporting.trackers.tracker import Sink
 from raypar.schedules.schedule import Schedule
@@ -40,7 +41,7 @@ class Record:
     def __init__(self, run: Run) -> None:
         self._folder = None if run.folder is None else Folder(run.folder)
         self._sinks: dict[str, Sink] = {}
-        self._overflow = OverflowWarnings()
+        self._overflow, self._scale = OverflowWarnings(), ScaleWarnings(run.loss_scale)
         self._step: int | None = None  # the latest compiled step, if its times are not recorded yet
 
     def begin(self, run: Run, schedule: Schedule, step: int, name: str) -> None:
@@ -61,15 +62,22 @@ class Record:
     def write(self, outcome: Report | Evaluation) -> None:
         """Record a step's report or an evaluation."""
         line = outcome.to_dict()
-        if isinstance(outcome, Report) and outcome.overflow is not None:
-            for told in self._overflow.of(outcome.steps_taken, outcome.overflow):
-                log.warning("%s", told)
+        if isinstance(outcome, Report):
+            self._warn(outcome)
         if isinstance(outcome, Report) and not outcome.by_hand:
             self._step = outcome.step
         if self._folder is not None:
             self._folder.write(line)
         for tracker, sink in list(self._sinks.items()):
             self._tell(tracker, partial(sink.write, line, outcome.steps_taken))
+
+    def _warn(self, report: Report) -> None:
+        """Log what is wrong with the numbers of a step. One that was skipped has overflowed, as the scaler knows."""
+        if report.overflow is not None and not report.skipped:
+            for told in self._overflow.of(report.steps_taken, report.overflow):
+                log.warning("%s", told)
+        if (stuck := self._scale.of(report)) is not None:
+            log.warning("%s", stuck)
 
     def unmeasured(self) -> int | None:
         """Return the latest step if its times were not recorded yet, else None. A second call returns None."""

@@ -113,3 +113,20 @@ def test_another_kind_keeps_groups_and_the_schedule_of_the_rate():
     run = rp.Run(optim=rp.AdamW(betas=(0.5, 0.5), decay="wsd", decay_steps=3, no_decay=("*.bias",), rates={"*": 2.0}))
     other = run_of({"optim": {"kind": "muon"}}, run).optim
     assert other == rp.Muon(decay="wsd", decay_steps=3, no_decay=("*.bias",), rates={"*": 2.0})
+
+
+def test_half_masters_need_gradients_of_their_dtype():
+    """The optimizer's kernels take weights and gradients of one dtype."""
+    for optim in (rp.AdamW(eps=1e-4), rp.Muon(adamw_eps=1e-4), rp.SGD()):
+        run = rp.recipe("gpt-tiny", optim=optim, precision=rp.Precision("bf16", master="bf16"))
+        assert rp.faults(run) == [
+            "precision.master is 'bf16', but gradients are added up in fp32: set precision.reduce to 'bf16' too, or "
+            "precision.master to 'fp32'"
+        ]
+
+
+def test_every_eps_that_fp16_rounds_to_zero_is_refused():
+    half = rp.Precision("fp16", "fp16", "fp16")
+    for optim, field in ((rp.AdamW(), "eps"), (rp.Muon(), "adamw_eps")):
+        (fault,) = rp.faults(rp.recipe("gpt-tiny", optim=optim, precision=half))
+        assert fault.startswith(f"optim.{field} 1e-08 is 0 in fp16")

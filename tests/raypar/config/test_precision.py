@@ -17,7 +17,7 @@ from raypar.config.toml import plain_of, run_of
         ({"precision": rp.Precision("bf16", master="fp16")}, "use fp32 for the masters"),
         ({"precision": rp.Precision("bf16", reduce="fp16")}, "precision.reduce is 'fp16'"),
         ({"precision": rp.Precision(master="bf16")}, "set precision.compute to it too"),
-        ({"precision": rp.Precision("fp16", master="fp16")}, "optim.eps 1e-08 is 0 in fp16"),
+        ({"precision": rp.Precision("fp16", reduce="fp16", master="fp16")}, "optim.eps 1e-08 is 0 in fp16"),
         ({"precision": rp.Precision("fp8")}, "precision.compute is 'fp8'"),
         ({"precision": rp.Precision("bf16"), "data_parallel": "parameter_server"}, "parameter servers hold fp32"),
         ({"nonfinite": "skip", "data_parallel": "parameter_server"}, "parameter servers do not skip steps"),
@@ -46,7 +46,9 @@ def test_what_goes_together_has_no_fault(precision):
 
 def test_eps_is_no_fault_with_fp32_states():
     assert torch.tensor(1e-8).half().item() == 0.0
-    assert rp.faults(rp.Run(precision=rp.Precision("fp16", master="fp16"), optim=rp.AdamW(eps=1e-4))) == []
+    assert (
+        rp.faults(rp.Run(precision=rp.Precision("fp16", reduce="fp16", master="fp16"), optim=rp.AdamW(eps=1e-4))) == []
+    )
 
 
 def test_files_and_flags_spell_it_as_a_word_or_field_by_field():
