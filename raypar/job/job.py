@@ -71,7 +71,7 @@ class Job:
     ) -> None:
         self.device, self.num_actors = actors.device, len(actors.handles)
         self._name, self._generation = name, 1
-        self._lifetime = Lifetime(actors, self.close)
+        self._lifetime = Lifetime(actors, self.close, lambda: self._loop.saved)
         loaded = self._loaded(run, programs, skeleton)
         self._loop = TrainingLoop(self._lifetime, self.device, loaded, record)
         self._inspection = Inspection(self._lifetime, loaded, self._start(loaded, programs, found))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 from raypar.actors.errors import NonFiniteError
@@ -25,6 +26,7 @@ class Lifetime:
     Args:
         actors: The actors.
         close: Closes the job. A failure calls it, and it calls ``end``.
+        saved: Returns the newest checkpoint in the run's folder that the job has saved; None before the first.
 
     Attributes:
         failure: Why the job is over; None while it is alive.
@@ -32,12 +34,12 @@ class Lifetime:
             epoch.
     """
 
-    def __init__(self, actors: Actors, close: Callable[[], None]) -> None:
+    def __init__(self, actors: Actors, close: Callable[[], None], saved: Callable[[], Path | None]) -> None:
         self.failure: str | None = None
         self.epoch = 0
         self._actors: Actors | None = actors
         self._calls: Calls | None = None
-        self._close = close
+        self._close, self._saved = close, saved
 
     def handles(self, count: int) -> list[Any]:
         """Return the handles of the first ``count`` actors. Raises JobError if the job is over."""
@@ -63,7 +65,7 @@ class Lifetime:
         if self.failure is None and (self._actors is None or not self._actors.reachable()):
             self.failure = "the Ray that its actors lived in was shut down"
         if self.failure is not None:
-            raise JobError(f"this job is over ({self.failure}): launch the run again")
+            raise JobError(f"this job is over ({self.failure}): {self._how_to_go_on()}")
 
     def guard(self, call: Callable[[], T], *, patient: bool = True) -> T:
         """Run a function that calls the actors. If it fails, end the job, so that nothing is left waiting or running.
@@ -120,3 +122,10 @@ class Lifetime:
         else:  # the actors still complete their step, so the driver must not repeat it
             self.failure = "it was interrupted while its actors worked"
         self._close()
+        error.add_note(f"To go on, {self._how_to_go_on()}.")  # behind the end of a save
+
+    def _how_to_go_on(self) -> str:
+        """Say how the run goes on in another job: from its newest checkpoint, if it has saved one."""
+        if (saved := self._saved()) is None:
+            return "launch the run again"
+        return f"launch the run again with resume={str(saved.parents[1])!r} ({saved.name})"

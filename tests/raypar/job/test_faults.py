@@ -339,6 +339,15 @@ def test_an_exception_in_a_layer_names_actor_action_and_message(job_of):
     assert all(map(gone, actors))
 
 
+def test_a_failure_says_how_to_go_on_from_what_was_saved(job_of, tmp_path):
+    run = run_of(lambda: [nn.Linear(4, 4), Trouble(fails_at=15)], folder=str(tmp_path / "run"), save_every=1, steps=4)
+    job = job_of(run)
+    with pytest.raises(rp.JobError) as caught:
+        job.train()
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"To go on, launch the run again with resume={str(tmp_path / 'run')!r} (step-0000000")
+
+
 def test_the_schedule_does_not_change_what_is_said_of_an_exception():
     """Threads for actors: what a job says begins with what the actor has raised."""
     team = Team.of(run_of(lambda: [nn.Linear(4, 4), Trouble(fails_at=7)], schedule="gpipe", timeout=1.0))
