@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from raypar.actors.errors import CheckpointError, NonFiniteError
+    from raypar.actors.expert_parallel.auxiliary_loss import AuxiliaryLoss
     from raypar.actors.mesh.mesh import Mesh
     from raypar.actors.specs.data import Batches, Text
     from raypar.actors.specs.model import GPT, Layers, Llama
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "raypar.actors.errors": ("CheckpointError", "NonFiniteError"),
+    "raypar.actors.expert_parallel.auxiliary_loss": ("AuxiliaryLoss",),
     "raypar.actors.mesh.mesh": ("Mesh",),
     "raypar.actors.specs.data": ("Batches", "Text"),
     "raypar.actors.specs.model": ("GPT", "Layers", "Llama"),
@@ -55,6 +57,7 @@ __all__ = [
     "SGD",
     "ActorDiedError",
     "AdamW",
+    "AuxiliaryLoss",
     "Batches",
     "CheckpointError",
     "ConfigError",
