@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from raypar.actors.errors import CheckpointError, NonFiniteError
+    from raypar.actors.expert_parallel.auxiliary_loss import AuxiliaryLoss
     from raypar.actors.expert_parallel.experts import run_experts
     from raypar.actors.mesh.mesh import Mesh
     from raypar.actors.specs.data import Batches, Text
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "raypar.actors.errors": ("CheckpointError", "NonFiniteError"),
+    "raypar.actors.expert_parallel.auxiliary_loss": ("AuxiliaryLoss",),
     "raypar.actors.expert_parallel.experts": ("run_experts",),
     "raypar.actors.mesh.mesh": ("Mesh",),
     "raypar.actors.specs.data": ("Batches", "Text"),
@@ -59,6 +61,7 @@ __all__ = [
     "SGD",
     "ActorDiedError",
     "AdamW",
+    "AuxiliaryLoss",
     "Batches",
     "CheckpointError",
     "ConfigError",

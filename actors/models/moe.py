@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from raypar.actors.expert_parallel.capacity import capacity_of, over_capacity
 from raypar.actors.expert_parallel.experts import DROPPED, run_experts
+from raypar.actors.expert_parallel.gates import updated_bias
 from raypar.actors.expert_parallel.losses import Sums, alone, gshard_loss, load_of, switch_loss, z_loss
-from raypar.actors.expert_parallel.record import Routed, attach_loss
+from raypar.actors.expert_parallel.record import Balanced, attach_loss
 from raypar.actors.expert_parallel.router import Router, Routing
 from raypar.actors.specs.model import Transformer
 
 MakeMLP = Callable[[int], nn.Module]  # by its width
 
 
-class MoE(nn.Module, Routed):
+class MoE(nn.Module, Balanced):
     """A mixture of experts, (B, S, D) -> (B, S, D).
 
     Args:
@@ -33,6 +35,7 @@ class MoE(nn.Module, Routed):
         shared: The MLP of all tokens beside the experts; None if there is none.
         residual: The MLP of a PR-MoE; None if it is none.
         mix: The two coefficients of a PR-MoE, (D) -> (2); None if it is none.
+        num_experts: Number of experts of all actors.
         sums: Sums a tensor over the actors that have tokens of the same sequences; see losses.py.
         attaches: Whether this actor gives auxiliary losses their gradients: of actors that compute the same routing
             and add up its gradients, one does.
@@ -41,7 +44,7 @@ class MoE(nn.Module, Routed):
     def __init__(self, model: Transformer, num_experts: int, mlp: MakeMLP) -> None:
         super().__init__()
         assert model.moe is not None
-        self.spec, self.attaches = model.moe, True
+        self.spec, self.num_experts, self.attaches = model.moe, num_experts, True
         self.sums: Sums = alone
         self.router = Router(self.spec, model.hidden, num_experts)
         self.experts = nn.ModuleList(mlp(model.expert_width) for _ in range(num_experts))
@@ -61,6 +64,12 @@ class MoE(nn.Module, Routed):
             y_BSD = y_BSD + self.shared(x_BSD)
         return self._with_losses(y_BSD, routing, groups=len(x_BSD)) if self.training else y_BSD
 
+    @torch.no_grad()
+    def balance(self, asked_E: Tensor) -> None:
+        """Move the router's bias, if it has one, towards an even load."""
+        if (bias_E := self.router.bias) is not None:
+            bias_E.copy_(updated_bias(bias_E, asked_E, self.spec.bias_rate))
+
     def _made(self, routing: Routing, groups: int) -> Tensor:
         """Return the choices (T, K) of which those are dropped that are over the capacity, or not made by chance.
 
@@ -68,7 +77,7 @@ class MoE(nn.Module, Routed):
             routing: What the router decided.
             groups: Number of sequences; an expert's capacity is of tokens of one sequence.
         """
-        chosen_TK, spec, num_experts = routing.chosen, self.spec, len(self.router.weight)
+        chosen_TK, spec, num_experts = routing.chosen, self.spec, self.num_experts
         made_TK = chosen_TK
         if spec.capacity is not None:
             capacity = capacity_of(spec.capacity, len(chosen_TK) // groups, spec.top_k, num_experts)

@@ -23,6 +23,7 @@ from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import digests_of
 from raypar.actors.data_parallel.zero1 import ShardedUpdate
 from raypar.actors.device import Place
+from raypar.actors.expert_parallel.record import RouterRecord
 from raypar.actors.flat_memory import flat_empty
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.mesh.world import World
@@ -64,6 +65,7 @@ class Part:
         weights: With ZeRO stage 3, the sharded weights of each stage, by its number.
         overflow: Counts overflow in the stages; None if the run does not ask for it.
         gathered: With ZeRO stage 3, the bytes of weights that are whole; else None.
+        record: What modules of the stages tell of a training step.
     """
 
     model: Model
@@ -78,6 +80,7 @@ class Part:
     weights: Mapping[int, StageWeights]
     overflow: OverflowWatch | None
     gathered: HighWater | None
+    record: RouterRecord
 
     @property
     def kept(self) -> Mapping[str, nn.Parameter]:
@@ -135,7 +138,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int
     owner_of = _owner_of(plan, model)
     layers = LayerMaker(plan, place, groups.get("gather"), model, parallelizer.parallelize if axes else unsharded)
     modules, weights = layers.make({number: parts[number] for number in own}, owner_of, same)
-    overflow = overflow_of(plan, model, parallelizer)
+    overflow, record = overflow_of(plan, model, parallelizer), RouterRecord()
     places = Counter(p for module in modules.values() for _, p in module.named_parameters(remove_duplicate=False))
     shared = frozenset(parameter for parameter, count in places.items() if count > 1)
     stages = {
@@ -153,6 +156,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int
             check_loss=parallelizer.check_loss,
             weights=weights.get(number),
             overflow=overflow,
+            record=record,
         )
         for number in own
     }
@@ -166,7 +170,9 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int
     masters = layers.masters(mine)
     ties = [_between_owners(tie, world, owner_of) for tie in ties]
     sharded = parallelizer.shards, parallelizer.partial, parallelizer.outputs
-    return Part(model, stages, parameters, masters, owner_of, ties, *sharded, weights, overflow, layers.gathered)
+    return Part(
+        model, stages, parameters, masters, owner_of, ties, *sharded, weights, overflow, layers.gathered, record
+    )
 
 
 def overflow_of(plan: Plan, model: Model, parallelizer: Parallelizer) -> OverflowWatch | None:
