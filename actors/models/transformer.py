@@ -111,6 +111,8 @@ class TransformerModel(Model):
         self.names = ("embed", *(f"blocks.{i}" for i in range(spec.layers)), "head")
         self.body = range(1, spec.layers + 1)
         self.costs = transformer_costs(spec)
+        if spec.moe is not None:
+            self.tensor_plan += tuple((f"blocks.{block}.mlp", "moe") for block in spec.moe.blocks(spec.layers))
         self.ties = (("embed.tokens.weight", "head.out.weight"),) if spec.tied else ()
         super().__init__(on_meta(lambda: map(partial(self._layer, between(spec), Desk()), range(len(self.names)))))
 

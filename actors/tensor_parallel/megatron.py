@@ -26,6 +26,7 @@ from raypar.actors.models.base import IGNORED, Kind
 from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle, ShardedDropout, apply_to_children
 from raypar.actors.sharding import Pieces, Sharding
 from raypar.actors.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from raypar.actors.tensor_parallel.experts import ShardedExperts
 from raypar.actors.tensor_parallel.linear import (
     ColumnParallelFan,
     ColumnParallelLinear,
@@ -61,6 +62,7 @@ def megatron_styles(group: Group, *, sequence: bool) -> AxisStyles:
         "column": column,
         "heads": HeadParallel(group, column),
         "row": RowParallel(group, leave, flow),
+        "moe": ShardedExperts(group, leave, flow),
         "logits": LogitsParallel(group, column),
         "copy": CopiedInput(SharedCopy(partial(copy_to, group=group))),
         "gather": GatheredOutput(group),

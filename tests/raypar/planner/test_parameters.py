@@ -8,6 +8,7 @@ from raypar.actors.collective.local import local_groups
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.build import build_model
 from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
 from raypar.actors.worker.build import sizes_of
 from raypar.actors.worker.parallelize import Parallelizer, axis_styles
@@ -25,6 +26,9 @@ MODELS = [
     Llama(**SIZES),
     Llama(**SIZES, kv_heads=2, ffn=40, tied=True),
     Llama(**SIZES, kv_heads=1, positions="alibi"),
+    GPT(**SIZES, moe=MoE(experts=4, every=2)),
+    GPT(**SIZES, moe=MoE(experts=(1, 2, 4, 4, 8), top_k=1, residual=True, width=32)),
+    Llama(**SIZES, moe=MoE(experts=3, gate="shazeer", shared=2)),
 ]
 
 
