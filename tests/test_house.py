@@ -298,7 +298,7 @@ MAY_IMPORT = {
     "actors/data_parallel": (
         "actors actors/autograd actors/checkpoint actors/collective actors/models actors/optim actors/specs schedules"
     ),
-    "actors/expert_parallel": "actors actors/collective",
+    "actors/expert_parallel": "actors actors/collective actors/specs",
     "actors/inspect": "actors actors/checkpoint actors/specs schedules",
     "actors/layers": "actors actors/autograd actors/specs",
     "actors/mesh": "actors",
@@ -307,16 +307,16 @@ MAY_IMPORT = {
         "actors actors/checkpoint actors/collective actors/data actors/models actors/specs actors/tensor_parallel"
     ),
     "actors/pipeline": (
-        "actors actors/autograd actors/collective actors/data_parallel actors/inspect actors/layers "
-        "actors/models actors/specs schedules"
+        "actors actors/autograd actors/collective actors/data_parallel actors/expert_parallel actors/inspect "
+        "actors/layers actors/models actors/specs schedules"
     ),
     "actors/specs": "actors actors/mesh schedules schedules/passes",
     "actors/tensor_parallel": "actors actors/autograd actors/collective actors/layers actors/models",
     "actors/tensor_parallel/grid": "actors actors/collective actors/layers actors/models actors/tensor_parallel",
     "actors/worker": (
         "actors actors/checkpoint actors/collective actors/context_parallel actors/data actors/data_parallel "
-        "actors/inspect actors/mesh actors/models actors/optim actors/pipeline actors/specs "
-        "actors/tensor_parallel actors/tensor_parallel/grid schedules"
+        "actors/expert_parallel actors/inspect actors/mesh actors/models actors/optim actors/pipeline "
+        "actors/specs actors/tensor_parallel actors/tensor_parallel/grid schedules"
     ),
     "raypar": "actors",
     "raypar/checkpoint": (

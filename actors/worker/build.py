@@ -14,6 +14,7 @@ from raypar.actors.data.batches import BatchSource, CastSource, ContextSource, T
 from raypar.actors.data_parallel.buckets import Bucket, pack
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.device import Place
+from raypar.actors.expert_parallel.record import RouterRecord
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model
@@ -56,7 +57,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
     owners = owners_of(plan, model, groups, server)
     layers = LayerMaker(plan, place, groups, model, parallelizer.parallelize if axes else unsharded)
     modules, weights = layers.make({number: parts[number] for number in own}, owners, same)
-    overflow = overflow_of(plan, model, parallelizer)
+    overflow, record = overflow_of(plan, model, parallelizer), RouterRecord()
     places = Counter(p for module in modules.values() for _, p in module.named_parameters(remove_duplicate=False))
     shared = frozenset(parameter for parameter, count in places.items() if count > 1)
     stages = {
@@ -74,6 +75,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
             check_loss=parallelizer.check_loss,
             weights=weights.get(number),
             overflow=overflow,
+            record=record,
         )
         for number in own
     }
@@ -88,7 +90,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
     tp = 0 if plan.rank in world.server_ranks else world.mesh.coordinate(plan.rank)["tp"]
     ties = [between_owners(tie, world, owners.of, tp) for tie in ties]
     sharded = parallelizer.shards, parallelizer.partial, parallelizer.outputs
-    return Part(model, stages, parameters, masters, owners, ties, *sharded, weights, overflow, layers.gathered)
+    return Part(model, stages, parameters, masters, owners, ties, *sharded, weights, overflow, layers.gathered, record)
 
 
 def overflow_of(plan: Plan, model: Model, parallelizer: Parallelizer) -> OverflowWatch | None:

@@ -14,6 +14,7 @@ from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.replica_checks import digest
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import digests_of
+from raypar.actors.expert_parallel.record import RouterRecord
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.models.base import Model
 from raypar.actors.models.tied_weights import Tie
@@ -39,6 +40,7 @@ class Part:
         weights: With ZeRO stage 3, the sharded weights of each stage, by its number.
         overflow: Counts overflow in the stages; None if the run does not ask for it.
         gathered: With ZeRO stage 3, the bytes of weights that are whole; else None.
+        record: What modules of the stages tell of a training step.
     """
 
     model: Model
@@ -53,6 +55,7 @@ class Part:
     weights: Mapping[int, StageWeights]
     overflow: OverflowWatch | None
     gathered: HighWater | None
+    record: RouterRecord
 
     @property
     def kept(self) -> Mapping[str, nn.Parameter]:

@@ -137,6 +137,7 @@ class Worker:
             self.state.zero_grad()
             if self.parts.reducer is not None:
                 self.parts.reducer.begin()
+        self.parts.part.record.begin(self.parts.mean.auxiliary(self.parts.scaler.scale))
         for stage in self._stages.values():
             stage.begin(train=train)
         if self.parts.part.overflow is not None:
