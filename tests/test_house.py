@@ -344,8 +344,8 @@ MAY_IMPORT = {
         "raypar/stepping schedules schedules/drawing"
     ),
     "raypar/parity": (
-        "actors actors/data actors/inspect actors/mesh actors/models actors/optim actors/specs raypar "
-        "raypar/config raypar/job raypar/reporting schedules"
+        "actors actors/data actors/expert_parallel actors/inspect actors/mesh actors/models actors/optim "
+        "actors/specs raypar raypar/config raypar/job raypar/reporting schedules"
     ),
     "raypar/planner": "actors/mesh actors/models actors/specs schedules schedules/simulation",
     "raypar/reporting": (
