@@ -6,22 +6,22 @@ the order of the experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from raypar.actors.collective.autograd import exchange_rows, join_rows, own_rows
 from raypar.actors.collective.group import Group
+from raypar.actors.expert_parallel.experts import DividedExperts, combine, order_of, spread
 from raypar.actors.sharding import Pieces
 
 
-class ExpertShard(nn.ModuleDict):
-    """The experts that one actor has, by their numbers among all experts of a layer.
+class ExpertShard(DividedExperts):
+    """One actor's experts, and the way to those of the other actors.
 
-    A token and its choices are sorted by expert, so each member of the group gets one run of rows. Members first tell
-    each other how many rows they have for each expert. An expert without any rows is called with none, so its gradients
-    are zeros, as in one process.
+    Choices are sorted by expert, so each actor gets one run of rows. Actors first tell each other how many rows they
+    have for each expert. An expert without any rows is called with none, so its gradients are zeros, as in one process.
 
     Args:
         experts: This actor's experts by number: one slice of all.
@@ -40,7 +40,7 @@ class ExpertShard(nn.ModuleDict):
         self._num_experts, self._group, self._tokens = num_experts, group, tokens
 
     def run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
-        """Return the sum over each token's choices of gate times expert; see ``run_experts``."""
+        """Return for each token the sum of what its experts make of it; see ``run_experts``."""
         if self._tokens is None:
             return self._run(x_TD, chosen_TK, gates_TK)
         start, stop = Pieces.at(self._tokens.rank, self._tokens.size).span(len(x_TD))
@@ -48,26 +48,19 @@ class ExpertShard(nn.ModuleDict):
         return join_rows(own, self._tokens, len(x_TD))
 
     def _run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
-        flat = chosen_TK.flatten()
-        rows = torch.argsort(flat, stable=True)
-        counts = torch.bincount(flat + 1, minlength=self._num_experts + 1)
-        rows = rows[counts[0] :]  # choices that are dropped, -1, are the first ones
-        tokens = rows // chosen_TK.shape[1]
-        asked = self._asked(counts[1:])
-        ins, outs = asked[self._group.rank].tolist(), asked[:, self._group.rank].sum(-1).tolist()
-        ins = [sum(one) for one in ins]
-        came = exchange_rows(x_TD.index_select(0, tokens), self._group, ins, outs)
-        made = self._computed(came, asked[:, self._group.rank])
-        back = exchange_rows(made, self._group, outs, ins)
-        weighed = back * gates_TK.flatten().index_select(0, rows).unsqueeze(-1).to(back.dtype)
-        return torch.zeros_like(x_TD).index_add(0, tokens, weighed)
+        group, order = self._group, order_of(chosen_TK, self._num_experts, tokens=len(x_TD))
+        asked = self._asked(order.counts)
+        there, here = asked[group.rank].sum(1).tolist(), asked[:, group.rank]
+        came_ND = exchange_rows(spread(x_TD, order), group, there, here.sum(1).tolist())
+        made_ND = self._computed(came_ND, here)
+        return combine(exchange_rows(made_ND, group, here.sum(1).tolist(), there), gates_TK, order)
 
-    def _asked(self, counts_E: Tensor) -> Tensor:
-        """Return how many rows each member has for each expert of each member: (members, members, experts of one)."""
-        members = self._group.size
-        asked = counts_E.new_empty((members, self._num_experts), device="cpu")
-        self._group.host.all_gather(asked.view(-1), counts_E.cpu()).wait()
-        return asked.view(members, members, -1)
+    def _asked(self, counts: Sequence[int]) -> Tensor:
+        """Return how many rows each actor has for each expert of each one: (actors, actors, experts of one)."""
+        own = torch.tensor(counts)
+        asked = own.new_empty(self._group.size * len(own))
+        self._group.host.all_gather(asked, own).wait()
+        return asked.view(self._group.size, self._group.size, -1)
 
     def _computed(self, came_ND: Tensor, asked: Tensor) -> Tensor:
         """Run this actor's experts.

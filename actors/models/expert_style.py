@@ -13,7 +13,7 @@ from raypar.actors.sharding import Pieces
 
 
 @dataclass(frozen=True)
-class DividedExperts(ParallelStyle):
+class ExpertParallel(ParallelStyle):
     """Keep this actor's experts of an nn.ModuleList, each under its number.
 
     Attributes:
