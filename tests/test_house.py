@@ -298,7 +298,7 @@ MAY_IMPORT = {
     "actors/data_parallel": (
         "actors actors/autograd actors/checkpoint actors/collective actors/models actors/optim actors/specs schedules"
     ),
-    "actors/expert_parallel": "actors actors/specs",
+    "actors/expert_parallel": "actors actors/collective actors/specs",
     "actors/inspect": "actors actors/checkpoint actors/specs schedules",
     "actors/layers": "actors actors/autograd actors/specs",
     "actors/mesh": "actors",
@@ -344,8 +344,8 @@ MAY_IMPORT = {
         "raypar/stepping schedules schedules/drawing"
     ),
     "raypar/parity": (
-        "actors actors/data actors/inspect actors/mesh actors/models actors/optim actors/specs raypar "
-        "raypar/config raypar/job raypar/reporting schedules"
+        "actors actors/data actors/expert_parallel actors/inspect actors/mesh actors/models actors/optim "
+        "actors/specs raypar raypar/config raypar/job raypar/reporting schedules"
     ),
     "raypar/planner": "actors/mesh actors/models actors/specs schedules schedules/simulation",
     "raypar/reporting": (

@@ -144,20 +144,24 @@ class Routed:
     Attributes:
         record: The record; None outside of a stage.
         name: Logical name of the module.
+        divides_tokens: Whether the ranks of a tensor group have different tokens here, and not all the same.
     """
 
     record: RouterRecord | None = None
     name: str = ""
+    divides_tokens: bool = False
 
 
 class Balanced(Routed):
-    """Mixin for routers that are changed once a step, after the update, without a gradient.
+    """Mixin for modules whose router may be changed once a step, after the update, without a gradient.
 
     Attributes:
         num_experts: Number of experts E.
+        is_balanced: Whether it is changed so.
     """
 
     num_experts: int
+    is_balanced: bool
 
     def balance(self, asked_E: Tensor) -> None:
         """Change the router, which must be a function of its buffers and of the argument only.
