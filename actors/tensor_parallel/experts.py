@@ -50,17 +50,20 @@ class ShardedExperts(ParallelStyle):
 
     Attributes:
         group: The tensor-parallel group.
+        enter: The style of a module whose input sharded layers in it take.
         leave: Sums the layer's partial output over the members.
         flow: Sharding of the layer's output.
     """
 
     group: Group
+    enter: ParallelStyle
     leave: Move
     flow: Sharding
 
     def apply(self, name: str, module: nn.Module) -> Applied:
         """Replace the linear layers of its MLPs, and sum its output."""
         assert isinstance(module, MoE)
+        self.enter.apply(name, module)
         shards, replacements, is_first = dict[str, Shard](), dict[nn.Module, nn.Module](), self.group.rank == 0
         for path, linear in module.named_modules():
             last = path.rpartition(".")[2]

@@ -64,8 +64,8 @@ def test_names_and_initial_values_do_not_depend_on_what_else_is_made():
         assert torch.equal(ours, theirs), name
     ups = [expert.up.weight for expert in alone.mlp.experts]
     assert not torch.equal(ups[0], ups[1])
-    assert float(ups[0].std()) == pytest.approx(0.02, rel=0.15)
-    assert float(alone.mlp.experts[0].down.weight.std()) == pytest.approx(0.02 / 8**0.5, rel=0.15)
+    assert ups[0].std().item() == pytest.approx(0.02, rel=0.15)
+    assert alone.mlp.experts[0].down.weight.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.15)
 
 
 @pytest.mark.parametrize(
