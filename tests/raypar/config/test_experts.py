@@ -23,7 +23,7 @@ def run_with(**settings):
         ({"experts": (4, 8)}, ["experts has 2 numbers, and 4 blocks have experts: give one number, or 4"]),
         (
             {"experts": 128, "capacity": 0.5, "gate": "switch", "top_k": 1},
-            ["capacity 0.5 leaves 0.062 tokens of a sequence for an expert (of 16 tokens, top_k 1, 128", "to 8 at least"],
+            ["capacity 0.5 leaves 0.062 tokens of a sequence for an expert (of 16 tokens", "to 8 at least"],
         ),
         ({"experts": 9, "gate": "sigmoid", "groups": 2}, ["groups 2 does not divide 9 experts: use 8 or 10 experts"]),
         (
