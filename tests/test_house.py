@@ -298,11 +298,11 @@ MAY_IMPORT = {
     "actors/data_parallel": (
         "actors actors/autograd actors/checkpoint actors/collective actors/models actors/optim actors/specs schedules"
     ),
-    "actors/expert_parallel": "actors/specs",
+    "actors/expert_parallel": "actors actors/specs",
     "actors/inspect": "actors actors/checkpoint actors/specs schedules",
     "actors/layers": "actors actors/autograd actors/specs",
     "actors/mesh": "actors",
-    "actors/models": "actors actors/autograd actors/collective actors/layers actors/specs",
+    "actors/models": "actors actors/autograd actors/collective actors/expert_parallel actors/layers actors/specs",
     "actors/optim": (
         "actors actors/checkpoint actors/collective actors/data actors/models actors/specs actors/tensor_parallel"
     ),
