@@ -5,6 +5,7 @@ Shapes: T tokens, D width of a token, K choices of a token, N choices of all tok
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,15 @@ class Order(NamedTuple):
     counts: list[int]
 
 
-def run_experts(x_TD: Tensor, experts: nn.ModuleList, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
+class DividedExperts(nn.ModuleDict):
+    """The experts of one actor, by their numbers among all experts of a layer. See exchange.py."""
+
+    @abstractmethod
+    def run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
+        """Do what ``run_experts`` does with the experts of all actors."""
+
+
+def run_experts(x_TD: Tensor, experts: nn.ModuleList | DividedExperts, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
     """Return for each token the sum of what its experts make of it, weighed by its gates.
 
     Every expert is called once, with all tokens that chose it, sorted as they come; also with none, so that its
@@ -40,7 +49,7 @@ def run_experts(x_TD: Tensor, experts: nn.ModuleList, chosen_TK: Tensor, gates_T
 
     Args:
         x_TD: The tokens, floating-point.
-        experts: The experts, each (n, D) -> (n, D'), for any n from 0 on.
+        experts: The experts, each (n, D) -> (n, D'), for any n from 0 on. With expert parallelism D' is D.
         chosen_TK: The experts that each token chose, int64, from 0 on; -1 for a choice that was dropped.
         gates_TK: The weight of each choice, floating-point. That of a dropped one has no effect.
 
@@ -50,7 +59,10 @@ def run_experts(x_TD: Tensor, experts: nn.ModuleList, chosen_TK: Tensor, gates_T
     Raises:
         ValueError: The shapes do not fit, or there is no expert of a chosen number.
     """
-    order = order_of(chosen_TK, len(experts), tokens=_demand_fit(x_TD, chosen_TK, gates_TK))
+    tokens = _demand_fit(x_TD, chosen_TK, gates_TK)
+    if isinstance(experts, DividedExperts):
+        return experts.run(x_TD, chosen_TK, gates_TK)
+    order = order_of(chosen_TK, len(experts), tokens=tokens)
     rows = spread(x_TD, order).split(order.counts)
     outs = [expert(part) for expert, part in zip(experts, rows, strict=True)]
     return combine(torch.cat(outs), gates_TK, order)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from raypar.actors.expert_parallel.capacity import capacity_of, over_capacity
@@ -34,6 +35,7 @@ class MoE(nn.Module, Balanced):
         shared: The MLP of all tokens beside the experts; None if there is none.
         residual: The MLP of a PR-MoE; None if it is none.
         mix: The two coefficients of a PR-MoE, (D) -> (2); None if it is none.
+        num_experts: Number of experts of all actors.
         sums: Sums a tensor over the actors that have tokens of the same sequences; see losses.py.
         attaches: Whether this actor gives auxiliary losses their gradients: of actors that compute the same routing
             and add up its gradients, one does.
@@ -42,10 +44,10 @@ class MoE(nn.Module, Balanced):
     def __init__(self, model: Transformer, num_experts: int, mlp: MakeMLP) -> None:
         super().__init__()
         assert model.moe is not None
-        self.spec, self.attaches = model.moe, True
+        self.spec, self.num_experts, self.attaches = model.moe, num_experts, True
         self.sums: Sums = alone
         self.router = Router(self.spec, model.hidden, num_experts)
-        self.num_experts, self.is_balanced = num_experts, self.router.bias is not None
+        self.is_balanced = self.router.bias is not None
         self.experts = nn.ModuleList(mlp(model.expert_width) for _ in range(num_experts))
         self.shared = mlp(model.expert_width * self.spec.shared) if self.spec.shared else None
         self.residual = mlp(model.mlp_width) if self.spec.residual else None
@@ -63,10 +65,11 @@ class MoE(nn.Module, Balanced):
             y_BSD = y_BSD + self.shared(x_BSD)
         return self._with_losses(y_BSD, routing, groups=len(x_BSD)) if self.training else y_BSD
 
+    @torch.no_grad()
     def balance(self, asked_E: Tensor) -> None:
-        """Move the router's bias by the load of a step."""
-        assert self.router.bias is not None
-        self.router.bias.copy_(updated_bias(self.router.bias, asked_E, self.spec.bias_rate))
+        """Move the router's bias, if it has one, towards an even load."""
+        if (bias_E := self.router.bias) is not None:
+            bias_E.copy_(updated_bias(bias_E, asked_E, self.spec.bias_rate))
 
     def _made(self, routing: Routing, groups: int) -> Tensor:
         """Return the choices (T, K) of which those are dropped that are over the capacity, or not made by chance.

@@ -94,6 +94,7 @@ class TransformerModel(Model):
         ("blocks.*.attn", "heads"),
         ("blocks.*.attn", "enter"),
         ("blocks.*.attn.out", "row"),
+        ("blocks.*.mlp.experts", "expert"),
         ("blocks.*.mlp", "enter"),
         ("blocks.*.mlp.gate", "column"),
         ("blocks.*.mlp.up", "column"),

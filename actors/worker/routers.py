@@ -10,7 +10,7 @@ import torch
 from raypar.actors.errors import NonFiniteError, RouterError
 from raypar.actors.expert_parallel.record import Balanced, Routed
 from raypar.actors.specs.results import AddedLoss, ExpertLoad, Updated
-from raypar.actors.worker.build import Part
+from raypar.actors.worker.model_part import Part
 from raypar.actors.worker.seat import Seat
 from raypar.schedules.action import Action, Op
 

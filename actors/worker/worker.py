@@ -96,10 +96,9 @@ class Worker:
         self._memory: dict[Kind, int] = {}  # by kind, once a training step has made it
         self._sources: dict[Action, tuple[Action, ...]] = {}  # by action, the actions whose values it takes
         seat.connect(part.ties)
-        for owner in range(seat.world.owners):
-            seat.compare(owner, part.digests(owner))
-        if "dp" in groups:
-            seat.compare(0, [digest(part.fixed())])
+        for owner in range(part.owners.count):
+            seat.compare(("dp", f"ps{owner}") if owner < part.owners.num_dense else ("edp",), part.digests(owner))
+        seat.compare(("dp",), [digest(part.fixed())] if "dp" in groups else ())
 
     # --- a step ---
 

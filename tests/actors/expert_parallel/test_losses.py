@@ -71,7 +71,7 @@ def test_parts_of_the_tokens_add_up_to_the_whole(loss):
     for half in halves:
         own = probs[half].detach().requires_grad_()
         part = computed(own, chosen[half], 2, lambda mine: mine + (sum(told) - mine).detach())
-        assert float(part) == pytest.approx(float(whole))
+        assert part.item() == pytest.approx(whole.item())
         torch.testing.assert_close(torch.autograd.grad(part, own)[0], expected[half])
 
 
