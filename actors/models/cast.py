@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.autograd.torch_private import storage_id
+from raypar.actors.expert_parallel.router import Router
 
 # torch computes them in fp32 for inputs in half precision, if their weights and statistics are in fp32
 _BATCH_NORMS = (
@@ -26,7 +27,8 @@ def cast(layers: Iterable[nn.Module], dtype: torch.dtype, gradients: torch.dtype
     """Cast the fp32 parameters and buffers of layers, in place.
 
     What shares memory before shares it afterwards. Batch norms and instance norms stay in fp32. Other norms of torch
-    compute in fp32 inside, whatever the dtype of their weights.
+    compute in fp32 inside, whatever the dtype of their weights. A router's bias stays in fp32, because its steps are
+    smaller than what half precision can add.
 
     Args:
         layers: The layers.
@@ -36,6 +38,7 @@ def cast(layers: Iterable[nn.Module], dtype: torch.dtype, gradients: torch.dtype
     memory: dict[int, Tensor] = {}  # by storage: its elements in the new dtype
     modules = dict.fromkeys(module for layer in layers for module in layer.modules())
     kept = {tensor for module in modules if isinstance(module, _BATCH_NORMS) for tensor in _tensors_of(module)}
+    kept |= {buffer for module in modules if isinstance(module, Router) for buffer in module.buffers(recurse=False)}
     for tensor in dict.fromkeys(tensor for module in modules for tensor in _tensors_of(module)):
         if tensor.dtype != torch.float32 or tensor in kept:
             continue

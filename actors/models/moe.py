@@ -49,6 +49,7 @@ class MoE(nn.Module, Balanced):
         self.sums: Sums = alone
         self.over: Callable[[Tensor], Tensor] = self._over
         self.router = Router(self.spec, model.hidden, num_experts)
+        self.is_balanced = self.router.bias is not None
         self.experts = nn.ModuleList(mlp(model.expert_width) for _ in range(num_experts))
         self.shared = mlp(model.expert_width * self.spec.shared) if self.spec.shared else None
         self.residual = mlp(model.mlp_width) if self.spec.residual else None
