@@ -67,11 +67,6 @@ class MoE(nn.Module, Balanced):
             y_BSD = y_BSD + self.shared(x_BSD)
         return self._with_losses(y_BSD, routing, groups=len(x_BSD)) if self.training else y_BSD
 
-    @property
-    def is_balanced(self) -> bool:  # type: ignore[override]
-        """Whether the router has a bias that is moved."""
-        return self.router.bias is not None
-
     @torch.no_grad()
     def balance(self, asked_E: Tensor) -> None:
         """Move the router's bias, if it has one, towards an even load."""

@@ -152,7 +152,7 @@ def test_a_layer_tells_its_losses_and_its_load():
     assert all(0 <= lost <= count for count, lost in zip(asked, dropped, strict=True))
     assert sum(asked) - sum(dropped) <= 2 * 4 * 2  # 2 tokens an expert and sequence
     assert layer.record.losses.keys() == {("blocks.1.mlp", "switch"), ("blocks.1.mlp", "z")}
-    assert float(layer.record.losses["blocks.1.mlp", "switch"]) == pytest.approx(0.25, rel=0.5)
+    assert layer.record.losses["blocks.1.mlp", "switch"].item() == pytest.approx(0.25, rel=0.5)
     layer.record = Told()
     layer.eval()(x)
     assert not layer.record.losses
