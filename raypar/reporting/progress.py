@@ -108,10 +108,20 @@ class _Lines:
 def _figures(report: Report, unit: str) -> str:
     """Format a step as one line. The memory is that of the pipeline rank with the most."""
     scale = "" if report.loss_scale is None else f"scale {report.loss_scale:g}  "
-    start = f"{'skipped  ' if report.skipped else ''}{scale}loss {_short(report.loss, 4)}"
+    start = f"{'skipped  ' if report.skipped else ''}{scale}loss {_short(report.loss, 4)}{_experts(report)}"
     return (
         f"{start}  grad {_short(report.grad_norm, 3)}  {report.per_second(unit):,.0f} {unit}/s  "
         f"bubble {report.bubble:.0%}  {max(report.peak_memory, default=0) / 2**30:.2f} GiB"
+    )
+
+
+def _experts(report: Report) -> str:
+    """Format the auxiliary losses, added up, and the load of the experts: max/mean, and the share of drops."""
+    aux = f"  aux {_short(sum(report.aux.values()), 4)}" if report.aux else ""
+    if report.loads is None:
+        return aux
+    return f"{aux}  load {report.loads.max_load:.2f}" + (
+        f"  dropped {report.loads.dropped:.1%}" if report.loads.dropped else ""
     )
 
 

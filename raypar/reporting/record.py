@@ -25,6 +25,8 @@ from raypar.schedules.schedule import Schedule
 
 log = logging.getLogger(__name__)
 
+_LOADS = 500  # steps of a run of which the folder has the tokens of each expert
+
 _SECRETS = re.compile(r"(?i)((?:key|token|secret|password)[\w.-]*[\"']?\s*[:=]\s*[\"']?|://)([^\s,\"'@/]+)(@?)")
 
 
@@ -42,6 +44,7 @@ class Record:
         self._folder = None if run.folder is None else Folder(run.folder)
         self._sinks: dict[str, Sink] = {}
         self._overflow, self._scale = OverflowWarnings(), ScaleWarnings(run.loss_scale)
+        self._loads_every = max(1, run.steps // _LOADS)
         self._step: int | None = None  # the latest compiled step, if its times are not recorded yet
 
     def begin(self, run: Run, schedule: Schedule, step: int, name: str) -> None:
@@ -67,7 +70,8 @@ class Record:
         if isinstance(outcome, Report) and not outcome.by_hand:
             self._step = outcome.step
         if self._folder is not None:
-            self._folder.write(line)
+            few = "loads" in line and outcome.steps_taken % self._loads_every
+            self._folder.write(line | {"loads": None} if few else line)
         for tracker, sink in list(self._sinks.items()):
             self._tell(tracker, partial(sink.write, line, outcome.steps_taken))
 

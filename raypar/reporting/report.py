@@ -12,6 +12,7 @@ from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import Kind, Span, StepResult
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ELEMENTS, Format
+from raypar.reporting.experts import Loads, figures, loads_of, losses_of_layers, totals
 from raypar.reporting.notebook import Totals, box, table
 from raypar.reporting.overflow import Overflow, overflow_of
 from raypar.schedules.schedule import Schedule
@@ -97,6 +98,9 @@ class Report:
             which say nothing of a run: they are shown and written nowhere.
         loss_scale: Scale of the loss; None if it was not scaled.
         skipped: Whether the step changed no weight, because a loss or a gradient was not finite.
+        aux_by_layer: Auxiliary losses by kind and layer, as they are in the objective: with their coefficients, means
+            over the microbatches and replicas. ``loss`` is without them.
+        loads: Tokens of each expert; None if the model has none.
     """
 
     step: int
@@ -116,6 +120,13 @@ class Report:
     loss_scale: float | None = None
     skipped: bool = False
     overflow: Overflow | None = None
+    aux_by_layer: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    loads: Loads | None = None
+
+    @property
+    def aux(self) -> dict[str, float]:
+        """Auxiliary losses by kind, summed over the layers. The objective of the step is ``loss`` plus all of them."""
+        return totals(self.aux_by_layer)
 
     @property
     def steps_taken(self) -> int:
@@ -124,9 +135,12 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and ``steps_taken`` as a dict, for a line of JSON. Times of a step by hand are None."""
-        told = asdict(replace(self, overflow=None)) | {"steps_taken": self.steps_taken}
+        told = asdict(replace(self, overflow=None, loads=None)) | {"steps_taken": self.steps_taken}
         told |= dict.fromkeys(_TIMES) if self.by_hand else {}
-        return told | {"overflow": None if self.overflow is None else self.overflow.to_dict()}
+        told |= {"overflow": None if self.overflow is None else self.overflow.to_dict()}
+        if (loads := self.loads) is not None:
+            told |= {"loads": loads.to_dict(), "max_load": loads.max_load, "dropped": loads.dropped}
+        return told | {"aux": self.aux}
 
     def per_second(self, unit: str) -> float:
         """Return how many of a unit, as ``unit_of`` returns it, were consumed in a second."""
@@ -144,6 +158,7 @@ class Report:
             ("loss", f"{self.loss:.4f}"),
             ("gradient norm", f"{self.grad_norm:.4g}"),
             ("learning rate", f"{self.lr:.4g}"),
+            *figures(self.aux, self.loads),
             *([("time", "stepped by hand")] if self.by_hand else self._times()),
             ("activations in flight", " ".join(map(str, self.in_flight))),
             ("peak memory", _sizes(self.peak_memory)),
@@ -261,6 +276,8 @@ def report_of(
         loss_scale=next((result.scale for result in results if result.scale is not None), None),
         skipped=any(result.is_skipped for result in results),
         overflow=overflow_of(results, world, watched),
+        aux_by_layer=losses_of_layers(results, world),
+        loads=loads_of(results),
     )
 
 

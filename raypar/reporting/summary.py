@@ -14,6 +14,7 @@ from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
 from raypar.planner.prediction import from_flops
+from raypar.reporting.experts import figures
 from raypar.reporting.needs import TOO_MUCH, Rows, actors_told, need_rows
 from raypar.reporting.report import Evaluation, Report, unit_of
 from raypar.schedules.action import Op
@@ -132,6 +133,7 @@ def closing_rows(
     return [
         ("steps", f"{len(reports):,}" + (f", of which {skipped:,} skipped" if skipped else "")),
         ("train loss", f"{last.loss:.4f}"),
+        *_expert_rows(reports),
         ("validation loss", f"{evaluation.loss:.4f}"),
         ("perplexity", f"{evaluation.perplexity:.2f}"),
         (f"{unit}/s", f"{speed:,.0f} (median)"),
@@ -142,6 +144,16 @@ def closing_rows(
         ("wall time", f"{wall_seconds:.1f} s, of which launch {launch_seconds:.1f} s"),
         *((name, str(path)) for name, path in files.items() if path is not None),
     ]
+
+
+def _expert_rows(reports: Sequence[Report]) -> Rows:
+    """Summarize auxiliary losses and the load of experts; nothing of a model without them."""
+    loads = [report.loads for report in reports if report.loads is not None]
+    rows = figures(reports[-1].aux, reports[-1].loads)
+    if loads:
+        most = statistics.median(each.max_load for each in loads)
+        rows = [(name, f"{figure}, {most:.2f} (median)" if name == "expert load" else figure) for name, figure in rows]
+    return rows
 
 
 def _each(counts: Iterable[int]) -> str:

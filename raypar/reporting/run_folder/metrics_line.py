@@ -35,11 +35,27 @@ class OverflowLine:
 
 
 @dataclass(frozen=True)
+class LoadLine:
+    """The schema of the load of one layer's experts."""
+
+    layer: str
+    asked: Numbers
+    dropped: Numbers = ()
+
+
+@dataclass(frozen=True)
+class LoadsLine:
+    """The schema of the load of all experts."""
+
+    layers: Annotated[list[LoadLine], FailFast()]
+
+
+@dataclass(frozen=True)
 class StepLine:
     """The schema of a step's report, as all versions of raypar write it; what only some of them write has a default.
 
-    Its figures must be finite, except loss and gradient norm, which a failing training makes infinite or NaN. Times of
-    a step by hand are None.
+    Its figures must be finite, except losses and gradient norm, which a failing training makes infinite or NaN. Times
+    of a step by hand are None.
     """
 
     step: Number
@@ -59,6 +75,11 @@ class StepLine:
     skipped: bool = False
     by_hand: bool = False
     overflow: OverflowLine | None = None
+    aux: dict[str, float] | None = None
+    aux_by_layer: dict[str, dict[str, float]] | None = None
+    loads: LoadsLine | None = None
+    max_load: Figure | None = None
+    dropped: Figure | None = None
 
 
 @dataclass(frozen=True)

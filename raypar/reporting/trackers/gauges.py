@@ -23,11 +23,15 @@ _GAUGES = {
     "grad_norm": "global gradient norm of the latest step",
     "tokens_per_s": "tokens a second of the latest step",
     "bubble": "share of the actors' time without compute in the latest step",
+    "max_load": "largest load of an expert over the mean of its layer in the latest step",
+    "dropped": "share of the choices of experts that were dropped in the latest step",
 }
 
 
 class Gauges:
-    """A sink that sets ``raypar_loss`` and other gauges, tagged ``run``; each rank's memory is also tagged ``pp``.
+    """A sink that sets ``raypar_loss`` and other gauges, tagged ``run``.
+
+    Each rank's memory is also tagged ``pp``, and each auxiliary loss ``kind``.
 
     Args:
         run: The run's name, for the tag.
@@ -36,6 +40,7 @@ class Gauges:
     def __init__(self, run: str) -> None:
         self._tags = {"run": run}
         self._gauges = {name: gauge(f"raypar_{name}", what, ("run",)) for name, what in _GAUGES.items()}
+        self._aux = gauge("raypar_aux", "auxiliary losses of the latest step", ("run", "kind"))
         self._memory = gauge("raypar_peak_memory_bytes", "largest memory of an actor in the latest step", ("run", "pp"))
 
     def begin(self, config: dict[str, Any]) -> None: ...
@@ -44,6 +49,8 @@ class Gauges:
         for name in self._gauges.keys() & outcome.keys():
             if outcome[name] is not None:
                 self._gauges[name].set(outcome[name], self._tags)
+        for kind, value in outcome.get("aux", {}).items():
+            self._aux.set(value, self._tags | {"kind": kind})
         for pp, size in enumerate(outcome.get("peak_memory", ())):
             self._memory.set(size, self._tags | {"pp": str(pp)})
 

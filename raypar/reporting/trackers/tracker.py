@@ -32,11 +32,16 @@ class Sink(Protocol):
 
 
 def scalars(outcome: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of an outcome by name; a tuple over pipeline ranks becomes ``peak_memory/pp0``, and so on."""
+    """Return the numbers of an outcome by name.
+
+    A tuple over pipeline ranks becomes ``peak_memory/pp0`` and so on, and the auxiliary losses become ``aux/switch``.
+    """
     found: dict[str, float] = {}
     for name, value in outcome.items():
         if isinstance(value, int | float) and name not in ("step", "steps_taken", "by_hand"):
             found[name] = float(value)
         elif isinstance(value, tuple | list):
             found |= {f"{name}/pp{rank}": float(each) for rank, each in enumerate(value)}
+        elif name == "aux":
+            found |= {f"{name}/{kind}": float(each) for kind, each in value.items()}
     return found

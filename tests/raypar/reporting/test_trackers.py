@@ -88,7 +88,7 @@ def test_mlflow(monkeypatch):
 def test_the_gauges_of_ray(monkeypatch):
     gauges = remembered_gauges(monkeypatch)
     told(track=("ray",))
-    assert gauges == {
+    assert {name: values for name, values in gauges.items() if values} == {  # without experts: none of theirs
         "raypar_loss": [(2.5, {"run": "a-job"})],
         "raypar_grad_norm": [(1.0, {"run": "a-job"})],
         "raypar_tokens_per_s": [(1e3, {"run": "a-job"})],
