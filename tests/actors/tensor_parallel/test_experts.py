@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
+from raypar.actors.expert_parallel.experts import run_experts
 from raypar.actors.specs.model import Llama
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import AdamW
+from tests.support.own_layers import team_of as own_team_of
 from tests.support.team import Team
 from tests.support.tensor_teams import TINY, agrees, longer
 
@@ -47,3 +50,23 @@ def test_over_cp(moe, context, tp):
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_over_dp(zero):
     agrees(team_of(dp=2, model=replace(TINY, moe=EXPERTS[0]), zero=zero))
+
+
+class OwnExperts(nn.Module):
+    """A user's layer: three experts, of which the last one gets no token."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(8, 3)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(3))
+
+    def forward(self, x_BSD):
+        x_TD = x_BSD.flatten(0, 1)
+        gates, chosen = self.router(x_TD)[:, :2].softmax(-1).topk(1)
+        return x_BSD + run_experts(x_TD, self.experts, chosen, gates).view_as(x_BSD)
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 1, 1), (2, 2, 2)])
+def test_experts_of_a_plan(tp, pp, dp):
+    plan = {"layers.*.experts.*.0": "column", "layers.*.experts.*.2": "row"}
+    agrees(own_team_of(lambda: [nn.Linear(3, 8), OwnExperts(), OwnExperts(), nn.Linear(8, 4)], plan, tp, pp, dp))
