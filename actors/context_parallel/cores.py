@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from raypar.actors.collective import autograd
 from raypar.actors.collective.group import Group
+from raypar.actors.context_parallel.experts import ExpertsOfTokens
 from raypar.actors.context_parallel.full_rows import ring_scores, ring_values
 from raypar.actors.context_parallel.kv_exchange import AllGather, Carrier, Ring
 from raypar.actors.context_parallel.ring_attention import Bias, View, attend
@@ -46,6 +47,7 @@ def context_styles(context: Context, group: Group) -> AxisStyles:
         "heads": ContextAttention(context, group),
         "drop": ShardedDropout(flow),
         "table": TableOfTokens(tokens),
+        "moe": ExpertsOfTokens(tokens_of(context, group.size), group),
     }
     return AxisStyles(styles, flow)
 

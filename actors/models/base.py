@@ -30,6 +30,7 @@ Kind = Literal[  # of a module, as parallel styles distinguish them
     "heads",  # attention
     "column",  # a linear layer whose outputs are sharded
     "row",  # a linear layer whose inputs are sharded
+    "moe",  # a layer of experts
     "logits",  # the projection to the vocabulary, with which the layer ends
     "copy",  # a linear layer that takes the same input as others
     "gather",  # a module whose sharded output is gathered

@@ -37,6 +37,7 @@ class MoE(nn.Module, Balanced):
         mix: The two coefficients of a PR-MoE, (D) -> (2); None if it is none.
         num_experts: Number of experts of all actors.
         sums: Sums a tensor over the actors that have tokens of the same sequences; see losses.py.
+        over: Says which choices (B, S, K) are over the capacity of their expert, from those of this actor's tokens.
         attaches: Whether this actor gives auxiliary losses their gradients: of actors that compute the same routing
             and add up its gradients, one does.
     """
@@ -46,6 +47,7 @@ class MoE(nn.Module, Balanced):
         assert model.moe is not None
         self.spec, self.num_experts, self.attaches = model.moe, num_experts, True
         self.sums: Sums = alone
+        self.over: Callable[[Tensor], Tensor] = self._over
         self.router = Router(self.spec, model.hidden, num_experts)
         self.is_balanced = self.router.bias is not None
         self.experts = nn.ModuleList(mlp(model.expert_width) for _ in range(num_experts))
@@ -56,7 +58,7 @@ class MoE(nn.Module, Balanced):
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Route the tokens; what no expert has taken of a token is zero, and the block's residual stream goes on."""
         routing = self.router(x_BSD)
-        chosen_TK = self._made(routing, groups=len(x_BSD))
+        chosen_TK = self._made(routing, sequences=len(x_BSD))
         y_BSD = run_experts(x_BSD.flatten(0, 1), self.experts, chosen_TK, routing.gates).view_as(x_BSD)
         if self.residual is not None and self.mix is not None:
             parts_BS2 = self.mix(x_BSD).float().softmax(-1).to(y_BSD.dtype)
@@ -71,19 +73,18 @@ class MoE(nn.Module, Balanced):
         if (bias_E := self.router.bias) is not None:
             bias_E.copy_(updated_bias(bias_E, asked_E, self.spec.bias_rate))
 
-    def _made(self, routing: Routing, groups: int) -> Tensor:
+    def _made(self, routing: Routing, sequences: int) -> Tensor:
         """Return the choices (T, K) of which those are dropped that are over the capacity, or not made by chance.
 
         Args:
             routing: What the router decided.
-            groups: Number of sequences; an expert's capacity is of tokens of one sequence.
+            sequences: Number B of sequences; an expert's capacity is of tokens of one sequence.
         """
         chosen_TK, spec, num_experts = routing.chosen, self.spec, self.num_experts
         made_TK = chosen_TK
         if spec.capacity is not None:
-            capacity = capacity_of(spec.capacity, len(chosen_TK) // groups, spec.top_k, num_experts)
-            over_TK = over_capacity(chosen_TK, groups, num_experts, capacity)
-            made_TK = chosen_TK.masked_fill(over_TK, DROPPED)
+            over_BSK = self.over(chosen_TK.unflatten(0, (sequences, -1)))
+            made_TK = chosen_TK.masked_fill(over_BSK.flatten(0, 1), DROPPED)
         if routing.skipped is not None:
             made_TK = made_TK.masked_fill(routing.skipped, DROPPED)
         if self.record is not None:
@@ -91,6 +92,14 @@ class MoE(nn.Module, Balanced):
             self.record.tokens(self.name, asked_E, asked_E - made_E)
             self.record.scores(self.name, routing.logits)
         return made_TK
+
+    def _over(self, chosen_BSK: Tensor) -> Tensor:
+        """Return which choices (B, S, K) of whole sequences are over the capacity of their expert."""
+        (sequences, tokens, choices), factor = chosen_BSK.shape, self.spec.capacity
+        assert factor is not None
+        capacity = capacity_of(factor, tokens, choices, self.num_experts)
+        over_TK = over_capacity(chosen_BSK.flatten(0, 1), sequences, self.num_experts, capacity)
+        return over_TK.view_as(chosen_BSK)
 
     def _with_losses(self, y_BSD: Tensor, routing: Routing, groups: int) -> Tensor:
         """Return the output, whose backward gives the auxiliary losses their gradients."""

@@ -67,16 +67,25 @@ def transformer_costs(model: Transformer) -> tuple[float, ...]:
     """Return the forward FLOPs per token of each block. The first includes the embedding, the last the head.
 
     With hidden size h, sequence length s and vocabulary V: a block takes 2 FLOPs for each weight of its matrices, plus
-    ``core_cost``. For a GPT whose MLP has width 4 h this is 24 h^2 + 4 s h. The head takes 2 h V; looking up and adding
-    embeddings takes about 2 h.
+    ``core_cost``. For a GPT whose MLP has width 4 h this is 24 h^2 + 4 s h. Of experts, those count that a token
+    chooses, and the router. The head takes 2 h V; looking up and adding embeddings takes about 2 h.
     """
     h = model.hidden
     projections = 4 * h**2 + 4 * h * (h // model.heads * model.num_kv_heads)
-    block = projections + core_cost(model) + 2 * model.mlp_matrices * h * model.mlp_width
-    costs = [float(block)] * model.layers
+    attention = projections + core_cost(model)
+    costs = [attention + _mlp_cost(model, model.num_experts(block)) for block in range(model.layers)]
     costs[0] += 2 * h
     costs[-1] += 2 * h * model.vocab
     return tuple(costs)
+
+
+def _mlp_cost(model: Transformer, num_experts: int) -> float:
+    """Return the forward FLOPs per token of a block's MLP, or of its experts if it has some."""
+    h, width, routed = model.hidden, model.mlp_width, 0
+    if (moe := model.moe) is not None and num_experts:
+        width = model.expert_width * (moe.top_k + moe.shared) + (model.mlp_width if moe.residual else 0)
+        routed = 2 * h * (num_experts * (2 if moe.gate == "shazeer" else 1) + (2 if moe.residual else 0))
+    return float(2 * model.mlp_matrices * h * width + routed)
 
 
 def core_cost(model: Transformer) -> float:

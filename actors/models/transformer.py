@@ -17,7 +17,7 @@ from raypar.actors.layers.attention import Attention
 from raypar.actors.layers.attention_scratch import Desk
 from raypar.actors.layers.linear import linear_of
 from raypar.actors.layers.positions import Alibi, Rope, Sinusoidal, added, between
-from raypar.actors.models.base import IGNORED, Model, Parallelize, TensorPlan, unsharded
+from raypar.actors.models.base import IGNORED, Kind, Model, Parallelize, TensorPlan, unsharded
 from raypar.actors.models.deferred_init import on_meta, unfilled
 from raypar.actors.models.moe import MoE
 from raypar.actors.models.partition import transformer_costs
@@ -79,6 +79,13 @@ class Head(nn.Module):
         return logits_BSV
 
 
+def _with_experts(plan: TensorPlan, spec: Transformer) -> TensorPlan:
+    """Return a plan in which the blocks with experts have a "moe" each in the place of what MLPs enter by."""
+    kinds: list[Kind] = ["moe" if spec.num_experts(block) else "enter" for block in range(spec.layers)]
+    entries: TensorPlan = tuple((f"blocks.{block}.mlp", kind) for block, kind in enumerate(kinds))
+    return (*(entry for entry in plan if entry != ("blocks.*.mlp", "enter")), *entries)
+
+
 class TransformerModel(Model):
     """A decoder with the layers ``embed``, ``blocks.0``, ..., ``head``.
 
@@ -112,6 +119,8 @@ class TransformerModel(Model):
         self.names = ("embed", *(f"blocks.{i}" for i in range(spec.layers)), "head")
         self.body = range(1, spec.layers + 1)
         self.costs = transformer_costs(spec)
+        if spec.moe is not None:
+            self.tensor_plan = _with_experts(self.tensor_plan, spec)
         self.ties = (("embed.tokens.weight", "head.out.weight"),) if spec.tied else ()
         super().__init__(on_meta(lambda: map(partial(self._layer, between(spec), Desk()), range(len(self.names)))))
 

@@ -146,6 +146,7 @@ class MoE:
             return
         if self.gate != "sigmoid":
             yield f"{path}.groups is {self.groups}, but gate {self.gate!r} knows none: use 'sigmoid', or leave it out"
+            return
         for experts in sorted(set(every)):
             if experts % self.groups:
                 below = experts // self.groups * self.groups
@@ -153,6 +154,5 @@ class MoE:
                 yield f"{path}.groups {self.groups} does not divide {experts} experts: use {near} experts"
         if self.top_groups > self.groups:
             yield f"{path}.top_groups {self.top_groups} is more than groups {self.groups}: use {self.groups} at most"
-        elif self.top_groups * (fewest // self.groups) < self.top_k:
-            inside = self.top_groups * (fewest // self.groups)
-            yield f"{path}.top_groups {self.top_groups} leave {inside} experts for top_k {self.top_k}: use more groups"
+        elif (inside := self.top_groups * (fewest // self.groups)) < self.top_k <= fewest:
+            yield f"{path}.top_groups {self.top_groups} leaves {inside} experts for top_k {self.top_k}: use more groups"

@@ -26,6 +26,7 @@ from raypar.actors.models.base import IGNORED, Kind
 from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle, ShardedDropout, apply_to_children
 from raypar.actors.sharding import Pieces, Sharding
 from raypar.actors.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from raypar.actors.tensor_parallel.experts import ShardedExperts
 from raypar.actors.tensor_parallel.linear import (
     ColumnParallelFan,
     ColumnParallelLinear,
@@ -55,12 +56,14 @@ def megatron_styles(group: Group, *, sequence: bool) -> AxisStyles:
         partial(reduce_scatter, group=group, dim=1) if sequence else partial(reduce_from, group=group, in_place=True)
     )
     column = ColumnParallel(group)
+    enter = GatheredInput(group) if sequence else ReplicatedInput(group)
     styles: dict[Kind, ParallelStyle] = {
         "vocab": VocabParallel(group, leave, flow),
-        "enter": GatheredInput(group) if sequence else ReplicatedInput(group),
+        "enter": enter,
         "column": column,
         "heads": HeadParallel(group, column),
         "row": RowParallel(group, leave, flow),
+        "moe": ShardedExperts(group, enter, leave, flow),
         "logits": LogitsParallel(group, column),
         "copy": CopiedInput(SharedCopy(partial(copy_to, group=group))),
         "gather": GatheredOutput(group),

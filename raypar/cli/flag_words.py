@@ -19,15 +19,27 @@ def read_precision(words: Sequence[str]) -> list[str]:
     ]
 
 
-def with_experts(model: GPT | Llama | Layers, words: Sequence[str]) -> GPT | Llama | Layers:
-    """Return the model that the flags of experts change: with experts if a flag sets one of their fields.
+def read_experts(model: GPT | Llama | Layers, words: Sequence[str]) -> tuple[GPT | Llama | Layers, list[str]]:
+    """Read whether a model has experts: ``--model.moe none`` takes them away, a flag of their fields gives it some.
 
     Args:
         model: The model that flags change.
         words: The words of a command line.
+
+    Returns:
+        The model with experts or without, and the words that are left for the parser.
     """
-    sets = any(word.startswith("--model.moe.") for word in words)
-    return replace(model, moe=MoE()) if isinstance(model, Transformer) and model.moe is None and sets else model
+    left = list(words)
+    for at in range(len(left) - 1, -1, -1):
+        given = left[at : at + 2]
+        if given[0].lower() == "--model.moe=none" or [*map(str.lower, given)] == ["--model.moe", "none"]:
+            del left[at : at + (1 if "=" in given[0] else 2)]
+    if not isinstance(model, Transformer):
+        return model, left
+    moe = None if len(left) < len(words) else model.moe
+    if moe is None and any(word.startswith("--model.moe.") for word in left):
+        moe = MoE()
+    return replace(model, moe=moe), left
 
 
 def read_none(words: Sequence[str]) -> list[str]:

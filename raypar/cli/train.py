@@ -20,7 +20,7 @@ from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.run import Run
 from raypar.cli.flag_values import value_faults
-from raypar.cli.flag_words import read_none, read_precision, with_experts
+from raypar.cli.flag_words import read_experts, read_none, read_precision
 from raypar.cli.foreign_flags import foreign_faults
 from raypar.cli.output_files import file_faults, growing_file, whole_file
 from raypar.cli.plan import compared
@@ -313,14 +313,15 @@ def _parse(
             default = replace(default, model=of_kind("model", model_kind, default.model))
         for optimizer_kind in _values_of("--optim.kind", words):
             default = replace(default, optim=of_kind("optim", optimizer_kind, default.optim))
-        default = replace(default, model=with_experts(default.model, words))
-        if faults := [*foreign_faults(words, default), *value_faults(kind, words, default)]:
+        model, left = read_experts(default.model, words)
+        default = replace(default, model=model)
+        if faults := [*foreign_faults(left, default), *value_faults(kind, left, default)]:
             raise ConfigError(faults)
         parts = {field.name: getattr(default, field.name) for field in fields(Run)}
         parsed: A = tyro.cli(
             kind,
             config=(tyro.conf.AvoidSubcommands,),
-            args=read_none(read_precision(words)),
+            args=read_none(read_precision(left)),
             default=kind(**parts, base=base),
             prog=f"raypar {command}",
             description=f"{what} Flags change the recipe or the file; their defaults below are those of {base}.",

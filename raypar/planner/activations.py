@@ -45,27 +45,36 @@ def _stage(run: Run, model: GPT | Llama, layers: range, num_blocks: int) -> tupl
     ranks, sbh = run.mesh.tensor_ranks, model.seq * run.micro_batch_size * model.hidden
     logits = model.seq * run.micro_batch_size * model.vocab / ranks
     words = [word_of(run.recompute, range(num_blocks), layer) for layer in layers]
-    blocks = {word: _block(run, model, word) for word in {"none", *words}}
+    kinds = [*zip(words, map(model.num_experts, layers), strict=True)]
+    sizes = {kind: (_block(run, model, *kind), _block(run, model, "none", kind[1])) for kind in {*kinds}}
+    each = [sizes[kind] for kind in kinds]
     alone = 0.0 if run.mesh.grid is None and not run.sequence_parallel else 1 - 1 / ranks  # of sbh, not kept here
     own, head = (1 - alone) * sbh, layers.stop == num_blocks
     ends = (own if layers.start == 0 and model.dropout else 0) + (2 * own + logits if head else 0)
-    kept = sum(blocks[word] for word in words) + ends
-    passing = max((blocks["none"] - blocks[word] for word in words), default=0.0)  # a layer run again
+    kept = sum(own for own, _ in each) + ends
+    passing = max((full - own for own, full in each), default=0.0)  # a layer run again
     if run.recompute == "full":  # the whole stage is run again from its inputs
-        kept, passing = (own if layers.start else 0), len(layers) * blocks["none"] + ends
+        kept, passing = (own if layers.start else 0), sum(full for _, full in each) + ends
     return round(ELEMENT * kept / run.mesh.cp), round(ELEMENT * (passing + (2 * logits if head else 0)) / run.mesh.cp)
 
 
-def _block(run: Run, model: GPT | Llama, word: str) -> float:
-    """Return the elements that a block keeps of a microbatch for its backward, of all parts of the sequence."""
+def _block(run: Run, model: GPT | Llama, word: str, num_experts: int) -> float:
+    """Return the elements that a block keeps of a microbatch for its backward, of all parts of the sequence.
+
+    Args:
+        run: The run.
+        model: Its model.
+        word: What is recomputed of the block.
+        num_experts: Number of its experts; 0 if it has an MLP.
+    """
     ranks, tokens = run.mesh.tensor_ranks, model.seq * run.micro_batch_size
     sbh, scores = tokens * model.hidden, tokens * model.seq * model.heads
     masks = 2 if model.dropout else 0
-    wide = (2 if isinstance(model, GPT) else 4) * model.mlp_width / model.hidden
-    units = 6 + 2 * model.num_kv_heads / model.heads + wide + masks
+    wide, rows = _mlp_units(model, num_experts)
+    units = 6 + 2 * model.num_kv_heads / model.heads + wide + rows + masks
     if word == "full":
         return sbh / (ranks if run.sequence_parallel or run.mesh.grid is not None else 1)
-    whole = 0 if run.mesh.grid is not None else 2 if run.sequence_parallel else 4 + masks
+    whole = 0 if run.mesh.grid is not None else rows + (2 if run.sequence_parallel else 4 + masks)
     kept = (whole + (units - whole) / ranks) * sbh
     if run.mesh.cp > 1 and run.context == "ulysses":
         kept += sbh / ranks
@@ -74,3 +83,13 @@ def _block(run: Run, model: GPT | Llama, word: str) -> float:
     if model.dropout or model.attention == "materialised" or (run.mesh.cp > 1 and run.context == "rsa"):
         kept += (3 if model.dropout else 1) * scores / ranks
     return kept
+
+
+def _mlp_units(model: GPT | Llama, num_experts: int) -> tuple[float, float]:
+    """Return what an MLP or experts keep, in units of sbh: inside of MLPs, and rows of tokens and for the router."""
+    inside, h, moe = 2 if isinstance(model, GPT) else 4, model.hidden, model.moe
+    if moe is None or not num_experts:
+        return inside * model.mlp_width / h, 0.0
+    width = model.expert_width * (moe.top_k + moe.shared) + (model.mlp_width if moe.residual else 0)
+    rows = 2 * moe.top_k + (2 if moe.residual else 0)  # what goes into experts and comes out of them
+    return inside * width / h, rows + (3 * num_experts + 8 * moe.top_k) / h  # logits, probabilities, numbers

@@ -5,6 +5,8 @@ MLP width f, vocabulary V, sequence length s, and K heads of keys and values of 
 
 - A block has h^2 for the queries, 2 h K d for keys and values, h^2 for the output, and 2 h f (GPT) or 3 h f (Llama) for
   its MLP. A GPT has biases of h (output), f and h (MLP), and its two LayerNorms 2 h each; a Llama's RMSNorms have h.
+- A block with E experts of width w has E times 2 h w or 3 h w in the place of 2 h f or 3 h f (and a GPT their biases),
+  and E h for its router; once more E h for learned noise; shared experts and a residual MLP are MLPs, too.
 - The embedding has h V, and h for each learned position. The head has a norm and h V.
 
 Source: actors/models/transformer.py, gpt.py and llama.py, whose modules the tests count. The layers of the user's own
@@ -14,6 +16,7 @@ model are counted from its skeleton.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from raypar.actors.mesh.grid import Grid
@@ -25,7 +28,17 @@ from raypar.schedules.schedule import Schedule
 
 def num_parameters(model: GPT | Llama) -> int:
     """Return the number of trainable parameters of a model. A tied weight counts once."""
-    return _block(model, 1) * model.layers + _embedding(model, 1) + _head(model, 1, tied=model.tied)
+    return _blocks(model, range(model.layers), 1) + _embedding(model, 1) + _head(model, 1, tied=model.tied)
+
+
+def active_parameters(model: GPT | Llama) -> int:
+    """Return how many of a model's parameters compute a token: of experts those that it chooses, the router's all."""
+    idle = 0
+    if model.moe is not None:
+        divided, whole = _mlp(model, model.expert_width)
+        counts = [model.num_experts(block) for block in model.moe.blocks(model.layers)]
+        idle = sum(count - model.moe.top_k for count in counts) * (divided + whole)
+    return num_parameters(model) - idle
 
 
 def held_parameters(model: GPT | Llama, split: Split, schedule: Schedule, tensor: int | Grid) -> list[int]:
@@ -47,7 +60,7 @@ def held_parameters(model: GPT | Llama, split: Split, schedule: Schedule, tensor
     first, last = schedule.placement[0], schedule.placement[-1]
     held = [0] * schedule.num_ranks
     for stage, layers in enumerate(split_layers(split, transformer_costs(model), schedule.num_stages)):
-        held[schedule.placement[stage]] += len(layers) * _block(model, ranks, grid=grid)
+        held[schedule.placement[stage]] += _blocks(model, layers, ranks, grid=grid)
     held[first] += _embedding(model, ranks)
     held[last] += _head(model, ranks, tied=model.tied and first == last)
     return held
@@ -84,8 +97,8 @@ def unit_parameters(model: GPT | Llama, split: Split, num_stages: int, tensor: i
     ranks, grid = _ranks(tensor)
     units = []
     for stage, held in enumerate(split_layers(split, transformer_costs(model), num_stages)):
-        sizes = [min(layers, len(held) - start) for start in range(0, len(held), layers)]
-        visits = [size * _block(model, ranks, grid=grid) for size in sizes]
+        parts = [held[start : start + layers] for start in range(0, len(held), layers)]
+        visits = [_blocks(model, part, ranks, grid=grid) for part in parts]
         tied = model.tied and num_stages == 1
         if stage == 0:
             visits.insert(0, _embedding(model, ranks))
@@ -99,7 +112,7 @@ def unit_parameters(model: GPT | Llama, split: Split, num_stages: int, tensor: i
 def stage_parameters(model: GPT | Llama, split: Split, num_stages: int) -> list[int]:
     """Count the parameters of each stage, undivided. A tied weight counts in the first stage only."""
     stages = split_layers(split, transformer_costs(model), num_stages)
-    counts = [len(layers) * _block(model, 1) for layers in stages]
+    counts = [_blocks(model, layers, 1) for layers in stages]
     counts[0] += _embedding(model, 1)
     counts[-1] += _head(model, 1, tied=model.tied)
     return counts
@@ -120,22 +133,47 @@ def _ranks(tensor: int | Grid) -> tuple[int, bool]:
     return tensor.side ** (3 if tensor.kind == "3d" else 2), True
 
 
-def _block(model: GPT | Llama, ranks: int, *, grid: bool = False) -> int:
+def _blocks(model: GPT | Llama, blocks: range, ranks: int, *, grid: bool = False) -> int:
+    """Count the parameters of some blocks on one tensor rank; see ``_block``."""
+    kinds = Counter(model.num_experts(block) for block in blocks)
+    return sum(times * _block(model, num_experts, ranks, grid=grid) for num_experts, times in kinds.items())
+
+
+def _block(model: GPT | Llama, num_experts: int, ranks: int, *, grid: bool) -> int:
     """Count the parameters of a block on one tensor rank.
 
     Args:
         model: The model.
+        num_experts: Number of its experts; 0 if it has an MLP.
         ranks: Number of tensor ranks, over which matrices are divided.
         grid: Whether these are a grid, which divides all tensors. Other tensor ranks hold norms and the biases of
             outputs whole, and at least one head of keys and values.
     """
-    h, f, width = model.hidden, model.mlp_width, model.hidden // model.heads
+    h, width = model.hidden, model.hidden // model.heads
     keys = h * width * model.num_kv_heads
-    shared = 2 * h if isinstance(model, Llama) else 6 * h
-    divided = 2 * h * h + model.mlp_matrices * h * f + (0 if isinstance(model, Llama) else f)
+    of_mlp, whole = _experts(model, num_experts) if num_experts else _mlp(model, model.mlp_width)
+    divided, shared = 2 * h * h + of_mlp, whole + (2 * h if isinstance(model, Llama) else 5 * h)
     if grid:
         return (divided + 2 * keys + shared) // ranks
     return divided // ranks + 2 * max(keys // ranks, h * width) + shared
+
+
+def _mlp(model: GPT | Llama, width: int) -> tuple[int, int]:
+    """Count the parameters of an MLP: those that tensor ranks divide, and those that each has whole."""
+    biases = (0, 0) if isinstance(model, Llama) else (width, model.hidden)
+    return model.mlp_matrices * model.hidden * width + biases[0], biases[1]
+
+
+def _experts(model: GPT | Llama, num_experts: int) -> tuple[int, int]:
+    """Count the parameters of what is in the place of an MLP: those that tensor ranks divide, and others."""
+    moe, h = model.moe, model.hidden
+    assert moe is not None
+    mlps = [_mlp(model, model.expert_width)] * num_experts
+    mlps += [_mlp(model, moe.shared * model.expert_width)] if moe.shared else []
+    mlps += [_mlp(model, model.mlp_width)] if moe.residual else []
+    router = num_experts * h * (2 if moe.gate == "shazeer" else 1)
+    mix = 2 * h + 2 if moe.residual else 0
+    return sum(divided for divided, _ in mlps), sum(whole for _, whole in mlps) + router + mix
 
 
 def _embedding(model: GPT | Llama, ranks: int) -> int:

@@ -15,6 +15,7 @@ from raypar.planner.host import computes_here, free_memory, total_memory
 from raypar.planner.memory import Counts, Memory, server_memory, worker_memory
 from raypar.planner.parameters import (
     Units,
+    active_parameters,
     held_parameters,
     num_parameters,
     short_count,
@@ -131,7 +132,9 @@ def _parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None, held: S
     else:
         whole, divided = num_parameters(run.model), ""
         counts = stage_parameters(run.model, run.split, schedule.num_stages)
-        stages = f"; a stage has {_range(counts)}"
+        active = active_parameters(run.model)
+        used = f", of which a token uses {short_count(active)}" if active < whole else ""
+        stages = f"{used}; a stage has {_range(counts)}"
     return f"{whole:,}{stages}; an actor holds {_range(held)}{divided if run.mesh.tensor_ranks > 1 else ''}"
 
 

@@ -33,6 +33,11 @@ def test_own_model(kept_actors):
     assert all(bool((a == b).all()) for a, b in zip(example.batch(3, 1, 0), example.batch(3, 1, 0), strict=True))
 
 
+def test_own_experts(kept_actors):
+    first, last = load("own_experts").main(steps=40)
+    assert last < 0.6 * first
+
+
 def run_cells(name):
     """Run the cells of an example one after the other, as a notebook does, and return what they define."""
     head, *cells = (EXAMPLES / f"{name}.py").read_text().split("\n# %% ")

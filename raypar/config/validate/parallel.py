@@ -163,6 +163,9 @@ def tensor_faults(
         return
     if isinstance(tp, str):
         yield from grid_faults(model, tp, sequence=sequence)
+        if model.moe is not None:
+            fix = f"set it to {grid_of(tp).size}, or model.moe to None"
+            yield f"mesh.tp is {tp!r}, a grid, over which experts can't be divided: {fix}"
         return
     if model.heads % tp:
         near = heads_near(model.heads, tp, model.hidden)
@@ -171,6 +174,8 @@ def tensor_faults(
     if model.num_kv_heads != model.heads and model.num_kv_heads % tp and tp % model.num_kv_heads:
         fewer = max(kv for kv in range(1, tp) if tp % kv == 0)
         yield f"mesh.tp {tp}, model.kv_heads {model.num_kv_heads}: one must divide the other, use {fewer} or {tp}"
+    if model.expert_width < tp:
+        yield f"mesh.tp {tp} is more than the width {model.expert_width} of an expert: set it to that at most"
     if isinstance(model, Llama) and model.mlp_width % tp:
         yield f"mesh.tp {tp} does not divide model.ffn {model.mlp_width}: use {multiples_near(model.mlp_width, tp)}"
     if sequence and model.seq % tp:

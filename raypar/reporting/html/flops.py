@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.partition import transformer_costs
 from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.moe import MoE
 
 _KINDS: dict[object, Any] = {"gpt": GPT, "llama": Llama}
 
@@ -49,7 +50,8 @@ def actors_of(config: dict[str, Any]) -> int | None:
 def _known(kind: type[Any], table: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that this version of raypar knows. An older one may have had others."""
     names = {one.name for one in fields(kind)}
-    return {name: None if value == "none" else value for name, value in table.items() if name in names}
+    inner = {name: _known(MoE, value) for name, value in table.items() if name == "moe" and isinstance(value, dict)}
+    return {name: None if value == "none" else value for name, value in (table | inner).items() if name in names}
 
 
 @cache

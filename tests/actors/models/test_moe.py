@@ -64,8 +64,8 @@ def test_names_and_initial_values_do_not_depend_on_what_else_is_made():
         assert torch.equal(ours, theirs), name
     ups = [expert.up.weight for expert in alone.mlp.experts]
     assert not torch.equal(ups[0], ups[1])
-    assert float(ups[0].std()) == pytest.approx(0.02, rel=0.15)
-    assert float(alone.mlp.experts[0].down.weight.std()) == pytest.approx(0.02 / 8**0.5, rel=0.15)
+    assert ups[0].std().item() == pytest.approx(0.02, rel=0.15)
+    assert alone.mlp.experts[0].down.weight.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_layer_tells_its_losses_and_its_load():
     assert all(0 <= lost <= count for count, lost in zip(asked, dropped, strict=True))
     assert sum(asked) - sum(dropped) <= 2 * 4 * 2  # 2 tokens an expert and sequence
     assert layer.record.losses.keys() == {("blocks.1.mlp", "switch"), ("blocks.1.mlp", "z")}
-    assert float(layer.record.losses["blocks.1.mlp", "switch"]) == pytest.approx(0.25, rel=0.5)
+    assert layer.record.losses["blocks.1.mlp", "switch"].item() == pytest.approx(0.25, rel=0.5)
     layer.record = Told()
     layer.eval()(x)
     assert not layer.record.losses

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
+from raypar.actors.models.build import build_model
 from raypar.actors.models.partition import split_faults, split_layers, transformer_costs
 from raypar.actors.specs.model import GPT
+from raypar.actors.specs.moe import MoE
 
 COSTS = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=9)
 
@@ -50,6 +55,20 @@ def test_even_counts_differ_by_one_at_most(layers, data):
 
 def test_counts_of_the_user_are_taken_as_they_are():
     assert split_layers((3, 1, 2), [1.0] * 6, 3) == (range(3), range(3, 4), range(4, 6))
+
+
+def test_experts_cost_what_a_token_chooses():
+    """The FLOPs that torch counts of a block's matrices; with balanced stages the blocks with experts are spread."""
+    model = GPT(layers=4, hidden=16, heads=2, seq=8, vocab=20, moe=MoE(experts=4, top_k=2, every=2, width=64))
+    built = build_model(model, 0)
+    blocks, x = built.materialize([2, 3], 0), torch.randn(2, 8, 16)
+    for index, block in enumerate(blocks, 1):
+        with FlopCounterMode(display=False) as counter:
+            block.mlp(x)
+        attention = 2 * 4 * 16**2 + 4 * 8 * 16
+        assert counter.get_total_flops() / 16 == transformer_costs(model)[index] - attention
+    split = split_layers("balanced", transformer_costs(replace(model, moe=MoE(experts=8, top_k=4, first=3))), 2)
+    assert split == (range(3), range(3, 4))
 
 
 @pytest.mark.parametrize(

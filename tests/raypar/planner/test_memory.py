@@ -9,6 +9,7 @@ import torch
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import SGD, Muon
 from raypar.actors.specs.run import Run
 from raypar.config.recipes import recipe
@@ -41,7 +42,16 @@ def memory_of(run: Run, skeleton: Skeleton | None = None) -> list[Memory]:
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize(("kind", "more"), [(GPT, {}), (Llama, {}), (Llama, {"kv_heads": 1})])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        (GPT, {}),
+        (Llama, {}),
+        (Llama, {"kv_heads": 1}),
+        (GPT, {"moe": MoE(experts=4)}),
+        (Llama, {"moe": MoE(experts=4, shared=1, residual=True, width=32)}),
+    ],
+)
 def test_a_block_keeps_what_is_counted(kind, more, dropout, recompute):
     """The middle one of three stages has one block and nothing else; one microbatch is under way."""
     run = Run(

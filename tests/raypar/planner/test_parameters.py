@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from raypar.actors.collective.local import local_groups
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.build import build_model
 from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
 from raypar.actors.worker.owners import sizes_of
 from raypar.actors.worker.parallelize import Parallelizer, axis_styles
-from raypar.planner.parameters import held_parameters, num_parameters, short_count, stage_parameters
+from raypar.planner.parameters import active_parameters, held_parameters, num_parameters, short_count, stage_parameters
 from raypar.schedules.catalog import build
 from raypar.schedules.passes.lower import lower
 from tests.support.logical import in_threads
@@ -25,6 +28,9 @@ MODELS = [
     Llama(**SIZES),
     Llama(**SIZES, kv_heads=2, ffn=40, tied=True),
     Llama(**SIZES, kv_heads=1, positions="alibi"),
+    GPT(**SIZES, moe=MoE(experts=4, every=2)),
+    GPT(**SIZES, moe=MoE(experts=(1, 2, 4, 4, 8), top_k=1, residual=True, width=32)),
+    Llama(**SIZES, moe=MoE(experts=3, gate="shazeer", shared=2)),
 ]
 
 
@@ -62,6 +68,14 @@ def test_on_a_grid_it_is_an_estimate(kind, tp):
     found = in_threads(groups_on(tp), lambda groups: held_by(model, groups, tp))
     (told,) = held_parameters(model, "even", lower(build("1f1b", 1, 1)), Mesh(tp=tp).grid)
     assert told == pytest.approx(max(found), rel=0.15)
+
+
+def test_a_token_uses_the_experts_that_it_chooses():
+    dense = GPT(**SIZES)
+    model = replace(dense, moe=MoE(experts=6, top_k=1))
+    routers = 5 * 6 * 24
+    assert active_parameters(model) == num_parameters(dense) + routers
+    assert active_parameters(dense) == num_parameters(dense)
 
 
 def test_counts_are_short():

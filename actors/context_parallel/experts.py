@@ -1,0 +1,49 @@
+"""The parallel style of a layer of experts whose sequences are divided over a context-parallel group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from raypar.actors.collective.autograd import all_gathered, reduce_from
+from raypar.actors.collective.group import Group
+from raypar.actors.models.moe import MoE
+from raypar.actors.models.parallel_style import Applied, ParallelStyle
+from raypar.actors.sharding import Pieces, Sharding
+
+
+@dataclass(frozen=True)
+class ExpertsOfTokens(ParallelStyle):
+    """Let a layer of experts compute losses, noise and capacity as with whole sequences.
+
+    Attributes:
+        tokens: The tokens of each rank.
+        group: The context-parallel group.
+    """
+
+    tokens: Sequence[Pieces]
+    group: Group
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        """Set how the layer reaches the other ranks' tokens."""
+        assert isinstance(module, MoE)
+        own = Sharding({1: self.tokens[self.group.rank]})
+        noise = module.router.noise
+        noise.sharding = noise.sharding.then(own)
+        module.sums = partial(reduce_from, group=self.group)
+        over = module.over
+        module.over = lambda chosen_BSK: own.take(over(self._whole(chosen_BSK)))
+        return Applied(module)
+
+    def _whole(self, part_BSK: Tensor) -> Tensor:
+        """Return the choices of whole sequences."""
+        ranks = all_gathered(self.group, 0, part_BSK.unsqueeze(0))
+        whole = torch.empty_like(torch.cat([*ranks], 1))
+        for pieces, theirs in zip(self.tokens, ranks, strict=True):
+            for number, piece in zip(pieces.own, theirs.chunk(len(pieces.own), 1), strict=True):
+                Pieces(pieces.count, (number,)).take(whole, 1).copy_(piece)
+        return whole

@@ -1,0 +1,99 @@
+"""Experts in a run's description: faults, TOML files and flags."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import raypar as rp
+from raypar.cli.flag_words import read_experts
+from raypar.config.toml import load_run, parsed, plain_of, run_of, toml_of
+from raypar.errors import ConfigError
+
+
+def run_with(**settings):
+    return rp.Run(model=rp.GPT(layers=4, hidden=16, heads=2, seq=16, moe=rp.MoE(**settings)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"experts": 4, "top_k": 5}, ["top_k 5 is more than the 4 experts: use 4 at most"]),
+        ({"experts": (4, 8)}, ["experts has 2 numbers, and 4 blocks have experts: give one number, or 4"]),
+        (
+            {"experts": 128, "capacity": 0.5, "gate": "switch", "top_k": 1},
+            ["capacity 0.5 leaves 0.062 tokens of a sequence for an expert (of 16 tokens", "to 8 at least"],
+        ),
+        ({"experts": 9, "gate": "sigmoid", "groups": 2}, ["groups 2 does not divide 9 experts: use 8 or 10 experts"]),
+        (
+            {"experts": 8, "gate": "sigmoid", "groups": 4, "top_groups": 1, "top_k": 3},
+            ["top_groups 1 leaves 2 experts for top_k 3"],
+        ),
+        ({"gate": "sigmoid", "groups": 4, "top_groups": 5}, ["top_groups 5 is more than groups 4"]),
+        ({"groups": 2}, ["groups is 2, but gate 'softmax' knows none: use 'sigmoid'"]),
+        ({"top_groups": 2}, ["top_groups is 2, but groups is 1"]),
+        ({"gate": "switch"}, ["top_k is 2, but gate 'switch' chooses 1"]),
+        ({"gate": "gshard", "top_k": 1}, ["top_k is 1, but gate 'gshard' chooses 2: set it, or use 'switch'"]),
+        (
+            {"gate": "shazeer", "noise": 0.5, "bias_rate": 0.1, "normalise": False},
+            ["noise is 0.5", "bias_rate is 0.1", "normalise is false"],
+        ),
+        ({"every": 5}, ["every 5 leaves no block of 4 with experts: set it to"]),
+        ({"first": 4}, ["first 4 leaves no block of 4 with experts: set it to 3 at most"]),
+        ({"loss": "none", "alpha": 0.5}, ["alpha is 0.5, but loss is 'none'"]),
+        ({"experts": 0, "top_k": True}, ["model.moe.experts is 0: it must be at least 1", "model.moe.top_k is True"]),
+        ({"experts": ()}, ["model.moe.experts is ()"]),
+        ({"gate": "top"}, ["model.moe.gate is 'top': it must be 'softmax', 'shazeer'"]),
+    ],
+)  # fmt: skip
+def test_faults_are_told_all_at_once(settings, says):
+    found = "\n".join(rp.faults(run_with(**settings)))
+    assert all(one in found for one in says), found
+
+
+def test_a_grid_does_not_divide_experts():
+    (fault,) = rp.faults(replace(run_with(), mesh=rp.Mesh(tp="2d:2x2")))
+    assert (
+        fault == "mesh.tp is '2d:2x2', a grid, over which experts can't be divided: set it to 4, or model.moe to None"
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"experts": (2, 4, 4, 8), "capacity": 1.25, "first": 0, "residual": True}])
+def test_a_file_says_the_same(settings, tmp_path):
+    run = run_with(**settings)
+    assert rp.faults(run) == []
+    text = toml_of(plain_of(run))
+    assert "[model.moe]" in text
+    assert run_of(parsed(text.encode())).model == run.model
+    path = tmp_path / "run.toml"
+    path.write_text('recipe = "gpt-tiny"\n[model.moe]\nexperts = [4, 8]\nevery = 4\ntop_k = 1\ngate = "switch"\n')
+    assert load_run(path).model.moe == rp.MoE(experts=(4, 8), every=4, top_k=1, gate="switch")
+    path.write_text('recipe = "moe-tiny"\n[model]\nmoe = "none"\n')
+    assert load_run(path).model == rp.recipe("gpt-tiny").model
+    path.write_text('recipe = "gpt-tiny"\n[model.moe]\nexpert = 4\n')
+    with pytest.raises(ConfigError, match=r"model.moe.expert is not a field: did you mean 'experts'"):
+        load_run(path)
+
+
+def test_flags_give_a_model_experts_and_take_them_away():
+    dense, experts = rp.recipe("gpt-tiny").model, rp.recipe("moe-tiny").model
+    assert read_experts(dense, ["--steps", "2"]) == (dense, ["--steps", "2"])
+    assert read_experts(dense, ["--model.moe.experts", "4"])[0].moe == rp.MoE()
+    assert read_experts(experts, ["--model.moe.experts", "4"])[0] == experts
+    for words in (["--model.moe", "none"], ["--model.moe=None"]):
+        assert read_experts(experts, ["--steps", "2", *words, "--seed", "1"]) == (
+            dense,
+            ["--steps", "2", "--seed", "1"],
+        )
+
+
+def test_another_kind_of_model_keeps_the_experts():
+    run = run_of({"recipe": "moe-tiny", "model": {"kind": "llama", "moe": {"top_k": 1}}})
+    assert run.model == rp.Llama(layers=8, hidden=32, heads=4, seq=32, dropout=0.1, moe=run.model.moe)
+    assert run.model.moe == rp.MoE(experts=4, top_k=1, normalise=True)
+
+
+def test_an_unknown_field_is_answered():
+    with pytest.raises(TypeError, match="MoE has no field 'capacity_factor': it has capacity"):
+        rp.MoE(capacity_factor=1.25)
