@@ -3,80 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from raypar.parity.case import Case
 from raypar.parity.compare import are_alike, norm_of
+from raypar.parity.expert_causes import other_experts, wrong_auxiliary
 
 FIT = 1e-3  # relative residual below which an explanation fits
-
-
-class Piece(NamedTuple):
-    """The part of a logical tensor that one actor has, and the part that it should have.
-
-    Attributes:
-        actor: The actor's name in messages.
-        at: The actor's coordinate on each axis of the mesh.
-        ours: The actor's tensor, or None if it has none.
-        wanted: The tensor that the actor should have.
-    """
-
-    actor: str
-    at: Mapping[str, int]
-    ours: Tensor | None
-    wanted: Tensor
-
-    def elsewhere(self, axis: str) -> dict[str, int]:
-        """Return the actor's coordinates on the other axes."""
-        return {name: index for name, index in self.at.items() if name != axis}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A tensor that is wrong.
-
-    Attributes:
-        pieces: One for each actor that has, or should have, a part of the tensor.
-        sizes: Sizes that may be missing or too much as a factor, by name: that of each mesh axis, and "microbatches".
-        backward: Whether the tensor is a gradient.
-        vectors: One-dimensional weights, by logical name, that may have been added to the tensor.
-    """
-
-    pieces: Sequence[Piece]
-    sizes: Mapping[str, int]
-    backward: bool
-    vectors: Mapping[str, Tensor]
-
-    @property
-    def ours(self) -> list[Tensor]:
-        """The actors' pieces, without those that they lack."""
-        return [piece.ours for piece in self.pieces if piece.ours is not None]
-
-    @property
-    def wanted(self) -> list[Tensor]:
-        """The pieces of the plain process."""
-        return [piece.wanted for piece in self.pieces]
-
-    @property
-    def axes(self) -> list[str]:
-        """Return the axes along which the pieces lie on different coordinates."""
-        return [axis for axis in self.pieces[0].at if len({piece.at[axis] for piece in self.pieces}) > 1]
-
-    def groups(self, axis: str) -> list[list[Piece]]:
-        """Group the pieces of actors that differ on one axis only and should have the same tensor."""
-        found: list[list[Piece]] = []
-        for piece in self.pieces:
-            other = (group for group in found if group[0].elsewhere(axis) == piece.elsewhere(axis))
-            alike = next((group for group in other if torch.equal(group[0].wanted, piece.wanted)), None)
-            if alike is None:
-                found.append([piece])
-            else:
-                alike.append(piece)
-        return found
 
 
 def cause_of(case: Case) -> str:
@@ -107,6 +44,8 @@ class _Factor(NamedTuple):
         return self.size if self.power > 0 else f"1/{self.size}"
 
     def says(self, case: Case) -> str | None:
+        if self.size == "ep" and not case.experts:
+            return None
         return self.backward if case.backward else self.forward
 
     def is_in(self, r: float, case: Case) -> bool:
@@ -124,6 +63,8 @@ _FACTORS = (
     _Factor("cp", -1, "not summed over cp", "not reduced over cp, or averaged over it twice"),
     _Factor("dp", 1, None, "summed over dp, and not averaged"),
     _Factor("dp", -1, None, "not reduced over dp, or averaged over it twice"),
+    _Factor("ep", 1, None, "summed over ep, although all tokens of an expert come to it"),
+    _Factor("ep", -1, None, "averaged over ep, although all tokens of an expert come to it"),
     _Factor("microbatches", 1, None, "summed over microbatches, and not averaged"),
     _Factor("microbatches", -1, None, "averaged over microbatches twice"),
 )
@@ -260,8 +201,10 @@ _EXPLANATIONS: tuple[Callable[[Case], str | None], ...] = (
     _nothing,
     _misshapen,
     _not_finite,
+    wrong_auxiliary,
     _zero,
     _multiple,
+    other_experts,
     _parts_of_a_sum,
     _other_members,
     _other_order,

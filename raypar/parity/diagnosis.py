@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
@@ -12,12 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from raypar.actors.errors import NonFiniteError
-from raypar.actors.inspect.activations import Spot
+from raypar.actors.inspect.activations import LOSS, Spot
 from raypar.actors.mesh.mesh import AXES
 from raypar.actors.sharding import Sharding
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
-from raypar.parity.causes import Case, Piece, cause_of
+from raypar.parity.case import Case, Piece
+from raypar.parity.causes import cause_of
 from raypar.parity.compare import norm_of, relative_error, scales_of
 from raypar.parity.reference import Watched, watch_plainly
 
@@ -60,6 +62,8 @@ class _Compared(NamedTuple):
         scale: What the error is relative to.
         backward: Whether the tensor is a gradient.
         pieces: The actors' parts.
+        key: The tensor among those of the plain process.
+        takes: For each piece, what takes it from a whole tensor.
     """
 
     name: str
@@ -67,6 +71,8 @@ class _Compared(NamedTuple):
     scale: float
     backward: bool
     pieces: list[Piece]
+    key: Spot | str
+    takes: Sequence[Callable[[Tensor], Tensor]]
 
     @property
     def error(self) -> float:
@@ -121,10 +127,43 @@ def _first(job: Job, step: int, allowed: float) -> tuple[_Compared, Case] | None
     plain = watch_plainly(run, step, modules)
     for one in chain(_made(job, plain), _gradients(job, plain)):
         if not one.error <= allowed:
-            sizes = {axis: len(run.mesh.groups(axis)[0]) for axis in AXES}
-            vectors = {name: weight for name, weight in plain.weights.items() if weight.dim() == 1}
-            return one, Case(one.pieces, sizes | {"microbatches": run.microbatches}, one.backward, vectors)
+            return one, _case(run, step, one, plain)
     return None
+
+
+def _case(run: Run, step: int, one: _Compared, plain: Watched) -> Case:
+    """Make the case of a tensor that is wrong: with what is known of auxiliary losses, and of other experts."""
+    sizes: dict[str, int] = {axis: len(run.mesh.groups(axis)[0]) for axis in AXES}
+    sizes |= {"ep": run.mesh.ep, "microbatches": run.microbatches}
+    vectors = {name: weight for name, weight in plain.weights.items() if weight.dim() == 1}
+    auxiliary = list[Tensor]()
+    if one.backward and plain.has_auxiliary:
+        others = watch_plainly(run, step, _modules(plain), auxiliary=False)
+        without = _found(others, one.key)
+        part = one.wanted if without is None else one.wanted - without
+        auxiliary = [take(part) for take in one.takes]
+    of_expert = _any_expert(one.key) if isinstance(one.key, str) else None
+    experts = {
+        name: [take(gradient) for take in one.takes]
+        for name, gradient in plain.gradients.items()
+        if gradient is not None and of_expert is not None and name != one.key and _any_expert(name) == of_expert
+    }
+    return Case(one.pieces, sizes, one.backward, vectors, auxiliary, experts)
+
+
+def _found(plain: Watched, key: Spot | str) -> Tensor | None:
+    return plain.gradients.get(key) if isinstance(key, str) else plain.tensors.get(key)
+
+
+def _modules(plain: Watched) -> set[str]:
+    """Return the modules that were watched."""
+    return {spot.module for spot in plain.tensors} - {LOSS, *plain.layers}
+
+
+def _any_expert(name: str) -> str | None:
+    """Return a parameter's name with any number of an expert in place of its own; None if it is of no expert."""
+    any_expert, count = re.subn(r"(?<=\.experts\.)\d+(?=\.)", "*", name)
+    return any_expert if count else None
 
 
 def _made(job: Job, plain: Watched) -> Iterator[_Compared]:
@@ -143,8 +182,9 @@ def _made(job: Job, plain: Watched) -> Iterator[_Compared]:
                 _piece(job, rank, ours[rank].tensor if rank in ours else None, sharding.take(wanted))
                 for rank, sharding in shardings[output].items()
             ]
+            takes = [sharding.take for sharding in shardings[output].values()]
             if pieces:  # no actor keeps the loss if each has only a part of the tokens
-                yield _Compared(str(spot), wanted, norm_of(wanted), backward, pieces)
+                yield _Compared(str(spot), wanted, norm_of(wanted), backward, pieces, spot, takes)
 
 
 def _gradients(job: Job, plain: Watched) -> Iterator[_Compared]:
@@ -152,9 +192,11 @@ def _gradients(job: Job, plain: Watched) -> Iterator[_Compared]:
     made = {name: gradient for name, gradient in plain.gradients.items() if gradient is not None}
     scales = scales_of(made, plain.layers)
     for name, wanted in made.items():
-        pieces = [_piece(job, rank, ours, shard.take(wanted)) for rank, (shard, ours) in job.grads(name).items()]
+        held = job.grads(name)
+        pieces = [_piece(job, rank, ours, shard.take(wanted)) for rank, (shard, ours) in held.items()]
         nobody = [Piece("nobody", {}, None, wanted)]
-        yield _Compared(f"gradient of {name}", wanted, scales[name], True, pieces or nobody)
+        takes = [shard.take for shard, _ in held.values()]
+        yield _Compared(f"gradient of {name}", wanted, scales[name], True, pieces or nobody, name, takes)
 
 
 def _piece(job: Job, rank: int, ours: Tensor | None, wanted: Tensor) -> Piece:

@@ -59,12 +59,14 @@ class Watched(NamedTuple):
         gradients: The gradients of the weights, clipped, by logical name.
         weights: The weights before the step, by logical name.
         layers: The logical names of the layers.
+        has_auxiliary: Whether the objective has auxiliary losses.
     """
 
     tensors: dict[Spot, Tensor]
     gradients: dict[str, Tensor | None]
     weights: dict[str, Tensor]
     layers: tuple[str, ...]
+    has_auxiliary: bool
 
 
 def train_plainly(run: Run) -> Trained:
@@ -89,13 +91,14 @@ def train_plainly(run: Run) -> Trained:
         )
 
 
-def watch_plainly(run: Run, step: int, modules: Iterable[str] = ()) -> Watched:
+def watch_plainly(run: Run, step: int, modules: Iterable[str] = (), *, auxiliary: bool = True) -> Watched:
     """Train a run up to a step in this process, and keep every tensor of that step.
 
     Args:
         run: The run.
         step: The step to watch.
         modules: Logical names of modules to watch besides the layers.
+        auxiliary: Whether auxiliary losses belong to the objective of that step.
 
     Returns:
         The step's tensors.
@@ -107,9 +110,9 @@ def watch_plainly(run: Run, step: int, modules: Iterable[str] = ()) -> Watched:
         weights = {name: weight.clone() for name, weight in plain.weights().items()}
         layers = plain.model.names
         watch = Watch(dict(zip(layers, plain.layers, strict=True)), dict.fromkeys(modules, Sharding()))
-        plain.step(step, watch)
+        plain.step(step, watch, auxiliary=auxiliary)
         tensors = {spot: sight.tensor for spot, sight in watch.seen.items()}
-        return Watched(tensors, plain.gradients(), weights, layers)
+        return Watched(tensors, plain.gradients(), weights, layers, plain.has_auxiliary)
 
 
 class _Plain:
@@ -166,6 +169,11 @@ class _Plain:
             self._scaler.grow()
             self._balance()
         return mean_loss(losses, counts), float(norm)
+
+    @property
+    def has_auxiliary(self) -> bool:
+        """Whether the latest step had auxiliary losses."""
+        return bool(self._record.losses())
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the gradients of the latest step, clipped, on the CPU, by logical name."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from raypar.config.toml import flat
 from raypar.reporting.html.charts import Line, line_chart
+from raypar.reporting.html.experts import aux_total
 from raypar.reporting.html.figures import History, Points, amount, exp, headline, share, significant, smoothed
 from raypar.reporting.html.markup import COLORS, VALUE, Markup, document, element, joined, note, section, table
 from raypar.reporting.html.page import state, titled, unread
@@ -122,6 +123,9 @@ def _charts(runs: Sequence[_One]) -> list[Markup]:
     chart("Train loss, smoothed", lambda one: smoothed(one.points("loss")), significant, runs, zero=False)
     chart("Validation loss", lambda one: one.validation(), significant, runs, zero=False)
     chart("Train perplexity, smoothed", _perplexity, significant, perplexed, zero=False)
+    chart("Auxiliary losses, smoothed", lambda one: smoothed(aux_total(one)), significant, runs, zero=True)
+    chart("Load of experts: max/mean", lambda one: smoothed(one.points("max_load")), significant, runs, zero=False)
+    chart("Choices dropped", _dropped, share, runs, zero=True)
     chart("Gradient norm, smoothed", lambda one: smoothed(one.points("grad_norm")), significant, runs, zero=True)
     chart("Learning rate", lambda one: one.points("lr"), significant, runs, zero=True)
     chart(f"{unit.capitalize()}/s", lambda one: one.throughput(), significant, runs, zero=True)
@@ -135,3 +139,9 @@ def _charts(runs: Sequence[_One]) -> list[Markup]:
 
 def _perplexity(history: History) -> Points:
     return [(step, exp(loss)) for step, loss in smoothed(history.points("loss"))]
+
+
+def _dropped(history: History) -> Points:
+    """Return the share of dropped choices of every step; nothing of a run that dropped none."""
+    points = history.points("dropped")
+    return points if any(dropped for _, dropped in points) else []

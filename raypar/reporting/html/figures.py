@@ -89,7 +89,7 @@ class History:
 
     def points(self, name: str) -> list[tuple[float, float]]:
         """Return ``(number of steps taken, figure)`` of every step that has it: times of steps by hand say nothing."""
-        return [(line["step"] + 1, line[name]) for line in self.steps if line[name] is not None]
+        return [(line["step"] + 1, line[name]) for line in self.steps if line.get(name) is not None]
 
     @property
     def by_hand(self) -> int:
@@ -141,6 +141,8 @@ def headline(past: Past, history: History) -> list[tuple[str, str]]:
         rows.append(("validation loss", f"{history.evaluations[-1]['val_loss']:.4f}"))
         if history.is_cross_entropy:
             rows.append(("perplexity", significant(exp(history.evaluations[-1]["val_loss"]))))
+    if load := history.points("max_load"):
+        rows.append(("max/mean load, median", f"{middle(load):.2f}"))
     if history.steps:
         times = [time for _, time in history.points("step_ms")]
         speed = (f"{history.unit}/s, median", f"{middle(history.throughput()):,.0f}")

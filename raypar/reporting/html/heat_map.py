@@ -1,4 +1,4 @@
-"""A heat map in SVG and HTML without scripts: shares by row and step, darker where they are larger."""
+"""A heat map in SVG and HTML without scripts: figures by row and step, darker where they are larger."""
 
 from __future__ import annotations
 
@@ -10,38 +10,61 @@ from itertools import pairwise
 from raypar.reporting.html.markup import Markup, element, joined
 
 COLUMNS = 60  # most columns of a map; more steps are put together
-_LIMITS = (1e-4, 1e-3, 1e-2, 1e-1)  # between the five shades of shares that are not zero
 _SHADES = (0.16, 0.32, 0.52, 0.75, 1.0)  # opacities
 _MOST_HEIGHT, _ROW = 22.0, 1.1  # rem
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One share of a heat map.
+    """One figure of a heat map.
 
     Attributes:
-        share: The share, 0 to 1.
+        value: The figure, 0 or more.
         text: What it is of, for its tooltip.
     """
 
-    share: float
+    value: float
     text: str
 
 
-def heat_map(rows: Sequence[str], cells: Mapping[int, Mapping[str, Cell]], color: str) -> Markup:
-    """Draw a heat map. Where several steps share a column, the largest share is drawn.
+@dataclass(frozen=True)
+class Scale:
+    """Which figures have which of the five shades.
+
+    Attributes:
+        limits: The four limits between the shades of figures that are not zero.
+        texts: The legend of the shades.
+    """
+
+    limits: tuple[float, float, float, float]
+    texts: tuple[str, str, str, str, str]
+
+
+SHARES = Scale((1e-4, 1e-3, 1e-2, 1e-1), ("under 0.01 %", "under 0.1 %", "under 1 %", "under 10 %", "more"))
+
+
+def heat_map(
+    rows: Sequence[str],
+    cells: Mapping[int, Mapping[str, Cell]],
+    color: str,
+    scale: Scale = SHARES,
+    most_columns: int = COLUMNS,
+) -> Markup:
+    """Draw a heat map. Where several steps share a column, the largest figure is drawn.
 
     Args:
         rows: Names of the rows, from top to bottom.
-        cells: By step and row, the shares; sorted by step.
+        cells: By step and row, the figures; sorted by step.
         color: The CSS class of the cells.
+        scale: The shades.
+        most_columns: Most columns; more steps are put together.
 
     Returns:
         The map.
     """
     steps = list(cells)
-    edges = [round(place * len(steps) / COLUMNS) for place in range(COLUMNS + 1)]
-    columns = [[step] for step in steps] if len(steps) <= COLUMNS else [steps[a:b] for a, b in pairwise(edges)]
+    edges = [round(place * len(steps) / most_columns) for place in range(most_columns + 1)]
+    columns = [[step] for step in steps] if len(steps) <= most_columns else [steps[a:b] for a, b in pairwise(edges)]
     height = max(0.35, min(_ROW, _MOST_HEIGHT / len(rows)))
     apart = math.ceil(0.9 / height)  # names of rows are written where there is room
     names = [
@@ -51,12 +74,12 @@ def heat_map(rows: Sequence[str], cells: Mapping[int, Mapping[str, Cell]], color
     ]
     drawn = element(
         "svg",
-        *_drawn(rows, columns, cells, color),
+        *_drawn(rows, columns, cells, color, scale),
         viewBox=f"0 0 {len(columns)} {len(rows)}",
         preserveAspectRatio="none",
         style=f"height: {height * len(rows):.2f}rem",
         role="img",
-        aria_label="shares by layer and step",
+        aria_label="figures by row and step",
     )
     middle = [element("span", f"step {steps[0]:,}")] + [element("span", f"{steps[-1]:,}")] * (len(steps) > 1)
     return element(
@@ -68,27 +91,30 @@ def heat_map(rows: Sequence[str], cells: Mapping[int, Mapping[str, Cell]], color
     )
 
 
-def shades(color: str) -> Markup:
+def shades(color: str, scale: Scale = SHARES) -> Markup:
     """Draw the legend of the shades."""
-    texts = ("under 0.01 %", "under 0.1 %", "under 1 %", "under 10 %", "more")
     return joined(
         *(
             element("span", element("i", class_=f"shade {color}", style=f"opacity: {shade}"), text)
-            for shade, text in zip(_SHADES, texts, strict=True)
+            for shade, text in zip(_SHADES, scale.texts, strict=True)
         )
     )
 
 
 def _drawn(
-    rows: Sequence[str], columns: Sequence[Sequence[int]], cells: Mapping[int, Mapping[str, Cell]], color: str
+    rows: Sequence[str],
+    columns: Sequence[Sequence[int]],
+    cells: Mapping[int, Mapping[str, Cell]],
+    color: str,
+    scale: Scale,
 ) -> Iterator[Markup]:
     """Draw the cells that are not zero."""
     yield element("rect", width=len(columns), height=len(rows), class_="ground")
     for x, column in enumerate(columns):
         for y, row in enumerate(rows):
             found = [(step, cells[step][row]) for step in column if row in cells[step]]
-            step, cell = max(found, key=lambda one: one[1].share, default=(0, Cell(0.0, "")))
-            if cell.share > 0:
-                shade = _SHADES[sum(cell.share >= limit for limit in _LIMITS)]
+            step, cell = max(found, key=lambda one: one[1].value, default=(0, Cell(0.0, "")))
+            if cell.value > 0:
+                shade = _SHADES[sum(cell.value >= limit for limit in scale.limits)]
                 tip = element("title", f"step {step:,}, {row}: {cell.text}")
                 yield element("rect", tip, x=x, y=y, width=1, height=1, fill_opacity=shade, class_=f"cell {color}")

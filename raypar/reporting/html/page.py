@@ -10,6 +10,7 @@ from raypar.actors.specs.run import Run
 from raypar.config.toml import flat, plain_of
 from raypar.planner.prediction import from_steps
 from raypar.reporting.html.charts import Line, Mark, bars, line_chart
+from raypar.reporting.html.experts import experts
 from raypar.reporting.html.figures import (
     History,
     Points,
@@ -232,6 +233,7 @@ def page(past: Past, *, faults: Sequence[str] = (), peak: float | None = None, e
         losses(history, marks),
         *([optimizer(history, marks), progress(history, marks), speed(history, marks)] if history.steps else []),
         *([utilisation(history, marks, peak)] if history.steps else []),
+        *experts(history, marks),
         overflow(history),
         steps(past),
         memory(history),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raypar.parity.causes import Case, Piece, cause_of
+from raypar.parity.case import Case, Piece
+from raypar.parity.causes import cause_of
 from raypar.parity.compare import are_alike, relative_error, scales_of
 
 X = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(0))
