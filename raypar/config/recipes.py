@@ -75,7 +75,7 @@ def moe_tiny() -> Run:
 
 def moe_small() -> Run:
     """Return gpt-small with eight experts in place of each MLP, two of them for a token: 35.9 million parameters."""
-    model = GPT(layers=8, hidden=256, heads=8, seq=256, moe=MoE(experts=8, top_k=2, normalise=True))
+    model = GPT(layers=8, hidden=256, heads=8, seq=256, moe=MoE(experts=8, top_k=2, normalise=True, alpha=0.02))
     return replace(gpt_small(), model=model)
 
 

@@ -26,7 +26,7 @@ def variants():
         "dense": rp.GPT(layers=8, hidden=256, heads=8, seq=256, mlp=8),
         "loss": small,
         "bias": replace(small, moe=rp.MoE(experts=8, top_k=2, gate="sigmoid", bias_rate=0.01, loss="none")),
-        "neither": replace(small, moe=replace(small.moe, loss="none")),
+        "neither": replace(small, moe=rp.MoE(experts=8, top_k=2, normalise=True, loss="none")),
     }
 
 
