@@ -59,7 +59,7 @@ def gshard_loss(probs_TE: Tensor, first_T: Tensor, groups: int = 1, sums: Sums =
         groups: Number of groups of consecutive tokens, a divisor of T.
         sums: Sums over the actors that have tokens of the same groups.
 
-    Source: Lepikhin et al. 2020, "GShard", algorithm 1, line 12.
+    Source: Lepikhin et al. 2020, "GShard", algorithm 1.
     """
     num_experts = probs_TE.shape[1]
     first = torch.nn.functional.one_hot(first_T, num_experts).to(probs_TE)

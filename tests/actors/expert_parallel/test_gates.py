@@ -103,7 +103,7 @@ def test_the_second_expert_of_gshard_is_used_in_proportion_to_its_gate():
         g1, g2 = probs[e1] / (probs[e1] + probs[e2]), probs[e2] / (probs[e1] + probs[e2])
         expected = [0.0] * 4
         expected[e1] = g1
-        if 2 * g2 > rnd:  # algorithm 1, line 20
+        if 2 * g2 > rnd:  # algorithm 1
             expected[e2] = g2
         assert gates == pytest.approx(expected)
     many = gshard_top_2(torch.tensor([[0.0, -1.0]]).expand(20_000, 2), torch.rand(20_000))

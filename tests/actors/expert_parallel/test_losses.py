@@ -36,7 +36,7 @@ def test_the_loss_of_gshard():
     probs, chosen = routed(24, 5, 2)
     groups, S = 3, 8
     found = 0.0
-    for g in range(groups):  # algorithm 1, lines 1 to 12
+    for g in range(groups):  # algorithm 1
         rows = probs[g * S : (g + 1) * S]
         c = [0] * 5
         for s in range(S):
@@ -102,7 +102,7 @@ def test_what_is_over_the_capacity(k, capacity):
     groups, S, num_experts = 3, 11, 4
     _, chosen = routed(groups * S, num_experts, k, seed=capacity)
     expected = torch.zeros(groups * S, k, dtype=torch.bool)
-    for g in range(groups):  # GShard, algorithm 1, lines 5 to 24
+    for g in range(groups):  # GShard, algorithm 1
         c = [0] * num_experts
         for rank in range(k):
             for s in range(S):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from raypar.actors.specs.model import GPT
+from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
 from raypar.config.toml import plain_of
 from raypar.planner.cost_model import costs_on_paper
@@ -108,9 +109,10 @@ def test_smoothing_has_no_bias_to_the_first_value_and_keeps_gaps():
     assert 1.0 < last[1] < 2.0
 
 
-def test_model_flops_are_those_that_the_planner_predicts():
-    config = plain_of(Run())
-    costs = costs_on_paper(GPT(), 1)
+@pytest.mark.parametrize("moe", [None, MoE(experts=(4, 8), every=4, capacity=1.25)])
+def test_model_flops_are_those_that_the_planner_predicts(moe):
+    config = plain_of(Run(model=GPT(moe=moe)))
+    costs = costs_on_paper(GPT(moe=moe), 1)
     assert flops_per_token(config) == pytest.approx(costs.of_stage[0, Op.F] + costs.of_stage[0, Op.B])
     assert flops_per_token({"model": OWN}) is None
     assert flops_per_token({"model": config["model"] | {"hidden": -1, "gone": True}}) is None, (
