@@ -24,12 +24,13 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(EXPERTS)
         )
-        self.balance = rp.AuxiliaryLoss("balance", weight=0.01)
+        self.balance, self.load = rp.AuxiliaryLoss("balance", weight=0.01), rp.RouterLoad(EXPERTS)
 
     def forward(self, x: Tensor) -> Tensor:
-        probs = self.router(x).softmax(-1)
+        logits = self.router(x)
+        probs = logits.softmax(-1)
         gates, chosen = probs.topk(1)
-        y = x + rp.run_experts(x, self.experts, chosen, gates)
+        y = x + rp.run_experts(x, self.experts, self.load(chosen, logits), gates)
         share = nn.functional.one_hot(chosen[:, 0], EXPERTS).float().mean(0)
         out: Tensor = self.balance(y, EXPERTS * (share * probs.mean(0)).sum())
         return out
@@ -49,7 +50,7 @@ def batch(step: int, microbatch: int, dp: int) -> tuple[Tensor, Tensor]:
     return x, torch.einsum("td,tde->te", x, functions[kind]).tanh()
 
 
-def main(steps: int = 60) -> tuple[float, float]:
+def main(steps: int = 60) -> tuple[float, float, float]:
     run = rp.Run(
         model=rp.Layers(layers, loss=nn.functional.mse_loss),
         mesh=rp.Mesh(pp=2),
@@ -59,8 +60,9 @@ def main(steps: int = 60) -> tuple[float, float]:
     )
     with rp.launch(run) as job:
         reports = job.train()
-    return reports[0].loss, reports[-1].loss
+    loads = reports[-1].loads
+    return reports[0].loss, reports[-1].loss, loads.max_load if loads else 0.0
 
 
 if __name__ == "__main__":
-    print("loss from {:.3f} to {:.3f}".format(*main()))
+    print("loss from {:.3f} to {:.3f}; the busiest expert has {:.2f} times the mean".format(*main()))

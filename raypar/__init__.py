@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from raypar.actors.errors import CheckpointError, NonFiniteError
     from raypar.actors.expert_parallel.auxiliary_loss import AuxiliaryLoss
     from raypar.actors.expert_parallel.experts import run_experts
+    from raypar.actors.expert_parallel.router_load import RouterLoad
     from raypar.actors.mesh.mesh import Mesh
     from raypar.actors.specs.data import Batches, Text
     from raypar.actors.specs.model import GPT, Layers, Llama
@@ -35,6 +36,7 @@ _HOMES = {
     "raypar.actors.errors": ("CheckpointError", "NonFiniteError"),
     "raypar.actors.expert_parallel.auxiliary_loss": ("AuxiliaryLoss",),
     "raypar.actors.expert_parallel.experts": ("run_experts",),
+    "raypar.actors.expert_parallel.router_load": ("RouterLoad",),
     "raypar.actors.mesh.mesh": ("Mesh",),
     "raypar.actors.specs.data": ("Batches", "Text"),
     "raypar.actors.specs.model": ("GPT", "Layers", "Llama"),
@@ -78,6 +80,7 @@ __all__ = [
     "Precision",
     "Replayed",
     "Report",
+    "RouterLoad",
     "Run",
     "StalledError",
     "Stepper",

@@ -34,7 +34,8 @@ def test_own_model(kept_actors):
 
 
 def test_own_experts(kept_actors):
-    first, last = load("own_experts").main(steps=40)
+    first, last, load_of_busiest = load("own_experts").main(steps=40)
+    assert 1 <= load_of_busiest <= 4
     assert last < 0.6 * first
 
 

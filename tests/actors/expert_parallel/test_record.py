@@ -11,6 +11,7 @@ from torch import nn
 import raypar as rp
 from raypar.actors.expert_parallel.auxiliary_loss import AuxiliaryLoss
 from raypar.actors.expert_parallel.record import RouterRecord, attach_loss
+from raypar.actors.expert_parallel.router_load import RouterLoad
 from tests.support.schedules import halved
 from tests.support.team import Team, batch, mse
 
@@ -192,3 +193,17 @@ def test_the_first_router_that_is_not_finite_is_named():
 def test_a_loss_of_several_numbers_is_refused():
     with pytest.raises(ValueError, match=r"'sparsity' must be one floating number, it is \[2\] torch.float32"):
         AuxiliaryLoss("sparsity")(torch.ones(2), torch.ones(2))
+
+
+def test_own_routers_tell_their_load():
+    load, record, chosen = RouterLoad(3), RouterRecord(), torch.tensor([[0, 1], [0, -1], [2, 0]])
+    assert load(chosen) is chosen, "outside of a run"
+    load.record, load.name = record, "layers.1.load"
+    record.begin(1.0)
+    record.open(0)
+    over = torch.tensor([[False, False], [False, False], [False, True]])
+    assert load(chosen, torch.tensor([float("nan")]), over).tolist() == [[0, 1], [0, -1], [2, -1]]
+    assert record.loads() == (("layers.1.load", (3, 1, 1), (1, 0, 0)),)
+    assert record.not_finite() == ("layers.1.load", 0)
+    assert load(chosen) is chosen
+    assert record.asked("layers.1.load", 3).tolist() == [6, 2, 2]

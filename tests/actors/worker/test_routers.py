@@ -9,6 +9,7 @@ import torch
 
 import raypar as rp
 from raypar.actors.errors import NonFiniteError, RouterError
+from raypar.reporting.report import report_of
 from tests.support.layouts import verdict_of
 from tests.support.routed import EXPERTS, RATE, routed
 from tests.support.team import Team
@@ -124,3 +125,41 @@ def test_a_step_that_is_not_finite_for_another_reason_names_no_router():
     weight.register_hook(lambda gradient: gradient * float("inf"))
     errors = team.each(lambda actor: actor.run("train", 0))
     assert {type(error) for error in errors} == {NonFiniteError}
+
+
+EXPERT_LAYOUTS = [
+    ({"pp": 2}, {}),
+    ({"cp": 2}, {}),
+    ({"tp": 2}, {"sequence_parallel": True}),
+    ({"pp": 2, "cp": 2}, {"recompute": "full"}),
+]
+
+
+def moe(mesh=None, **changes):
+    spec = rp.MoE(experts=4, gate="sigmoid", bias_rate=0.05, alpha=0.01, z_loss=1e-3, capacity=1.0)
+    model = rp.GPT(layers=2, hidden=16, heads=2, seq=16, dropout=0.0, moe=spec)
+    return Team.of(rp.Run(model=model, mesh=rp.Mesh(**mesh or {}), microbatches=2, steps=3, timeout=20.0, **changes))
+
+
+def told(team, steps=3):
+    """Reports of steps, and the bias of each actor afterwards."""
+    reports = [report_of(step, 1.0, team.step(step), team.world) for step in range(steps)]
+    return reports, {key: bias for key, bias in biases(team).items() if key[1].endswith("router")}
+
+
+@pytest.fixture(scope="module")
+def one_actor():
+    return told(moe())
+
+
+@pytest.mark.parametrize(("mesh", "changes"), EXPERT_LAYOUTS, ids=str)
+def test_every_layout_tells_the_same(mesh, changes, one_actor):
+    theirs, ours = one_actor, told(moe(mesh, **changes))
+    for wanted, report in zip(theirs[0], ours[0], strict=True):
+        assert report.loads == wanted.loads
+        assert report.loads.dropped > 0
+        assert report.aux == pytest.approx(wanted.aux, rel=1e-4)
+        assert [*report.aux_by_layer["z"]] == ["blocks.0.mlp", "blocks.1.mlp"]
+    wanted = {layer: bias for (_, layer), bias in theirs[1].items()}
+    assert all(torch.equal(bias, wanted[layer]) for (_, layer), bias in ours[1].items())
+    assert len({rank for rank, _ in ours[1]}) == rp.Mesh(**mesh).size

@@ -97,3 +97,12 @@ def test_another_kind_of_model_keeps_the_experts():
 def test_an_unknown_field_is_answered():
     with pytest.raises(TypeError, match="MoE has no field 'capacity_factor': it has capacity"):
         rp.MoE(capacity_factor=1.25)
+
+
+def test_servers_sum_no_loads_for_a_bias():
+    run = replace(run_with(gate="sigmoid", bias_rate=0.1), data_parallel="parameter_server", mesh=rp.Mesh(dp=2))
+    says = (
+        "model.moe.bias_rate is 0.1, but with servers replicas do not sum their loads: set data_parallel to 'all_reduc"
+    )
+    assert any(fault.startswith(says) for fault in rp.faults(run))
+    assert not rp.faults(replace(run, model=run_with(gate="sigmoid").model))

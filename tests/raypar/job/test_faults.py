@@ -533,3 +533,15 @@ def test_a_program_that_ends_leaves_no_process_and_no_shared_memory(programs, en
     assert all(map(gone, told["pids"]))
     marks = [Path(told["session"]).name, *map(str, told["pids"])]
     assert not [path for path in Path("/dev/shm").iterdir() if any(mark in path.name for mark in marks)]
+
+
+def test_of_errors_that_are_not_finite_the_first_router_is_told():
+    from ray.exceptions import RayTaskError
+
+    from raypar.actors.errors import RouterError
+    from raypar.actors.mesh.world import World
+    from raypar.cluster.calls import Calls
+
+    made = [rp.NonFiniteError("a"), RouterError("b"), RouterError("c")]
+    errors = {rank: RayTaskError("step", "", error) for rank, error in enumerate(made)}
+    assert Calls([], World(rp.Mesh(pp=3)), 1.0)._verdict(errors, [], "step 0") is made[1]
