@@ -12,6 +12,7 @@ from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import Unit
 from raypar.actors.models.base import Model
 from raypar.actors.models.cast import cast
+from raypar.actors.models.user_layers import LayersModel
 from raypar.actors.optim.masters import master_of
 from raypar.actors.specs.precision import Precision
 from raypar.actors.tensors import dtype_of
@@ -74,7 +75,7 @@ class Sharder:
             for shared in tied:
                 units += [one for one in shared if one not in units]
                 uses.append([units.index(one) for one in (*unit, *shared)])
-        return StageWeights(units, uses)
+        return StageWeights(units, uses, is_guarded=isinstance(self._model, LayersModel))
 
     def _groups(self, layers: Sequence[int]) -> Iterator[list[int]]:
         """Divide the layers of a stage into those of each unit."""

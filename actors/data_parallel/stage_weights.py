@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
-from torch import Tensor
-
+from raypar.actors.autograd.torch_private import num_writes, storage_id
 from raypar.actors.data_parallel.units import Unit
+from raypar.actors.data_parallel.weight_guard import WeightGuard
 from raypar.actors.specs.recompute import Recompute
+from raypar.actors.tensors import Values
 from raypar.schedules.action import Action, Op
 
 Pass = Literal["forward", "backward", "both"]
@@ -27,13 +29,16 @@ class StageWeights:
     Args:
         units: All units of the stage's parameters.
         uses: For each layer of the stage, the indices of the units that it uses.
+        is_guarded: Whether layers may use weights in unusual ways, so that their first passes are to be guarded.
 
     Attributes:
         num_bytes: Bytes of the stage's parameters when they are whole.
     """
 
-    def __init__(self, units: Sequence[Unit], uses: Sequence[Sequence[int]]) -> None:
+    def __init__(self, units: Sequence[Unit], uses: Sequence[Sequence[int]], *, is_guarded: bool = False) -> None:
         self.units = units
+        self._guard = WeightGuard(units) if is_guarded else None
+        self._memory = frozenset[int]().union(*(unit.memory for unit in units))
         self.num_bytes = sum(unit.num_bytes for unit in units)
         self._uses = [tuple(used) for used in uses]
         self._kind: Pass | None = None
@@ -41,6 +46,7 @@ class StageWeights:
         self._at = -1  # the visit under way
         self._is_open = False
         self._first_backward = 0  # index of the first visit of the backward
+        self._given: dict[int, int] = {}  # of the inputs of the layer that runs, by id, how often they were written to
 
     def open(self, kind: Pass | None) -> None:
         """Open a window and start to gather.
@@ -58,19 +64,33 @@ class StageWeights:
             self._finish()
             self._plan(kind)
 
-    def forward(self, layer: int) -> None:
-        """Prepare for the forward of a layer: wait until its weights are whole."""
+    def forward(self, layer: int, inputs: Values) -> None:
+        """Prepare for the forward of a layer with some inputs: wait until its weights are whole."""
+        self._given = {id(value): num_writes(value) for value in inputs}
         self._enter(layer, layer)
 
     def backward(self, layer: int) -> None:
         """Prepare for the backward of a layer: wait until its weights are whole."""
         self._enter(layer, self._first_backward + len(self._uses) - 1 - layer)
 
-    def watch(self, layer: int, outputs: Sequence[Tensor]) -> None:
-        """Prepare for the backward of a layer as soon as the gradient of one of its outputs is there."""
+    def watch(self, layer: int, outputs: Values) -> Values:
+        """Prepare for the backward of a layer as soon as the gradient of one of its outputs is there.
+
+        Call it at once after the layer, while the inputs that ``forward`` was told still exist. Inputs that the layer
+        hands on as they are have no backward in it.
+
+        Returns:
+            The outputs; those that are in the memory of a weight, which may be freed before they are read, are copied.
+        """
+        outputs = tuple([value.clone() if storage_id(value) in self._memory else value for value in outputs])
         for output in outputs:
-            if output.requires_grad:
+            if output.requires_grad and self._given.get(id(output)) != num_writes(output):
                 output.register_hook(lambda gradient: self.backward(layer))
+        return outputs
+
+    def guarded(self) -> AbstractContextManager[object]:
+        """Return a context in which a layer that reads a freed weight, or writes into one, raises ValueError."""
+        return nullcontext() if self._guard is None else self._guard
 
     def close(self) -> None:
         """Close the window: gather what is left of its order, and free everything."""
@@ -90,11 +110,12 @@ class StageWeights:
             self.units[index].gather(self)
 
     def _enter(self, layer: int, visit: int) -> None:
-        if self._visits is not None:
-            self._go_on(self._visits, visit)
-        for index in self._uses[layer] if self._is_open else ():
-            self.units[index].gather(self)  # whole, unless a layer is run once more than planned
-            self.units[index].wait()
+        with nullcontext() if self._guard is None else self._guard.off():
+            if self._visits is not None:
+                self._go_on(self._visits, visit)
+            for index in self._uses[layer] if self._is_open else ():
+                self.units[index].gather(self)  # whole, unless a layer is run once more than planned
+                self.units[index].wait()
 
     def _go_on(self, visits: Sequence[tuple[int, ...]], visit: int) -> None:
         """Go on to a visit: free what it does not use, and start to gather for it and for the next one."""

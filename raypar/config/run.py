@@ -27,6 +27,7 @@ from raypar.config.validate.optim import group_faults
 from raypar.config.validate.outputs import folder_faults, track_faults
 from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
 from raypar.config.validate.precision import precision_faults
+from raypar.config.validate.sharing import sharing_faults
 from raypar.errors import ConfigError
 from raypar.planner.cost_model import costs_of_run
 from raypar.schedules.schedule import Schedule, ScheduleError
@@ -221,6 +222,8 @@ def _backward_faults(run: Run) -> Iterator[str]:
 def _placement_faults(run: Run, skeleton: Skeleton, schedule: Schedule, right: Callable[..., bool]) -> Iterator[str]:
     """Yield the faults that depend on which pipeline rank holds which layer."""
     yield from _share_faults(run, skeleton, schedule, right)
+    if right("model", "zero"):
+        yield from sharing_faults(run, skeleton)
     if isinstance(run.model, Layers) and right("model", "split") and schedule.num_ranks > 1:
         from raypar.actors.models.unregistered import borrowed  # imports torch
         from raypar.actors.worker.build import homes_of
