@@ -29,12 +29,15 @@ from raypar.actors.mesh.world import World
 from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model
 from raypar.actors.models.tied_weights import Tie, ties_of
+from raypar.actors.models.tile_names import patterns_of
+from raypar.actors.models.tiled import TiledModel
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.masters import Masters
 from raypar.actors.optim.step import Update, Updater
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.sharding import Shard, Sharding
 from raypar.actors.specs.model import Layers
+from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Split, format_watched
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
 from raypar.actors.tensors import dtype_of, nbytes
@@ -125,7 +128,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int
         owner: Which of the owners of the pipeline rank's weights it is.
     """
     run, world = plan.run, plan.world
-    model = build_model(run.model, run.seed)
+    model = model_of(run)
     axes = axis_styles(run, groups)
     parallelizer = Parallelizer(model, axes)
     train = plan.programs["train"]
@@ -167,6 +170,12 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int
     ties = [_between_owners(tie, world, owner_of) for tie in ties]
     sharded = parallelizer.shards, parallelizer.partial, parallelizer.outputs
     return Part(model, stages, parameters, masters, owner_of, ties, *sharded, weights, overflow, layers.gathered)
+
+
+def model_of(run: Run) -> Model:
+    """Return the model of a run without weights, its linear layers cut into tiles as the run says."""
+    model, patterns = build_model(run.model, run.seed), patterns_of(run.model, run.tile)
+    return model if all(count == 1 for count in patterns.values()) else TiledModel(model, patterns)
 
 
 def overflow_of(plan: Plan, model: Model, parallelizer: Parallelizer) -> OverflowWatch | None:

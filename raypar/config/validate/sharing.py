@@ -27,8 +27,8 @@ def sharing_faults(run: Run, skeleton: Skeleton) -> Iterator[str]:
         between |= {(layer, owner), (owner, layer)}
         yield (
             f"model: {names[layer]} uses {names[owner]}.{name} without registering it, and zero is 3, which has "
-            f"weights only while their layer runs: make the module or the parameter an attribute of {names[layer]} (then "
-            "it is one tied weight), or set zero to 2"
+            f"weights only while their layer runs: make the module or the parameter an attribute of {names[layer]} (it "
+            "is one tied weight then), or set zero to 2"
         )
     for one, other in overlapping(names, modules):
         if (one.layer, other.layer) not in between:
