@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from raypar.actors.models.tile_names import tile_of, untiled
 
@@ -11,6 +11,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
+
+
+@overload
+def joined(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]: ...
+
+
+@overload
+def joined(pairs: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor | None]]: ...
 
 
 def joined(pairs: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor | None]]:

@@ -26,7 +26,7 @@ def tile_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Ite
         yield f"tile is {run.tile!r}, but mesh.tp is {run.mesh.tp!r}, which divides the same layers: set one to 1"
     if right("data_parallel") and run.data_parallel == "parameter_server":
         yield f"tile is {run.tile!r}, but data_parallel is 'parameter_server', whose servers are not told: set it to 1"
-    from raypar.actors.models.module_tree import names_near  # imports torch
+    from raypar.actors.models.module_tree import names_near, starred  # imports torch
     from raypar.actors.models.tiled import linears_of
     from raypar.actors.optim.groups import is_matrix
 
@@ -40,17 +40,18 @@ def tile_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Ite
     for pattern in patterns:
         if not any(tile_count({pattern: 2}, path) > 1 for path in found):
             yield f"tile: {pattern!r} matches no nn.Linear that is trained: did you mean {names_near(pattern, found)}?"
+    told = set[tuple[str, int]]()  # layers of the same name but for numbers have the same faults
     for path, linear in found.items():
-        count = tile_count(patterns, path)
-        if count == 1:
+        count, alike = tile_count(patterns, path), (starred(path), linear.out_features)
+        if count == 1 or alike in told:
             continue
+        told.add(alike)
         if linear.out_features % count:
             near = " or ".join(map(str, _divisors_near(count, linear.out_features)))
             yield f"tile cuts {path} into {count}, which does not divide its {linear.out_features} outputs: use {near}"
         if path in tied:
             others = {"blocks.*.mlp.*": count} if isinstance(run.model, Transformer) else "{pattern: tiles}"
-            fix = f"leave it out, tile={others}"
-            yield f"tile cuts {path}, but its weight is tied with another layer's: {fix}"
+            yield f"tile cuts {path}, but its weight is tied with another layer's: leave it out, tile={others}"
         if right("optim") and isinstance(run.optim, Muon) and is_matrix(run.optim, f"{path}.weight", 2):
             yield f"tile cuts {path}, whose matrix Muon updates as a whole: name it in optim.adamw, or leave it out"
 

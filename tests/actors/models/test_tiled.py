@@ -8,10 +8,12 @@ from torch import nn
 
 import raypar as rp
 from raypar.actors.models.tile_names import tile_of, untiled
+from raypar.checkpoint.manifest import manifest_of
 from raypar.errors import ConfigError
+from raypar.reporting.needs import counts_of
 from tests.support.layouts import own_dice, tokens
 from tests.support.replicas import agrees
-from tests.support.team import Team
+from tests.support.team import Team, batch, mse
 from tests.support.thread_jobs import TeamJob
 
 SPEC = rp.GPT(layers=2, hidden=16, heads=2, seq=8, vocab=12)
@@ -86,6 +88,61 @@ def test_two_tiles_are_whole_at_a_time(recompute):
     gathered = [worker.member.parts.part.gathered.most for worker in team.workers]
     largest = 4 * (12 // 4 * 5 + 12 // 4 * 5)
     assert gathered == [largest] * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "tile"),
+    [
+        (SPEC, 4),
+        (SPEC, {"head.out": 2, "blocks.1.mlp.down": 16}),
+        (rp.Llama(layers=2, hidden=16, heads=2, seq=8, vocab=256, ffn=24), 4),
+        (rp.Layers(mlp, mse), {"layers.*.0": 3, "layers.1.2": 4}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("zero_units", [1, 2])
+def test_the_formula_knows_what_is_gathered_at_a_time(model, tile, zero_units):
+    data = rp.Batches(batch if isinstance(model, rp.Layers) else tokens)
+    run = rp.Run(model=model, mesh=rp.Mesh(dp=2), zero=3, tile=tile, microbatches=2, data=data, zero_units=zero_units)
+    team = Team.of(run)
+    team.step()
+    (units,) = counts_of(run, team.programs["train"], None).units
+    assert [worker.member.parts.part.gathered.most for worker in team.workers] == [4 * units.two] * 2
+
+
+def saved(team, folder):
+    """A checkpoint of a team after two steps."""
+    for number in range(2):
+        team.step(number)
+    team.each(lambda actor: actor.member.state.stage())
+    written = team.each(lambda actor: actor.member.state.write(str(folder), beside=False))
+    manifest = manifest_of(2, 0, {}, [one for one in written if one is not None])
+    assert not list(manifest.faults())
+    return manifest.tensors
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (2, 4)])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_checkpoint_goes_from_any_tiling_to_any_other(tmp_path, before, after, zero):
+    fields = {"model": SPEC, "data": rp.Batches(tokens), "mesh": rp.Mesh(dp=2), "microbatches": 2, "zero": zero}
+    teams = [Tiled.of(rp.Run(**fields, tile=tile)) for tile in (before, after)]
+    tensors = saved(teams[0], tmp_path)
+    assert set(tensors) == {untiled(name) for name in tensors}
+    done = teams[1].each(lambda actor: actor.member.state.load(str(tmp_path), tensors))
+    assert done == [None, None]
+    held = [team.weights() for team in teams]
+    assert all(held[0][name].equal(held[1][name]) for name in held[0] | held[1])
+    states = [
+        joined({f"{name}.{key}.": one for worker in team.workers for name, key, one in kept(worker)}) for team in teams
+    ]
+    assert states[0].keys() == states[1].keys()
+    assert all(states[0][name].equal(states[1][name]) for name in states[0])
+    losses = [[result.losses for result in team.step(2)] for team in teams]
+    assert torch.tensor(losses[0]).allclose(torch.tensor(losses[1]), atol=1e-6)
+
+
+def kept(worker):
+    return [(name, key, one) for name, key, one in worker.member.state.update.state() if one.dim()]
 
 
 def verdict(**changes):
