@@ -102,6 +102,10 @@ class NonFiniteError(ArithmeticError):
     """The gradients of a step are not finite. No actor updated its weights."""
 
 
+class RouterError(NonFiniteError):
+    """The same, where the scores of a router were not finite before."""
+
+
 class StaleError(RuntimeError):
     """A call of another epoch, such as a step queued behind one that failed. Nothing of it was executed."""
 

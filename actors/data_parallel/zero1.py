@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -11,6 +12,20 @@ from raypar.actors.collective.group import Group, Handle
 from raypar.actors.data_parallel.buckets import Bucket
 from raypar.actors.optim.step import Updater
 from raypar.actors.specs.results import Updated
+
+
+class SharedBucket(NamedTuple):
+    """A bucket of weights that several replicas hold and one of them updates.
+
+    Attributes:
+        bucket: The bucket.
+        replicas: Their group.
+        owner: The rank in it of the one that updates the weights.
+    """
+
+    bucket: Bucket
+    replicas: Group
+    owner: int
 
 
 class ShardedUpdate:
@@ -22,24 +37,23 @@ class ShardedUpdate:
 
     Args:
         updater: Optimizer of the parameters that this replica owns. All replicas and pipeline ranks step together.
-        buckets: Buckets of all of this worker's parameters. The owner of each is the rank of a replica.
-        replicas: The group of this pipeline rank's replicas.
+        buckets: Buckets of this worker's parameters that other replicas hold too, each with its owner.
         fixed: Logical names of the parameters whose memory must not move (see ``fixed_weights``). All other parameters
             move into the flat tensors that are broadcast, which spares a copy.
 
     Source: Rajbhandari et al. 2020, "ZeRO", section 5.1 (P_os).
     """
 
-    def __init__(self, updater: Updater, buckets: Sequence[Bucket], replicas: Group, fixed: Set[str]) -> None:
-        self._updater, self._replicas = updater, replicas
-        self._weights = [_Weights(bucket, replicas, fixed) for bucket in buckets]
+    def __init__(self, updater: Updater, buckets: Sequence[SharedBucket], fixed: Set[str]) -> None:
+        self._updater = updater
+        self._weights = [_Weights(bucket, fixed) for bucket in buckets]
 
     def step(self, step: int, ballot: Tensor | None) -> Updated:
         """Update the owned parameters, and exchange all new weights with the other replicas.
 
         Args:
             step: Number of the step.
-            ballot: As in ``Updater.step``. It is used on replica 0 only, the one that holds the sum of the ballots.
+            ballot: As in ``Updater.step``.
 
         Returns:
             What ``Updater.step`` returns.
@@ -47,7 +61,7 @@ class ShardedUpdate:
         Raises:
             NonFiniteError: As ``Updater.step``.
         """
-        updated = self._updater.step(step, ballot if self._replicas.rank == 0 else None)
+        updated = self._updater.step(step, ballot)
         if updated.is_skipped:
             return updated
         for handle, weights in [(weights.send(), weights) for weights in self._weights]:
@@ -70,20 +84,20 @@ class _Weights:
     The weights are views of it, unless one of them must not move; then they are copied in and out.
     """
 
-    def __init__(self, bucket: Bucket, replicas: Group, fixed: Set[str]) -> None:
-        self._bucket, self._replicas = bucket, replicas
-        self._flat = replicas.empty(bucket.elements, bucket.dtype)
-        self._inside = fixed.isdisjoint(bucket.parameters)
+    def __init__(self, shared: SharedBucket, fixed: Set[str]) -> None:
+        self._bucket, self._replicas, self._root = shared
+        self._flat = self._replicas.empty(self._bucket.elements, self._bucket.dtype)
+        self._inside = fixed.isdisjoint(self._bucket.parameters)
         if self._inside:
-            bucket.settle(self._flat)
+            self._bucket.settle(self._flat)
 
     def send(self) -> Handle:
         """Start the broadcast of the weights from the bucket's owner to the other replicas."""
-        if not self._inside and self._bucket.owner == self._replicas.rank:
+        if not self._inside and self._root == self._replicas.rank:
             self._flat.copy_(self._bucket.weights())
-        return self._replicas.broadcast(self._flat, self._bucket.owner)
+        return self._replicas.broadcast(self._flat, self._root)
 
     def take(self) -> None:
         """Load the weights after the broadcast is over; a no-op where the parameters are views of the flat tensor."""
-        if not self._inside and self._bucket.owner != self._replicas.rank:
+        if not self._inside and self._root != self._replicas.rank:
             self._bucket.load(self._flat)

@@ -44,6 +44,7 @@ class TiledLinear(nn.Module):
             self.add_module(tile_name(number, count), tile)
 
     def forward(self, input: Tensor) -> Tensor:
+        """Compute (..., out) from (..., in), tile by tile."""
         outs = []
         for number, tile in enumerate(self.children()):
             if self.before is not None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.high_water import HighWater
+from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.sharder import Sharder
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.device import Place
@@ -24,25 +25,27 @@ class LayerMaker:
     Args:
         plan: The actor's plan.
         place: The device that it computes on.
-        group: The replicas among which weights are sharded; None if they are not.
+        groups: The actor's groups by key; with ZeRO stage 3, weights are sharded over some of them.
         model: The model.
         parallelize: Applies the styles of the mesh's axes to a layer.
     """
 
-    def __init__(self, plan: Plan, place: Place, group: Group | None, model: Model, parallelize: Parallelize) -> None:
-        self._plan, self._place, self._group = plan, place, group
+    def __init__(
+        self, plan: Plan, place: Place, groups: Mapping[str, Group], model: Model, parallelize: Parallelize
+    ) -> None:
+        self._plan, self._place, self._groups = plan, place, groups
         self._model, self._parallelize = model, parallelize
         self._modules: dict[int, nn.Module] = {}
         self._sharder: Sharder | None = None
 
     def make(
-        self, parts: Mapping[int, Sequence[int]], owner_of: Mapping[str, int], same: dict[str, str]
+        self, parts: Mapping[int, Sequence[int]], owners: Owners, same: dict[str, str]
     ) -> tuple[dict[int, nn.Module], dict[int, StageWeights]]:
         """Make the layers of stages.
 
         Args:
             parts: The indices of the layers of each stage, by its number.
-            owner_of: The owner of each parameter.
+            owners: Who updates each parameter.
             same: For each copy of a tied weight that needs no memory of its own, the parameter that it is the same as.
 
         Returns:
@@ -56,8 +59,8 @@ class LayerMaker:
                 self._some,
                 self._modules,
                 same,
-                owner_of,
-                self._group,
+                owners,
+                self._groups,
                 run.zero_units,
                 run.precision,
                 is_own=isinstance(run.model, Layers),

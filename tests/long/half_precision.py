@@ -2,7 +2,7 @@
 
     python -m tests.long.half_precision [--steps 60]
 
-Prints the mean loss of the last ten steps of each precision, and how many steps fp16 skipped. Exit code 1 if one is off.
+Prints the mean loss of the last ten steps of each precision, and how many steps it skipped. Exit code 1 if one is off.
 """
 
 from __future__ import annotations

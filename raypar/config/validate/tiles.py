@@ -26,6 +26,9 @@ def tile_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Ite
         yield f"tile is {run.tile!r}, but mesh.tp is {run.mesh.tp!r}, which divides the same layers: set one to 1"
     if right("data_parallel") and run.data_parallel == "parameter_server":
         yield f"tile is {run.tile!r}, but data_parallel is 'parameter_server', whose servers are not told: set it to 1"
+    if isinstance(run.model, Transformer) and run.model.moe is not None:
+        yield f"tile is {run.tile!r}, but the model has experts, whose matrices are not cut: set it to 1"
+        return
     from raypar.actors.models.module_tree import names_near, starred  # imports torch
     from raypar.actors.models.tiled import linears_of
     from raypar.actors.optim.groups import is_matrix
