@@ -98,7 +98,7 @@ def test_two_tiles_are_whole_at_a_time(recompute):
         (rp.Llama(layers=2, hidden=16, heads=2, seq=8, vocab=256, ffn=24), 4),
         (rp.Layers(mlp, mse), {"layers.*.0": 3, "layers.1.2": 4}),
     ],
-    ids=str,
+    ids=["gpt", "gpt by name", "llama", "own layers"],
 )
 @pytest.mark.parametrize("zero_units", [1, 2])
 def test_the_formula_knows_what_is_gathered_at_a_time(model, tile, zero_units):
