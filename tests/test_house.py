@@ -290,7 +290,7 @@ def test_a_public_name_of_torch_is_not():
 MAY_IMPORT = {
     "actors": "actors/specs",
     "actors/autograd": "actors",
-    "actors/checkpoint": "actors",
+    "actors/checkpoint": "actors actors/models",
     "actors/collective": "actors actors/autograd actors/collective/shm",
     "actors/collective/shm": "actors actors/collective",
     "actors/context_parallel": ("actors actors/autograd actors/collective actors/layers actors/models actors/specs"),
@@ -336,11 +336,12 @@ MAY_IMPORT = {
         "schedules/simulation"
     ),
     "raypar/config/validate": (
-        "actors/context_parallel actors/data actors/mesh actors/models actors/optim actors/specs raypar raypar/config"
+        "actors/context_parallel actors/data actors/data_parallel actors/mesh actors/models actors/optim "
+        "actors/specs raypar raypar/config"
     ),
     "raypar/job": (
-        "actors actors/collective actors/data actors/data_parallel actors/mesh actors/specs actors/worker "
-        "raypar raypar/checkpoint raypar/cluster raypar/config raypar/planner raypar/reporting "
+        "actors actors/collective actors/data actors/data_parallel actors/mesh actors/models actors/specs "
+        "actors/worker raypar raypar/checkpoint raypar/cluster raypar/config raypar/planner raypar/reporting "
         "raypar/stepping schedules schedules/drawing"
     ),
     "raypar/parity": (

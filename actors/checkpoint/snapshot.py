@@ -14,6 +14,7 @@ from torch import Tensor
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.shards import ShardFile, assemble, stored_in, write_shard
 from raypar.actors.errors import CheckpointError
+from raypar.actors.models.tile_names import untiled
 from raypar.actors.sharding import Shard
 from raypar.actors.tensors import nbytes
 
@@ -95,7 +96,11 @@ class Copies:
         tensors, shards = taken
         if not tensors:
             return None
-        saved = {name: stored_in(file, name, tensor, shards.get(name)) for name, tensor in tensors.items()}
+        saved = dict[str, Logical]()
+        for name, tensor in tensors.items():
+            part, whole = stored_in(file, name, tensor, shards.get(name)), untiled(name)
+            slices = (*saved[whole].slices, *part.slices) if whole in saved else part.slices
+            saved[whole] = Logical(part.dtype, part.shape, slices)
         spare = sum(map(nbytes, tensors.values())) / _SLOWEST if beside else 0.0
         return write_shard(folder, file, tensors, spare), saved
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from raypar.actors.autograd.torch_private import storage_id
 from raypar.actors.collective.group import Group
 from raypar.actors.models.deferred_init import slots_of
+from raypar.actors.models.unregistered import unregistered
 
 
 def fixed_weights(
@@ -41,6 +43,59 @@ def fixed_weights(
         if len({owner_of[name] for name in names}) > 1:
             _demand_apart({name: parameters[name] for name in names}, owner_of)
     return {name for names in fixed.values() for name in names}
+
+
+class Held(NamedTuple):
+    """A tensor of a layer.
+
+    Attributes:
+        layer: Index of the layer.
+        name: What to call the tensor.
+        tensor: The tensor.
+    """
+
+    layer: int
+    name: str
+    tensor: Tensor
+
+
+def overlapping(names: Sequence[str], modules: Sequence[nn.Module]) -> list[tuple[Held, Held]]:
+    """Find the trainable parameters that have elements in common with another tensor that layers refer to.
+
+    Args:
+        names: Logical name of each layer.
+        modules: All layers of a model; they may be on the meta device.
+
+    Returns:
+        For each such parameter, the parameter and the first such tensor; each pair once.
+    """
+    held = {
+        id(tensor): Held(index, f"{path}.{inner}", tensor)
+        for index, module in reversed(list(enumerate(modules)))
+        for path, part in module.named_modules(prefix=names[index])
+        for _, inner, tensor in slots_of(part)
+    }
+    for index, module in enumerate(modules):
+        for tensor in unregistered([module]):
+            held.setdefault(id(tensor), Held(index, f"a tensor that {names[index]} does not register", tensor))
+    by_storage = defaultdict[int, list[Held]](list)
+    for one in held.values():
+        by_storage[storage_id(one.tensor)].append(one)
+    found: dict[frozenset[int], tuple[Held, Held]] = {}
+    for sharers in by_storage.values():
+        for one in sharers if len(sharers) > 1 else ():
+            if isinstance(one.tensor, nn.Parameter) and one.tensor.requires_grad:
+                other = next((it for it in sharers if it is not one and _overlap(one.tensor, it.tensor)), None)
+                if other is not None:
+                    found.setdefault(frozenset((id(one.tensor), id(other.tensor))), (one, other))
+    return list(found.values())
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one storage have bytes in common."""
+    marks = torch.zeros(one.untyped_storage().nbytes(), dtype=torch.bool)
+    _bytes_of(one, marks).fill_(True)
+    return bool(_bytes_of(other, marks).any())
 
 
 def _demand_apart(weights: Mapping[str, nn.Parameter], owner_of: Mapping[str, int]) -> None:

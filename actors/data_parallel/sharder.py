@@ -13,6 +13,8 @@ from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import Unit
 from raypar.actors.models.base import Model
 from raypar.actors.models.cast import cast
+from raypar.actors.models.tile_names import tile_of
+from raypar.actors.models.tiled import TiledLinear, tiled_in
 from raypar.actors.optim.masters import master_of
 from raypar.actors.specs.precision import Precision
 from raypar.actors.tensors import dtype_of
@@ -35,6 +37,7 @@ class Sharder:
             those of experts that are divided over actors. A single actor has none.
         layers: Number of layers of the body in a unit.
         precision: The run's precision, to which layers are cast before their weights are sharded.
+        is_own: Whether the layers are the user's own, which may use their weights in unusual ways.
 
     Attributes:
         shards: The parameters that this actor owns, by logical name, in the dtype in which layers compute.
@@ -52,12 +55,14 @@ class Sharder:
         groups: Mapping[str, Group],
         layers: int,
         precision: Precision,
+        *,
+        is_own: bool,
     ) -> None:
         self._model, self._make, self._modules, self._same = model, make, modules, same
         self._owners, self._replicas, self._layers = owners, groups, layers
         self._shared = frozenset(same.values())
         self._tied: dict[str, Unit] = {}
-        self._precision = precision
+        self._precision, self._is_own = precision, is_own
         self.shards: dict[str, nn.Parameter] = {}
         self.masters: dict[str, nn.Parameter] = {}
         self.gathered = HighWater()
@@ -66,6 +71,7 @@ class Sharder:
         """Make the layers of a stage and shard their weights."""
         units: list[Unit] = []
         uses: list[list[int]] = []
+        tiles: list[list[int]] = []
         for members in self._groups(layers):
             initial = self._made(members)
             own: dict[str, nn.Parameter] = {}
@@ -73,10 +79,23 @@ class Sharder:
             experts = {name: own.pop(name) for name in own.keys() & self._owners.experts}
             unit = [self._unit(one, initial) for one in (own, dict(sorted(experts.items()))) if one]
             units += unit
-            for shared in tied:
+            for index, shared in zip(members, tied, strict=True):
                 units += [one for one in shared if one not in units]
                 uses.append([units.index(one) for one in (*unit, *shared)])
-        return StageWeights(units, uses)
+                cut = [self._unit(tile, initial) for tile in self._tiles(index)]
+                tiles.append([*range(len(units), len(units) + len(cut))])
+                units += cut
+        weights = StageWeights(units, uses, tiles, is_guarded=self._is_own)
+        for number, index in enumerate(layers):
+            weights.watch_tiles(number, tiled_in(self._modules[index]))
+        return weights
+
+    def _tiles(self, index: int) -> Iterator[dict[str, nn.Parameter]]:
+        """Yield the parameters of each tile of a layer, by logical name."""
+        for path, module in self._modules[index].named_modules(prefix=self._model.names[index]):
+            if isinstance(module, TiledLinear):
+                for inner, tile in module.named_children():
+                    yield {f"{path}.{inner}.{name}": parameter for name, parameter in tile.named_parameters()}
 
     def _groups(self, layers: Sequence[int]) -> Iterator[list[int]]:
         """Divide the layers of a stage into those of each unit."""
@@ -116,6 +135,6 @@ class Sharder:
                 if home not in self._tied:
                     self._tied[home] = self._unit({home: parameter}, initial)
                 tied.append(self._tied[home])
-            elif parameter.requires_grad:
+            elif parameter.requires_grad and tile_of(name) is None:
                 own[name] = parameter
         return tied

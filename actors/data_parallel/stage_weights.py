@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import accumulate
 from typing import Literal
 
 from torch import Tensor
 
+from raypar.actors.autograd.torch_private import num_writes, storage_id
 from raypar.actors.data_parallel.units import Unit
+from raypar.actors.data_parallel.weight_guard import WeightGuard
+from raypar.actors.models.tiled import TiledLinear
 from raypar.actors.specs.recompute import Recompute
+from raypar.actors.tensors import Values
 from raypar.schedules.action import Action, Op
 
 Pass = Literal["forward", "backward", "both"]
@@ -26,21 +33,35 @@ class StageWeights:
 
     Args:
         units: All units of the stage's parameters.
-        uses: For each layer of the stage, the indices of the units that it uses.
+        uses: For each layer of the stage, the indices of the units that it uses all the time.
+        tiles: For each layer, the indices of the units of its tiles, each used for one product; none if None.
+        is_guarded: Whether layers may use weights in unusual ways, so that their first passes are to be guarded.
 
     Attributes:
         num_bytes: Bytes of the stage's parameters when they are whole.
     """
 
-    def __init__(self, units: Sequence[Unit], uses: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        uses: Sequence[Sequence[int]],
+        tiles: Sequence[Sequence[int]] | None = None,
+        *,
+        is_guarded: bool = False,
+    ) -> None:
         self.units = units
+        self._guard = WeightGuard(units) if is_guarded else None
+        self._memory = frozenset[int]().union(*(unit.memory for unit in units))
         self.num_bytes = sum(unit.num_bytes for unit in units)
         self._uses = [tuple(used) for used in uses]
+        self._tiles = [tuple(cut) for cut in tiles or ([],) * len(uses)]
+        *self._starts, self._total = accumulate((1 + len(cut) for cut in self._tiles), initial=0)
         self._kind: Pass | None = None
         self._visits: list[tuple[int, ...]] | None = None  # units of each visit of a layer in turn; None: all are held
         self._at = -1  # the visit under way
         self._is_open = False
         self._first_backward = 0  # index of the first visit of the backward
+        self._given: dict[int, int] = {}  # of the inputs of the layer that runs, by id, how often they were written to
 
     def open(self, kind: Pass | None) -> None:
         """Open a window and start to gather.
@@ -58,19 +79,65 @@ class StageWeights:
             self._finish()
             self._plan(kind)
 
-    def forward(self, layer: int) -> None:
-        """Prepare for the forward of a layer: wait until its weights are whole."""
-        self._enter(layer, layer)
+    def forward(self, layer: int, inputs: Values) -> None:
+        """Prepare for the forward of a layer with some inputs: wait until its weights are whole."""
+        self._given = {id(value): num_writes(value) for value in inputs}
+        self._enter(self._uses[layer], self._starts[layer])
 
     def backward(self, layer: int) -> None:
         """Prepare for the backward of a layer: wait until its weights are whole."""
-        self._enter(layer, self._first_backward + len(self._uses) - 1 - layer)
+        self._enter(self._uses[layer], self._backward_visit(layer))
 
-    def watch(self, layer: int, outputs: Sequence[Tensor]) -> None:
-        """Prepare for the backward of a layer as soon as the gradient of one of its outputs is there."""
+    def watch_tiles(self, layer: int, linears: Sequence[TiledLinear]) -> None:
+        """Have the tiled linear layers of a layer, in the order of its tiles, gather each tile when it is used."""
+        first = 0
+        for linear in linears:
+            linear.before = partial(self._forward_tile, layer, first)
+            linear.behind = partial(self._watch_tile, layer, first)
+            first += sum(1 for _ in linear.children())
+
+    def _forward_tile(self, layer: int, first: int, number: int) -> None:
+        planned = self._kind != "backward"  # else a layer is run again in its backward
+        self._enter_tile(layer, first + number, self._starts[layer] + 1 + first + number if planned else None)
+
+    def _watch_tile(self, layer: int, first: int, number: int, output: Tensor) -> None:
+        if output.requires_grad:
+            tile = first + number
+            behind = len(self._tiles[layer]) - tile
+            output.register_hook(lambda gradient: self._enter_tile(layer, tile, self._backward_visit(layer) + behind))
+
+    def _enter_tile(self, layer: int, tile: int, visit: int | None) -> None:
+        """Prepare for the product of a tile, in a visit of the plan; None if it is not planned."""
+        index, cut = self._tiles[layer][tile], self._tiles[layer]
+        used = (*self._uses[layer], index)
+        if visit is not None or self._visits is None:
+            self._enter(used, visit or 0)
+            return
+        following = self._visits[self._at + 1] if self._at + 1 < len(self._visits) else ()
+        self._enter(used, self._at, [one for one in cut if one != index and one not in following])
+
+    def _backward_visit(self, layer: int) -> int:
+        """Return the number of the first visit of a layer's backward."""
+        return self._first_backward + self._total - self._starts[layer] - 1 - len(self._tiles[layer])
+
+    def watch(self, layer: int, outputs: Values) -> Values:
+        """Prepare for the backward of a layer as soon as the gradient of one of its outputs is there.
+
+        Call it at once after the layer, while the inputs that ``forward`` was told still exist. Inputs that the layer
+        hands on as they are have no backward in it.
+
+        Returns:
+            The outputs; those that are in the memory of a weight, which may be freed before they are read, are copied.
+        """
+        outputs = tuple([value.clone() if storage_id(value) in self._memory else value for value in outputs])
         for output in outputs:
-            if output.requires_grad:
+            if output.requires_grad and self._given.get(id(output)) != num_writes(output):
                 output.register_hook(lambda gradient: self.backward(layer))
+        return outputs
+
+    def guarded(self) -> AbstractContextManager[object]:
+        """Return a context in which a layer that reads a freed weight, or writes into one, raises ValueError."""
+        return nullcontext() if self._guard is None else self._guard
 
     def close(self) -> None:
         """Close the window: gather what is left of its order, and free everything."""
@@ -81,7 +148,9 @@ class StageWeights:
     def _plan(self, kind: Pass | None) -> None:
         """Plan the visits of a window, and start to gather what comes first."""
         self._kind, self._at = kind, -1
-        forward, backward = self._uses, self._uses[::-1]
+        layers = list(zip(self._uses, self._tiles, strict=True))
+        forward = [visit for used, cut in layers for visit in (used, *((*used, one) for one in cut))]
+        backward = [visit for used, cut in layers[::-1] for visit in (used, *((*used, one) for one in cut[::-1]))]
         plans: dict[Pass, list[tuple[int, ...]]]
         plans = {"forward": forward, "backward": backward, "both": [*forward, *backward]}
         self._visits = None if kind is None else plans[kind]
@@ -89,12 +158,16 @@ class StageWeights:
         for index in range(len(self.units)) if self._visits is None else self._visits[0] if self._visits else ():
             self.units[index].gather(self)
 
-    def _enter(self, layer: int, visit: int) -> None:
-        if self._visits is not None:
-            self._go_on(self._visits, visit)
-        for index in self._uses[layer] if self._is_open else ():
-            self.units[index].gather(self)  # whole, unless a layer is run once more than planned
-            self.units[index].wait()
+    def _enter(self, used: Sequence[int], visit: int, unused: Sequence[int] = ()) -> None:
+        """Go on to a visit, free units that are ``unused``, and wait until the units that it uses are whole."""
+        with nullcontext() if self._guard is None else self._guard.off():
+            if self._visits is not None:
+                self._go_on(self._visits, visit)
+            for index in unused:
+                self.units[index].free(self)
+            for index in used if self._is_open else ():
+                self.units[index].gather(self)  # whole, unless a layer is run once more than planned
+                self.units[index].wait()
 
     def _go_on(self, visits: Sequence[tuple[int, ...]], visit: int) -> None:
         """Go on to a visit: free what it does not use, and start to gather for it and for the next one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
@@ -9,6 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.autograd.torch_private import storage_id
 from raypar.actors.collective.group import Group, Handle
 from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.replica_checks import digest
@@ -61,6 +63,20 @@ class Unit:
         """Whether the parameters are whole, or being gathered."""
         return bool(self._users)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the parameters are whole and may be used."""
+        return bool(self._users) and not self._handles
+
+    @property
+    def memory(self) -> frozenset[int]:
+        """Ids of the storages in which the parameters are while they are whole."""
+        return frozenset(flat.storage for flat in self._flats)
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """Return the logical name of the parameter whose memory, whole or freed, a tensor is in; None if in none."""
+        return next((name for flat in self._flats if (name := flat.name_of(tensor)) is not None), None)
+
     def gather(self, user: object) -> None:
         """Allocate the parameters' memory and start to gather them, unless they are whole.
 
@@ -90,7 +106,12 @@ class Unit:
 
 
 class _Flat:
-    """The parameters of one dtype of a unit: one flat tensor, sorted by owner."""
+    """The parameters of one dtype of a unit: one flat tensor, sorted by owner.
+
+    Attributes:
+        shards: The parameters that this replica owns, by logical name.
+        storage: Id of the flat tensor's storage.
+    """
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], owner_of: Mapping[str, int], group: Group | None
@@ -113,9 +134,18 @@ class _Flat:
             if owner_of[name] == rank:
                 shard = self._shard.as_strided(parameters[name].shape, stride, start - first)
                 self.shards[name] = nn.Parameter(shard.copy_(parameters[name].detach()))
+        self.storage = storage_id(self._flat.tensor)
+        self._names, self._starts = names, starts
         self._freed = [_nothing(parameter) for parameter in self._members]
         for parameter, freed in zip(self._members, self._freed, strict=True):
             parameter.data = freed
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """Return the logical name of the parameter whose memory, whole or freed, a tensor is in; None if in none."""
+        key = storage_id(tensor)
+        if key == self.storage:
+            return self._names[max(0, bisect_right(self._starts, tensor.storage_offset()) - 1)]
+        return next((name for name, one in zip(self._names, self._freed, strict=True) if storage_id(one) == key), None)
 
     def gather(self) -> Handle | None:
         """Take memory for the flat tensor and start to gather it. Returns None if this replica owns everything."""

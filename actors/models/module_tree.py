@@ -46,13 +46,14 @@ def names_near(pattern: str, names: Iterable[str]) -> str:
     Returns:
         A phrase for a message, such as "'layers.*.up' or 'layers.*.down'".
     """
-    starred = list(dict.fromkeys(map(_starred, names)))
-    near = [name for name in starred if name.rpartition(".")[2] == pattern.rpartition(".")[2]]
-    near = near or difflib.get_close_matches(_starred(pattern), starred, n=3, cutoff=0.6) or starred
+    every = list(dict.fromkeys(map(starred, names)))
+    near = [name for name in every if name.rpartition(".")[2] == pattern.rpartition(".")[2]]
+    near = near or difflib.get_close_matches(starred(pattern), every, n=3, cutoff=0.6) or every
     return " or ".join(map(repr, near[:3]))
 
 
-def _starred(name: str) -> str:
+def starred(name: str) -> str:
+    """Return a logical name with its numbers replaced by ``*``."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 

@@ -52,7 +52,7 @@ def borrowed(modules: Sequence[nn.Module]) -> list[Borrowed]:
     found: dict[tuple[int, int], Borrowed] = {}
     barren = _barren(modules)
     for index, module in enumerate(modules):
-        for tensor in _unregistered([module], barren):
+        for tensor in unregistered([module], barren):
             key = storage_id(tensor)
             if key in owners and key not in registered[index]:
                 owner, name = owners[key]
@@ -119,7 +119,7 @@ def demand_real(modules: Sequence[nn.Module], replaced: Iterable[Tensor] = ()) -
         ValueError: They reach a tensor that was replaced, or one on the meta device, which another actor has.
     """
     own = set(map(storage_id, replaced))
-    for tensor in _unregistered(modules):
+    for tensor in unregistered(modules):
         if storage_id(tensor) in own:
             raise ValueError(
                 "a layer refers to one of its own modules or weights through a closure, a hook or a nested container, "
@@ -163,8 +163,13 @@ def _aliases(modules: Sequence[nn.Module]) -> Iterator[Borrowed]:
                     yield Borrowed(index, owner, known)
 
 
-def _unregistered(modules: Sequence[nn.Module], barren: Iterable[int] = ()) -> Iterator[Tensor]:
-    """Yield the tensors that modules reach without registering them, as far as can be looked."""
+def unregistered(modules: Sequence[nn.Module], barren: Iterable[int] = ()) -> Iterator[Tensor]:
+    """Yield the tensors that modules reach without registering them, as far as can be looked.
+
+    Args:
+        modules: The modules.
+        barren: Ids of objects that reach no tensor.
+    """
     return (tensor for tensor in _reached(modules, barren) if tensor is not None)
 
 

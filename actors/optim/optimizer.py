@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.checkpoint.snapshot import Read
+from raypar.actors.models.tile_names import untiled
 from raypar.actors.optim.groups import Rule, rule_of
 from raypar.actors.optim.muon import MuonWithAdamW
 from raypar.actors.specs.optim import AdamW, AnyOptimizer, Muon
@@ -65,7 +66,7 @@ def build_optimizer(
     """
     alike = defaultdict[Rule, list[nn.Parameter]](list)
     for name, parameter in parameters.items():
-        alike[rule_of(spec, name, parameter.dim())].append(parameter)
+        alike[rule_of(spec, untiled(name), parameter.dim())].append(parameter)
     if not alike:
         return None
     groups = defaultdict[str, list[dict[str, Any]]](list)

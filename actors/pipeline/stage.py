@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -107,7 +107,8 @@ class Stage:
         self._saved: dict[int, tuple[Values, Tail | None, Then, Values]] = {}
         self._looked = False  # whether the first loss was checked
         # What is still to be done for the first time under a guard: its cost is too high for every microbatch.
-        self._unguarded = {"train", "eval", "backward"} if model.is_deferred else set[str]()
+        self._is_deferred = model.is_deferred
+        self._unguarded = {"train", "eval", "backward"}
         self.listener: Listener | None = None
 
     @property
@@ -287,29 +288,32 @@ class Stage:
                 reseed = partial(self._place.seed, derive(self.seed, "layer", step, microbatch, index))
                 reseed()
                 if self._weights is not None:
-                    self._weights.forward(number)
+                    self._weights.forward(number, values)
                 again = self._again.get(index) if torch.is_grad_enabled() else None
                 try:
-                    values = as_values(module(*values)) if again is None else again(values, reseed)
-                    if any(value.is_meta for value in values):
+                    outputs = as_values(module(*values)) if again is None else again(values, reseed)
+                    if any(value.is_meta for value in outputs):
                         raise ValueError(NO_VALUES)
                 except Exception as error:
                     error.add_note(self.model.note(index, error))
                     raise
-                if self._weights is not None:
-                    self._weights.watch(number, values)
+                values = outputs if self._weights is None else self._weights.watch(number, outputs)
                 if self._overflow is not None:
                     self._overflow.watch(index, microbatch, values)
             if not self.is_last:
                 return values
             return (loss_in_fp32(self.model, values, target) if self._is_half else self.model.loss(values, target),)
 
-    def _guarded(self, what: str) -> AbstractContextManager[object]:
-        """Return a guard against meta tensors the first time that something is done."""
-        if what not in self._unguarded:
-            return nullcontext()
+    @contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """The first time that something is done, guard against meta tensors and unusual uses of sharded weights."""
+        is_first = what in self._unguarded
         self._unguarded.discard(what)
-        return MetaGuard()
+        with (
+            MetaGuard() if is_first and self._is_deferred else nullcontext(),
+            self._weights.guarded() if is_first and self._weights is not None else nullcontext(),
+        ):
+            yield
 
 
 def loss_in_fp32(model: Model, outputs: Values, target: Values) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -67,6 +68,10 @@ class Run:
     reshard_after_forward: ReshardAfterForward = True
     """with zero 3, whether weights are freed between the forward and the backward of a microbatch; except_last: not in
     the last stage, whose backward comes next"""
+    tile: Count | Mapping[str, Count] = field(default=1, hash=False)
+    """cut linear layers by outputs into so many tiles, whose weights are gathered one after the other with zero 3: a
+    number for the MLPs and the head of a GPT or Llama (of your own Layers for all), or a number for each pattern of
+    names"""
     sequence_parallel: bool = False
     """with mesh.tp, divide norms and dropout too, along the sequence: less memory, the same number of bytes sent"""
     context: Context = "ring"

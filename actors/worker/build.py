@@ -19,9 +19,12 @@ from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model
 from raypar.actors.models.tied_weights import ties_of
+from raypar.actors.models.tile_names import patterns_of
+from raypar.actors.models.tiled import TiledModel
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import Update
 from raypar.actors.pipeline.stage import Stage
+from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import format_watched
 from raypar.actors.tensors import dtype_of
 from raypar.actors.worker.layers import LayerMaker
@@ -47,7 +50,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
         server: The index of a parameter server among those of its pipeline rank; None for a worker.
     """
     run, world = plan.run, plan.world
-    model = build_model(run.model, run.seed)
+    model = model_of(run)
     axes = axis_styles(run, groups)
     parallelizer = Parallelizer(model, axes)
     train = plan.programs["train"]
@@ -91,6 +94,12 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
     ties = [between_owners(tie, world, owners.of, tp) for tie in ties]
     sharded = parallelizer.shards, parallelizer.partial, parallelizer.outputs
     return Part(model, stages, parameters, masters, owners, ties, *sharded, weights, overflow, layers.gathered, record)
+
+
+def model_of(run: Run) -> Model:
+    """Return the model of a run without weights, its linear layers cut into tiles as the run says."""
+    model, patterns = build_model(run.model, run.seed), patterns_of(run.model, run.tile)
+    return model if all(count == 1 for count in patterns.values()) else TiledModel(model, patterns)
 
 
 def overflow_of(plan: Plan, model: Model, parallelizer: Parallelizer) -> OverflowWatch | None:

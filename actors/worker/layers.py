@@ -15,6 +15,7 @@ from raypar.actors.device import Place
 from raypar.actors.models.base import Model, Parallelize
 from raypar.actors.models.tied_weights import share
 from raypar.actors.optim.masters import Masters, masters_of
+from raypar.actors.specs.model import Layers
 from raypar.actors.worker.plan import Plan
 
 
@@ -54,7 +55,15 @@ class LayerMaker:
         if self._plan.world.gathers:
             run = self._plan.run
             self._sharder = Sharder(
-                self._model, self._some, self._modules, same, owners, self._groups, run.zero_units, run.precision
+                self._model,
+                self._some,
+                self._modules,
+                same,
+                owners,
+                self._groups,
+                run.zero_units,
+                run.precision,
+                is_own=isinstance(run.model, Layers),
             )
             weights = {number: self._sharder.shard(part) for number, part in parts.items()}
         else:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.snapshot import SCALER, Copies, Read, Written, buffer_name, logical_name, reader
 from raypar.actors.inspect.step import Notes
+from raypar.actors.models.tile_names import tile_of, untiled
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import Update
 from raypar.actors.pipeline.stage import Stage
-from raypar.actors.sharding import Shard
+from raypar.actors.sharding import Shard, Sharding
 from raypar.actors.tensor_parallel.gradients import first_of
 from raypar.actors.worker.model_part import Part
 from raypar.actors.worker.seat import Seat
@@ -179,18 +180,25 @@ class WorkerState:
         """Return a function like ``read`` that returns only this actor's part of each tensor."""
 
         def own(weight: str, kept: str = "") -> Tensor | None:
-            whole = read(weight, kept)
-            shard = None if whole is None or not whole.dim() else self._shards.get(weight)
-            return whole if whole is None or shard is None else shard.take(whole).clone()
+            whole = read(untiled(weight), kept)
+            if whole is None or not whole.dim():
+                return whole
+            tile, shard = tile_of(weight), self._shards.get(weight)
+            part = whole if tile is None else tile.take(whole, 0)
+            return part if part is whole and shard is None else (part if shard is None else shard.take(part)).clone()
 
         return own
 
     def _shard(self, weight: str, tensor: Tensor) -> Shard | None:
         """Return which part of its logical tensor a weight or its optimizer state is; None for the whole."""
+        if tensor.dim() and (tile := tile_of(weight)) is not None:
+            return Shard((tile.count * tensor.shape[0], *tensor.shape[1:]), Sharding({0: tile}))
         return self._shards.get(weight) if tensor.dim() else None
 
     def _speaks(self, weight: str, tensor: Tensor) -> bool:
         """Return whether this actor is the first of its tensor group that holds this weight, or this part of it."""
+        if (tile := tile_of(weight)) is not None:
+            return self._seat.leads and (bool(tensor.dim()) or tile.own == (0,))
         if weight in self._owners.experts and self._seat.world.mesh.folds_experts:
             return True
         return self._seat.leads if self._shard(weight, tensor) is None else first_of(self._partial.get(weight, ()))

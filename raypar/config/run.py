@@ -27,6 +27,8 @@ from raypar.config.validate.optim import group_faults
 from raypar.config.validate.outputs import folder_faults, track_faults
 from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
 from raypar.config.validate.precision import precision_faults
+from raypar.config.validate.sharing import sharing_faults
+from raypar.config.validate.tiles import tile_faults
 from raypar.errors import ConfigError
 from raypar.planner.cost_model import costs_of_run
 from raypar.schedules.schedule import Schedule, ScheduleError
@@ -84,6 +86,8 @@ def check_run(
     if right("backward", "model", "mesh.tp"):
         faults += _backward_faults(run)
     faults += _optimizer_faults(run, skeleton, right)
+    if right("tile", "model") and (not isinstance(run.model, Layers) or _builds(skeleton)):
+        faults += tile_faults(run, skeleton, right)
     if right("data"):
         faults += _data_faults(run, right)
     faults += _output_faults(run, resumed, right, overwrite=overwrite)
@@ -202,12 +206,16 @@ def _optimizer_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) 
         yield from run.optim.faults(right)
     if not right("optim", "model") or (isinstance(run.model, Transformer) and any(run.model.faults(right))):
         return
-    if isinstance(run.model, Layers):
-        try:
-            _ = skeleton.model
-        except Exception:  # the user's own function fails: _layer_faults says so
-            return
-    yield from group_faults(run.optim, run.model, skeleton)
+    if not isinstance(run.model, Layers) or _builds(skeleton):
+        yield from group_faults(run.optim, run.model, skeleton)
+
+
+def _builds(skeleton: Skeleton) -> bool:
+    """Return whether a model can be built. Where the user's own function fails, ``_layer_faults`` says so."""
+    try:
+        return bool(skeleton.model)
+    except Exception:
+        return False
 
 
 def _backward_faults(run: Run) -> Iterator[str]:
@@ -225,6 +233,8 @@ def _backward_faults(run: Run) -> Iterator[str]:
 def _placement_faults(run: Run, skeleton: Skeleton, schedule: Schedule, right: Callable[..., bool]) -> Iterator[str]:
     """Yield the faults that depend on which pipeline rank holds which layer."""
     yield from _share_faults(run, skeleton, schedule, right)
+    if right("model", "zero"):
+        yield from sharing_faults(run, skeleton)
     if isinstance(run.model, Layers) and right("model", "split") and schedule.num_ranks > 1:
         from raypar.actors.models.unregistered import borrowed  # imports torch
         from raypar.actors.worker.owners import homes_of

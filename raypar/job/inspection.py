@@ -12,6 +12,7 @@ from raypar.actors.sharding import Shard, join_shards
 from raypar.actors.specs.types import KEPT
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
+from raypar.job.tiles import joined, tiles_of, whole_shapes
 from raypar.job.weights import Weights
 from raypar.planner.prediction import from_steps
 from raypar.reporting.memory_table import MemoryTable, memory_table
@@ -44,7 +45,7 @@ class Inspection:
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all logical parameters by name."""
-        return {name: shard.whole for held in self._holds for name, shard in held.items()}
+        return whole_shapes({name: shard.whole for held in self._holds for name, shard in held.items()})
 
     def param(self, name: str) -> Tensor:
         """Fetch a whole weight, frozen parameter or buffer by its logical name, to the CPU; see ``Job.param``."""
@@ -64,12 +65,15 @@ class Inspection:
         if dp is None and self._has_masters:
             homes, everyone = self._skeleton.homes, range(self._run.mesh.size)
             shapes = {homes.get(name, name): shape for name, shape in self.parameters.items()}
-            return Weights(shapes, partial(self._ask, method="master", ranks=everyone), self._masters)
+            return Weights(shapes, partial(self._ask, method="master", ranks=everyone), lambda: joined(self._masters()))
         dp = dp or 0
         self._demand_replica(dp)
         homes, ranks = self._skeleton.homes, self._world.holders(dp)
-        shapes = {homes.get(name, name): shard.whole for rank in ranks for name, shard in self._holds[rank].items()}
-        return Weights(shapes, partial(self._ask, method="parameter", ranks=ranks), partial(self._rank_by_rank, dp))
+        held = {homes.get(name, name): shard.whole for rank in ranks for name, shard in self._holds[rank].items()}
+        shapes = whole_shapes(held)
+        return Weights(
+            shapes, partial(self._ask, method="parameter", ranks=ranks), lambda: joined(self._rank_by_rank(dp))
+        )
 
     def _masters(self) -> Iterator[tuple[str, Tensor]]:
         """Fetch the optimizer's weights, rank by rank: each from the first replica that updates it."""
@@ -118,7 +122,7 @@ class Inspection:
             for (name, shard), *parts in zip(shards.items(), *self._guard(ask), strict=True):
                 count = 1 if shard.is_whole else len(ranks)
                 found[name] = None if parts[0] is None else self._joined(name, ranks[:count], parts[:count])
-        return found
+        return dict(joined(found.items()))
 
     def watch(self) -> tuple[str, ...]:
         """Make the actors keep activations and their gradients, for ``sights``, in the step that a stepper just opened.
@@ -251,6 +255,9 @@ class Inspection:
 
     def _ask(self, name: str, method: str, ranks: Sequence[int]) -> Any:
         self._demand_open()
+        if tiles := tiles_of(name, (one for held in self._holds for one in held)):
+            ((_, whole),) = joined((tile, self._ask(tile, method, ranks)) for tile in dict.fromkeys(tiles))
+            return whole
         for rank in (holders := [rank for rank in ranks if name in self._holds[rank] and self._world.leads(rank)]):
             found = self._whole(name, method, rank)
             if found is not None or rank == holders[-1]:

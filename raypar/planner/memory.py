@@ -248,6 +248,7 @@ class _Lent:
     def __init__(self, run: Run, world: World, counts: Counts, row: Sequence[Action]) -> None:
         self._row, self._owners = row, world.owners
         self._sizes = [element_bytes(run).gradient * units.whole for units in counts.units]
+        self._tensors = [[element_bytes(run).gradient * one for one in units.largest] for units in counts.units]
         self._bucket = int(run.bucket_mb * 2**20)
         ends = [action.stage for action in row if action.op is Op.REDUCE_GRAD]
         self.waits = any(count > 1 for counts in self._rounds().values() for count in counts)
@@ -284,8 +285,10 @@ class _Lent:
         """Return the most bytes in buckets during a backward that ends a round; a round before may be under way."""
         size = self._sizes[stage]
         bucket = min(self._bucket, -(-size // self._owners))
-        passing = (self._owners + _UNDER_WAY) * bucket
-        return passing if rounds > 1 else min(size, passing)
+        count = self._owners + _UNDER_WAY
+        alone = [tensor for tensor in self._tensors[stage][:count] if tensor > self._bucket]
+        passing = sum(alone) + (count - len(alone)) * bucket
+        return passing if rounds > 1 and not alone else min(size, passing)
 
     def _rounds(self) -> dict[int, list[int]]:
         """Return by stage how many backwards each of its rounds of reductions has."""

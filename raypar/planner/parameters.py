@@ -17,10 +17,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
+from itertools import chain, pairwise
 
 from raypar.actors.mesh.grid import Grid
 from raypar.actors.models.partition import split_layers, transformer_costs
+from raypar.actors.models.tile_names import tile_count
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.types import Split
 from raypar.schedules.schedule import Schedule
@@ -66,25 +70,60 @@ def held_parameters(model: GPT | Llama, split: Split, schedule: Schedule, tensor
     return held
 
 
+_LARGEST = 16  # tensors of a stage whose sizes are told
+Group = tuple[int, Sequence[Sequence[int]]]  # parameters without tiles; of each layer, those of each tile
+
+
 @dataclass(frozen=True)
 class Units:
     """The parameters of a stage that are gathered together, where weights are sharded over replicas.
 
     Attributes:
-        visits: Parameters that its units need in turn: embedding, layers of the body, head.
         whole: Parameters of all units together. A weight that two units share counts once.
+        two: The most parameters that are whole at a time: those that a layer or a tile needs, and the next one, whose
+            units are gathered meanwhile.
+        largest: Sizes of the largest tensors, in falling order; of many only the first ones.
     """
 
-    visits: tuple[int, ...]
     whole: int
+    two: int
+    largest: tuple[int, ...]
 
-    @property
-    def two(self) -> int:
-        """The most parameters of a unit and the next one, which is gathered meanwhile."""
-        return max(map(sum, zip(self.visits, (*self.visits[1:], 0), strict=True)), default=0)
+    @classmethod
+    def of(cls, groups: Sequence[Group], tensors: Iterable[int], shared: int = 0) -> Units:
+        """Return the units of a stage.
+
+        Args:
+            groups: What is gathered together in turn: parameters without tiles, and those of each tile of each layer.
+            tensors: The size of each tensor, or tile of one; the smaller ones may be left out.
+            shared: Parameters that count in two groups.
+        """
+        whole = sum(rest + sum(map(sum, layers)) for rest, layers in groups) - shared
+        back = [(rest, [tiles[::-1] for tiles in layers[::-1]]) for rest, layers in groups[::-1]]
+        return cls(whole, max(_most_in_turn(groups), _most_in_turn(back)), tuple(nlargest(_LARGEST, tensors)))
 
 
-def unit_parameters(model: GPT | Llama, split: Split, num_stages: int, tensor: int | Grid, layers: int) -> list[Units]:
+def _most_in_turn(groups: Sequence[Group]) -> int:
+    """Return the most parameters that two visits in turn need, of a pass over the groups."""
+    visits = [
+        (number, rest, tile)
+        for number, (rest, layers) in enumerate(groups)
+        for tiles in layers
+        for tile in (0, *tiles)  # a layer is entered before its first tile
+    ]
+    pairs = pairwise([*visits, (len(groups), 0, 0)])
+    return max(
+        (
+            one + cut + other + following - (one if at == then else 0)
+            for (at, one, cut), (then, other, following) in pairs
+        ),
+        default=0,
+    )
+
+
+def unit_parameters(
+    model: GPT | Llama, split: Split, num_stages: int, tensor: int | Grid, layers: int, tile: Mapping[str, int]
+) -> list[Units]:
     """Count the parameters of each stage's units on an actor.
 
     Args:
@@ -93,20 +132,45 @@ def unit_parameters(model: GPT | Llama, split: Split, num_stages: int, tensor: i
         num_stages: Number of stages.
         tensor: Number of tensor-parallel ranks, or their grid.
         layers: Layers of the body in a unit.
+        tile: Into how many tiles linear layers are cut, by pattern of their names.
     """
     ranks, grid = _ranks(tensor)
     units = []
     for stage, held in enumerate(split_layers(split, transformer_costs(model), num_stages)):
-        parts = [held[start : start + layers] for start in range(0, len(held), layers)]
-        visits = [_blocks(model, part, ranks, grid=grid) for part in parts]
-        tied = model.tied and num_stages == 1
+        groups: list[Group] = []
+        tensors = [model.hidden**2 // ranks] * len(held)
+        for start in range(0, len(held), layers):
+            blocks = held[start : start + layers]
+            mlps = [_mlp_tiles(model, tile, index) for index in blocks]
+            tensors += [cut // ranks for mlp in mlps for cut in chain.from_iterable(mlp)]
+            tiles = [[cut for cuts in mlp if len(cuts) > 1 for cut in cuts] for mlp in mlps]
+            groups.append((_blocks(model, blocks, ranks, grid=grid) - sum(map(sum, tiles)), tiles))
+        vocab = -(-model.vocab // ranks) * model.hidden
         if stage == 0:
-            visits.insert(0, _embedding(model, ranks))
+            groups.insert(0, (_embedding(model, ranks), [[]]))
+            tensors.append(vocab)
+        shared = vocab if model.tied and num_stages == 1 else 0
         if stage == num_stages - 1:
-            visits.append(_head(model, ranks, tied=False))
-        again = _head(model, ranks, tied=False) - _head(model, ranks, tied=tied)
-        units.append(Units(tuple(visits), sum(visits) - again))
+            cuts = _cut(vocab, tile_count(tile, "head.out"))
+            groups.append((_head(model, ranks, tied=False) - (vocab if cuts[1:] else 0), [cuts if cuts[1:] else []]))
+            tensors += [] if shared else cuts
+        units.append(Units.of(groups, tensors, shared))
     return units
+
+
+def _mlp_tiles(model: GPT | Llama, tile: Mapping[str, int], block: int) -> list[list[int]]:
+    """Return the parameters of each linear layer of a block's MLP, or of each of its experts, by tile."""
+    h, gated, num_experts = model.hidden, isinstance(model, Llama), model.num_experts(block)
+    f = model.expert_width if num_experts else model.mlp_width
+    shapes = {"gate": (f, h), "up": (f, h), "down": (h, f)}
+    names = shapes if gated else ("up", "down")
+    sizes = {name: shapes[name][0] * (shapes[name][1] + (not gated)) for name in names}
+    tiles = [_cut(size, tile_count(tile, f"blocks.{block}.mlp.{name}")) for name, size in sizes.items()]
+    return tiles * max(1, num_experts)
+
+
+def _cut(size: int, count: int) -> list[int]:
+    return [size // count] * count
 
 
 def stage_parameters(model: GPT | Llama, split: Split, num_stages: int) -> list[int]:

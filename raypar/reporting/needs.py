@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from raypar.actors.mesh.mesh import AXES
+from raypar.actors.models.tile_names import patterns_of
 from raypar.actors.optim.groups import is_matrix
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import Muon
@@ -97,7 +98,8 @@ def counts_of(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts
     tensor, num_stages = run.mesh.grid or run.mesh.tensor_ranks, schedule.num_stages
     if not isinstance(run.model, Layers):
         held = held_parameters(run.model, run.split, schedule, tensor)
-        units = unit_parameters(run.model, run.split, num_stages, tensor, run.zero_units)
+        patterns = patterns_of(run.model, run.tile)
+        units = unit_parameters(run.model, run.split, num_stages, tensor, run.zero_units, patterns)
         return Counts(held, units, muon_parameters(run, schedule, skeleton))
     skeleton = skeleton or Skeleton(run.model, run.seed)
     weights = skeleton.weights
@@ -107,13 +109,21 @@ def counts_of(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts
 
 def _units(run: Run, num_stages: int, skeleton: Skeleton) -> list[Units]:
     """Count the parameters of each stage's units of the user's own Layers."""
+    from raypar.actors.models.tiled import tile_sizes  # imports torch
+
     model, homes, weights = skeleton.model, skeleton.homes, skeleton.weights
+    patterns = patterns_of(run.model, run.tile)
     found = []
     for layers in model.stages(run.split, num_stages):
         groups = [layers[start : start + run.zero_units] for start in range(0, len(layers), run.zero_units)]
         names = [{homes.get(name, name) for index in group for name in _names(skeleton, index)} for group in groups]
-        visits = tuple(sum(weights[name].numel() for name in one) for one in names)
-        found.append(Units(visits, sum(weights[name].numel() for name in set[str]().union(*names))))
+        sizes = [sum(weights[name].numel() for name in one) for one in names]
+        cut = [[tile_sizes(model.names[index], model.skeleton[index], patterns) for index in one] for one in groups]
+        shared = sum(sizes) - sum(weights[name].numel() for name in set[str]().union(*names))
+        rests = [size - sum(map(sum, tiles)) for size, tiles in zip(sizes, cut, strict=True)]
+        tiles = [one for group in cut for layer in group for one in layer]
+        whole = [weights[name].numel() for name in set[str]().union(*names)] if not tiles else []
+        found.append(Units.of(list(zip(rests, cut, strict=True)), [*whole, *tiles], shared))
     return found
 
 

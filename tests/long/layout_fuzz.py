@@ -33,6 +33,8 @@ def kinds_of(run, verdict):
     if world.gathers:
         yield f"gather {run.zero_gather}"
     yield from (name for name in ("dropout", "tied") if getattr(run.model, name))
+    if run.tile != 1:
+        yield "tiled"
     yield f"recompute {run.recompute if isinstance(run.recompute, str) else 'by layer'}"
     yield "bitwise" if verdict.bitwise else "within bounds"
 

@@ -118,6 +118,7 @@ def layouts(draw):
         optim=draw(st.sampled_from(OPTIMIZERS)),
         clip=draw(st.sampled_from([None, 0.5])),
         recompute=draw(recomputes(layers)),
+        tile=draw(st.sampled_from([1, 1, 1, 1, {"blocks.*.mlp.*": 4}, {"blocks.0.mlp.down": 2, "head.out": 11}])),
         steps=2,
         timeout=20.0,
     )

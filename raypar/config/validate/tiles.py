@@ -1,0 +1,66 @@
+"""Check that the linear layers of a run can be cut into the tiles that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from raypar.actors.models.tile_names import patterns_of, tile_count
+from raypar.actors.specs.model import Transformer
+from raypar.actors.specs.optim import Muon
+from raypar.actors.specs.run import Run
+from raypar.config.skeleton import Skeleton
+
+
+def tile_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Iterator[str]:
+    """Yield the reasons why linear layers can't be cut, each with its fix.
+
+    Args:
+        run: A run whose tile and model are valid.
+        skeleton: The skeleton of its model.
+        right: Called with paths of the run's fields, returns whether these have valid values by themselves.
+    """
+    patterns = patterns_of(run.model, run.tile)
+    if all(count == 1 for count in patterns.values()):
+        return
+    if right("mesh.tp") and run.mesh.tensor_ranks > 1:
+        yield f"tile is {run.tile!r}, but mesh.tp is {run.mesh.tp!r}, which divides the same layers: set one to 1"
+    if right("data_parallel") and run.data_parallel == "parameter_server":
+        yield f"tile is {run.tile!r}, but data_parallel is 'parameter_server', whose servers are not told: set it to 1"
+    if isinstance(run.model, Transformer) and run.model.moe is not None:
+        yield f"tile is {run.tile!r}, but the model has experts, whose matrices are not cut: set it to 1"
+        return
+    from raypar.actors.models.module_tree import names_near, starred  # imports torch
+    from raypar.actors.models.tiled import linears_of
+    from raypar.actors.optim.groups import is_matrix
+
+    model = skeleton.model
+    found = {
+        path: linear
+        for name, module in zip(model.names, model.skeleton, strict=True)
+        for path, linear in linears_of(name, module)
+    }
+    tied = {name.rpartition(".")[0] for pair in model.ties for name in pair}
+    for pattern in patterns:
+        if not any(tile_count({pattern: 2}, path) > 1 for path in found):
+            yield f"tile: {pattern!r} matches no nn.Linear that is trained: did you mean {names_near(pattern, found)}?"
+    told = set[tuple[str, int]]()  # layers of the same name but for numbers have the same faults
+    for path, linear in found.items():
+        count, alike = tile_count(patterns, path), (starred(path), linear.out_features)
+        if count == 1 or alike in told:
+            continue
+        told.add(alike)
+        if linear.out_features % count:
+            near = " or ".join(map(str, _divisors_near(count, linear.out_features)))
+            yield f"tile cuts {path} into {count}, which does not divide its {linear.out_features} outputs: use {near}"
+        if path in tied:
+            others = {"blocks.*.mlp.*": count} if isinstance(run.model, Transformer) else "{pattern: tiles}"
+            yield f"tile cuts {path}, but its weight is tied with another layer's: leave it out, tile={others}"
+        if right("optim") and isinstance(run.optim, Muon) and is_matrix(run.optim, f"{path}.weight", 2):
+            yield f"tile cuts {path}, whose matrix Muon updates as a whole: name it in optim.adamw, or leave it out"
+
+
+def _divisors_near(wanted: int, whole: int) -> list[int]:
+    """Return the nearest divisor of ``whole`` below ``wanted``, and the nearest above."""
+    below = next(number for number in range(min(wanted, whole), 0, -1) if whole % number == 0)
+    above = next((number for number in range(wanted + 1, whole + 1) if whole % number == 0), below)
+    return sorted({below, above})
