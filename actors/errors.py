@@ -102,6 +102,10 @@ class NonFiniteError(ArithmeticError):
     """The gradients of a step are not finite. No actor updated its weights."""
 
 
+class OffloadError(RuntimeError):
+    """There is no room for what an actor keeps away from its device, or the disk with it fails."""
+
+
 class StaleError(RuntimeError):
     """A call of another epoch, such as a step queued behind one that failed. Nothing of it was executed."""
 

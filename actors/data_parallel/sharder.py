@@ -1,4 +1,4 @@
-"""Make the layers of an actor unit by unit, and shard their weights over the replicas."""
+"""Make the layers of an actor unit by unit, and move their weights into shards."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import Unit
+from raypar.actors.home import Home
 from raypar.actors.models.base import Model
 from raypar.actors.models.cast import cast
 from raypar.actors.optim.masters import master_of
@@ -29,14 +30,17 @@ class Sharder:
         modules: The layers that were made, by index.
         same: For each copy of a tied weight that needs no memory of its own, the parameter on this actor that it is the
             same as.
-        owner_of: The owner of each parameter.
-        group: The replicas among which the parameters are sharded; None for a single one.
+        owner_of: Which of the replicas updates each parameter.
+        owner: Which of them this actor is.
+        group: Those among which the parameters are sharded; None if each has all of them.
+        rest: Where shards are kept.
+        home: Where masters are kept.
         layers: Number of layers of the body in a unit.
         precision: The run's precision, to which layers are cast before their weights are sharded.
 
     Attributes:
-        shards: The parameters that this actor owns, by logical name, in the dtype in which layers compute.
-        masters: What the optimizer updates, by logical name: the shards, or fp32 masters of them.
+        shards: The parameters that this actor keeps, by logical name, in the dtype in which layers compute.
+        masters: What the optimizer updates, by logical name: these shards, or fp32 masters of them.
         gathered: The bytes of units that are whole.
     """
 
@@ -47,16 +51,18 @@ class Sharder:
         modules: Mapping[int, nn.Module],
         same: Mapping[str, str],
         owner_of: Mapping[str, int],
+        owner: int,
         group: Group | None,
+        rest: Home,
+        home: Home,
         layers: int,
         precision: Precision,
     ) -> None:
         self._model, self._make, self._modules, self._same = model, make, modules, same
-        self._owner_of, self._group, self._layers = owner_of, group, layers
+        self._owner_of, self._owner, self._group, self._layers = owner_of, owner, group, layers
         self._shared = frozenset(same.values())
         self._tied: dict[str, Unit] = {}
-        self._precision = precision
-        self._rank = 0 if group is None else group.rank
+        self._precision, self._rest, self._home = precision, rest, home
         self.shards: dict[str, nn.Parameter] = {}
         self.masters: dict[str, nn.Parameter] = {}
         self.gathered = HighWater()
@@ -92,14 +98,15 @@ class Sharder:
         named = ((self._model.names[index], self._modules[index].named_parameters()) for index in members)
         initial = {f"{layer}.{inner}": parameter.detach() for layer, inside in named for inner, parameter in inside}
         cast(modules, dtype_of(self._precision.compute), dtype_of(self._precision.reduce))
-        return {name: weight for name, weight in initial.items() if self._owner_of.get(name) == self._rank}
+        return {name: weight for name, weight in initial.items() if self._owner_of.get(name) == self._owner}
 
     def _unit(self, parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor]) -> Unit:
         """Shard parameters as a unit, and keep the masters of the owned ones."""
-        unit = Unit(parameters, self._owner_of, self._group, self.gathered)
+        unit = Unit(parameters, self._owner_of, self._group, self._rest, self.gathered)
         self.shards |= unit.shards
         for name, shard in unit.shards.items():
-            self.masters[name] = master_of(shard, initial[name], self._precision) if name in initial else shard
+            if self._owner_of[name] == self._owner:
+                self.masters[name] = master_of(shard, initial.get(name, shard), self._precision, self._home)
         return unit
 
     def _sort(self, index: int, own: dict[str, nn.Parameter], initial: Mapping[str, Tensor]) -> list[Unit]:

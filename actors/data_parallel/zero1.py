@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor
 
 from raypar.actors.checkpoint.snapshot import Read
 from raypar.actors.collective.group import Group, Handle
 from raypar.actors.data_parallel.buckets import Bucket
+from raypar.actors.home import Home
 from raypar.actors.optim.step import Updater
 from raypar.actors.specs.results import Updated
 
@@ -22,17 +26,31 @@ class ShardedUpdate:
 
     Args:
         updater: Optimizer of the parameters that this replica owns. All replicas and pipeline ranks step together.
-        buckets: Buckets of all of this worker's parameters. The owner of each is the rank of a replica.
+        buckets: Buckets of all weights that this worker keeps. The owner of each is the rank of a replica; none if each
+            weight is kept by its owner only.
         replicas: The group of this pipeline rank's replicas.
         fixed: Logical names of the parameters whose memory must not move (see ``fixed_weights``). All other parameters
             move into the flat tensors that are broadcast, which spares a copy.
+        lent: Allocates flat tensors on the device for the time of a broadcast, for weights that rest apart from it;
+            None if flat tensors are kept for the whole run.
+        home: Where the weights rest in that case.
 
     Source: Rajbhandari et al. 2020, "ZeRO", section 5.1 (P_os).
     """
 
-    def __init__(self, updater: Updater, buckets: Sequence[Bucket], replicas: Group, fixed: Set[str]) -> None:
+    def __init__(
+        self,
+        updater: Updater,
+        buckets: Sequence[Bucket],
+        replicas: Group,
+        fixed: Set[str] = frozenset(),
+        lent: Callable[[int, torch.dtype], Tensor] | None = None,
+        home: Home | None = None,
+    ) -> None:
         self._updater, self._replicas = updater, replicas
-        self._weights = [_Weights(bucket, replicas, fixed) for bucket in buckets]
+        empty = replicas.empty if lent is None else lent
+        self._weights = [_Weights(bucket, replicas, fixed, empty, home) for bucket in buckets]
+        self._most = len(buckets) if lent is None else _MOST_LENT
 
     def step(self, step: int, ballot: Tensor | None) -> Updated:
         """Update the owned parameters, and exchange all new weights with the other replicas.
@@ -50,9 +68,13 @@ class ShardedUpdate:
         updated = self._updater.step(step, ballot if self._replicas.rank == 0 else None)
         if updated.is_skipped:
             return updated
-        for handle, weights in [(weights.send(), weights) for weights in self._weights]:
-            handle.wait()
-            weights.take()
+        under_way = deque[tuple[Handle, _Weights]]()
+        for weights in self._weights:
+            under_way.append((weights.send(), weights))
+            if len(under_way) > self._most:
+                _receive(*under_way.popleft())
+        for handle, weights in under_way:
+            _receive(handle, weights)
         return updated
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -64,26 +86,52 @@ class ShardedUpdate:
         self._updater.load(read)
 
 
+_MOST_LENT = 2  # broadcasts under way whose flat tensors are given back
+
+
 class _Weights:
     """The flat tensor in which a bucket's weights are broadcast.
 
     The weights are views of it, unless one of them must not move; then they are copied in and out.
     """
 
-    def __init__(self, bucket: Bucket, replicas: Group, fixed: Set[str]) -> None:
-        self._bucket, self._replicas = bucket, replicas
-        self._flat = replicas.empty(bucket.elements, bucket.dtype)
+    def __init__(
+        self,
+        bucket: Bucket,
+        replicas: Group,
+        fixed: Set[str],
+        empty: Callable[[int, torch.dtype], Tensor],
+        home: Home | None,
+    ) -> None:
+        self._bucket, self._replicas, self._home = bucket, replicas, home
+        self._empty, self._flat = empty, None if home else empty(bucket.elements, bucket.dtype)
         self._inside = fixed.isdisjoint(bucket.parameters)
-        if self._inside:
+        if self._inside and self._flat is not None:
             bucket.settle(self._flat)
 
     def send(self) -> Handle:
         """Start the broadcast of the weights from the bucket's owner to the other replicas."""
+        if self._flat is None:
+            self._flat = self._empty(self._bucket.elements, self._bucket.dtype)
         if not self._inside and self._bucket.owner == self._replicas.rank:
-            self._flat.copy_(self._bucket.weights())
+            with self._at_hand():
+                self._bucket.read_into(self._flat)
         return self._replicas.broadcast(self._flat, self._bucket.owner)
 
     def take(self) -> None:
         """Load the weights after the broadcast is over; a no-op where the parameters are views of the flat tensor."""
+        assert self._flat is not None
         if not self._inside and self._bucket.owner != self._replicas.rank:
-            self._bucket.load(self._flat)
+            with self._at_hand(writes=True):
+                self._bucket.load(self._flat)
+        if self._home is not None:
+            self._flat = None
+
+    def _at_hand(self, *, writes: bool = False) -> AbstractContextManager[None]:
+        weights = self._bucket.parameters.values()
+        return nullcontext() if self._home is None else self._home.at_hand(weights, writes=writes)
+
+
+def _receive(handle: Handle, weights: _Weights) -> None:
+    handle.wait()
+    weights.take()

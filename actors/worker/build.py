@@ -1,43 +1,32 @@
-"""Build what a worker needs for a run from its plan: stages with weights, the update, the reducer and the batches."""
+"""Build an actor's part of the model from its plan: stages with weights, and the masters of those that it updates."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 
-import torch
 from torch import Tensor, nn
 
 from raypar.actors.collective.group import Group, Groups
-from raypar.actors.context_parallel.sequence import tokens_of
-from raypar.actors.data.batches import BatchSource, CastSource, ContextSource, TokenMean, batch_source
-from raypar.actors.data_parallel.buckets import Bucket, pack, share_out
+from raypar.actors.data_parallel.buckets import share_out
 from raypar.actors.data_parallel.high_water import HighWater
-from raypar.actors.data_parallel.reducer import Channel, Reducer
-from raypar.actors.data_parallel.replica_checks import digest, fixed_weights
-from raypar.actors.data_parallel.served_update import ServedUpdate
+from raypar.actors.data_parallel.replica_checks import digest
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import digests_of
-from raypar.actors.data_parallel.zero1 import ShardedUpdate
 from raypar.actors.device import Place
-from raypar.actors.flat_memory import flat_empty
+from raypar.actors.home import DeviceHome, Home, home_of
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.mesh.world import World
 from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model
 from raypar.actors.models.tied_weights import Tie, ties_of
-from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.masters import Masters
-from raypar.actors.optim.step import Update, Updater
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.sharding import Shard, Sharding
-from raypar.actors.specs.model import Layers
 from raypar.actors.specs.types import Split, format_watched
-from raypar.actors.tensor_parallel.gradients import ShardedGradients
-from raypar.actors.tensors import dtype_of, nbytes
+from raypar.actors.tensors import nbytes
 from raypar.actors.worker.layers import LayerMaker
 from raypar.actors.worker.parallelize import Parallelizer, axis_styles
 from raypar.actors.worker.plan import Plan
@@ -61,9 +50,11 @@ class Part:
         shards: This actor's part of each sharded parameter, by logical name.
         partial: Groups over which a parameter's gradient is partial, by logical name: see Parallelizer.
         outputs: Sharding of the outputs of layers and of some modules in them, by logical name.
-        weights: With ZeRO stage 3, the sharded weights of each stage, by its number.
+        weights: If weights are whole only for a while, those of each stage, by its number; else empty.
+        layer_shards: What the actor keeps of these weights, by logical name; else empty.
         overflow: Counts overflow in the stages; None if the run does not ask for it.
-        gathered: With ZeRO stage 3, the bytes of weights that are whole; else None.
+        gathered: The bytes of weights that are whole for a while; None if all always are.
+        gathers: Whether other actors keep shards too.
     """
 
     model: Model
@@ -76,20 +67,32 @@ class Part:
     partial: Mapping[str, Groups]
     outputs: Mapping[str, Sharding]
     weights: Mapping[int, StageWeights]
+    layer_shards: Mapping[str, nn.Parameter]
     overflow: OverflowWatch | None
     gathered: HighWater | None
+    gathers: bool
+
+    @property
+    def home(self) -> Home:
+        """Where the actor keeps shards, masters and the optimizer's state."""
+        return self.masters.home
 
     @property
     def kept(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that the actor always holds, by logical name: with ZeRO stage 3, the shards that it owns."""
-        return self.masters.parameters if self.weights else self.parameters
+        """The parameters that the actor always keeps, by logical name: with ZeRO stage 3, those that it owns."""
+        if self.gathers:
+            return self.masters.parameters
+        return self.layer_shards if self.weights else self.parameters
 
     @property
     def held(self) -> list[nn.Parameter]:
-        """The weights that the actor always holds in the dtype in which layers compute: with ZeRO stage 3, shards."""
-        units = [unit for weights in self.weights.values() for unit in weights.units]
-        shards = {name: shard for unit in units for name, shard in unit.shards.items()}
-        return list((shards if self.weights else self.parameters).values())
+        """The weights that the actor always keeps in the dtype in which layers compute: with ZeRO stage 3, shards."""
+        return list((self.layer_shards if self.weights else self.parameters).values())
+
+    @property
+    def summed(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that have the sums of gradients once these are reduced, by logical name."""
+        return self.masters.parameters if self.home.is_apart else self.parameters
 
     def digests(self, owner: int) -> list[bytes]:
         """Return digests of the initial values of the parameters that one owner updates."""
@@ -133,7 +136,9 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int
     own = train.stages_of(world.pp(plan.rank))
     ties, same = ties_of(model, homes_of(model, run.split, train))
     owner_of = _owner_of(plan, model)
-    layers = LayerMaker(plan, place, groups.get("gather"), model, parallelizer.parallelize if axes else unsharded)
+    home = _home(plan, place)
+    parallelize = parallelizer.parallelize if axes else unsharded
+    layers = LayerMaker(plan, place, home, owner, groups.get("gather"), model, parallelize)
     modules, weights = layers.make({number: parts[number] for number in own}, owner_of, same)
     overflow = overflow_of(plan, model, parallelizer)
     places = Counter(p for module in modules.values() for _, p in module.named_parameters(remove_duplicate=False))
@@ -166,7 +171,27 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], owner: int
     masters = layers.masters(mine)
     ties = [_between_owners(tie, world, owner_of) for tie in ties]
     sharded = parallelizer.shards, parallelizer.partial, parallelizer.outputs
-    return Part(model, stages, parameters, masters, owner_of, ties, *sharded, weights, overflow, layers.gathered)
+    return Part(
+        model,
+        stages,
+        parameters,
+        masters,
+        owner_of,
+        ties,
+        *sharded,
+        weights,
+        layers.shards,
+        overflow,
+        layers.gathered,
+        world.gathers,
+    )
+
+
+def _home(plan: Plan, place: Place) -> Home:
+    """Return where an actor keeps what it needs only at times."""
+    if plan.run.offload == "none":
+        return DeviceHome(place.device)
+    return home_of(place.device, plan.run.offload_folder, plan.world.label(plan.rank))
 
 
 def overflow_of(plan: Plan, model: Model, parallelizer: Parallelizer) -> OverflowWatch | None:
@@ -201,22 +226,6 @@ def _halved(plan: Plan) -> dict[int, set[int]]:
         if op is Op.I and stage is not None and microbatch is not None:
             found[stage].add(microbatch * plan.run.mesh.dp + dp)
     return found
-
-
-def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -> list[Bucket]:
-    """Group parameters into buckets, in the order in which a step completes their gradients.
-
-    Args:
-        plan: The actor's plan.
-        part: The actor's part of the model.
-        parameters: The parameters of the part to group, by logical name.
-    """
-    row, limit = plan.programs["train"].rows[plan.world.pp(plan.rank)], int(plan.run.bucket_mb * _MIB)
-    buckets = []
-    for number in last_backwards(row):
-        members = {name: p for name, p in part.stages[number].parameters().items() if name in parameters}
-        buckets += pack(number, members, part.owner_of, limit)
-    return buckets
 
 
 def ends_of_rounds(row: Sequence[Action]) -> tuple[set[Action], set[Action]]:
@@ -275,108 +284,3 @@ def sizes_of(model: Model, split: Split, schedule: Schedule) -> dict[int, dict[s
             if parameter.requires_grad and name not in same:
                 sizes[homes[index]][name] = nbytes(parameter)
     return sizes
-
-
-@dataclass(frozen=True)
-class Assembly:
-    """Everything that one worker needs for a run.
-
-    Attributes:
-        part: Its part of the model.
-        update: The end of a step: clipping and the optimizer.
-        source: The batches.
-        mean: The weights of the microbatches in the loss.
-        reducer: Sums gradients over replicas; None if there are neither replicas nor parameter servers.
-        scaler: The scale of the loss.
-    """
-
-    part: Part
-    update: Update
-    source: BatchSource
-    mean: TokenMean
-    reducer: Reducer | None
-    scaler: LossScaler
-
-
-def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
-    """Build everything that one worker needs for a run.
-
-    Args:
-        plan: The worker's plan.
-        groups: The worker's groups by key.
-        place: The worker's device.
-    """
-    part = build_part(plan, place, groups, groups[plan.world.shard_key].rank if plan.world.sharded else 0)
-    run, m = plan.run, plan.programs["train"].num_microbatches
-    source = batch_source(run.data, run.model, run.micro_batch_size, m, run.mesh.dp, run.seed)
-    mean = TokenMean(part.model, source, m, run.mesh.dp)
-    if run.mesh.cp > 1:
-        source = ContextSource(source, tokens_of(run.context, run.mesh.cp)[run.mesh.coordinate(plan.rank)["cp"]])
-    if run.precision.is_half:
-        source = CastSource(source, dtype_of(run.precision.compute))
-    scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)
-    if not plan.world.reduces:
-        return Assembly(part, updater_of(plan, part, groups, scaler), source, mean, None, scaler)
-    buckets = buckets_of(plan, part, part.parameters)
-    channels, update = _shared(plan, part, buckets, groups, scaler)
-    row = plan.programs["train"].rows[plan.world.pp(plan.rank)]
-    rounds = [action.stage for action in row if action.op is Op.REDUCE_GRAD and action.stage is not None]
-    reducer = Reducer(buckets, channels, place, rounds, lends=plan.world.zero > 1)
-    for number, stage in part.stages.items():
-        stage.make_gradients_in(reducer.places(number))
-    return Assembly(part, update, source, mean, reducer, scaler)
-
-
-def updater_of(plan: Plan, part: Part, groups: Mapping[str, Group], scaler: LossScaler) -> Updater:
-    """Create the update of an actor's masters, which clips by the norm of all parameters of the model.
-
-    Args:
-        plan: The actor's plan.
-        part: The actor's part of the model.
-        groups: The actor's groups by key.
-        scaler: The scale of the loss.
-    """
-    run, names, group = plan.run, part.model.parameter_names(), groups.get(plan.world.updaters)
-    tensors = ShardedGradients(part.shards, part.partial, groups.get("tp"), watched=isinstance(run.model, Layers))
-    policy = run.optim, run.clip, run.steps, scaler, run.nonfinite
-    return Updater(part.masters, names, part.ties, group, tensors, *policy)
-
-
-def _shared(
-    plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, Group], scaler: LossScaler
-) -> tuple[list[Channel], Update]:
-    """Create the channels that gradients are summed over, and the update, for replicas or parameter servers.
-
-    Returns:
-        One channel for each owner, and the update.
-    """
-    if plan.world.servers:
-        servers = [groups[f"ps{index}"] for index in range(plan.world.servers)]
-        channels = [_channel_to(group, group.size - 1, partial(_empty, group.device)) for group in servers]
-        return channels, ServedUpdate(buckets, servers)
-    dp = groups["dp"]
-    if not plan.world.sharded:
-        channels = [Channel(dp.all_reduce, dp.host.all_reduce, dp.empty, here=True)]
-        return channels, updater_of(plan, part, groups, scaler)
-    owners, channels = groups[plan.world.shard_key], []
-    empty = partial(flat_empty, device=dp.device) if plan.world.zero > 1 else owners.empty
-    for owner in range(owners.size):
-        channel = _channel_to(owners, owner, empty)
-        if plan.world.hybrid:
-            channel = channel._replace(tell=dp.host.all_reduce, finish=groups["replicate"].all_reduce)
-        channels.append(channel)
-    updater = updater_of(plan, part, groups, scaler)
-    if plan.world.gathers:
-        return channels, ShardedUpdate(updater, (), owners, frozenset())
-    layers = [module for stage in part.stages.values() for module in stage.modules]
-    fixed = fixed_weights(layers, part.parameters, part.owner_of)
-    return channels, ShardedUpdate(updater, buckets, owners, fixed)
-
-
-def _channel_to(group: Group, root: int, empty: Callable[[int, torch.dtype], Tensor]) -> Channel:
-    """Create a channel that gives the sums to one rank of a group."""
-    return Channel(partial(group.reduce, root=root), partial(group.host.reduce, root=root), empty, root == group.rank)
-
-
-def _empty(device: torch.device, count: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(count, dtype=dtype, device=device)

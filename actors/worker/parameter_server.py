@@ -16,7 +16,8 @@ from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import ballot_of
 from raypar.actors.specs.results import Span, StepResult
 from raypar.actors.specs.types import ProgramName
-from raypar.actors.worker.build import buckets_of, build_part, updater_of
+from raypar.actors.worker.assemble import buckets_of, updater_of
+from raypar.actors.worker.build import build_part
 from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.probe import Probe
 from raypar.actors.worker.seat import Seat
