@@ -106,6 +106,10 @@ class OffloadError(RuntimeError):
     """There is no room for what an actor keeps away from its device, or the disk with it fails."""
 
 
+class RouterError(NonFiniteError):
+    """The same, where the scores of a router were not finite before."""
+
+
 class StaleError(RuntimeError):
     """A call of another epoch, such as a step queued behind one that failed. Nothing of it was executed."""
 

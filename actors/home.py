@@ -227,17 +227,20 @@ _FULL = "free some space, or give another offload_folder"
 _FIXES = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EFBIG: "raise the limit of file sizes (ulimit -f)"}
 
 
-def home_of(device: torch.device, folder: str | None, actor: str) -> Home:
-    """Return a home away from a device: files in a folder, or host memory.
+def home_of(device: torch.device, folder: str | None, actor: str, *, apart: bool) -> Home:
+    """Return the home of an actor: its device, host memory, or a file.
 
     Args:
         device: The device.
-        folder: The folder; None for host memory.
+        folder: The folder of files; None for host memory.
         actor: Name of the actor, for messages.
+        apart: Whether the run offloads anything.
 
     Raises:
         OffloadError: There can be no file in the folder.
     """
+    if not apart:
+        return DeviceHome(device)
     if folder is None and device.type == "cuda":
         return PinnedHome()
     return MappedHome(folder, actor)

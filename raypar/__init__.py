@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from raypar.actors.errors import CheckpointError, NonFiniteError
+    from raypar.actors.expert_parallel.auxiliary_loss import AuxiliaryLoss
+    from raypar.actors.expert_parallel.experts import run_experts
     from raypar.actors.mesh.mesh import Mesh
     from raypar.actors.specs.data import Batches, Text
     from raypar.actors.specs.model import GPT, Layers, Llama
+    from raypar.actors.specs.moe import MoE
     from raypar.actors.specs.optim import SGD, AdamW, Muon
     from raypar.actors.specs.precision import LossScale, Precision
     from raypar.actors.specs.run import Run
@@ -30,9 +33,12 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "raypar.actors.errors": ("CheckpointError", "NonFiniteError"),
+    "raypar.actors.expert_parallel.auxiliary_loss": ("AuxiliaryLoss",),
+    "raypar.actors.expert_parallel.experts": ("run_experts",),
     "raypar.actors.mesh.mesh": ("Mesh",),
     "raypar.actors.specs.data": ("Batches", "Text"),
     "raypar.actors.specs.model": ("GPT", "Layers", "Llama"),
+    "raypar.actors.specs.moe": ("MoE",),
     "raypar.actors.specs.optim": ("SGD", "AdamW", "Muon"),
     "raypar.actors.specs.precision": ("LossScale", "Precision"),
     "raypar.actors.specs.run": ("Run",),
@@ -55,6 +61,7 @@ __all__ = [
     "SGD",
     "ActorDiedError",
     "AdamW",
+    "AuxiliaryLoss",
     "Batches",
     "CheckpointError",
     "ConfigError",
@@ -65,6 +72,7 @@ __all__ = [
     "Llama",
     "LossScale",
     "Mesh",
+    "MoE",
     "Muon",
     "NonFiniteError",
     "Precision",
@@ -80,6 +88,7 @@ __all__ = [
     "recipe",
     "register_schedule",
     "replay",
+    "run_experts",
     "tab_completion",
     "verify",
 ]

@@ -298,24 +298,25 @@ MAY_IMPORT = {
     "actors/data_parallel": (
         "actors actors/autograd actors/checkpoint actors/collective actors/models actors/optim actors/specs schedules"
     ),
+    "actors/expert_parallel": "actors actors/collective actors/specs",
     "actors/inspect": "actors actors/checkpoint actors/specs schedules",
     "actors/layers": "actors actors/autograd actors/specs",
     "actors/mesh": "actors",
-    "actors/models": "actors actors/autograd actors/collective actors/layers actors/specs",
+    "actors/models": "actors actors/autograd actors/collective actors/expert_parallel actors/layers actors/specs",
     "actors/optim": (
         "actors actors/checkpoint actors/collective actors/data actors/models actors/specs actors/tensor_parallel"
     ),
     "actors/pipeline": (
-        "actors actors/autograd actors/collective actors/data_parallel actors/inspect actors/layers "
-        "actors/models actors/specs schedules"
+        "actors actors/autograd actors/collective actors/data_parallel actors/expert_parallel actors/inspect "
+        "actors/layers actors/models actors/specs schedules"
     ),
     "actors/specs": "actors actors/mesh schedules schedules/passes",
     "actors/tensor_parallel": "actors actors/autograd actors/collective actors/layers actors/models",
     "actors/tensor_parallel/grid": "actors actors/collective actors/layers actors/models actors/tensor_parallel",
     "actors/worker": (
         "actors actors/checkpoint actors/collective actors/context_parallel actors/data actors/data_parallel "
-        "actors/inspect actors/mesh actors/models actors/optim actors/pipeline actors/specs "
-        "actors/tensor_parallel actors/tensor_parallel/grid schedules"
+        "actors/expert_parallel actors/inspect actors/mesh actors/models actors/optim actors/pipeline "
+        "actors/specs actors/tensor_parallel actors/tensor_parallel/grid schedules"
     ),
     "raypar": "actors",
     "raypar/checkpoint": (
@@ -344,8 +345,8 @@ MAY_IMPORT = {
         "raypar/stepping schedules schedules/drawing"
     ),
     "raypar/parity": (
-        "actors actors/data actors/inspect actors/mesh actors/models actors/optim actors/specs raypar "
-        "raypar/config raypar/job raypar/reporting schedules"
+        "actors actors/data actors/expert_parallel actors/inspect actors/mesh actors/models actors/optim "
+        "actors/specs raypar raypar/config raypar/job raypar/reporting schedules"
     ),
     "raypar/planner": "actors/mesh actors/models actors/specs schedules schedules/simulation",
     "raypar/reporting": (

@@ -7,7 +7,7 @@ and their length must be divisible by the group's size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from raypar.actors.collective.group import Group, Handle
+from raypar.actors.sharding import Pieces
+from raypar.actors.tensors import row_size
 
 Move = Callable[[Tensor], Tensor]
 
@@ -65,6 +67,30 @@ def all_to_all(x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor
     Part j along ``split_dim`` goes to member j; the parts that arrive are concatenated along ``join_dim``.
     """
     return _through(x, partial(_exchanged, group, split_dim, join_dim), partial(_exchanged, group, join_dim, split_dim))
+
+
+def exchange_rows(x: Tensor, group: Group, in_splits: Sequence[int], out_splits: Sequence[int]) -> Tensor:
+    """Send rows to members and return the rows that arrive, in rank order; the backward sends gradients back.
+
+    Args:
+        x: Rows (sum of in_splits, ...), in the order of the members that they go to.
+        group: The members.
+        in_splits: Rows that go to each member; there may be none.
+        out_splits: Rows that come from each member.
+    """
+    return _through(
+        x, partial(_sent_rows, group, in_splits, out_splits), partial(_sent_rows, group, out_splits, in_splits)
+    )
+
+
+def own_rows(x: Tensor, group: Group) -> Tensor:
+    """Keep this member's rows of a replicated tensor, about equally many each; the backward gathers the gradients."""
+    return _through(x, partial(_rows_here, group), partial(_rows_of_all, group, len(x)))
+
+
+def join_rows(x: Tensor, group: Group, count: int) -> Tensor:
+    """Concatenate what members made of their ``own_rows`` of ``count`` ones; the backward keeps this member's rows."""
+    return _through(x, partial(_rows_of_all, group, count), partial(_rows_here, group))
 
 
 def _in_place(x: Tensor, group: Group) -> Tensor:
@@ -167,3 +193,22 @@ def _exchanged(group: Group, split_dim: int, join_dim: int, x: Tensor) -> Tensor
     came = torch.empty_like(parts)
     group.all_to_all(came, parts).wait()
     return came.movedim(0, join_dim).flatten(join_dim, join_dim + 1).contiguous()
+
+
+def _sent_rows(group: Group, in_splits: Sequence[int], out_splits: Sequence[int], x: Tensor) -> Tensor:
+    came = x.new_empty((sum(out_splits), *x.shape[1:]))
+    group.all_to_all(came, x.contiguous(), out_splits, in_splits).wait()
+    return came
+
+
+def _rows_here(group: Group, x: Tensor) -> Tensor:
+    start, stop = Pieces.at(group.rank, group.size).span(len(x))
+    return x[start:stop].contiguous()
+
+
+def _rows_of_all(group: Group, count: int, x: Tensor) -> Tensor:
+    whole = x.new_empty((count, *x.shape[1:]))
+    spans = (Pieces.at(rank, group.size).span(count) for rank in range(group.size))
+    counts = [(stop - start) * row_size(x) for start, stop in spans]
+    group.all_gather_parts(whole.view(-1), x.contiguous().view(-1), counts).wait()
+    return whole

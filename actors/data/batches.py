@@ -179,6 +179,14 @@ class TokenMean:
         """
         return torch.tensor(count / (self.expected * self._num_dp) * scale)
 
+    def auxiliary(self, scale: float = 1.0) -> float:
+        """Return the weight of a microbatch's auxiliary losses, which are means over the microbatches of the step.
+
+        Args:
+            scale: Factor of the loss.
+        """
+        return scale / (self._num_microbatches * self._num_dp)
+
 
 def correction(tokens: float, expected: float) -> float:
     """Return the factor for the gradients of a step.

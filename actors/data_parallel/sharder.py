@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.high_water import HighWater
+from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import Unit
 from raypar.actors.home import Home
@@ -30,9 +31,9 @@ class Sharder:
         modules: The layers that were made, by index.
         same: For each copy of a tied weight that needs no memory of its own, the parameter on this actor that it is the
             same as.
-        owner_of: Which of the replicas updates each parameter.
-        owner: Which of them this actor is.
-        group: Those among which the parameters are sharded; None if each has all of them.
+        owners: Who updates each parameter.
+        groups: The actor's groups by key: "gather" are the replicas among which parameters are sharded, "edp.gather"
+            those of experts that are divided over actors. Where there is none, each actor has all of them.
         rest: Where shards are kept.
         home: Where masters are kept.
         layers: Number of layers of the body in a unit.
@@ -50,16 +51,15 @@ class Sharder:
         make: Callable[[Sequence[int]], None],
         modules: Mapping[int, nn.Module],
         same: Mapping[str, str],
-        owner_of: Mapping[str, int],
-        owner: int,
-        group: Group | None,
+        owners: Owners,
+        groups: Mapping[str, Group],
         rest: Home,
         home: Home,
         layers: int,
         precision: Precision,
     ) -> None:
         self._model, self._make, self._modules, self._same = model, make, modules, same
-        self._owner_of, self._owner, self._group, self._layers = owner_of, owner, group, layers
+        self._owners, self._replicas, self._layers = owners, groups, layers
         self._shared = frozenset(same.values())
         self._tied: dict[str, Unit] = {}
         self._precision, self._rest, self._home = precision, rest, home
@@ -75,7 +75,8 @@ class Sharder:
             initial = self._made(members)
             own: dict[str, nn.Parameter] = {}
             tied = [self._sort(index, own, initial) for index in members]
-            unit = [self._unit(own, initial)] if own else []
+            experts = {name: own.pop(name) for name in own.keys() & self._owners.experts}
+            unit = [self._unit(one, initial) for one in (own, dict(sorted(experts.items()))) if one]
             units += unit
             for shared in tied:
                 units += [one for one in shared if one not in units]
@@ -98,14 +99,16 @@ class Sharder:
         named = ((self._model.names[index], self._modules[index].named_parameters()) for index in members)
         initial = {f"{layer}.{inner}": parameter.detach() for layer, inside in named for inner, parameter in inside}
         cast(modules, dtype_of(self._precision.compute), dtype_of(self._precision.reduce))
-        return {name: weight for name, weight in initial.items() if self._owner_of.get(name) == self._owner}
+        return {name: weight for name, weight in initial.items() if self._owners.is_own(name)}
 
     def _unit(self, parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor]) -> Unit:
-        """Shard parameters as a unit, and keep the masters of the owned ones."""
-        unit = Unit(parameters, self._owner_of, self._group, self._rest, self.gathered)
+        """Shard parameters, which the same actors hold, as a unit, and keep the masters of the owned ones."""
+        key = "gather" if self._owners.experts.isdisjoint(parameters) else "edp.gather"
+        ranks = {name: self._owners.rank(name) for name in parameters}
+        unit = Unit(parameters, ranks, self._replicas.get(key), self._rest, self.gathered)
         self.shards |= unit.shards
         for name, shard in unit.shards.items():
-            if self._owner_of[name] == self._owner:
+            if self._owners.is_own(name):
                 self.masters[name] = master_of(shard, initial.get(name, shard), self._precision, self._home)
         return unit
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,20 @@ from raypar.actors.optim.step import Updater
 from raypar.actors.specs.results import Updated
 
 
+class SharedBucket(NamedTuple):
+    """A bucket of weights that several replicas hold and one of them updates.
+
+    Attributes:
+        bucket: The bucket.
+        replicas: Their group.
+        owner: The rank in it of the one that updates the weights.
+    """
+
+    bucket: Bucket
+    replicas: Group
+    owner: int
+
+
 class ShardedUpdate:
     """End of a step with an optimizer that is split over the replicas, by whole parameters.
 
@@ -26,9 +41,7 @@ class ShardedUpdate:
 
     Args:
         updater: Optimizer of the parameters that this replica owns. All replicas and pipeline ranks step together.
-        buckets: Buckets of all weights that this worker keeps. The owner of each is the rank of a replica; none if each
-            weight is kept by its owner only.
-        replicas: The group of this pipeline rank's replicas.
+        buckets: Buckets of the weights that other replicas keep too, each with its owner.
         fixed: Logical names of the parameters whose memory must not move (see ``fixed_weights``). All other parameters
             move into the flat tensors that are broadcast, which spares a copy.
         lent: Allocates flat tensors on the device for the time of a broadcast, for weights that rest apart from it;
@@ -41,15 +54,13 @@ class ShardedUpdate:
     def __init__(
         self,
         updater: Updater,
-        buckets: Sequence[Bucket],
-        replicas: Group,
+        buckets: Sequence[SharedBucket],
         fixed: Set[str] = frozenset(),
         lent: Callable[[int, torch.dtype], Tensor] | None = None,
         home: Home | None = None,
     ) -> None:
-        self._updater, self._replicas = updater, replicas
-        empty = replicas.empty if lent is None else lent
-        self._weights = [_Weights(bucket, replicas, fixed, empty, home) for bucket in buckets]
+        self._updater = updater
+        self._weights = [_Weights(bucket, fixed, lent, home) for bucket in buckets]
         self._most = len(buckets) if lent is None else _MOST_LENT
 
     def step(self, step: int, ballot: Tensor | None) -> Updated:
@@ -57,7 +68,7 @@ class ShardedUpdate:
 
         Args:
             step: Number of the step.
-            ballot: As in ``Updater.step``. It is used on replica 0 only, the one that holds the sum of the ballots.
+            ballot: As in ``Updater.step``.
 
         Returns:
             What ``Updater.step`` returns.
@@ -65,7 +76,7 @@ class ShardedUpdate:
         Raises:
             NonFiniteError: As ``Updater.step``.
         """
-        updated = self._updater.step(step, ballot if self._replicas.rank == 0 else None)
+        updated = self._updater.step(step, ballot)
         if updated.is_skipped:
             return updated
         under_way = deque[tuple[Handle, _Weights]]()
@@ -97,35 +108,37 @@ class _Weights:
 
     def __init__(
         self,
-        bucket: Bucket,
-        replicas: Group,
+        shared: SharedBucket,
         fixed: Set[str],
-        empty: Callable[[int, torch.dtype], Tensor],
+        lent: Callable[[int, torch.dtype], Tensor] | None,
         home: Home | None,
     ) -> None:
-        self._bucket, self._replicas, self._home = bucket, replicas, home
-        self._empty, self._flat = empty, None if home else empty(bucket.elements, bucket.dtype)
-        self._inside = fixed.isdisjoint(bucket.parameters)
-        if self._inside and self._flat is not None:
-            bucket.settle(self._flat)
+        self._bucket, self._replicas, self._root = shared
+        self._home, self._lent = home, lent
+        self._flat = self._empty() if lent is None else None
+        self._inside = self._flat is not None and fixed.isdisjoint(self._bucket.parameters)
+        if self._flat is not None and self._inside:
+            self._bucket.settle(self._flat)
 
     def send(self) -> Handle:
         """Start the broadcast of the weights from the bucket's owner to the other replicas."""
-        if self._flat is None:
-            self._flat = self._empty(self._bucket.elements, self._bucket.dtype)
-        if not self._inside and self._bucket.owner == self._replicas.rank:
+        flat = self._flat = self._empty() if self._flat is None else self._flat
+        if not self._inside and self._root == self._replicas.rank:
             with self._at_hand():
-                self._bucket.read_into(self._flat)
-        return self._replicas.broadcast(self._flat, self._bucket.owner)
+                self._bucket.read_into(flat)
+        return self._replicas.broadcast(flat, self._root)
 
     def take(self) -> None:
         """Load the weights after the broadcast is over; a no-op where the parameters are views of the flat tensor."""
         assert self._flat is not None
-        if not self._inside and self._bucket.owner != self._replicas.rank:
+        if not self._inside and self._root != self._replicas.rank:
             with self._at_hand(writes=True):
                 self._bucket.load(self._flat)
-        if self._home is not None:
+        if self._lent is not None:
             self._flat = None
+
+    def _empty(self) -> Tensor:
+        return (self._lent or self._replicas.empty)(self._bucket.elements, self._bucket.dtype)
 
     def _at_hand(self, *, writes: bool = False) -> AbstractContextManager[None]:
         weights = self._bucket.parameters.values()

@@ -34,16 +34,59 @@ class Mesh:
     """with zero, how many replicas (of dp x cp), those of a node, say, share out weights among them; each group of so
     many replicas has a copy of all weights (hybrid sharding). None: all replicas"""
     ep: Count = 1
-    """expert groups, carved out of dp x cp x tp; not yet: a run must have 1"""
+    """parts into which the experts of each layer are divided, over ranks of dp x cp x tp; 1: every replica has all"""
+    etp: Count | None = None
+    """tensor ranks of one expert: tp, or 1, with which tensor ranks divide tokens instead; None: tp where ep is 1"""
 
     def faults(self, right: Callable[..., bool]) -> Iterator[str]:
         """What is wrong with the axes; ``right`` tells of fields, by their paths in a run, whether they are sound."""
-        if right("mesh.ep") and self.ep > 1:
-            yield f"mesh.ep is {self.ep}, but expert parallelism does not compute yet: set it to 1"
+        if right("mesh.dp", "mesh.cp", "mesh.tp", "mesh.ep", "mesh.etp"):
+            yield from self._expert_faults()
         if self.shard is not None and right("mesh.dp", "mesh.cp", "mesh.shard") and self.dp * self.cp % self.shard:
             near = max(count for count in range(1, self.shard + 1) if self.dp * self.cp % count == 0)
             replicas = f"{self.dp * self.cp} replicas" + (" (dp x cp)" if self.cp > 1 else "")
             yield f"mesh.shard is {self.shard}, which does not divide the {replicas}: use {near}, say"
+
+    def _expert_faults(self) -> Iterator[str]:
+        """Yield the reasons why experts cannot be divided over the ranks of a pipeline stage."""
+        if self.etp not in (None, 1, self.tensor_ranks):
+            yield f"mesh.etp is {self.etp}: an expert has all {self.tensor_ranks} tensor ranks or one: use one of these"
+            return
+        if self.ep == 1:
+            if self.etp == 1 and self.tensor_ranks > 1:
+                yield "mesh.etp is 1, which needs experts on several ranks: set mesh.ep to 2 or more, or leave it out"
+            return
+        if self.grid is not None:
+            yield f"mesh.ep is {self.ep}, but a grid of tensor ranks has no experts: give mesh.tp a number"
+        elif self.inner % (self.ep * self.expert_ranks):
+            most = self.inner // self.expert_ranks
+            near = max(count for count in range(1, self.ep + 1) if most % count == 0)
+            what = "dp x cp" if self.expert_ranks > 1 or self.tensor_ranks == 1 else "dp x cp x tp"
+            yield f"mesh.ep is {self.ep}, which does not divide {what} = {most}: use {near}, say"
+        elif self.dp * self.cp == 1 and self.ep < self.inner:
+            yield (
+                f"mesh.ep is {self.ep}, so tensor ranks have the same experts, and no replicas sum "
+                f"their gradients: use {self.inner}, or set mesh.dp to 2"
+            )
+        if self.shard is not None and self.shard < self.dp * self.cp:
+            yield f"mesh.shard is {self.shard}, and mesh.ep {self.ep}: experts and hybrid sharding do not combine"
+
+    @property
+    def inner(self) -> int:
+        """Number of actors of one pipeline rank."""
+        return self.dp * self.cp * self.tensor_ranks
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of tensor ranks over which each expert is divided."""
+        if self.etp is not None:
+            return self.etp
+        return self.tensor_ranks if self.ep == 1 else 1
+
+    @property
+    def folds_experts(self) -> bool:
+        """Whether the tensor ranks of a layer have different experts, or replicas of them, and divide its tokens."""
+        return self.ep > 1 and self.expert_ranks < self.tensor_ranks
 
     @property
     def size(self) -> int:
@@ -89,17 +132,23 @@ class Mesh:
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """Return the members of every group of an axis, each in the order of their position on it.
 
-        Expert groups (``ep``) are runs of neighbouring ranks within a pipeline stage. ``edp`` groups join the ranks
-        that hold the same experts.
+        Expert groups (``ep``) are neighbours within a pipeline rank, which have different experts (of each expert, the
+        same tensor rank). ``edp`` groups join the ranks that hold the same part of the same experts.
         """
-        inner = self.dp * self.cp * self.tensor_ranks
-        if axis == "ep":
-            return tuple(tuple(range(first, first + self.ep)) for first in range(0, self.size, self.ep))
-        if axis == "edp":
+        if axis in ("ep", "edp"):
+            rows = range(0, self.size, self.ep * self.expert_ranks)
+            if axis == "ep":
+                lines = (
+                    range(row + etp, row + self.ep * self.expert_ranks, self.expert_ranks)
+                    for row in rows
+                    for etp in range(self.expert_ranks)
+                )
+                return tuple(map(tuple, lines))
+            step = self.ep * self.expert_ranks
             return tuple(
-                tuple(range(stage * inner + first, (stage + 1) * inner, self.ep))
+                tuple(range(stage * self.inner + first, (stage + 1) * self.inner, step))
                 for stage in range(self.pp)
-                for first in range(self.ep)
+                for first in range(step)
             )
         stride = 1
         for inside in AXES[AXES.index(axis) + 1 :]:

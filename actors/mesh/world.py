@@ -20,9 +20,10 @@ class Membership(NamedTuple):
         key: The group's name among those of this rank: ``pp``, ``dp`` (all ranks with the same weights, including those
             along cp), ``shard`` (those of them among which weights are sharded), ``replicate`` (those that own the same
             weights), ``gather`` (the members of ``shard`` or ``dp`` once more, for weights, whose order is not that of
-            gradients), ``cp``, ``tp``, ``tp.row`` (and other lines of a grid), ``mesh`` (all workers that together
-            update one model, or one tensor rank's part of it), ``ps0`` (replicas and a parameter server) or
-            ``servers``.
+            gradients), ``cp``, ``tp``, ``tp.row`` (and other lines of a grid), ``ep`` (ranks with different experts),
+            ``edp`` (all ranks with the same experts), ``edp.gather`` (as ``gather``, for experts), ``mesh`` (all
+            workers that together update one model, or one tensor rank's part of it), ``ps0`` (replicas and a parameter
+            server) or ``servers``.
         axis: Axis under which the ledger counts the group's bytes.
         name: Unique in the run.
         members: Ranks, in the order of the group.
@@ -32,6 +33,22 @@ class Membership(NamedTuple):
     axis: str
     name: str
     members: tuple[int, ...]
+
+
+class Replicas(NamedTuple):
+    """The actors of a pipeline rank that hold the same weights: the experts of one actor, or all its other weights.
+
+    Attributes:
+        key: The key of their group.
+        shard_key: The key of the group of those among which these weights are shared out.
+        gather_key: The key of that group for messages about weights.
+        owners: Number of actors among which the update of these weights is divided.
+    """
+
+    key: str
+    shard_key: str
+    gather_key: str
+    owners: int
 
 
 @dataclass(frozen=True)
@@ -109,11 +126,30 @@ class World:
         """The key of the group of all ranks that update parts of one model, or of one tensor rank's part of it."""
         if self.servers:
             return "servers"
+        if self.mesh.ep > 1:
+            return "mesh"
         if not self.sharded:
             return "pp"
         if self.mesh.pp > 1:
             return "mesh"
         return self.shard_key
+
+    @property
+    def dense(self) -> Replicas:
+        """Those who hold the same weights, experts left out if they are divided over actors."""
+        return Replicas("dp", self.shard_key, "gather", self.owners)
+
+    @property
+    def experts(self) -> Replicas | None:
+        """Those who hold the same experts; None if experts are not divided over actors, but are as other weights."""
+        if self.mesh.ep == 1:
+            return None
+        return Replicas("edp", "edp", "edp.gather", self.expert_replicas if self.sharded else 1)
+
+    @property
+    def expert_replicas(self) -> int:
+        """Number of actors with the same experts, and the same part of them."""
+        return self.mesh.inner // (self.mesh.ep * self.mesh.expert_ranks)
 
     @property
     def shard_key(self) -> str:
@@ -125,9 +161,38 @@ class World:
         at = self.mesh.coordinate(rank)
         return (at["dp"] * self.mesh.cp + at["cp"]) // self.mesh.shards if self.hybrid else 0
 
-    def owner_rank(self, pp: int, owner: int) -> int:
-        """Return the rank, within the group of all updaters, of one owner of a pipeline rank."""
-        return pp * self.owners + owner
+    def owner_rank(self, pp: int, owner: int, tp: int) -> int:
+        """Return the rank, within the group of all updaters, of one owner of a pipeline rank, on a tensor rank."""
+        if self.mesh.ep == 1:
+            return pp * self.owners + owner
+        ranks, own = (self.mesh.tensor_ranks, tp) if self.mesh.folds_experts else (1, 0)
+        return (pp * self.replicas + owner) * ranks + own
+
+    def is_first(self, rank: int, *, expert: bool = False) -> bool:
+        """Return whether a worker is the first of those that update equal copies of what it updates.
+
+        Args:
+            rank: The worker.
+            expert: Whether it is asked for its experts, which are divided over actors, or for all other weights.
+        """
+        if self.sharded:
+            return self.copy_of(rank) == 0
+        if expert:
+            return self.mesh.group_of("edp", rank)[1][0] == rank
+        at = self.mesh.coordinate(rank)
+        return at["dp"] == at["cp"] == 0
+
+    def tells(self, rank: int) -> bool:
+        """Return whether a worker brings what its replica counts into the group of all updaters.
+
+        Of the replicas in such a group, the first one that has the sum over all replicas does.
+        """
+        at = self.mesh.coordinate(rank)
+        if self.mesh.folds_experts and at["tp"] > 0:
+            return False
+        if self.sharded:
+            return (at["dp"] * self.mesh.cp + at["cp"]) % self.mesh.shards == 0
+        return self.mesh.ep == 1 or at["dp"] == at["cp"] == 0
 
     @property
     def server_ranks(self) -> range:
@@ -198,15 +263,18 @@ class World:
                     yield Membership(axis, axis, f"{axis}/{index}", members)
                 if axis == "dp" and self.sharded:
                     yield from self._shard_groups(rank, index, members)
+            if self.mesh.ep > 1:
+                yield from self._expert_groups(rank)
             tp = self.mesh.tensor_ranks
             if self.mesh.grid is not None:
                 for line, places in self.mesh.grid.lines(rank % tp):
                     members = tuple(rank - rank % tp + place for place in places)
                     yield Membership(f"tp.{line}", f"tp.{line}", f"tp.{line}/{members[0]}", members)
             if self.updaters == "mesh":
-                copy = self.copy_of(rank)
-                members = tuple(one for one in range(rank % tp, self.mesh.size, tp) if self.copy_of(one) == copy)
-                yield Membership("mesh", "mesh", f"mesh/{copy * tp + rank % tp}", members)
+                # Where tensor ranks have different experts, one norm is that of all of them.
+                copy, apart = self.copy_of(rank), 1 if self.mesh.folds_experts else tp
+                members = tuple(one for one in range(rank % apart, self.mesh.size, apart) if self.copy_of(one) == copy)
+                yield Membership("mesh", "mesh", f"mesh/{copy * apart + rank % apart}", members)
             for index in range(self.servers):
                 yield self._served(pp, index)
         else:
@@ -231,6 +299,16 @@ class World:
             yield Membership("replicate", "replicate", f"replicate/{index * shards + own}", replicas[own::shards])
         if self.gathers:
             yield Membership("gather", axis, f"gather/{first}", members)
+
+    def _expert_groups(self, rank: int) -> Iterator[Membership]:
+        """Yield a worker's groups for experts that are divided over actors."""
+        index, members = self.mesh.group_of("ep", rank)
+        yield Membership("ep", "ep", f"ep/{index}", members)
+        index, members = self.mesh.group_of("edp", rank)
+        if len(members) > 1:
+            yield Membership("edp", "edp", f"edp/{index}", members)
+            if self.gathers:
+                yield Membership("edp.gather", "edp", f"edp.gather/{index}", members)
 
     def _served(self, pp: int, index: int) -> Membership:
         """Return the group of a pipeline rank's replicas and one of its servers, which is the last member."""

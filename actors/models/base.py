@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Literal
+from functools import cached_property, partial
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypar.actors.models.module_tree import modules_named
 from raypar.actors.models.partition import split_layers
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.types import Split
@@ -34,9 +35,26 @@ Kind = Literal[  # of a module, as parallel styles distinguish them
     "gather",  # a module whose sharded output is gathered
     "dropout",  # dropout of sharded outputs, in a user's plan
     "shared",  # a module that stays whole although its input is sharded, in a user's plan
+    "expert",  # a list of experts, which actors divide
 ]
 TensorPlan = tuple[tuple[str, Kind], ...]
 Parallelize = Callable[[str, nn.Module], Mapping[str, Shard]]
+
+
+class Expert(NamedTuple):
+    """The expert that a parameter belongs to.
+
+    Attributes:
+        number: Its number among the experts of its layer.
+        among: Number of these.
+    """
+
+    number: int
+    among: int
+
+    def part(self, parts: int) -> int:
+        """Return which part it belongs to if the experts are divided into equal parts, one slice each."""
+        return self.number * parts // self.among
 
 
 def unsharded(name: str, layer: nn.Module) -> Mapping[str, Shard]:
@@ -123,6 +141,19 @@ class Model(ABC):
         parts[0] = range(parts[0].stop)
         parts[-1] = range(parts[-1].start, len(self.names))
         return tuple(parts)
+
+    @cached_property
+    def experts(self) -> dict[str, Expert]:
+        """The expert that each parameter of an expert belongs to, by the parameter's logical name, also if frozen."""
+        found: dict[str, Expert] = {}
+        for layer, module in zip(self.names, self.skeleton, strict=True):
+            for pattern in (pattern for pattern, kind in self.tensor_plan if kind == "expert"):
+                for inner, experts in modules_named(module, layer, pattern):
+                    assert isinstance(experts, nn.ModuleList)
+                    for number, expert in enumerate(experts):
+                        names = (f"{layer}.{inner}.{number}.{name}" for name, _ in expert.named_parameters())
+                        found |= dict.fromkeys(names, Expert(number, len(experts)))
+        return found
 
     def parameter_names(self) -> tuple[str, ...]:
         """Return the names of all trainable parameters in the model's order; a tied weight once, under its home."""

@@ -14,12 +14,17 @@ from raypar.actors.specs.model import GPT, Transformer
 
 
 class MLP(nn.Module):
-    """Two linear layers around a GELU: (B, S, D) -> (B, S, D)."""
+    """Two linear layers around a GELU: (..., D) -> (..., D).
 
-    def __init__(self, spec: Transformer) -> None:
+    Args:
+        spec: The model.
+        width: Width F.
+    """
+
+    def __init__(self, spec: Transformer, width: int) -> None:
         super().__init__()
         linear = linear_of(spec.linear)
-        self.up, self.down = linear(spec.hidden, spec.mlp_width), linear(spec.mlp_width, spec.hidden)
+        self.up, self.down = linear(spec.hidden, width), linear(width, spec.hidden)
         self.fan = Fan()
 
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -39,5 +44,5 @@ class GPTModel(TransformerModel):
     def norm(self) -> nn.Module:
         return nn.LayerNorm(self.spec.hidden)
 
-    def mlp(self) -> nn.Module:
-        return MLP(self.spec)
+    def mlp(self, width: int) -> nn.Module:
+        return MLP(self.spec, width)

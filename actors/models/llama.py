@@ -14,11 +14,16 @@ from raypar.actors.specs.model import Llama, Transformer
 
 
 class SwiGLU(nn.Module):
-    """Gated MLP, down(silu(gate(x)) * up(x)): (B, S, D) -> (B, S, D) (Shazeer 2020, section 2)."""
+    """Gated MLP, down(silu(gate(x)) * up(x)): (..., D) -> (..., D) (Shazeer 2020, section 2).
 
-    def __init__(self, spec: Transformer) -> None:
+    Args:
+        spec: The model.
+        width: Width F.
+    """
+
+    def __init__(self, spec: Transformer, width: int) -> None:
         super().__init__()
-        linear, hidden, width = linear_of(spec.linear), spec.hidden, spec.mlp_width
+        linear, hidden = linear_of(spec.linear), spec.hidden
         self.gate, self.up = linear(hidden, width, bias=False), linear(hidden, width, bias=False)
         self.down = linear(width, hidden, bias=False)
         self.fan = Fan()
@@ -41,5 +46,5 @@ class LlamaModel(TransformerModel):
     def norm(self) -> nn.Module:
         return nn.RMSNorm(self.spec.hidden, eps=self._eps)
 
-    def mlp(self) -> nn.Module:
-        return SwiGLU(self.spec)
+    def mlp(self, width: int) -> nn.Module:
+        return SwiGLU(self.spec, width)

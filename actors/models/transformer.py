@@ -19,6 +19,7 @@ from raypar.actors.layers.linear import linear_of
 from raypar.actors.layers.positions import Alibi, Rope, Sinusoidal, added, between
 from raypar.actors.models.base import IGNORED, Model, Parallelize, TensorPlan, unsharded
 from raypar.actors.models.deferred_init import on_meta, unfilled
+from raypar.actors.models.moe import MoE
 from raypar.actors.models.partition import transformer_costs
 from raypar.actors.rng import derive
 from raypar.actors.sharding import Shard
@@ -93,6 +94,7 @@ class TransformerModel(Model):
         ("blocks.*.attn", "heads"),
         ("blocks.*.attn", "enter"),
         ("blocks.*.attn.out", "row"),
+        ("blocks.*.mlp.experts", "expert"),
         ("blocks.*.mlp", "enter"),
         ("blocks.*.mlp.gate", "column"),
         ("blocks.*.mlp.up", "column"),
@@ -118,8 +120,8 @@ class TransformerModel(Model):
         """Return a norm over D whose weight is initialised to 1."""
 
     @abstractmethod
-    def mlp(self) -> nn.Module:
-        """Return a block's MLP, (B, S, D) -> (B, S, D). Its output projection must be called ``down``."""
+    def mlp(self, width: int) -> nn.Module:
+        """Return an MLP of this width, (..., D) -> (..., D). Its output projection must be called ``down``."""
 
     def materialize(self, layers: Sequence[int], seed: int, parallelize: Parallelize = unsharded) -> list[nn.Module]:
         """Make some layers with their initial weights; see ``Model.materialize``.
@@ -162,7 +164,12 @@ class TransformerModel(Model):
         if index not in self.body:
             return Head(spec, self.norm())
         attn = Attention(spec, apart, desk, bias=self.bias)
-        return Block((self.norm(), self.norm()), attn, self.mlp(), spec.dropout)
+        return Block((self.norm(), self.norm()), attn, self._mlp_or_experts(index - self.body.start), spec.dropout)
+
+    def _mlp_or_experts(self, block: int) -> nn.Module:
+        """Build what comes after the attention of a block: its MLP, or its experts."""
+        num_experts = self.spec.num_experts(block)
+        return MoE(self.spec, num_experts, self.mlp) if num_experts else self.mlp(self.spec.mlp_width)
 
     @torch.no_grad()
     def _init(self, name: str, parameter: Tensor, shard: Shard, seed: int) -> None:
@@ -173,7 +180,7 @@ class TransformerModel(Model):
             parameter.fill_(1.0)
         else:
             # the 2 x layers projections into the residual stream are scaled down by 1/sqrt of their number
-            branches = 2 * self.spec.layers if name.endswith(("attn.out.weight", "mlp.down.weight")) else 1
+            branches = 2 * self.spec.layers if name.endswith(("attn.out.weight", ".down.weight")) else 1
             generator = torch.Generator().manual_seed(derive(seed, name))
             whole = parameter if shard.is_whole else parameter.new_empty(shard.whole)
             whole.normal_(0.0, 0.02 / math.sqrt(branches), generator=generator)

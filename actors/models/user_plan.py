@@ -40,6 +40,7 @@ _KINDS: Mapping[str, Divisible] = {
     "embedding": Divisible(nn.Embedding, ("vocab",), {"weight": 0}, "num_embeddings"),
     "dropout": Divisible(nn.Dropout, ("dropout",)),
     "shared": Divisible(nn.Module, ("shared",)),
+    "expert": Divisible(nn.ModuleList, ("expert",)),
 }
 
 

@@ -63,6 +63,18 @@ class _Tally(NamedTuple):
         return self.against == 0.0 and self.overflows == 0.0
 
 
+class Told(NamedTuple):
+    """What an actor tells the group of all updaters, some of which have the same to tell.
+
+    Attributes:
+        ballot: Whether it brings the ballot.
+        names: The parameters whose gradient norms it tells; None for all that it updates.
+    """
+
+    ballot: bool = True
+    names: frozenset[str] | None = None
+
+
 class Updater:
     """Optimizer of the parameters that one actor owns. All actors that own parts of the model step together.
 
@@ -75,6 +87,7 @@ class Updater:
         group: All actors that update parts of one model: the ranks of the pipeline, or all servers. None if there is
             only one.
         tensors: Which parameters a tensor-parallel group shards, and what it must sum.
+        told: What of this actor's numbers counts.
         optim: Kind and settings of the optimizer.
         clip: Largest global gradient norm; None for no clipping.
         steps: Number of steps of the whole run; the learning rate depends on it.
@@ -89,6 +102,7 @@ class Updater:
         ties: Sequence[Tie],
         group: Group | None,
         tensors: ShardedGradients,
+        told: Told,
         optim: AnyOptimizer,
         clip: float | None,
         steps: int,
@@ -97,7 +111,7 @@ class Updater:
     ) -> None:
         self._masters, self._parameters = masters, masters.parameters
         self._names, self._ties, self._group = names, ties, group
-        self._scaler, self._nonfinite = scaler, nonfinite
+        self._scaler, self._nonfinite, self._told = scaler, nonfinite, told
         self._tensors, self._spec, self._clip, self._steps = tensors, optim, clip, steps
         self._places = {name: place for place, name in enumerate(names)}
         self._optimizer: Optimizer | None = build_optimizer(optim, self._parameters, tensors)
@@ -110,8 +124,8 @@ class Updater:
 
         Args:
             step: Number of the step, from 0.
-            ballot: Sum over the replicas of what ``ballot_of`` returns, (3,) float64. Exactly one member of the group
-                passes it, the others pass None.
+            ballot: Sum over the replicas of what ``ballot_of`` returns, (3,) float64, if this actor has it. Of exactly
+                one member of the group it counts.
 
         Returns:
             The global gradient norm before clipping, the learning rate of the update, and the scale of the loss; or
@@ -209,7 +223,7 @@ class Updater:
             ballot: As in ``step``.
         """
         numbers = torch.zeros(len(self._names) + 3)
-        if ballot is not None:
+        if ballot is not None and self._told.ballot:
             tokens, expected, against = ballot.tolist()
             numbers[-3], numbers[-2] = correction(tokens, expected), against
         made = {
@@ -219,7 +233,9 @@ class Updater:
         }
         if made:
             norms, numbers[-1] = self._tensors.norms(list(made), torch.stack(list(made.values())).cpu())
-            numbers[[self._places[name] for name in made]] = norms
+            counted = [self._told.names is None or name in self._told.names for name in made]
+            places = [self._places[name] for name, counts in zip(made, counted, strict=True) if counts]
+            numbers[places] = norms[torch.tensor(counted)]
         if self._group is not None:
             self._group.host.all_reduce(numbers).wait()
         return _Tally(numbers[:-3], *numbers[-3:].tolist())

@@ -13,6 +13,7 @@ from raypar.actors.autograd.backward import Tail
 from raypar.actors.autograd.recompute import Buffers, LayerAgain, SelectiveRecompute, Then, Twice
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.device import Place
+from raypar.actors.expert_parallel.record import Routed, RouterRecord
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.inspect.recording import Listener
 from raypar.actors.models.base import Model
@@ -49,6 +50,7 @@ class Stage:
         overflow: Counts overflow in the outputs of the layers; None if nothing is counted.
         check_loss: Called with the first loss; raises ValueError if the loss is computed from only a part of the last
             layer's outputs.
+        record: What modules of the layers tell of a training step; None to drop it.
 
     Attributes:
         modules: The layers; linear layers in them may have been replaced.
@@ -71,6 +73,7 @@ class Stage:
         is_half: bool = False,
         overflow: OverflowWatch | None = None,
         check_loss: Callable[[Tensor], None] | None = None,
+        record: RouterRecord | None = None,
     ) -> None:
         self.model, self.layers = model, tuple(layers)
         self.is_last, self.recompute, self.seed = is_last, recompute == "full", seed
@@ -80,10 +83,13 @@ class Stage:
             for index, module in zip(self.layers, modules, strict=True)
             if words[index] == "full" and not self.recompute
         }
+        self._record = record or RouterRecord()
         for index, module in zip(self.layers, modules, strict=True):
-            for part in module.modules():
+            for inner, part in module.named_modules(prefix=model.names[index]):
                 if isinstance(part, SelectiveRecompute):
                     part.recomputes = words[index] == "selective"
+                if isinstance(part, Routed):
+                    part.record, part.name = self._record, inner
         again = [module for index, module in zip(self.layers, modules, strict=True) if index in self._again]
         self._linears = Linears(modules, whole=again if model.halves else modules, shared=shared)
         self._halved, self._is_half, self._check_loss = halved, is_half, check_loss
@@ -218,6 +224,7 @@ class Stage:
         if not self._train:
             with torch.no_grad():
                 return self._apply(step, microbatch, target, *inputs)
+        self._record.open(microbatch)
         if self.recompute:
             forward = partial(self._apply, step, microbatch, target)
             outputs, then = self._buffers.keep(partial(self._twice.without_history, forward, inputs))
@@ -234,6 +241,7 @@ class Stage:
 
     def _backward_input(self, step: int, microbatch: int, gradients: Values) -> Values:
         inputs, tail, then, target = self._saved.pop(microbatch)
+        self._record.close()  # what a recomputation tells once more is not news
         if self._weights is not None:
             self._weights.start("both" if self.recompute else "backward")
         if self.recompute:

@@ -14,6 +14,7 @@ from annotated_types import Ge, Le
 
 from raypar.actors.bounds import Count, Positive, Share
 from raypar.actors.known_fields import known_fields
+from raypar.actors.specs.moe import MoE
 
 Positions = Literal["learned", "sinusoidal", "hierarchical", "rope", "alibi"]
 AttentionKind = Literal["blocks", "fused", "materialised"]
@@ -49,6 +50,8 @@ class Transformer:
     linear: LinearKind = "auto"
     """library for float32 matrix products of linear layers on CPUs: torch: nn.Linear; onednn: oneDNN for large ones,
     some percent faster on an AMD EPYC; auto: torch on Intel processors, which MKL is made for, else onednn"""
+    moe: MoE | None = None
+    """experts in place of the MLPs of some blocks"""
 
     def faults(self, right: Callable[..., bool]) -> Iterator[str]:
         """Yield the sizes that do not fit each other, with the nearest ones that do.
@@ -57,6 +60,8 @@ class Transformer:
             right: Called with paths of a run's fields, returns whether these have valid values by themselves. Sizes
                 that have not are not compared.
         """
+        if self.moe is not None and right("model.moe", "model.layers", "model.seq"):
+            yield from self.moe.faults(self.layers, self.seq)
         if not right("model.hidden", "model.heads"):
             return
         if self.hidden % self.heads:
@@ -66,10 +71,23 @@ class Transformer:
             width, fix = self.hidden // self.heads, "set model.hidden to a multiple of 2 * heads, or other positions"
             yield f"model.positions is 'rope', which turns pairs, but a head has the odd width {width}: {fix}"
 
+    def num_experts(self, block: int) -> int:
+        """Return the number of experts of a block; 0 if it has an MLP instead.
+
+        Args:
+            block: Index of the block.
+        """
+        return 0 if self.moe is None else self.moe.num_experts(block, self.layers)
+
     @property
     def num_kv_heads(self) -> int:
         """Number of heads of the keys and values."""
         return self.heads
+
+    @property
+    def expert_width(self) -> int:
+        """Width of an expert."""
+        return self.mlp_width if self.moe is None or self.moe.width is None else self.moe.width
 
     @property
     def mlp_width(self) -> int:

@@ -73,6 +73,34 @@ class RangeCount(NamedTuple):
     under: int
 
 
+class AddedLoss(NamedTuple):
+    """A loss that a module has added to the objective of a step.
+
+    Attributes:
+        layer: Logical name of the module.
+        kind: Name of the loss.
+        value: Mean over the microbatches, with the loss's coefficient.
+    """
+
+    layer: str
+    kind: str
+    value: float
+
+
+class ExpertLoad(NamedTuple):
+    """How many tokens of a step have chosen each expert of a layer.
+
+    Attributes:
+        layer: Logical name of the router.
+        asked: Choices by expert, those that were dropped included.
+        dropped: Choices over the capacity, by expert.
+    """
+
+    layer: str
+    asked: tuple[int, ...]
+    dropped: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What one actor reports about one step.
@@ -94,6 +122,9 @@ class StepResult:
         scale: Scale of the loss; None if it was not scaled.
         is_skipped: Whether the step changed no weight, because a number was not finite.
         ranges: Counts of overflow; empty in a step without them.
+        auxiliary: Auxiliary losses of the actor's microbatches, by layer and kind; empty in an evaluation, and except
+            from the first rank of a tensor group.
+        loads: Tokens of the actor by layer and expert, likewise.
     """
 
     losses: tuple[float, ...]
@@ -110,6 +141,8 @@ class StepResult:
     scale: float | None = None
     is_skipped: bool = False
     ranges: tuple[RangeCount, ...] = ()
+    auxiliary: tuple[AddedLoss, ...] = ()
+    loads: tuple[ExpertLoad, ...] = ()
 
 
 @dataclass(frozen=True)

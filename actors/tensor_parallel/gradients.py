@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,19 @@ class ShardedGradients:
         group: The tensor-parallel group; None if nothing is sharded.
         watched: Whether to compare the gradients of replicated parameters between members, which finds mistakes in a
             user's plan.
+        apart: Parameters that are neither sharded nor replicated over the group: each member has others of them.
     """
 
     def __init__(
-        self, shards: Mapping[str, Shard], partial: Mapping[str, Groups], group: Group | None, *, watched: bool
+        self,
+        shards: Mapping[str, Shard],
+        partial: Mapping[str, Groups],
+        group: Group | None,
+        *,
+        watched: bool,
+        apart: Collection[str] = (),
     ) -> None:
+        self._apart = apart
         self._shards, self._group, self._partial, self._watched = shards, group, partial, watched
         self._counted = {name for name in shards if first_of(partial.get(name, ()))}
 
@@ -57,11 +65,20 @@ class ShardedGradients:
         bad = (~norms.isfinite()).sum(dtype=torch.float64)
         if self._group is None:
             return norms, float(bad)
-        sharded = torch.tensor([name in self._shards for name in names])
-        counted = torch.tensor([name in self._counted for name in names])
+        common = torch.tensor([name not in self._apart for name in names])
+        told = norms.clone()
+        together, votes = self._together([name for name in names if name not in self._apart], norms[common], bad)
+        told[common] = together
+        return told, votes
+
+    def _together(self, names: Sequence[str], norms: Tensor, bad: Tensor) -> tuple[Tensor, float]:
+        """Do what ``norms`` does, for parameters that the group shards or replicates, with its count of bad ones."""
+        sharded = torch.tensor([name in self._shards for name in names], dtype=torch.bool)
+        counted = torch.tensor([name in self._counted for name in names], dtype=torch.bool)
         own = norms.double().square()
         squares = torch.where(counted | ~sharded, own, 0.0)
         votes = torch.cat((squares, bad[None]))
+        assert self._group is not None
         self._group.host.all_reduce(votes).wait()
         squares = votes[:-1]
         if self._watched:

@@ -8,6 +8,7 @@ from torch import nn
 
 from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.high_water import HighWater
+from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.sharder import Sharder
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.device import Place
@@ -25,35 +26,27 @@ class LayerMaker:
         plan: The actor's plan.
         place: The device that it computes on.
         home: Where it keeps its part of masters and states, and perhaps of weights.
-        owner: Which of the owners of the pipeline rank's weights it is.
-        group: The replicas among which weights are sharded; None if they are not.
+        groups: The actor's groups by key; with ZeRO stage 3, weights are sharded over some of them.
         model: The model.
         parallelize: Applies the styles of the mesh's axes to a layer.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        place: Place,
-        home: Home,
-        owner: int,
-        group: Group | None,
-        model: Model,
-        parallelize: Parallelize,
+        self, plan: Plan, place: Place, home: Home, groups: Mapping[str, Group], model: Model, parallelize: Parallelize
     ) -> None:
-        self._plan, self._place, self._home, self._owner, self._group = plan, place, home, owner, group
+        self._plan, self._place, self._home, self._groups = plan, place, home, groups
         self._model, self._parallelize = model, parallelize
         self._modules: dict[int, nn.Module] = {}
         self._sharder: Sharder | None = None
 
     def make(
-        self, parts: Mapping[int, Sequence[int]], owner_of: Mapping[str, int], same: dict[str, str]
+        self, parts: Mapping[int, Sequence[int]], owners: Owners, same: dict[str, str]
     ) -> tuple[dict[int, nn.Module], dict[int, StageWeights]]:
         """Make the layers of stages.
 
         Args:
             parts: The indices of the layers of each stage, by its number.
-            owner_of: The owner of each parameter.
+            owners: Who updates each parameter.
             same: For each copy of a tied weight that needs no memory of its own, the parameter that it is the same as.
 
         Returns:
@@ -62,10 +55,9 @@ class LayerMaker:
         weights: dict[int, StageWeights] = {}
         if self._plan.world.unshards:
             run = self._plan.run
-            owners = owner_of, self._owner, self._group
             homes = self._home if run.offload == "parameters" else DeviceHome(self._place.device), self._home
             layers = self._model, self._some, self._modules, same
-            self._sharder = Sharder(*layers, *owners, *homes, run.zero_units, run.precision)
+            self._sharder = Sharder(*layers, owners, self._groups, *homes, run.zero_units, run.precision)
             weights = {number: self._sharder.shard(part) for number, part in parts.items()}
         else:
             self._some([index for part in parts.values() for index in part])

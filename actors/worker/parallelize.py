@@ -1,4 +1,4 @@
-"""Apply the mesh axes' parallel styles to the layers of a model: first those of cp, then those of tp."""
+"""Apply the mesh axes' parallel styles to the layers of a model: first those of cp, then those of tp and ep."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from raypar.actors.collective.group import Group, Groups
 from raypar.actors.context_parallel.cores import context_styles
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.base import Model
+from raypar.actors.models.expert_style import ExpertParallel
 from raypar.actors.models.module_tree import modules_named, replace_modules
 from raypar.actors.models.parallel_style import AxisStyles
 from raypar.actors.sharding import Shard, Sharding
@@ -31,6 +32,9 @@ def axis_styles(run: Run, groups: Mapping[str, Group]) -> list[AxisStyles]:
         axes.append(context_styles(run.context, groups["cp"]))
     if "tp" in groups:
         axes.append(tensor_styles(run.mesh, groups, sequence=run.sequence_parallel))
+    if "ep" in groups:
+        tokens = groups["tp"] if run.mesh.folds_experts else None
+        axes.append(AxisStyles({"expert": ExpertParallel(groups["ep"], tokens)}))
     return axes
 
 

@@ -16,13 +16,13 @@ from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import ballot_of
 from raypar.actors.specs.results import Span, StepResult
 from raypar.actors.specs.types import ProgramName
-from raypar.actors.worker.assemble import buckets_of, updater_of
 from raypar.actors.worker.build import build_part
 from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.probe import Probe
 from raypar.actors.worker.seat import Seat
 from raypar.actors.worker.state import WorkerState
 from raypar.actors.worker.step import Step
+from raypar.actors.worker.updates import buckets_of, updater_of
 from raypar.schedules.action import STEP, Action
 
 _WHOLE_STEP = 1e6  # seconds to wait for gradients, in effect no limit: other actors report a replica that is late
@@ -65,7 +65,7 @@ class Server:
         self._buckets = buckets_of(plan, part, own)
         self._counts_votes = index == 0 and train.placement[-1] == seat.pp  # see Reducer.total
         seat.connect(part.ties)
-        seat.compare(index, part.digests(index))
+        seat.compare((f"ps{index}",), part.digests(index))
 
     def run(self, program: ProgramName, step: int, epoch: int | None = None) -> StepResult:
         """Serve a whole step; in an evaluation there is nothing to do. Arguments and errors are those of Worker.run."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -64,9 +64,12 @@ class Seat:
     @cached_property
     def saves(self) -> bool:
         """Whether a checkpoint has the weights that this actor updates: of equal copies, the first is saved."""
-        if self.world.sharded:
-            return self.world.copy_of(self.plan.rank) == 0
-        return self.dp == self.cp == 0
+        return self.plan.rank in self.world.server_ranks or self.world.is_first(self.plan.rank)
+
+    @cached_property
+    def saves_experts(self) -> bool:
+        """Whether a checkpoint has the experts that this actor updates, if experts are divided over actors."""
+        return self.plan.rank not in self.world.server_ranks and self.world.is_first(self.plan.rank, expert=True)
 
     @cached_property
     def _coordinate(self) -> tuple[int, int]:
@@ -88,18 +91,18 @@ class Seat:
                 ends = {pair for pair in pairs if pair[0] != pair[1]}
                 self.groups[key].connect(ends | {(there, here) for here, there in ends})
 
-    def compare(self, owner: int, digests: Iterable[bytes]) -> None:
+    def compare(self, keys: Collection[str], digests: Iterable[bytes]) -> None:
         """Check that all replicas have made the same initial weights.
 
         Args:
-            owner: Index of the owner (server or replica) that updates these weights; see ``World.owners``.
+            keys: Keys of the groups, of those that there are, whose members have the same weights.
             digests: Digests of this actor's weights.
 
         Raises:
             UnequalReplicasError: A replica has other weights.
         """
         for group in self.world.memberships(self.plan.rank):
-            if group.key in ("dp", f"ps{owner}"):
+            if group.key in keys:
                 demand_equal(digests, self.groups[group.key], [self.world.label(rank) for rank in group.members])
 
     def synchronize(self) -> None:

@@ -17,7 +17,7 @@ from raypar.actors.optim.step import Update
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.sharding import Shard
 from raypar.actors.tensor_parallel.gradients import first_of
-from raypar.actors.worker.build import Part
+from raypar.actors.worker.model_part import Part
 from raypar.actors.worker.seat import Seat
 
 
@@ -53,6 +53,7 @@ class WorkerState:
         self.fixed, self.masters, self._scaler = part.fixed, part.masters.parameters, scaler
         self._publish, self._layers, self.held, self.home = part.masters.publish, part.parameters, part.held, part.home
         self._seat, self._shards, self._partial = seat, part.shards, part.partial
+        self._owners = part.owners
         self._homes = {copy: home for home, copy in part.model.ties}
         self._copies = Copies(part.home)
 
@@ -166,10 +167,10 @@ class WorkerState:
 
         A tied weight is saved only under its home. Of equal copies on several ranks, the first rank saves its own.
         """
-        if self._seat.saves:
-            for weight, kept, tensor in self.update.state():
-                if weight not in self._homes and self._speaks(weight, tensor):
-                    yield logical_name(weight, kept), tensor
+        for weight, kept, tensor in self.update.state():
+            saves = self._seat.saves_experts if weight in self._owners.experts else self._seat.saves
+            if saves and weight not in self._homes and self._speaks(weight, tensor):
+                yield logical_name(weight, kept), tensor
         if self._seat.leads and self._seat.cp == 0:
             yield from self.buffers()
         if self._seat.plan.rank == 0 and self._seat.plan.run.counts_skips:
@@ -191,6 +192,8 @@ class WorkerState:
 
     def _speaks(self, weight: str, tensor: Tensor) -> bool:
         """Return whether this actor is the first of its tensor group that holds this weight, or this part of it."""
+        if weight in self._owners.experts and self._seat.world.mesh.folds_experts:
+            return True
         return self._seat.leads if self._shard(weight, tensor) is None else first_of(self._partial.get(weight, ()))
 
     def _load_weights(self, read: Read) -> None:

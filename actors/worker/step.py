@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from raypar.actors.inspect.step import Notes
@@ -48,3 +49,9 @@ class Step:
     samples: int = 0
     in_flight: int = 0
     updated: Updated = field(default_factory=Updated)
+
+    def read_losses(self) -> None:
+        """Read the computed losses, all at once, because on a GPU reading waits for the computation."""
+        if self.computed:
+            self.losses |= zip(self.computed, torch.stack([*self.computed.values()]).tolist(), strict=True)
+            self.computed.clear()

@@ -22,11 +22,11 @@ from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.specs.results import Kind, Span, StepResult
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.tensors import Values, nbytes
-from raypar.actors.worker.assemble import assemble
-from raypar.actors.worker.build import ends_of_rounds
+from raypar.actors.worker.build import assemble, ends_of_rounds
 from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.probe import Probe
 from raypar.actors.worker.program import Program
+from raypar.actors.worker.routers import Routers
 from raypar.actors.worker.seat import Seat
 from raypar.actors.worker.state import WorkerState
 from raypar.actors.worker.step import Step
@@ -65,6 +65,7 @@ class Worker:
         self.state = WorkerState(seat, part, part.kept, self.parts.update, part.stages, self.parts.scaler)
         self.probe = Probe(seat, self.state, part.model.names, part.outputs, self.parts.reducer, part.gathered)
         self._place, self._stages, self._step = place, part.stages, self.probe.step
+        self._routers = Routers(seat, part)
         self._epoch = 0  # number of steps refused for non-finite gradients
         self._methods: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
@@ -95,10 +96,9 @@ class Worker:
         self._memory: dict[Kind, int] = {}  # by kind, once a training step has made it
         self._sources: dict[Action, tuple[Action, ...]] = {}  # by action, the actions whose values it takes
         seat.connect(part.ties)
-        for owner in range(seat.world.owners):
-            seat.compare(owner, part.digests(owner))
-        if "dp" in groups:
-            seat.compare(0, [digest(part.fixed())])
+        for owner in range(part.owners.count):
+            seat.compare(("dp", f"ps{owner}") if owner < part.owners.num_dense else ("edp",), part.digests(owner))
+        seat.compare(("dp",), [digest(part.fixed())] if "dp" in groups else ())
 
     # --- a step ---
 
@@ -139,6 +139,7 @@ class Worker:
             self.state.zero_grad()
             if self.parts.reducer is not None:
                 self.parts.reducer.begin()
+        self._routers.begin(self.parts.mean.auxiliary(self.parts.scaler.scale))
         for stage in self._stages.values():
             stage.begin(train=train)
         if self.parts.part.overflow is not None:
@@ -202,7 +203,7 @@ class Worker:
             self.seat.synchronize()
         except GroupError as error:
             raise self.seat.failed("end of step", None, error) from None
-        self._read_losses()
+        step.read_losses()
         self._place.finish()
         step.now = None
         events, reducer = self._place.spans(step.events), self.parts.reducer
@@ -222,6 +223,8 @@ class Worker:
             samples=step.samples if self.seat.leads else 0,
             memory=self._memory,
             ranges=() if self.parts.part.overflow is None else self.parts.part.overflow.read(),
+            auxiliary=self._routers.losses() if step.is_train else (),
+            loads=self._routers.loads() if step.is_train else (),
         )
 
     # --- the actions ---
@@ -292,7 +295,7 @@ class Worker:
         """Finish the reduction of gradients, vote, clip by the global norm, and step the optimizer."""
         step, parts, ballot = self._step, self.parts, None
         if any(stage.is_last for stage in self._stages.values()):
-            self._read_losses()
+            step.read_losses()
             sound = all(map(math.isfinite, step.losses.values()))
             ballot = ballot_of(sum(step.counts.values()), parts.mean.expected / self.seat.world.mesh.cp, sound=sound)
         if parts.reducer is not None:
@@ -304,7 +307,9 @@ class Worker:
             parts.part.overflow.weight_gradients(parts.part.summed)
         if step.notes is not None:
             self.state.remember(step.notes)
-        step.updated = self.state.update.step(step.number, ballot)
+        with self._routers.named(step.number):
+            step.updated = self.state.update.step(step.number, ballot)
+        self._routers.balance(step.updated)
 
     def _unshard(self, action: Action) -> None:
         """Start to gather the weights of a stage, if they are sharded or rest apart from the device."""
@@ -331,13 +336,6 @@ class Worker:
         if action.op is Op.F and action.microbatch in computed and self._stages[_stage(action)].is_last:
             return (computed[action.microbatch],)
         return next((values[value] for value in provides(action) if value in values), ())
-
-    def _read_losses(self) -> None:
-        """Read the computed losses, all at once, because on a GPU reading waits for the computation."""
-        step = self._step
-        if step.computed:
-            step.losses |= zip(step.computed, torch.stack([*step.computed.values()]).tolist(), strict=True)
-            step.computed.clear()
 
     def _in_all(self, microbatch: int) -> int:
         """Return a microbatch's number in the whole step, over all replicas, as a single process would count it."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import get_args, get_type_hints
 
+from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
+from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
 
 
@@ -14,6 +17,17 @@ def read_precision(words: Sequence[str]) -> list[str]:
         word.replace("--precision", "--precision.compute", 1) if word.partition("=")[0] == "--precision" else word
         for word in words
     ]
+
+
+def with_experts(model: GPT | Llama | Layers, words: Sequence[str]) -> GPT | Llama | Layers:
+    """Return the model that the flags of experts change: with experts if a flag sets one of their fields.
+
+    Args:
+        model: The model that flags change.
+        words: The words of a command line.
+    """
+    sets = any(word.startswith("--model.moe.") for word in words)
+    return replace(model, moe=MoE()) if isinstance(model, Transformer) and model.moe is None and sets else model
 
 
 def read_none(words: Sequence[str]) -> list[str]:

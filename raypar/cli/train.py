@@ -20,7 +20,7 @@ from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.run import Run
 from raypar.cli.flag_values import value_faults
-from raypar.cli.flag_words import read_none, read_precision
+from raypar.cli.flag_words import read_none, read_precision, with_experts
 from raypar.cli.foreign_flags import foreign_faults
 from raypar.cli.output_files import file_faults, growing_file, whole_file
 from raypar.cli.plan import compared
@@ -59,7 +59,8 @@ class RunArgs(Run):
     data: Text = field(default_factory=Text)
     optim: AnyOptimizer = field(default_factory=AdamW)
     base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE|FILE.toml")] = ""
-    """the run that the flags change: gpt-tiny, gpt-small, gpt-124m, llama-tiny, llama-small, or a TOML file"""
+    """the run that the flags change: gpt-tiny, gpt-small, gpt-124m, llama-tiny, llama-small, moe-tiny, moe-small, or a
+    TOML file"""
 
     def run(self) -> Run:
         """Return the Run alone."""
@@ -312,6 +313,7 @@ def _parse(
             default = replace(default, model=of_kind("model", model_kind, default.model))
         for optimizer_kind in _values_of("--optim.kind", words):
             default = replace(default, optim=of_kind("optim", optimizer_kind, default.optim))
+        default = replace(default, model=with_experts(default.model, words))
         if faults := [*foreign_faults(words, default), *value_faults(kind, words, default)]:
             raise ConfigError(faults)
         parts = {field.name: getattr(default, field.name) for field in fields(Run)}

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from raypar.actors.errors import ActionError, NonFiniteError
+from raypar.actors.errors import ActionError, NonFiniteError, RouterError
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import Progress
 from raypar.errors import ActorDiedError, JobError, StalledError
@@ -201,9 +201,10 @@ class Calls:
         if silent and all(isinstance(cause, ActionError) and cause.secondary for cause in causes):
             names = " and ".join(self._world.label(rank) for rank in silent)
             return StalledError(f"actor {names} gives no answer, stopped or out of reach, during {what}{after}")
-        for cause in causes:
-            if isinstance(cause, NonFiniteError):
-                return cause
+        for kind in (RouterError, NonFiniteError):  # the first names a router where it began
+            for cause in causes:
+                if isinstance(cause, kind):
+                    return cause
         actions = [cause for cause in causes if isinstance(cause, ActionError)]
         for action in sorted(actions, key=lambda action: action.secondary):
             return JobError(f"{action} (during {what})" + (f"\n{action.trace}" if action.trace else ""))

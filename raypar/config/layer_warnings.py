@@ -7,7 +7,7 @@ import logging
 from raypar.actors.models.unregistered import shared_buffers, unsearched
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
-from raypar.actors.worker.build import homes_of
+from raypar.actors.worker.owners import homes_of
 from raypar.config.skeleton import Skeleton
 from raypar.schedules.schedule import Schedule
 

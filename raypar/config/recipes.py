@@ -9,6 +9,7 @@ from typing import Any
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.run import Run
 from raypar.errors import ConfigError
@@ -66,12 +67,26 @@ def llama_small() -> Run:
     return replace(gpt_small(), model=Llama(layers=8, hidden=256, heads=8, kv_heads=4, seq=256))
 
 
+def moe_tiny() -> Run:
+    """Return gpt-tiny with four experts in place of each MLP, two of them for a token."""
+    model = GPT(layers=8, hidden=32, heads=4, seq=32, dropout=0.1, moe=MoE(experts=4, top_k=2, normalise=True))
+    return replace(gpt_tiny(), model=model)
+
+
+def moe_small() -> Run:
+    """Return gpt-small with eight experts in place of each MLP, two of them for a token: 35.9 million parameters."""
+    model = GPT(layers=8, hidden=256, heads=8, seq=256, moe=MoE(experts=8, top_k=2, normalise=True))
+    return replace(gpt_small(), model=model)
+
+
 RECIPES: dict[str, Callable[[], Run]] = {
     "gpt-tiny": gpt_tiny,
     "gpt-small": gpt_small,
     "gpt-124m": gpt_124m,
     "llama-tiny": llama_tiny,
     "llama-small": llama_small,
+    "moe-tiny": moe_tiny,
+    "moe-small": moe_small,
 }
 
 
@@ -79,7 +94,7 @@ def recipe(name: str, **changes: Any) -> Run:
     """Return the run of a recipe.
 
     Args:
-        name: Name of the recipe: gpt-tiny, gpt-small, gpt-124m, llama-tiny or llama-small.
+        name: Name of the recipe: gpt-tiny, gpt-small, gpt-124m, llama-tiny, llama-small, moe-tiny or moe-small.
         **changes: Fields of the run to change.
 
     Raises:

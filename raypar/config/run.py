@@ -227,7 +227,7 @@ def _placement_faults(run: Run, skeleton: Skeleton, schedule: Schedule, right: C
     yield from _share_faults(run, skeleton, schedule, right)
     if isinstance(run.model, Layers) and right("model", "split") and schedule.num_ranks > 1:
         from raypar.actors.models.unregistered import borrowed  # imports torch
-        from raypar.actors.worker.build import homes_of
+        from raypar.actors.worker.owners import homes_of
 
         homes, names = homes_of(skeleton.model, run.split, schedule), skeleton.model.names
         for layer, owner, name in borrowed(skeleton.model.skeleton):
@@ -244,7 +244,7 @@ def _share_faults(run: Run, skeleton: Skeleton, schedule: Schedule, right: Calla
     """Yield a fault if a pipeline rank has fewer parameters than servers. One server is always allowed."""
     if not right("servers", "data_parallel", "zero", "mesh", "model", "split") or world_of(run).servers < 2:
         return
-    from raypar.actors.worker.build import sizes_of  # imports torch
+    from raypar.actors.worker.owners import sizes_of  # imports torch
 
     sizes = sizes_of(skeleton.model, run.split, schedule)
     fewest, pp = min((len(sizes.get(pp, {})), pp) for pp in range(schedule.num_ranks))

@@ -55,7 +55,7 @@ _KINDS: dict[str, dict[str, type[Any]]] = {  # the classes that a field may have
     "optim": {"adamw": AdamW, "sgd": SGD, "muon": Muon},
 }
 _COMMON = {  # the fields that another kind takes over; the others get its defaults
-    "model": ("layers", "hidden", "heads", "seq", "vocab", "dropout", "tied", "attention"),
+    "model": ("layers", "hidden", "heads", "seq", "vocab", "dropout", "tied", "attention", "moe"),
     "optim": ("warmup", "decay", "final", "decay_steps", "decay_form", "no_decay", "rates"),
 }
 
@@ -87,12 +87,8 @@ def plain_of(run: Run) -> dict[str, Any]:
 
 
 def toml_of(plain: Mapping[str, Any]) -> str:
-    """Return plain data with tables of one level as TOML text."""
-    tables = {key: value for key, value in plain.items() if isinstance(value, dict)}
-    lines = [f"{key} = {_spelled(value)}" for key, value in plain.items() if key not in tables]
-    for name, table in tables.items():
-        lines += ["", f"[{name}]", *(f"{key} = {_spelled(value)}" for key, value in table.items())]
-    return "\n".join([*lines, ""])
+    """Return plain data, with tables in it, as TOML text."""
+    return "\n".join([*_lines(plain), ""])
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -116,7 +112,7 @@ def parsed(raw: bytes) -> dict[str, Any]:
     try:
         return tomllib.loads(raw.decode())
     except RecursionError as error:
-        raise ValueError("nested too deeply: a run has tables of one level") from error
+        raise ValueError("nested too deeply: a run has tables of two levels") from error
 
 
 def run_of(table: Mapping[str, Any], base: Run | None = None) -> Run:
@@ -178,7 +174,9 @@ def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[str]) -
         path, old = f"{below}{key}", getattr(base, key, None)
         if key not in names:
             faults.append(f"{path} is not a field{_guess(key, names)}")
-        elif not is_dataclass(old) or isinstance(old, Schedule):
+        elif old is None and isinstance(value, dict) and (kind := _table_of(hints[key])) is not None:
+            changes[key] = _changed(kind(), value, f"{path}.", faults)
+        elif not is_dataclass(old) or isinstance(old, Schedule) or (value == "none" and _may_be_none(hints[key])):
             changes[key] = _plain(value, hints[key])
         elif path == "precision" and isinstance(value, str):
             changes[key] = Precision(compute=value)  # type: ignore[arg-type]  # field_faults checks it
@@ -204,7 +202,16 @@ def _plain(value: Any, hint: Any) -> Any:
         if get_origin(hint) is Mapping and all(isinstance(pair, list) and len(pair) == 2 for pair in value):
             return {str(key): one for key, one in value}
         return tuple(value)
-    return None if value == "none" and type(None) in get_args(hint) else value
+    return None if value == "none" and _may_be_none(hint) else value
+
+
+def _may_be_none(hint: Any) -> bool:
+    return type(None) in get_args(hint)
+
+
+def _table_of(hint: Any) -> type[Any] | None:
+    """Return the class of a field that may be None or a table; None if it has none."""
+    return next((kind for kind in get_args(hint) if _may_be_none(hint) and is_dataclass(kind)), None)  # type: ignore[return-value]
 
 
 def _written(value: Any) -> Any:
@@ -223,6 +230,15 @@ def _written(value: Any) -> Any:
     if isinstance(value, Mapping):
         return [[key, one] for key, one in value.items()]
     return [*value] if isinstance(value, tuple) else value
+
+
+def _lines(table: Mapping[str, Any], path: str = "") -> list[str]:
+    """Return the lines of a table: its values, then the tables in it, each under its dotted path."""
+    tables = {key: value for key, value in table.items() if isinstance(value, dict)}
+    lines = [f"{key} = {_spelled(value)}" for key, value in table.items() if key not in tables]
+    for name, inner in tables.items():
+        lines += ["", f"[{path}{name}]", *_lines(inner, f"{path}{name}.")]
+    return lines
 
 
 def _spelled(value: Any) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from raypar.actors.data.batches import CastSource, TokenMean, batch_source, correction
 from raypar.actors.device import Place, place_of
+from raypar.actors.expert_parallel.record import Balanced, Routed, RouterRecord
 from raypar.actors.home import DeviceHome
 from raypar.actors.inspect.activations import LOSS, Spot, Watch
 from raypar.actors.models.build import build_model
@@ -120,6 +121,9 @@ class _Plain:
         self.model = build_model(run.model, run.seed)
         self.layers = self.model.materialize(range(len(self.model.names)), run.seed)
         self._place.settle(self.layers)
+        self._added: list[Tensor] = []  # the auxiliary losses of a microbatch, with their graphs
+        self._record = RouterRecord(self._add)
+        self._routers = self._routed()
         self._parameters = _named(self.model.names, self.layers, {copy: home for home, copy in self.model.ties})
         self._masters = masters_of(run.precision, DeviceHome(self._place.device), self.layers, self._parameters)
         self._optimizer = build_optimizer(run.optim, self._masters.parameters)
@@ -130,17 +134,24 @@ class _Plain:
             self._source = CastSource(self._source, dtype_of(run.precision.compute))
         self._mean = TokenMean(self.model, self._source, m, num_dp)
 
-    def step(self, step: int, watch: Watch | None = None) -> tuple[float, float]:
-        """Train one step, and return its loss and its gradient norm before clipping."""
+    def step(self, step: int, watch: Watch | None = None, *, auxiliary: bool = True) -> tuple[float, float]:
+        """Train one step, and return its loss and its gradient norm before clipping.
+
+        Args:
+            step: The step.
+            watch: Keeps the tensors; None to keep none.
+            auxiliary: Whether auxiliary losses belong to the objective.
+        """
         run, num_dp, parameters = self._run, self._run.mesh.dp, self._masters.parameters
         losses, counts = list[float](), list[int]()
+        self._record.begin(1.0)
         for parameter in (*self._parameters.values(), *parameters.values()):
             parameter.grad = None
         for layer in self.layers:
             layer.train()
         for number in range(run.microbatches * num_dp):
             with nullcontext() if watch is None else watch.of(number):
-                loss, count = self._microbatch(step, number, watch)
+                loss, count = self._microbatch(step, number, watch, auxiliary=auxiliary)
             losses.append(loss)
             counts.append(count)
         self._masters.take_gradients(1.0 / self._scaler.scale)
@@ -154,6 +165,7 @@ class _Plain:
             self._optimizer.step()
             self._masters.publish()
             self._scaler.grow()
+            self._balance()
         return mean_loss(losses, counts), float(norm)
 
     def gradients(self) -> dict[str, Tensor | None]:
@@ -164,8 +176,14 @@ class _Plain:
         """Return the weights, on the CPU, by logical name."""
         return {name: master.detach().cpu() for name, master in self._masters.parameters.items()}
 
-    def _microbatch(self, step: int, number: int, watch: Watch | None) -> tuple[float, int]:
-        """Run forward and backward of one microbatch; return its loss and the number of elements that it averages."""
+    def _microbatch(self, step: int, number: int, watch: Watch | None, *, auxiliary: bool) -> tuple[float, int]:
+        """Run forward and backward of one microbatch; return its loss and the number of elements that it averages.
+
+        The objective is the loss times the share of its tokens, plus the sum of the auxiliary losses as a mean over the
+        microbatches.
+        """
+        self._added.clear()
+        self._record.open(number)
         microbatch, dp = divmod(number, self._run.mesh.dp)
         values = self._place.to(self._source.inputs("train", step, microbatch, dp))
         target = self._place.to(self._source.targets("train", step, microbatch, dp))
@@ -179,9 +197,37 @@ class _Plain:
         if watch is not None:
             watch.keep(Spot(LOSS, number), loss)
             watch.keep(Spot(LOSS, number, backward=True), weight)
-        if loss.requires_grad:
-            loss.backward(weight)
+        objective = loss * weight
+        if self._added and auxiliary:
+            microbatches = self._run.microbatches * self._run.mesh.dp
+            objective = objective + torch.stack(self._added).sum() * (self._scaler.scale / microbatches)
+        if objective.requires_grad:
+            objective.backward()
         return loss.item(), count
+
+    def _add(self, x: Tensor, loss: Tensor) -> Tensor:
+        """Add an auxiliary loss to the objective of the microbatch, where a stage attaches it to the output."""
+        self._added.append(loss)
+        return x
+
+    def _routed(self) -> list[Routed]:
+        """Return the modules that tell auxiliary losses and tokens, and let them tell it here."""
+        found = [
+            (module, name)
+            for layer_name, layer in zip(self.model.names, self.layers, strict=True)
+            for name, module in layer.named_modules(prefix=layer_name)
+            if isinstance(module, Routed)
+        ]
+        for module, name in found:
+            module.record, module.name = self._record, name
+        return [module for module, _ in found]
+
+    def _balance(self) -> None:
+        """Balance the routers by the tokens of the step."""
+        with torch.no_grad():
+            for router in self._routers:
+                if isinstance(router, Balanced) and router.is_balanced:
+                    router.balance(self._record.asked(router.name, router.num_experts))
 
 
 def _place_of(run: Run) -> Place:

@@ -154,7 +154,7 @@ def muon_parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> 
 
 def _held(run: Run, schedule: Schedule, skeleton: Skeleton) -> list[list[str]]:
     """Return the weights of each pipeline rank, a tied one by the name of its home."""
-    from raypar.actors.worker.build import sizes_of  # imports torch
+    from raypar.actors.worker.owners import sizes_of  # imports torch
 
     sizes, homes = sizes_of(skeleton.model, run.split, schedule), skeleton.homes
     return [[homes.get(name, name) for name in sizes.get(rank, {})] for rank in range(schedule.num_ranks)]

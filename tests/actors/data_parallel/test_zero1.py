@@ -139,7 +139,7 @@ class Sliced(nn.Module):
 def test_weights_that_lie_between_one_another_do_not_overlap():
     team = Team(lambda: [Sliced()], 1, 2, dp=2, zero=1)
     agrees(team)
-    assert set(team.workers[0].member.parts.part.owner_of.values()) == {0, 1}
+    assert set(team.workers[0].member.parts.part.owners.of.values()) == {0, 1}
 
 
 class Unregistered(nn.Module):

@@ -73,7 +73,7 @@ def test_who_updates_what(pp, dp, zero, owners, updaters):
     assert (world.owners, world.updaters) == (owners, updaters)
     keys = {membership.key for membership in world.memberships(0)}
     assert ("mesh" in keys) == (updaters == "mesh")
-    ranks = [world.owner_rank(stage, owner) for stage in range(pp) for owner in range(owners)]
+    ranks = [world.owner_rank(stage, owner, 0) for stage in range(pp) for owner in range(owners)]
     assert ranks == list(range(pp * owners)), "the members of the group in their order"
 
 
@@ -93,4 +93,4 @@ def test_the_owners_of_weights_are_the_members_of_their_group_in_its_order():
     world = World(Mesh(pp=2, dp=2, tp=2), zero=1)
     (mesh,) = [one for one in world.memberships(3) if one.key == "mesh"]
     assert (mesh.name, mesh.members) == ("mesh/1", (1, 3, 5, 7))
-    assert mesh.members[world.owner_rank(1, 0)] == world.mesh.rank(pp=1, dp=0, tp=1)
+    assert mesh.members[world.owner_rank(1, 0, 1)] == world.mesh.rank(pp=1, dp=0, tp=1)

@@ -398,7 +398,8 @@ def test_all_mistakes_in_a_run_are_listed(said, tmp_path):
     [
         (
             ("gpt-tny",),
-            "did you mean 'gpt-tiny'? known are gpt-tiny, gpt-small, gpt-124m, llama-tiny, llama-small; or give a file",
+            "did you mean 'gpt-tiny'? known are gpt-tiny, gpt-small, gpt-124m, "
+            "llama-tiny, llama-small, moe-tiny, moe-small; or give a file",
         ),
         (("gone.toml",), "'gone.toml' can't be read"),
         (("--steps", "3", "gone.toml"), "'gone.toml' can't be read"),

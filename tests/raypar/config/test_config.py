@@ -185,7 +185,7 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
             {"mesh": Mesh(tp="2d:2x2"), "data_parallel": "parameter_server"},
             "mesh.tp is '2d:2x2', but servers hold whole weights: set data_parallel to 'all_reduce'",
         ),
-        ({"mesh": Mesh(pp=2, ep=2)}, "mesh.ep is 2, but expert parallelism does not compute yet: set it to 1"),
+        ({"mesh": Mesh(pp=2, ep=2)}, "mesh.ep is 2, but which does not divide dp x cp = 1: use 1, say"),
         ({"bucket_mb": 0.0}, "bucket_mb is 0.0: it must be above 0"),
         ({"data_parallel": "zero"}, "data_parallel is 'zero': it must be 'all_reduce' or 'parameter_server'"),
         ({"servers": 2}, "servers is 2, but data_parallel is 'all_reduce': only a parameter_server has them"),
@@ -356,7 +356,10 @@ def test_all_wrong_types_come_at_once():
     ("change", "says"),
     [
         ({"model": GPT}, "model is <class 'raypar.actors.specs.model.GPT'>: it must be a GPT or a Llama or a Layers"),
-        ({"data": Mesh()}, "data is Mesh(pp=1, dp=1, cp=1, tp=1, shard=None, ep=1): it must be a Text or a Batches"),
+        (
+            {"data": Mesh()},
+            "data is Mesh(pp=1, dp=1, cp=1, tp=1, shard=None, ep=1, etp=None): it must be a Text or a Batches",
+        ),
         ({"split": "odd"}, "split is 'odd': it must be 'even' or 'balanced' or a tuple (in TOML a list)"),
         ({"optim": AdamW(betas=(0.9, 0.9, 1))}, "optim.betas is (0.9, 0.9, 1): it must be of 2 at most"),
         ({"timeout": 10**400}, "timeout is 1000"),

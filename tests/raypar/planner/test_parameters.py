@@ -9,7 +9,7 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.build import build_model
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
-from raypar.actors.worker.build import sizes_of
+from raypar.actors.worker.owners import sizes_of
 from raypar.actors.worker.parallelize import Parallelizer, axis_styles
 from raypar.planner.parameters import held_parameters, num_parameters, short_count, stage_parameters
 from raypar.schedules.catalog import build

@@ -1,0 +1,37 @@
+"""The owners of parameters: each is updated by one of the actors that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The owners of the parameters of one pipeline rank, by number.
+
+    First come those of weights that all replicas hold, then those of experts that are divided over actors. An owner of
+    experts stands for one actor in each group of replicas of experts.
+
+    Attributes:
+        of: The owner of each parameter of the model, by logical name. Of experts, only those on this actor's part of
+            the mesh are right for it.
+        own: The owners that this actor is.
+        num_dense: Number of owners of weights that all replicas hold.
+        count: Number of all owners.
+        experts: Logical names of the experts' parameters, if experts are divided over actors.
+    """
+
+    of: Mapping[str, int]
+    own: frozenset[int]
+    num_dense: int
+    count: int
+    experts: frozenset[str]
+
+    def rank(self, name: str) -> int:
+        """Return the rank of a parameter's owner in the group of those who share out such parameters."""
+        return self.of[name] - (self.num_dense if name in self.experts else 0)
+
+    def is_own(self, name: str) -> bool:
+        """Return whether this actor updates a parameter; nobody updates a frozen one."""
+        return self.of.get(name) in self.own

@@ -1,0 +1,1 @@
+"""Experts: routers, their losses, capacity, and how tokens go to experts and come back."""

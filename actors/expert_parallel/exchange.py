@@ -1,0 +1,85 @@
+"""Experts that are divided over actors: tokens travel to their experts and back by all-to-alls.
+
+Shapes: T tokens of this actor, K choices of a token, D hidden, E experts, N rows (a token and one of its choices) in
+the order of the experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from raypar.actors.collective.autograd import exchange_rows, join_rows, own_rows
+from raypar.actors.collective.group import Group
+from raypar.actors.expert_parallel.experts import DividedExperts, combine, order_of, spread
+from raypar.actors.sharding import Pieces
+
+
+class ExpertShard(DividedExperts):
+    """One actor's experts, and the way to those of the other actors.
+
+    Choices are sorted by expert, so each actor gets one run of rows. Actors first tell each other how many rows they
+    have for each expert. An expert without any rows is called with none, so its gradients are zeros, as in one process.
+
+    Args:
+        experts: This actor's experts by number: one slice of all.
+        num_experts: Number of all experts.
+        group: The actors among which the experts are divided.
+        tokens: Actors that all have the same tokens, of which each one then sends only a part; None if no other actor
+            has this actor's tokens.
+
+    Source: He et al. 2021, "FastMoE", section 4; Gale et al. 2022, "MegaBlocks", section 5.
+    """
+
+    def __init__(
+        self, experts: Mapping[int, nn.Module], num_experts: int, group: Group, tokens: Group | None = None
+    ) -> None:
+        super().__init__({str(number): expert for number, expert in experts.items()})
+        self._num_experts, self._group, self._tokens = num_experts, group, tokens
+
+    def run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
+        """Return for each token the sum of what its experts make of it; see ``run_experts``."""
+        if self._tokens is None:
+            return self._run(x_TD, chosen_TK, gates_TK)
+        start, stop = Pieces.at(self._tokens.rank, self._tokens.size).span(len(x_TD))
+        own = self._run(own_rows(x_TD, self._tokens), chosen_TK[start:stop], own_rows(gates_TK, self._tokens))
+        return join_rows(own, self._tokens, len(x_TD))
+
+    def _run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
+        group, order = self._group, order_of(chosen_TK, self._num_experts, tokens=len(x_TD))
+        asked = self._asked(order.counts)
+        there, here = asked[group.rank].sum(1).tolist(), asked[:, group.rank]
+        came_ND = exchange_rows(spread(x_TD, order), group, there, here.sum(1).tolist())
+        made_ND = self._computed(came_ND, here)
+        return combine(exchange_rows(made_ND, group, here.sum(1).tolist(), there), gates_TK, order)
+
+    def _asked(self, counts: Sequence[int]) -> Tensor:
+        """Return how many rows each actor has for each expert of each one: (actors, actors, experts of one)."""
+        own = torch.tensor(counts)
+        asked = own.new_empty(self._group.size * len(own))
+        self._group.host.all_gather(asked, own).wait()
+        return asked.view(self._group.size, self._group.size, -1)
+
+    def _computed(self, came_ND: Tensor, asked: Tensor) -> Tensor:
+        """Run this actor's experts.
+
+        Args:
+            came_ND: The rows that came, in the order of their senders, and of the experts for each.
+            asked: Number of rows by sender and expert (members, experts of this actor).
+
+        Returns:
+            What the experts make of each row (N, D), in the order of the rows.
+        """
+        senders, experts = asked.shape
+        starts = (asked.flatten().cumsum(0) - asked.flatten()).view(senders, experts)
+        runs = [
+            torch.arange(start, start + count)
+            for expert in range(experts)
+            for start, count in zip(starts[:, expert].tolist(), asked[:, expert].tolist(), strict=True)
+        ]
+        by_expert = torch.cat(runs).to(came_ND.device)
+        parts = came_ND.index_select(0, by_expert).split(asked.sum(0).tolist())
+        made = torch.cat([expert(part) for expert, part in zip(self.values(), parts, strict=True)])
+        return made.index_select(0, by_expert.argsort())

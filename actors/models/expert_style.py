@@ -1,0 +1,32 @@
+"""The parallel style of experts: each actor keeps some of a layer's experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from raypar.actors.collective.group import Group
+from raypar.actors.expert_parallel.exchange import ExpertShard
+from raypar.actors.models.parallel_style import Applied, ParallelStyle
+from raypar.actors.sharding import Pieces
+
+
+@dataclass(frozen=True)
+class ExpertParallel(ParallelStyle):
+    """Keep this actor's experts of an nn.ModuleList, each under its number.
+
+    Attributes:
+        group: The actors among which the experts are divided.
+        tokens: Actors that all have the same tokens, which they divide for the experts; None if there are no others.
+    """
+
+    group: Group
+    tokens: Group | None
+
+    def apply(self, name: str, module: nn.Module) -> Applied:
+        """Replace the list by this actor's slice of it."""
+        assert isinstance(module, nn.ModuleList)
+        first, last = Pieces.at(self.group.rank, self.group.size).span(len(module))
+        own = {number: module[number] for number in range(first, last)}
+        return Applied(ExpertShard(own, len(module), self.group, self.tokens))

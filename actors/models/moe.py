@@ -1,0 +1,108 @@
+"""A block's experts in place of its MLP.
+
+Shapes: B microbatch, S sequence, D hidden, T tokens (B x S), E experts, K choices of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from raypar.actors.expert_parallel.capacity import capacity_of, over_capacity
+from raypar.actors.expert_parallel.experts import DROPPED, run_experts
+from raypar.actors.expert_parallel.gates import updated_bias
+from raypar.actors.expert_parallel.losses import Sums, alone, gshard_loss, load_of, switch_loss, z_loss
+from raypar.actors.expert_parallel.record import Balanced, attach_loss
+from raypar.actors.expert_parallel.router import Router, Routing
+from raypar.actors.specs.model import Transformer
+
+MakeMLP = Callable[[int], nn.Module]  # by its width
+
+
+class MoE(nn.Module, Balanced):
+    """A mixture of experts, (B, S, D) -> (B, S, D).
+
+    Args:
+        model: The model.
+        num_experts: Number E of experts.
+        mlp: Makes an MLP (..., D) -> (..., D).
+
+    Attributes:
+        router: Chooses experts for tokens.
+        experts: The experts. Expert parallelism puts in their place those of this actor.
+        shared: The MLP of all tokens beside the experts; None if there is none.
+        residual: The MLP of a PR-MoE; None if it is none.
+        mix: The two coefficients of a PR-MoE, (D) -> (2); None if it is none.
+        num_experts: Number of experts of all actors.
+        sums: Sums a tensor over the actors that have tokens of the same sequences; see losses.py.
+        attaches: Whether this actor gives auxiliary losses their gradients: of actors that compute the same routing
+            and add up its gradients, one does.
+    """
+
+    def __init__(self, model: Transformer, num_experts: int, mlp: MakeMLP) -> None:
+        super().__init__()
+        assert model.moe is not None
+        self.spec, self.num_experts, self.attaches = model.moe, num_experts, True
+        self.sums: Sums = alone
+        self.router = Router(self.spec, model.hidden, num_experts)
+        self.experts = nn.ModuleList(mlp(model.expert_width) for _ in range(num_experts))
+        self.shared = mlp(model.expert_width * self.spec.shared) if self.spec.shared else None
+        self.residual = mlp(model.mlp_width) if self.spec.residual else None
+        self.mix = nn.Linear(model.hidden, 2) if self.spec.residual else None
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Route the tokens; what no expert has taken of a token is zero, and the block's residual stream goes on."""
+        routing = self.router(x_BSD)
+        chosen_TK = self._made(routing, groups=len(x_BSD))
+        y_BSD = run_experts(x_BSD.flatten(0, 1), self.experts, chosen_TK, routing.gates).view_as(x_BSD)
+        if self.residual is not None and self.mix is not None:
+            parts_BS2 = self.mix(x_BSD).float().softmax(-1).to(y_BSD.dtype)
+            y_BSD = y_BSD * parts_BS2[..., :1] + self.residual(x_BSD) * parts_BS2[..., 1:]
+        if self.shared is not None:
+            y_BSD = y_BSD + self.shared(x_BSD)
+        return self._with_losses(y_BSD, routing, groups=len(x_BSD)) if self.training else y_BSD
+
+    @torch.no_grad()
+    def balance(self, asked_E: Tensor) -> None:
+        """Move the router's bias, if it has one, towards an even load."""
+        if (bias_E := self.router.bias) is not None:
+            bias_E.copy_(updated_bias(bias_E, asked_E, self.spec.bias_rate))
+
+    def _made(self, routing: Routing, groups: int) -> Tensor:
+        """Return the choices (T, K) of which those are dropped that are over the capacity, or not made by chance.
+
+        Args:
+            routing: What the router decided.
+            groups: Number of sequences; an expert's capacity is of tokens of one sequence.
+        """
+        chosen_TK, spec, num_experts = routing.chosen, self.spec, self.num_experts
+        made_TK = chosen_TK
+        if spec.capacity is not None:
+            capacity = capacity_of(spec.capacity, len(chosen_TK) // groups, spec.top_k, num_experts)
+            over_TK = over_capacity(chosen_TK, groups, num_experts, capacity)
+            made_TK = chosen_TK.masked_fill(over_TK, DROPPED)
+        if routing.skipped is not None:
+            made_TK = made_TK.masked_fill(routing.skipped, DROPPED)
+        if self.record is not None:
+            asked_E, made_E = load_of(chosen_TK, num_experts), load_of(made_TK, num_experts)
+            self.record.tokens(self.name, asked_E, asked_E - made_E)
+            self.record.scores(self.name, routing.logits)
+        return made_TK
+
+    def _with_losses(self, y_BSD: Tensor, routing: Routing, groups: int) -> Tensor:
+        """Return the output, whose backward gives the auxiliary losses their gradients."""
+        spec, losses = self.spec, dict[str, Tensor]()
+        if spec.loss == "switch" and spec.alpha:
+            losses["switch"] = spec.alpha * switch_loss(routing.probs, routing.chosen, self.sums)
+        elif spec.loss == "gshard" and spec.alpha:
+            losses["gshard"] = spec.alpha * gshard_loss(routing.probs, routing.chosen[:, 0], groups, self.sums)
+        if spec.z_loss:
+            losses["z"] = spec.z_loss * z_loss(routing.logits, self.sums)
+        for kind, loss in losses.items():
+            if self.record is not None:
+                self.record.loss(self.name, kind, loss)
+            if self.attaches:
+                y_BSD = attach_loss(y_BSD, loss, self.record)
+        return y_BSD

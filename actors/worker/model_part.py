@@ -1,0 +1,106 @@
+"""One actor's part of a model: its stages, its parameters, and who updates them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+from torch import Tensor, nn
+
+from raypar.actors.collective.group import Groups
+from raypar.actors.data_parallel.high_water import HighWater
+from raypar.actors.data_parallel.owners import Owners
+from raypar.actors.data_parallel.replica_checks import digest
+from raypar.actors.data_parallel.stage_weights import StageWeights
+from raypar.actors.data_parallel.units import digests_of
+from raypar.actors.expert_parallel.record import RouterRecord
+from raypar.actors.home import Home
+from raypar.actors.inspect.overflow import OverflowWatch
+from raypar.actors.models.base import Model
+from raypar.actors.models.tied_weights import Tie
+from raypar.actors.optim.masters import Masters
+from raypar.actors.pipeline.stage import Stage
+from raypar.actors.sharding import Shard, Sharding
+
+
+@dataclass(frozen=True)
+class Part:
+    """One actor's part of the model.
+
+    Attributes:
+        model: The model.
+        stages: The actor's stages by number.
+        parameters: Trainable parameters by logical name; a tied weight whose home is on this rank too is listed once.
+        masters: The weights that this actor updates.
+        owners: Who updates each parameter of the model.
+        ties: Ties between pipeline ranks; their ranks are those of the owners in the group of all updaters.
+        shards: This actor's part of each sharded parameter, by logical name.
+        partial: Groups over which a parameter's gradient is partial, by logical name: see Parallelizer.
+        outputs: Sharding of the outputs of layers and of some modules in them, by logical name.
+        weights: If weights are whole only for a while, those of each stage, by its number; else empty.
+        layer_shards: What the actor keeps of these weights, by logical name; else empty.
+        overflow: Counts overflow in the stages; None if the run does not ask for it.
+        gathered: The bytes of weights that are whole for a while; None if all always are.
+        record: What modules of the stages tell of a training step.
+        gathers: Whether other actors keep shards too.
+    """
+
+    model: Model
+    stages: dict[int, Stage]
+    parameters: dict[str, nn.Parameter]
+    masters: Masters
+    owners: Owners
+    ties: list[Tie]
+    shards: Mapping[str, Shard]
+    partial: Mapping[str, Groups]
+    outputs: Mapping[str, Sharding]
+    weights: Mapping[int, StageWeights]
+    layer_shards: Mapping[str, nn.Parameter]
+    overflow: OverflowWatch | None
+    gathered: HighWater | None
+    record: RouterRecord
+    gathers: bool
+
+    @property
+    def home(self) -> Home:
+        """Where the actor keeps masters and the optimizer's state, and perhaps the layers' weights."""
+        return self.masters.home
+
+    @property
+    def kept(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that the actor always keeps, by logical name: with ZeRO stage 3, those that it owns."""
+        if self.gathers:
+            return self.masters.parameters
+        return self.layer_shards if self.weights else self.parameters
+
+    @property
+    def held(self) -> list[nn.Parameter]:
+        """The weights that the actor always keeps in the dtype in which layers compute: with ZeRO stage 3, shards."""
+        return list((self.layer_shards if self.weights else self.parameters).values())
+
+    @property
+    def summed(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that have the sums of gradients once these are reduced, by logical name."""
+        return self.masters.parameters if self.home.is_apart else self.parameters
+
+    def digests(self, owner: int) -> list[bytes]:
+        """Return digests of the initial values of the parameters that one owner updates."""
+        if not self.weights:
+            return [digest(self.share(owner))]
+        made = digests_of(unit for weights in self.weights.values() for unit in weights.units)
+        return [one for name, one in made.items() if self.owners.of[name] == owner]
+
+    def share(self, owner: int) -> dict[str, nn.Parameter]:
+        """Return the parameters that one owner updates, by logical name."""
+        return {name: p for name, p in self.parameters.items() if self.owners.of[name] == owner}
+
+    def fixed(self) -> dict[str, Tensor]:
+        """Return the tensors that no optimizer changes, by logical name: frozen parameters, and buffers."""
+        return {
+            f"{self.model.names[index]}.{inner}": tensor
+            for stage in self.stages.values()
+            for index, module in zip(stage.layers, stage.modules, strict=True)
+            for inner, tensor in chain(module.named_parameters(), module.named_buffers())
+            if not tensor.requires_grad
+        }

@@ -1,0 +1,95 @@
+"""What a worker does for the routers of its stages: balance them after a step, and report what they tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from raypar.actors.errors import NonFiniteError, RouterError
+from raypar.actors.expert_parallel.record import Balanced, Routed
+from raypar.actors.specs.results import AddedLoss, ExpertLoad, Updated
+from raypar.actors.worker.model_part import Part
+from raypar.actors.worker.seat import Seat
+from raypar.schedules.action import Action, Op
+
+
+class Routers:
+    """The routers of one actor's stages.
+
+    Args:
+        seat: The actor's seat.
+        part: Its part of the model.
+    """
+
+    def __init__(self, seat: Seat, part: Part) -> None:
+        self._seat, self._record = seat, part.record
+        self._modules: dict[str, Routed] = {}
+        self._stages: dict[str, int] = {}
+        for number, stage in part.stages.items():
+            for module in (module for layer in stage.modules for module in layer.modules()):
+                if isinstance(module, Routed):
+                    self._modules[module.name], self._stages[module.name] = module, number
+        self._balanced = [one for one in self._modules.values() if isinstance(one, Balanced) and one.is_balanced]
+
+    def begin(self, weight: float) -> None:
+        """Begin a step, in which each microbatch's auxiliary losses have this weight."""
+        self._record.begin(weight)
+
+    def balance(self, updated: Updated) -> None:
+        """Balance the routers by the tokens of the whole step, over all replicas, after an update that was not skipped.
+
+        One all_reduce on the host for all routers of the actor.
+
+        Raises:
+            GroupError: The counts could not be summed.
+        """
+        if updated.is_skipped or not self._balanced:
+            return
+        asked = [self._record.asked(router.name, router.num_experts) for router in self._balanced]
+        for key in ("dp", "tp"):
+            own = [a for a, router in zip(asked, self._balanced, strict=True) if key == "dp" or router.divides_tokens]
+            if own and key in self._seat.groups:
+                whole = torch.cat(own)
+                self._seat.groups[key].host.all_reduce(whole).wait()
+                for part, total in zip(own, whole.split([len(part) for part in own]), strict=True):
+                    part.copy_(total)
+        with torch.no_grad():
+            for router, counts in zip(self._balanced, asked, strict=True):
+                router.balance(counts)
+
+    @contextmanager
+    def named(self, step: int) -> Iterator[None]:
+        """Within the context, the end of a step: if it is not finite, name the first router whose scores are not.
+
+        Args:
+            step: The step, counted from 0.
+
+        Raises:
+            RouterError: The step is not finite, and neither are a router's scores.
+        """
+        try:
+            yield
+        except NonFiniteError as error:
+            if (found := self._record.not_finite()) is None:
+                raise
+            name, microbatch = found
+            dp, number = self._seat.world.mesh.dp, self._stages[name]
+            action = Action(number, Op.F, microbatch // dp)
+            raise RouterError(
+                f"step {step + 1}: the router of {name} gave scores that are not finite in {action} on actor "
+                f"{self._seat.label}; no weight was changed: lower the learning rate, clip, or add a z-loss"
+            ) from error
+
+    def losses(self) -> tuple[AddedLoss, ...]:
+        """Return the auxiliary losses of the step; of a tensor group the first rank reports them."""
+        return self._record.losses() if self._seat.leads else ()
+
+    def loads(self) -> tuple[ExpertLoad, ...]:
+        """Return the tokens of each expert in the step.
+
+        Of a tensor group the first rank reports them, except of modules whose tokens are divided over the group.
+        """
+        leads, modules = self._seat.leads, self._modules
+        return tuple(load for load in self._record.loads() if leads or modules[load.layer].divides_tokens)
