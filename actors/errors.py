@@ -102,6 +102,10 @@ class NonFiniteError(ArithmeticError):
     """The gradients of a step are not finite. No actor updated its weights."""
 
 
+class OffloadError(RuntimeError):
+    """There is no room for what an actor keeps away from its device, or the disk with it fails."""
+
+
 class RouterError(NonFiniteError):
     """The same, where the scores of a router were not finite before."""
 

@@ -336,8 +336,8 @@ MAY_IMPORT = {
         "schedules/simulation"
     ),
     "raypar/config/validate": (
-        "actors/context_parallel actors/data actors/data_parallel actors/mesh actors/models actors/optim "
-        "actors/specs raypar raypar/config"
+        "actors actors/context_parallel actors/data actors/data_parallel actors/mesh actors/models "
+        "actors/optim actors/specs raypar raypar/config raypar/planner"
     ),
     "raypar/job": (
         "actors actors/collective actors/data actors/data_parallel actors/mesh actors/models actors/specs "

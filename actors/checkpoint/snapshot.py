@@ -14,6 +14,7 @@ from torch import Tensor
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.shards import ShardFile, assemble, stored_in, write_shard
 from raypar.actors.errors import CheckpointError
+from raypar.actors.home import Home
 from raypar.actors.models.tile_names import untiled
 from raypar.actors.sharding import Shard
 from raypar.actors.tensors import nbytes
@@ -43,16 +44,21 @@ class Copies:
     """Copies of an actor's state on their way to disk: ``take`` one between two steps, ``write`` it in another thread.
 
     There is one copy at a time. Its memory is reused, because memory that is new to the process takes longer to fill.
+
+    Args:
+        home: Where the actor keeps its state: copies are there too if it is away from the device, else on the host.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, home: Home) -> None:
+        self._home = home
         self._taken: SimpleQueue[tuple[dict[str, Tensor], Mapping[str, Shard]] | Exception] = SimpleQueue()
         self._maker = ThreadPoolExecutor(1)
         self._room: Future[Tensor] | None = None
 
     def make_room(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Allocate the memory for copies of these tensors, in a thread."""
-        self._room = self._maker.submit(_touched, sum(_padded(tensor) for _, tensor in tensors))
+        size = sum(_padded(tensor) for _, tensor in tensors)
+        self._room = self._maker.submit(_touched if not self._home.is_apart else self._apart, size)
 
     def take(self, tensors: Iterable[tuple[str, Tensor]], shards: Mapping[str, Shard] = _ALL_WHOLE) -> None:
         """Copy tensors to the host. Errors are kept for ``write`` to raise.
@@ -69,7 +75,8 @@ class Copies:
             room, start, copies = self._room.result(), 0, dict[str, Tensor]()
             for name, tensor in held.items():
                 copies[name] = room[start : start + nbytes(tensor)].view(tensor.dtype).view(tensor.shape)
-                copies[name].copy_(tensor.detach())
+                with self._home.at_hand([tensor]), self._home.at_hand([copies[name]], writes=True):
+                    copies[name].copy_(tensor.detach())
                 start += _padded(tensor)
             self._taken.put((copies, shards))
         except Exception as error:
@@ -103,6 +110,9 @@ class Copies:
             saved[whole] = Logical(part.dtype, part.shape, slices)
         spare = sum(map(nbytes, tensors.values())) / _SLOWEST if beside else 0.0
         return write_shard(folder, file, tensors, spare), saved
+
+    def _apart(self, size: int) -> Tensor:
+        return self._home.empty(size, torch.uint8)
 
 
 def reader(folder: Path, tensors: Mapping[str, Logical], homes: Mapping[str, str]) -> Read:

@@ -10,6 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,13 @@ from raypar.actors.tensors import nbytes, row_size
 
 Edge = tuple[int, int]  # ranks: source and destination
 Finish = Callable[[float], None]  # blocks until an op is complete, for at most the given seconds
+
+
+class Waitable(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> None:
+        """Block until it is complete."""
 
 
 class Handle:

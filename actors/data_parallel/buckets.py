@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 import torch
@@ -92,21 +92,32 @@ class Bucket:
 
         A parameter that no replica used gets the gradient None.
         """
-        used = flat[self.elements :].tolist()
-        for (name, parameter), uses in zip(self.parameters.items(), used, strict=True):
-            parameter.grad = self.place(name, flat) if uses else None
+        for name, gradient in self.gradients(flat):
+            self.parameters[name].grad = gradient
+
+    def gradients(self, flat: Tensor) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield the gradients in a flat tensor (size,) that was summed over the replicas: (logical name, view).
+
+        The gradient of a parameter that no replica used is None.
+        """
+        for name, uses in zip(self.parameters, flat[self.elements :].tolist(), strict=True):
+            yield name, self.place(name, flat) if uses else None
 
     def room(self) -> Tensor:
         """Return an uninitialised flat tensor (elements,) for the weights."""
         return self._like.new_empty(self.elements)
 
-    @torch.no_grad()
     def weights(self) -> Tensor:
         """Return a new flat tensor (elements,) with a copy of the weights."""
         flat = self.room()
+        self.read_into(flat)
+        return flat
+
+    @torch.no_grad()
+    def read_into(self, flat: Tensor) -> None:
+        """Copy the weights into a flat tensor (elements,)."""
         for name, parameter in self.parameters.items():
             self.place(name, flat).copy_(parameter)
-        return flat
 
     @torch.no_grad()
     def settle(self, flat: Tensor) -> None:

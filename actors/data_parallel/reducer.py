@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.group import Handle
+from raypar.actors.collective.group import Waitable
 from raypar.actors.data_parallel.buckets import Bucket
 from raypar.actors.data_parallel.high_water import HighWater
+from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.device import Place
 from raypar.actors.specs.results import Span
 from raypar.actors.tensors import nbytes
@@ -21,7 +22,7 @@ from raypar.schedules.action import Action, Op
 
 
 class Channel(NamedTuple):
-    """The operations that sum the gradients of one owner over the replicas.
+    """The operations that sum the gradients of one owner over the replicas; with a single one, they do nothing.
 
     Attributes:
         start: Starts the reduction of a flat tensor (n,) in place: an all_reduce, or a reduce to one server or replica.
@@ -33,11 +34,21 @@ class Channel(NamedTuple):
             reductions; else None.
     """
 
-    start: Callable[[Tensor], Handle]
-    tell: Callable[[Tensor], Handle]
+    start: Callable[[Tensor], Waitable]
+    tell: Callable[[Tensor], Waitable]
     empty: Callable[[int, torch.dtype], Tensor]
     here: bool
-    finish: Callable[[Tensor], Handle] | None = None
+    finish: Callable[[Tensor], Waitable] | None = None
+
+
+class Complete:
+    """An operation on a tensor that is complete from its start on, because there is nothing to do."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        pass
+
+    def wait(self) -> None:
+        """Return at once."""
 
 
 @dataclass
@@ -57,7 +68,7 @@ class _Transfer:
     number: int
     bucket: Bucket
     flat: Tensor | None
-    handle: Handle
+    handle: Waitable
     num_bytes: int
     start: float
     end: float = 0.0
@@ -85,10 +96,12 @@ class Reducer:
             makes the gradients.
         channels: The channel of each bucket owner.
         place: The device that computes the gradients. Its clock times the transfers.
+        sums: The sums that this actor gets.
         rounds: The stages in the order in which a step reduces them; a stage comes once for each of its rounds.
         lends: Whether flat tensors are lent; with several rounds they are in any case.
 
     Attributes:
+        sums: The sums that this actor gets.
         lent: The bytes of gradients in flat tensors that are lent; None if they are kept for the whole run.
 
     Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2;
@@ -100,11 +113,12 @@ class Reducer:
         buckets: Sequence[Bucket],
         channels: Sequence[Channel],
         place: Place,
+        sums: GradientSums,
         rounds: Sequence[int] | None = None,
         *,
         lends: bool = False,
     ) -> None:
-        self._buckets, self._channels, self._place = buckets, channels, place
+        self._buckets, self._channels, self._place, self.sums = buckets, channels, place, sums
         stages = list(dict.fromkeys(bucket.stage for bucket in buckets)) if rounds is None else list(rounds)
         self._order = [n for stage in stages for n, bucket in enumerate(buckets) if bucket.stage == stage]
         self._lends = lends or len(set(stages)) < len(stages)
@@ -120,7 +134,7 @@ class Reducer:
             self._places[number].append(place)
         self._transfers: list[_Transfer] = []
         self._arrived = 0  # number of transfers that were waited for
-        self._sums: dict[int, Tensor] = {}  # by bucket, what this actor gets
+        self.sums.begin()
         self._spent: list[tuple[float, float]] = []  # (start, end) marks: time spent here instead of on compute
         if self.lent is not None:
             self._flats = [None] * len(self._buckets)
@@ -184,17 +198,14 @@ class Reducer:
         assert len(self._transfers) == len(self._order), "a stage was not flushed"
         self._collect(0)
         finishing = [
-            finish(flat)
-            for number, flat in sorted(self._sums.items())
-            if (finish := self._channels[self._buckets[number].owner].finish) is not None
+            self.sums.finish(number, finish, partial(self._empty, number))
+            for number, bucket in enumerate(self._buckets)
+            if number in self.sums and (finish := self._channels[bucket.owner].finish) is not None
         ]
         for handle in finishing:
-            self._wait(handle)
-        for number, bucket in enumerate(self._buckets):
-            if number in self._sums:
-                bucket.adopt(self._sums[number])
-            else:
-                bucket.disown()
+            if handle is not None:
+                self._wait(handle)
+        self.sums.hand_over()
 
     def settle(self, *, whole: bool = False) -> None:
         """Wait for all started reductions of a step that is given up, and ignore their results.
@@ -224,9 +235,8 @@ class Reducer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the gradients that this actor keeps: of all, or, if flat tensors are lent, of the sums so far."""
-        kept = range(len(self._buckets)) if self.lent is None else self._sums
-        return sum(self._buckets[number].num_bytes for number in kept)
+        """Bytes of the gradients that this actor keeps: of all, or, if flat tensors are lent, of the sums."""
+        return sum(bucket.num_bytes for bucket in self._buckets) if self.lent is None else self.sums.num_bytes
 
     @property
     def spans(self) -> list[Span]:
@@ -310,15 +320,12 @@ class Reducer:
             transfer.end = self._wait(transfer.handle)
             number, flat, transfer.flat = transfer.number, transfer.flat, None
             if self._channels[transfer.bucket.owner].here:
-                if number in self._sums:
-                    self._sums[number].add_(flat)
-                else:
-                    self._sums[number] = flat
+                self.sums.add(number, flat)
             self._arrived += 1
             if self.lent is not None:
                 self.lent.add(-transfer.bucket.num_bytes)
 
-    def _wait(self, handle: Handle) -> float:
+    def _wait(self, handle: Waitable) -> float:
         """Wait for a communication, and return the mark of its end."""
         before = self._place.mark()
         handle.wait()

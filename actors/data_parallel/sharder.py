@@ -1,4 +1,4 @@
-"""Make the layers of an actor unit by unit, and shard their weights over the replicas."""
+"""Make the layers of an actor unit by unit, and move their weights into shards."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import Unit
+from raypar.actors.home import Home
 from raypar.actors.models.base import Model
 from raypar.actors.models.cast import cast
 from raypar.actors.models.tile_names import tile_of
@@ -34,14 +35,16 @@ class Sharder:
             same as.
         owners: Who updates each parameter.
         groups: The actor's groups by key: "gather" are the replicas among which parameters are sharded, "edp.gather"
-            those of experts that are divided over actors. A single actor has none.
+            those of experts that are divided over actors. Where there is none, each actor has all of them.
+        rest: Where shards are kept.
+        home: Where masters are kept.
         layers: Number of layers of the body in a unit.
         precision: The run's precision, to which layers are cast before their weights are sharded.
         is_own: Whether the layers are the user's own, which may use their weights in unusual ways.
 
     Attributes:
-        shards: The parameters that this actor owns, by logical name, in the dtype in which layers compute.
-        masters: What the optimizer updates, by logical name: the shards, or fp32 masters of them.
+        shards: The parameters that this actor keeps, by logical name, in the dtype in which layers compute.
+        masters: What the optimizer updates, by logical name: these shards, or fp32 masters of them.
         gathered: The bytes of units that are whole.
     """
 
@@ -53,6 +56,8 @@ class Sharder:
         same: Mapping[str, str],
         owners: Owners,
         groups: Mapping[str, Group],
+        rest: Home,
+        home: Home,
         layers: int,
         precision: Precision,
         *,
@@ -63,6 +68,7 @@ class Sharder:
         self._shared = frozenset(same.values())
         self._tied: dict[str, Unit] = {}
         self._precision, self._is_own = precision, is_own
+        self._rest, self._home = rest, home
         self.shards: dict[str, nn.Parameter] = {}
         self.masters: dict[str, nn.Parameter] = {}
         self.gathered = HighWater()
@@ -119,10 +125,11 @@ class Sharder:
         """Shard parameters, which the same actors hold, as a unit, and keep the masters of the owned ones."""
         key = "gather" if self._owners.experts.isdisjoint(parameters) else "edp.gather"
         ranks = {name: self._owners.rank(name) for name in parameters}
-        unit = Unit(parameters, ranks, self._replicas.get(key), self.gathered)
+        unit = Unit(parameters, ranks, self._replicas.get(key), self._rest, self.gathered)
         self.shards |= unit.shards
         for name, shard in unit.shards.items():
-            self.masters[name] = master_of(shard, initial[name], self._precision) if name in initial else shard
+            if self._owners.is_own(name):
+                self.masters[name] = master_of(shard, initial.get(name, shard), self._precision, self._home)
         return unit
 
     def _sort(self, index: int, own: dict[str, nn.Parameter], initial: Mapping[str, Tensor]) -> list[Unit]:

@@ -26,7 +26,8 @@ class StageWeights:
 
     Between ``open`` and ``close``, a window, the stage's layers may be used. A window for a single pass over the layers
     streams: each unit is gathered just before the first layer that uses it, while the layer before computes, and freed
-    behind the last one. A window for more holds all units until it is closed.
+    behind the last one. The unit behind the next one is read from the disk, if it is there. A window for more holds all
+    units until it is closed.
 
     All replicas must gather in the same order. So in a window that streams the order is fixed in advance, and units of
     layers that were skipped are gathered too.
@@ -177,8 +178,10 @@ class StageWeights:
             for index, unit in enumerate(self.units):
                 if index not in used:
                     unit.free(self)
-            for index in (*used, *(visits[self._at + 1] if self._at + 1 < len(visits) else ())):
+            for index in (*used, *(index for visit in visits[self._at + 1 : self._at + 2] for index in visit)):
                 self.units[index].gather(self)
+            for index in (index for visit in visits[self._at + 2 : self._at + 3] for index in visit):
+                self.units[index].expect()
 
     def _finish(self) -> None:
         if self._visits is not None:

@@ -1,4 +1,4 @@
-"""ZeRO stage 3: weights that are sharded over replicas, and whole only while they are used."""
+"""Weights that are sharded over replicas, or rest away from the device, and are whole on it only while in use."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ from raypar.actors.collective.group import Group, Handle
 from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.replica_checks import digest
 from raypar.actors.flat_memory import FlatMemory
+from raypar.actors.home import Home
 from raypar.actors.tensors import nbytes
 
 
 class Unit:
     """The parameters of some layers, which are gathered together.
 
-    Each parameter has one replica as its owner, which keeps it in a shard of its own. ``gather`` allocates the memory
-    of all parameters and fills it from the owners' shards; ``free`` gives it back. In between a parameter is as always.
+    Each parameter has one replica as its owner, which keeps it in a shard of its own, at home. ``gather`` allocates the
+    memory of all parameters on the device and fills it from the owners' shards; ``free`` gives it back. In between a
+    parameter is as always.
     Otherwise it has its shape and dtype, but all its elements are NaN and take no memory. Tensors that autograd has
     saved are views of the same storage, so they are there again after the next ``gather``.
 
     Args:
         parameters: The parameters by logical name, with their initial values, which move into the shards.
         owner_of: The owner of each parameter, a rank of the group.
-        group: The replicas among which the parameters are sharded; None for a single one.
+        group: The replicas among which the parameters are sharded; None for a single one, which has them all.
+        home: Where the shards are kept.
         gathered: Counts the bytes of the actor's units that are whole.
 
     Attributes:
-        shards: The parameters that this replica owns, by logical name: what the optimizer updates.
+        shards: The parameters that this replica owns, by logical name.
         digests: Digests of the initial values of all parameters, by logical name, to compare between replicas.
         num_bytes: Bytes of all parameters together.
 
@@ -45,6 +48,7 @@ class Unit:
         parameters: Mapping[str, nn.Parameter],
         owner_of: Mapping[str, int],
         group: Group | None,
+        home: Home,
         gathered: HighWater,
     ) -> None:
         self.digests = {name: digest({name: parameter}) for name, parameter in parameters.items()}
@@ -52,7 +56,7 @@ class Unit:
         by_dtype = defaultdict[torch.dtype, dict[str, nn.Parameter]](dict)
         for name, parameter in parameters.items():
             by_dtype[parameter.dtype][name] = parameter
-        self._flats = [_Flat(members, owner_of, group) for members in by_dtype.values()]
+        self._flats = [_Flat(members, owner_of, group, home) for members in by_dtype.values()]
         self.shards = {name: flat.shards[name] for flat in self._flats for name in flat.shards}
         self._gathered = gathered
         self._handles: list[Handle] = []
@@ -76,6 +80,12 @@ class Unit:
     def name_of(self, tensor: Tensor) -> str | None:
         """Return the logical name of the parameter whose memory, whole or freed, a tensor is in; None if in none."""
         return next((name for flat in self._flats if (name := flat.name_of(tensor)) is not None), None)
+
+    def expect(self) -> None:
+        """Start to read the shards from the disk, if they are there, because the parameters will soon be gathered."""
+        if not self._users:
+            for flat in self._flats:
+                flat.expect()
 
     def gather(self, user: object) -> None:
         """Allocate the parameters' memory and start to gather them, unless they are whole.
@@ -114,10 +124,11 @@ class _Flat:
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], owner_of: Mapping[str, int], group: Group | None
+        self, parameters: Mapping[str, nn.Parameter], owner_of: Mapping[str, int], group: Group | None, home: Home
     ) -> None:
-        self._group = group
+        self._group, self._home = group, home
         rank, size = (0, 1) if group is None else (group.rank, group.size)
+        owner_of = dict.fromkeys(parameters, 0) if group is None else owner_of
         names = sorted(parameters, key=lambda name: owner_of[name])  # stable, so alike on all replicas
         counts = [sum(parameters[name].numel() for name in names if owner_of[name] == owner) for owner in range(size)]
         self._counts, first = counts, sum(counts[:rank])
@@ -125,15 +136,17 @@ class _Flat:
         starts = list(accumulate((parameter.numel() for parameter in self._members[:-1]), initial=0))
         # Dense even where the parameter is not; on the meta device, because this needs no memory.
         strides = [torch.empty_like(parameter, device="meta").stride() for parameter in self._members]
-        self._shard = self._members[0].new_empty(counts[rank])
-        self._flat = FlatMemory(sum(counts), self._shard.dtype, self._shard.device)
+        like = self._members[0]
+        self._shard = home.empty(counts[rank], like.dtype)
+        self._flat = FlatMemory(sum(counts), like.dtype, like.device)
         places = zip(self._members, strides, starts, strict=True)
         self._whole = [self._flat.tensor.as_strided(one.shape, stride, start) for one, stride, start in places]
         self.shards: dict[str, nn.Parameter] = {}
-        for name, start, stride in zip(names, starts, strides, strict=True):
-            if owner_of[name] == rank:
-                shard = self._shard.as_strided(parameters[name].shape, stride, start - first)
-                self.shards[name] = nn.Parameter(shard.copy_(parameters[name].detach()))
+        with home.at_hand([self._shard], writes=True):
+            for name, start, stride in zip(names, starts, strides, strict=True):
+                if owner_of[name] == rank:
+                    shard = self._shard.as_strided(parameters[name].shape, stride, start - first)
+                    self.shards[name] = nn.Parameter(shard.copy_(parameters[name].detach()))
         self.storage = storage_id(self._flat.tensor)
         self._names, self._starts = names, starts
         self._freed = [_nothing(parameter) for parameter in self._members]
@@ -147,15 +160,21 @@ class _Flat:
             return self._names[max(0, bisect_right(self._starts, tensor.storage_offset()) - 1)]
         return next((name for name, one in zip(self._names, self._freed, strict=True) if storage_id(one) == key), None)
 
+    def expect(self) -> None:
+        """Start to read the shard."""
+        self._home.expect(self._shard)
+
     def gather(self) -> Handle | None:
         """Take memory for the flat tensor and start to gather it. Returns None if this replica owns everything."""
         self._flat.take()
         for parameter, whole in zip(self._members, self._whole, strict=True):
             parameter.data = whole
-        if self._group is None:
-            self._flat.tensor.copy_(self._shard)
-            return None
-        return self._group.all_gather_parts(self._flat.tensor, self._shard, self._counts)
+        with self._home.at_hand([self._shard]):
+            if self._group is None:
+                self._flat.tensor.copy_(self._shard, non_blocking=True)
+                return None
+            part = self._shard.to(self._flat.tensor.device)  # the shard itself, unless it rests beside a GPU
+            return self._group.all_gather_parts(self._flat.tensor, part, self._counts)
 
     def free(self) -> None:
         """Release the flat tensor's memory."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from raypar.actors.checkpoint.snapshot import Read
 from raypar.actors.collective.group import Group, Handle
 from raypar.actors.data_parallel.buckets import Bucket
+from raypar.actors.home import Home
 from raypar.actors.optim.step import Updater
 from raypar.actors.specs.results import Updated
 
@@ -37,16 +41,27 @@ class ShardedUpdate:
 
     Args:
         updater: Optimizer of the parameters that this replica owns. All replicas and pipeline ranks step together.
-        buckets: Buckets of this worker's parameters that other replicas hold too, each with its owner.
+        buckets: Buckets of the weights that other replicas keep too, each with its owner.
         fixed: Logical names of the parameters whose memory must not move (see ``fixed_weights``). All other parameters
             move into the flat tensors that are broadcast, which spares a copy.
+        lent: Allocates flat tensors on the device for the time of a broadcast, for weights that rest apart from it;
+            None if flat tensors are kept for the whole run.
+        home: Where the weights rest in that case.
 
     Source: Rajbhandari et al. 2020, "ZeRO", section 5.1 (P_os).
     """
 
-    def __init__(self, updater: Updater, buckets: Sequence[SharedBucket], fixed: Set[str]) -> None:
+    def __init__(
+        self,
+        updater: Updater,
+        buckets: Sequence[SharedBucket],
+        fixed: Set[str] = frozenset(),
+        lent: Callable[[int, torch.dtype], Tensor] | None = None,
+        home: Home | None = None,
+    ) -> None:
         self._updater = updater
-        self._weights = [_Weights(bucket, fixed) for bucket in buckets]
+        self._weights = [_Weights(bucket, fixed, lent, home) for bucket in buckets]
+        self._most = len(buckets) if lent is None else _MOST_LENT
 
     def step(self, step: int, ballot: Tensor | None) -> Updated:
         """Update the owned parameters, and exchange all new weights with the other replicas.
@@ -64,9 +79,13 @@ class ShardedUpdate:
         updated = self._updater.step(step, ballot)
         if updated.is_skipped:
             return updated
-        for handle, weights in [(weights.send(), weights) for weights in self._weights]:
-            handle.wait()
-            weights.take()
+        under_way = deque[tuple[Handle, _Weights]]()
+        for weights in self._weights:
+            under_way.append((weights.send(), weights))
+            if len(under_way) > self._most:
+                _receive(*under_way.popleft())
+        for handle, weights in under_way:
+            _receive(handle, weights)
         return updated
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -78,26 +97,54 @@ class ShardedUpdate:
         self._updater.load(read)
 
 
+_MOST_LENT = 2  # broadcasts under way whose flat tensors are given back
+
+
 class _Weights:
     """The flat tensor in which a bucket's weights are broadcast.
 
     The weights are views of it, unless one of them must not move; then they are copied in and out.
     """
 
-    def __init__(self, shared: SharedBucket, fixed: Set[str]) -> None:
+    def __init__(
+        self,
+        shared: SharedBucket,
+        fixed: Set[str],
+        lent: Callable[[int, torch.dtype], Tensor] | None,
+        home: Home | None,
+    ) -> None:
         self._bucket, self._replicas, self._root = shared
-        self._flat = self._replicas.empty(self._bucket.elements, self._bucket.dtype)
-        self._inside = fixed.isdisjoint(self._bucket.parameters)
-        if self._inside:
+        self._home, self._lent = home, lent
+        self._flat = self._empty() if lent is None else None
+        self._inside = self._flat is not None and fixed.isdisjoint(self._bucket.parameters)
+        if self._flat is not None and self._inside:
             self._bucket.settle(self._flat)
 
     def send(self) -> Handle:
         """Start the broadcast of the weights from the bucket's owner to the other replicas."""
+        flat = self._flat = self._empty() if self._flat is None else self._flat
         if not self._inside and self._root == self._replicas.rank:
-            self._flat.copy_(self._bucket.weights())
-        return self._replicas.broadcast(self._flat, self._root)
+            with self._at_hand():
+                self._bucket.read_into(flat)
+        return self._replicas.broadcast(flat, self._root)
 
     def take(self) -> None:
         """Load the weights after the broadcast is over; a no-op where the parameters are views of the flat tensor."""
+        assert self._flat is not None
         if not self._inside and self._root != self._replicas.rank:
-            self._bucket.load(self._flat)
+            with self._at_hand(writes=True):
+                self._bucket.load(self._flat)
+        if self._lent is not None:
+            self._flat = None
+
+    def _empty(self) -> Tensor:
+        return (self._lent or self._replicas.empty)(self._bucket.elements, self._bucket.dtype)
+
+    def _at_hand(self, *, writes: bool = False) -> AbstractContextManager[None]:
+        weights = self._bucket.parameters.values()
+        return nullcontext() if self._home is None else self._home.at_hand(weights, writes=writes)
+
+
+def _receive(handle: Handle, weights: _Weights) -> None:
+    handle.wait()
+    weights.take()

@@ -139,8 +139,8 @@ class Held:
 
     Attributes:
         actor: The actor's coordinates.
-        now: Bytes by kind: weights, gradients and the state of the optimizer; where ZeRO shards them also weights that
-            are gathered, and gradients in buckets on their way to other actors.
+        now: Bytes by kind: weights, gradients and the state of the optimizer; where these come and go also weights that
+            are gathered, and gradients in buckets on their way; and what is offloaded.
         most: The same at the most in this step so far.
         values: Bytes of what its actions computed or received and other actions still need, by action.
         in_flight: By stage, the microbatches between their forward and their backward.

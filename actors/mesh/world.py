@@ -10,6 +10,7 @@ from raypar.actors.mesh.mesh import AXES, Mesh
 
 DataParallel = Literal["all_reduce", "parameter_server"]
 Zero = Literal[0, 1, 2, 3]
+Offload = Literal["none", "optimizer", "parameters"]
 
 
 class Membership(NamedTuple):
@@ -58,18 +59,22 @@ class World:
         mesh: The mesh of the workers.
         servers: Parameter servers per pipeline rank; 0 for none.
         zero: The ZeRO level: replicas share the update (1), also gradients (2), also weights (3), or nothing (0).
+        offload: What workers keep away from their devices: what the optimizer has, also the layers' weights, or none.
     """
 
     mesh: Mesh
     servers: int = 0
     zero: Zero = 0
+    offload: Offload = "none"
 
     @classmethod
-    def of(cls, mesh: Mesh, data_parallel: DataParallel, servers: int, zero: Zero | None) -> World:
+    def of(
+        cls, mesh: Mesh, data_parallel: DataParallel, servers: int, zero: Zero | None, offload: Offload = "none"
+    ) -> World:
         """Create the world of a run. Replicas share the update unless ``zero`` is 0."""
         if data_parallel == "parameter_server":
             return cls(mesh, servers)
-        return cls(mesh, zero=(1 if zero is None else zero) if mesh.shards > 1 else 0)
+        return cls(mesh, zero=(1 if zero is None else zero) if mesh.shards > 1 else 0, offload=offload)
 
     @property
     def size(self) -> int:
@@ -83,8 +88,13 @@ class World:
 
     @property
     def reduces(self) -> bool:
-        """Whether gradients must be summed over replicas or sent to servers."""
-        return self.replicas > 1 or self.servers > 0
+        """Whether gradients must be summed over replicas, sent to servers, or moved away from the device."""
+        return self.replicas > 1 or self.servers > 0 or self.offload != "none"
+
+    @property
+    def lends(self) -> bool:
+        """Whether a worker has gradients in buckets only until they are reduced or moved away."""
+        return self.zero > 1 or self.offload != "none"
 
     @property
     def sharded(self) -> bool:
@@ -95,6 +105,11 @@ class World:
     def gathers(self) -> bool:
         """Whether workers hold only the weights that they own, and gather the others for a while."""
         return self.zero == 3
+
+    @property
+    def unshards(self) -> bool:
+        """Whether weights are on a worker's device only for a while: gathered from others, or read where they rest."""
+        return self.gathers or self.offload == "parameters"
 
     @property
     def hybrid(self) -> bool:

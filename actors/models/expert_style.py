@@ -27,6 +27,7 @@ class ExpertParallel(ParallelStyle):
     def apply(self, name: str, module: nn.Module) -> Applied:
         """Replace the list by this actor's slice of it."""
         assert isinstance(module, nn.ModuleList)
-        first, last = Pieces.at(self.group.rank, self.group.size).span(len(module))
+        first, last = Pieces.at(self.group.rank, self.group.size).span(count := len(module))
         own = {number: module[number] for number in range(first, last)}
-        return Applied(ExpertShard(own, len(module), self.group, self.tokens))
+        module._modules.clear()  # what a module still has goes over to the one in its place
+        return Applied(ExpertShard(own, count, self.group, self.tokens))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from inspect import unwrap
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.checkpoint.snapshot import Read
+from raypar.actors.home import Home
 from raypar.actors.models.tile_names import untiled
 from raypar.actors.optim.groups import Rule, rule_of
 from raypar.actors.optim.muon import MuonWithAdamW
@@ -105,29 +106,30 @@ def kept_by(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Ite
                 yield name, key, value
 
 
-def keep(optimizer: Optimizer, kind: str, parameters: Mapping[str, nn.Parameter], read: Read) -> None:
+def keep(optimizer: Optimizer, kind: str, parameters: Mapping[str, nn.Parameter], home: Home, read: Read) -> None:
     """Replace an optimizer's state by a saved one.
 
     Args:
         optimizer: The optimizer whose state is replaced.
         kind: Kind of the run's optimizer: "adamw", "sgd" or "muon".
         parameters: Its parameters by logical name.
+        home: Where the state is kept.
         read: Returns the saved tensor for (logical name, state key), or None if none was saved. A parameter without
             saved tensors starts without state.
     """
-    optimizer.state.clear()
     keys = [key for updater in _UPDATERS[kind] for key in KEPT[updater]]
     for name, parameter in parameters.items():
-        found = {key: read(name, key) for key in keys}
-        state = {
-            key: value.to(parameter.device) if key == "step" else value.to(parameter)
-            for key, value in found.items()
-            if value is not None
-        }
+        before, state = optimizer.state.pop(parameter, {}), {}
+        for key in keys:
+            if (value := read(name, key)) is not None:
+                state[key] = value.to(parameter.device) if key == "step" else value.to(parameter)
+                if home.is_apart and key != "step":
+                    state[key] = home.moved(state[key], before.get(key))
         if state:
             optimizer.state[parameter] = state
 
 
-def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of each of n gradients: (n,) float32, on the gradients' device."""
-    return torch.stack([torch.linalg.vector_norm(gradient).float() for gradient in gradients])
+def gradient_norm(gradient: Tensor) -> Tensor:
+    """Return the 2-norm of a gradient: () float32, on the gradient's device."""
+    norm: Tensor = torch.linalg.vector_norm(gradient).float()
+    return norm

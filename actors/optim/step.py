@@ -17,7 +17,8 @@ from raypar.actors.models.tied_weights import Tie
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.masters import Masters
-from raypar.actors.optim.optimizer import build_optimizer, gradient_norms, keep, kept_by, set_lr
+from raypar.actors.optim.offloaded import OffloadedOptimizer, reserve_states
+from raypar.actors.optim.optimizer import Optimizer, build_optimizer, gradient_norm, keep, kept_by, set_lr
 from raypar.actors.specs.optim import AnyOptimizer
 from raypar.actors.specs.precision import FP16_MAX, Nonfinite
 from raypar.actors.specs.results import Updated
@@ -113,7 +114,10 @@ class Updater:
         self._scaler, self._nonfinite, self._told = scaler, nonfinite, told
         self._tensors, self._spec, self._clip, self._steps = tensors, optim, clip, steps
         self._places = {name: place for place, name in enumerate(names)}
-        self._optimizer = build_optimizer(optim, self._parameters, tensors)
+        self._optimizer: Optimizer | None = build_optimizer(optim, self._parameters, tensors)
+        if masters.home.is_apart and self._optimizer is not None:
+            self._optimizer = OffloadedOptimizer(self._optimizer, masters.home)
+            reserve_states(masters.home, optim, self._parameters)
 
     def step(self, step: int, ballot: Tensor | None) -> Updated:
         """Clip the gradients and update the parameters, unless a gradient or a loss is not finite on any actor.
@@ -148,13 +152,14 @@ class Updater:
         if not tally.is_finite or not torch.isfinite(total):
             self._refuse(step, tally)
             return Updated(float(total), None, scale, is_skipped=True)
-        if self._clip is not None and self._clip / (total + 1e-6) < 1.0:  # torch would multiply by 1 otherwise
-            torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._clip, total, foreach=False)
+        if self._clip is not None and (share := self._clip / (total + 1e-6)) < 1.0:  # as torch's clip_grad_norm_
+            self._change_gradients(lambda gradient: gradient.mul_(share.to(gradient.device)))
         lr = lr_at(self._spec, step - self._scaler.skipped, self._steps)
         if self._optimizer is not None:
             set_lr(self._optimizer, lr)
             self._optimizer.step()
         self._masters.publish()
+        self._masters.home.check()
         if overflow:
             self._scaler.fall()
         else:
@@ -177,7 +182,7 @@ class Updater:
             read: Returns the saved tensor for (logical name, state key), or None.
         """
         if self._optimizer is not None:
-            keep(self._optimizer, self._spec.kind, self._parameters, read)
+            keep(self._optimizer, self._spec.kind, self._parameters, self._masters.home, read)
 
     def _refuse(self, step: int, tally: _Tally) -> None:
         """Skip a step that is not finite: lower the scale of the loss, if it can fall.
@@ -205,9 +210,8 @@ class Updater:
 
     def _change_gradients(self, change: Callable[[Tensor], object]) -> None:
         """Change all gradients in place."""
-        for parameter in self._parameters.values():
-            if parameter.grad is not None:
-                change(parameter.grad)
+        for _, _, gradient in self._masters.with_gradients(writes=True):
+            change(gradient)
 
     def _count(self, ballot: Tensor | None) -> _Tally:
         """Collect the gradient norms, the loss correction and the votes from all actors.
@@ -222,9 +226,13 @@ class Updater:
         if ballot is not None and self._told.ballot:
             tokens, expected, against = ballot.tolist()
             numbers[-3], numbers[-2] = correction(tokens, expected), against
-        made = {name: p.grad for name, p in self._parameters.items() if name in self._places and p.grad is not None}
+        made = {
+            name: gradient_norm(gradient)
+            for name, _, gradient in self._masters.with_gradients()
+            if name in self._places
+        }
         if made:
-            norms, numbers[-1] = self._tensors.norms(list(made), gradient_norms(list(made.values())).cpu())
+            norms, numbers[-1] = self._tensors.norms(list(made), torch.stack(list(made.values())).cpu())
             counted = [self._told.names is None or name in self._told.names for name in made]
             places = [self._places[name] for name, counts in zip(made, counted, strict=True) if counts]
             numbers[places] = norms[torch.tensor(counted)]

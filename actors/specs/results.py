@@ -8,8 +8,9 @@ from typing import Literal, NamedTuple
 
 from raypar.schedules.action import Action
 
-Kind = Literal["weights", "gradients", "optimizer", "gathered", "buckets"]
-"""kind of memory; gathered: weights that are whole for a while; buckets: gradients on their way to other actors"""
+Kind = Literal["weights", "gradients", "optimizer", "gathered", "buckets", "offloaded"]
+"""kind of memory; gathered: weights that are whole for a while; buckets: gradients on their way to other actors;
+offloaded: what is in host memory or in files, and not among the others"""
 RangeKind = Literal["activations", "gradients", "weight_gradients"]  # the second are those of activations
 
 
@@ -116,8 +117,8 @@ class StepResult:
         peak_memory: Peak memory during the step, in bytes: of the process on a CPU (0 if the system does not report
             it), of torch's allocations on a GPU.
         samples: Number of samples whose losses the actor reports.
-        memory: Bytes by kind, at their most within a step; gathered weights and buckets of gradients only where ZeRO
-            shards them. Empty if the actor has not taken a training step.
+        memory: Bytes by kind, at their most within a step; gathered weights and buckets of gradients only where these
+            come and go. Empty if the actor has not taken a training step.
         scale: Scale of the loss; None if it was not scaled.
         is_skipped: Whether the step changed no weight, because a number was not finite.
         ranges: Counts of overflow; empty in a step without them.

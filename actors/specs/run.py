@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le
 from raypar.actors.bounds import BucketSize, Count, Positive, Steps, Word
 from raypar.actors.known_fields import known_fields
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.mesh.world import DataParallel, Zero
+from raypar.actors.mesh.world import DataParallel, Offload, Zero
 from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import AdamW, AnyOptimizer
@@ -72,6 +72,11 @@ class Run:
     """cut linear layers by outputs into so many tiles, whose weights are gathered one after the other with zero 3: a
     number for the MLPs and the head of a GPT or Llama (of your own Layers for all), or a number for each pattern of
     names"""
+    offload: Offload = "none"
+    """what actors keep away from their devices: optimizer: the weights that it updates and its states, which stay in
+    host memory and are updated there; parameters: also the layers' weights, which are read before they are used"""
+    offload_folder: str | None = None
+    """with offload, a folder on each node, of a fast disk, for files that take the place of host memory"""
     sequence_parallel: bool = False
     """with mesh.tp, divide norms and dropout too, along the sequence: less memory, the same number of bytes sent"""
     context: Context = "ring"

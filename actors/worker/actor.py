@@ -71,7 +71,7 @@ class Hosted:
             )
         ray_groups.close_together(self._joined)
         self._member = member_of(plan, self._joined, place)
-        keep_freed_memory(BLOCKS_OF_A_STEP if plan.world.zero > 1 else ALL_BLOCKS)
+        keep_freed_memory(BLOCKS_OF_A_STEP if plan.world.lends else ALL_BLOCKS)
         return self._member.state.holds()
 
     def leave(self) -> None:

@@ -11,10 +11,11 @@ from torch import nn
 from raypar.actors.collective.group import Group
 from raypar.actors.context_parallel.sequence import tokens_of
 from raypar.actors.data.batches import BatchSource, CastSource, ContextSource, TokenMean, batch_source
-from raypar.actors.data_parallel.buckets import Bucket, pack
 from raypar.actors.data_parallel.reducer import Reducer
+from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.device import Place
 from raypar.actors.expert_parallel.record import RouterRecord
+from raypar.actors.home import home_of
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model
@@ -32,10 +33,8 @@ from raypar.actors.worker.model_part import Part
 from raypar.actors.worker.owners import between_owners, homes_of, owners_of
 from raypar.actors.worker.parallelize import Parallelizer, axis_styles
 from raypar.actors.worker.plan import Plan
-from raypar.actors.worker.updates import shared_update, updater_of
+from raypar.actors.worker.updates import buckets_of, shared_update, updater_of
 from raypar.schedules.action import Action, Op
-
-_MIB = 2**20
 
 
 def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: int | None = None) -> Part:
@@ -58,7 +57,8 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
     own = train.stages_of(world.pp(plan.rank))
     ties, same = ties_of(model, homes_of(model, run.split, train))
     owners = owners_of(plan, model, groups, server)
-    layers = LayerMaker(plan, place, groups, model, parallelizer.parallelize if axes else unsharded)
+    home = home_of(place.device, run.offload_folder, world.label(plan.rank), apart=run.offload != "none")
+    layers = LayerMaker(plan, place, home, groups, model, parallelizer.parallelize if axes else unsharded)
     modules, weights = layers.make({number: parts[number] for number in own}, owners, same)
     overflow, record = overflow_of(plan, model, parallelizer), RouterRecord()
     places = Counter(p for module in modules.values() for _, p in module.named_parameters(remove_duplicate=False))
@@ -92,8 +92,9 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
     masters = layers.masters(mine)
     tp = 0 if plan.rank in world.server_ranks else world.mesh.coordinate(plan.rank)["tp"]
     ties = [between_owners(tie, world, owners.of, tp) for tie in ties]
-    sharded = parallelizer.shards, parallelizer.partial, parallelizer.outputs
-    return Part(model, stages, parameters, masters, owners, ties, *sharded, weights, overflow, layers.gathered, record)
+    resting = parallelizer.shards, parallelizer.partial, parallelizer.outputs, weights, layers.shards
+    others = overflow, layers.gathered, record, world.gathers
+    return Part(model, stages, parameters, masters, owners, ties, *resting, *others)
 
 
 def model_of(run: Run) -> Model:
@@ -124,22 +125,6 @@ def _halved(plan: Plan) -> dict[int, set[int]]:
     return found
 
 
-def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -> list[Bucket]:
-    """Group parameters into buckets, in the order in which a step completes their gradients.
-
-    Args:
-        plan: The actor's plan.
-        part: The actor's part of the model.
-        parameters: The parameters of the part to group, by logical name.
-    """
-    row, limit = plan.programs["train"].rows[plan.world.pp(plan.rank)], int(plan.run.bucket_mb * _MIB)
-    buckets = []
-    for number in last_backwards(row):
-        members = {name: p for name, p in part.stages[number].parameters().items() if name in parameters}
-        buckets += pack(number, members, part.owners.of, limit)
-    return buckets
-
-
 def ends_of_rounds(row: Sequence[Action]) -> tuple[set[Action], set[Action]]:
     """Return the first and the last backwards (B or W) of each round of reductions in a row.
 
@@ -156,20 +141,6 @@ def ends_of_rounds(row: Sequence[Action]) -> tuple[set[Action], set[Action]]:
     return first, last | set(latest.values())
 
 
-def last_backwards(row: Sequence[Action]) -> dict[int, Action]:
-    """Return the last backward (B or W) of each stage in a row, in the order of the row.
-
-    If stages of one rank share a weight, it belongs to the first of them. The last backward of that stage depends on
-    those of the other stages, so the weight's gradient is complete after it.
-    """
-    last: dict[int, Action] = {}
-    for action in row:
-        if action.stage is not None and action.op in (Op.B, Op.W):
-            last.pop(action.stage, None)
-            last[action.stage] = action
-    return last
-
-
 @dataclass(frozen=True)
 class Assembly:
     """Everything that one worker needs for a run.
@@ -179,7 +150,7 @@ class Assembly:
         update: The end of a step: clipping and the optimizer.
         source: The batches.
         mean: The weights of the microbatches in the loss.
-        reducer: Sums gradients over replicas; None if there are neither replicas nor parameter servers.
+        reducer: Sums gradients over replicas, or moves them away from the device; None if neither is to be done.
         scaler: The scale of the loss.
     """
 
@@ -210,12 +181,22 @@ def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
     scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)
     if not plan.world.reduces:
         return Assembly(part, updater_of(plan, part, groups, scaler), source, mean, None, scaler)
-    alone = part.owners.experts if plan.world.experts is not None and "edp" not in groups else frozenset[str]()
-    buckets = buckets_of(plan, part, {name: p for name, p in part.parameters.items() if name not in alone})
-    channels, update = shared_update(plan, part, buckets, groups, scaler)
+    buckets = buckets_of(plan, part, _reduced(plan, part, groups))
+    channels, update = shared_update(plan, part, buckets, groups, place.device, scaler)
     row = plan.programs["train"].rows[plan.world.pp(plan.rank)]
     rounds = [action.stage for action in row if action.op is Op.REDUCE_GRAD and action.stage is not None]
-    reducer = Reducer(buckets, channels, place, rounds, lends=plan.world.zero > 1)
+    here = [number for number, bucket in enumerate(buckets) if channels[bucket.owner].here]
+    sums = GradientSums(buckets, here, part.home, part.masters.parameters)
+    reducer = Reducer(buckets, channels, place, sums, rounds, lends=plan.world.lends)
     for number, stage in part.stages.items():
         stage.make_gradients_in(reducer.places(number))
     return Assembly(part, update, source, mean, reducer, scaler)
+
+
+def _reduced(plan: Plan, part: Part, groups: Mapping[str, Group]) -> dict[str, nn.Parameter]:
+    """Return the parameters whose gradients are reduced, by logical name: not those of experts that no other one has.
+
+    If gradients are moved away from the device, these are among them.
+    """
+    alone = plan.world.experts is not None and "edp" not in groups and not part.home.is_apart
+    return {name: p for name, p in part.parameters.items() if not (alone and name in part.owners.experts)}

@@ -1,4 +1,4 @@
-"""Make the layers of an actor with their weights, cast to the run's precision and sharded as ZeRO says."""
+"""Make the layers of an actor with their weights, cast to the run's precision, and sharded or offloaded as it says."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.sharder import Sharder
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.device import Place
+from raypar.actors.home import DeviceHome, Home
 from raypar.actors.models.base import Model, Parallelize
 from raypar.actors.models.tied_weights import share
 from raypar.actors.optim.masters import Masters, masters_of
@@ -20,20 +21,21 @@ from raypar.actors.worker.plan import Plan
 
 
 class LayerMaker:
-    """Makes the layers of an actor, and shards their weights with ZeRO stage 3.
+    """Makes the layers of an actor, and moves their weights into shards if these are whole only for a while.
 
     Args:
         plan: The actor's plan.
         place: The device that it computes on.
+        home: Where it keeps its part of masters and states, and perhaps of weights.
         groups: The actor's groups by key; with ZeRO stage 3, weights are sharded over some of them.
         model: The model.
         parallelize: Applies the styles of the mesh's axes to a layer.
     """
 
     def __init__(
-        self, plan: Plan, place: Place, groups: Mapping[str, Group], model: Model, parallelize: Parallelize
+        self, plan: Plan, place: Place, home: Home, groups: Mapping[str, Group], model: Model, parallelize: Parallelize
     ) -> None:
-        self._plan, self._place, self._groups = plan, place, groups
+        self._plan, self._place, self._home, self._groups = plan, place, home, groups
         self._model, self._parallelize = model, parallelize
         self._modules: dict[int, nn.Module] = {}
         self._sharder: Sharder | None = None
@@ -49,18 +51,18 @@ class LayerMaker:
             same: For each copy of a tied weight that needs no memory of its own, the parameter that it is the same as.
 
         Returns:
-            The layers by index, and the sharded weights of each stage by number; empty without ZeRO stage 3.
+            The layers by index, and the sharded weights of each stage by number; empty if weights always are whole.
         """
         weights: dict[int, StageWeights] = {}
-        if self._plan.world.gathers:
+        if self._plan.world.unshards:
             run = self._plan.run
+            homes = self._home if run.offload == "parameters" else DeviceHome(self._place.device), self._home
+            layers = self._model, self._some, self._modules, same
             self._sharder = Sharder(
-                self._model,
-                self._some,
-                self._modules,
-                same,
+                *layers,
                 owners,
                 self._groups,
+                *homes,
                 run.zero_units,
                 run.precision,
                 is_own=isinstance(run.model, Layers),
@@ -74,12 +76,17 @@ class LayerMaker:
     def masters(self, mine: Mapping[str, nn.Parameter]) -> Masters:
         """Return the masters of the parameters that this actor updates, given by logical name; layers are cast now."""
         if self._sharder is not None:
-            return Masters(mine, self._sharder.masters, self._sharder.shards)
-        return masters_of(self._plan.run.precision, self._modules.values(), mine)
+            return Masters(self._home, mine, self._sharder.masters, self._sharder.shards)
+        return masters_of(self._plan.run.precision, self._home, self._modules.values(), mine)
+
+    @property
+    def shards(self) -> Mapping[str, nn.Parameter]:
+        """What this actor keeps of weights that are whole only for a while, by logical name."""
+        return {} if self._sharder is None else self._sharder.shards
 
     @property
     def gathered(self) -> HighWater | None:
-        """With ZeRO stage 3, the bytes of weights that are whole; else None."""
+        """The bytes of weights that are whole; None if all always are."""
         return None if self._sharder is None else self._sharder.gathered
 
     def _some(self, indices: Sequence[int]) -> None:

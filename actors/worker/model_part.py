@@ -15,6 +15,7 @@ from raypar.actors.data_parallel.replica_checks import digest
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import digests_of
 from raypar.actors.expert_parallel.record import RouterRecord
+from raypar.actors.home import Home
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.models.base import Model
 from raypar.actors.models.tied_weights import Tie
@@ -37,10 +38,12 @@ class Part:
         shards: This actor's part of each sharded parameter, by logical name.
         partial: Groups over which a parameter's gradient is partial, by logical name: see Parallelizer.
         outputs: Sharding of the outputs of layers and of some modules in them, by logical name.
-        weights: With ZeRO stage 3, the sharded weights of each stage, by its number.
+        weights: If weights are whole only for a while, those of each stage, by its number; else empty.
+        layer_shards: What the actor keeps of these weights, by logical name; else empty.
         overflow: Counts overflow in the stages; None if the run does not ask for it.
-        gathered: With ZeRO stage 3, the bytes of weights that are whole; else None.
+        gathered: The bytes of weights that are whole for a while; None if all always are.
         record: What modules of the stages tell of a training step.
+        gathers: Whether other actors keep shards too.
     """
 
     model: Model
@@ -53,21 +56,33 @@ class Part:
     partial: Mapping[str, Groups]
     outputs: Mapping[str, Sharding]
     weights: Mapping[int, StageWeights]
+    layer_shards: Mapping[str, nn.Parameter]
     overflow: OverflowWatch | None
     gathered: HighWater | None
     record: RouterRecord
+    gathers: bool
+
+    @property
+    def home(self) -> Home:
+        """Where the actor keeps masters and the optimizer's state, and perhaps the layers' weights."""
+        return self.masters.home
 
     @property
     def kept(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that the actor always holds, by logical name: with ZeRO stage 3, the shards that it owns."""
-        return self.masters.parameters if self.weights else self.parameters
+        """The parameters that the actor always keeps, by logical name: with ZeRO stage 3, those that it owns."""
+        if self.gathers:
+            return self.masters.parameters
+        return self.layer_shards if self.weights else self.parameters
 
     @property
     def held(self) -> list[nn.Parameter]:
-        """The weights that the actor always holds in the dtype in which layers compute: with ZeRO stage 3, shards."""
-        units = [unit for weights in self.weights.values() for unit in weights.units]
-        shards = {name: shard for unit in units for name, shard in unit.shards.items()}
-        return list((shards if self.weights else self.parameters).values())
+        """The weights that the actor always keeps in the dtype in which layers compute: with ZeRO stage 3, shards."""
+        return list((self.layer_shards if self.weights else self.parameters).values())
+
+    @property
+    def summed(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that have the sums of gradients once these are reduced, by logical name."""
+        return self.masters.parameters if self.home.is_apart else self.parameters
 
     def digests(self, owner: int) -> list[bytes]:
         """Return digests of the initial values of the parameters that one owner updates."""

@@ -32,4 +32,4 @@ class Plan:
     @property
     def world(self) -> World:
         """All ranks of the run."""
-        return World.of(self.run.mesh, self.run.data_parallel, self.run.servers, self.run.zero)
+        return World.of(self.run.mesh, self.run.data_parallel, self.run.servers, self.run.zero, self.run.offload)

@@ -146,16 +146,21 @@ class Probe:
         return Seen.of(self._seat.label, action, made, in_flight, self._seat.place.peak(), tensors=tensors)
 
     def memory(self) -> dict[Kind, int]:
-        """Return the bytes that this actor holds now, by kind: gathered and buckets only where ZeRO shards them."""
-        held, masters = self._state.held, self._state.masters_apart()
+        """Return the bytes that this actor holds now, by kind; what comes and goes, or is offloaded, only if it can."""
+        home, held, masters = self._state.home, self._state.held, self._state.masters_apart()
         states = [tensor for _, kept, tensor in self._state.update.state() if kept]
         gradients = sum(nbytes(p.grad) for p in (*held, *masters) if p.grad is not None)
-        return {
-            "weights": sum(map(nbytes, held)),
-            "gradients": gradients if self._reducer is None else self._reducer.num_bytes,
-            "optimizer": sum(map(nbytes, (*states, *masters))),
+        if self._reducer is not None:
+            gradients = self._reducer.num_bytes
+        away = {id(one) for one in (*held, *masters, *states) if home.is_apart and home.holds(one)}
+        offloaded = sum(nbytes(one) for one in (*held, *masters, *states) if id(one) in away)
+        found: dict[Kind, int] = {
+            "weights": sum(nbytes(one) for one in held if id(one) not in away),
+            "gradients": 0 if home.is_apart else gradients,
+            "optimizer": sum(nbytes(one) for one in (*states, *masters) if id(one) not in away),
             **{kind: held.now for kind, held in self._passing()},
         }
+        return found | ({"offloaded": offloaded + gradients} if home.is_apart else {})
 
     def most(self) -> dict[Kind, int]:
         """Return the same at the most within the training step that was taken, in which every weight has a gradient."""

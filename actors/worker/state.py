@@ -33,7 +33,8 @@ class WorkerState:
         stages: The actor's stages by number; empty for a parameter server.
         scaler: The scale of the loss.
 
-    ``parameters``, ``update`` and ``stages`` are attributes too, and ``fixed`` is that of ``part``.
+    ``parameters``, ``update`` and ``stages`` are attributes too, and ``fixed``, ``held`` and ``home`` are those of
+    ``part``.
 
     Attributes:
         masters: The weights that this actor updates, by logical name. In half precision they are others than
@@ -51,11 +52,11 @@ class WorkerState:
     ) -> None:
         self.parameters, self.update, self.stages = parameters, update, stages
         self.fixed, self.masters, self._scaler = part.fixed, part.masters.parameters, scaler
-        self._publish, self._layers, self.held = part.masters.publish, part.parameters, part.held
+        self._publish, self._layers, self.held, self.home = part.masters.publish, part.parameters, part.held, part.home
         self._seat, self._shards, self._partial = seat, part.shards, part.partial
         self._owners = part.owners
         self._homes = {copy: home for home, copy in part.model.ties}
-        self._copies = Copies()
+        self._copies = Copies(part.home)
 
     def holds(self) -> dict[str, Shard]:
         """Return, by logical name, which part of each parameter this actor holds."""

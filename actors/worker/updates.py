@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raypar.actors.collective.group import Group
-from raypar.actors.data_parallel.buckets import Bucket
-from raypar.actors.data_parallel.reducer import Channel
+from raypar.actors.data_parallel.buckets import Bucket, pack
+from raypar.actors.data_parallel.reducer import Channel, Complete
 from raypar.actors.data_parallel.replica_checks import fixed_weights
 from raypar.actors.data_parallel.served_update import ServedUpdate
 from raypar.actors.data_parallel.zero1 import ShardedUpdate, SharedBucket
@@ -22,8 +22,40 @@ from raypar.actors.specs.model import Layers
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
 from raypar.actors.worker.model_part import Part
 from raypar.actors.worker.plan import Plan
+from raypar.schedules.action import Action, Op
 
+_MIB = 2**20
 Empty = Callable[[int, torch.dtype], Tensor]
+
+
+def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -> list[Bucket]:
+    """Group parameters into buckets, in the order in which a step completes their gradients.
+
+    Args:
+        plan: The actor's plan.
+        part: The actor's part of the model.
+        parameters: The parameters of the part to group, by logical name.
+    """
+    row, limit = plan.programs["train"].rows[plan.world.pp(plan.rank)], int(plan.run.bucket_mb * _MIB)
+    buckets = []
+    for number in last_backwards(row):
+        members = {name: parameters[name] for name in part.stages[number].parameters() if name in parameters}
+        buckets += pack(number, members, part.owners.of, limit)
+    return buckets
+
+
+def last_backwards(row: Sequence[Action]) -> dict[int, Action]:
+    """Return the last backward (B or W) of each stage in a row, in the order of the row.
+
+    If stages of one rank share a weight, it belongs to the first of them. The last backward of that stage depends on
+    those of the other stages, so the weight's gradient is complete after it.
+    """
+    last: dict[int, Action] = {}
+    for action in row:
+        if action.stage is not None and action.op in (Op.B, Op.W):
+            last.pop(action.stage, None)
+            last[action.stage] = action
+    return last
 
 
 def updater_of(plan: Plan, part: Part, groups: Mapping[str, Group], scaler: LossScaler) -> Updater:
@@ -50,9 +82,22 @@ def updater_of(plan: Plan, part: Part, groups: Mapping[str, Group], scaler: Loss
 
 
 def shared_update(
-    plan: Plan, part: Part, buckets: list[Bucket], groups: Mapping[str, Group], scaler: LossScaler
+    plan: Plan,
+    part: Part,
+    buckets: list[Bucket],
+    groups: Mapping[str, Group],
+    device: torch.device,
+    scaler: LossScaler,
 ) -> tuple[list[Channel], Update]:
     """Create the channels that gradients are summed over, and the update, for replicas or parameter servers.
+
+    Args:
+        plan: The actor's plan.
+        part: The actor's part of the model.
+        buckets: Buckets of the parameters whose gradients are summed, or moved away from the device.
+        groups: The actor's groups by key.
+        device: The device.
+        scaler: The scale of the loss.
 
     Returns:
         One channel for each owner, and the update.
@@ -62,30 +107,50 @@ def shared_update(
         servers = [groups[f"ps{index}"] for index in range(world.servers)]
         channels = [_channel_to(group, group.size - 1, partial(_empty, group.device)) for group in servers]
         return channels, ServedUpdate(buckets, servers)
-    replicas = [one for one in (world.dense, world.experts) if one is not None and one.key in groups]
-    channels = [channel for one in replicas for channel in _channels(plan, one, groups)]
+    lent = partial(flat_empty, device=device) if world.lends else None
+    replicas = [one for one in (world.dense, world.experts) if one is not None and (one.key in groups or world.lends)]
+    channels = [channel for one in replicas for channel in _channels(plan, one, groups, lent)]
     updater = updater_of(plan, part, groups, scaler)
     if not world.sharded:
         return channels, updater
-    shared, fixed = [], set[str]()
-    if not world.gathers:
-        layers = [module for stage in part.stages.values() for module in stage.modules]
-        fixed = fixed_weights(layers, part.parameters, part.owners.of)
-        owners = [(groups[one.shard_key], rank) for one in replicas for rank in range(one.owners)]
-        shared = [SharedBucket(bucket, *owners[bucket.owner]) for bucket in buckets]
+    owners = {
+        channel: (groups[one.shard_key], rank)
+        for channel, (one, rank) in enumerate((one, rank) for one in replicas for rank in range(one.owners))
+        if one.key in groups
+    }
+    if world.gathers:
+        return channels, ShardedUpdate(updater, ())
+    if world.unshards:
+        weights = buckets_of(plan, part, part.layer_shards)
+        resting = [SharedBucket(bucket, *owners[bucket.owner]) for bucket in weights if bucket.owner in owners]
+        return channels, ShardedUpdate(updater, resting, set(part.layer_shards), lent, part.home)
+    layers = [module for stage in part.stages.values() for module in stage.modules]
+    fixed = fixed_weights(layers, part.parameters, part.owners.of)
+    shared = [SharedBucket(bucket, *owners[bucket.owner]) for bucket in buckets if bucket.owner in owners]
     return channels, ShardedUpdate(updater, shared, fixed)
 
 
-def _channels(plan: Plan, replicas: Replicas, groups: Mapping[str, Group]) -> Iterator[Channel]:
-    """Yield the channels of replicas, one for each owner of their weights."""
-    every, world = groups[replicas.key], plan.world
+def _channels(plan: Plan, replicas: Replicas, groups: Mapping[str, Group], lent: Empty | None) -> Iterator[Channel]:
+    """Yield the channels of replicas, one for each owner of their weights.
+
+    Args:
+        plan: The actor's plan.
+        replicas: The replicas; if this actor is the only one, there is no group of them.
+        groups: The actor's groups by key.
+        lent: Allocates flat tensors that are given back; None if they are kept for the whole run.
+    """
+    world = plan.world
+    if replicas.key not in groups:
+        assert lent is not None
+        yield Channel(Complete, Complete, lent, here=True)
+        return
+    every = groups[replicas.key]
     if not world.sharded:
-        yield Channel(every.all_reduce, every.host.all_reduce, every.empty, here=True)
+        yield Channel(every.all_reduce, every.host.all_reduce, lent or every.empty, here=True)
         return
     owners = groups[replicas.shard_key]
-    empty = partial(flat_empty, device=every.device) if world.zero > 1 else owners.empty
     for owner in range(owners.size):
-        channel = _channel_to(owners, owner, empty)
+        channel = _channel_to(owners, owner, lent or owners.empty)
         if world.hybrid:
             channel = channel._replace(tell=every.host.all_reduce, finish=groups["replicate"].all_reduce)
         yield channel

@@ -217,7 +217,7 @@ class Worker:
             **step.updated._asdict(),
             busy=sum(event.end - event.start for event in events if event.action.op in COMPUTE),
             span=events[-1].end - events[0].start if events else 0.0,
-            overlap=reducer.overlap if reducer is not None and step.is_train and not self.seat.world.servers else None,
+            overlap=reducer.overlap if reducer is not None and step.is_train and "dp" in self.seat.groups else None,
             in_flight=step.in_flight,
             peak_memory=self._place.peak(),
             samples=step.samples if self.seat.leads else 0,
@@ -304,7 +304,7 @@ class Worker:
                 parts.reducer.total(ballot)
         self.seat.synchronize()  # so that a failed message cannot reach the weights
         if parts.part.overflow is not None:
-            parts.part.overflow.weight_gradients(parts.part.parameters)
+            parts.part.overflow.weight_gradients(parts.part.summed)
         if step.notes is not None:
             self.state.remember(step.notes)
         with self._routers.named(step.number):
@@ -312,11 +312,11 @@ class Worker:
         self._routers.balance(step.updated)
 
     def _unshard(self, action: Action) -> None:
-        """Start to gather the weights of a stage, if they are sharded."""
+        """Start to gather the weights of a stage, if they are sharded or rest apart from the device."""
         self._step.num_bytes = self.program.windows.open(_stage(action))
 
     def _reshard(self, action: Action) -> None:
-        """Free the weights of a stage that this actor does not own, if they are sharded."""
+        """Free the weights of a stage on the device, if they are sharded or rest apart from it."""
         self.program.windows.close(_stage(action))
 
     # --- helpers ---

@@ -12,7 +12,7 @@ from raypar.actors.files import expanded
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.actors.models.partition import split_faults
-from raypar.actors.specs.data import Batches, Text
+from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.optim import OptimizerSettings
 from raypar.actors.specs.recompute import recompute_faults
@@ -23,6 +23,7 @@ from raypar.config.recipes import RECIPES
 from raypar.config.schedule import Programs, ZeroActions, programs_of, schedule_faults, with_backward, with_zero
 from raypar.config.skeleton import Skeleton
 from raypar.config.validate.model import length_faults
+from raypar.config.validate.offload import offload_faults
 from raypar.config.validate.optim import group_faults
 from raypar.config.validate.outputs import folder_faults, track_faults
 from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
@@ -64,6 +65,7 @@ def check_run(
         faults += run.mesh.faults(right)
     faults += _server_faults(run, right)
     faults += _zero_faults(run, right)
+    faults += offload_faults(run, right)
     faults += precision_faults(run, right)
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
         faults += tensor_faults(run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel)
@@ -73,7 +75,7 @@ def check_run(
         faults += context_faults(run.model, run.mesh, run.context, sequence=run.sequence_parallel)
     programs: Programs | None = None
     if right("schedule", "mesh.pp", "microbatches", "chunks"):
-        reduces = right("mesh", "data_parallel", "servers", "zero") and world_of(run).reduces
+        reduces = right("mesh", "data_parallel", "servers", "zero", "offload") and world_of(run).reduces
         try:
             once = reduces and zero_actions_of(run).reduce == "step"
             programs = programs_of(run.schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=once)
@@ -131,15 +133,16 @@ def _hint(run: Run, path: str) -> str:
 
 def world_of(run: Run) -> World:
     """Return the world of a run: all its workers, and its parameter servers if it has any."""
-    return World.of(run.mesh, run.data_parallel, run.servers, run.zero)
+    return World.of(run.mesh, run.data_parallel, run.servers, run.zero, run.offload)
 
 
 def zero_actions_of(run: Run) -> ZeroActions:
     """Return when the replicas of a run reduce gradients and gather weights."""
     world = world_of(run)
+    each = world.zero > 1 or (world.replicas == 1 and world.lends)
     return ZeroActions(
-        reduce=(run.zero_reduce or ("microbatch" if world.zero > 1 else "step")) if world.reduces else None,
-        gather=run.zero_gather if world.gathers else None,
+        reduce=(run.zero_reduce or ("microbatch" if each else "step")) if world.reduces else None,
+        gather=run.zero_gather if world.unshards else None,
         reshard_after_forward=run.reshard_after_forward,
         resident=run.zero_resident if run.zero_gather == "step" else None,
     )
@@ -177,13 +180,13 @@ def _server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
 
 def _zero_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
     """Yield the settings of ZeRO that have nothing to do, or contradict each other."""
-    if not right("zero", "mesh", "data_parallel") or run.data_parallel == "parameter_server":
+    if not right("zero", "mesh", "data_parallel", "offload") or run.data_parallel == "parameter_server":
         return
     if (run.zero or 0) > 1 and run.mesh.shards == 1:
         yield f"zero is {run.zero}, but there is one replica to share out to: set mesh.dp (or mesh.cp) to 2 or more"
     if run.mesh.shard is not None and run.mesh.shard > 1 and run.zero == 0:
         yield f"mesh.shard is {run.mesh.shard}, but zero is 0, which shards nothing: set zero to 1, 2 or 3"
-    if run.zero != 3:
+    if run.zero != 3 and run.offload != "parameters":
         idle = {
             "zero_units": run.zero_units != 1,
             "zero_gather": run.zero_gather != "microbatch",
@@ -192,7 +195,8 @@ def _zero_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
         }
         for field in (name for name, is_set in idle.items() if is_set and right(name)):
             given = getattr(run, field)
-            yield f"{field} is {given!r}, but zero is {run.zero}: only zero 3 gathers weights, leave it out"
+            only = "only zero 3 and offload 'parameters' gather weights"
+            yield f"{field} is {given!r}, but zero is {run.zero}: {only}, leave it out"
     elif run.zero_resident is not None and run.zero_gather != "step":
         yield (
             f"zero_resident is {run.zero_resident}, but zero_gather is {run.zero_gather!r}, which frees weights behind "
@@ -318,18 +322,20 @@ def _data_faults(run: Run, right: Callable[..., bool]) -> list[str]:
     return [f"data.{fault}" for fault in data_faults(run.data, seq, vocab)]
 
 
-def rooted(data: Text | Batches) -> Text | Batches:
-    """Return the data with absolute paths, because an actor may have another working directory."""
-    if isinstance(data, Batches):
-        return data
+def rooted(run: Run) -> Run:
+    """Return the run with absolute paths of what actors read and write, as theirs may be another working directory."""
 
     def root(path: str | None) -> str | None:
         return path if path is None else str(expanded(path).absolute())
 
-    return replace(
+    run, data = replace(run, offload_folder=root(run.offload_folder)), run.data
+    if isinstance(data, Batches):
+        return run
+    text = replace(
         data,
         path=data.path if data.path == "stdlib" else str(root(data.path)),
         val_path=data.val_path if data.val_path == "stdlib" else root(data.val_path),
         tokenizer=root(data.tokenizer),
         cache=root(data.cache),
     )
+    return replace(run, data=text)

@@ -82,7 +82,7 @@ def plain_of(run: Run) -> dict[str, Any]:
     Functions and Schedules are written too, but ``run_of`` refuses them.
     """
     folder = run.folder if run.folder is None else str(absolute(run.folder))
-    table: dict[str, Any] = _written(replace(run, data=rooted(run.data), folder=folder))
+    table: dict[str, Any] = _written(replace(rooted(run), folder=folder))
     return table
 
 

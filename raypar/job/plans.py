@@ -40,7 +40,7 @@ def plans_of(run: Run, programs: Programs, name: str, device: DeviceKind = "cpu"
 def shipped(run: Run) -> Run:
     """Return the run that the actors get.
 
-    Paths of the data are absolute. A Schedule is replaced by its name, because actors get their own rows separately.
+    Paths are absolute. A Schedule is replaced by its name, because actors get their own rows separately.
     """
     schedule = run.schedule if isinstance(run.schedule, str) else run.schedule.name
-    return replace(run, schedule=schedule, data=rooted(run.data))
+    return replace(rooted(run), schedule=schedule)

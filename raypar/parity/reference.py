@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from raypar.actors.data.batches import CastSource, TokenMean, batch_source, correction
 from raypar.actors.device import Place, place_of
 from raypar.actors.expert_parallel.record import Balanced, Routed, RouterRecord
+from raypar.actors.home import DeviceHome
 from raypar.actors.inspect.activations import LOSS, Spot, Watch
 from raypar.actors.models.build import build_model
 from raypar.actors.optim.loss_scale import LossScaler
@@ -127,7 +128,7 @@ class _Plain:
         self._record = RouterRecord(self._add)
         self._routers = self._routed()
         self._parameters = _named(self.model.names, self.layers, {copy: home for home, copy in self.model.ties})
-        self._masters = masters_of(run.precision, self.layers, self._parameters)
+        self._masters = masters_of(run.precision, DeviceHome(self._place.device), self.layers, self._parameters)
         self._optimizer = build_optimizer(run.optim, self._masters.parameters)
         self._scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)
         m, num_dp = run.microbatches, run.mesh.dp

@@ -11,6 +11,9 @@ level   weights  gradients  optimizer  gathered  buckets
 3       W / N    W / N      S / N      units     the same
 ======  =======  =========  =========  ========  ===========================================================
 
+With ``offload`` gradients have buckets at every level. Their sums, masters and the optimizer's state are offloaded, and
+with "parameters" also the weights, of which units are gathered at every level.
+
 Parameters are owned whole, so an owner may have a little more or less than the N-th part. Which units are gathered at a
 time follows from the schedule's UNSHARD and RESHARD. The kinds are at their most at different times, so their sum is
 more than what an actor ever holds.
@@ -98,6 +101,7 @@ class Memory:
         twice: Bytes of gradients that are in buckets first, and so are counted twice.
         shared: Memory of other actors that it reads their tensors from. It counts in the size of each process, but the
             machine has it once.
+        offloaded: What it keeps in host memory or in files. It does not count in the size of its process.
     """
 
     weights: int
@@ -110,6 +114,7 @@ class Memory:
     working: int = 0
     twice: int = 0
     shared: int = 0
+    offloaded: int = 0
 
     @property
     def state(self) -> int:
@@ -146,7 +151,7 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
         The memory by pipeline rank.
     """
     each = element_bytes(run)
-    kept = [None] * world.mesh.pp if isinstance(run.model, Layers) else most_kept(run, run.model, timeline)
+    activations = [None] * world.mesh.pp if isinstance(run.model, Layers) else most_kept(run, run.model, timeline)
     whole = peaks(timeline, [each.weight * count for count in _gathered(timeline, counts)], [0] * len(counts.units))
     lent = [_Lent(run, world, counts, row) for row in timeline.schedule.rows]
     alone = streamed(timeline.schedule)
@@ -154,39 +159,60 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
     found = []
     for rank, (count, state) in enumerate(zip(counts.held, _states(run, counts), strict=True)):
         summed = world.owners if world.sharded and lent[rank].is_lent else 1
-        gradients = each.gradient * -(-count // summed)
-        gathered = whole[rank].weights if world.gathers else 0
+        gradients = each.gradient * -(-count // summed) if world.offload == "none" else 0
+        kept = each.weight * -(-count // (world.owners if world.gathers else 1))
+        optimizer = 0 if world.servers else -(-(each.state * state + each.master * count) // world.owners)
+        gathered = whole[rank].weights if world.unshards else 0
         buckets = lent[rank].most() if lent[rank].is_lent else 0
         waits = buckets >= each.gradient * count > 0 and lent[rank].waits
         pieces = (gradients if lent[rank].is_lent and not waits else 0) + (gathered if streams[rank] else 0)
-        copied = gathered + min(buckets, lent[rank].under_way)
+        sent = min(buckets, lent[rank].under_way) if world.replicas > 1 or world.servers else 0
         found.append(
             Memory(
-                weights=each.weight * -(-count // (world.owners if world.gathers else 1)),
+                weights=0 if world.offload == "parameters" else kept,
                 gradients=gradients,
-                optimizer=0 if world.servers else -(-(each.state * state + each.master * count) // world.owners),
-                activations=kept[rank],
+                optimizer=optimizer if world.offload == "none" else 0,
+                activations=activations[rank],
                 gathered=gathered,
                 buckets=buckets,
-                working=round(WORKING * (kept[rank] or 0)) + pieces,
+                working=round(WORKING * (activations[rank] or 0)) + pieces,
                 twice=gradients if waits else 0,
-                shared=copied + _windows_read(world, each.weight * count, lends=lent[rank].is_lent),
+                shared=sent + _read(world, each.weight * count, gathered, lends=lent[rank].is_lent),
+                offloaded=_offloaded(world, each, -(-count // world.owners), kept, optimizer),
             )
         )
     return found
 
 
-def _windows_read(world: World, weights: int, *, lends: bool) -> int:
-    """Return the bytes that a worker reads where other replicas keep them, in memory that they share.
+def _offloaded(world: World, each: ElementBytes, own: int, weights: int, optimizer: int) -> int:
+    """Return the bytes that a worker keeps in host memory or in files.
+
+    Args:
+        world: The ranks of the run.
+        each: The bytes of elements.
+        own: The number of parameters that the worker updates.
+        weights: The bytes of the layers' weights that it keeps.
+        optimizer: The bytes of masters in another dtype, and of the optimizer's state.
+    """
+    if world.offload == "none":
+        return 0
+    sums = own * (each.gradient + (each.state if each.gradient != each.state else 0))
+    masters = own * each.weight if world.offload == "optimizer" and not each.master else 0
+    return optimizer + sums + masters + (weights if world.offload == "parameters" else 0)
+
+
+def _read(world: World, weights: int, gathered: int, *, lends: bool) -> int:
+    """Return the bytes of weights and gradients that a worker reads in memory that it shares with other replicas.
 
     An all_reduce, or the reductions to all owners and their broadcasts of new weights, read every replica's part of all
     tensors twice. Flat tensors that are lent, and gathered weights, are copied into shared memory instead.
     """
-    if world.servers or not world.reduces:
+    if world.gathers:
+        return gathered
+    if world.servers or world.replicas == 1:
         return 0
     group = world.owners if world.sharded else world.replicas
-    reads = 0 if world.gathers else 1 if lends else 2
-    return reads * weights * (group - 1) // group
+    return (1 if lends else 2) * weights * (group - 1) // group
 
 
 def server_memory(run: Run, world: World, counts: Counts) -> list[Memory]:
@@ -253,7 +279,7 @@ class _Lent:
         ends = [action.stage for action in row if action.op is Op.REDUCE_GRAD]
         self.waits = any(count > 1 for counts in self._rounds().values() for count in counts)
         self.under_way = (self._owners + _UNDER_WAY) * self._bucket
-        self.is_lent = world.reduces and (world.zero > 1 or len(set(ends)) < len(ends))
+        self.is_lent = world.reduces and (world.lends or len(set(ends)) < len(ends))
 
     def most(self) -> int:
         """Return the most bytes of gradients in buckets at a time.

@@ -26,7 +26,7 @@ def sent_bytes(run: Run, world: World, counts: Counts, schedule: Schedule) -> di
 
     Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 7.
     """
-    if not world.reduces or world.servers:
+    if world.replicas == 1 or world.servers:
         return {}
     each, shards = element_bytes(run), world.owners if world.sharded else world.replicas
     weights = [each.weight * units.whole for units in counts.units]

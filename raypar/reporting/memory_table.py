@@ -37,8 +37,9 @@ class Figure(NamedTuple):
 class MemoryTable(dict[str, dict[str, Figure]]):
     """Memory by actor, then by kind: weights, gradients, optimizer, gathered, buckets, activations, process, peak.
 
-    ``activations`` are the rest of the peak: activations, messages, and what comes and goes within an action. A REPL
-    and a notebook show a table, whose cells are the formula and the measurement.
+    ``activations`` are the rest of the peak: activations, messages, and what comes and goes within an action. What is
+    ``offloaded`` to host memory or to files is not a part of the peak. A REPL and a notebook show a table, whose cells
+    are the formula and the measurement.
     """
 
     def __repr__(self) -> str:
@@ -86,7 +87,9 @@ def _figures(formula: Memory, held: Held) -> Iterator[tuple[str, Figure]]:
     if "buckets" in found:
         yield "buckets", Figure(formula.buckets, found["buckets"])
     unknown, measured = formula.activations is None, held.has_trained and held.memory > 0
-    rest = max(0, held.memory - held.process - sum(found.values()))
+    rest = max(0, held.memory - held.process - sum(count for kind, count in found.items() if kind != "offloaded"))
     yield "activations", Figure(None if unknown else formula.passing, rest if measured else None)
     yield "process", Figure(formula.process, held.process or None)
     yield "peak", Figure(None if unknown else formula.peak, held.memory if measured else None)
+    if "offloaded" in found:
+        yield "offloaded", Figure(formula.offloaded, found["offloaded"])

@@ -193,7 +193,8 @@ def kinds_of(memory: Memory) -> dict[str, str]:
     told = {kind: size(held) for kind, held in known.items()}
     told["activations"] = "unknown" if memory.activations is None else size(memory.activations)
     others = {"working": memory.working, "shared": memory.shared}
-    return told | {kind: size(held) for kind, held in others.items() if held} | {"process": size(memory.process)}
+    told |= {kind: size(held) for kind, held in others.items() if held} | {"process": size(memory.process)}
+    return told | ({"offloaded": size(memory.offloaded)} if memory.offloaded else {})
 
 
 def _in_all(run: Run, workers: Sequence[Memory], servers: Sequence[Memory], of: Callable[[Memory], int]) -> int:

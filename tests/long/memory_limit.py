@@ -1,9 +1,10 @@
 """A model whose weights alone are more than an actor may hold: what trains it, and what is ended by the limit.
 
-    python -m tests.long.memory_limit [zero level] ...
+    python -m tests.long.memory_limit [zero level] ... [--folder FOLDER]
 
 Each actor limits its own memory when it builds the model: what it has then, and ALLOWED bytes more. Prints for each
-level what became of three steps.
+level what became of three steps of four replicas; then, of one actor alone with each kind of offload, in host memory
+and in files of a folder.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ LAYERS, WIDTH = 48, 1024
 WEIGHTS = LAYERS * WIDTH * WIDTH * 4  # bytes, 192 MiB
 ALLOWED = 180 << 20  # bytes, less than the weights
 DP = 4
+OFFLOADS = "none", "optimizer", "parameters"
 
 
 def limited():
@@ -43,12 +45,12 @@ def batch(step, microbatch, dp):
     return x, x.roll(1, 1)
 
 
-def outcome(**changes):
+def outcome(dp=DP, **changes):
     """The losses of three steps, or what ended them."""
     run = rp.Run(
         model=rp.Layers(layers, nn.functional.mse_loss),
         data=rp.Batches(batch),
-        mesh=rp.Mesh(dp=DP),
+        mesh=rp.Mesh(dp=dp),
         microbatches=1,
         optim=rp.SGD(lr=0.1, momentum=0.0),
         steps=3,
@@ -65,8 +67,13 @@ def outcome(**changes):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("levels", nargs="*", type=int, default=[3, 2, 0])
-    for level in parser.parse_args().levels:
+    parser.add_argument("--folder", help="folder of offloaded files; host memory without")
+    told = parser.parse_args()
+    for level in told.levels:
         print(f"zero={level}: {outcome(zero=level)}")
+    for offload in OFFLOADS:
+        folder = {} if offload == "none" else {"offload_folder": told.folder}
+        print(f"one actor, offload={offload}: {outcome(dp=1, offload=offload, **folder)}")
 
 
 if __name__ == "__main__":

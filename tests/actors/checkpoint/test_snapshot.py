@@ -11,9 +11,12 @@ from torch import nn
 from raypar.actors.checkpoint.shards import read_shard
 from raypar.actors.checkpoint.snapshot import Copies
 from raypar.actors.errors import CheckpointError
+from raypar.actors.home import DeviceHome
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from tests.support.snapshots import loaded, saved
 from tests.support.team import Team, linears
+
+HOST = DeviceHome(torch.device("cpu"))
 
 LAYOUTS = {
     "alone": {},
@@ -124,7 +127,7 @@ def test_buffers_are_each_replicas_own(tmp_path):
 
 
 def test_a_copy_is_of_the_moment_it_was_taken(tmp_path):
-    copies, weight = Copies(), torch.zeros(3)
+    copies, weight = Copies(HOST), torch.zeros(3)
     copies.take([("w", weight)])
     weight += 1
     _, slices = copies.write(tmp_path, "a.safetensors")
@@ -136,7 +139,7 @@ def test_a_copy_is_of_the_moment_it_was_taken(tmp_path):
 def test_beside_steps_the_same_is_written(slowest, tmp_path, monkeypatch):
     monkeypatch.setattr("raypar.actors.checkpoint.snapshot._SLOWEST", slowest)
     monkeypatch.setattr("raypar.actors.files._PIECE", 1000)
-    copies, weights = Copies(), {"w": torch.randn(1234), "b": torch.randn(3)}
+    copies, weights = Copies(HOST), {"w": torch.randn(1234), "b": torch.randn(3)}
     written = []
     for folder, beside in ((tmp_path / "alone", False), (tmp_path / "beside", True)):
         folder.mkdir()
@@ -150,7 +153,7 @@ def test_a_full_disk_beside_steps_leaves_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    copies = Copies()
+    copies = Copies(HOST)
     copies.take([("w", torch.ones(1000000))])
     with monkeypatch.context() as patched:
         patched.setattr("raypar.actors.files.os.write", full)
@@ -160,7 +163,10 @@ def test_a_full_disk_beside_steps_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_room_is_made_ahead_kept_and_made_anew_for_more(tmp_path):
-    copies, odd = Copies(), [("a", torch.ones(3, dtype=torch.bool)), ("b", torch.tensor(2.0)), ("c", torch.ones(0))]
+    copies, odd = (
+        Copies(HOST),
+        [("a", torch.ones(3, dtype=torch.bool)), ("b", torch.tensor(2.0)), ("c", torch.ones(0))],
+    )
     copies.make_room(odd)
     places = []
     for tensors in (odd, odd, [*odd, ("d", torch.randn(5, 4, dtype=torch.float64).T)]):
@@ -179,7 +185,7 @@ def test_a_copy_that_fails_is_told_by_who_writes_it(tmp_path):
         yield "w", torch.zeros(3)
         raise MemoryError("enough")
 
-    copies = Copies()
+    copies = Copies(HOST)
     copies.take(refuse())
     with pytest.raises(CheckpointError, match=r"can't be copied \(MemoryError: enough\)"):
         copies.write(tmp_path, "a.safetensors")

@@ -13,8 +13,10 @@ from raypar.actors.collective.local import local_groups
 from raypar.actors.data_parallel.buckets import pack
 from raypar.actors.data_parallel.reducer import Channel, Reducer
 from raypar.actors.data_parallel.replica_checks import UnequalReplicasError
+from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.device import Host
 from raypar.actors.errors import NonFiniteError
+from raypar.actors.home import DeviceHome
 from raypar.actors.models.gpt import GPTModel
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT
@@ -319,7 +321,7 @@ def test_time_spent_on_starting_a_bucket_is_not_hidden():
         return local_groups("dp", 1)[0].barrier()
 
     channel = Channel(slow, slow, lambda count, dtype: torch.empty(count, dtype=dtype), here=True)
-    reducer = Reducer([bucket], [channel], Host())
+    reducer = Reducer([bucket], [channel], Host(), GradientSums([bucket], [0], DeviceHome(Host.device), {}))
     with reducer.watch(0, last=True):
         weight.sum().backward()
     reducer.flush(0)

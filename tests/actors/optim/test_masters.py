@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from raypar.actors.home import DeviceHome
 from raypar.actors.models.cast import cast
 from raypar.actors.optim.masters import masters_of
 from raypar.actors.optim.optimizer import build_optimizer
@@ -16,7 +17,7 @@ from raypar.actors.specs.precision import Precision
 def made(precision, layer):
     layers = [layer]
     parameters = dict(layer.named_parameters())
-    return parameters, masters_of(precision, layers, parameters)
+    return parameters, masters_of(precision, DeviceHome(torch.device("cpu")), layers, parameters)
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
@@ -41,7 +42,7 @@ def test_masters_keep_updates_that_half_precision_loses(compute):
 def test_in_fp32_the_weights_are_the_masters():
     layer = nn.Linear(2, 2)
     parameters, masters = made(Precision(), layer)
-    assert masters.parameters is parameters
+    assert all(masters.parameters[name] is parameter for name, parameter in parameters.items())
     gradient = layer.weight.grad = torch.ones(2, 2)
     masters.take_gradients()
     masters.publish()

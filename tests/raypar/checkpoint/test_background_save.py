@@ -11,12 +11,15 @@ import torch
 
 from raypar.actors.checkpoint.snapshot import Copies
 from raypar.actors.errors import CheckpointError
+from raypar.actors.home import DeviceHome
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.run import Run
 from raypar.checkpoint import verified
 from raypar.checkpoint.background_save import Saver
 from raypar.paths import checkpoints
+
+HOST = DeviceHome(torch.device("cpu"))
 
 
 class Actors:
@@ -33,7 +36,7 @@ class Actors:
             return None
         if method == "events":
             return [self.wrong.get(rank, f"of {rank}") for rank in range(2)]
-        self.staged = [Copies(), Copies()]
+        self.staged = [Copies(HOST), Copies(HOST)]
         for rank, copies in enumerate(self.staged):
             copies.take([(f"w{rank}", torch.full((2,), self.value))])
         return None

@@ -53,7 +53,7 @@ def test_what_has_nothing_to_do_is_refused_with_all_that_is_wrong():
         "to 'step', or leave zero_resident out",
     ]
     assert rp.faults(tiny(zero=1, zero_units=2)) == [
-        "zero_units is 2, but zero is 1: only zero 3 gathers weights, leave it out"
+        "zero_units is 2, but zero is 1: only zero 3 and offload 'parameters' gather weights, leave it out"
     ]
     assert rp.faults(tiny(mesh=rp.Mesh(dp=4, shard=3), zero=2)) == [
         "mesh.shard is 3, which does not divide the 4 replicas: use 2, say"

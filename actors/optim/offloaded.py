@@ -1,0 +1,106 @@
+"""An optimizer whose weights, gradients and states are away from the device: it updates a few weights at a time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from raypar.actors.home import Home
+from raypar.actors.optim.groups import rule_of
+from raypar.actors.optim.optimizer import KEPT, Optimizer
+from raypar.actors.specs.optim import SGD, AnyOptimizer
+from raypar.actors.tensors import nbytes
+
+_PORTION = 4 << 20  # bytes of weights that are updated at a time, unless one alone is larger
+
+
+class OffloadedOptimizer:
+    """Updates weights in portions, so that no more than a portion of all that it needs is at hand at a time.
+
+    Each weight is updated by itself in any case, so the results have the same bits. What the optimizer creates for a
+    weight in its first update is moved home.
+
+    Args:
+        optimizer: The optimizer of all weights.
+        home: Where weights, gradients and states are kept.
+
+    Attributes:
+        param_groups: All parameter groups.
+        state: The state of each parameter.
+
+    Source: Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training".
+    """
+
+    def __init__(self, optimizer: Optimizer, home: Home) -> None:
+        self._optimizer, self._home = optimizer, home
+        self.param_groups: list[dict[str, Any]] = optimizer.param_groups
+        self.state: defaultdict[Tensor, Any] = optimizer.state
+
+    def step(self) -> None:
+        """Update every weight that has a gradient."""
+        members = [group["params"] for group in self.param_groups]
+        try:
+            for group in self.param_groups:
+                group["params"] = []
+            for group, params in zip(self.param_groups, members, strict=True):
+                for portion in _portions(params):
+                    group["params"] = portion
+                    self._update(portion)
+                group["params"] = []
+        finally:
+            for group, params in zip(self.param_groups, members, strict=True):
+                group["params"] = params
+
+    def _update(self, weights: Sequence[nn.Parameter]) -> None:
+        kept = [value for weight in weights for value in self.state.get(weight, {}).values() if _is_large(value)]
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        with self._home.at_hand([*weights, *kept], writes=True), self._home.at_hand(gradients):
+            self._optimizer.step()
+        for weight in weights:
+            state = self.state.get(weight, {})
+            for key, value in state.items():
+                if _is_large(value):
+                    state[key] = self._home.moved(value)
+
+
+def reserve_states(home: Home, spec: AnyOptimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Make sure that there will be room for the states that an optimizer creates in its first step.
+
+    Args:
+        home: Where they are to be kept.
+        spec: Kind and settings of the optimizer.
+        parameters: The parameters by logical name.
+
+    Raises:
+        OffloadError: There is none.
+    """
+    if isinstance(spec, SGD) and not spec.momentum:
+        return
+    home.reserve(
+        nbytes(parameter)
+        for name, parameter in parameters.items()
+        for key in KEPT[rule_of(spec, name, parameter.dim()).kind]
+        if key != "step"
+    )
+
+
+def _portions(weights: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Divide weights that have gradients into portions."""
+    portion: list[nn.Parameter] = []
+    for weight in weights:
+        if weight.grad is None:
+            continue
+        if portion and sum(map(nbytes, portion)) + nbytes(weight) > _PORTION:
+            yield portion
+            portion = []
+        portion.append(weight)
+    if portion:
+        yield portion
+
+
+def _is_large(value: object) -> bool:
+    """Return whether a value of a weight's state is as large as the weight, and not a number."""
+    return isinstance(value, Tensor) and value.dim() > 0
