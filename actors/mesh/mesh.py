@@ -49,12 +49,10 @@ class Mesh:
 
     def _expert_faults(self) -> Iterator[str]:
         """Yield the reasons why experts cannot be divided over the ranks of a pipeline stage."""
-        if self.etp not in (None, 1, self.tensor_ranks):
-            yield f"mesh.etp is {self.etp}: an expert has all {self.tensor_ranks} tensor ranks or one: use one of these"
-            return
         if self.ep == 1:
-            if self.etp == 1 and self.tensor_ranks > 1:
-                yield "mesh.etp is 1, which needs experts on several ranks: set mesh.ep to 2 or more, or leave it out"
+            return
+        if self.etp is not None and self.etp not in (1, self.tensor_ranks):
+            yield f"mesh.etp is {self.etp}: an expert has all {self.tensor_ranks} tensor ranks or one: use one of these"
             return
         if self.grid is not None:
             yield f"mesh.ep is {self.ep}, but a grid of tensor ranks has no experts: give mesh.tp a number"

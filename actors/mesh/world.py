@@ -237,10 +237,11 @@ class World:
         """Return the workers that together hold the weights of one data-parallel replica.
 
         Of each tensor group, the first. With ZeRO stage 3 they are those of all replicas that share the weights out,
-        else those of the replica itself.
+        else those of the replica itself, and those that share its experts out with them.
         """
         if not self.gathers:
-            return self.replica(dp)
+            own = self.replica(dp)
+            return tuple(sorted({one for rank in own for one in (self.mesh.group_of("ep", rank)[1])}))
         copy = self.copy_of(self.mesh.rank(dp=dp))
         return tuple(rank for rank in range(self.mesh.size) if self.leads(rank) and self.copy_of(rank) == copy)
 

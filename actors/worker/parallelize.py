@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -47,7 +48,10 @@ def tensor_styles(mesh: Mesh, groups: Mapping[str, Group], *, sequence: bool) ->
         sequence: Whether 1D tensor parallelism shards the sequence too.
     """
     if mesh.grid is None:
-        return megatron_styles(groups["tp"], sequence=sequence)
+        axis = megatron_styles(groups["tp"], sequence=sequence)
+        if mesh.folds_experts:  # tensor ranks route all tokens alike, and have whole experts
+            return replace(axis, styles={kind: style for kind, style in axis.styles.items() if kind != "moe"})
+        return axis
     return cube_styles(groups) if mesh.grid.kind == "3d" else summa_styles(groups)
 
 

@@ -22,6 +22,7 @@ from raypar.config.fields import field_faults
 from raypar.config.recipes import RECIPES
 from raypar.config.schedule import Programs, ZeroActions, programs_of, schedule_faults, with_backward, with_zero
 from raypar.config.skeleton import Skeleton
+from raypar.config.validate.experts import expert_faults
 from raypar.config.validate.model import length_faults
 from raypar.config.validate.offload import offload_faults
 from raypar.config.validate.optim import group_faults
@@ -88,8 +89,7 @@ def check_run(
     if right("backward", "model", "mesh.tp"):
         faults += _backward_faults(run)
     faults += _optimizer_faults(run, skeleton, right)
-    if right("tile", "model") and (not isinstance(run.model, Layers) or _builds(skeleton)):
-        faults += tile_faults(run, skeleton, right)
+    faults += _module_faults(run, skeleton, right)
     if right("data"):
         faults += _data_faults(run, right)
     faults += _output_faults(run, resumed, right, overwrite=overwrite)
@@ -294,6 +294,16 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
     if right("recompute"):
         faults += recompute_faults(run.recompute, count, has_core=transformer)
     return faults
+
+
+def _module_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Iterator[str]:
+    """Yield the faults of the fields that cut or divide modules inside layers: tile, and the axis of experts."""
+    if not right("model") or (isinstance(run.model, Layers) and not _builds(skeleton)):
+        return
+    if right("tile"):
+        yield from tile_faults(run, skeleton, right)
+    if right("mesh.ep", "mesh.etp"):
+        yield from expert_faults(run, skeleton, right)
 
 
 def _output_faults(run: Run, resumed: Path | None, right: Callable[..., bool], *, overwrite: bool) -> Iterator[str]:

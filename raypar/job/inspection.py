@@ -77,23 +77,26 @@ class Inspection:
 
     def _masters(self) -> Iterator[tuple[str, Tensor]]:
         """Fetch the optimizer's weights, rank by rank: each from the first replica that updates it."""
-        homes, mesh = self._skeleton.homes, self._run.mesh
-        for pp in range(mesh.pp):
-            first, ranks = self._world.replica(0)[pp], self._world.replicas_of(pp)
+        homes = self._skeleton.homes
+        for pp in range(self._run.mesh.pp):
+            ranks = self._world.replicas_of(pp)
             held = self._guard(partial(self._calls.some, ranks, "masters", what="fetching weights"))
-            groups = [range(start, start + mesh.tensor_ranks) for start in ranks[:: mesh.tensor_ranks]]
-            for name in self._holds[first]:
-                group = next(group for group in groups if name in held[group[0] - ranks[0]])
+            for name in dict.fromkeys(name for rank in ranks for name in self._holds[rank]):
+                group = self._parts_of(name, next(rank for rank in ranks if name in held[rank - ranks[0]]))
                 parts = [held[rank - ranks[0]][name] for rank in group]
                 yield homes.get(name, name), self._joined(name, group, parts)
 
     def _rank_by_rank(self, dp: int) -> Iterator[tuple[str, Tensor]]:
-        homes = self._skeleton.homes
+        homes, seen = self._skeleton.homes, set[tuple[int, str]]()
         for rank in self._world.holders(dp):
             ranks = self._world.tensor_group(rank)
             held = self._guard(partial(self._calls.some, ranks, "parameters", what="fetching weights"))
-            for name in self._holds[rank]:
-                yield homes.get(name, name), self._joined(name, ranks, [parts[name] for parts in held])
+            for name in self._spoken(rank):
+                if (end := (self._world.pp(rank), name)) not in seen:  # others of its experts' group may have it too
+                    seen.add(end)
+                    by_rank = dict(zip(ranks, held, strict=True))
+                    group = self._parts_of(name, rank)
+                    yield homes.get(name, name), self._joined(name, group, [by_rank[one][name] for one in group])
 
     def grad(self, name: str) -> Tensor | None:
         """Fetch a gradient of the latest step as the optimizer saw it: summed over the replicas, and clipped.
@@ -115,14 +118,25 @@ class Inspection:
     def gradients(self) -> dict[str, Tensor | None]:
         """Fetch all gradients by logical name, as ``grad`` does for one, with one call per actor."""
         found: dict[str, Tensor | None] = {}
-        for rank in filter(self._world.leads, self._world.server_ranks or range(self._world.size)):
-            shards = {name: shard for name, shard in self._holds[rank].items() if found.get(name) is None}
-            ranks = self._world.tensor_group(rank) if not all(shard.is_whole for shard in shards.values()) else (rank,)
-            ask = partial(self._calls.some, ranks, "gradients", list(shards), what="fetching gradients")
-            for (name, shard), *parts in zip(shards.items(), *self._guard(ask), strict=True):
-                count = 1 if shard.is_whole else len(ranks)
-                found[name] = None if parts[0] is None else self._joined(name, ranks[:count], parts[:count])
+        for rank in self._world.server_ranks or range(self._world.size):
+            names = [name for name in self._spoken(rank) if found.get(name) is None]
+            for ranks in dict.fromkeys(self._parts_of(name, rank) for name in names):
+                alike = [name for name in names if self._parts_of(name, rank) == ranks]
+                ask = partial(self._calls.some, ranks, "gradients", alike, what="fetching gradients")
+                for name, *parts in zip(alike, *self._guard(ask), strict=True):
+                    found[name] = None if parts[0] is None else self._joined(name, ranks, parts)
         return dict(joined(found.items()))
+
+    def _spoken(self, rank: int) -> list[str]:
+        """Return the parameters of which a rank is the first of its tensor group to hold them, or a part of them."""
+        if self._world.leads(rank):
+            return list(self._holds[rank])
+        first = self._holds[self._world.tensor_group(rank)[0]]
+        return [name for name in self._holds[rank] if name not in first]
+
+    def _parts_of(self, name: str, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold a parameter together: the rank itself, or its tensor group if it has a part."""
+        return (rank,) if self._holds[rank][name].is_whole else self._world.tensor_group(rank)
 
     def watch(self) -> tuple[str, ...]:
         """Make the actors keep activations and their gradients, for ``sights``, in the step that a stepper just opened.
@@ -258,7 +272,7 @@ class Inspection:
         if tiles := tiles_of(name, (one for held in self._holds for one in held)):
             ((_, whole),) = joined((tile, self._ask(tile, method, ranks)) for tile in dict.fromkeys(tiles))
             return whole
-        for rank in (holders := [rank for rank in ranks if name in self._holds[rank] and self._world.leads(rank)]):
+        for rank in (holders := [rank for rank in ranks if name in self._spoken(rank)]):
             found = self._whole(name, method, rank)
             if found is not None or rank == holders[-1]:
                 return found
@@ -271,7 +285,7 @@ class Inspection:
 
     def _whole(self, name: str, method: str, rank: int) -> Tensor | None:
         """Fetch a logical tensor from a rank, or from its whole tensor group if the rank holds only a part."""
-        ranks = (rank,) if self._holds[rank][name].is_whole else self._world.tensor_group(rank)
+        ranks = self._parts_of(name, rank)
         parts = self._guard(partial(self._calls.some, ranks, method, name, what=f"fetching {name}"))
         return None if parts[0] is None else self._joined(name, ranks, parts)
 

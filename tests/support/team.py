@@ -119,27 +119,22 @@ class Team:
 
     def weights(self, dp=0):
         """Copies of a replica's weights, whole."""
-        found = {}
-        for rank in self.world.holders(dp):
-            group = [self.all[one] for one in self.world.tensor_group(rank)]
-            held = [worker.holds() for worker in group]
-            for name in held[0]:
-                parts = [worker.parameter(name) for worker in group]
-                found[name] = join_shards([shards[name] for shards in held], parts).clone()
-        return found
+        return self._whole("parameter", self.world.holders(dp))
 
     def gradients(self):
         """Copies of the gradients that the optimizers saw, whole."""
+        return self._whole("gradient", self.world.server_ranks or range(self.world.size))
+
+    def _whole(self, method, ranks):
+        """What a method tells of each parameter that these ranks hold, whole; the first that is not None."""
         found = {}
-        for rank in self.world.server_ranks or range(0, self.world.mesh.size, self.run.mesh.tensor_ranks):
-            group = [self.all[one] for one in (self.world.tensor_group(rank) if not self.servers else (rank,))]
-            held = [actor.holds() for actor in group]
-            for name in held[0]:
-                parts = [actor.gradient(name) for actor in group]
-                if found.get(name) is None:
-                    found[name] = (
-                        None if parts[0] is None else join_shards([shards[name] for shards in held], parts).clone()
-                    )
+        for rank in ranks:
+            for name, shard in self.all[rank].holds().items():
+                if found.get(name) is None and (shard.is_whole or self.world.leads(rank)):
+                    group = (rank,) if shard.is_whole else self.world.tensor_group(rank)
+                    parts = [getattr(self.all[one], method)(name) for one in group]
+                    shards = [self.all[one].holds()[name] for one in group]
+                    found[name] = None if parts[0] is None else join_shards(shards, parts).clone()
         return found
 
     def ledger(self, axis):

@@ -1,0 +1,97 @@
+"""Experts divided over actors: the user's layouts, parity with one process, and the bytes that move."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.specs.moe import MoE
+from raypar.config.recipes import recipe
+from raypar.config.run import check_run
+from raypar.errors import ConfigError
+from tests.support.replicas import agrees
+from tests.support.team import Team
+
+TINY = recipe("moe-tiny")
+# Threads share one generator, so there is no dropout here; tests of jobs have it.
+RUN = replace(TINY, model=replace(TINY.model, layers=2, dropout=0.0), microbatches=2, steps=2, timeout=20.0)
+LAYOUTS = {
+    "ep2 x dp2": {"mesh": Mesh(dp=4, ep=2)},
+    "without zero": {"mesh": Mesh(dp=4, ep=2), "zero": 0},
+    "zero 2": {"mesh": Mesh(dp=4, ep=2), "zero": 2},
+    "zero 3": {"mesh": Mesh(dp=4, ep=2), "zero": 3},
+    "pure ep4": {"mesh": Mesh(dp=4, ep=4)},
+    "pure ep2, zero 3": {"mesh": Mesh(dp=2, ep=2), "zero": 3},
+    "on tensor ranks": {"mesh": Mesh(dp=2, tp=2, ep=2)},
+    "on tensor ranks alone": {"mesh": Mesh(tp=2, ep=2)},
+    "on all ranks": {"mesh": Mesh(dp=2, tp=2, ep=4)},
+    "tensor-parallel experts": {"mesh": Mesh(dp=2, tp=2, ep=2, etp=2)},
+    "sequence parallel": {"mesh": Mesh(dp=2, tp=2, ep=2, etp=2), "sequence_parallel": True},
+    "context": {"mesh": Mesh(cp=2, ep=2)},
+    "context and replicas": {"mesh": Mesh(dp=2, cp=2, ep=2)},
+    "pipeline": {"mesh": Mesh(pp=2, dp=2, ep=2), "schedule": "1f1b"},
+    "pipeline, split backwards": {"mesh": Mesh(pp=2, dp=2, ep=2), "backward": "split"},
+    "recomputation": {"mesh": Mesh(dp=2, ep=2), "recompute": "full"},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_experts_on_several_actors_train_as_in_one_process(layout):
+    agrees(Team.of(replace(RUN, **layout)), 2e-5)
+
+
+def experts_of(team, rank):
+    names = (name.split(".") for name in team.all[rank].holds() if name.startswith("blocks.0.mlp.experts."))
+    return {int(parts[4]) for parts in names}
+
+
+def test_the_layouts_of_the_notes():
+    """The user's layouts on four actors with eight experts, and the groups whose gradients are summed."""
+    eight = replace(RUN.model, moe=MoE(experts=8, top_k=2))
+    first, second, rest = {0, 1, 2, 3}, {4, 5, 6, 7}, [{2 * i, 2 * i + 1} for i in range(4)]
+    for mesh, held, sums in (
+        (Mesh(dp=4, ep=2), [first, second, first, second], ((0, 2), (1, 3))),
+        (Mesh(dp=2, tp=2, ep=2), [first, second, first, second], ((0, 2), (1, 3))),
+        (Mesh(dp=4, ep=4), rest, ((0,), (1,), (2,), (3,))),
+    ):
+        team = Team.of(replace(RUN, mesh=mesh, model=eight))
+        assert [experts_of(team, rank) for rank in range(4)] == held
+        assert mesh.groups("edp") == sums
+
+
+def test_a_layer_moves_four_all_to_alls_a_microbatch_and_no_expert_is_reduced_in_pure_ep():
+    team = Team.of(replace(RUN, mesh=Mesh(dp=2, ep=2), zero=0))
+    team.step()
+    for ledger in team.ledger("ep"):
+        assert ledger["all_to_all"][0] == 4 * RUN.model.layers * RUN.microbatches
+        assert ledger.keys() == {"all_to_all", "all_gather"}  # the counts of rows are gathered
+    assert team.ledger("edp") == [{}, {}]
+    sent = [ledger["all_to_all"][1] for ledger in team.ledger("ep")]
+    counts = [load.asked for result in team.step(1) for load in result.loads]
+    rows = RUN.model.layers * RUN.microbatches * RUN.micro_batch_size * RUN.model.seq * RUN.model.moe.top_k
+    assert sum(map(sum, counts)) == 2 * rows
+    assert 0 < sum(sent) <= 2 * rows * 4 * RUN.model.hidden * 4  # 4 times the rows that go to another actor
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"mesh": Mesh(dp=3, ep=3)}, "mesh.ep 3 does not divide the 4 experts of a layer: use 3 or 6 experts, or set"),
+        ({"mesh": Mesh(dp=2, ep=2), "model": recipe("gpt-tiny").model}, "the model has no experts to divide"),
+        ({"mesh": Mesh(dp=2, ep=4)}, "mesh.ep is 4, which does not divide dp x cp = 2: use 2, say"),
+        ({"mesh": Mesh(dp=4, shard=2, ep=2)}, "experts and hybrid sharding do not combine"),
+        (
+            {"mesh": Mesh(dp=2, tp=2, ep=2), "sequence_parallel": True},
+            "set mesh.etp to 2, or sequence_parallel to false",
+        ),
+        ({"mesh": Mesh(dp=2, ep=2), "data_parallel": "parameter_server"}, "servers hold all weights of a replica"),
+        ({"mesh": Mesh(dp=2, tp=2, ep=2, etp=3)}, "mesh.etp is 3: an expert has all 2 tensor ranks or one"),
+        ({"mesh": Mesh(tp=4, ep=2)}, "no replicas sum their gradients: use 4, or set mesh.dp to 2"),
+    ],
+)
+def test_experts_that_do_not_fit_are_told_with_what_would(changes, told):
+    with pytest.raises(ConfigError) as error:
+        check_run(replace(RUN, **changes))
+    assert told in str(error.value)
