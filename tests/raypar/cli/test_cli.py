@@ -594,7 +594,9 @@ def test_verify_tells_the_first_difference(said, monkeypatch):
 
 def test_verify_takes_five_steps_unless_told(said, monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(commands, "check_run", lambda run: seen.append(run.steps) or raising(JobError("enough"))())
+    monkeypatch.setattr(
+        commands, "check_run", lambda run, wrong: seen.append(run.steps) or raising(JobError("enough"))()
+    )
     path = tmp_path / "run.toml"
     path.write_text('recipe = "gpt-tiny"')
     (tmp_path / "seven.toml").write_text("steps = 7")
