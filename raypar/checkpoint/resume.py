@@ -14,7 +14,7 @@ from raypar.checkpoint.check import verified, verify
 from raypar.checkpoint.find import Found, listed, newest
 from raypar.checkpoint.manifest import MANIFEST
 from raypar.checkpoint.save import Save
-from raypar.config.fields import brief
+from raypar.config.fields import Fault, brief, field_faults
 from raypar.config.run import check_run
 from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
@@ -75,9 +75,21 @@ def prepared(
     Raises:
         ConfigError: The run has faults, cannot continue from the checkpoint, or cannot use its folder.
     """
-    found = find(Path(resume)) if isinstance(resume, str | Path) else resume
-    skeleton = Skeleton(run.model, run.seed)
-    programs = check_run(run, None if found is None else found.path, skeleton, overwrite=overwrite)
+    found, wrong, faults = None if isinstance(resume, str | Path) else resume, list[Fault](), list[str]()
+    if isinstance(resume, str | Path):
+        try:
+            found = find(Path(resume))
+        except ConfigError as error:
+            wrong = [Fault("folder", text, of_type=True) for text in error.faults]
+    skeleton, programs = Skeleton(run.model, run.seed), None
+    try:
+        resumed = None if found is None else found.path
+        programs = check_run(run, resumed, skeleton, overwrite=overwrite, wrong=wrong)
+    except ConfigError as error:
+        can_compare = found is not None and not any(fault.of_type for fault in field_faults(run))
+        faults = [*error.faults, *(changed_faults(run, found) if can_compare and found is not None else [])]
+    if faults or programs is None:
+        raise ConfigError(faults)
     for idle in idle_fields(run):
         log.warning("%s", idle)
     if found is not None:
@@ -98,26 +110,39 @@ def demand_resumable(run: Run, skeleton: Skeleton, found: Found) -> None:
     Raises:
         ConfigError: The run differs from the checkpoint's in a field that must not change. Lists all of them.
     """
-    was, now = flat(found.manifest.run), flat(plain_of(run))
-    changed = [name for name in now if name in was and was[name] != now[name]]
-    mine = "model.fn" in now and "model.fn" in was  # the user's own Layers, of which only the weights can be compared
-    faults = [
-        f"{name} is {brief(now[name])}, but {brief(was[name])} in the checkpoint: give the same"
-        for name in changed
-        if name in ("seed", "optim.kind") or (name.startswith("model.") and not mine and not name.startswith(_TOLD))
-    ]
-    if ("model.fn" in now) != ("model.fn" in was):
-        faults.append("model is the user's own Layers in one of them only: give the run that was saved")
+    faults, changed = _compared(run, found)
     if not any(fault.startswith("model") for fault in faults):
         stored = found.manifest.tensors
-        if "optim.kind" in changed:  # one fault is enough, without one for each tensor of optimizer state
+        if any(
+            name == "optim.kind" for name, _, _ in changed
+        ):  # one fault is enough, without one for each tensor of optimizer state
             stored = {name: logical for name, logical in stored.items() if not name.startswith("optim.")}
         faults += _tensor_faults(run, skeleton, stored)
     if faults:
         raise ConfigError([f"resume {str(found.path)!r}: {fault}" for fault in faults])
-    for name in changed:
+    for name, now, was in changed:
         if name.startswith(_TOLD):
-            log.warning("resumed with %s %s, which was %s", name, brief(now[name]), brief(was[name]))
+            log.warning("resumed with %s %s, which was %s", name, now, was)
+
+
+def changed_faults(run: Run, found: Found) -> list[str]:
+    """Return which fields of a run differ from the checkpoint's and must not; its weights are not looked at."""
+    return [f"resume {str(found.path)!r}: {fault}" for fault in _compared(run, found)[0]]
+
+
+def _compared(run: Run, found: Found) -> tuple[list[str], list[tuple[str, str, str]]]:
+    """Return which fields must not differ from the checkpoint's, and all that do: their names and both values."""
+    was, now = flat(found.manifest.run), flat(plain_of(run))
+    changed = [(name, brief(now[name]), brief(was[name])) for name in now if name in was and was[name] != now[name]]
+    mine = "model.fn" in now and "model.fn" in was  # the user's own Layers, of which only the weights can be compared
+    faults = [
+        f"{name} is {new}, but {old} in the checkpoint: give the same"
+        for name, new, old in changed
+        if name in ("seed", "optim.kind") or (name.startswith("model.") and not mine and not name.startswith(_TOLD))
+    ]
+    if ("model.fn" in now) != ("model.fn" in was):
+        faults.append("model is the user's own Layers in one of them only: give the run that was saved")
+    return faults, changed
 
 
 def demand_room(run: Run, step: int) -> None:

@@ -23,26 +23,50 @@ def its_run(found: Found) -> Run:
     return run if home is None else replace(run, folder=str(home))
 
 
-def misfits(run: Run, start: Found | None, overwrite: bool) -> list[str]:
-    """Return why a run cannot go on from a checkpoint or from what is in its folder; log what it changes."""
-    if start is None and run.folder is None:
+def misfits(run: Run, begun: Found | None, overwrite: bool, *, is_sound: bool) -> list[str]:
+    """Return why a run cannot go on from a checkpoint or from what is in its folder; log what it changes.
+
+    Args:
+        run: The run.
+        begun: The checkpoint; None for a new run.
+        overwrite: Whether the run replaces one that is in its folder.
+        is_sound: Whether the run has no faults of its own, so that its weights can be compared with the checkpoint's.
+    """
+    if begun is None and run.folder is None:
         return []
-    from raypar.checkpoint.resume import demand_latest, demand_resumable
+    from raypar.checkpoint.resume import changed_faults, demand_latest, demand_resumable
 
     faults = []
     try:
-        if start is not None:
+        if begun is not None and is_sound:
             from raypar.config.skeleton import Skeleton
 
-            demand_resumable(run, Skeleton(run.model, run.seed), start)
+            demand_resumable(run, Skeleton(run.model, run.seed), begun)
+        elif begun is not None:
+            faults += changed_faults(run, begun)
     except ConfigError as error:
         faults += error.faults
     try:
         if not overwrite:
-            demand_latest(run, 0 if start is None else start.manifest.step)
+            demand_latest(run, 0 if begun is None else begun.manifest.step)
     except ConfigError as error:
         faults += error.faults
     return faults
+
+
+def finished(begun: Found, steps: int, *, is_told: bool) -> str:
+    """Say that a checkpoint's run is over, and how it goes on.
+
+    Args:
+        begun: The checkpoint.
+        steps: The steps of the run that is to go on from it.
+        is_told: Whether the user said so many.
+    """
+    taken = begun.manifest.step
+    more = f"say --steps {taken + max(1, taken // 2)} to go on"
+    if is_told:
+        return f"{begun.path.name} is of a run that has taken {taken} steps, and --steps is {steps}: {more}"
+    return f"{begun.path.name} is the end of its run, which has taken all its {taken} steps: {more}"
 
 
 def how_to_go_on(run: Run) -> str:

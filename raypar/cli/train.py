@@ -6,10 +6,10 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -19,18 +19,16 @@ from raypar.actors.specs.data import Text
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.run import Run
-from raypar.cli.flag_values import value_faults
-from raypar.cli.flag_words import read_experts, read_none, read_precision
-from raypar.cli.foreign_flags import foreign_faults
 from raypar.cli.output_files import file_faults, growing_file, whole_file
+from raypar.cli.parsing import parse, values_of
 from raypar.cli.plan import compared
-from raypar.cli.resuming import how_to_go_on, its_run, misfits
+from raypar.cli.resuming import finished, how_to_go_on, its_run, misfits
+from raypar.config.fields import Fault, field_faults, right_fields
 from raypar.config.recipes import RECIPES
 from raypar.config.run import check_run, unrecorded, world_of
-from raypar.config.toml import of_kind, read_table, run_of
 from raypar.config.validate.parallel import idle_fields
 from raypar.errors import ConfigError, JobError
-from raypar.paths import RUN, absolute, checkpoints_in, holds_run
+from raypar.paths import absolute, checkpoints_in
 from raypar.planner.host import room_faults
 from raypar.reporting.needs import Rows, memory_faults
 from raypar.reporting.report import Evaluation, Report
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
     from raypar.checkpoint.find import Found
     from raypar.job.job import Job
     from raypar.parity.verify import Verdict
-
-A = TypeVar("A", bound="RunArgs")
 
 _VERIFIED_STEPS = 5
 
@@ -127,29 +123,17 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
         JobError: The run failed.
         NonFiniteError: The gradients became infinite or NaN.
     """
-    start = next((_found(path) for path in _values_of("--resume", words) if path), None)
-    known = {} if start is None else {str(start.path): its_run(start)}
-    args = _parse(TrainArgs, words, "train", "Train a model on actors.", next(iter(known), "gpt-small"), known=known)
-    if args.base in known and names_code(args.schedule) and not [*_values_of("--schedule", words)]:
-        fix = f"if you trust it, say --schedule {args.schedule}"
-        raise ConfigError([f"schedule {args.schedule!r} is code, and the checkpoint alone can't make it run: {fix}"])
-    run, faults = args.run(), [*file_faults("--log", args.log), *file_faults("--trace", args.trace)]
-    try:
-        schedule = check_run(run, None if start is None else start.path, overwrite=args.overwrite)["train"]
-    except ConfigError as error:
-        raise ConfigError([*error.faults, *faults]) from None
-    if args.overwrite and run.folder is None:
-        faults.append("--overwrite replaces the run in a folder, and there is none: give --folder")
-    if start is not None and start.manifest.step >= run.steps:
-        taken = f"{start.path.name} is of a run that has taken {start.manifest.step} steps, and --steps is {run.steps}"
-        faults.append(f"{taken}: give more to go on")
-    if not 0 <= args.wait_for_nodes < math.inf:
-        faults.append(f"--wait-for-nodes is {args.wait_for_nodes}: it must be a number of seconds, 0 or more")
-    faults += [*room_faults(world_of(run).size), *memory_faults(run, schedule)]
-    if faults or args.dry_run:  # otherwise the launch looks for them
-        faults += misfits(run, start, args.overwrite)
-    if faults:
-        raise ConfigError(faults)
+    begun, unfound = _begun(words)
+    known = {} if begun is None else {str(begun.path): its_run(begun)}
+    what = "Train a model on actors."
+    parsed = parse(TrainArgs, words, "train", what, next(iter(known), "gpt-small"), known=known)
+    args, run = parsed.args, parsed.args.run()
+    whole = unfound and args.base == "gpt-small" and "gpt-small" not in words  # then it is not known what is to go on
+    wrong = [*(Fault("" if whole else "folder", text, of_type=True) for text in unfound), *parsed.wrong]
+    if args.base in known and names_code(args.schedule) and not [*values_of("--schedule", words)]:
+        text = f"schedule {args.schedule!r} is code, and the checkpoint alone can't make it run"
+        wrong.append(Fault("schedule", f"{text}: if you trust it, say --schedule {args.schedule}", of_type=True))
+    schedule = _checked(run, args, begun, wrong, is_told=any(values_of("--steps", words)))
     origins = _origins(args, words)
     if args.dry_run:
         for idle in idle_fields(run):
@@ -162,14 +146,51 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
 
     run, launches = settled(run), list[float]()
     try:
-        return _trained(run, args, schedule, start, launches)
+        return _trained(run, args, schedule, begun, launches)
     except (JobError, NonFiniteError, KeyboardInterrupt, SystemExit) as error:
         if launches:
             error.add_note(how_to_go_on(run))
         raise
 
 
-def _trained(run: Run, args: TrainArgs, schedule: Schedule, start: Found | None, launches: list[float]) -> Finished:
+def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fault], *, is_told: bool) -> Schedule:
+    """Check everything about a command that trains, and return the schedule of a step.
+
+    Args:
+        run: The run.
+        args: The flags.
+        begun: The checkpoint to continue from; None for a new run.
+        wrong: Faults of the words, and of the files that they name.
+        is_told: Whether a flag says how many steps the run has.
+
+    Raises:
+        ConfigError: There are faults. The error lists all of them.
+    """
+    schedule, faults = None, list[str]()
+    try:
+        schedule = check_run(run, None if begun is None else begun.path, overwrite=args.overwrite, wrong=wrong)["train"]
+    except ConfigError as error:
+        faults = error.faults
+    right = right_fields([*wrong, *field_faults(run)])
+    faults += [*file_faults("--log", args.log), *file_faults("--trace", args.trace)]
+    if args.overwrite and run.folder is None:
+        faults.append("--overwrite replaces the run in a folder, and there is none: give --folder")
+    if begun is not None and right("steps") and begun.manifest.step >= run.steps:
+        faults.append(finished(begun, run.steps, is_told=is_told))
+    if not 0 <= args.wait_for_nodes < math.inf:
+        faults.append(f"--wait-for-nodes is {args.wait_for_nodes}: it must be a number of seconds, 0 or more")
+    if right("mesh", "data_parallel", "servers", "zero"):
+        faults += room_faults(world_of(run).size)
+    if schedule is not None:
+        faults += memory_faults(run, schedule)
+    if (faults or args.dry_run) and right("folder"):  # otherwise the launch looks for them
+        faults += misfits(run, begun, args.overwrite, is_sound=schedule is not None)
+    if faults or schedule is None:
+        raise ConfigError(faults)
+    return schedule
+
+
+def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None, launches: list[float]) -> Finished:
     """Train a run that was checked, with the files that flags ask for. ``launches`` gets the seconds of the launch."""
     from raypar.job.launch import launch  # imports torch and Ray
 
@@ -177,7 +198,7 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, start: Found | None,
     with (
         growing_file("--log", args.log) as log,
         whole_file("--trace", args.trace) as trace,
-        launch(run, wait_for_nodes=args.wait_for_nodes, resume=start, overwrite=args.overwrite) as job,
+        launch(run, wait_for_nodes=args.wait_for_nodes, resume=begun, overwrite=args.overwrite) as job,
     ):
 
         def write(outcome: Report | Evaluation) -> None:
@@ -230,8 +251,9 @@ def verify(words: Sequence[str]) -> Verdict:
     The run may be that of a run folder, which is only read. Raises what ``train`` raises.
     """
     what = "Train a few steps on actors and in one plain process, and compare all losses, gradients and weights."
-    run = unrecorded(_parse(RunArgs, words, "verify", what, "gpt-tiny", {"steps": _VERIFIED_STEPS}).run())
-    _check(run)
+    parsed = parse(RunArgs, words, "verify", what, "gpt-tiny", {"steps": _VERIFIED_STEPS})
+    run = unrecorded(parsed.args.run())
+    _check(run, parsed.wrong)
     told = run.steps, world_of(run).size, run.mesh, run.schedule, run.microbatches
     logging.getLogger("raypar").info("%d steps in this process, then on %d actors: %s, %s of %d microbatches", *told)
     from raypar.parity.verify import verify as verified
@@ -242,14 +264,18 @@ def verify(words: Sequence[str]) -> Verdict:
 def plan(words: Sequence[str]) -> str:
     """Run ``raypar plan``: say what a run takes at each level of ZeRO. Raises ConfigError if it has faults."""
     what = "Say what a run takes: memory by kind, and bytes sent, as it is and at each level of ZeRO."
-    return compared(unrecorded(_parse(RunArgs, words, "plan", what, "gpt-small").run()))
+    parsed = parse(RunArgs, words, "plan", what, "gpt-small")
+    run = unrecorded(parsed.args.run())
+    check_run(run, wrong=parsed.wrong)
+    return compared(run)
 
 
 def step(words: Sequence[str]) -> None:
     """Run ``raypar step``: a REPL for the run's first step. Raises what ``train`` raises."""
     what = "Step through a schedule by hand, on actors, in a Python REPL."
-    run = _parse(RunArgs, words, "step", what, "gpt-tiny").run()
-    _check(run)
+    parsed = parse(RunArgs, words, "step", what, "gpt-tiny")
+    run = parsed.args.run()
+    _check(run, parsed.wrong)
     from raypar.cli.repl import interact
     from raypar.job.launch import launch
 
@@ -257,10 +283,16 @@ def step(words: Sequence[str]) -> None:
         interact(job)
 
 
-def _check(run: Run) -> None:
-    """Raise ConfigError if a run has faults, or if this machine has no room for its actors."""
-    check_run(run)
-    if faults := list(room_faults(world_of(run).size)):
+def _check(run: Run, wrong: Sequence[Fault]) -> None:
+    """Raise ConfigError if a run has faults, with those of the words, or if this machine has no room for its actors."""
+    faults = list[str]()
+    try:
+        check_run(run, wrong=wrong)
+    except ConfigError as error:
+        faults = error.faults
+    if right_fields([*wrong, *field_faults(run)])("mesh", "data_parallel", "servers", "zero"):
+        faults += room_faults(world_of(run).size)
+    if faults:
         raise ConfigError(faults)
 
 
@@ -272,82 +304,18 @@ def _origins(args: RunArgs, words: Sequence[str]) -> dict[str, str]:
     return {
         axis: f"{kind} {named}"
         for axis, count in ways.items()
-        if count > 1 and not any(_values_of(f"--mesh.{axis}", words))
+        if count > 1 and not any(values_of(f"--mesh.{axis}", words))
     }
 
 
-def _found(path: str) -> Found:
+def _begun(words: Sequence[str]) -> tuple[Found | None, list[str]]:
+    """Return the checkpoint that ``--resume`` names, if it does, and why it can't be read."""
+    path = next((path for path in values_of("--resume", words) if path and not path.startswith("--")), None)
+    if path is None:
+        return None, []
     from raypar.checkpoint.resume import find  # imports numpy
 
-    return find(Path(path))
-
-
-def _parse(
-    kind: type[A],
-    words: Sequence[str],
-    command: str,
-    what: str,
-    fallback: str,
-    table: dict[str, int] | None = None,
-    known: Mapping[str, Run] | None = None,
-) -> A:
-    """Parse the flags of a command.
-
-    The run that the flags change, called the base, gives the flags their defaults, so it must be known first. It is
-    usually the first word. If it turns out to be another word, parse again with that base.
-
-    Args:
-        kind: The class to parse.
-        words: The words after the command.
-        command: The command's name.
-        what: What the command does, for its help.
-        fallback: Name of the base if the words have none.
-        table: Fields that change a recipe or a file's defaults.
-        known: Further bases by name, beside recipes and files.
-    """
-
-    def parse(base: str) -> A:
-        """Parse the words with this base. If they are wrong, tyro ends the process."""
-        default = known[base] if known and base in known else _base(base, table or {})
-        for model_kind in _values_of("--model.kind", words):
-            default = replace(default, model=of_kind("model", model_kind, default.model))
-        for optimizer_kind in _values_of("--optim.kind", words):
-            default = replace(default, optim=of_kind("optim", optimizer_kind, default.optim))
-        model, left = read_experts(default.model, words)
-        default = replace(default, model=model)
-        if faults := [*foreign_faults(left, default), *value_faults(kind, left, default)]:
-            raise ConfigError(faults)
-        parts = {field.name: getattr(default, field.name) for field in fields(Run)}
-        parsed: A = tyro.cli(
-            kind,
-            config=(tyro.conf.AvoidSubcommands,),
-            args=read_none(read_precision(left)),
-            default=kind(**parts, base=base),
-            prog=f"raypar {command}",
-            description=f"{what} Flags change the recipe or the file; their defaults below are those of {base}.",
-        )
-        return parsed
-
-    first = words[0] if words and not words[0].startswith("-") else fallback
-    args = parse(first)
-    return args if args.base == first else parse(args.base)
-
-
-def _base(name: str, table: dict[str, int]) -> Run:
-    if table and holds_run(Path(name)):  # of a run folder the run, but not how long it was
-        return run_of(read_table(Path(name) / RUN) | table)
-    if Path(name).suffix == ".toml":
-        return run_of(table | read_table(Path(name)))
     try:
-        return run_of({"recipe": name} | table)
+        return find(Path(path)), []
     except ConfigError as error:
-        other = "a file whose name ends in .toml" + (", or a run folder" if table else "")
-        raise ConfigError([f"{fault}; or give {other}" for fault in error.faults]) from None
-
-
-def _values_of(flag: str, words: Sequence[str]) -> Iterator[str]:
-    for word, after in zip(words, [*words, ""][1:], strict=True):
-        if word == flag:
-            yield after
-        elif word.startswith(f"{flag}="):
-            yield word.partition("=")[2]
+        return None, error.faults

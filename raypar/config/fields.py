@@ -5,7 +5,7 @@ pydantic does the check. It is imported only inside the functions that use it: t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import groupby
@@ -43,7 +43,7 @@ class Fault(NamedTuple):
     """A field with a wrong value.
 
     Attributes:
-        path: Dotted path of the field, such as ``model.layers``, or of an item of a tuple.
+        path: Dotted path of the field, such as ``model.layers``, or of an item of a tuple; "" for the whole run.
         text: The sentence for the user.
         of_type: Whether the type is wrong. If not, the value is out of range.
     """
@@ -51,6 +51,21 @@ class Fault(NamedTuple):
     path: str
     text: str
     of_type: bool
+
+
+def right_fields(wrong: Sequence[Fault]) -> Callable[..., bool]:
+    """Return a function of paths: whether these fields, and all fields inside them, have none of these faults.
+
+    Args:
+        wrong: Faults. One of the whole run leaves no field right.
+    """
+    heads = [f"{fault.path}." if fault.path else "" for fault in wrong]
+
+    def right(*paths: str) -> bool:
+        pairs = ((f"{path}.", head) for path in paths for head in heads)
+        return not any(one.startswith(other) or other.startswith(one) for one, other in pairs)
+
+    return right
 
 
 def field_faults(part: Any, below: str = "") -> Iterator[Fault]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from raypar.actors.specs.optim import OptimizerSettings
 from raypar.actors.specs.recompute import recompute_faults
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
-from raypar.config.fields import field_faults
+from raypar.config.fields import Fault, field_faults, right_fields
 from raypar.config.recipes import RECIPES
 from raypar.config.schedule import Programs, ZeroActions, programs_of, schedule_faults, with_backward, with_zero
 from raypar.config.skeleton import Skeleton
@@ -37,7 +37,12 @@ from raypar.schedules.schedule import Schedule, ScheduleError
 
 
 def check_run(
-    run: Run, resumed: Path | None = None, skeleton: Skeleton | None = None, *, overwrite: bool = False
+    run: Run,
+    resumed: Path | None = None,
+    skeleton: Skeleton | None = None,
+    *,
+    overwrite: bool = False,
+    wrong: Sequence[Fault] = (),
 ) -> Programs:
     """Check a run and return its programs (training step and evaluation) as the actors perform them.
 
@@ -48,24 +53,19 @@ def check_run(
         resumed: The checkpoint to continue from. Only a run that resumes from a run folder may use that folder again.
         skeleton: Skeleton of the run's model, if the caller has one already.
         overwrite: Whether the run may replace one that is in its folder.
+        wrong: Faults that were found where the run was read, such as unknown fields of a file. They come first.
 
     Raises ConfigError with all faults of the run.
     """
-    wrong = list(field_faults(run))
+    own = list(field_faults(run))
     skeleton = Skeleton(run.model, run.seed) if skeleton is None else skeleton
-
-    def right(*paths: str) -> bool:
-        """Return whether these fields, and all fields inside them, have their declared types and ranges."""
-        pairs = ((f"{path}.", f"{fault.path}.") for path in paths for fault in wrong)
-        return not any(one.startswith(other) or other.startswith(one) for one, other in pairs)
-
-    faults = [fault.text + _hint(run, fault.path) for fault in wrong]
+    right = right_fields([*wrong, *own])
+    faults = [*(fault.text for fault in wrong), *(fault.text + _hint(run, fault.path) for fault in own)]
     if isinstance(run.model, Transformer):
         faults += run.model.faults(right)
     if isinstance(run.mesh, Mesh):
         faults += run.mesh.faults(right)
-    faults += _server_faults(run, right)
-    faults += _zero_faults(run, right)
+    faults += [*_server_faults(run, right), *_zero_faults(run, right)]
     faults += offload_faults(run, right)
     faults += precision_faults(run, right)
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):

@@ -16,20 +16,20 @@ An example::
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from raypar.actors.files import read_named
+from raypar.actors.known_fields import nearest
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
-from raypar.config.fields import brief, field_faults
+from raypar.config.fields import Fault, brief, field_faults
 from raypar.config.recipes import recipe
 from raypar.config.run import rooted
 from raypar.errors import ConfigError
@@ -117,7 +117,21 @@ def parsed(raw: bytes) -> dict[str, Any]:
 
 def run_of(table: Mapping[str, Any], base: Run | None = None) -> Run:
     """Return the run that a table describes: ``load_run`` for a file that was read already. Raises ConfigError."""
-    faults: list[str] = []
+    run, wrong = read_run(table, base)
+    if wrong:
+        raise ConfigError([fault.text for fault in (*wrong, *field_faults(run))])
+    return run
+
+
+def read_run(table: Mapping[str, Any], base: Run | None = None) -> tuple[Run, list[Fault]]:
+    """Return the run that a table describes, without what is wrong in it, and the faults of that.
+
+    Values that are only out of range are in the run, and no faults: ``check_run`` finds them.
+
+    Raises:
+        ConfigError: The run has functions of the user's own.
+    """
+    faults: list[Fault] = []
     rest = dict(table)
     own = {part: table[part]["fn"] for part in ("model", "data") if "fn" in _part(table, part)}
     if own:
@@ -128,12 +142,25 @@ def run_of(table: Mapping[str, Any], base: Run | None = None) -> Run:
         try:
             start = recipe(str(rest.pop("recipe")))
         except ConfigError as error:
-            faults += error.faults
+            faults += [Fault("", text, of_type=True) for text in error.faults]
     run = _changed(start, rest, "", faults)
-    wrong = list(field_faults(run))
-    if faults or any(fault.of_type for fault in wrong):
-        raise ConfigError([*faults, *(fault.text for fault in wrong)])
-    return run
+    if wrong := [fault for fault in field_faults(run) if fault.of_type]:
+        run = _changed(start, _without(rest, [fault.path for fault in wrong]), "", [])
+    return run, [*faults, *wrong]
+
+
+def _without(table: Mapping[str, Any], paths: Sequence[str], below: str = "") -> dict[str, Any]:
+    """Return a table without the fields of these paths, which may be those of items in a field."""
+    kept: dict[str, Any] = {}
+    for key, value in table.items():
+        path = f"{below}{key}"
+        if path in paths:
+            continue
+        if isinstance(value, Mapping):
+            kept[key] = _without(value, paths, f"{path}.")
+        elif not any(f"{wrong}.".startswith(f"{path}.") for wrong in paths):
+            kept[key] = value
+    return kept
 
 
 def _part(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -164,7 +191,7 @@ def of_kind(name: str, kind: object, like: T) -> T:
     return made
 
 
-def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[str]) -> T:
+def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[Fault]) -> T:
     """Return ``base`` with the fields that a table sets, and add its unknown keys to ``faults``."""
     assert is_dataclass(base) and not isinstance(base, type)
     hints = get_type_hints(type(base))
@@ -173,7 +200,7 @@ def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[str]) -
     for key, value in table.items():
         path, old = f"{below}{key}", getattr(base, key, None)
         if key not in names:
-            faults.append(f"{path} is not a field{_guess(key, names)}")
+            faults.append(Fault(path, f"{path} is not a field{_guess(key, names)}", of_type=True))
         elif old is None and isinstance(value, dict) and (kind := _table_of(hints[key])) is not None:
             changes[key] = _changed(kind(), value, f"{path}.", faults)
         elif not is_dataclass(old) or isinstance(old, Schedule) or (value == "none" and _may_be_none(hints[key])):
@@ -181,14 +208,15 @@ def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[str]) -
         elif path == "precision" and isinstance(value, str):
             changes[key] = Precision(compute=value)  # type: ignore[arg-type]  # field_faults checks it
         elif not isinstance(value, dict):
-            faults.append(f"{path} is {brief(value)}: write its fields in a table [{path}]")
+            text = f"{path} is {brief(value)}: write its fields in a table [{path}]"
+            faults.append(Fault(path, text, of_type=True))
         else:
             inner = dict(value)
             if path in _KINDS and "kind" in inner:
                 try:
                     old = of_kind(path, inner.pop("kind"), old)
                 except ConfigError as error:
-                    faults += error.faults
+                    faults += [Fault(f"{path}.kind", text, of_type=True) for text in error.faults]
             changes[key] = _changed(old, inner, f"{path}.", faults)
     return replace(base, **changes)
 
@@ -248,5 +276,5 @@ def _spelled(value: Any) -> str:
 
 def _guess(key: str, names: Iterable[str]) -> str:
     known = sorted(names)
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f": did you mean {close[0]!r}?" if close else f": known are {', '.join(known)}"
+    close = nearest(key, known, cutoff=0.5)
+    return f": did you mean {close!r}?" if close else f": known are {', '.join(known)}"

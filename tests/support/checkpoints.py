@@ -29,8 +29,8 @@ def rows_of_w(first, count):
     return Shard((6, 4), Sharding({0: Pieces(6, tuple(range(first, first + count)))}))
 
 
-def save_at(folder, step, keep_last=None):
-    """A checkpoint of two shards; the rows of ``w`` are in both."""
+def save_at(folder, step, keep_last=None, run=None):
+    """A checkpoint of two shards; the rows of ``w`` are in both. Its run is plain data."""
     all_of = tensors(step)
     parts = {"pp0.safetensors": {"w": (all_of["w"][:4], 0)}, "pp1.safetensors": {"w": (all_of["w"][4:], 4)}}
     with Save(folder, step) as under_way:
@@ -42,7 +42,7 @@ def save_at(folder, step, keep_last=None):
                 held |= {name: tensor for name, tensor in all_of.items() if name != "w"}
                 slices |= {name: stored_in(file, name, tensor) for name, tensor in all_of.items() if name != "w"}
             shards.append((write_shard(under_way.path, file, held), slices))
-        return under_way.commit(manifest_of(step, 7, {"steps": 100, "mesh": {"pp": 2}}, shards), keep_last)
+        return under_way.commit(manifest_of(step, 7, run or {"steps": 100, "mesh": {"pp": 2}}, shards), keep_last)
 
 
 def holds(path, step):

@@ -16,23 +16,30 @@ def precision_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
         run: The run.
         right: Returns whether some fields have their declared types and ranges.
     """
-    if not right("precision", "loss_scale", "nonfinite", "data_parallel", "optim", "zero", "folder", "save_every"):
-        return
     precision = run.precision
-    yield from precision.faults()
-    yield from run.loss_scale.faults(precision)
-    if run.data_parallel == "parameter_server":
+    if right("precision"):
+        yield from precision.faults()
+    if right("precision", "loss_scale"):
+        yield from run.loss_scale.faults(precision)
+    if right("precision", "loss_scale", "nonfinite", "data_parallel") and run.data_parallel == "parameter_server":
         fix = "set data_parallel to 'all_reduce'"
         if precision.is_half:
             yield f"precision.compute is {precision.compute!r}, but parameter servers hold fp32 weights only: {fix}"
         elif run.counts_skips:
             yield f"parameter servers do not skip steps, as loss_scale.use and nonfinite {run.nonfinite!r} ask: {fix}"
+    if right("precision", "optim"):
+        yield from _eps_faults(run)
+    rewinds = right("nonfinite", "folder", "save_every") and run.nonfinite == "rewind"
+    if rewinds and (run.folder is None or not run.save_every):
+        yield "nonfinite is 'rewind', but no checkpoints are saved on the way: give folder and save_every"
+
+
+def _eps_faults(run: Run) -> Iterator[str]:
+    """Yield a fault if the optimizer's states are fp16, in which its eps is 0."""
     eps = {AdamW: "eps", Muon: "adamw_eps"}.get(type(run.optim), "")
-    value, is_all_fp16 = getattr(run.optim, eps, 1.0), precision.master == precision.compute == "fp16"
+    value, is_all_fp16 = getattr(run.optim, eps, 1.0), run.precision.master == run.precision.compute == "fp16"
     if is_all_fp16 and value <= FP16_SMALLEST / 2:
         yield (
             f"optim.{eps} {value:g} is 0 in fp16, so an update could be infinite: set precision.master to fp32, or "
             f"optim.{eps} to 1e-4"
         )
-    if run.nonfinite == "rewind" and (run.folder is None or not run.save_every):
-        yield "nonfinite is 'rewind', but no checkpoints are saved on the way: give folder and save_every"

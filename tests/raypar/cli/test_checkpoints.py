@@ -76,7 +76,7 @@ def test_train_leaves_a_folder_and_goes_on_in_it(said, kept_actors, tmp_path, mo
     assert said("ckpt", "verify", "a/run")[0] == 0
     code, out, err = said("train", "--resume", "a/run")
     assert code == 2
-    assert "step-00000004 is of a run that has taken 4 steps, and --steps is 4: give more to go on" in err
+    assert "step-00000004 is the end of its run, which has taken all its 4 steps: say --steps 6 to go on" in err
     err = said("train", "--resume", "a/run", "--model.hidden", 64)[2]
     assert "2 mistakes" in err and "model.hidden is 64, but 32 in the checkpoint" in err
     err = said("train", "--resume", "a/run", "--steps", 9, "--model.hidden", 64, "--seed", 3, "--dry-run")[2]

@@ -413,7 +413,7 @@ def test_all_mistakes_in_a_run_are_listed(said, tmp_path):
         ),
         (("gpt-tiny", "--wait-for-nodes", "nan"), "--wait-for-nodes is nan: it must be a number of seconds, 0 or more"),
         (("gpt-tiny", "--schedule", "zb-h1"), "zero-bubble schedules have no name yet, but one of your own may"),
-        (("gpt-tiny", "--mesh.ep", "2"), "no step was taken:\nmesh.ep is 2"),
+        (("gpt-tiny", "--mesh.ep", "2"), "2 mistakes, no step was taken:\n- mesh.ep is 2"),
         (("--optim.kind", "adam"), "optim.kind is 'adam': use 'adamw' or 'sgd' or 'muon'"),
         (("gpt-tiny", "--log", "."), "--log '.' is a folder"),
         (("gpt-tiny", "--trace", "."), "--trace '.' is a folder"),
@@ -595,7 +595,9 @@ def test_verify_tells_the_first_difference(said, monkeypatch):
 
 def test_verify_takes_five_steps_unless_told(said, monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(commands, "check_run", lambda run: seen.append(run.steps) or raising(JobError("enough"))())
+    monkeypatch.setattr(
+        commands, "check_run", lambda run, wrong: seen.append(run.steps) or raising(JobError("enough"))()
+    )
     path = tmp_path / "run.toml"
     path.write_text('recipe = "gpt-tiny"')
     (tmp_path / "seven.toml").write_text("steps = 7")

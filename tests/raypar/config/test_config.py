@@ -185,7 +185,7 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
             {"mesh": Mesh(tp="2d:2x2"), "data_parallel": "parameter_server"},
             "mesh.tp is '2d:2x2', but servers hold whole weights: set data_parallel to 'all_reduce'",
         ),
-        ({"mesh": Mesh(pp=2, ep=2)}, "mesh.ep is 2, but which does not divide dp x cp = 1: use 1, say"),
+        ({"mesh": Mesh(pp=2, ep=2)}, "mesh.ep is 2, which does not divide dp x cp = 1: use 1, say"),
         ({"bucket_mb": 0.0}, "bucket_mb is 0.0: it must be above 0"),
         ({"data_parallel": "zero"}, "data_parallel is 'zero': it must be 'all_reduce' or 'parameter_server'"),
         ({"servers": 2}, "servers is 2, but data_parallel is 'all_reduce': only a parameter_server has them"),

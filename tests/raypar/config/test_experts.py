@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import raypar as rp
-from raypar.cli.flag_words import read_experts
+from raypar.cli.expert_flags import read_experts
 from raypar.config.toml import load_run, parsed, plain_of, run_of, toml_of
 from raypar.errors import ConfigError
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 import raypar as rp
+from raypar.checkpoint import resume
 from raypar.cli import train as commands
 from raypar.cli.main import main
 from raypar.config.run import check_run
@@ -67,8 +68,8 @@ def test_commands_take_it(word, command, capsys):
 def test_a_checkpoint_alone_runs_no_code(word, tmp_path, monkeypatch, capsys):
     run = rp.Run(schedule=word, mesh=rp.Mesh(pp=2), data=rp.Text("stdlib"), steps=9)
     found = SimpleNamespace(path=tmp_path / "step-3", manifest=SimpleNamespace(run=plain_of(run), step=3))
-    monkeypatch.setattr(commands, "_found", lambda path: found)
-    monkeypatch.setattr(commands, "misfits", lambda *_: [])
+    monkeypatch.setattr(resume, "find", lambda path: found)
+    monkeypatch.setattr(commands, "misfits", lambda *_, **__: [])
     assert main(["train", "--resume", "ckpts", "--dry-run"]) == 2
     assert (
         "'my.py:wave' is code, and the checkpoint alone can't make it run: if you trust it, say --schedule my.py"

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import raypar as rp
-from raypar.cli.train import TrainArgs, _parse
+from raypar.cli.parsing import parse
+from raypar.cli.train import TrainArgs
 from raypar.config.toml import plain_of, run_of
 
 
@@ -58,7 +59,7 @@ def test_files_and_flags_spell_it_as_a_word_or_field_by_field():
     run = rp.Run(precision=wanted, loss_scale=rp.LossScale(window=7))
     assert run_of(plain_of(run)) == run
     for words in (["--precision", "bf16"], ["--precision=bf16"], ["--precision.compute", "bf16"]):
-        args = _parse(TrainArgs, [*words, "--loss-scale.window", "7"], "train", "Train.", "gpt-tiny")
+        args = parse(TrainArgs, [*words, "--loss-scale.window", "7"], "train", "Train.", "gpt-tiny").args
         assert args.precision == wanted
         assert args.loss_scale.window == 7
     with pytest.raises(rp.ConfigError, match="'bf17'"):

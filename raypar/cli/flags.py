@@ -1,0 +1,234 @@
+"""The flags of a command that trains: which words belong to which flag, and all mistakes in them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from raypar.actors.known_fields import nearest, unknown_faults
+from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.optim import SGD, AdamW, Muon
+from raypar.config.fields import Fault
+from raypar.config.recipes import RECIPES
+
+_HELP = {"-h", "--help"}
+_NUMBERS = {int: "a whole number", float: "a number"}
+_MANY = {int: "whole numbers", float: "numbers"}
+_KINDS = {"model": (GPT, Llama), "optim": (AdamW, SGD, Muon)}
+_SHORT = {"precision": "precision.compute"}  # what a flag without the name of a part's field means
+_SWITCHED = ("true", "false", "yes", "no", "on", "off", "0", "1")
+
+
+@dataclass(frozen=True)
+class _Flag:
+    """A flag on a command line.
+
+    Attributes:
+        typed: The flag as it is written, such as ``--mesh.pp``.
+        path: Its field, such as ``mesh.pp``.
+        values: The words that belong to it.
+        hint: The type of its field; None if there is no such field.
+        surplus: A word behind a switch that looks like a value for it.
+    """
+
+    typed: str
+    path: str
+    values: Sequence[str]
+    hint: Any
+    surplus: str = ""
+
+    def words(self) -> list[str]:
+        """Return the words as tyro reads them."""
+        name = self.path if self.path in _SHORT.values() else self.typed.removeprefix("--")
+        optional = NoneType in (kinds := _members(self.hint)) and str not in kinds
+        return [f"--{name}", *("None" if optional and value == "none" else value for value in self.values)]
+
+
+def read_flags(
+    kind: type, words: Sequence[str], default: object, wrong: Sequence[Fault] = ()
+) -> tuple[list[str], list[Fault]]:
+    """Find the mistakes in the flags of a command.
+
+    Args:
+        kind: The class whose fields the flags are, and one word without a flag.
+        words: The words of a command line.
+        default: Its values before the flags; they tell which classes nested fields have.
+        wrong: Faults that are known already. Flags of these fields are left out without another fault.
+
+    Returns:
+        The words of all other flags, as the parser reads them, and a fault for each flag that is unknown, has no value,
+        or a value that its field can't have. If the words ask for help, they are returned as they are.
+    """
+    if _HELP & set(words):
+        return [*words], []
+    sound, alone, faults, known = list[str](), list[str](), list[Fault](), {fault.path for fault in wrong}
+    for flag in _grouped(kind, words, default):
+        if isinstance(flag, str):
+            alone.append(flag)
+        elif flag.path not in known:
+            told = list(_faults_of(kind, flag, default))
+            faults += [Fault(flag.path, text, of_type=True) for text in told]
+            sound += [] if told else flag.words()
+    for word in alone[1:]:
+        faults.append(Fault("base", f"{word!r} is a word too many: only one RECIPE|FILE.toml is read", of_type=True))
+    return [*alone[:1], *sound], faults
+
+
+def _grouped(kind: type, words: Sequence[str], default: object) -> Iterator[_Flag | str]:
+    """Yield the flags with their values, and the words that belong to none."""
+    index = 0
+    while index < len(words):
+        typed, equals, value = words[index].partition("=")
+        index += 1
+        if not typed.startswith("--"):
+            yield words[index - 1]
+            continue
+        path = typed.removeprefix("--").replace("-", "_")
+        path, hint = _field_of(kind, _SHORT.get(path, path), default)
+        after: list[str] = []
+        while index + len(after) < len(words) and not words[index + len(after)].startswith("--"):
+            after.append(words[index + len(after)])
+        if hint is bool:
+            looks = [value] if equals else after[:1] if after and after[0].lower() in _SWITCHED else []
+            index += 0 if equals else len(looks)
+            yield _Flag(typed, path, (), hint, *looks)
+            continue
+        most = max(map(_most_words, _members(hint)))
+        if hint is None and after and _is_base(after[0]):
+            most = 0
+        values = [value] if equals else after[:most]
+        index += 0 if equals else len(values)
+        yield _Flag(typed, path, values, hint)
+
+
+def _is_base(word: str) -> bool:
+    return word in RECIPES or Path(word).suffix == ".toml"
+
+
+def _field_of(kind: type, path: str, default: object) -> tuple[str, Any]:
+    """Return the path and the type of a flag's field, the type without bounds; None if there is no such field.
+
+    The flag ``--model.no-tied`` is one of ``model.tied``.
+    """
+    *above, name = path.split(".")
+    for part in above:
+        default = getattr(default, part, None)
+        kind = type(default)
+    if not is_dataclass(kind):
+        return path, None
+    hints, plain = get_type_hints(kind, include_extras=True), get_type_hints(kind)
+    if is_dataclass(getattr(default, name, None)):
+        return path, None  # a part, which has flags for its fields
+    if name not in hints and get_origin(hints.get(name.removeprefix("no_"))) is not Annotated:
+        name = name if plain.get(name.removeprefix("no_")) is not bool else name.removeprefix("no_")
+    return ".".join([*above, name]), plain.get(name) if name != "base" else None
+
+
+def _members(hint: Any) -> list[Any]:
+    """Return the members of a union, and of a Literal in it the words."""
+    if get_origin(hint) in (Union, UnionType):
+        return [member for one in get_args(hint) for member in _members(one)]
+    return list(get_args(hint)) if get_origin(hint) is Literal else [hint]
+
+
+def _most_words(kind: Any) -> int:
+    """Return how many words a value of a type takes at most."""
+    if get_origin(kind) is tuple:
+        items = get_args(kind)
+        return 1 << 30 if Ellipsis in items else len(items)
+    return 1 << 30 if isinstance(get_origin(kind), type) and issubclass(get_origin(kind), Mapping) else 1
+
+
+def _faults_of(kind: type, flag: _Flag, default: object) -> Iterator[str]:
+    """Yield what is wrong with a flag."""
+    if flag.hint is None:
+        yield from _unknown(kind, flag, default)
+    elif flag.surplus:
+        off = ".".join([*flag.path.split(".")[:-1], f"no-{flag.path.split('.')[-1]}"]).replace("_", "-")
+        fix = f"write {flag.typed} alone, or --{off}"
+        yield f"{flag.typed} is a switch, and takes no {flag.surplus!r}: {fix}"
+    elif flag.hint is not bool:
+        kinds = _members(flag.hint)
+        choices = " or ".join(_word(one) for one in kinds if one is not NoneType)
+        if not [value for value in flag.values if value]:
+            if str not in kinds or not flag.values:
+                yield f"{flag.typed} has no value: give {choices}"
+        elif not any(_fits(flag.values, one) for one in kinds):
+            yield f"{flag.typed} is {' '.join(flag.values)!r}: it must be {choices}"
+
+
+def _word(kind: Any) -> str:
+    """Say what a value of a type is."""
+    if get_origin(kind) is tuple:
+        items = [item for item in get_args(kind) if item is not Ellipsis]
+        many = "one or more" if Ellipsis in get_args(kind) else str(len(items))
+        one = _members(items[0])
+        return f"{many} of {' or '.join(map(_word, one))}" if len(one) > 1 else f"{many} {_MANY.get(items[0], 'texts')}"
+    if isinstance(kind, str) or kind in _NUMBERS:
+        return _NUMBERS.get(kind, str(kind))
+    return "a path" if kind is Path else "a text"
+
+
+def _fits(values: Sequence[str], kind: Any) -> bool:
+    """Return whether words may be a value of a type; the parser looks at types that are not known here."""
+    if get_origin(kind) is tuple:
+        items = get_args(kind)
+        long = Ellipsis in items or len(items) == len(values)
+        return long and all(any(_fits([value], one) for one in _members(items[0])) for value in values)
+    if get_origin(kind) is not None:
+        return True
+    if len(values) != 1:
+        return False
+    if kind is NoneType:
+        return values[0].lower() == "none"
+    if kind not in _NUMBERS:
+        return isinstance(kind, type) or values[0] == str(kind)
+    try:
+        kind(values[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _unknown(kind: type, flag: _Flag, default: object) -> Iterator[str]:
+    """Yield the fault of a flag that there is not, with what may have been meant."""
+    part, _, name = flag.path.rpartition(".")
+    if any(name == field.name for other in _KINDS.get(part, ()) for field in fields(other)):
+        yield from (f"{flag.typed}: {fault}" for fault in unknown_faults(type(getattr(default, part)).__name__, [name]))
+        return
+    paths = [*_paths(kind, default)]
+    beside = [path for path in paths if path.rpartition(".")[0] == part]
+    same = [path for path in paths if path.rpartition(".")[2] == name]
+    inside = [path for path in paths if path.startswith(f"{flag.path}.")]
+    if inside:
+        fix = f"give its parts, {_listed(inside)}"
+    elif same:
+        fix = f"did you mean {' or '.join(map(_spelled, same))}?"
+    elif part and beside:
+        close = nearest(name, [path.rpartition(".")[2] for path in beside], cutoff=0.5)
+        fix = f"did you mean {_spelled(f'{part}.{close}')}? There are {_listed(beside)}" if close else _listed(beside)
+    else:
+        close = nearest(flag.path, paths)
+        fix = f"did you mean {_spelled(close)}?" if close else "see --help for all flags"
+    yield f"{flag.typed} is no flag: {fix}"
+
+
+def _paths(kind: type, default: object) -> Iterator[str]:
+    """Yield the paths of all fields that have a flag."""
+    for field in fields(kind):
+        value = getattr(default, field.name, None)
+        if is_dataclass(value):
+            yield from (f"{field.name}.{path}" for path in _paths(type(value), value))
+        elif field.name != "base":
+            yield field.name
+
+
+def _spelled(path: str) -> str:
+    return f"--{path.replace('_', '-')}"
+
+
+def _listed(paths: Iterable[str]) -> str:
+    return ", ".join(map(_spelled, paths))

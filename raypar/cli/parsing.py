@@ -1,0 +1,109 @@
+"""Parse the words of a command that trains: the run they start from, and the flags that change it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import tyro
+
+from raypar.actors.specs.run import Run
+from raypar.cli.expert_flags import read_experts
+from raypar.cli.flags import read_flags
+from raypar.config.fields import Fault
+from raypar.config.toml import of_kind, read_run, read_table
+from raypar.errors import ConfigError
+from raypar.paths import RUN, holds_run
+
+A = TypeVar("A", bound=Run)
+
+
+@dataclass(frozen=True)
+class Parsed(Generic[A]):
+    """The words of a command.
+
+    Attributes:
+        args: What they say, without what is wrong in them.
+        wrong: What is wrong in them and in the file that they name, for ``check_run``.
+    """
+
+    args: A
+    wrong: Sequence[Fault]
+
+
+def parse(
+    kind: type[A],
+    words: Sequence[str],
+    command: str,
+    what: str,
+    fallback: str,
+    table: dict[str, Any] | None = None,
+    known: Mapping[str, Run] | None = None,
+) -> Parsed[A]:
+    """Parse the words of a command. For help, tyro ends the process.
+
+    The run that the flags change, called the base, gives the flags their defaults, so it must be known first. It is
+    usually the first word. If it turns out to be another word, parse again with that base.
+
+    Args:
+        kind: The class to parse, with the fields of Run and one word without a flag, ``base``.
+        words: The words after the command.
+        command: The command's name.
+        what: What the command does, for its help.
+        fallback: Name of the base if the words have none.
+        table: Fields that change a recipe or a file's defaults.
+        known: Further bases by name, beside recipes and files.
+    """
+
+    def parsed(base: str) -> Parsed[A]:
+        """Parse the words with this base."""
+        default, wrong = ((known or {})[base], []) if base in (known or {}) else _base(base, table or {})
+        for part in ("model", "optim"):
+            for one in values_of(f"--{part}.kind", words):
+                try:
+                    default = replace(default, **{part: of_kind(part, one, getattr(default, part))})
+                except ConfigError as error:
+                    wrong += [Fault(f"{part}.kind", text, of_type=True) for text in error.faults]
+        model, left = read_experts(default.model, words)
+        default = replace(default, model=model)
+        sound, faults = read_flags(kind, left, default, wrong)
+        parts: dict[str, Any] = {field.name: getattr(default, field.name) for field in fields(Run)} | {"base": base}
+        args: A = tyro.cli(
+            kind,
+            config=(tyro.conf.AvoidSubcommands,),
+            args=sound,
+            default=kind(**parts),
+            prog=f"raypar {command}",
+            description=f"{what} Flags change the recipe or the file; their defaults below are those of {base}.",
+        )
+        return Parsed(args, [*wrong, *faults])
+
+    first = words[0] if words and not words[0].startswith("-") else fallback
+    done = parsed(first)
+    base: str = getattr(done.args, "base")  # noqa: B009  (Run has none)
+    return done if base == first else parsed(base)
+
+
+def values_of(flag: str, words: Sequence[str]) -> Iterator[str]:
+    """Yield the values of a flag."""
+    for word, after in zip(words, [*words, ""][1:], strict=True):
+        if word == flag:
+            yield after
+        elif word.startswith(f"{flag}="):
+            yield word.partition("=")[2]
+
+
+def _base(name: str, table: dict[str, Any]) -> tuple[Run, list[Fault]]:
+    """Return the run of a recipe, a file or a run folder, without what is wrong in it, and the faults of that."""
+    try:
+        if table and holds_run(Path(name)):  # of a run folder the run, but not how long it was
+            return read_run(read_table(Path(name) / RUN) | table)
+        if Path(name).suffix == ".toml":
+            return read_run(table | read_table(Path(name)))
+    except ConfigError as error:  # it can't be read at all
+        return Run(), [Fault("", text, of_type=True) for text in error.faults]
+    run, wrong = read_run({"recipe": name} | table)
+    other = "a file whose name ends in .toml" + (", or a run folder" if table else "")
+    return run, [Fault("", f"{fault.text}; or give {other}", of_type=True) for fault in wrong]

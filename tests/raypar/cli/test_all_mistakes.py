@@ -1,0 +1,143 @@
+"""All mistakes of one command are told at once, each with its fix: of words, files, fields, sizes and checkpoints."""
+
+import pytest
+
+import raypar as rp
+from raypar.config.toml import plain_of
+from tests.support.checkpoints import save_at
+
+
+def faults_of(said, *words):
+    """Return the faults that a command tells, in their order."""
+    code, out, err = said(*words)
+    assert (code, out) == (2, ""), out
+    head, *lines = err.splitlines()
+    return [line.removeprefix("- ") for line in lines] if "mistake" in head else [head]
+
+
+def demand(faults, *wanted):
+    """Assert that there is one fault for each wanted text, and no other."""
+    assert len(faults) == len(wanted), faults
+    for text in wanted:
+        assert any(text in fault for fault in faults), (text, faults)
+
+
+def test_unknown_flags_wrong_values_and_sizes_are_one_list(said):
+    words = (
+        "--zero_residnt 1 --steps ten --precision fp12 --microbatches 0 --clip --mesh.tp 3 --layers 4 --log no/dir/x"
+    )
+    demand(
+        faults_of(said, "train", "gpt-tiny", *words.split()),
+        "--zero_residnt is no flag: did you mean --zero-resident?",
+        "--steps is 'ten': it must be a whole number",
+        "--precision is 'fp12': it must be fp32 or bf16 or fp16",
+        "microbatches is 0: it must be at least 1",
+        "--clip has no value: give a number",
+        "mesh.tp 3 does not divide model.heads 4: use",
+        "--layers is no flag: did you mean --model.layers?",
+        "there is no folder 'no/dir': make it",
+    )
+
+
+def test_rules_of_precision_are_told_though_another_field_is_wrong(said):
+    words = "--precision fp16 --loss_scale.window 0 --nonfinite rewind --mesh.pp 40 --model.layers 80"
+    demand(
+        faults_of(said, "train", "gpt-tiny", *words.split()),
+        "loss_scale.window is 0: it must be at least 1",
+        "nonfinite is 'rewind', but no checkpoints are saved on the way: give folder and save_every",
+        "mesh: 40 actors are more than",
+    )
+
+
+@pytest.mark.parametrize("base", [("gpt-tiny",), ()])
+def test_a_checkpoint_that_is_not_there_is_one_of_several_faults(said, base):
+    faults = faults_of(said, "train", *base, "--resume", "nowhere", "--steps", "ten", "--mesh.tp", "3")
+    demand(
+        faults,
+        "nowhere' can't be read (No such file or directory): give a path",
+        "--steps is 'ten'",
+        *(["mesh.tp 3 does not divide model.heads"] if base else []),  # else it is not known what is to go on
+    )
+
+
+def test_a_checkpoint_of_another_run_is_one_of_several_faults(said, tmp_path):
+    save_at(tmp_path, 4, run=plain_of(rp.recipe("gpt-tiny", seed=3, steps=4)))
+    faults = faults_of(said, "train", "gpt-tiny", "--resume", str(tmp_path), "--microbatches", "0", "--steps", "4")
+    demand(
+        faults,
+        "microbatches is 0",
+        "seed is 0, but 3 in the checkpoint: give the same",
+        "step-00000004 is of a run that has taken 4 steps, and --steps is 4: say --steps 6 to go on",
+    )
+
+
+def test_a_finished_run_is_told_without_a_flag_that_was_not_given(said, tmp_path):
+    save_at(tmp_path, 4, run=plain_of(rp.recipe("gpt-tiny", steps=4)))
+    faults = faults_of(said, "train", "--resume", str(tmp_path), "--microbatches", "0")
+    demand(
+        faults,
+        "microbatches is 0",
+        "step-00000004 is the end of its run, which has taken all its 4 steps: say --steps 6 to go on",
+    )
+
+
+def test_a_file_s_faults_stand_beside_those_of_flags(said, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('recipe = "gpt-tiny"\nstep = 3\nclip = "x"\nsplit = ["a"]\n[model]\nhiden = 3\nheads = 5\n')
+    demand(
+        faults_of(said, "train", str(file), "--mesh.pq", "3", "--save-every", "2"),
+        "step is not a field: did you mean 'steps'?",
+        "model.hiden is not a field: did you mean 'hidden'?",
+        "clip is 'x': it must be a number",
+        "split.0 is 'a': it must be a whole number",
+        "--mesh.pq is no flag: did you mean --mesh.pp? There are --mesh.pp, --mesh.dp,",
+        "model.heads",
+        "save_every is 2, but there is no folder for checkpoints: give one",
+    )
+
+
+@pytest.mark.parametrize("base", ["gpt-tny", "gone.toml"])
+def test_without_its_run_the_flags_are_looked_at_alone(said, base):
+    faults = faults_of(said, "train", base, "--steps", "ten", "--mesh.tp", "3", "--mesh.pp", "0")
+    demand(faults, repr(base), "--steps is 'ten'", "mesh.pp is 0")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--tied", "true"], "--tied is no flag: did you mean --model.tied?"),
+        (["--model.tied", "true"], "--model.tied is a switch, and takes no 'true': write --model.tied alone, or --mo"),
+        (["--no-dry-run"], "--no-dry-run is no flag: did you mean --dry-run?"),
+        (["--mesh", "3"], "--mesh is no flag: give its parts, --mesh.pp, --mesh.dp,"),
+        (["--modle.layers", "3"], "--modle.layers is no flag: did you mean --model.layers?"),
+        (["--quux", "3"], "--quux is no flag: see --help for all flags"),
+        (["--split", "4", "x"], "--split is '4 x': it must be even or balanced or one or more whole numbers"),
+        (["--optim.betas", "0.5"], "--optim.betas is '0.5': it must be 2 numbers"),
+        (["--track", "wandb", "foo"], "it must be one or more of tensorboard or wandb or mlflow or ray"),
+        (["--optim.kind", "sdg"], "optim.kind is 'sdg': use 'adamw' or 'sgd' or 'muon'"),
+        (["another"], "'another' is a word too many: only one RECIPE|FILE.toml is read"),
+        (["--steps"], "--steps has no value: give a whole number"),
+        (["--steps="], "--steps has no value: give a whole number"),
+    ],
+)
+def test_each_wrong_word_has_its_fix(said, words, says):
+    (fault,) = faults_of(said, "train", "gpt-tiny", *words)
+    assert says in fault
+
+
+def test_all_kinds_of_flags_are_read(said):
+    words = "--clip none --mesh.shard none --optim.betas 0.5 0.6 --split 4 4 --optim.rates embed.* 0.5 --model.no-tied"
+    more = "--no-sequence-parallel --precision=bf16 --model.kind llama --optim.lr=1e-2 --data.val_path stdlib --dry-run"
+    code, out, err = said("train", "gpt-tiny", *words.split(), *more.split())
+    assert code == 0, err
+    assert "ok: this run can start" in out
+
+
+@pytest.mark.parametrize("command", ["verify", "plan", "step"])
+def test_the_other_commands_tell_all_too(said, command):
+    demand(
+        faults_of(said, command, "gpt-tiny", "--log", "x", "--steps", "2.5", "--mesh.tp", "3"),
+        "--log is no flag",
+        "--steps is '2.5'",
+        "mesh.tp 3 does not divide",
+    )
