@@ -40,7 +40,7 @@ class Mesh:
 
     def faults(self, right: Callable[..., bool]) -> Iterator[str]:
         """What is wrong with the axes; ``right`` tells of fields, by their paths in a run, whether they are sound."""
-        if right("mesh.dp", "mesh.cp", "mesh.tp", "mesh.ep", "mesh.etp"):
+        if right("mesh.dp", "mesh.cp", "mesh.tp", "mesh.ep", "mesh.etp", "mesh.shard"):
             yield from self._expert_faults()
         if self.shard is not None and right("mesh.dp", "mesh.cp", "mesh.shard") and self.dp * self.cp % self.shard:
             near = max(count for count in range(1, self.shard + 1) if self.dp * self.cp % count == 0)
