@@ -67,6 +67,6 @@ def _column(run: Run) -> Rows:
         rows += [
             (f"{actor} {kind}".strip(), told) for kind, told in (kinds_of(memory) | {"peak": size(memory.peak)}).items()
         ]
-    for op, sent in sent_bytes(run, world, counts, schedule).items():
-        rows.append((f"sent in a step, {op}", size(sent)))
+    for (axis, op), sent in sent_bytes(run, world, counts, schedule).items():
+        rows.append((f"sent in a step, {axis} {op}", size(sent)))
     return rows

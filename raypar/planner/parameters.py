@@ -70,6 +70,7 @@ def held_parameters(model: GPT | Llama, split: Split, schedule: Schedule, tensor
     return held
 
 
+_LEARNED = ("learned", "hierarchical")  # positions with a weight of their own
 _LARGEST = 16  # tensors of a stage whose sizes are told
 Group = tuple[int, Sequence[Sequence[int]]]  # parameters without tiles; of each layer, those of each tile
 
@@ -83,24 +84,27 @@ class Units:
         two: The most parameters that are whole at a time: those that a layer or a tile needs, and the next one, whose
             units are gathered meanwhile.
         largest: Sizes of the largest tensors, in falling order; of many only the first ones.
+        tensors: Number of all tensors. A reduction sends a flag with the gradient of each.
     """
 
     whole: int
     two: int
     largest: tuple[int, ...]
+    tensors: int
 
     @classmethod
-    def of(cls, groups: Sequence[Group], tensors: Iterable[int], shared: int = 0) -> Units:
+    def of(cls, groups: Sequence[Group], tensors: Iterable[int], count: int, shared: int = 0) -> Units:
         """Return the units of a stage.
 
         Args:
             groups: What is gathered together in turn: parameters without tiles, and those of each tile of each layer.
             tensors: The size of each tensor, or tile of one; the smaller ones may be left out.
+            count: Number of all tensors.
             shared: Parameters that count in two groups.
         """
         whole = sum(rest + sum(map(sum, layers)) for rest, layers in groups) - shared
         back = [(rest, [tiles[::-1] for tiles in layers[::-1]]) for rest, layers in groups[::-1]]
-        return cls(whole, max(_most_in_turn(groups), _most_in_turn(back)), tuple(nlargest(_LARGEST, tensors)))
+        return cls(whole, max(_most_in_turn(groups), _most_in_turn(back)), tuple(nlargest(_LARGEST, tensors)), count)
 
 
 def _most_in_turn(groups: Sequence[Group]) -> int:
@@ -139,23 +143,45 @@ def unit_parameters(
     for stage, held in enumerate(split_layers(split, transformer_costs(model), num_stages)):
         groups: list[Group] = []
         tensors = [model.hidden**2 // ranks] * len(held)
+        count = sum(_block_tensors(model, index) for index in held)
         for start in range(0, len(held), layers):
             blocks = held[start : start + layers]
             mlps = [_mlp_tiles(model, tile, index) for index in blocks]
             tensors += [cut // ranks for mlp in mlps for cut in chain.from_iterable(mlp)]
+            count += sum(len(cuts) - 1 for mlp in mlps for cuts in mlp) * _linear_tensors(model)
             tiles = [[cut for cuts in mlp if len(cuts) > 1 for cut in cuts] for mlp in mlps]
             groups.append((_blocks(model, blocks, ranks, grid=grid) - sum(map(sum, tiles)), tiles))
         vocab = -(-model.vocab // ranks) * model.hidden
         if stage == 0:
             groups.insert(0, (_embedding(model, ranks), [[]]))
             tensors.append(vocab)
+            count += 1 + (model.positions in _LEARNED)
         shared = vocab if model.tied and num_stages == 1 else 0
         if stage == num_stages - 1:
             cuts = _cut(vocab, tile_count(tile, "head.out"))
             groups.append((_head(model, ranks, tied=False) - (vocab if cuts[1:] else 0), [cuts if cuts[1:] else []]))
             tensors += [] if shared else cuts
-        units.append(Units.of(groups, tensors, shared))
+            count += _linear_tensors(model) + (0 if shared else len(cuts))
+        units.append(Units.of(groups, tensors, count, shared))
     return units
+
+
+def _block_tensors(model: GPT | Llama, block: int) -> int:
+    """Return the number of tensors of a block; those of linear layers that are cut into tiles count as one."""
+    linear, moe = _linear_tensors(model), model.moe
+    mlp, num_experts = model.mlp_matrices * linear, model.num_experts(block)
+    attention_and_norms = 3 + 3 * linear  # queries, keys and values have no biases; the output and two norms may have
+    if not num_experts:
+        return attention_and_norms + mlp
+    assert moe is not None
+    routers = 2 if moe.gate == "shazeer" else 1
+    beside = (mlp if moe.shared else 0) + (mlp + 2 if moe.residual else 0)
+    return attention_and_norms + num_experts * mlp + routers + beside
+
+
+def _linear_tensors(model: GPT | Llama) -> int:
+    """Return the number of tensors of a linear layer of an MLP, and of a norm: a Llama has no biases."""
+    return 1 if isinstance(model, Llama) else 2
 
 
 def _mlp_tiles(model: GPT | Llama, tile: Mapping[str, int], block: int) -> list[list[int]]:

@@ -9,11 +9,12 @@ from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.memory import traffic
 
 
-def sent_bytes(run: Run, world: World, counts: Counts, schedule: Schedule) -> dict[str, int]:
-    """Return the bytes that an actor sends in a step by op, on average over the pipeline rank that sends most.
+def sent_bytes(run: Run, world: World, counts: Counts, schedule: Schedule) -> dict[tuple[str, str], int]:
+    """Return the bytes that an actor sends in a step, on average over the pipeline rank that sends most.
 
-    An all_reduce over N replicas sends 2 (N - 1) / N of the weights. A reduction to their owners, a broadcast of what
-    these have updated, and a gather send half as much, as often as the schedule has them.
+    An all_reduce over N replicas sends 2 (N - 1) / N of the gradients. A reduction to their owners, a broadcast of what
+    these have updated, and a gather send half as much, as often as the schedule has them. With the gradient of each
+    tensor goes a flag, which says whether there is one. The vote that opens the STEP, a few numbers, is left out.
 
     Args:
         run: The run.
@@ -22,7 +23,7 @@ def sent_bytes(run: Run, world: World, counts: Counts, schedule: Schedule) -> di
         schedule: The lowered schedule of a training step.
 
     Returns:
-        The bytes by op; {} if there are no replicas.
+        The bytes by axis and op, as ``job.ledger()`` has them; {} if there are no replicas.
 
     Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 7.
     """
@@ -30,21 +31,23 @@ def sent_bytes(run: Run, world: World, counts: Counts, schedule: Schedule) -> di
         return {}
     each, shards = element_bytes(run), world.owners if world.sharded else world.replicas
     weights = [each.weight * units.whole for units in counts.units]
-    moved = traffic(schedule, weights, [each.gradient * units.whole for units in counts.units], shards)
-    found = [dict[str, int]() for _ in counts.held]
+    gradients = [each.gradient * (units.whole + units.tensors) for units in counts.units]
+    moved = traffic(schedule, weights, gradients, shards)
+    axis = "shard" if world.hybrid else "dp"
+    found = [dict[tuple[str, str], int]() for _ in counts.held]
     for rank, sent in enumerate(found):
         stages = schedule.stages_of(rank)
         reduced = sum(moved[stage].reduced_bytes for stage in stages)
         if not world.sharded:
-            sent["all_reduce"] = 2 * reduced
+            sent[axis, "all_reduce"] = 2 * reduced
             continue
-        sent["reduce"] = reduced
+        sent[axis, "reduce"] = reduced
         if world.gathers:
-            sent["all_gather"] = sum(moved[stage].gathered_bytes for stage in stages)
+            sent[axis, "all_gather"] = sum(moved[stage].gathered_bytes for stage in stages)
         else:
-            sent["broadcast"] = sum(weights[stage] for stage in stages) * (shards - 1) // shards
+            sent[axis, "broadcast"] = sum(weights[stage] for stage in stages) * (shards - 1) // shards
         if world.hybrid:
             copies = world.replicas // shards
-            own = sum(each.gradient * counts.units[stage].whole for stage in stages) // shards
-            sent["all_reduce"] = 2 * own * (copies - 1) // copies
+            own = sum(gradients[stage] for stage in stages) // shards
+            sent["replicate", "all_reduce"] = 2 * own * (copies - 1) // copies
     return max(found, key=lambda sent: sum(sent.values()))

@@ -109,7 +109,7 @@ def counts_of(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts
 
 def _units(run: Run, num_stages: int, skeleton: Skeleton) -> list[Units]:
     """Count the parameters of each stage's units of the user's own Layers."""
-    from raypar.actors.models.tiled import tile_sizes  # imports torch
+    from raypar.actors.models.tiled import added_tensors, tile_sizes  # imports torch
 
     model, homes, weights = skeleton.model, skeleton.homes, skeleton.weights
     patterns = patterns_of(run.model, run.tile)
@@ -123,7 +123,9 @@ def _units(run: Run, num_stages: int, skeleton: Skeleton) -> list[Units]:
         rests = [size - sum(map(sum, tiles)) for size, tiles in zip(sizes, cut, strict=True)]
         tiles = [one for group in cut for layer in group for one in layer]
         whole = [weights[name].numel() for name in set[str]().union(*names)] if not tiles else []
-        found.append(Units.of(list(zip(rests, cut, strict=True)), [*whole, *tiles], shared))
+        of_stage = [(model.names[index], model.skeleton[index]) for index in layers]
+        count = len(set[str]().union(*names)) + sum(added_tensors(name, one, patterns) for name, one in of_stage)
+        found.append(Units.of(list(zip(rests, cut, strict=True)), [*whole, *tiles], count, shared))
     return found
 
 
