@@ -11,7 +11,6 @@ from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.run import Run
-from raypar.config.arguments import checked_arguments
 from raypar.errors import ConfigError
 from raypar.schedules.nearest_name import nearest
 
@@ -91,7 +90,6 @@ RECIPES: dict[str, Callable[[], Run]] = {
 }
 
 
-@checked_arguments
 def recipe(name: str, **changes: Any) -> Run:
     """Return the run of a recipe.
 
@@ -102,8 +100,8 @@ def recipe(name: str, **changes: Any) -> Run:
     Raises:
         ConfigError: There is no such recipe.
     """
-    if name not in RECIPES:
-        close = nearest(name, RECIPES)
+    if name not in [*RECIPES]:
+        close = nearest(str(name), RECIPES)
         guess = f"did you mean {close!r}? " if close else ""
         raise ConfigError([f"there is no recipe {name!r}: {guess}known are {', '.join(RECIPES)}"])
     return replace(RECIPES[name](), **changes)
