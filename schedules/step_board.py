@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from typing import NamedTuple
 
 from raypar.schedules.action import RECVS, SENDS, STEP, WHOLE_STAGE, Action, Op
 from raypar.schedules.checking.counterexample import demand_sound
+from raypar.schedules.nearest_name import near
 from raypar.schedules.passes.without_idle import without_idle
 from raypar.schedules.rules import needs, partner, provides, rank_of, stage_needs
 from raypar.schedules.schedule import Schedule, ScheduleError
@@ -305,7 +305,7 @@ def _instead(wanted: Action, every: Sequence[Action]) -> str:
         return f": this backward is split, take {first} and then {second}"
     if wanted.op in (Op.I, Op.W) and whole in every:
         return f": this backward is whole, take {whole}"
-    close = difflib.get_close_matches(str(wanted), list(map(str, every)), n=3)
+    close = near(str(wanted), map(str, every))
     return f": did you mean {', '.join(close)}?" if close else ""
 
 
