@@ -138,6 +138,7 @@ def closing_rows(
         ("perplexity", f"{evaluation.perplexity:.2f}"),
         (f"{unit}/s", f"{speed:,.0f} (median)"),
         ("bubble", f"{bubble:.1%} measured (median), {prediction.bubble}{measured}"),
+        ("why they differ", prediction.leaves_out),
         *([("reduction hidden", f"{statistics.median(hidden):.0%} behind compute (median)")] if hidden else []),
         ("activations in flight", f"{_each(held)} measured, {_each(prediction.timeline.in_flight)} predicted"),
         ("peak memory", ", ".join(named)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -49,6 +50,9 @@ def test_a_summary_names_both_predictions():
     assert rows["bubble"] == (
         "20.0% measured (median), 5.7% predicted from FLOPs; 5.7% predicted from the measured costs of steps before"
     )
+    assert rows["why they differ"] == "FLOPs leave out messages, the optimizer, and other programs on these cores"
+    own = from_flops(replace(run, model=Layers(list, print), data=Batches(print)), schedule)
+    assert own.leaves_out.startswith("slots take all stages to be as long")
     assert overlay.titles[1].endswith("(from the measured costs of steps before)")
     assert from_steps(measured, []).source == "from the measured costs of the step itself"
 
