@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
 from pathlib import Path
 
@@ -22,8 +21,6 @@ from raypar.job.run_folders import replaced, settled
 from raypar.reporting.needs import memory_faults
 from raypar.reporting.record import Record
 from raypar.reporting.summary import log_plan
-
-log = logging.getLogger(__name__)
 
 
 @checked_arguments
@@ -65,7 +62,6 @@ def _launched(run: Run, programs: Programs, skeleton: Skeleton, found: Found | N
     world = world_of(run)
     name, record = f"raypar-{uuid.uuid4().hex[:8]}", Record(run)
     try:
-        log.info("starting %d actors", world.size)
         log_plan(run, programs["train"], skeleton)
         actors = start_actors(Hosted, world, run.device, name, wait_for_nodes)
         try:

@@ -94,7 +94,8 @@ def _settings(runs: Sequence[_One]) -> Markup:
 
 
 def _figures(runs: Sequence[_One]) -> Markup:
-    found = [dict(headline(one.past, one.history)) for one in runs]
+    skips = any(one.history.skipped for one in runs)
+    found = [dict(headline(one.past, one.history, skips=skips)) for one in runs]
     names = {name: None for figures in found for name in figures}
     rows = [[name, *(figures.get(name, _MISSING) for figures in found)] for name in names]
     return section("Figures", table(["", *(one.tag() for one in runs)], rows, ["", *[VALUE] * len(runs)]))

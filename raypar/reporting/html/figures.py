@@ -96,6 +96,11 @@ class History:
         """How many of the steps were taken by hand."""
         return sum(line.get("by_hand", False) for line in self.steps)
 
+    @property
+    def skipped(self) -> int:
+        """How many of the steps changed no weight, because their numbers were not finite."""
+        return sum(line.get("skipped", False) for line in self.steps)
+
     def validation(self) -> list[tuple[float, float]]:
         """Return ``(number of steps taken before, loss)`` of every evaluation."""
         return [(line["step"], line["val_loss"]) for line in self.evaluations]
@@ -123,18 +128,21 @@ class History:
         return [line["memory"][kind] for line in self.steps if kind in (line.get("memory") or {})]
 
 
-def headline(past: Past, history: History) -> list[tuple[str, str]]:
+def headline(past: Past, history: History, *, skips: bool = False) -> list[tuple[str, str]]:
     """Return the figures at the top of the page.
 
     Args:
         past: The content of the run folder.
         history: The steps and evaluations of the same folder.
+        skips: Whether to say how many steps were skipped though none was, beside a run that skipped some.
 
     Returns:
         ``(name, formatted value)`` of each figure.
     """
     whole = f" of {past.config['steps']:,}" if past.config else ""
     rows = [("steps", f"{len(history.steps):,}{whole}")]
+    if skips or history.skipped:
+        rows.append(("steps skipped", f"{history.skipped:,}"))
     if history.steps:
         rows.append(("train loss", f"{history.steps[-1]['loss']:.4f}"))
     if history.evaluations:

@@ -158,7 +158,7 @@ def test_a_run_that_was_killed_and_went_on_has_both_marked():
 
 
 def test_a_run_that_is_over_before_its_last_step_says_how_it_ended():
-    start = log("INFO starting 1 actors", "INFO step 1/9  loss", "INFO step 3/9  loss")
+    start = log("INFO actors: 2 = pp 2", "INFO step 1/9  loss", "INFO step 3/9  loss")
     half = past(log=start)
     half.config["steps"] = 9
     assert [mark.text for mark in happenings(half)] == ["ended after step 3, before its last step"]
