@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 from raypar.schedules.action import RECVS, SENDS, STEP, WHOLE_STAGE, Action, Op
 from raypar.schedules.checking.counterexample import demand_sound
+from raypar.schedules.nearest_name import near
 from raypar.schedules.passes.without_idle import without_idle
 from raypar.schedules.rules import needs, partner, provides, rank_of, stage_needs
 from raypar.schedules.schedule import Schedule, ScheduleError
@@ -341,7 +341,7 @@ def _meant(text: str, every: Sequence[Action]) -> str:
     said = re.sub(r"[^0-9A-Z_]", "", text[:_LONGEST_NAME].upper())
     names = dict.fromkeys(every)
     half = [str(name) for name in names if said in (str(name), str(name._replace(stage=None)), _stage_and_op(name))]
-    close = half or difflib.get_close_matches(said, list(map(str, names)), n=3)
+    close = half or near(said, map(str, names))
     more = ", ..." if len(close) > _MOST_HINTS else ""
     return f": did you mean {', '.join(close[:_MOST_HINTS])}{more}?" if close else ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,9 @@ from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.run import Run
+from raypar.config.arguments import checked_arguments
 from raypar.errors import ConfigError
+from raypar.schedules.nearest_name import nearest
 
 
 def gpt_tiny() -> Run:
@@ -90,6 +91,7 @@ RECIPES: dict[str, Callable[[], Run]] = {
 }
 
 
+@checked_arguments
 def recipe(name: str, **changes: Any) -> Run:
     """Return the run of a recipe.
 
@@ -101,7 +103,7 @@ def recipe(name: str, **changes: Any) -> Run:
         ConfigError: There is no such recipe.
     """
     if name not in RECIPES:
-        close = difflib.get_close_matches(name, RECIPES, n=1)
-        guess = f"did you mean {close[0]!r}? " if close else ""
+        close = nearest(name, RECIPES)
+        guess = f"did you mean {close!r}? " if close else ""
         raise ConfigError([f"there is no recipe {name!r}: {guess}known are {', '.join(RECIPES)}"])
     return replace(RECIPES[name](), **changes)

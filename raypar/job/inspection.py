@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from raypar.reporting.needs import size
 from raypar.reporting.notebook import table
 from raypar.reporting.report import Report, ledger_of, timelines_of
 from raypar.schedules.drawing.overlay import Overlay
+from raypar.schedules.nearest_name import near
 from raypar.schedules.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ class Inspection:
                 return found
         if name in self._skeleton.fixed:
             raise UnknownNameError(f"{name!r} is a frozen parameter or a buffer: it has no gradient")
-        close = difflib.get_close_matches(str(name), [*self.parameters, *self._skeleton.fixed], n=3)
+        close = near(name, [*self.parameters, *self._skeleton.fixed])
         raise UnknownNameError(
             f"no parameter {name!r}: {'did you mean ' + ' or '.join(close) + '?' if close else 'see job.parameters'}"
         )

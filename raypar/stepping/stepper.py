@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raypar.actors.bounds import Steps
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.mesh.mesh import Axis
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import StepResult
 from raypar.cluster.calls import Calls
 from raypar.cluster.interrupts import patience
+from raypar.config.arguments import checked_methods
 from raypar.errors import JobError
 from raypar.reporting.report import Report
 from raypar.schedules.action import COMPUTE, Action, Op
@@ -40,6 +42,7 @@ _MAKES = {  # what an action makes that has no tensors to show
 }
 
 
+@checked_methods
 class Stepper:
     """One training step, performed move by move.
 
@@ -47,7 +50,7 @@ class Stepper:
     replica performs it. Of an action that is repeated, the next one is meant. The schedule's order is only a proposal:
     any move that is ``ready`` may be taken. Gradients equal those of a compiled step within rounding, and bitwise if
     each stage runs its backwards in the order of the microbatches. Weights change only in the STEP, and ``rewind``
-    undoes even that.
+    undoes even that. Wrong arguments of methods raise a ConfigError.
 
     Args:
         schedule: The lowered schedule of the step.
@@ -175,7 +178,7 @@ class Stepper:
             raise StopIteration(f"every action is taken; next: {self._cursor()}")
         return self.run(1)
 
-    def run(self, moves: int | None = None) -> Taken:
+    def run(self, moves: Steps | None = None) -> Taken:
         """Take the next moves of the schedule. Stops early where ``break_on`` says.
 
         Args:
@@ -184,8 +187,6 @@ class Stepper:
         Returns:
             The actions taken.
         """
-        if moves is not None and (not isinstance(moves, int) or moves < 0):
-            raise MoveError(f"run {moves!r} moves: give a number of 0 or more, or None for all")
         return self._take(self._board.left[:moves])
 
     def run_to(self, action: str | Action) -> Taken:
@@ -227,8 +228,6 @@ class Stepper:
         Args:
             predicate: A function of what an action made on an actor, or None to stop nowhere.
         """
-        if predicate is not None and not callable(predicate):
-            raise MoveError(f"break_on {predicate!r}: give a function of what was seen, or None")
         self._predicate = predicate
 
     def swap(self, schedule: str | Schedule | Written) -> Taken:
