@@ -96,6 +96,11 @@ class History:
         """How many of the steps were taken by hand."""
         return sum(line.get("by_hand", False) for line in self.steps)
 
+    @property
+    def skipped(self) -> list[int]:
+        """The steps, counted from 1, that changed no weight because a loss or a gradient was not finite."""
+        return [line["step"] + 1 for line in self.steps if line.get("skipped")]
+
     def validation(self) -> list[tuple[float, float]]:
         """Return ``(number of steps taken before, loss)`` of every evaluation."""
         return [(line["step"], line["val_loss"]) for line in self.evaluations]
@@ -151,6 +156,7 @@ def headline(past: Past, history: History) -> list[tuple[str, str]]:
             *([speed, ("bubble, median", share(history.median("bubble")))] if times else []),
             ("peak memory of a rank", size(max(history.peaks(), default=0))),
             *([("time in steps", duration(sum(times) / 1e3))] if times else []),
+            *([("skipped steps", f"{len(history.skipped):,}")] if history.skipped else []),
             *([("stepped by hand", f"{history.by_hand:,}")] if history.by_hand else []),
         ]
     return rows
@@ -191,7 +197,9 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds: 1 h 02 min."""
+    """Format seconds: 35 ms, 1.5 s, 1 h 02 min."""
+    if 0 < seconds < 0.1:
+        return f"{1e3 * seconds:.0f} ms" if seconds >= 1e-3 else "<1 ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes = round(seconds / 60)
