@@ -128,6 +128,7 @@ def _charts(runs: Sequence[_One]) -> list[Markup]:
     chart("Load of experts: max/mean", lambda one: smoothed(one.points("max_load")), significant, runs, zero=False)
     chart("Choices dropped", _dropped, share, runs, zero=True)
     chart("Gradient norm, smoothed", lambda one: smoothed(one.points("grad_norm")), significant, runs, zero=True)
+    chart("Loss scale", lambda one: one.points("loss_scale"), significant, runs, zero=True)
     chart("Learning rate", lambda one: one.points("lr"), significant, runs, zero=True)
     chart(f"{unit.capitalize()}/s", lambda one: one.throughput(), significant, runs, zero=True)
     chart("Bubble", lambda one: one.points("bubble"), share, runs, zero=True)
