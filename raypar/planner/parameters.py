@@ -83,11 +83,13 @@ class Units:
         two: The most parameters that are whole at a time: those that a layer or a tile needs, and the next one, whose
             units are gathered meanwhile.
         largest: Sizes of the largest tensors, in falling order; of many only the first ones.
+        count: Number of units: what is gathered at once, and by itself.
     """
 
     whole: int
     two: int
     largest: tuple[int, ...]
+    count: int
 
     @classmethod
     def of(cls, groups: Sequence[Group], tensors: Iterable[int], shared: int = 0) -> Units:
@@ -100,7 +102,9 @@ class Units:
         """
         whole = sum(rest + sum(map(sum, layers)) for rest, layers in groups) - shared
         back = [(rest, [tiles[::-1] for tiles in layers[::-1]]) for rest, layers in groups[::-1]]
-        return cls(whole, max(_most_in_turn(groups), _most_in_turn(back)), tuple(nlargest(_LARGEST, tensors)))
+        count = sum((rest > 0) + sum(map(len, layers)) for rest, layers in groups)
+        most = max(_most_in_turn(groups), _most_in_turn(back))
+        return cls(whole, most, tuple(nlargest(_LARGEST, tensors)), max(1, count))
 
 
 def _most_in_turn(groups: Sequence[Group]) -> int:
