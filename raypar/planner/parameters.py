@@ -85,12 +85,14 @@ class Units:
         two: The most parameters that are whole at a time: those that a layer or a tile needs, and the next one, whose
             units are gathered meanwhile.
         largest: Sizes of the largest tensors, in falling order; of many only the first ones.
+        count: Number of units: what is gathered at once, and by itself.
         experts: Parameters of experts among ``whole``, if experts are divided over actors.
     """
 
     whole: int
     two: int
     largest: tuple[int, ...]
+    count: int
     experts: int = 0
 
     @classmethod
@@ -105,7 +107,9 @@ class Units:
         """
         whole = sum(rest + sum(map(sum, layers)) for rest, layers in groups) - shared
         back = [(rest, [tiles[::-1] for tiles in layers[::-1]]) for rest, layers in groups[::-1]]
-        return cls(whole, max(_most_in_turn(groups), _most_in_turn(back)), tuple(nlargest(_LARGEST, tensors)), experts)
+        count = sum((rest > 0) + sum(map(len, layers)) for rest, layers in groups)
+        most = max(_most_in_turn(groups), _most_in_turn(back))
+        return cls(whole, most, tuple(nlargest(_LARGEST, tensors)), max(1, count), experts)
 
 
 def _most_in_turn(groups: Sequence[Group]) -> int:

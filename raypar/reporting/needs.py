@@ -79,7 +79,7 @@ def memory_faults(run: Run, schedule: Schedule, skeleton: Skeleton | None = None
     if has is None:
         return
     world, counts = world_of(run), counts_of(run, schedule, skeleton)
-    workers = worker_memory(run, world, counts, from_flops(run, schedule).timeline)
+    workers = worker_memory(run, world, counts, from_flops(run, world, counts, schedule).timeline)
     needed = _in_all(run, workers, server_memory(run, world, counts), lambda memory: memory.state)
     if needed <= has:
         return

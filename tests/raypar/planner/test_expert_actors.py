@@ -36,7 +36,7 @@ LAYOUTS = [
 def planned(run):
     schedule = check_run(run)["train"]
     counts = counts_of(run, schedule, None)
-    memory = worker_memory(run, world_of(run), counts, from_flops(run, schedule).timeline)
+    memory = worker_memory(run, world_of(run), counts, from_flops(run, world_of(run), counts, schedule).timeline)
     return memory, counts, sent_bytes(run, world_of(run), counts, schedule)
 
 
@@ -81,11 +81,11 @@ def test_actors_hold_and_send_what_is_planned(layout):
 
 def test_an_actor_is_not_told_to_hold_all_experts():
     dense = replace(RUN, mesh=Mesh(dp=4))
-    rows = [
-        dict(need_rows(run, schedule, None, from_flops(run, schedule).timeline))
-        for run in (dense, replace(dense, mesh=Mesh(dp=4, ep=4)))
-        for schedule in [check_run(run)["train"]]
-    ]
+    rows = []
+    for run in (dense, replace(dense, mesh=Mesh(dp=4, ep=4))):
+        schedule = check_run(run)["train"]
+        timeline = from_flops(run, world_of(run), counts_of(run, schedule, None), schedule).timeline
+        rows.append(dict(need_rows(run, schedule, None, timeline)))
     told = [row["parameters"].split("an actor holds ")[1] for row in rows]
     assert told == ["93.1 k", "42.9 k"]
 
