@@ -46,7 +46,8 @@ def actors_told(run: Run, origins: Mapping[str, str] | None = None) -> str:
             spelled = run.mesh.tp if axis == "tp" else ways
             told.append(f"{axis} {spelled}" + (f" ({origins[axis]})" if origins and axis in origins else ""))
     servers = f" + {len(world.server_ranks)} servers" if world.servers else ""
-    return f"{world.size} = {' x '.join(told)}{servers}" if told or servers else str(world.size)
+    experts = f"; experts in {world.mesh.ep} parts" if world.mesh.ep > 1 else ""
+    return f"{world.size} = {' x '.join(told)}{servers}{experts}" if told or servers else str(world.size)
 
 
 def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline: Timeline) -> Rows:
