@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.autograd.recompute import Anchored
 from raypar.actors.collective.autograd import exchange_rows, join_rows, own_rows
 from raypar.actors.collective.group import Group
 from raypar.actors.expert_parallel.experts import DividedExperts, combine, order_of, spread
 from raypar.actors.sharding import Pieces
 
 
-class ExpertShard(DividedExperts):
+class ExpertShard(DividedExperts, Anchored):
     """One actor's experts, and the way to those of the other actors.
 
     Choices are sorted by expert, so each actor gets one run of rows. Actors first tell each other how many rows they
@@ -44,6 +45,7 @@ class ExpertShard(DividedExperts):
     ) -> None:
         super().__init__({str(number): expert for number, expert in experts.items()})
         self._num_experts, self._group, self._holders, self._tokens = num_experts, group, holders, tokens
+        self.anchor = torch.empty(0, device="cpu", requires_grad=True)
 
     def run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
         """Return for each token the sum of what its experts make of it; see ``run_experts``."""
@@ -80,12 +82,10 @@ class ExpertShard(DividedExperts):
             asked: How many rows each actor has for each expert (actors, E).
         """
         group, holders = self._group, self._holders
-        if torch.is_grad_enabled() and not rows_ND.requires_grad:
-            rows_ND = rows_ND.detach().requires_grad_()  # all actors take part in the backward, or none
         by_holder = asked[group.rank].view(len(holders), -1).sum(1).tolist()
         there = [*[0] * holders.start, *by_holder, *[0] * (group.size - holders.stop)]
         here = asked[:, self._own]
-        came_ND = exchange_rows(rows_ND, group, there, here.sum(1).tolist())
+        came_ND = exchange_rows(self.anchored(rows_ND), group, there, here.sum(1).tolist())
         made_ND = self._computed(came_ND, here) if len(self) else came_ND
         return exchange_rows(made_ND, group, here.sum(1).tolist(), there)
 

@@ -116,6 +116,11 @@ class Mesh:
         return self.pp * self.dp * self.cp * self.tensor_ranks
 
     @property
+    def actors(self) -> int:
+        """Number of actors that train: those of the ranks, and those of experts."""
+        return self.size + self.pp * self.expert_actors
+
+    @property
     def grid(self) -> Grid | None:
         """The grid of the tensor ranks; None if ``tp`` is a number."""
         return grid_of(self.tp) if isinstance(self.tp, str) else None

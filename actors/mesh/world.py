@@ -79,16 +79,16 @@ class World:
     @property
     def size(self) -> int:
         """Number of actors."""
-        return len(self.trainers) + self.mesh.pp * self.servers
+        return self.mesh.actors + self.mesh.pp * self.servers
 
     @property
     def trainers(self) -> range:
         """The ranks that perform rows: those of the mesh, and expert actors."""
-        return range(self.mesh.size + self.mesh.pp * self.mesh.expert_actors)
+        return range(self.mesh.actors)
 
     def is_expert(self, rank: int) -> bool:
         """Return whether a rank is an expert actor: one that holds experts and nothing else."""
-        return self.mesh.size <= rank < len(self.trainers)
+        return self.mesh.size <= rank < self.mesh.actors
 
     def at(self, rank: int) -> dict[Axis, int]:
         """Return a worker's position on each axis; of an expert actor or a server only ``pp`` is not 0."""
@@ -214,7 +214,7 @@ class World:
     @property
     def server_ranks(self) -> range:
         """The ranks of the parameter servers, which come last."""
-        return range(len(self.trainers), self.size)
+        return range(self.mesh.actors, self.size)
 
     def label(self, rank: int) -> str:
         """Name a rank in messages: ``pp=1``, ``pp=1 dp=0``, ``pp=1 expert=0``, ``server 0 of pp=1``."""
@@ -261,7 +261,7 @@ class World:
         if not self.gathers:
             own = self.replica(dp)
             if self.mesh.expert_actors:
-                return (*own, *range(self.mesh.size, len(self.trainers)))
+                return (*own, *range(self.mesh.size, self.mesh.actors))
             return tuple(sorted({one for rank in own for one in (self.mesh.group_of("ep", rank)[1])}))
         copy = self.copy_of(self.mesh.rank(dp=dp))
         return tuple(rank for rank in self.trainers if self.leads(rank) and self.copy_of(rank) == copy)
@@ -335,7 +335,7 @@ class World:
         Where tensor ranks have different experts, or experts actors of their own, one norm is that of all of them.
         """
         copy, apart = self.copy_of(rank), 1 if self.mesh.folds_experts else self.mesh.tensor_ranks
-        ranks = range(rank % apart, len(self.trainers), apart)
+        ranks = range(rank % apart, self.mesh.actors, apart)
         members = tuple(one for one in ranks if self.copy_of(one) == copy)
         return Membership("mesh", "mesh", f"mesh/{copy * apart + rank % apart}", members)
 

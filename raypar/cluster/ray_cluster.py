@@ -296,7 +296,7 @@ def _no_room(world: World, why: str, gpus: float = 0.0) -> str:
     nodes = sum(1 for node in ray.nodes() if node["Alive"])
     others = f" ({len(world.server_ranks)} of them servers)" if world.servers else ""
     if world.mesh.expert_actors:
-        others = f" ({len(world.trainers) - world.mesh.size} of them for experts)"
+        others = f" ({world.mesh.actors - world.mesh.size} of them for experts)"
     return (
         f"mesh: {world.size} actors{others} need {need}, the cluster has {have} "
         f"on {nodes} node{'s' if nodes != 1 else ''}: {why}"

@@ -47,7 +47,7 @@ def actors_told(run: Run, origins: Mapping[str, str] | None = None) -> str:
             told.append(f"{axis} {spelled}" + (f" ({origins[axis]})" if origins and axis in origins else ""))
     others = f" + {len(world.server_ranks)} servers" if world.servers else ""
     if world.mesh.expert_actors:
-        others = f" + {len(world.trainers) - world.mesh.size} for experts"
+        others = f" + {world.mesh.actors - world.mesh.size} for experts"
     return f"{world.size} = {' x '.join(told) or 1}{others}" if told or others else str(world.size)
 
 

@@ -279,7 +279,7 @@ def _model(config: dict[str, Any]) -> str:
         return "a run whose run.toml can't be read"
     model, mesh = config["model"], config["mesh"]
     names = [f"{model[name]} {name}" for name in ("layers", "hidden") if isinstance(model.get(name), int)]
-    axes = [f"{axis}={size}" for axis, size in mesh.items() if size not in (1, "none", None)]
+    axes = [f"{axis}={size}" for axis, size in mesh.items() if size not in (0, 1, "none", None)]
     kind = "Llama" if model.get("kind") == "llama" else "GPT"
     what = f"{kind} of {names[0]}, {', '.join(names[1:])}" if names else "a model of the user's own layers"
     return f"{what} on {' '.join(axes) or 'one actor'}"

@@ -7,16 +7,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
+import raypar as rp
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
+from raypar.actors.specs.data import Batches
+from raypar.actors.specs.model import Layers
+from raypar.actors.specs.optim import SGD
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.schedules.action import Op
 from tests.support.replicas import agrees
 from tests.support.snapshots import loaded, read, saved
-from tests.support.team import Team
+from tests.support.team import Team, batch, mse
 from tests.support.thread_jobs import TeamJob
 
 TINY = recipe("moe-tiny")
@@ -42,6 +47,46 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_actors_of_experts_train_as_in_one_process(layout):
     agrees(Team.of(replace(RUN, **layout)), 2e-5)
+
+
+class Own(nn.Module):
+    """A residual layer of the user's, with a router and four experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        gates, chosen = self.router(x).softmax(-1).topk(2)
+        return x + rp.run_experts(x, self.experts, chosen, gates)
+
+
+def own():
+    return [nn.Linear(4, 4), Own(), Own()]
+
+
+def frozen():
+    """Of the first layers only experts are trained."""
+    layers = own()
+    for name, parameter in nn.ModuleList(layers[:2]).named_parameters():
+        parameter.requires_grad = "experts" in name
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fn", "recompute"),
+    [
+        (Mesh(dp=2, ep=2), own, "none"),
+        (Mesh(pp=2, dp=2, expert_actors=2), own, "none"),
+        (TWO, frozen, "none"),
+        (TWO, frozen, "full"),
+        (TWO, frozen, ("none", "full", "none")),  # the experts are reached only through what the layer recomputes
+    ],
+)
+def test_experts_of_own_layers(mesh, fn, recompute):
+    model = Layers(fn, mse, plan={"layers.*.experts": "expert"}, halves=True)
+    changes = {"data": Batches(batch), "optim": SGD(lr=0.1), "recompute": recompute}
+    agrees(Team.of(replace(RUN, model=model, mesh=mesh, **changes)), 2e-5)
 
 
 def test_two_actors_have_the_experts_and_the_ranks_all_else():
