@@ -148,9 +148,10 @@ class Report:
         return self.tokens_per_s if unit in ELEMENTS else 1e3 * self.samples / self.step_ms
 
     def __repr__(self) -> str:
-        """Return the fields by name; the step is counted from 1."""
-        names = [each.name for each in fields(Report)[1:] if not (self.by_hand and each.name in _TIMES)]
-        rest = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        """Return the fields by name, without those that say nothing; the step is counted from 1."""
+        told = {each.name: getattr(self, each.name) for each in fields(Report)[1:]}
+        told = {name: value for name, value in told.items() if not (self.by_hand and name in _TIMES)}
+        rest = ", ".join(f"{name}={value!r}" for name, value in told.items() if not _is_empty(value))
         return f"<Report of step {self.steps_taken}: {rest}>"
 
     def _repr_html_(self) -> str:
@@ -174,6 +175,11 @@ class Report:
             ("time", f"{self.step_ms:,.1f} ms"),
             ("bubble", f"{self.bubble:.1%}"),
         ]
+
+
+def _is_empty(value: object) -> bool:
+    """Return whether a field says nothing; a figure of 0 says something."""
+    return value is None or value is False or value == {}
 
 
 def _sizes(sizes: Sequence[int]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.trackers.tracker import scalars
 
@@ -11,6 +13,8 @@ AFTER = Evaluation(1, 2.0, 64, 0.5)
 
 def test_a_person_reads_step_1_first():
     assert repr(FIRST).startswith("<Report of step 1: loss=2.5, grad_norm=1.0, ")
+    assert not any(nothing in repr(FIRST) for nothing in ("None", "{}", "False")), "what says nothing is left out"
+    assert "grad_norm=0.0" in repr(replace(FIRST, grad_norm=0.0))
     assert "peak_memory=(5, 6), samples=0" in repr(FIRST)
     assert repr(AFTER) == "<Evaluation after step 1: loss 2.0, perplexity 7.38905609893065, 64 tokens, 0.5 s>"
 
