@@ -45,9 +45,12 @@ def actors_told(run: Run, origins: Mapping[str, str] | None = None) -> str:
         if (ways := world.mesh.ways(axis)) > 1:
             spelled = run.mesh.tp if axis == "tp" else ways
             told.append(f"{axis} {spelled}" + (f" ({origins[axis]})" if origins and axis in origins else ""))
-    servers = f" + {len(world.server_ranks)} servers" if world.servers else ""
-    experts = f"; experts in {world.mesh.ep} parts" if world.mesh.ep > 1 else ""
-    return f"{world.size} = {' x '.join(told)}{servers}{experts}" if told or servers else str(world.size)
+    others = f" + {len(world.server_ranks)} servers" if world.servers else ""
+    if world.mesh.expert_actors:
+        others = f" + {world.mesh.actors - world.mesh.size} for experts"
+    elif world.mesh.ep > 1:
+        others = f"; experts in {world.mesh.ep} parts"
+    return f"{world.size} = {' x '.join(told) or 1}{others}" if told or others else str(world.size)
 
 
 def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline: Timeline) -> Rows:

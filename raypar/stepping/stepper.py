@@ -363,9 +363,9 @@ class Stepper:
         return list(self._guard(lambda: self._calls.some(ranks, "peek", action, tensors, what=f"peeking at {action}")))
 
     def _ranks(self, pp: int, action: Action) -> tuple[int, ...]:
-        """Return the ranks that perform a pipeline rank's action: all its replicas, and for STEP its servers too."""
+        """Return the ranks that perform a pipeline rank's action: all replicas and expert actors, for STEP servers."""
         servers = range(self._world.servers if action.op is Op.STEP else 0)
-        return (*self._world.replicas_of(pp), *(self._world.server_rank(pp, index) for index in servers))
+        return (*self._world.trainers_of(pp), *(self._world.server_rank(pp, index) for index in servers))
 
     def _demand_midway(self) -> None:
         if self._over is not None:
