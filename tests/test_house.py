@@ -298,7 +298,7 @@ MAY_IMPORT = {
     "actors/data_parallel": (
         "actors actors/autograd actors/checkpoint actors/collective actors/models actors/optim actors/specs schedules"
     ),
-    "actors/expert_parallel": "actors actors/collective actors/specs",
+    "actors/expert_parallel": "actors actors/autograd actors/collective actors/specs",
     "actors/inspect": "actors actors/checkpoint actors/specs schedules",
     "actors/layers": "actors actors/autograd actors/specs",
     "actors/mesh": "actors",

@@ -8,10 +8,13 @@ from raypar.actors.mesh.world import Zero
 from raypar.actors.specs.run import Run
 from raypar.config.run import check_run, world_of
 from raypar.planner.memory import server_memory, worker_memory
-from raypar.planner.prediction import from_flops
+from raypar.planner.prediction import FROM_FLOPS, from_flops
 from raypar.planner.traffic import sent_bytes
+from raypar.reporting.expert_table import expert_table
 from raypar.reporting.needs import Rows, actors_told, counts_of, kinds_of, size
+from raypar.schedules.action import Op
 from raypar.schedules.drawing.cells import lines
+from raypar.schedules.drawing.text import milliseconds
 
 _LEVELS: tuple[Zero, ...] = (0, 1, 2, 3)
 
@@ -36,7 +39,9 @@ def compared(run: Run) -> str:
     rows = [list(columns), *([column.get(name, "-") for column in columns.values()] for name in names)]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     padded = [[f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)] for row in rows]
-    return "\n".join([f"actors: {actors_told(run)}", "", *lines(["", *names], padded)])
+    table = expert_table(run)
+    drawn = [table, ""] if table else []
+    return "\n".join([f"actors: {actors_told(run)}", "", *drawn, *lines(["", *names], padded)])
 
 
 def _at_level(run: Run, level: Zero) -> Run:
@@ -59,7 +64,8 @@ def _column(run: Run) -> Rows:
     """Return the memory of each pipeline rank by kind, and the bytes that an actor sends, by names."""
     schedule = check_run(run)["train"]
     world, counts = world_of(run), counts_of(run, schedule, None)
-    workers = worker_memory(run, world, counts, from_flops(run, schedule).timeline)
+    prediction = from_flops(run, world, counts, schedule)
+    workers = worker_memory(run, world, counts, prediction.timeline)
     each = [(f"pp={rank}" if len(workers) > 1 else "", memory) for rank, memory in enumerate(workers)]
     each += [(f"server of pp={rank}", memory) for rank, memory in enumerate(server_memory(run, world, counts))]
     rows = []
@@ -67,6 +73,9 @@ def _column(run: Run) -> Rows:
         rows += [
             (f"{actor} {kind}".strip(), told) for kind, told in (kinds_of(memory) | {"peak": size(memory.peak)}).items()
         ]
+    seconds = {"gathers": prediction.most(Op.UNSHARD), "reductions": prediction.most(Op.REDUCE_GRAD)}
+    seconds["step"] = prediction.timeline.makespan if prediction.source == FROM_FLOPS else 0.0
+    rows += [(f"{name}, predicted", milliseconds(one)) for name, one in seconds.items() if one]
     for (axis, op), sent in sent_bytes(run, world, counts, schedule).items():
         rows.append((f"sent in a step, {axis} {op}", size(sent)))
     return rows

@@ -239,12 +239,18 @@ def _checkpoints(folder: Path, faults: list[str]) -> list[Listed]:
 
 
 def _provenance(raw: bytes) -> dict[str, str]:
-    return {name: _spelled(name, value) for name, value in _json(raw, dict[str, Any]).items() if value is not None}
+    """Read where a run comes from, and of each time that it was resumed what was different then."""
+    first = _json(raw, dict[str, Any])
+    again = first.pop("resumed", None)
+    resumes = [one for one in again if isinstance(one, dict)] if isinstance(again, list) else []
+    found = {name: _spelled(value) for name, value in first.items() if value is not None}
+    for number, one in enumerate(resumes, 1):
+        told = {name: _spelled(value) for name, value in one.items() if value is not None}
+        found |= {f"{name}, resumed {number}": value for name, value in told.items() if found.get(name) != value}
+    return found
 
 
-def _spelled(name: str, value: object) -> str:
-    if name == "resumed" and isinstance(value, list):  # what each time says of itself is told by its start
-        return ", ".join(str(one.get("started") if isinstance(one, dict) else one) for one in value)
+def _spelled(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -535,7 +535,7 @@ def test_a_run_is_logged_and_summed_up(said, kept_actors, data, tmp_path):
     assert summary["train loss"].strip() == f"{steps[-1]['loss']:.4f}"
     assert summary["validation loss"].strip() == f"{evaluations[-1]['val_loss']:.4f}"
     assert summary["activations in flight"].strip() == "2 2 measured, 2 2 predicted"
-    assert "12.6% predicted" in summary["bubble"]
+    assert "24.3% predicted from FLOPs and bytes" in summary["bubble"]
     assert summary["log"].strip() == str(path)
 
 

@@ -47,8 +47,8 @@ def test_every_rank_holds_what_the_formula_says(model, name, ranks, chunks):
     built, schedule = build_model(model, 0), lower(build(name, ranks, 4, chunks))
     sizes = sizes_of(built, "even", schedule)
     found = [sum(sizes[rank].values()) // 4 for rank in range(ranks)]  # bytes of float32
-    assert held_parameters(model, "even", schedule, 1) == found
-    units = unit_parameters(model, "even", schedule.num_stages, 1, 1, {})
+    assert held_parameters(model, "even", schedule, Mesh()) == found
+    units = unit_parameters(model, "even", schedule.num_stages, Mesh(), 1, {})
     tensors = [sum(units[stage].tensors for stage in schedule.stages_of(rank)) for rank in range(ranks)]
     assert tensors == [len(sizes[rank]) for rank in range(ranks)]
     copied = model.tied and ranks > 1 and schedule.placement[-1] != schedule.placement[0]
@@ -68,7 +68,7 @@ def held_by(model, groups, tp):
 @pytest.mark.parametrize("tp", [2, 4])
 def test_every_tensor_rank_holds_what_the_formula_says(model, tp):
     found = in_threads(local_groups("tp", tp), lambda group: held_by(model, {"tp": group}, tp))
-    assert held_parameters(model, "even", lower(build("1f1b", 1, 1)), tp) == [max(found)]
+    assert held_parameters(model, "even", lower(build("1f1b", 1, 1)), Mesh(tp=tp)) == [max(found)]
 
 
 @pytest.mark.parametrize("tp", ["2d:2x2", "2.5d:2x2x2", "3d:2x2x2"])
@@ -76,7 +76,7 @@ def test_every_tensor_rank_holds_what_the_formula_says(model, tp):
 def test_on_a_grid_it_is_an_estimate(kind, tp):
     model = kind(layers=2, hidden=48, heads=4, seq=8, vocab=64)
     found = in_threads(groups_on(tp), lambda groups: held_by(model, groups, tp))
-    (told,) = held_parameters(model, "even", lower(build("1f1b", 1, 1)), Mesh(tp=tp).grid)
+    (told,) = held_parameters(model, "even", lower(build("1f1b", 1, 1)), Mesh(tp=tp))
     assert told == pytest.approx(max(found), rel=0.15)
 
 

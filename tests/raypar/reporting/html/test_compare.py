@@ -109,15 +109,18 @@ def test_when_a_run_was_resumed_is_told_and_not_how_python_spells_it(tmp_path):
     (one / "provenance.json").write_text(json.dumps({"host": "x"}))
     (other / "provenance.json").write_text(json.dumps({"host": "x", "resumed": again}))
     rows = settings(Reader(comparison([read(one), read(other)])).texts)
-    assert rows[3:] == ["(resumed)", "\u2013", "2026-11-25T02:01:06+00:00, 2026-11-25T03:00:00+00:00"]
+    assert rows[3:] == [
+        *("(started, resumed 1)", "\u2013", "2026-11-25T02:01:06+00:00"),
+        *("(started, resumed 2)", "\u2013", "2026-11-25T03:00:00+00:00"),
+    ]
 
 
 def test_skipped_steps_are_compared(tmp_path):
     one, other = written(tmp_path / "one"), written(tmp_path / "other", skipped=True)
     texts = Reader(comparison([read(one), read(other)])).texts
-    at = texts.index("steps skipped")
-    assert texts[at : at + 3] == ["steps skipped", "0", "4"]
-    assert "steps skipped" not in Reader(comparison([read(one)])).texts
+    at = texts.index("skipped steps")
+    assert texts[at : at + 3] == ["skipped steps", "0", "4"]
+    assert "skipped steps" not in Reader(comparison([read(one)])).texts
 
 
 def test_whatever_runs_are_called_is_inert(tmp_path):
