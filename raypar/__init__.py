@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from raypar.actors.specs.precision import LossScale, Precision
     from raypar.actors.specs.run import Run
     from raypar.cli.repl import tab_completion
+    from raypar.config.layouts import layout
     from raypar.config.recipes import recipe
     from raypar.config.run import faults
     from raypar.errors import ActorDiedError, ConfigError, JobError, StalledError
     from raypar.job.job import Job
     from raypar.job.launch import launch
     from raypar.parity.verify import Verdict, verify
+    from raypar.reporting.expert_table import expert_table
     from raypar.reporting.report import Evaluation, Report
     from raypar.schedules.catalog import register as register_schedule
     from raypar.stepping.replay import Replayed, replay
@@ -45,12 +47,14 @@ _HOMES = {
     "raypar.actors.specs.precision": ("LossScale", "Precision"),
     "raypar.actors.specs.run": ("Run",),
     "raypar.cli.repl": ("tab_completion",),
+    "raypar.config.layouts": ("layout",),
     "raypar.config.recipes": ("recipe",),
     "raypar.config.run": ("faults",),
     "raypar.errors": ("ActorDiedError", "ConfigError", "JobError", "StalledError"),
     "raypar.job.job": ("Job",),
     "raypar.job.launch": ("launch",),
     "raypar.parity.verify": ("Verdict", "verify"),
+    "raypar.reporting.expert_table": ("expert_table",),
     "raypar.reporting.report": ("Evaluation", "Report"),
     "raypar.schedules.catalog": ("register as register_schedule",),
     "raypar.stepping.replay": ("Replayed", "replay"),
@@ -86,8 +90,10 @@ __all__ = [
     "Stepper",
     "Text",
     "Verdict",
+    "expert_table",
     "faults",
     "launch",
+    "layout",
     "recipe",
     "register_schedule",
     "replay",

@@ -239,6 +239,11 @@ class Reducer:
         return sum(bucket.num_bytes for bucket in self._buckets) if self.lent is None else self.sums.num_bytes
 
     @property
+    def names(self) -> frozenset[str]:
+        """Logical names of the parameters whose gradients it reduces."""
+        return frozenset(name for bucket in self._buckets for name in bucket.parameters)
+
+    @property
     def spans(self) -> list[Span]:
         """One span for each bucket of this step, from the start of its reduction until its wait returned.
 

@@ -5,7 +5,6 @@ A plan maps patterns of module names to kinds such as "column" and "row".
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from torch import nn
 from raypar.actors.autograd.torch_private import has_gradient_hooks
 from raypar.actors.models.base import Kind, TensorPlan
 from raypar.actors.models.module_tree import matches, modules_named, names_near
+from raypar.schedules.nearest_name import nearest
 
 
 class Divisible(NamedTuple):
@@ -192,5 +192,5 @@ def _tie_faults(kinds: Mapping[nn.Module, str], whole: nn.Module) -> Iterator[st
 
 
 def _near(kind: str) -> str:
-    close = difflib.get_close_matches(kind, _KINDS, n=1, cutoff=0.5)
-    return repr(close[0]) if close else " or ".join(map(repr, _KINDS))
+    close = nearest(kind, _KINDS, cutoff=0.5)
+    return repr(close) if close else " or ".join(map(repr, _KINDS))

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.reducer import Reducer
@@ -149,9 +149,10 @@ class Probe:
         """Return the bytes that this actor holds now, by kind; what comes and goes, or is offloaded, only if it can."""
         home, held, masters = self._state.home, self._state.held, self._state.masters_apart()
         states = [tensor for _, kept, tensor in self._state.update.state() if kept]
-        gradients = sum(nbytes(p.grad) for p in (*held, *masters) if p.grad is not None)
+        own = (*held, *masters) if self._reducer is None else self._unreduced()
+        gradients = sum(nbytes(p.grad) for p in own if p.grad is not None)
         if self._reducer is not None:
-            gradients = self._reducer.num_bytes
+            gradients += self._reducer.num_bytes
         away = {id(one) for one in (*held, *masters, *states) if home.is_apart and home.holds(one)}
         offloaded = sum(nbytes(one) for one in (*held, *masters, *states) if id(one) in away)
         found: dict[Kind, int] = {
@@ -164,11 +165,16 @@ class Probe:
 
     def most(self) -> dict[Kind, int]:
         """Return the same at the most within the training step that was taken, in which every weight has a gradient."""
-        parameters = self._state.parameters.values()
-        whole: dict[Kind, int] = {}
-        if self._reducer is None:
-            whole = {"gradients": sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in parameters)}
+        gradients = sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in self._unreduced())
+        if self._reducer is not None:
+            gradients += self._reducer.num_bytes
+        whole: dict[Kind, int] = {} if self._state.home.is_apart else {"gradients": gradients}
         return self.memory() | whole | {kind: held.most for kind, held in self._passing()}
+
+    def _unreduced(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients are in no bucket, as those of experts that no other actor has."""
+        reduced = frozenset[str]() if self._reducer is None else self._reducer.names
+        return [p for name, p in self._state.parameters.items() if name not in reduced]
 
     def _passing(self) -> Iterator[tuple[Kind, HighWater]]:
         """Yield what this actor holds for a while only."""

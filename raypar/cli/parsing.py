@@ -13,6 +13,7 @@ from raypar.actors.specs.run import Run
 from raypar.cli.expert_flags import read_experts
 from raypar.cli.flags import read_flags
 from raypar.config.fields import Fault
+from raypar.config.layouts import layout
 from raypar.config.toml import of_kind, read_run, read_table
 from raypar.errors import ConfigError
 from raypar.paths import RUN, holds_run
@@ -66,6 +67,11 @@ def parse(
                     default = replace(default, **{part: of_kind(part, one, getattr(default, part))})
                 except ConfigError as error:
                     wrong += [Fault(f"{part}.kind", text, of_type=True) for text in error.faults]
+        for one in values_of("--layout", words):
+            try:
+                default = replace(default, **(layout(one) if one and not one.startswith("--") else {}))
+            except ConfigError as error:
+                wrong += [Fault("layout", text, of_type=True) for text in error.faults]
         model, left = read_experts(default.model, words)
         default = replace(default, model=model)
         sound, faults = read_flags(kind, left, default, wrong)

@@ -10,6 +10,7 @@ from raypar.config.run import check_run, world_of
 from raypar.planner.memory import server_memory, worker_memory
 from raypar.planner.prediction import FROM_FLOPS, from_flops
 from raypar.planner.traffic import sent_bytes
+from raypar.reporting.expert_table import expert_table
 from raypar.reporting.needs import Rows, actors_told, counts_of, kinds_of, size
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.cells import lines
@@ -38,7 +39,9 @@ def compared(run: Run) -> str:
     rows = [list(columns), *([column.get(name, "-") for column in columns.values()] for name in names)]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     padded = [[f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)] for row in rows]
-    return "\n".join([f"actors: {actors_told(run)}", "", *lines(["", *names], padded)])
+    table = expert_table(run)
+    drawn = [table, ""] if table else []
+    return "\n".join([f"actors: {actors_told(run)}", "", *drawn, *lines(["", *names], padded)])
 
 
 def _at_level(run: Run, level: Zero) -> Run:
@@ -73,6 +76,6 @@ def _column(run: Run) -> Rows:
     seconds = {"gathers": prediction.most(Op.UNSHARD), "reductions": prediction.most(Op.REDUCE_GRAD)}
     seconds["step"] = prediction.timeline.makespan if prediction.source == FROM_FLOPS else 0.0
     rows += [(f"{name}, predicted", milliseconds(one)) for name, one in seconds.items() if one]
-    for op, sent in sent_bytes(run, world, counts, schedule).items():
-        rows.append((f"sent in a step, {op}", size(sent)))
+    for (axis, op), sent in sent_bytes(run, world, counts, schedule).items():
+        rows.append((f"sent in a step, {axis} {op}", size(sent)))
     return rows

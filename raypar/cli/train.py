@@ -30,6 +30,7 @@ from raypar.config.validate.parallel import idle_fields
 from raypar.errors import ConfigError, JobError
 from raypar.paths import absolute, checkpoints_in
 from raypar.planner.host import room_faults
+from raypar.reporting.expert_table import expert_table
 from raypar.reporting.needs import Rows, memory_faults
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.summary import closing_rows, plan_rows, planned_grid
@@ -57,6 +58,10 @@ class RunArgs(Run):
     base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE|FILE.toml")] = ""
     """the run that the flags change: gpt-tiny, gpt-small, gpt-124m, llama-tiny, llama-small, moe-tiny, moe-small, or a
     TOML file"""
+
+    layout: str = ""
+    """a layout of experts by name, which other flags change: ep2_dp2, ep2_tp2_dp2, ep2_dp2_zero3, ep4, and others of
+    such words"""
 
     def run(self) -> Run:
         """Return the Run alone."""
@@ -87,7 +92,7 @@ class Plan:
     """Outcome of a dry run.
 
     Attributes:
-        picture: The schedule as text.
+        picture: The schedule as text, and who has which experts if actors divide them.
         rows: Names and figures of the run.
     """
 
@@ -139,7 +144,8 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
         for idle in idle_fields(run):
             logging.getLogger("raypar").warning("%s", idle)
         rows = plan_rows(run, schedule, origins=origins)
-        return Plan(planned_grid(schedule, dict(rows)["bubble"], color=terminal), rows)
+        pictures = planned_grid(schedule, dict(rows)["bubble"], color=terminal), expert_table(run)
+        return Plan("\n\n".join(filter(None, pictures)), rows)
     for axis, origin in origins.items():  # the log says later how many actors that makes
         logging.getLogger("raypar").info("mesh.%s is %s, from %s", axis, getattr(run.mesh, axis), origin)
     from raypar.job.run_folders import settled  # imports what mistakes and dry runs do not need
@@ -193,6 +199,7 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
 def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None, launches: list[float]) -> Finished:
     """Train a run that was checked, with the files that flags ask for. ``launches`` gets the seconds of the launch."""
     from raypar.job.launch import launch  # imports torch and Ray
+    from raypar.reporting.run_folder.metrics_line import written
 
     began = time.perf_counter()
     with (
@@ -202,7 +209,7 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None,
     ):
 
         def write(outcome: Report | Evaluation) -> None:
-            log(json.dumps(outcome.to_dict()) + "\n")
+            log(written(outcome.to_dict()))
 
         launched = time.perf_counter() - began
         launches.append(launched)
@@ -297,9 +304,11 @@ def _check(run: Run, wrong: Sequence[Fault]) -> None:
 
 
 def _origins(args: RunArgs, words: Sequence[str]) -> dict[str, str]:
-    """Return, by axis of the mesh that no flag set, what made it more than 1: recipe, file or checkpoint."""
+    """Return, by axis of the mesh that no flag of its own set, what made it more than 1: a recipe, file and so on."""
     kind = "file" if Path(args.base).suffix == ".toml" else "recipe" if args.base in RECIPES else "checkpoint"
     named = args.base if kind == "recipe" else Path(args.base).name
+    if args.layout:
+        kind, named = "layout", args.layout
     ways = {axis: args.mesh.ways(axis) for axis in AXES}
     return {
         axis: f"{kind} {named}"

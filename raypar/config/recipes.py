@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,10 @@ from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.run import Run
+from raypar.config.arguments import checked_arguments
+from raypar.config.layouts import layout as fields_of
 from raypar.errors import ConfigError
+from raypar.schedules.nearest_name import nearest
 
 
 def gpt_tiny() -> Run:
@@ -90,18 +92,20 @@ RECIPES: dict[str, Callable[[], Run]] = {
 }
 
 
-def recipe(name: str, **changes: Any) -> Run:
+@checked_arguments
+def recipe(name: str, layout: str | None = None, **changes: Any) -> Run:
     """Return the run of a recipe.
 
     Args:
         name: Name of the recipe: gpt-tiny, gpt-small, gpt-124m, llama-tiny, llama-small, moe-tiny or moe-small.
+        layout: Name of a layout of experts, such as ep2_dp2: see ``raypar.layout``.
         **changes: Fields of the run to change.
 
     Raises:
-        ConfigError: There is no such recipe.
+        ConfigError: There is no such recipe, or no such layout.
     """
     if name not in RECIPES:
-        close = difflib.get_close_matches(name, RECIPES, n=1)
-        guess = f"did you mean {close[0]!r}? " if close else ""
+        close = nearest(name, RECIPES)
+        guess = f"did you mean {close!r}? " if close else ""
         raise ConfigError([f"there is no recipe {name!r}: {guess}known are {', '.join(RECIPES)}"])
-    return replace(RECIPES[name](), **changes)
+    return replace(RECIPES[name](), **({} if layout is None else fields_of(layout)), **changes)

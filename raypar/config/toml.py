@@ -3,6 +3,7 @@
 An example::
 
     recipe = "gpt-small"   # optional: the run that the other lines change
+    layout = "ep2_dp2"     # optional: a layout of experts, see layouts.py
     steps = 200
     split = [3, 5]
     clip = "none"          # stands for None
@@ -24,16 +25,17 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from raypar.actors.files import read_named
-from raypar.actors.known_fields import nearest
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from raypar.config.fields import Fault, brief, field_faults
+from raypar.config.layouts import layout
 from raypar.config.recipes import recipe
 from raypar.config.run import rooted
 from raypar.errors import ConfigError
 from raypar.paths import absolute
+from raypar.schedules.nearest_name import nearest
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.torch_csv import to_csv
 
@@ -141,6 +143,11 @@ def read_run(table: Mapping[str, Any], base: Run | None = None) -> tuple[Run, li
     if "recipe" in rest:
         try:
             start = recipe(str(rest.pop("recipe")))
+        except ConfigError as error:
+            faults += [Fault("", text, of_type=True) for text in error.faults]
+    if "layout" in rest:
+        try:
+            start = replace(start, **layout(str(rest.pop("layout"))))
         except ConfigError as error:
             faults += [Fault("", text, of_type=True) for text in error.faults]
     run = _changed(start, rest, "", faults)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from raypar.actors.collective.ledger import Entry
 from raypar.actors.sharding import Shard, join_shards
 from raypar.actors.specs.types import KEPT
+from raypar.errors import ConfigError, UnknownNameError
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
 from raypar.job.tiles import held_part, joined, tiles_of, whole_shapes
@@ -20,6 +20,7 @@ from raypar.reporting.needs import size
 from raypar.reporting.notebook import table
 from raypar.reporting.report import Report, ledger_of, timelines_of
 from raypar.schedules.drawing.overlay import Overlay
+from raypar.schedules.nearest_name import near
 from raypar.schedules.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -224,7 +225,7 @@ class Inspection:
         """
         measured = self._replica(dp, 0)
         if not measured.events:
-            raise ValueError("no step has been measured yet: job.step() takes one (a step by hand is not measured)")
+            raise ConfigError(["no step has been measured yet: job.step() takes one (a step by hand is not measured)"])
         return measured
 
     def timelines(self, ago: int = 0) -> list[Timeline]:
@@ -262,7 +263,7 @@ class Inspection:
 
     def _demand_replica(self, dp: int) -> None:
         if not 0 <= dp < self._run.mesh.dp:
-            raise ValueError(f"there is no replica dp={dp}: the mesh has {self._run.mesh.dp}, counted from 0")
+            raise ConfigError([f"there is no replica dp={dp}: the mesh has {self._run.mesh.dp}, counted from 0"])
 
     def _fixed(self, name: str) -> Tensor:
         """Fetch a tensor that no optimizer changes, a frozen parameter or a buffer."""
@@ -271,7 +272,9 @@ class Inspection:
         found = self._guard(partial(self._calls.some, ranks, "fixed", name, what=f"fetching {name}"))
         tensor: Tensor = next(tensor for tensor in found if tensor is not None)
         if tuple(tensor.shape) != self._skeleton.fixed[name]:
-            raise KeyError(f"{name!r} is not trained, and divided over mesh.tp: only weights are put together again")
+            raise UnknownNameError(
+                f"{name!r} is not trained, and divided over mesh.tp: only weights are put together again"
+            )
         return tensor
 
     def _ask(self, name: str, method: str, ranks: Sequence[int]) -> Any:
@@ -284,9 +287,9 @@ class Inspection:
             if found is not None or rank == holders[-1]:
                 return found
         if name in self._skeleton.fixed:
-            raise KeyError(f"{name!r} is a frozen parameter or a buffer: it has no gradient")
-        close = difflib.get_close_matches(str(name), [*self.parameters, *self._skeleton.fixed], n=3)
-        raise KeyError(
+            raise UnknownNameError(f"{name!r} is a frozen parameter or a buffer: it has no gradient")
+        close = near(str(name), [*self.parameters, *self._skeleton.fixed])
+        raise UnknownNameError(
             f"no parameter {name!r}: {'did you mean ' + ' or '.join(close) + '?' if close else 'see job.parameters'}"
         )
 

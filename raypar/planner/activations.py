@@ -74,7 +74,8 @@ def _block(run: Run, model: GPT | Llama, word: str, num_experts: int) -> float:
     units = 6 + 2 * model.num_kv_heads / model.heads + wide + rows + masks
     if word == "full":
         return sbh / (ranks if run.sequence_parallel or run.mesh.grid is not None else 1)
-    whole = 0 if run.mesh.grid is not None else rows + (2 if run.sequence_parallel else 4 + masks)
+    own_rows = 0 if run.mesh.folds_experts else rows  # which every tensor rank has; else they divide tokens
+    whole = 0 if run.mesh.grid is not None else own_rows + (2 if run.sequence_parallel else 4 + masks)
     kept = (whole + (units - whole) / ranks) * sbh
     if run.mesh.cp > 1 and run.context == "ulysses":
         kept += sbh / ranks

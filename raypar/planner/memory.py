@@ -14,6 +14,9 @@ level   weights  gradients  optimizer  gathered  buckets
 With ``offload`` gradients have buckets at every level. Their sums, masters and the optimizer's state are offloaded, and
 with "parameters" also the weights, of which units are gathered at every level.
 
+Where actors divide experts, N is the number of those that hold the same ones for these, and that of all replicas for
+other weights.
+
 Parameters are owned whole, so an owner may have a little more or less than the N-th part. Which units are gathered at a
 time follows from the schedule's UNSHARD and RESHARD. The kinds are at their most at different times, so their sum is
 more than what an actor ever holds.
@@ -78,11 +81,13 @@ class Counts:
         held: By pipeline rank, those of a worker, before ZeRO shards them.
         units: By stage, those that are gathered together.
         matrices: By pipeline rank, those that Muon updates; empty if the optimizer is another one.
+        experts: By pipeline rank, those of ``held`` that are of experts which actors divide; empty if they do not.
     """
 
     held: Sequence[int]
     units: Sequence[Units]
     matrices: Sequence[int] = ()
+    experts: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -156,10 +161,13 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
     lent = [_Lent(run, world, counts, row) for row in timeline.schedule.rows]
     found = []
     for rank, (count, state) in enumerate(zip(counts.held, _states(run, counts), strict=True)):
-        summed = world.owners if world.sharded and lent[rank].is_lent else 1
-        gradients = each.gradient * -(-count // summed) if world.offload == "none" else 0
-        kept = each.weight * -(-count // (world.owners if world.gathers else 1))
-        optimizer = 0 if world.servers else -(-(each.state * state + each.master * count) // world.owners)
+        experts = counts.experts[rank] if counts.experts else 0
+        own = _owned(world, count, experts)
+        summed = own if world.sharded and lent[rank].is_lent else count
+        gradients = each.gradient * summed if world.offload == "none" else 0
+        kept = each.weight * (own if world.gathers else count)
+        updated = each.state * state + each.master * count
+        optimizer = 0 if world.servers else _owned(world, updated, updated * experts // max(count, 1))
         gathered = whole[rank].weights if world.unshards else 0
         buckets = lent[rank].most() if lent[rank].is_lent else 0
         waits = buckets >= each.gradient * count > 0 and lent[rank].waits
@@ -175,11 +183,22 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
                 buckets=buckets,
                 working=round(WORKING * (activations[rank] or 0)) + pieces,
                 twice=gradients if waits else 0,
-                shared=sent + _read(world, each.weight * count, lends=lent[rank].is_lent),
-                offloaded=_offloaded(world, each, -(-count // world.owners), kept, optimizer),
+                shared=sent + _read(world, each.weight, count, experts, lends=lent[rank].is_lent),
+                offloaded=_offloaded(world, each, own, kept, optimizer),
             )
         )
     return found
+
+
+def _owned(world: World, count: int, experts: int) -> int:
+    """Return how many of a worker's parameters it updates, if each is shared out among those that hold it.
+
+    Args:
+        world: The ranks of the run.
+        count: The number of the worker's parameters.
+        experts: How many of them are of experts that actors divide.
+    """
+    return -(-(count - experts) // world.owners) + (-(-experts // world.experts.owners) if world.experts else 0)
 
 
 def _offloaded(world: World, each: ElementBytes, own: int, weights: int, optimizer: int) -> int:
@@ -199,17 +218,26 @@ def _offloaded(world: World, each: ElementBytes, own: int, weights: int, optimiz
     return optimizer + sums + masters + (weights if world.offload == "parameters" else 0)
 
 
-def _read(world: World, weights: int, *, lends: bool) -> int:
+def _read(world: World, weight: int, count: int, experts: int, *, lends: bool) -> int:
     """Return the bytes of weights and gradients that a worker reads in memory that it shares with other replicas.
 
     An all_reduce, or the reductions to all owners and their broadcasts of new weights, read every replica's part of all
     tensors twice. Flat tensors that are lent are copied into shared memory instead. Gathered weights pass through a few
     megabytes of it.
+
+    Args:
+        world: The ranks of the run.
+        weight: The bytes of a weight.
+        count: The number of the worker's parameters.
+        experts: How many of them are of experts that actors divide.
+        lends: Whether flat tensors are lent.
     """
     if world.gathers or world.servers or world.replicas == 1:
         return 0
     group = world.owners if world.sharded else world.replicas
-    return (1 if lends else 2) * weights * (group - 1) // group
+    others = (count - experts) * (group - 1) // group
+    others += experts * (world.expert_replicas - 1) // world.expert_replicas if experts else 0
+    return (1 if lends else 2) * weight * others
 
 
 def server_memory(run: Run, world: World, counts: Counts) -> list[Memory]:
@@ -269,7 +297,8 @@ class _Lent:
     """
 
     def __init__(self, run: Run, world: World, counts: Counts, row: Sequence[Action]) -> None:
-        self._row, self._owners = row, world.owners
+        self._row = row
+        self._owners = world.owners + (world.experts.owners if world.experts else 0)
         self._sizes = [element_bytes(run).gradient * units.whole for units in counts.units]
         self._tensors = [[element_bytes(run).gradient * one for one in units.largest] for units in counts.units]
         self._bucket = int(run.bucket_mb * 2**20)

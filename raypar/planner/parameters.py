@@ -6,7 +6,8 @@ MLP width f, vocabulary V, sequence length s, and K heads of keys and values of 
 - A block has h^2 for the queries, 2 h K d for keys and values, h^2 for the output, and 2 h f (GPT) or 3 h f (Llama) for
   its MLP. A GPT has biases of h (output), f and h (MLP), and its two LayerNorms 2 h each; a Llama's RMSNorms have h.
 - A block with E experts of width w has E times 2 h w or 3 h w in the place of 2 h f or 3 h f (and a GPT their biases),
-  and E h for its router; once more E h for learned noise; shared experts and a residual MLP are MLPs, too.
+  and E h for its router; once more E h for learned noise; shared experts and a residual MLP are MLPs, too. With ep an
+  actor has E / ep experts, each divided over the etp tensor ranks of an expert.
 - The embedding has h V, and h for each learned position. The head has a norm and h V.
 
 Source: actors/models/transformer.py, gpt.py and llama.py, whose modules the tests count. The layers of the user's own
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 from itertools import chain, pairwise
 
-from raypar.actors.mesh.grid import Grid
+from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.models.tile_names import tile_count
 from raypar.actors.specs.model import GPT, Llama
@@ -32,7 +33,8 @@ from raypar.schedules.schedule import Schedule
 
 def num_parameters(model: GPT | Llama) -> int:
     """Return the number of trainable parameters of a model. A tied weight counts once."""
-    return _blocks(model, range(model.layers), 1) + _embedding(model, 1) + _head(model, 1, tied=model.tied)
+    alone = Mesh()
+    return _blocks(model, range(model.layers), alone) + _embedding(model, 1) + _head(model, 1, tied=model.tied)
 
 
 def active_parameters(model: GPT | Llama) -> int:
@@ -45,7 +47,7 @@ def active_parameters(model: GPT | Llama) -> int:
     return num_parameters(model) - idle
 
 
-def held_parameters(model: GPT | Llama, split: Split, schedule: Schedule, tensor: int | Grid) -> list[int]:
+def held_parameters(model: GPT | Llama, split: Split, schedule: Schedule, mesh: Mesh) -> list[int]:
     """Count the parameters that an actor of each pipeline rank holds.
 
     If actors of one rank hold different numbers, because the vocabulary does not divide evenly, the largest counts.
@@ -54,22 +56,23 @@ def held_parameters(model: GPT | Llama, split: Split, schedule: Schedule, tensor
         model: The model.
         split: How its layers are split into stages.
         schedule: The schedule, which places the stages on ranks.
-        tensor: Number of tensor-parallel ranks, or their grid. On a grid the counts are estimates: vectors are divided
-            in ways of their own.
+        mesh: The mesh of the actors. On a grid of tensor ranks the counts are estimates: vectors are divided in ways of
+            their own.
 
     Returns:
         The counts by pipeline rank. If both ends of a tied weight are on one rank, it counts once, else twice.
     """
-    ranks, grid = _ranks(tensor)
+    ranks = _ranks(mesh)
     first, last = schedule.placement[0], schedule.placement[-1]
     held = [0] * schedule.num_ranks
     for stage, layers in enumerate(split_layers(split, transformer_costs(model), schedule.num_stages)):
-        held[schedule.placement[stage]] += _blocks(model, layers, ranks, grid=grid)
+        held[schedule.placement[stage]] += _blocks(model, layers, mesh)
     held[first] += _embedding(model, ranks)
     held[last] += _head(model, ranks, tied=model.tied and first == last)
     return held
 
 
+_LEARNED = ("learned", "hierarchical")  # positions with a weight of their own
 _LARGEST = 16  # tensors of a stage whose sizes are told
 Group = tuple[int, Sequence[Sequence[int]]]  # parameters without tiles; of each layer, those of each tile
 
@@ -83,28 +86,43 @@ class Units:
         two: The most parameters that are whole at a time: those that a layer or a tile needs, and the next one, whose
             units are gathered meanwhile.
         largest: Sizes of the largest tensors, in falling order; of many only the first ones.
+        tensors: Number of all tensors. A reduction sends a flag with the gradient of each.
         count: Number of units: what is gathered at once, and by itself.
+        experts: Parameters of experts among ``whole``, if experts are divided over actors.
+        expert_tensors: Number of their tensors.
     """
 
     whole: int
     two: int
     largest: tuple[int, ...]
+    tensors: int
     count: int
+    experts: int = 0
+    expert_tensors: int = 0
 
     @classmethod
-    def of(cls, groups: Sequence[Group], tensors: Iterable[int], shared: int = 0) -> Units:
+    def of(
+        cls,
+        groups: Sequence[Group],
+        sizes: Iterable[int],
+        tensors: int,
+        shared: int = 0,
+        experts: tuple[int, int] = (0, 0),
+    ) -> Units:
         """Return the units of a stage.
 
         Args:
             groups: What is gathered together in turn: parameters without tiles, and those of each tile of each layer.
-            tensors: The size of each tensor, or tile of one; the smaller ones may be left out.
+            sizes: The size of each tensor, or tile of one; the smaller ones may be left out.
+            tensors: Number of all tensors.
             shared: Parameters that count in two groups.
+            experts: Parameters of experts, if experts are divided over actors, and the number of their tensors.
         """
         whole = sum(rest + sum(map(sum, layers)) for rest, layers in groups) - shared
         back = [(rest, [tiles[::-1] for tiles in layers[::-1]]) for rest, layers in groups[::-1]]
         count = sum((rest > 0) + sum(map(len, layers)) for rest, layers in groups)
         most = max(_most_in_turn(groups), _most_in_turn(back))
-        return cls(whole, most, tuple(nlargest(_LARGEST, tensors)), max(1, count))
+        return cls(whole, most, tuple(nlargest(_LARGEST, sizes)), tensors, max(1, count), *experts)
 
 
 def _most_in_turn(groups: Sequence[Group]) -> int:
@@ -126,7 +144,7 @@ def _most_in_turn(groups: Sequence[Group]) -> int:
 
 
 def unit_parameters(
-    model: GPT | Llama, split: Split, num_stages: int, tensor: int | Grid, layers: int, tile: Mapping[str, int]
+    model: GPT | Llama, split: Split, num_stages: int, mesh: Mesh, layers: int, tile: Mapping[str, int]
 ) -> list[Units]:
     """Count the parameters of each stage's units on an actor.
 
@@ -134,43 +152,75 @@ def unit_parameters(
         model: The model.
         split: How its layers are split into stages.
         num_stages: Number of stages.
-        tensor: Number of tensor-parallel ranks, or their grid.
+        mesh: The mesh of the actors.
         layers: Layers of the body in a unit.
         tile: Into how many tiles linear layers are cut, by pattern of their names.
     """
-    ranks, grid = _ranks(tensor)
+    ranks = _ranks(mesh)
+    of_expert = ranks if mesh.ep == 1 else mesh.expert_ranks
     units = []
     for stage, held in enumerate(split_layers(split, transformer_costs(model), num_stages)):
         groups: list[Group] = []
-        tensors = [model.hidden**2 // ranks] * len(held)
+        sizes = [model.hidden**2 // ranks] * len(held)
+        tensors = sum(_block_tensors(model, index, mesh) for index in held)
         for start in range(0, len(held), layers):
             blocks = held[start : start + layers]
-            mlps = [_mlp_tiles(model, tile, index) for index in blocks]
-            tensors += [cut // ranks for mlp in mlps for cut in chain.from_iterable(mlp)]
+            mlps = [_mlp_tiles(model, tile, index, mesh) for index in blocks]
+            for index, mlp in zip(blocks, mlps, strict=True):
+                parts = of_expert if model.num_experts(index) else ranks
+                sizes += [cut // parts for cut in chain.from_iterable(mlp)]
+            tensors += sum(len(cuts) - 1 for mlp in mlps for cuts in mlp) * _linear_tensors(model)
             tiles = [[cut for cuts in mlp if len(cuts) > 1 for cut in cuts] for mlp in mlps]
-            groups.append((_blocks(model, blocks, ranks, grid=grid) - sum(map(sum, tiles)), tiles))
+            groups.append((_blocks(model, blocks, mesh) - sum(map(sum, tiles)), tiles))
         vocab = -(-model.vocab // ranks) * model.hidden
         if stage == 0:
             groups.insert(0, (_embedding(model, ranks), [[]]))
-            tensors.append(vocab)
+            sizes.append(vocab)
+            tensors += 1 + (model.positions in _LEARNED)
         shared = vocab if model.tied and num_stages == 1 else 0
         if stage == num_stages - 1:
             cuts = _cut(vocab, tile_count(tile, "head.out"))
             groups.append((_head(model, ranks, tied=False) - (vocab if cuts[1:] else 0), [cuts if cuts[1:] else []]))
-            tensors += [] if shared else cuts
-        units.append(Units.of(groups, tensors, shared))
+            sizes += [] if shared else cuts
+            tensors += _linear_tensors(model) + (0 if shared else len(cuts))
+        experts = [(_own_experts(model, block, mesh), _expert_tensors(model, block, mesh)) for block in held]
+        own = [sum(column) for column in zip(*experts, strict=True)] if mesh.ep > 1 and experts else [0, 0]
+        units.append(Units.of(groups, sizes, tensors, shared, (own[0], own[1])))
     return units
 
 
-def _mlp_tiles(model: GPT | Llama, tile: Mapping[str, int], block: int) -> list[list[int]]:
-    """Return the parameters of each linear layer of a block's MLP, or of each of its experts, by tile."""
+def _block_tensors(model: GPT | Llama, block: int, mesh: Mesh) -> int:
+    """Return the number of tensors of a block; those of linear layers that are cut into tiles count as one."""
+    linear, moe = _linear_tensors(model), model.moe
+    mlp = model.mlp_matrices * linear
+    attention_and_norms = 3 + 3 * linear  # queries, keys and values have no biases; the output and two norms may have
+    if not model.num_experts(block):
+        return attention_and_norms + mlp
+    assert moe is not None
+    routers = 2 if moe.gate == "shazeer" else 1
+    beside = (mlp if moe.shared else 0) + (mlp + 2 if moe.residual else 0)
+    return attention_and_norms + _expert_tensors(model, block, mesh) + routers + beside
+
+
+def _expert_tensors(model: GPT | Llama, block: int, mesh: Mesh) -> int:
+    """Return the number of tensors of the experts of a block that one actor holds."""
+    return model.num_experts(block) // mesh.ep * model.mlp_matrices * _linear_tensors(model)
+
+
+def _linear_tensors(model: GPT | Llama) -> int:
+    """Return the number of tensors of a linear layer of an MLP, and of a norm: a Llama has no biases."""
+    return 1 if isinstance(model, Llama) else 2
+
+
+def _mlp_tiles(model: GPT | Llama, tile: Mapping[str, int], block: int, mesh: Mesh) -> list[list[int]]:
+    """Return the parameters of each linear layer of a block's MLP, or of each of an actor's experts, by tile."""
     h, gated, num_experts = model.hidden, isinstance(model, Llama), model.num_experts(block)
     f = model.expert_width if num_experts else model.mlp_width
     shapes = {"gate": (f, h), "up": (f, h), "down": (h, f)}
     names = shapes if gated else ("up", "down")
     sizes = {name: shapes[name][0] * (shapes[name][1] + (not gated)) for name in names}
     tiles = [_cut(size, tile_count(tile, f"blocks.{block}.mlp.{name}")) for name, size in sizes.items()]
-    return tiles * max(1, num_experts)
+    return tiles * max(1, num_experts // mesh.ep)
 
 
 def _cut(size: int, count: int) -> list[int]:
@@ -180,7 +230,7 @@ def _cut(size: int, count: int) -> list[int]:
 def stage_parameters(model: GPT | Llama, split: Split, num_stages: int) -> list[int]:
     """Count the parameters of each stage, undivided. A tied weight counts in the first stage only."""
     stages = split_layers(split, transformer_costs(model), num_stages)
-    counts = [_blocks(model, layers, 1) for layers in stages]
+    counts = [_blocks(model, layers, Mesh()) for layers in stages]
     counts[0] += _embedding(model, 1)
     counts[-1] += _head(model, 1, tied=model.tied)
     return counts
@@ -194,36 +244,37 @@ def short_count(count: int) -> str:
     return str(count)
 
 
-def _ranks(tensor: int | Grid) -> tuple[int, bool]:
-    """Return over how many ranks a matrix is divided, and whether they are a grid."""
-    if isinstance(tensor, int):
-        return tensor, False
-    return tensor.side ** (3 if tensor.kind == "3d" else 2), True
+def _ranks(mesh: Mesh) -> int:
+    """Return over how many tensor ranks a matrix is divided."""
+    grid = mesh.grid
+    return mesh.tensor_ranks if grid is None else grid.side ** (3 if grid.kind == "3d" else 2)
 
 
-def _blocks(model: GPT | Llama, blocks: range, ranks: int, *, grid: bool = False) -> int:
-    """Count the parameters of some blocks on one tensor rank; see ``_block``."""
-    kinds = Counter(model.num_experts(block) for block in blocks)
-    return sum(times * _block(model, num_experts, ranks, grid=grid) for num_experts, times in kinds.items())
+def _blocks(model: GPT | Llama, blocks: range, mesh: Mesh) -> int:
+    """Count the parameters of some blocks on one actor; see ``_block``."""
+    kinds = {model.num_experts(block): block for block in blocks}
+    times = Counter(model.num_experts(block) for block in blocks)
+    return sum(times[kind] * _block(model, block, mesh) for kind, block in kinds.items())
 
 
-def _block(model: GPT | Llama, num_experts: int, ranks: int, *, grid: bool) -> int:
-    """Count the parameters of a block on one tensor rank.
+def _block(model: GPT | Llama, block: int, mesh: Mesh) -> int:
+    """Count the parameters of a block on one actor.
+
+    A grid divides all tensors. Other tensor ranks hold norms and the biases of outputs whole, and at least one head of
+    keys and values.
 
     Args:
         model: The model.
-        num_experts: Number of its experts; 0 if it has an MLP.
-        ranks: Number of tensor ranks, over which matrices are divided.
-        grid: Whether these are a grid, which divides all tensors. Other tensor ranks hold norms and the biases of
-            outputs whole, and at least one head of keys and values.
+        block: The block's index.
+        mesh: The mesh of the actors.
     """
-    h, width = model.hidden, model.hidden // model.heads
+    h, width, ranks = model.hidden, model.hidden // model.heads, _ranks(mesh)
     keys = h * width * model.num_kv_heads
-    of_mlp, whole = _experts(model, num_experts) if num_experts else _mlp(model, model.mlp_width)
+    of_mlp, whole = _beside_experts(model, block) if model.num_experts(block) else _mlp(model, model.mlp_width)
     divided, shared = 2 * h * h + of_mlp, whole + (2 * h if isinstance(model, Llama) else 5 * h)
-    if grid:
-        return (divided + 2 * keys + shared) // ranks
-    return divided // ranks + 2 * max(keys // ranks, h * width) + shared
+    if mesh.grid is not None:
+        return (divided + 2 * keys + shared) // ranks + _own_experts(model, block, mesh)
+    return divided // ranks + 2 * max(keys // ranks, h * width) + shared + _own_experts(model, block, mesh)
 
 
 def _mlp(model: GPT | Llama, width: int) -> tuple[int, int]:
@@ -232,14 +283,21 @@ def _mlp(model: GPT | Llama, width: int) -> tuple[int, int]:
     return model.mlp_matrices * model.hidden * width + biases[0], biases[1]
 
 
-def _experts(model: GPT | Llama, num_experts: int) -> tuple[int, int]:
-    """Count the parameters of what is in the place of an MLP: those that tensor ranks divide, and others."""
+def _own_experts(model: GPT | Llama, block: int, mesh: Mesh) -> int:
+    """Count the parameters of the experts of a block that one actor holds."""
+    divided, whole = _mlp(model, model.expert_width)
+    ranks = _ranks(mesh) if mesh.ep == 1 else mesh.expert_ranks
+    each = divided // ranks + (whole if mesh.grid is None else whole // ranks)
+    return model.num_experts(block) // mesh.ep * each
+
+
+def _beside_experts(model: GPT | Llama, block: int) -> tuple[int, int]:
+    """Count the parameters beside the experts of a block: those that tensor ranks divide, and others."""
     moe, h = model.moe, model.hidden
     assert moe is not None
-    mlps = [_mlp(model, model.expert_width)] * num_experts
-    mlps += [_mlp(model, moe.shared * model.expert_width)] if moe.shared else []
+    mlps = [_mlp(model, moe.shared * model.expert_width)] if moe.shared else []
     mlps += [_mlp(model, model.mlp_width)] if moe.residual else []
-    router = num_experts * h * (2 if moe.gate == "shazeer" else 1)
+    router = model.num_experts(block) * h * (2 if moe.gate == "shazeer" else 1)
     mix = 2 * h + 2 if moe.residual else 0
     return sum(divided for divided, _ in mlps), sum(whole for _, whole in mlps) + router + mix
 

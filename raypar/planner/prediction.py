@@ -27,6 +27,13 @@ IN_SLOTS = "in slots"  # of the user's own layers no FLOPs are known: every stag
 FROM_STEPS = "from the measured costs of steps before"
 FROM_ITSELF = "from the measured costs of the step itself"
 
+_LEAVES_OUT = {
+    FROM_FLOPS: "FLOPs and bytes leave out the optimizer, and other programs on these cores",
+    IN_SLOTS: "slots take all stages to be as long, and leave out messages, the optimizer, and other programs",
+    FROM_STEPS: "medians leave out waits that the schedule does not ask for",
+    FROM_ITSELF: "medians leave out waits that the schedule does not ask for",
+}
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -54,6 +61,11 @@ class Prediction:
     def bubble(self) -> str:
         """The bubble in words, "5.7% predicted from FLOPs and bytes"."""
         return f"{self.timeline.bubble:.1%} predicted {self.source}"
+
+    @property
+    def leaves_out(self) -> str:
+        """Why a measured bubble is another one, in a sentence."""
+        return _LEAVES_OUT[self.source]
 
 
 def from_flops(run: Run, world: World, counts: Counts, schedule: Schedule) -> Prediction:

@@ -46,7 +46,8 @@ def actors_told(run: Run, origins: Mapping[str, str] | None = None) -> str:
             spelled = run.mesh.tp if axis == "tp" else ways
             told.append(f"{axis} {spelled}" + (f" ({origins[axis]})" if origins and axis in origins else ""))
     servers = f" + {len(world.server_ranks)} servers" if world.servers else ""
-    return f"{world.size} = {' x '.join(told)}{servers}" if told or servers else str(world.size)
+    experts = f"; experts in {world.mesh.ep} parts" if world.mesh.ep > 1 else ""
+    return f"{world.size} = {' x '.join(told)}{servers}{experts}" if told or servers else str(world.size)
 
 
 def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline: Timeline) -> Rows:
@@ -95,42 +96,59 @@ def memory_faults(run: Run, schedule: Schedule, skeleton: Skeleton | None = None
 
 def counts_of(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts:
     """Count the parameters of a run, by where they are. The arguments are those of ``need_rows``."""
-    tensor, num_stages = run.mesh.grid or run.mesh.tensor_ranks, schedule.num_stages
     if not isinstance(run.model, Layers):
-        held = held_parameters(run.model, run.split, schedule, tensor)
+        held = held_parameters(run.model, run.split, schedule, run.mesh)
         patterns = patterns_of(run.model, run.tile)
-        units = unit_parameters(run.model, run.split, num_stages, tensor, run.zero_units, patterns)
-        return Counts(held, units, muon_parameters(run, schedule, skeleton))
-    skeleton = skeleton or Skeleton(run.model, run.seed)
-    weights = skeleton.weights
-    held = [sum(weights[name].numel() for name in names) for names in _held(run, schedule, skeleton)]
-    return Counts(held, _units(run, num_stages, skeleton), muon_parameters(run, schedule, skeleton))
+        units = unit_parameters(run.model, run.split, schedule.num_stages, run.mesh, run.zero_units, patterns)
+    else:
+        skeleton = skeleton or Skeleton(run.model, run.seed)
+        weights = skeleton.weights
+        held = [sum(weights[name].numel() for name in names) for names in _held(run, schedule, skeleton)]
+        units = _units(run, schedule.num_stages, skeleton)
+    experts = [sum(units[stage].experts for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)]
+    return Counts(held, units, muon_parameters(run, schedule, skeleton), experts)
 
 
 def _units(run: Run, num_stages: int, skeleton: Skeleton) -> list[Units]:
     """Count the parameters of each stage's units of the user's own Layers."""
-    from raypar.actors.models.tiled import tile_sizes  # imports torch
+    from raypar.actors.models.tiled import added_tensors, tile_sizes  # imports torch
 
     model, homes, weights = skeleton.model, skeleton.homes, skeleton.weights
     patterns = patterns_of(run.model, run.tile)
     found = []
     for layers in model.stages(run.split, num_stages):
         groups = [layers[start : start + run.zero_units] for start in range(0, len(layers), run.zero_units)]
-        names = [{homes.get(name, name) for index in group for name in _names(skeleton, index)} for group in groups]
+        names = [
+            {homes.get(name, name) for index in group for name in _names(skeleton, index, run.mesh.ep)}
+            for group in groups
+        ]
         sizes = [sum(weights[name].numel() for name in one) for one in names]
         cut = [[tile_sizes(model.names[index], model.skeleton[index], patterns) for index in one] for one in groups]
-        shared = sum(sizes) - sum(weights[name].numel() for name in set[str]().union(*names))
+        every = set[str]().union(*names)
+        shared = sum(sizes) - sum(weights[name].numel() for name in every)
+        own = every & model.experts.keys() if run.mesh.ep > 1 else set()
+        experts = (sum(weights[name].numel() for name in own), len(own))
         rests = [size - sum(map(sum, tiles)) for size, tiles in zip(sizes, cut, strict=True)]
         tiles = [one for group in cut for layer in group for one in layer]
-        whole = [weights[name].numel() for name in set[str]().union(*names)] if not tiles else []
-        found.append(Units.of(list(zip(rests, cut, strict=True)), [*whole, *tiles], shared))
+        whole = [weights[name].numel() for name in every] if not tiles else []
+        of_stage = [(model.names[index], model.skeleton[index]) for index in layers]
+        tensors = len(every) + sum(added_tensors(name, one, patterns) for name, one in of_stage)
+        groups_of = list(zip(rests, cut, strict=True))
+        found.append(Units.of(groups_of, [*whole, *tiles], tensors, shared, experts))
     return found
 
 
-def _names(skeleton: Skeleton, index: int) -> list[str]:
-    """Return the logical names of a layer's trainable parameters."""
+def _names(skeleton: Skeleton, index: int, ep: int) -> list[str]:
+    """Return the logical names of a layer's trainable parameters, of experts those of the first of ``ep`` parts."""
     layer, module = skeleton.model.names[index], skeleton.model.skeleton[index]
-    return [f"{layer}.{inner}" for inner, parameter in module.named_parameters() if parameter.requires_grad]
+    names = [f"{layer}.{inner}" for inner, parameter in module.named_parameters() if parameter.requires_grad]
+    return [name for name in names if _is_first(skeleton, name, ep)]
+
+
+def _is_first(skeleton: Skeleton, name: str, ep: int) -> bool:
+    """Return whether a weight is on an actor that has the first of ``ep`` parts of the experts."""
+    expert = skeleton.model.experts.get(name)
+    return expert is None or expert.part(ep) == 0
 
 
 def _parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None, held: Sequence[int]) -> str:
@@ -161,16 +179,27 @@ def muon_parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> 
     skeleton, optim = skeleton or Skeleton(run.model, run.seed), run.optim
     weights = skeleton.weights
     sizes = {name: weight.numel() for name, weight in weights.items() if is_matrix(optim, name, weight.dim())}
-    parts = 1 if isinstance(run.model, Layers) else run.mesh.tensor_ranks  # of Layers no parameter counts as divided
-    return [sum(sizes.get(name, 0) for name in names) // parts for names in _held(run, schedule, skeleton)]
+    if isinstance(run.model, Layers):  # of them no parameter counts as divided
+        ranks = of_expert = 1
+    else:
+        ranks = run.mesh.tensor_ranks
+        of_expert = ranks if run.mesh.ep == 1 else run.mesh.expert_ranks
+    experts = skeleton.model.experts
+    return [
+        sum(sizes.get(name, 0) // (of_expert if name in experts else ranks) for name in names)
+        for names in _held(run, schedule, skeleton)
+    ]
 
 
 def _held(run: Run, schedule: Schedule, skeleton: Skeleton) -> list[list[str]]:
-    """Return the weights of each pipeline rank, a tied one by the name of its home."""
+    """Return the weights of an actor of each pipeline rank, a tied one by the name of its home."""
     from raypar.actors.worker.owners import sizes_of  # imports torch
 
     sizes, homes = sizes_of(skeleton.model, run.split, schedule), skeleton.homes
-    return [[homes.get(name, name) for name in sizes.get(rank, {})] for rank in range(schedule.num_ranks)]
+    return [
+        [homes.get(name, name) for name in sizes.get(rank, {}) if _is_first(skeleton, name, run.mesh.ep)]
+        for rank in range(schedule.num_ranks)
+    ]
 
 
 def _range(counts: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ from raypar.actors.specs.results import Kind, Span, StepResult
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ELEMENTS, Format
 from raypar.reporting.experts import Loads, figures, loads_of, losses_of_layers, totals
+from raypar.reporting.needs import size
 from raypar.reporting.notebook import Totals, box, table
 from raypar.reporting.overflow import Overflow, overflow_of
 from raypar.schedules.schedule import Schedule
@@ -147,9 +148,10 @@ class Report:
         return self.tokens_per_s if unit in ELEMENTS else 1e3 * self.samples / self.step_ms
 
     def __repr__(self) -> str:
-        """Return the fields by name; the step is counted from 1."""
-        names = [each.name for each in fields(Report)[1:] if not (self.by_hand and each.name in _TIMES)]
-        rest = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        """Return the fields by name, without those that say nothing; the step is counted from 1."""
+        told = {each.name: getattr(self, each.name) for each in fields(Report)[1:]}
+        told = {name: value for name, value in told.items() if not (self.by_hand and name in _TIMES)}
+        rest = ", ".join(f"{name}={value!r}" for name, value in told.items() if not _is_empty(value))
         return f"<Report of step {self.steps_taken}: {rest}>"
 
     def _repr_html_(self) -> str:
@@ -175,8 +177,13 @@ class Report:
         ]
 
 
+def _is_empty(value: object) -> bool:
+    """Return whether a field says nothing; a figure of 0 says something."""
+    return value is None or value is False or value == {}
+
+
 def _sizes(sizes: Sequence[int]) -> str:
-    return ", ".join(f"{size / 2**20:,.0f} MiB" for size in sizes)
+    return ", ".join(map(size, sizes))
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def test_a_checkpoint_of_another_run_is_one_of_several_faults(said, tmp_path):
         faults,
         "microbatches is 0",
         "seed is 0, but 3 in the checkpoint: give the same",
-        "step-00000004 is of a run that has taken 4 steps, and --steps is 4: say --steps 6 to go on",
+        "step-00000004 is of a run that has taken 4 steps, and --steps is 4: for more, raypar train --resume ",
     )
 
 
@@ -77,7 +77,7 @@ def test_a_finished_run_is_told_without_a_flag_that_was_not_given(said, tmp_path
     demand(
         faults,
         "microbatches is 0",
-        "step-00000004 is the end of its run, which has taken all its 4 steps: say --steps 6 to go on",
+        "this run is finished: step-00000004 has all its 4 steps; for more, raypar train --resume ",
     )
 
 

@@ -14,7 +14,14 @@ from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
 from raypar.actors.worker.owners import sizes_of
 from raypar.actors.worker.parallelize import Parallelizer, axis_styles
-from raypar.planner.parameters import active_parameters, held_parameters, num_parameters, short_count, stage_parameters
+from raypar.planner.parameters import (
+    active_parameters,
+    held_parameters,
+    num_parameters,
+    short_count,
+    stage_parameters,
+    unit_parameters,
+)
 from raypar.schedules.catalog import build
 from raypar.schedules.passes.lower import lower
 from tests.support.logical import in_threads
@@ -40,7 +47,10 @@ def test_every_rank_holds_what_the_formula_says(model, name, ranks, chunks):
     built, schedule = build_model(model, 0), lower(build(name, ranks, 4, chunks))
     sizes = sizes_of(built, "even", schedule)
     found = [sum(sizes[rank].values()) // 4 for rank in range(ranks)]  # bytes of float32
-    assert held_parameters(model, "even", schedule, 1) == found
+    assert held_parameters(model, "even", schedule, Mesh()) == found
+    units = unit_parameters(model, "even", schedule.num_stages, Mesh(), 1, {})
+    tensors = [sum(units[stage].tensors for stage in schedule.stages_of(rank)) for rank in range(ranks)]
+    assert tensors == [len(sizes[rank]) for rank in range(ranks)]
     copied = model.tied and ranks > 1 and schedule.placement[-1] != schedule.placement[0]
     assert num_parameters(model) == sum(found) - copied * model.vocab * model.hidden
     assert sum(stage_parameters(model, "even", schedule.num_stages)) == num_parameters(model)
@@ -58,7 +68,7 @@ def held_by(model, groups, tp):
 @pytest.mark.parametrize("tp", [2, 4])
 def test_every_tensor_rank_holds_what_the_formula_says(model, tp):
     found = in_threads(local_groups("tp", tp), lambda group: held_by(model, {"tp": group}, tp))
-    assert held_parameters(model, "even", lower(build("1f1b", 1, 1)), tp) == [max(found)]
+    assert held_parameters(model, "even", lower(build("1f1b", 1, 1)), Mesh(tp=tp)) == [max(found)]
 
 
 @pytest.mark.parametrize("tp", ["2d:2x2", "2.5d:2x2x2", "3d:2x2x2"])
@@ -66,7 +76,7 @@ def test_every_tensor_rank_holds_what_the_formula_says(model, tp):
 def test_on_a_grid_it_is_an_estimate(kind, tp):
     model = kind(layers=2, hidden=48, heads=4, seq=8, vocab=64)
     found = in_threads(groups_on(tp), lambda groups: held_by(model, groups, tp))
-    (told,) = held_parameters(model, "even", lower(build("1f1b", 1, 1)), Mesh(tp=tp).grid)
+    (told,) = held_parameters(model, "even", lower(build("1f1b", 1, 1)), Mesh(tp=tp))
     assert told == pytest.approx(max(found), rel=0.15)
 
 

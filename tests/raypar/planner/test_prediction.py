@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from raypar.actors.specs.run import Run
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run, world_of
 from raypar.config.skeleton import Skeleton
-from raypar.planner.prediction import from_flops, from_steps
+from raypar.planner.prediction import IN_SLOTS, from_flops, from_steps
 from raypar.reporting.needs import counts_of
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.summary import closing_rows, log_plan, plan_rows, planned_grid
@@ -56,6 +57,8 @@ def test_a_summary_names_both_predictions():
         "20.0% measured (median), 5.7% predicted from FLOPs and bytes; "
         "5.7% predicted from the measured costs of steps before"
     )
+    assert rows["why they differ"] == "FLOPs and bytes leave out the optimizer, and other programs on these cores"
+    assert replace(prediction, source=IN_SLOTS).leaves_out.startswith("slots take all stages to be as long")
     assert overlay.titles[1].endswith("(from the measured costs of steps before)")
     assert from_steps(measured, []).source == "from the measured costs of the step itself"
 

@@ -1,0 +1,100 @@
+"""What the planner says of experts on several actors, against what those actors hold and send."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.specs.moe import MoE
+from raypar.actors.specs.optim import Muon
+from raypar.config.recipes import recipe
+from raypar.config.run import check_run, world_of
+from raypar.config.skeleton import Skeleton
+from raypar.planner.memory import worker_memory
+from raypar.planner.prediction import from_flops
+from raypar.planner.traffic import sent_bytes
+from raypar.reporting.needs import counts_of, need_rows
+from tests.support.team import Team
+
+TINY = recipe("moe-tiny")
+RUN = replace(TINY, model=replace(TINY.model, layers=2, dropout=0.0), microbatches=2, steps=2, timeout=20.0)
+LAYOUTS = [
+    {"mesh": Mesh(dp=4, ep=2), "zero": 0},
+    {"mesh": Mesh(dp=4, ep=2), "zero": 1},
+    {"mesh": Mesh(dp=4, ep=2), "zero": 2},
+    {"mesh": Mesh(dp=4, ep=2), "zero": 3},
+    {"mesh": Mesh(dp=4, ep=4), "zero": 0},
+    {"mesh": Mesh(dp=2, tp=2, ep=2), "zero": 1},
+    {"mesh": Mesh(dp=2, tp=2, ep=2, etp=2), "zero": 1},
+    {"mesh": Mesh(pp=2, dp=2, ep=2), "zero": 0, "recompute": "full"},
+]
+
+
+def planned(run):
+    schedule = check_run(run)["train"]
+    counts = counts_of(run, schedule, None)
+    memory = worker_memory(run, world_of(run), counts, from_flops(run, world_of(run), counts, schedule).timeline)
+    return memory, counts, sent_bytes(run, world_of(run), counts, schedule)
+
+
+def sent_by(team):
+    """Bytes that an actor sends in the second step, on average over the pipeline rank that sends most."""
+
+    def totals():
+        found = [Counter() for _ in range(team.world.mesh.pp)]
+        for axis in ("dp", "ep", "edp"):
+            for rank, ledger in enumerate(team.ledger(axis)):
+                found[team.world.pp(rank)].update({(axis, op): count for op, (_, count) in ledger.items()})
+        return found
+
+    before = totals()
+    team.step(1)
+    moved = [after - first for after, first in zip(totals(), before, strict=True)]
+    most = max(moved, key=lambda one: one.total() - one["ep", "all_to_all"])  # how many tokens are sent is by chance
+    return {key: count / team.world.mesh.inner for key, count in most.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout['mesh']} {layout['zero']}")
+def test_actors_hold_and_send_what_is_planned(layout):
+    run = replace(RUN, **layout)
+    memory, counts, expected = planned(run)
+    team = Team.of(run)
+    team.step()
+    held = [actor.held() for actor in team.workers]
+    for kind in ("weights", "gradients", "optimizer"):
+        for stage, formula in enumerate(memory):
+            ranks = team.world.replicas_of(stage)
+            found = sum(held[rank].most[kind] for rank in ranks) / len(ranks)
+            assert getattr(formula, kind) == pytest.approx(found, rel=0.04), kind  # Adam counts steps, too
+    if layout["zero"] < 3:
+        each = [sum(weight.numel() for weight in actor.member.state.parameters.values()) for actor in team.workers]
+        assert counts.held == [
+            max(each[rank] for rank in team.world.replicas_of(stage)) for stage in range(run.mesh.pp)
+        ]
+    measured = sent_by(team)
+    for (axis, op), count in expected.items():
+        assert measured[axis, op] == pytest.approx(count, rel=0.15 if axis == "ep" else 0.05), (axis, op)
+
+
+def test_an_actor_is_not_told_to_hold_all_experts():
+    dense = replace(RUN, mesh=Mesh(dp=4))
+    rows = []
+    for run in (dense, replace(dense, mesh=Mesh(dp=4, ep=4))):
+        schedule = check_run(run)["train"]
+        timeline = from_flops(run, world_of(run), counts_of(run, schedule, None), schedule).timeline
+        rows.append(dict(need_rows(run, schedule, None, timeline)))
+    told = [row["parameters"].split("an actor holds ")[1] for row in rows]
+    assert told == ["93.1 k", "42.9 k"]
+
+
+def test_muon_updates_the_matrices_of_own_experts_only():
+    run = replace(RUN, mesh=Mesh(dp=4, ep=4), optim=Muon(), model=replace(RUN.model, moe=MoE(experts=4, top_k=2)))
+    whole, own = (
+        counts_of(one, check_run(one)["train"], Skeleton(run.model, run.seed)).matrices[0]
+        for one in (replace(run, mesh=Mesh(dp=4)), run)
+    )
+    of_expert = run.model.mlp_matrices * run.model.hidden * run.model.expert_width
+    assert whole - own == run.model.layers * 3 * of_expert
