@@ -180,7 +180,7 @@ def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
         source = CastSource(source, dtype_of(run.precision.compute))
     scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)
     if not plan.world.reduces:
-        return Assembly(part, updater_of(plan, part, groups, scaler), source, mean, None, scaler)
+        return Assembly(part, updater_of(plan, part, groups, place.device, scaler), source, mean, None, scaler)
     buckets = buckets_of(plan, part, _reduced(plan, part, groups))
     channels, update = shared_update(plan, part, buckets, groups, place.device, scaler)
     row = plan.programs["train"].rows[plan.world.pp(plan.rank)]
