@@ -40,7 +40,7 @@ from raypar.schedules.rules import MAKES_GRADIENTS, USES_WEIGHTS, streamed
 from raypar.schedules.simulation.memory import peaks
 from raypar.schedules.timeline import Timeline
 
-PROCESS = 310 << 20  # bytes of an actor's process without its run: Python, torch, Ray, kernels (gpt-tiny, 2026-11-24)
+PROCESS = 336 << 20  # bytes of an actor's process without its run: Python, torch, Ray, kernels (gpt-tiny, 2026-11-25)
 # Of activations, what comes and goes beside them; and gradients that come and go in a step leave as much heap in pieces
 # (gpt-small and hidden 512, 2026-11-24).
 WORKING = 0.4
