@@ -5,6 +5,7 @@ A new axis, or a new spelling of one, is a line in ``meshes``: what does not go 
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -94,6 +95,14 @@ def shardings():
     return st.one_of(st.fixed_dictionaries({"zero": st.sampled_from([None, 0])}), two, gathers, resident)
 
 
+def offloads():
+    """What is kept away from the device, and where."""
+    away = {"offload": st.sampled_from(["optimizer", "parameters"])}
+    folder = st.sampled_from([None, tempfile.gettempdir()])
+    kept = st.fixed_dictionaries({})
+    return st.one_of(kept, kept, st.fixed_dictionaries(away | {"offload_folder": folder}))
+
+
 @st.composite
 def layouts(draw):
     """A run that the config allows."""
@@ -104,13 +113,15 @@ def layouts(draw):
     interleaved = schedule == "interleaved"
     layers = draw(st.integers(max(2, mesh.pp * (1 + interleaved)), 8 if interleaved else 4))
     divided, grid = mesh.tensor_ranks > 1, isinstance(mesh.tp, str)
+    served = draw(st.sampled_from([False] * 3 + [True] * (not divided)))
     run = rp.Run(
         model=draw(models(mesh, layers)),
         mesh=mesh,
         schedule=schedule,
         microbatches=draw(st.sampled_from([1, 2, 3])) * (mesh.pp if interleaved else 1),
         data=rp.Batches(more_tokens if grid else tokens),
-        data_parallel=draw(st.sampled_from(["all_reduce"] * 3 + ["parameter_server"] * (not divided))),
+        data_parallel="parameter_server" if served else "all_reduce",
+        **({} if served else draw(offloads())),
         bucket_mb=draw(st.sampled_from([4.0, 0.005])),
         **(draw(shardings()) if mesh.dp * mesh.cp > 1 else {}),
         context=draw(st.sampled_from(CONTEXTS)) if mesh.cp > 1 else CONTEXTS[0],
@@ -120,7 +131,7 @@ def layouts(draw):
         recompute=draw(recomputes(layers)),
         tile=draw(st.sampled_from([1, 1, 1, 1, {"blocks.*.mlp.*": 4}, {"blocks.0.mlp.down": 2, "head.out": 11}])),
         steps=2,
-        timeout=20.0,
+        timeout=60.0,  # a loaded machine is no fault
     )
     try:
         check_run(run)
