@@ -144,7 +144,7 @@ def unit_parameters(
         tile: Into how many tiles linear layers are cut, by pattern of their names.
     """
     ranks = _ranks(mesh)
-    of_expert = ranks if mesh.ep == 1 else mesh.expert_ranks
+    of_expert = mesh.expert_ranks if mesh.divides_experts else ranks
     units = []
     for stage, held in enumerate(split_layers(split, transformer_costs(model), num_stages)):
         groups: list[Group] = []
@@ -166,7 +166,7 @@ def unit_parameters(
             cuts = _cut(vocab, tile_count(tile, "head.out"))
             groups.append((_head(model, ranks, tied=False) - (vocab if cuts[1:] else 0), [cuts if cuts[1:] else []]))
             tensors += [] if shared else cuts
-        experts = sum(_own_experts(model, block, mesh) for block in held) if mesh.ep > 1 else 0
+        experts = sum(_own_experts(model, block, mesh) for block in held) if mesh.divides_experts else 0
         units.append(Units.of(groups, tensors, shared, experts))
     return units
 
@@ -179,7 +179,7 @@ def _mlp_tiles(model: GPT | Llama, tile: Mapping[str, int], block: int, mesh: Me
     names = shapes if gated else ("up", "down")
     sizes = {name: shapes[name][0] * (shapes[name][1] + (not gated)) for name in names}
     tiles = [_cut(size, tile_count(tile, f"blocks.{block}.mlp.{name}")) for name, size in sizes.items()]
-    return tiles * max(1, num_experts // mesh.ep)
+    return tiles * (mesh.held_experts(num_experts) if num_experts else 1)
 
 
 def _cut(size: int, count: int) -> list[int]:
@@ -245,9 +245,9 @@ def _mlp(model: GPT | Llama, width: int) -> tuple[int, int]:
 def _own_experts(model: GPT | Llama, block: int, mesh: Mesh) -> int:
     """Count the parameters of the experts of a block that one actor holds."""
     divided, whole = _mlp(model, model.expert_width)
-    ranks = _ranks(mesh) if mesh.ep == 1 else mesh.expert_ranks
+    ranks = mesh.expert_ranks if mesh.divides_experts else _ranks(mesh)
     each = divided // ranks + (whole if mesh.grid is None else whole // ranks)
-    return model.num_experts(block) // mesh.ep * each
+    return mesh.held_experts(model.num_experts(block)) * each
 
 
 def _beside_experts(model: GPT | Llama, block: int) -> tuple[int, int]:
