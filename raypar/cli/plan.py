@@ -77,6 +77,6 @@ def _column(run: Run) -> Rows:
     seconds = {"gathers": prediction.most(Op.UNSHARD), "reductions": prediction.most(Op.REDUCE_GRAD)}
     seconds["step"] = prediction.timeline.makespan if prediction.source == FROM_FLOPS else 0.0
     rows += [(f"{name}, predicted", milliseconds(one)) for name, one in seconds.items() if one]
-    for op, sent in sent_bytes(run, world, counts, schedule).items():
-        rows.append((f"sent in a step, {op}", size(sent)))
+    for (axis, op), sent in sent_bytes(run, world, counts, schedule).items():
+        rows.append((f"sent in a step, {axis} {op}", size(sent)))
     return rows

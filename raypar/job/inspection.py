@@ -12,7 +12,7 @@ from raypar.actors.specs.types import KEPT
 from raypar.errors import ConfigError, UnknownNameError
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
-from raypar.job.tiles import joined, tiles_of, whole_shapes
+from raypar.job.tiles import held_part, joined, tiles_of, whole_shapes
 from raypar.job.weights import Weights
 from raypar.planner.prediction import from_steps
 from raypar.reporting.memory_table import MemoryTable, memory_table
@@ -174,10 +174,17 @@ class Inspection:
         Returns:
             By rank, the shard and its gradient on the CPU. Ranks without one are left out.
         """
-        ranks = [rank for rank in self._world.server_ranks or range(self._world.size) if name in self._holds[rank]]
-        found = self._guard(lambda: self._calls.some(ranks, "gradient", name, what=f"fetching {name}"))
-        pairs = zip(ranks, found, strict=True)
-        return {rank: (self._holds[rank][name], gradient) for rank, gradient in pairs if gradient is not None}
+        tiles = self._tiles(name)
+        made: dict[int, list[tuple[str, Tensor]]] = {}
+        for one in tiles or [name]:
+            ranks = [rank for rank in self._world.server_ranks or range(self._world.size) if one in self._holds[rank]]
+            found = self._guard(partial(self._calls.some, ranks, "gradient", one, what=f"fetching {one}"))
+            for rank, gradient in zip(ranks, found, strict=True):
+                if gradient is not None:
+                    made.setdefault(rank, []).append((one, gradient))
+        if tiles:
+            return {rank: held_part(parts) for rank, parts in sorted(made.items())}
+        return {rank: (self._holds[rank][name], gradient) for rank, ((_, gradient),) in made.items()}
 
     def actors(self, device: str, last: Report | None) -> str:
         """Return a table of the actors as HTML: coordinates, parameters, memory and device. It calls no actor.
@@ -274,8 +281,8 @@ class Inspection:
 
     def _ask(self, name: str, method: str, ranks: Sequence[int]) -> Any:
         self._demand_open()
-        if tiles := tiles_of(name, (one for held in self._holds for one in held)):
-            ((_, whole),) = joined((tile, self._ask(tile, method, ranks)) for tile in dict.fromkeys(tiles))
+        if tiles := self._tiles(name):
+            ((_, whole),) = joined((tile, self._ask(tile, method, ranks)) for tile in tiles)
             return whole
         for rank in (holders := [rank for rank in ranks if name in self._spoken(rank)]):
             found = self._whole(name, method, rank)
@@ -287,6 +294,10 @@ class Inspection:
         raise UnknownNameError(
             f"no parameter {name!r}: {'did you mean ' + ' or '.join(close) + '?' if close else 'see job.parameters'}"
         )
+
+    def _tiles(self, name: str) -> list[str]:
+        """Return the names of the tiles of a parameter, in order; [] if it is whole."""
+        return tiles_of(name, dict.fromkeys(one for held in self._holds for one in held))
 
     def _whole(self, name: str, method: str, rank: int) -> Tensor | None:
         """Fetch a logical tensor from a rank, or from its whole tensor group if the rank holds only a part."""

@@ -31,11 +31,11 @@ from raypar.job.run_folders import settled
 from raypar.job.training_loop import TrainingLoop
 from raypar.job.weights import Weights
 from raypar.reporting.memory_table import MemoryTable
-from raypar.reporting.needs import memory_faults
+from raypar.reporting.needs import actors_told, memory_faults
 from raypar.reporting.notebook import box
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report
-from raypar.reporting.summary import log_plan
+from raypar.reporting.summary import brief, log_plan
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
@@ -391,8 +391,8 @@ class Job:
 
     def _told(self) -> str:
         """Return a summary of the job in three lines."""
-        failure, last, world = self._lifetime.failure, self._loop.last, self._loop.loaded.world
+        failure, last = self._lifetime.failure, self._loop.last
         over = f", over: {failure}" if failure is not None else ""
         loss = f", loss {last.loss:.4f} in step {last.step + 1}" if last is not None else ""
-        head = f"<Job on {world.size} actors, {self.device}{over}>\n{self.run.model} on {self.run.mesh}"
+        head = f"<Job, actors: {actors_told(self.run)}, {self.device}{over}>\n{brief(self.run.model)}"
         return f"{head}\n{self.next_step} of {self.run.steps} steps taken{loss}"

@@ -132,7 +132,7 @@ def _counts(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts:
 
 def _units(run: Run, num_stages: int, skeleton: Skeleton) -> list[Units]:
     """Count the parameters of each stage's units of the user's own Layers."""
-    from raypar.actors.models.tiled import tile_sizes  # imports torch
+    from raypar.actors.models.tiled import added_tensors, tile_sizes  # imports torch
 
     model, homes, weights = skeleton.model, skeleton.homes, skeleton.weights
     patterns = patterns_of(run.model, run.tile)
@@ -146,11 +146,15 @@ def _units(run: Run, num_stages: int, skeleton: Skeleton) -> list[Units]:
         cut = [[tile_sizes(model.names[index], model.skeleton[index], patterns) for index in one] for one in groups]
         every = set[str]().union(*names)
         shared = sum(sizes) - sum(weights[name].numel() for name in every)
-        experts = sum(weights[name].numel() for name in every & model.experts.keys()) if run.mesh.divides_experts else 0
+        own = every & model.experts.keys() if run.mesh.divides_experts else set()
+        experts = (sum(weights[name].numel() for name in own), len(own))
         rests = [size - sum(map(sum, tiles)) for size, tiles in zip(sizes, cut, strict=True)]
         tiles = [one for group in cut for layer in group for one in layer]
         whole = [weights[name].numel() for name in every] if not tiles else []
-        found.append(Units.of(list(zip(rests, cut, strict=True)), [*whole, *tiles], shared, experts))
+        of_stage = [(model.names[index], model.skeleton[index]) for index in layers]
+        tensors = len(every) + sum(added_tensors(name, one, patterns) for name, one in of_stage)
+        groups_of = list(zip(rests, cut, strict=True))
+        found.append(Units.of(groups_of, [*whole, *tiles], tensors, shared, experts))
     return found
 
 

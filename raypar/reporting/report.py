@@ -13,6 +13,7 @@ from raypar.actors.specs.results import Kind, Span, StepResult
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ELEMENTS, Format
 from raypar.reporting.experts import Loads, figures, loads_of, losses_of_layers, totals
+from raypar.reporting.needs import size
 from raypar.reporting.notebook import Totals, box, table
 from raypar.reporting.overflow import Overflow, overflow_of
 from raypar.schedules.schedule import Schedule
@@ -183,7 +184,7 @@ def _is_empty(value: object) -> bool:
 
 
 def _sizes(sizes: Sequence[int]) -> str:
-    return ", ".join(f"{size / 2**20:,.0f} MiB" for size in sizes)
+    return ", ".join(map(size, sizes))
 
 
 @dataclass(frozen=True)

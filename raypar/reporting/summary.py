@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.data import Batches
@@ -171,6 +173,20 @@ def _expert_rows(reports: Sequence[Report]) -> Rows:
         most = statistics.median(each.max_load for each in loads)
         rows = [(name, f"{figure}, {most:.2f} (median)" if name == "expert load" else figure) for name, figure in rows]
     return rows
+
+
+def brief(spec: Any) -> str:
+    """Spell a model by its sizes, and by what else is not its default: "GPT(layers=8, hidden=32)"."""
+    told = []
+    for each in fields(spec):
+        value, usual = getattr(spec, each.name), each.default
+        if is_dataclass(value):
+            told.append(f"{each.name}={brief(value)}")
+        elif callable(value):
+            told.append(f"{each.name}={getattr(value, '__qualname__', type(value).__name__)}")
+        elif value != usual or (isinstance(value, int) and not isinstance(value, bool)):
+            told.append(f"{each.name}={value!r}")
+    return f"{type(spec).__name__}({', '.join(told)})"
 
 
 def _each(counts: Iterable[int]) -> str:

@@ -227,7 +227,14 @@ class Stepper:
 
         Args:
             predicate: A function of what an action made on an actor, or None to stop nowhere.
+
+        Raises:
+            MoveError: If it asks for what a Seen does not have; the text says the nearest. None is set then.
         """
+        from raypar.stepping.predicate import predicate_faults  # imports torch
+
+        if predicate is not None and (faults := predicate_faults(predicate)):
+            raise MoveError("\n".join(faults))
         self._predicate = predicate
 
     def swap(self, schedule: str | Schedule | Written) -> Taken:

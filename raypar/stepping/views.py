@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from raypar.actors.specs.results import Kind
+from raypar.reporting.notebook import box, table
 from raypar.schedules.action import Action
 from raypar.schedules.drawing.cells import lines
 from raypar.schedules.step_board import Move
@@ -70,6 +71,10 @@ class State(tuple["Held", ...]):
         widths = [max(len(row[at]) for row in rows) for at in range(len(_HEAD))]
         padded = [[f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)] for row in rows]
         return "\n".join(lines(["MiB", *(held.actor for held in self)], padded))
+
+    def _repr_html_(self) -> str:
+        """Return the table as HTML, for notebooks."""
+        return box(table([(held.actor, *_cells(held)) for held in self], ("MiB", *_HEAD)))
 
 
 def _cells(held: Held) -> tuple[str, ...]:

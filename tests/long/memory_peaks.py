@@ -2,7 +2,7 @@
 
     python -m tests.long.memory_peaks [--wide] [--only TEXT]
 
-Each run is launched anew, because a process keeps the memory that it has had. Prints in MiB, for the actor whose peak
+Each run has new actors, because a process keeps the memory that it has had. Prints in MiB, for the actor whose peak
 is farthest from its formula: state, gathered, buckets and peak, formula / measured. Exit code 1 if a state or what is
 gathered is off by more than 3 %, or a peak by more than 10 %.
 """
@@ -14,6 +14,7 @@ import sys
 from dataclasses import replace
 
 import raypar as rp
+from tests.bench.local_ray import local_ray
 
 STATE, PEAK = 0.03, 0.10  # how far measurements may be from the formulas
 MIB = 1 << 20
@@ -56,6 +57,19 @@ def off(figure):
     return abs(figure.measured / figure.formula - 1) if figure.formula else 0.0
 
 
+def is_off(name, run):
+    """Measure a run, and print a line for it."""
+    figures = measured(run)
+    state = [figures[kind] for kind in ("weights", "gradients", "optimizer")]
+    sums = [sum(figure[place] for figure in state) for place in range(2)]
+    wrong = abs(sums[1] / sums[0] - 1) > STATE or off(figures["peak"]) > PEAK
+    wrong |= "gathered" in figures and off(figures["gathered"]) > STATE
+    shown = [sums, *(figures.get(kind, (0, 0)) for kind in ("gathered", "buckets", "peak"))]
+    cells = "".join(f"{f'{one[0] / MIB:.0f}/{one[1] / MIB:.0f}':>12}" for one in shown)
+    print(f"{name:<36}{cells} {off(figures['peak']):6.1%}{' FAILS' if wrong else ''}", flush=True)
+    return wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wide", action="store_true", help="two layers of hidden size 1024: many weights, few tokens")
@@ -64,21 +78,9 @@ def main() -> int:
     deep, wide = rp.GPT(layers=8, hidden=512, heads=8, seq=128), rp.GPT(layers=4, hidden=1024, heads=8, seq=64)
     model = wide if told.wide else deep
     run = rp.Run(model=model, mesh=rp.Mesh(dp=2), micro_batch_size=1, microbatches=4, steps=2, optim=rp.AdamW())
-    failed = 0
     print(f"{'MiB, formula / measured':<36}{'state':>11}{'gathered':>11}{'buckets':>11}{'peak':>13}")
-    for name, changes in cases():
-        if told.only not in name:
-            continue
-        figures = measured(replace(run, **changes))
-        state = [figures[kind] for kind in ("weights", "gradients", "optimizer")]
-        sums = [sum(figure[place] for figure in state) for place in range(2)]
-        wrong = abs(sums[1] / sums[0] - 1) > STATE
-        wrong |= "gathered" in figures and off(figures["gathered"]) > STATE
-        wrong |= off(figures["peak"]) > PEAK
-        failed += wrong
-        shown = [sums, *(figures.get(kind, (0, 0)) for kind in ("gathered", "buckets", "peak"))]
-        cells = "".join(f"{f'{one[0] / MIB:.0f}/{one[1] / MIB:.0f}':>12}" for one in shown)
-        print(f"{name:<36}{cells} {off(figures['peak']):6.1%}{' FAILS' if wrong else ''}", flush=True)
+    with local_ray():
+        failed = sum(is_off(name, replace(run, **changes)) for name, changes in cases() if told.only in name)
     print(f"{failed} fail")
     return int(failed > 0)
 

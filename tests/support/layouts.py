@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import raypar as rp
 from raypar.actors.device import Host
+from raypar.actors.expert_parallel.router import TokenNoise
 from raypar.actors.layers import attention
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.types import Context
@@ -165,6 +166,12 @@ def own_dice():
     def seed(number):
         dice().manual_seed(number)
 
+    def normal(noise, like, width):
+        return noise._own(torch.randn(noise._shape(like, width), generator=dice()))
+
+    def uniform(noise, like, width, low=0.0, high=1.0):
+        return noise._own(torch.rand(noise._shape(like, width), generator=dice()) * (high - low) + low)
+
     def init(core, kind, p, *others):
         made(core, "materialised" if p else kind, p, *others)
 
@@ -175,4 +182,6 @@ def own_dice():
         patch.setattr(Host, "seed", lambda self, number: seed(number))
         patch.setattr(attention, "drawn_again", drawn_again)
         patch.setattr(attention.Core, "__init__", init)
+        patch.setattr(TokenNoise, "normal", normal)
+        patch.setattr(TokenNoise, "uniform", uniform)
         yield

@@ -61,8 +61,8 @@ def agrees(team, bound=CLOSE):
             if wanted is None:
                 assert ours[name] is None, f"{kind} {name}"
             else:
-                error = float(torch.linalg.vector_norm(ours[name] - wanted)) / float(torch.linalg.vector_norm(wanted))
-                assert error <= bound, f"{kind} {name}"
+                error, norm = (float(torch.linalg.vector_norm(one)) for one in (ours[name] - wanted, wanted))
+                assert error <= bound * norm, f"{kind} {name}"
     for dp in range(1, team.run.mesh.dp):
         ours, theirs = team.weights(0), team.weights(dp)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs), "replicas drifted apart"

@@ -78,4 +78,7 @@ def _counts(run: Run, skeleton: Skeleton) -> set[int]:
     """Return the numbers of experts that layers have."""
     if isinstance(run.model, Layers):
         return {expert.among for expert in skeleton.model.experts.values()}
-    return {run.model.num_experts(block) for block in range(run.model.layers)} - {0}
+    moe = run.model.moe
+    if moe is None:
+        return set()
+    return {moe.experts} if isinstance(moe.experts, int) else {*moe.experts}

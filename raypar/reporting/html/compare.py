@@ -9,6 +9,7 @@ from raypar.config.toml import flat
 from raypar.reporting.html.charts import Line, line_chart
 from raypar.reporting.html.experts import aux_total
 from raypar.reporting.html.figures import History, Points, amount, exp, headline, share, significant, smoothed
+from raypar.reporting.html.loss_scale import SCALE, scale_powers
 from raypar.reporting.html.markup import COLORS, VALUE, Markup, document, element, joined, note, section, table
 from raypar.reporting.html.page import state, titled, unread
 from raypar.reporting.run_folder.read import Past
@@ -128,7 +129,7 @@ def _charts(runs: Sequence[_One]) -> list[Markup]:
     chart("Load of experts: max/mean", lambda one: smoothed(one.points("max_load")), significant, runs, zero=False)
     chart("Choices dropped", _dropped, share, runs, zero=True)
     chart("Gradient norm, smoothed", lambda one: smoothed(one.points("grad_norm")), significant, runs, zero=True)
-    chart("Loss scale", lambda one: one.points("loss_scale"), significant, runs, zero=True)
+    chart(SCALE, scale_powers, significant, runs, zero=False)
     chart("Learning rate", lambda one: one.points("lr"), significant, runs, zero=True)
     chart(f"{unit.capitalize()}/s", lambda one: one.throughput(), significant, runs, zero=True)
     chart("Bubble", lambda one: one.points("bubble"), share, runs, zero=True)

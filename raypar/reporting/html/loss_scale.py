@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from raypar.reporting.html.charts import Line, Mark, line_chart
-from raypar.reporting.html.figures import History, significant
+from raypar.reporting.html.figures import History, Points, significant
 from raypar.reporting.html.markup import Markup, note, section
 
+SCALE = "Loss scale, as a power of 2"
 _MOST = 20  # stretches of skipped steps that are listed
 
 
 def loss_scale(history: History, marks: Sequence[Mark]) -> Markup:
     """Draw the loss scale over steps, and list the steps that were skipped; nothing of a run without either."""
-    scales, skipped = history.points("loss_scale"), history.skipped
+    scales, skipped = scale_powers(history), history.skipped
     if not scales and not skipped:
         return Markup()
-    drawn = line_chart([Line("loss scale", scales)], significant, zero=True, marks=marks) if scales else Markup()
+    drawn = line_chart([Line("loss scale", scales)], significant, marks=marks) if scales else Markup()
     why = "because the loss or a gradient was not finite: no weight was changed, and the learning rate counts as 0"
     told = f"Skipped, {why}: {_stretches(skipped)}." if skipped else "No step was skipped."
-    return section("Loss scale", drawn, note(told))
+    return section(SCALE, drawn, note(told))
+
+
+def scale_powers(history: History) -> Points:
+    """Return ``(number of steps taken, loss scale as a power of 2)`` of every step whose loss was scaled."""
+    return [(step, math.log2(scale)) for step, scale in history.points("loss_scale") if scale > 0]
 
 
 def _stretches(steps: Iterable[int]) -> str:

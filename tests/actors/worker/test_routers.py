@@ -132,13 +132,19 @@ EXPERT_LAYOUTS = [
     ({"cp": 2}, {}),
     ({"tp": 2}, {"sequence_parallel": True}),
     ({"pp": 2, "cp": 2}, {"recompute": "full"}),
+    ({"dp": 2, "ep": 2}, {"microbatches": 1}),
+    ({"cp": 2, "ep": 2}, {}),
+    ({"tp": 2, "ep": 2}, {}),
+    ({"tp": 2, "cp": 2, "ep": 4}, {"recompute": "full"}),
+    ({"dp": 2, "tp": 2, "ep": 2, "etp": 2}, {"microbatches": 1, "zero": 3}),
 ]
 
 
 def moe(mesh=None, **changes):
     spec = rp.MoE(experts=4, gate="sigmoid", bias_rate=0.05, alpha=0.01, z_loss=1e-3, capacity=1.0)
     model = rp.GPT(layers=2, hidden=16, heads=2, seq=16, dropout=0.0, moe=spec)
-    return Team.of(rp.Run(model=model, mesh=rp.Mesh(**mesh or {}), microbatches=2, steps=3, timeout=20.0, **changes))
+    fields = {"model": model, "mesh": rp.Mesh(**mesh or {}), "microbatches": 2, "steps": 3, "timeout": 20.0}
+    return Team.of(rp.Run(**fields | changes))
 
 
 def told(team, steps=3):

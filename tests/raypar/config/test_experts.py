@@ -52,6 +52,12 @@ def test_faults_are_told_all_at_once(settings, says):
     assert all(one in found for one in says), found
 
 
+def test_numbers_of_experts_that_do_not_fit_the_blocks_are_told_beside_those_that_ep_does_not_divide():
+    model = rp.GPT(layers=4, hidden=8, heads=2, seq=8, moe=rp.MoE(experts=(4, 9)))
+    told = rp.faults(rp.Run(model=model, mesh=rp.Mesh(dp=2, ep=2)))
+    assert ["experts has 2 numbers" in told[0], "does not divide the 9 experts" in told[1]] == [True, True]
+
+
 def test_a_grid_does_not_divide_experts():
     (fault,) = rp.faults(replace(run_with(), mesh=rp.Mesh(tp="2d:2x2")))
     assert (

@@ -109,3 +109,10 @@ def test_verify_finds_a_loss_scale_that_auxiliary_losses_lack(monkeypatch):
     monkeypatch.setattr(TokenMean, "auxiliary", lambda mean, scale: 1 / mean._num_microbatches)
     verdict = verdict_of(moe(mesh=rp.Mesh(pp=2), loss_scale=rp.LossScale(use="on", init=2.0**10)))
     assert verdict.diagnosis.cause.startswith("without the gradient of the auxiliary losses")
+
+
+def test_experts_in_parts_may_differ_by_the_order_of_additions():
+    """Experts compute the tokens of both replicas together: with one microbatch each nothing else differs."""
+    run = rp.recipe("moe-tiny", mesh=rp.Mesh(dp=2, ep=2), microbatches=1, steps=2)
+    verdict = verdict_of(replace(run, model=replace(run.model, dropout=0.0, layers=2)))
+    assert verdict.ok, str(verdict)
