@@ -67,7 +67,8 @@ class LayersModel(Model):
         """Make sharded copies of some layers, with this actor's part of each weight.
 
         Modules of the copies are replaced on the meta device first. Then whole weights are made for one layer at a time
-        and sliced, to save memory. The skeleton stays whole, because every actor takes names and shapes from it.
+        and sliced, to save memory, and none of experts that are on other actors. The skeleton stays whole, because
+        every actor takes names and shapes from it.
         """
         own = _copied(self.skeleton, layers)
         whole = {name: tensor for index in layers for *_, name, tensor in _slots(str(index), own[str(index)])}
@@ -84,7 +85,9 @@ class LayersModel(Model):
             for table, inner, name, _ in slots:
                 table[inner] = made[id(whole[name])]
         self._sharded |= {int(name.partition(".")[0]) for name in named}
-        demand_real(list(own.values()), [tensor for tensor in whole.values() if made[id(tensor)] is not tensor])
+        # What is not made is of experts on other actors.
+        replaced = [tensor for tensor in whole.values() if made.get(id(tensor), tensor) is not tensor]
+        demand_real(list(own.values()), replaced)
         return [own[str(index)] for index in layers]
 
     def note(self, layer: int, error: Exception) -> str:
