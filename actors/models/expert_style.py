@@ -19,10 +19,12 @@ class ExpertParallel(ParallelStyle):
     Attributes:
         group: The actors among which the experts are divided.
         tokens: Actors that all have the same tokens, which they divide for the experts; None if there are no others.
+        shadows: The most experts that are shadowed at a time.
     """
 
     group: Group
     tokens: Group | None
+    shadows: int = 0
 
     def apply(self, name: str, module: nn.Module) -> Applied:
         """Replace the list by this actor's slice of it."""
@@ -30,4 +32,4 @@ class ExpertParallel(ParallelStyle):
         first, last = Pieces.at(self.group.rank, self.group.size).span(count := len(module))
         own = {number: module[number] for number in range(first, last)}
         module._modules.clear()  # what a module still has goes over to the one in its place
-        return Applied(ExpertShard(own, count, self.group, self.tokens))
+        return Applied(ExpertShard(own, count, self.group, self.tokens, self.shadows))

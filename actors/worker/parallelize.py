@@ -35,7 +35,7 @@ def axis_styles(run: Run, groups: Mapping[str, Group]) -> list[AxisStyles]:
         axes.append(tensor_styles(run.mesh, groups, sequence=run.sequence_parallel))
     if "ep" in groups:
         tokens = groups["tp"] if run.mesh.folds_experts else None
-        axes.append(AxisStyles({"expert": ExpertParallel(groups["ep"], tokens)}))
+        axes.append(AxisStyles({"expert": ExpertParallel(groups["ep"], tokens, run.expert_shadows)}))
     return axes
 
 

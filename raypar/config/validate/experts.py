@@ -18,6 +18,8 @@ def expert_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> I
         right: Called with paths of fields, returns whether these have valid values by themselves.
     """
     ep, own = run.mesh.ep, isinstance(run.model, Layers)
+    if right("expert_shadows", "mesh.ep") and run.expert_shadows:
+        yield from _shadow_faults(run, skeleton, right)
     if ep == 1 or not right("model" if own else "model.layers", "mesh.tp"):
         return
     counts = _counts(run, skeleton)
@@ -38,6 +40,18 @@ def expert_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> I
         yield f"mesh.ep is {ep}, and mesh.tp {run.mesh.tp}: experts of your own layers need mesh.tp 1"
     if right("offload") and run.offload != "none":
         yield f"mesh.ep is {ep}, and offload {run.offload!r}: they do not combine yet: set offload to 'none'"
+
+
+def _shadow_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Iterator[str]:
+    """Yield the reasons why experts cannot be shadowed."""
+    if run.mesh.ep == 1:
+        yield f"expert_shadows is {run.expert_shadows}, but mesh.ep is 1, so no token travels: set it to 0"
+    if right("tile") and run.tile != 1:
+        yield "expert_shadows: experts in tiles are never whole on other actors: set it to 0, or tile to 1"
+    if isinstance(run.model, Layers) and right("model"):
+        for name in skeleton.model.unlike_experts():
+            fix = "build them alike, with weights only, or set it to 0"
+            yield f"expert_shadows: the experts of {name} have other shapes than one another, or buffers: {fix}"
 
 
 def _counts(run: Run, skeleton: Skeleton) -> set[int]:
