@@ -11,8 +11,10 @@ import errno
 import mmap
 import os
 import tempfile
+import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,6 +87,14 @@ class Home(ABC):
         with torch.no_grad(), self.at_hand([into], writes=True):
             return into.copy_(tensor)
 
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor: here if the tensor is, too, else on its device."""
+        if not (self.is_apart and self.holds(tensor)):
+            return tensor.detach().clone()
+        copy = self.like(tensor, tensor.dtype)
+        with torch.no_grad(), self.at_hand([tensor]), self.at_hand([copy], writes=True):
+            return copy.copy_(tensor)
+
     def like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Allocate a tensor here of the shape and order in memory of another one.
 
@@ -137,6 +147,8 @@ class MappedHome(Home):
 
     def __init__(self, folder: str | None, actor: str) -> None:
         self._used = self._reserved = 0  # bytes of the file
+        self._left = defaultdict[int, list[int]](list)  # by size, where memory of the file is free again
+        self._lock = threading.Lock()  # copies for checkpoints get their memory in another thread
         self._addresses = set[int]()
         self._file = None
         self._name = "host memory" if folder is None else f"the offload file of {actor} in {folder!r}"
@@ -155,9 +167,9 @@ class MappedHome(Home):
         if self._file is None:
             mapping = mmap.mmap(-1, size, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
         else:
-            self._grow(self._used + size)
-            mapping = mmap.mmap(self._file.fileno(), size, flags=mmap.MAP_SHARED, offset=self._used)
-        self._used += size
+            offset = self._room(size)
+            mapping = mmap.mmap(self._file.fileno(), size, flags=mmap.MAP_SHARED, offset=offset)
+            weakref.finalize(mapping, self._left[size].append, offset)
         tensor = torch.frombuffer(mapping, dtype=dtype, count=count)
         address = tensor.data_ptr()
         self._addresses.add(address)
@@ -195,6 +207,15 @@ class MappedHome(Home):
                 failed = ctypes.get_errno()
                 if failed not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):
                     raise self._failed("written", failed)
+
+    def _room(self, size: int) -> int:
+        """Return where in the file a size is free."""
+        with self._lock:
+            if self._left[size]:
+                return self._left[size].pop()
+            self._grow(self._used + size)
+            self._used += size
+            return self._used - size
 
     def _grow(self, size: int) -> None:
         """Make sure that the file has at least these bytes, and the disk room for them."""

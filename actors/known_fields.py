@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from functools import wraps
-from itertools import takewhile
 from typing import Any, TypeVar
+
+from raypar.schedules.nearest_name import nearest
 
 T = TypeVar("T")
 
@@ -63,23 +63,3 @@ def unknown_faults(name: str, given: Iterable[str]) -> Iterator[str]:
         else:
             guess = f"its fields are {', '.join(names)}"
         yield f"{name} has no field {field!r}: {guess}"
-
-
-def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the name that is most like another one; of several, the one that begins as it does.
-
-    Args:
-        name: The name that there is not.
-        names: The names that there are.
-        cutoff: The least likeness, from 0 to 1.
-
-    Returns:
-        The nearest name; None if none is near.
-    """
-
-    def likeness(other: str) -> tuple[float, int]:
-        begins_alike = sum(1 for _ in takewhile(bool, map(str.__eq__, name, other)))
-        return difflib.SequenceMatcher(a=other, b=name).ratio(), begins_alike
-
-    best = max(names, key=likeness, default="")
-    return best if best and likeness(best)[0] >= cutoff else None

@@ -61,6 +61,15 @@ class Pieces:
             raise ValueError(f"pieces {self.own} of {self.count} are not one slice")
         return self._start(length, self.own[0]), self._start(length, self.own[-1] + 1)
 
+    def spans(self, length: int) -> list[tuple[int, int]]:
+        """Return the first index of each held piece of a dim of this length, and the index behind its last.
+
+        Adjacent pieces are one span.
+        """
+        if self.are_adjacent:
+            return [self.span(length)]
+        return [(self._start(length, piece), self._start(length, piece + 1)) for piece in self.own]
+
     def whole_length(self, length: int) -> int:
         """Return the length of the whole dim from the length that the actor holds; all pieces must be equal."""
         return length * self.count // len(self.own)

@@ -13,6 +13,13 @@ class ConfigError(FaultsError, ValueError):
     """
 
 
+class UnknownNameError(KeyError):
+    """A name that a job does not have. The text says what it has."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError's own text is a repr, with quotes around it
+
+
 class JobError(RuntimeError):
     """The run cannot continue. The text names the actor, its action and the cause. The job's actors have ended."""
 

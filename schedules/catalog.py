@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from raypar.schedules.generators import forward_only, gpipe, interleaved, naive, one_f_one_b
 from raypar.schedules.generators.entry import Entry, Sizes, failure, name_of
+from raypar.schedules.nearest_name import near
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.user_code import entry_of as entry_of_code
 from raypar.schedules.user_code import installed, names_code
@@ -60,9 +61,11 @@ def register(
         The decorator.
 
     Raises:
-        ScheduleError: When the decorator is applied, if the name is not allowed or taken, or if the function can't
-            generate schedules. The text lists all faults.
+        ScheduleError: If the name is no text. When the decorator is applied, if the name is not allowed or taken, or if
+            the function can't generate schedules; the text lists all faults.
     """
+    if not isinstance(name, str):
+        raise ScheduleError(f'a schedule is registered under a name: @register("zigzag"), not {name!r}')
 
     def add(generate: G) -> G:
         """Check the name and the generator, and add them to the table."""
@@ -154,10 +157,8 @@ def _is_again(generate: Callable[..., Any], other: Callable[..., Any]) -> bool:
 
 
 def _unknown(word: str, known: Iterable[str]) -> ScheduleError:
-    import difflib  # imported here because it is slower than the rest of this file, and needed only for unknown names
-
     every = list(dict.fromkeys(known))
-    close = difflib.get_close_matches(word.lower(), every, n=3)
+    close = near(word.lower(), every)
     guess = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     if word.lower().startswith("zb"):
         guess = "zero-bubble schedules have no name yet, but one of your own may split its backwards into I and W; "

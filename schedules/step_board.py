@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,12 +10,16 @@ from typing import NamedTuple
 
 from raypar.schedules.action import RECVS, SENDS, STEP, WHOLE_STAGE, Action, Op
 from raypar.schedules.checking.counterexample import demand_sound
+from raypar.schedules.nearest_name import near
 from raypar.schedules.passes.without_idle import without_idle
 from raypar.schedules.rules import needs, partner, provides, rank_of, stage_needs
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import simulate
 
 _MOST_SHOWN = 8
+_LONGEST_NAME = 40  # characters of a text that are looked at for what it may mean
+_MOST_HINTS = 4  # names that are offered in place of one that is not there
+_LONGEST, _SHORT = 16, 6  # lines of an explanation that was asked for, and of one in a refusal
 
 
 class Move(NamedTuple):
@@ -67,10 +71,34 @@ class Why:
         found = (cause for why in self.waits_for for cause in why.causes)
         return (self.move.head,) if self.status == "ready" else tuple(dict.fromkeys(found))
 
-    def __repr__(self) -> str:
+    @property
+    def full(self) -> str:
+        """Return the whole explanation, down to the ready moves on every branch."""
         if self.status != "waits":
             return f"{self.move} is {'done' if self.status == 'done' else _ready(self.move)}"
         return "\n".join(self._lines(str(self.move), ""))
+
+    @property
+    def brief(self) -> str:
+        """Return the explanation if it has few lines; else what the move itself waits for, and how to go on."""
+        if self.full.count("\n") < _SHORT:
+            return self.full
+        direct = [str(why.move) for why in self.waits_for[:_MOST_HINTS]]
+        more = len(self.waits_for) + self.more - len(direct)
+        waits = f"{self.move} waits for {', '.join(direct)}{f' and {more} moves more' if more else ''}"
+        return f'{waits}\n{self._next()}; why("{self.asked}") has the chain in between'
+
+    def __repr__(self) -> str:
+        told = self.full.splitlines()
+        if len(told) <= _LONGEST:
+            return self.full
+        kept = _LONGEST - 2
+        return "\n".join([*told[:kept], f"... {len(told) - kept} lines more are in why(...).full", self._next()])
+
+    def _next(self) -> str:
+        """Say which moves are ready of those that it waits for."""
+        dos = " or ".join(f'do("{cause}")' for cause in self.causes[:_MOST_HINTS])
+        return f'next: {dos}; run_to("{self.asked}") takes it and all before it'
 
     def _lines(self, name: str, indent: str) -> Iterator[str]:
         for why in self.waits_for:
@@ -146,9 +174,9 @@ class Board:
             MoveError: If the move is done, does not exist or is not ready. If it is not ready, the text says what it
                 waits for, as ``why`` does.
         """
-        move = self.find(action)
+        move, wanted = self.find(action), self._known(action)
         if self._blockers(move):
-            raise MoveError(repr(self.why(move.head)))
+            raise MoveError(self.why(wanted).brief)
         return move
 
     def take(self, move: Move) -> None:
@@ -262,11 +290,11 @@ class Board:
 
     def _known(self, action: str | Action) -> Action:
         """Read an action and check that the step has it. Raises MoveError."""
+        every = [name for move in (*self.left, *self.taken) for name in move.names]
         try:
             wanted = Action.parse(action) if isinstance(action, str) else action
         except ValueError as error:
-            raise MoveError(str(error)) from None
-        every = [name for move in (*self.left, *self.taken) for name in move.names]
+            raise MoveError(f"{error}{_meant(str(action), every)}") from None
         if wanted not in every:
             raise MoveError(f"schedule {self.schedule.name!r} has no action {wanted}{_instead(wanted, every)}")
         return wanted
@@ -305,8 +333,21 @@ def _instead(wanted: Action, every: Sequence[Action]) -> str:
         return f": this backward is split, take {first} and then {second}"
     if wanted.op in (Op.I, Op.W) and whole in every:
         return f": this backward is whole, take {whole}"
-    close = difflib.get_close_matches(str(wanted), list(map(str, every)), n=3)
-    return f": did you mean {', '.join(close)}?" if close else ""
+    return _meant(str(wanted), every)
+
+
+def _meant(text: str, every: Sequence[Action]) -> str:
+    """What a text may mean: names of which it says all but the stage or the microbatch, or names that come close."""
+    said = re.sub(r"[^0-9A-Z_]", "", text[:_LONGEST_NAME].upper())
+    names = dict.fromkeys(every)
+    half = [str(name) for name in names if said in (str(name), str(name._replace(stage=None)), _stage_and_op(name))]
+    close = half or near(said, map(str, names))
+    more = ", ..." if len(close) > _MOST_HINTS else ""
+    return f": did you mean {', '.join(close[:_MOST_HINTS])}{more}?" if close else ""
+
+
+def _stage_and_op(name: Action) -> str:
+    return str(name._replace(microbatch=None))
 
 
 def maker_of(action: Action, actions: Collection[Action]) -> Action:

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from raypar.schedules.generators.entry import Entry, failure
+from raypar.schedules.nearest_name import nearest
 from raypar.schedules.schedule import ScheduleError
 
 GROUP = "raypar.schedules"
@@ -102,11 +103,8 @@ def _imported(name: str, word: str) -> ModuleType:
 
 def _others(function: str, module: ModuleType) -> str:
     """Say which functions of the module the user may have meant; only those that the module itself defines count."""
-    import difflib  # needed only after a typing error
-
     own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
     own = [name for name in own if callable(getattr(module, name))]
-    close = difflib.get_close_matches(function, own, n=1)
-    if close:
-        return f": did you mean {close[0]!r}?"
+    if close := nearest(function, own):
+        return f": did you mean {close!r}?"
     return f": it has {', '.join(own[:8])}" if own else ": define it there, at the top level"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,8 +24,11 @@ from raypar.actors.sharding import Shard
 if TYPE_CHECKING:
     from torch import Tensor
 
+AtHand = Callable[[list["Tensor"]], AbstractContextManager[object]]
+
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _MAX_HEADER = 100_000_000  # bytes; safetensors rejects a longer header
+_PART = 8 << 20  # bytes of a tensor that are written at a time
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,13 @@ def stored_in(file: str, name: str, tensor: Tensor, shard: Shard | None = None) 
     return Logical(_spelled(name, tensor), shard.whole, (stored,))
 
 
-def write_shard(folder: Path, file: str, tensors: Mapping[str, Tensor], spare: float = 0.0) -> ShardFile:
+def write_shard(
+    folder: Path,
+    file: str,
+    tensors: Mapping[str, Tensor],
+    spare: float = 0.0,
+    at_hand: AtHand | None = None,
+) -> ShardFile:
     """Write tensors as a shard: to a temporary file, which is synced and then renamed.
 
     Args:
@@ -73,6 +82,7 @@ def write_shard(folder: Path, file: str, tensors: Mapping[str, Tensor], spare: f
         file: Name of the shard.
         tensors: Tensors by name, on any device and of any strides. They must not change meanwhile.
         spare: Seconds for which to use only idle cores (see ``files.exhaust``).
+        at_hand: Returns a context in which some tensors, or parts of them, can be read; None if they always can.
 
     Raises:
         CheckpointError: The name, a tensor or the disk does not allow it. No file is left behind.
@@ -82,7 +92,7 @@ def write_shard(folder: Path, file: str, tensors: Mapping[str, Tensor], spare: f
     # Large dtypes first, so that every mapped tensor is aligned.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     with told(f"{str(folder / file)!r} can't be written"):
-        size, sha256 = write_whole(folder / file, _bytes_of(ordered), spare)
+        size, sha256 = write_whole(folder / file, _bytes_of(ordered, at_hand), spare)
     return ShardFile(file, size, sha256)
 
 
@@ -111,27 +121,6 @@ def read_header(folder: Path, file: str) -> dict[str, tuple[str, tuple[int, ...]
         return {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in parts.items()}
 
 
-def assemble(folder: Path, logical: Logical) -> Tensor:
-    """Read a logical tensor into new host memory. Raises CheckpointError if its slices do not fit together."""
-    import torch
-
-    faults = list(logical.faults())
-    parts = []
-    for stored in [] if faults else logical.slices:
-        part = read_shard(folder, stored.file, [stored.key])[stored.key]
-        if (_spelled(stored.key, part), tuple(part.shape)) != (logical.dtype, stored.shape):
-            faults.append(f"{stored} is {part.dtype} {list(part.shape)}, not {logical.dtype} {list(stored.shape)}")
-        parts.append(part)
-    if len({(stored.file, stored.key) for stored in logical.slices}) < len(logical.slices):
-        faults.append("one stored tensor is taken for several slices")  # so memory is bounded by the files' size
-    if faults:
-        raise CheckpointError(faults)
-    whole = torch.empty(logical.shape, dtype=parts[0].dtype)
-    for stored, part in zip(logical.slices, parts, strict=True):
-        whole[stored.index] = part
-    return whole
-
-
 @contextmanager
 def _opened(folder: Path, file: str, framework: str) -> Iterator[Any]:
     """Open a shard with safetensors, which checks the header against the file.
@@ -150,8 +139,8 @@ def _opened(folder: Path, file: str, framework: str) -> Iterator[Any]:
         raise CheckpointError([f"{refused} ({error})"]) from error
 
 
-def _bytes_of(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """Yield the file's bytes: length of the header, header, then each tensor. Only one tensor at a time is copied."""
+def _bytes_of(tensors: Mapping[str, Tensor], at_hand: AtHand | None) -> Iterator[memoryview]:
+    """Yield the file's bytes: length of the header, header, then each tensor, in parts of a few megabytes."""
     import torch
 
     header, end = {}, 0
@@ -164,8 +153,10 @@ def _bytes_of(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
         raise CheckpointError([f"{len(tensors)} tensors are too many for one shard: write several"])
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for tensor in tensors.values():
-        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        yield plain.reshape(-1).view(torch.uint8).numpy().data
+        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+        for part in flat.split(max(1, _PART // flat.element_size())):
+            with nullcontext() if at_hand is None else at_hand([part]):
+                yield part.cpu().contiguous().view(torch.uint8).numpy().data
 
 
 def _spelled(name: str, tensor: Tensor) -> str:

@@ -11,12 +11,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from raypar.actors.checkpoint.assembler import Assembler
 from raypar.actors.checkpoint.logical import Logical
-from raypar.actors.checkpoint.shards import ShardFile, assemble, stored_in, write_shard
-from raypar.actors.errors import CheckpointError
+from raypar.actors.checkpoint.shards import ShardFile, stored_in, write_shard
+from raypar.actors.errors import CheckpointError, OffloadError
 from raypar.actors.home import Home
 from raypar.actors.models.tile_names import untiled
-from raypar.actors.sharding import Shard
+from raypar.actors.sharding import Shard, Sharding
 from raypar.actors.tensors import nbytes
 
 SCALER = "loss_scale"  # the checkpoint's name of the numbers of a LossScaler
@@ -109,24 +110,32 @@ class Copies:
             slices = (*saved[whole].slices, *part.slices) if whole in saved else part.slices
             saved[whole] = Logical(part.dtype, part.shape, slices)
         spare = sum(map(nbytes, tensors.values())) / _SLOWEST if beside else 0.0
-        return write_shard(folder, file, tensors, spare), saved
+        try:
+            return write_shard(folder, file, tensors, spare, self._home.at_hand), saved
+        except OffloadError as error:
+            raise CheckpointError([str(error)]) from error
 
     def _apart(self, size: int) -> Tensor:
         return self._home.empty(size, torch.uint8)
 
 
-def reader(folder: Path, tensors: Mapping[str, Logical], homes: Mapping[str, str]) -> Read:
-    """Return a function that reads tensors from a checkpoint.
+def reader(
+    folder: Path, tensors: Mapping[str, Logical], homes: Mapping[str, str], own: Callable[[str], Sharding]
+) -> Read:
+    """Return a function that reads an actor's parts of tensors from a checkpoint.
 
     Args:
         folder: Folder of the checkpoint.
         tensors: Logical tensors by name.
         homes: For each copy of a tied weight, the name under which the checkpoint stores the weight.
+        own: Returns which part of a weight, by the name that the actor has for it, is the actor's.
     """
+    assembler = Assembler(folder)
 
     def read(weight: str, kept: str = "") -> Tensor | None:
-        logical = tensors.get(logical_name(homes.get(weight, weight), kept))
-        return None if logical is None else assemble(folder, logical)
+        whole = untiled(weight)
+        logical = tensors.get(logical_name(homes.get(whole, whole), kept))
+        return None if logical is None else assembler.read(logical, own(weight).for_dims(len(logical.shape)))
 
     return read
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from raypar.actors.autograd.recompute import Anchored
 from raypar.actors.collective.autograd import exchange_rows, join_rows, own_rows
 from raypar.actors.collective.group import Group
 from raypar.actors.expert_parallel.experts import DividedExperts, combine, order_of, spread
@@ -22,19 +23,20 @@ from raypar.actors.sharding import Pieces
 from raypar.actors.tensors import nbytes
 
 
-class ExpertShard(DividedExperts, Routed):
+class ExpertShard(DividedExperts, Anchored, Routed):
     """One actor's experts, and the way to those of the other actors.
 
     Choices are sorted by expert, so each actor gets one run of rows. Actors first tell each other how many rows they
     have for each expert. An expert without any rows is called with none, so its gradients are zeros, as in one process.
 
     Args:
-        experts: This actor's experts by number: one slice of all.
+        experts: This actor's experts by number: one slice of all; none if it only sends tokens to those of others.
         num_experts: Number of all experts.
-        group: The actors among which the experts are divided.
+        group: The actors that have tokens or experts.
+        holders: The ranks in the group of those that have experts, one slice each.
         tokens: Actors that all have the same tokens, of which each one then sends only a part; None if no other actor
             has this actor's tokens.
-        shadows: The most experts that are shadowed at a time: see shadowing.py.
+        shadows: The most experts that are shadowed at a time: see shadowing.py. Only where each actor has experts.
 
     Source: He et al. 2021, "FastMoE", section 4; Gale et al. 2022, "MegaBlocks", section 5.
     """
@@ -44,13 +46,16 @@ class ExpertShard(DividedExperts, Routed):
         experts: Mapping[int, nn.Module],
         num_experts: int,
         group: Group,
+        holders: range,
         tokens: Group | None = None,
         shadows: int = 0,
     ) -> None:
         super().__init__({str(number): expert for number, expert in experts.items()})
-        self._num_experts, self._group, self._tokens, self._most = num_experts, group, tokens, shadows
+        self._num_experts, self._group, self._holders, self._tokens = num_experts, group, holders, tokens
+        self._most = shadows
         # A module without weights of its own, to compute with those of others. It is none of this actor's modules.
         self._guest = [deepcopy(next(iter(experts.values())))] if shadows else []
+        self.anchor = torch.empty(0, device="cpu", requires_grad=True)
 
     def run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
         """Return for each token the sum of what its experts make of it; see ``run_experts``."""
@@ -60,69 +65,109 @@ class ExpertShard(DividedExperts, Routed):
         own = self._run(own_rows(x_TD, self._tokens), chosen_TK[start:stop], own_rows(gates_TK, self._tokens))
         return join_rows(own, self._tokens, len(x_TD))
 
-    def _run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
-        group, order = self._group, order_of(chosen_TK, self._num_experts, tokens=len(x_TD))
-        asked, rows_ND = self._asked(order.counts), spread(x_TD, order)
-        if self._most and (shadows := self._chosen(asked, rows_ND)):
-            return combine(self._with_shadows(rows_ND, asked, order.counts, shadows), gates_TK, order)
-        there, here = asked[group.rank].sum(1).tolist(), asked[:, group.rank]
-        came_ND = exchange_rows(rows_ND, group, there, here.sum(1).tolist())
-        made_ND = self._computed(came_ND, here)
-        return combine(exchange_rows(made_ND, group, here.sum(1).tolist(), there), gates_TK, order)
+    def serve(self, link: Tensor) -> Tensor:
+        """Compute what other actors send, on an actor without tokens of its own.
 
-    def _chosen(self, asked: Tensor, rows_ND: Tensor) -> tuple[int, ...]:
+        The backward through the returned tensor computes the backward of what they sent.
+
+        Args:
+            link: No rows (0, 1), from the call before this one, which ties the backwards of calls together in order.
+
+        Returns:
+            No rows (0, 1).
+        """
+        asked, width = self._asked([0] * self._num_experts, 0)
+        return self._made(link.expand(0, width), asked)[:, :1]
+
+    def _run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
+        order = order_of(chosen_TK, self._num_experts, tokens=len(x_TD))
+        rows_ND, (asked, _) = spread(x_TD, order), self._asked(order.counts, x_TD.shape[1])
+        shadows = self._shadows(asked, rows_ND) if self._most else ()
+        made_ND = self._with_shadows(rows_ND, asked, shadows) if shadows else self._made(rows_ND, asked)
+        return combine(made_ND, gates_TK, order)
+
+    def _made(self, rows_ND: Tensor, asked: Tensor) -> Tensor:
+        """Return what the experts make of this actor's rows.
+
+        Args:
+            rows_ND: The rows, in the order of the experts that they go to.
+            asked: How many rows each actor has for each expert (actors, E).
+        """
+        there, here = self._splits(asked)
+        came_ND = exchange_rows(self.anchored(rows_ND), self._group, there, here)
+        made_ND = self._computed(came_ND, asked[:, self._own]) if len(self) else came_ND
+        return exchange_rows(made_ND, self._group, here, there)
+
+    def _splits(self, asked: Tensor) -> tuple[list[int], list[int]]:
+        """Return how many rows go to each actor, and how many come from it."""
+        group, holders = self._group, self._holders
+        by_holder = asked[group.rank].view(len(holders), -1).sum(1).tolist()
+        there = [*[0] * holders.start, *by_holder, *[0] * (group.size - holders.stop)]
+        return there, asked[:, self._own].sum(1).tolist()
+
+    def _shadows(self, asked: Tensor, rows_ND: Tensor) -> tuple[int, ...]:
         """Return the experts to shadow, which the record is told."""
         weights = [*next(iter(self.values())).parameters()]
         count, each = sum(weight.numel() for weight in weights), sum(map(nbytes, weights))
         row = rows_ND.shape[1] * rows_ND.element_size()
-        choice = Shadowing(self._most, count, row, each).choose(asked.tolist())
+        choice = Shadowing(self._most, count, row, each).choose(asked.view(*[self._group.size] * 2, -1).tolist())
         if self.record is not None and self._group.rank == 0:
             self.record.shadows(self.name, self._num_experts, choice)
         return choice.slots
 
-    def _with_shadows(self, rows_ND: Tensor, asked: Tensor, counts: Sequence[int], shadows: tuple[int, ...]) -> Tensor:
+    def _with_shadows(self, rows_ND: Tensor, asked: Tensor, shadows: tuple[int, ...]) -> Tensor:
         """Compute rows whose experts are here for now, and let the others travel.
 
         Args:
             rows_ND: The rows of this actor's tokens, in the order of the experts.
-            asked: How many rows each actor has for each expert of each one.
-            counts: Number of rows by expert.
+            asked: How many rows each actor has for each expert (actors, E).
             shadows: The experts that are shadowed.
 
         Returns:
             What the experts make of each row (N, D), in the order of the rows.
         """
-        group, each, parts = self._group, len(self), rows_ND.split(list(counts))
-        asked = asked.clone()
-        visits = [(slot // each, self._weights_of(slot, rows_ND)) for slot in shadows]
-        for slot in shadows:
-            asked[:, slot // each, slot % each] = 0
-        away = [slot for slot in range(len(counts)) if slot not in shadows]
-        there, here = asked[group.rank].sum(1).tolist(), asked[:, group.rank]
-        gone_ND = torch.cat([parts[slot] for slot in away])
-        came_ND, weights = dispatch(gone_ND, group, there, here.sum(1).tolist(), visits)
-        back_ND = exchange_rows(self._computed(came_ND, here), group, here.sum(1).tolist(), there)
-        made = dict(zip(away, back_ND.split([counts[slot] for slot in away]), strict=True))
+        group, counts = self._group, asked[self._group.rank].tolist()
+        parts, asked = rows_ND.split(counts), asked.clone()
+        asked[:, list(shadows)] = 0
+        away = [number for number in range(len(counts)) if number not in shadows]
+        there, here = self._splits(asked)
+        gone_ND = self.anchored(torch.cat([parts[number] for number in away]))
+        visits = [(number // len(self), self._weights_of(number, rows_ND)) for number in shadows]
+        came_ND, weights = dispatch(gone_ND, group, there, here, visits)
+        back_ND = exchange_rows(self._computed(came_ND, asked[:, self._own]), group, here, there)
+        made = dict(zip(away, back_ND.split([counts[number] for number in away]), strict=True))
         guest = self._guest[0].train(self.training)
         names = [name for name, _ in guest.named_parameters()]
-        for slot, theirs in zip(shadows, weights, strict=True):
-            made[slot] = functional_call(guest, dict(zip(names, theirs, strict=True)), (parts[slot],))
-        return torch.cat([made[slot] for slot in range(len(counts))])
+        for number, theirs in zip(shadows, weights, strict=True):
+            made[number] = functional_call(guest, dict(zip(names, theirs, strict=True)), (parts[number],))
+        return torch.cat([made[number] for number in range(len(counts))])
 
-    def _weights_of(self, slot: int, like: Tensor) -> tuple[Tensor, ...]:
+    def _weights_of(self, number: int, like: Tensor) -> tuple[Tensor, ...]:
         """Return an expert's weights if it is here, else tensors like them, of undefined values."""
-        owner, local = divmod(slot, len(self))
-        own = [*self.values()][local if owner == self._group.rank else 0].parameters()
-        if owner == self._group.rank:
-            return tuple(own)
-        return tuple(torch.empty(weight.shape, dtype=weight.dtype, device=like.device) for weight in own)
+        if str(number) in self:
+            return tuple(self[str(number)].parameters())
+        alike = next(iter(self.values())).parameters()
+        return tuple(torch.empty(weight.shape, dtype=weight.dtype, device=like.device) for weight in alike)
 
-    def _asked(self, counts: Sequence[int]) -> Tensor:
-        """Return how many rows each actor has for each expert of each one: (actors, actors, experts of one)."""
-        own = torch.tensor(counts)
-        asked = own.new_empty(self._group.size * len(own))
-        self._group.host.all_gather(asked, own).wait()
-        return asked.view(self._group.size, self._group.size, -1)
+    @property
+    def _own(self) -> slice:
+        """The numbers of this actor's experts."""
+        if not len(self):
+            return slice(0, 0)
+        return slice(*Pieces.at(self._group.rank - self._holders.start, len(self._holders)).span(self._num_experts))
+
+    def _asked(self, counts: Sequence[int], width: int) -> tuple[Tensor, int]:
+        """Return how many rows each actor has for each expert (actors, E), and the width of a row.
+
+        Args:
+            counts: How many rows this actor has for each expert.
+            width: The width of its rows; 0 if it never has any.
+        """
+        own = torch.tensor([*counts, width])
+        told = own.new_empty(self._group.size * len(own))
+        self._group.host.all_gather(told, own).wait()
+        told = told.view(self._group.size, -1)
+        return told[:, :-1], int(told[:, -1].max())
 
     def _computed(self, came_ND: Tensor, asked: Tensor) -> Tensor:
         """Run this actor's experts.

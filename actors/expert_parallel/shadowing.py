@@ -96,7 +96,8 @@ def dispatch(
     One function of autograd does both, so that all members issue its collectives in one order in the backward, too.
 
     Args:
-        rows_ND: The rows that travel, in the order of the members that they go to.
+        rows_ND: The rows that travel, in the order of the members that they go to. If a member's have a gradient, so
+            must those of all, or the backward does not come here everywhere.
         group: The members.
         ins: Rows that go to each member.
         outs: Rows that come from each member.
@@ -106,10 +107,9 @@ def dispatch(
         The rows that came, and the weights of each expert that is shadowed. The backward sums their gradients.
     """
     counts = [len(weights) for _, weights in visits]
-    anchor = rows_ND.new_zeros((), requires_grad=torch.is_grad_enabled())  # so that the backward comes here everywhere
     given = [weight for _, weights in visits for weight in weights]
     owners = [owner for owner, _ in visits]
-    came, *found = _Dispatch.apply(rows_ND, anchor, group, (ins, outs), (owners, counts), *given)  # type: ignore[no-untyped-call]
+    came, *found = _Dispatch.apply(rows_ND, group, (ins, outs), (owners, counts), *given)  # type: ignore[no-untyped-call]
     left = iter(found)
     return came, [tuple(next(left) for _ in range(count)) for count in counts]
 
@@ -119,7 +119,6 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any,
         rows_ND: Tensor,
-        anchor: Tensor,
         group: Group,
         splits: tuple[Sequence[int], Sequence[int]],
         visits: tuple[Sequence[int], Sequence[int]],
@@ -150,7 +149,7 @@ class _Dispatch(torch.autograd.Function):
         found: list[Tensor | None] = []
         for owner, flat, like in zip(owners, flats, _grouped(gradients, counts), strict=True):
             found += _cut(flat, like) if owner == group.rank else [None] * len(like)
-        return back, None, None, None, None, *found
+        return back, None, None, None, *found
 
 
 def _grouped(tensors: Sequence[Tensor], counts: Sequence[int]) -> Iterator[Weights]:

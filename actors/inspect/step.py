@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,13 +28,14 @@ class Notes:
         self.updated = False
         self._state: dict[str, Tensor] = {}
 
-    def remember(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def remember(self, tensors: Iterable[tuple[str, Tensor]], copied: Callable[[Tensor], Tensor] = torch.clone) -> None:
         """Copy state.
 
         Args:
             tensors: Pairs of a logical name and a tensor.
+            copied: Returns a copy of a tensor.
         """
-        self._state |= {name: tensor.detach().clone() for name, tensor in tensors}
+        self._state |= {name: copied(tensor.detach()) for name, tensor in tensors}
 
     def read(self, weight: str, kept: str = "") -> Tensor | None:
         """Return what was remembered of a weight or its optimizer state, or None."""

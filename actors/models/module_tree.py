@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+
+from raypar.schedules.nearest_name import near
 
 _OWN = vars(nn.Module()).keys() - {"_parameters"}  # what torch keeps in every module
 
@@ -47,9 +48,9 @@ def names_near(pattern: str, names: Iterable[str]) -> str:
         A phrase for a message, such as "'layers.*.up' or 'layers.*.down'".
     """
     every = list(dict.fromkeys(map(starred, names)))
-    near = [name for name in every if name.rpartition(".")[2] == pattern.rpartition(".")[2]]
-    near = near or difflib.get_close_matches(starred(pattern), every, n=3, cutoff=0.6) or every
-    return " or ".join(map(repr, near[:3]))
+    alike = [name for name in every if name.rpartition(".")[2] == pattern.rpartition(".")[2]]
+    alike = alike or near(starred(pattern), every) or every
+    return " or ".join(map(repr, alike[:3]))
 
 
 def starred(name: str) -> str:

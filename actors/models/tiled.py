@@ -128,6 +128,12 @@ def tile_sizes(name: str, layer: nn.Module, patterns: Mapping[str, int]) -> list
     return found
 
 
+def added_tensors(name: str, layer: nn.Module, patterns: Mapping[str, int]) -> int:
+    """Return how many tensors more a layer has when it is cut; the arguments are as in ``tiled_layers``."""
+    cut = tiled_layers(name, layer, patterns)
+    return sum((count - 1) * len([*linear.parameters(recurse=False)]) for linear, count in cut)
+
+
 def linears_of(name: str, layer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the linear layers in a layer that can be cut, by logical name: plain ones that are trained."""
     for path, module in layer.named_modules(prefix=name):

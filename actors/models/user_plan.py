@@ -5,7 +5,6 @@ A plan maps patterns of module names to kinds such as "column" and "row".
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from torch import nn
 from raypar.actors.autograd.torch_private import has_gradient_hooks
 from raypar.actors.models.base import Kind, TensorPlan
 from raypar.actors.models.module_tree import matches, modules_named, names_near
+from raypar.schedules.nearest_name import nearest
 
 
 class Divisible(NamedTuple):
@@ -134,8 +134,8 @@ def _unfit(kind: str, name: str, module: nn.Module) -> str | None:
         return f"is a {type(module).__name__}: name an nn.{wanted.__name__}, inside of it perhaps"
     if "_orig_mod" in name.split("."):
         return "is inside of what torch.compile made, which keeps the whole module: compile nothing that the plan names"
-    extra = {parameter for parameter, _ in module.named_parameters()} - {"weight", "bias"}
-    if _KINDS[kind].size and extra:
+    inside = wanted is not nn.ModuleList  # which is divided by its modules, each with all its parameters
+    if extra := {parameter for parameter, _ in module.named_parameters(recurse=inside)} - {"weight", "bias"}:
         return f"has the parameter {min(extra)!r}: leave it out of the plan"
     if has_gradient_hooks(module) or any(map(has_gradient_hooks, module.parameters())):
         return "has hooks on gradients, of which each actor would see a part: leave it out of the plan, or the hooks"
@@ -193,5 +193,5 @@ def _tie_faults(kinds: Mapping[nn.Module, str], whole: nn.Module) -> Iterator[st
 
 
 def _near(kind: str) -> str:
-    close = difflib.get_close_matches(kind, _KINDS, n=1, cutoff=0.5)
-    return repr(close[0]) if close else " or ".join(map(repr, _KINDS))
+    close = nearest(kind, _KINDS, cutoff=0.5)
+    return repr(close) if close else " or ".join(map(repr, _KINDS))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.snapshot import SCALER, Copies, Read, Written, buffer_name, logical_name, reader
 from raypar.actors.inspect.step import Notes
-from raypar.actors.models.tile_names import tile_of, untiled
+from raypar.actors.models.tile_names import tile_of
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import Update
 from raypar.actors.pipeline.stage import Stage
@@ -125,7 +125,7 @@ class WorkerState:
         """
         self._seat.place.enter()
         with torch.no_grad():
-            read = self._own(reader(Path(folder), tensors, self._homes))
+            read = reader(Path(folder), tensors, self._homes, self._sharding)
             self._load_weights(read)
             self._load_buffers(read)
 
@@ -149,9 +149,9 @@ class WorkerState:
 
     def remember(self, notes: Notes) -> None:
         """Copy weights and optimizer state into the notes, before a STEP changes them."""
-        notes.remember(self.weights().items())
+        kept = ((logical_name(weight, kept), tensor) for weight, kept, tensor in self.update.state() if kept)
+        notes.remember(chain(self.weights().items(), kept), self.home.copied)
         notes.remember([(SCALER, self._scaler.numbers())])
-        notes.remember((logical_name(weight, kept), tensor) for weight, kept, tensor in self.update.state() if kept)
         notes.updated = True
 
     def restore(self, notes: Notes) -> None:
@@ -177,18 +177,11 @@ class WorkerState:
         if self._seat.plan.rank == 0 and self._seat.plan.run.counts_skips:
             yield SCALER, self._scaler.numbers()
 
-    def _own(self, read: Read) -> Read:
-        """Return a function like ``read`` that returns only this actor's part of each tensor."""
-
-        def own(weight: str, kept: str = "") -> Tensor | None:
-            whole = read(untiled(weight), kept)
-            if whole is None or not whole.dim():
-                return whole
-            tile, shard = tile_of(weight), self._shards.get(weight)
-            part = whole if tile is None else tile.take(whole, 0)
-            return part if part is whole and shard is None else (part if shard is None else shard.take(part)).clone()
-
-        return own
+    def _sharding(self, weight: str) -> Sharding:
+        """Return which part of a weight, and of its optimizer state, is this actor's."""
+        tile, shard = tile_of(weight), self._shards.get(weight)
+        sharding = Sharding() if tile is None else Sharding({0: tile})
+        return sharding if shard is None else sharding.then(shard.sharding)
 
     def _shard(self, weight: str, tensor: Tensor) -> Shard | None:
         """Return which part of its logical tensor a weight or its optimizer state is; None for the whole."""
@@ -208,9 +201,9 @@ class WorkerState:
         for name, parameter in self.parameters.items():
             weight = read(name, "")
             assert weight is not None, "the driver has looked at names and shapes"
-            parameter.copy_(weight)
-            if (master := self.masters.get(name, parameter)) is not parameter:
-                master.copy_(weight)
+            for each in {id(one): one for one in (parameter, self.masters.get(name, parameter))}.values():
+                with self.home.at_hand([each], writes=True):
+                    each.copy_(weight)
         self._publish()
         self.update.load(read)
         if (numbers := read(SCALER, "")) is not None:

@@ -74,7 +74,7 @@ def updater_of(plan: Plan, part: Part, groups: Mapping[str, Group], scaler: Loss
     told = Told(ballot=plan.rank in world.server_ranks or world.tells(plan.rank))
     if world.experts is not None:
         first, tells = world.is_first(plan.rank, expert=True), world.is_first(plan.rank)
-        tells &= not (world.mesh.folds_experts and world.mesh.coordinate(plan.rank)["tp"] > 0)
+        tells &= not (world.mesh.folds_experts and world.at(plan.rank)["tp"] > 0)
         experts = part.owners.experts
         told = told._replace(names=frozenset(one for one in part.parameters if (first if one in experts else tells)))
     policy = run.optim, run.clip, run.steps, scaler, run.nonfinite

@@ -76,10 +76,7 @@ class Saver:
 
         Raises:
             CheckpointError: The checkpoint can't be written.
-            ValueError: ``keep_last`` is less than 1.
         """
-        if keep_last is not None and keep_last < 1:
-            raise ValueError(f"keep_last is {keep_last}: keep 1 at least, or None for all")
         saved = self._begin(folder, step, keep_last, beside=False).result()
         if step == self._run.steps:
             self.lost = None

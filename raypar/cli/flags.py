@@ -8,11 +8,12 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from raypar.actors.known_fields import nearest, unknown_faults
+from raypar.actors.known_fields import unknown_faults
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.config.fields import Fault
 from raypar.config.recipes import RECIPES
+from raypar.schedules.nearest_name import nearest
 
 _HELP = {"-h", "--help"}
 _NUMBERS = {int: "a whole number", float: "a number"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import signal
@@ -119,8 +118,10 @@ def _command(words: list[str]) -> int:
         return _say(HELP, end="")
     if command == "--version":
         return _say(f"raypar {version('raypar')}")
-    close = [_MEANT[command]] if command in _MEANT else difflib.get_close_matches(command, _COMMANDS, n=1)
-    guess = f"did you mean {close[0]!r}?" if close else "see raypar --help"
+    from raypar.schedules.nearest_name import nearest
+
+    close = _MEANT.get(command) or nearest(command, _COMMANDS)
+    guess = f"did you mean {close!r}?" if close else "see raypar --help"
     return _fail(f"there is no command {command!r}: {guess}", MISTAKE)
 
 

@@ -8,11 +8,13 @@ from raypar.actors.mesh.world import Zero
 from raypar.actors.specs.run import Run
 from raypar.config.run import check_run, world_of
 from raypar.planner.memory import server_memory, worker_memory
-from raypar.planner.prediction import from_flops
+from raypar.planner.prediction import FROM_FLOPS, from_flops
 from raypar.planner.traffic import sent_bytes
 from raypar.reporting.expert_table import expert_table
 from raypar.reporting.needs import Rows, actors_told, counts_of, kinds_of, size
+from raypar.schedules.action import Op
 from raypar.schedules.drawing.cells import lines
+from raypar.schedules.drawing.text import milliseconds
 
 _LEVELS: tuple[Zero, ...] = (0, 1, 2, 3)
 
@@ -62,7 +64,8 @@ def _column(run: Run) -> Rows:
     """Return the memory of each pipeline rank by kind, and the bytes that an actor sends, by names."""
     schedule = check_run(run)["train"]
     world, counts = world_of(run), counts_of(run, schedule, None)
-    workers = worker_memory(run, world, counts, from_flops(run, schedule).timeline)
+    prediction = from_flops(run, world, counts, schedule)
+    workers = worker_memory(run, world, counts, prediction.timeline)
     each = [(f"pp={rank}" if len(workers) > 1 else "", memory) for rank, memory in enumerate(workers)]
     each += [(f"server of pp={rank}", memory) for rank, memory in enumerate(server_memory(run, world, counts))]
     rows = []
@@ -70,6 +73,9 @@ def _column(run: Run) -> Rows:
         rows += [
             (f"{actor} {kind}".strip(), told) for kind, told in (kinds_of(memory) | {"peak": size(memory.peak)}).items()
         ]
-    for op, sent in sent_bytes(run, world, counts, schedule).items():
-        rows.append((f"sent in a step, {op}", size(sent)))
+    seconds = {"gathers": prediction.most(Op.UNSHARD), "reductions": prediction.most(Op.REDUCE_GRAD)}
+    seconds["step"] = prediction.timeline.makespan if prediction.source == FROM_FLOPS else 0.0
+    rows += [(f"{name}, predicted", milliseconds(one)) for name, one in seconds.items() if one]
+    for (axis, op), sent in sent_bytes(run, world, counts, schedule).items():
+        rows.append((f"sent in a step, {axis} {op}", size(sent)))
     return rows

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from raypar.errors import ConfigError, JobError
+from raypar.errors import ConfigError, JobError, UnknownNameError
 from raypar.job.job import Job
 from raypar.schedules.catalog import names
 from raypar.schedules.schedule import ScheduleError
@@ -25,6 +25,7 @@ _TOLD = (
     JobError,
     StopIteration,
     KeyboardInterrupt,
+    UnknownNameError,
 )  # errors that need no traceback
 
 HELP = """\

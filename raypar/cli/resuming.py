@@ -55,7 +55,7 @@ def misfits(run: Run, begun: Found | None, overwrite: bool, *, is_sound: bool) -
 
 
 def finished(begun: Found, steps: int, *, is_told: bool) -> str:
-    """Say that a checkpoint's run is over, and how it goes on.
+    """Say that a checkpoint's run is finished, and the command with which it goes on.
 
     Args:
         begun: The checkpoint.
@@ -63,10 +63,11 @@ def finished(begun: Found, steps: int, *, is_told: bool) -> str:
         is_told: Whether the user said so many.
     """
     taken = begun.manifest.step
-    more = f"say --steps {taken + max(1, taken // 2)} to go on"
+    again = shlex.quote(str(home_of(begun.path) or begun.path))
+    more = f"for more, raypar train --resume {again} --steps {taken + max(1, taken // 2)}"
     if is_told:
         return f"{begun.path.name} is of a run that has taken {taken} steps, and --steps is {steps}: {more}"
-    return f"{begun.path.name} is the end of its run, which has taken all its {taken} steps: {more}"
+    return f"this run is finished: {begun.path.name} has all its {taken} steps; {more}"
 
 
 def how_to_go_on(run: Run) -> str:

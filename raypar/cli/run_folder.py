@@ -58,7 +58,8 @@ def report(
 
     Args:
         folders: the folder of a run, or of several to compare
-        out: the file, overwritten if it exists; None: report.html in the folder, or comparison.html in the first one
+        out: the file, overwritten if it exists; None: report.html in the folder, or comparison.html in the first
+            one that can be read
         live: serve the page on this machine instead, and refresh it while training goes on, until Ctrl-C
         port: where --live serves it; 0: any port that is free
         peak: peak FLOP/s of the device of one actor, for model FLOPs utilisation; None: that is left out
@@ -69,8 +70,8 @@ def report(
         _page(folders, peak)
         return Live(lambda: _page(folders, peak, EVERY)[0], port)
     name = REPORT if len(folders) == 1 else COMPARISON
-    made, unread = _page(folders, peak)
-    written = _written(out or folders[0] / name, out, made)
+    made, unread, home = _page(folders, peak)
+    written = _written(out or home / name, out, made)
     return "\n".join([written, *(f"could not be read: {fault}" for fault in unread)])
 
 
@@ -103,8 +104,12 @@ def _report_faults(
     return faults
 
 
-def _page(folders: tuple[Path, ...], peak: float | None, every: int | None = None) -> tuple[str, list[str]]:
-    """Make the page of one or several runs from what can be read of their folders; return it and what can't be read."""
+def _page(folders: tuple[Path, ...], peak: float | None, every: int | None = None) -> tuple[str, list[str], Path]:
+    """Make the page of one or several runs from what can be read of their folders.
+
+    Returns:
+        The page, what can't be read, and the first folder that could.
+    """
     pasts, faults = list[Past](), list[str]()
     for folder in folders:
         try:
@@ -117,8 +122,8 @@ def _page(folders: tuple[Path, ...], peak: float | None, every: int | None = Non
     if not pasts:
         raise ConfigError(faults)
     if len(folders) == 1:
-        return page(pasts[0], faults=faults, peak=peak, every=every), faults
-    return comparison(pasts, faults=faults, every=every), faults
+        return page(pasts[0], faults=faults, peak=peak, every=every), faults, pasts[0].folder
+    return comparison(pasts, faults=faults, every=every), faults, pasts[0].folder
 
 
 def _written(target: Path, out: Path | None, text: str) -> str:

@@ -199,6 +199,7 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
 def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None, launches: list[float]) -> Finished:
     """Train a run that was checked, with the files that flags ask for. ``launches`` gets the seconds of the launch."""
     from raypar.job.launch import launch  # imports torch and Ray
+    from raypar.reporting.run_folder.metrics_line import written
 
     began = time.perf_counter()
     with (
@@ -208,7 +209,7 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None,
     ):
 
         def write(outcome: Report | Evaluation) -> None:
-            log(json.dumps(outcome.to_dict()) + "\n")
+            log(written(outcome.to_dict()))
 
         launched = time.perf_counter() - began
         launches.append(launched)

@@ -34,8 +34,17 @@ _WORDS = _RANGES | {
     "too_long": "of {max_length} at most",
     "callable_type": "a function",
     "literal_error": "{expected}",
-    "dataclass_exact_type": "{class_name}",
+    "iterable_type": "a list",
     "predicate_failed": "a grid of equal sides, as '2d:2x2', '2.5d:2x2x1' (the last is its depth) or '3d:2x2x2'",
+}
+
+
+_OF_CLASS = {"dataclass_exact_type": "class_name", "is_instance_of": "class"}
+_CLASSES = {
+    "Action": "an Action, such as 1F0",
+    "Path": "a path",
+    "Run": "a Run, which rp.Run(...) makes, or rp.recipe('gpt-tiny')",
+    "Sequence": "a list",
 }
 
 
@@ -77,19 +86,36 @@ def field_faults(part: Any, below: str = "") -> Iterator[Fault]:
         part: A dataclass instance.
         below: Prefix of the fields' paths, such as ``model.``.
     """
-    from pydantic import ValidationError
-
     values = {field.name: getattr(part, field.name) for field in fields(part)}
-    wrong: dict[Any, list[ErrorDetails]] = {}
-    try:
-        _strict(part.__class__)(**values)
-    except ValidationError as error:
-        wrong = {name: list(same) for name, same in groupby(error.errors(), key=lambda one: one["loc"][0])}
+    wrong = _errors(part.__class__, values)
     for name, value in values.items():
         if name in wrong:
             yield from _told(wrong[name], f"{below}{name}", mapping=isinstance(value, Mapping))
         elif is_dataclass(value) and not isinstance(value, Schedule):  # a Schedule has its own check
             yield from field_faults(value, f"{below}{name}.")
+
+
+def value_faults(kind: type, values: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield the faults of values that are to be fields of a dataclass, as ``field_faults`` does, but not those inside.
+
+    Args:
+        kind: The dataclass.
+        values: Values by the names of the fields. Fields without a value are not looked at.
+    """
+    for name, errors in _errors(kind, values).items():
+        if name in values:
+            yield from _told(errors, name, mapping=isinstance(values[name], Mapping))
+
+
+def _errors(kind: type, values: Mapping[str, Any]) -> dict[Any, list[ErrorDetails]]:
+    """Return pydantic's errors for the values of a dataclass's fields, by field."""
+    from pydantic import ValidationError
+
+    try:
+        _strict(kind)(**values)
+    except ValidationError as error:
+        return {name: list(same) for name, same in groupby(error.errors(), key=lambda one: one["loc"][0])}
+    return {}
 
 
 def brief(value: Any) -> str:
@@ -107,7 +133,9 @@ def _strict(kind: type) -> type:
     from pydantic import ConfigDict
     from pydantic.dataclasses import dataclass
 
-    return dataclass(kind, config=ConfigDict(strict=True, allow_inf_nan=False), frozen=True)
+    return dataclass(
+        kind, config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True), frozen=True
+    )
 
 
 def _told(errors: list[ErrorDetails], path: str, *, mapping: bool) -> Iterator[Fault]:
@@ -134,7 +162,7 @@ def _told(errors: list[ErrorDetails], path: str, *, mapping: bool) -> Iterator[F
 
 def _word_of(error: ErrorDetails) -> str:
     """Return what a value must be, with the article of a class's name: an AdamW, an SGD, a GPT."""
-    told = _WORDS.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
-    if error["type"] != "dataclass_exact_type":
-        return told
-    return f"{'an' if told.startswith(('A', 'SGD')) else 'a'} {told}"
+    of_class = error.get("ctx", {}).get(_OF_CLASS.get(error["type"], ""))
+    if of_class is None:
+        return _WORDS.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
+    return _CLASSES.get(of_class) or f"{'an' if of_class.startswith(('A', 'SGD')) else 'a'} {of_class}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.run import Run
 from raypar.config.layouts import layout as fields_of
 from raypar.errors import ConfigError
+from raypar.schedules.nearest_name import nearest
 
 
 def gpt_tiny() -> Run:
@@ -102,8 +102,8 @@ def recipe(name: str, layout: str | None = None, **changes: Any) -> Run:
     Raises:
         ConfigError: There is no such recipe, or no such layout.
     """
-    if name not in RECIPES:
-        close = difflib.get_close_matches(name, RECIPES, n=1)
-        guess = f"did you mean {close[0]!r}? " if close else ""
+    if name not in [*RECIPES]:
+        close = nearest(str(name), RECIPES)
+        guess = f"did you mean {close!r}? " if close else ""
         raise ConfigError([f"there is no recipe {name!r}: {guess}known are {', '.join(RECIPES)}"])
     return replace(RECIPES[name](), **({} if layout is None else fields_of(layout)), **changes)

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from raypar.actors.files import read_named
-from raypar.actors.known_fields import nearest
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.precision import Precision
@@ -36,6 +35,7 @@ from raypar.config.recipes import recipe
 from raypar.config.run import rooted
 from raypar.errors import ConfigError
 from raypar.paths import absolute
+from raypar.schedules.nearest_name import nearest
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.torch_csv import to_csv
 

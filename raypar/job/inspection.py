@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from raypar.actors.collective.ledger import Entry
 from raypar.actors.sharding import Shard, join_shards
 from raypar.actors.specs.types import KEPT
+from raypar.errors import ConfigError, UnknownNameError
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
-from raypar.job.tiles import joined, tiles_of, whole_shapes
+from raypar.job.tiles import held_part, joined, tiles_of, whole_shapes
 from raypar.job.weights import Weights
 from raypar.planner.prediction import from_steps
 from raypar.reporting.memory_table import MemoryTable, memory_table
@@ -20,6 +20,7 @@ from raypar.reporting.needs import size
 from raypar.reporting.notebook import table
 from raypar.reporting.report import Report, ledger_of, timelines_of
 from raypar.schedules.drawing.overlay import Overlay
+from raypar.schedules.nearest_name import near
 from raypar.schedules.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Inspection:
         if name in self._skeleton.fixed:
             return self._fixed(name)
         method = "master" if self._has_masters else "parameter"
-        weight: Tensor = self._ask(name, method, range(self._run.mesh.size))
+        weight: Tensor = self._ask(name, method, self._world.trainers)
         return weight
 
     @property
@@ -63,7 +64,7 @@ class Inspection:
     def weights(self, dp: int | None = None) -> Weights:
         """Return the optimizer's weights or those of a replica, by logical name and whole; see ``Job.weights``."""
         if dp is None and self._has_masters:
-            homes, everyone = self._skeleton.homes, range(self._run.mesh.size)
+            homes, everyone = self._skeleton.homes, self._world.trainers
             shapes = {homes.get(name, name): shape for name, shape in self.parameters.items()}
             return Weights(shapes, partial(self._ask, method="master", ranks=everyone), lambda: joined(self._masters()))
         dp = dp or 0
@@ -79,11 +80,12 @@ class Inspection:
         """Fetch the optimizer's weights, rank by rank: each from the first replica that updates it."""
         homes = self._skeleton.homes
         for pp in range(self._run.mesh.pp):
-            ranks = self._world.replicas_of(pp)
-            held = self._guard(partial(self._calls.some, ranks, "masters", what="fetching weights"))
+            ranks = self._world.trainers_of(pp)
+            found = self._guard(partial(self._calls.some, ranks, "masters", what="fetching weights"))
+            held = dict(zip(ranks, found, strict=True))
             for name in dict.fromkeys(name for rank in ranks for name in self._holds[rank]):
-                group = self._parts_of(name, next(rank for rank in ranks if name in held[rank - ranks[0]]))
-                parts = [held[rank - ranks[0]][name] for rank in group]
+                group = self._parts_of(name, next(rank for rank in ranks if name in held[rank]))
+                parts = [held[rank][name] for rank in group]
                 yield homes.get(name, name), self._joined(name, group, parts)
 
     def _rank_by_rank(self, dp: int) -> Iterator[tuple[str, Tensor]]:
@@ -172,10 +174,17 @@ class Inspection:
         Returns:
             By rank, the shard and its gradient on the CPU. Ranks without one are left out.
         """
-        ranks = [rank for rank in self._world.server_ranks or range(self._world.size) if name in self._holds[rank]]
-        found = self._guard(lambda: self._calls.some(ranks, "gradient", name, what=f"fetching {name}"))
-        pairs = zip(ranks, found, strict=True)
-        return {rank: (self._holds[rank][name], gradient) for rank, gradient in pairs if gradient is not None}
+        tiles = self._tiles(name)
+        made: dict[int, list[tuple[str, Tensor]]] = {}
+        for one in tiles or [name]:
+            ranks = [rank for rank in self._world.server_ranks or range(self._world.size) if one in self._holds[rank]]
+            found = self._guard(partial(self._calls.some, ranks, "gradient", one, what=f"fetching {one}"))
+            for rank, gradient in zip(ranks, found, strict=True):
+                if gradient is not None:
+                    made.setdefault(rank, []).append((one, gradient))
+        if tiles:
+            return {rank: held_part(parts) for rank, parts in sorted(made.items())}
+        return {rank: (self._holds[rank][name], gradient) for rank, ((_, gradient),) in made.items()}
 
     def actors(self, device: str, last: Report | None) -> str:
         """Return a table of the actors as HTML: coordinates, parameters, memory and device. It calls no actor.
@@ -189,7 +198,7 @@ class Inspection:
         rows = []
         for rank, held in enumerate(self._holds):
             parts = (shard.take(torch.empty(shard.whole, device="meta")) for shard in held.values())
-            works = rank < self._run.mesh.size
+            works = rank in self._world.trainers
             peak = size(last.peak_memory[self._world.pp(rank)]) if last is not None and works else "-"
             rows.append((rank, self._world.label(rank), f"{sum(part.numel() for part in parts):,}", peak, device))
         return table(rows, ("actor", "coordinates", "parameters", "peak memory", "device"))
@@ -217,7 +226,7 @@ class Inspection:
         """
         measured = self._replica(dp, 0)
         if not measured.events:
-            raise ValueError("no step has been measured yet: job.step() takes one (a step by hand is not measured)")
+            raise ConfigError(["no step has been measured yet: job.step() takes one (a step by hand is not measured)"])
         return measured
 
     def timelines(self, ago: int = 0) -> list[Timeline]:
@@ -227,7 +236,8 @@ class Inspection:
             ago: How many steps before the latest. Actors keep the last few; the timelines of others are empty.
 
         Returns:
-            One timeline per replica, then one for server 0 of every pipeline rank, one for server 1, and so on.
+            One timeline per replica, then one for expert actor 0 or server 0 of every pipeline rank, one for number 1,
+            and so on.
         """
         rows = self._guard(lambda: self._calls.all("events", ago, what="reading the timeline"))
         return timelines_of(self._schedule, self._world, rows)
@@ -255,7 +265,7 @@ class Inspection:
 
     def _demand_replica(self, dp: int) -> None:
         if not 0 <= dp < self._run.mesh.dp:
-            raise ValueError(f"there is no replica dp={dp}: the mesh has {self._run.mesh.dp}, counted from 0")
+            raise ConfigError([f"there is no replica dp={dp}: the mesh has {self._run.mesh.dp}, counted from 0"])
 
     def _fixed(self, name: str) -> Tensor:
         """Fetch a tensor that no optimizer changes, a frozen parameter or a buffer."""
@@ -264,24 +274,30 @@ class Inspection:
         found = self._guard(partial(self._calls.some, ranks, "fixed", name, what=f"fetching {name}"))
         tensor: Tensor = next(tensor for tensor in found if tensor is not None)
         if tuple(tensor.shape) != self._skeleton.fixed[name]:
-            raise KeyError(f"{name!r} is not trained, and divided over mesh.tp: only weights are put together again")
+            raise UnknownNameError(
+                f"{name!r} is not trained, and divided over mesh.tp: only weights are put together again"
+            )
         return tensor
 
     def _ask(self, name: str, method: str, ranks: Sequence[int]) -> Any:
         self._demand_open()
-        if tiles := tiles_of(name, (one for held in self._holds for one in held)):
-            ((_, whole),) = joined((tile, self._ask(tile, method, ranks)) for tile in dict.fromkeys(tiles))
+        if tiles := self._tiles(name):
+            ((_, whole),) = joined((tile, self._ask(tile, method, ranks)) for tile in tiles)
             return whole
         for rank in (holders := [rank for rank in ranks if name in self._spoken(rank)]):
             found = self._whole(name, method, rank)
             if found is not None or rank == holders[-1]:
                 return found
         if name in self._skeleton.fixed:
-            raise KeyError(f"{name!r} is a frozen parameter or a buffer: it has no gradient")
-        close = difflib.get_close_matches(str(name), [*self.parameters, *self._skeleton.fixed], n=3)
-        raise KeyError(
+            raise UnknownNameError(f"{name!r} is a frozen parameter or a buffer: it has no gradient")
+        close = near(str(name), [*self.parameters, *self._skeleton.fixed])
+        raise UnknownNameError(
             f"no parameter {name!r}: {'did you mean ' + ' or '.join(close) + '?' if close else 'see job.parameters'}"
         )
+
+    def _tiles(self, name: str) -> list[str]:
+        """Return the names of the tiles of a parameter, in order; [] if it is whole."""
+        return tiles_of(name, dict.fromkeys(one for held in self._holds for one in held))
 
     def _whole(self, name: str, method: str, rank: int) -> Tensor | None:
         """Fetch a logical tensor from a rank, or from its whole tensor group if the rank holds only a part."""

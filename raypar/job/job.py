@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from raypar.actors.bounds import Count, Steps
 from raypar.actors.collective.ledger import Entry
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.run import Run
@@ -16,6 +17,7 @@ from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
 from raypar.cluster.calls import Calls
 from raypar.cluster.ray_cluster import Actors
+from raypar.config.arguments import checked_methods
 from raypar.config.run import reset_faults, world_of
 from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
@@ -29,11 +31,11 @@ from raypar.job.run_folders import settled
 from raypar.job.training_loop import TrainingLoop
 from raypar.job.weights import Weights
 from raypar.reporting.memory_table import MemoryTable
-from raypar.reporting.needs import memory_faults
+from raypar.reporting.needs import actors_told, memory_faults
 from raypar.reporting.notebook import box
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report
-from raypar.reporting.summary import log_plan
+from raypar.reporting.summary import brief, log_plan
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
@@ -48,8 +50,9 @@ _LAUNCH_SECONDS = 60.0  # least time for actors to start, build and connect, eve
 _MOST_SHOWN = 200  # largest schedule, in actions, that a job's repr shows
 
 
+@checked_methods
 class Job:
-    """A run and the actors that train it. ``launch`` creates it.
+    """A run and the actors that train it. ``launch`` creates it. Wrong arguments of methods raise a ConfigError.
 
     Attributes:
         run: The run that was launched, or that the job was reset to.
@@ -128,10 +131,10 @@ class Job:
 
     def train(
         self,
-        steps: int | None = None,
+        steps: Steps | None = None,
         *,
         on: Callable[[Report | Evaluation], None] | None = None,
-        ahead: int | None = None,
+        ahead: Steps | None = None,
     ) -> list[Report]:
         """Train with a progress display, with the evaluations and checkpoints that the run asks for.
 
@@ -146,13 +149,12 @@ class Job:
             The reports of the steps.
 
         Raises:
-            ValueError: ``ahead`` is not a whole number of 0 or more.
             JobError: A step failed, and the job is over.
             NonFiniteError: The gradients are not finite. No weight was changed, and the job can continue.
         """
         return self._loop.train(steps, on, ahead)
 
-    def evaluate(self, steps: int | None = None) -> Evaluation:
+    def evaluate(self, steps: Count | None = None) -> Evaluation:
         """Compute the loss on validation data.
 
         Args:
@@ -161,11 +163,10 @@ class Job:
 
         Raises:
             ConfigError: The run has no validation data.
-            ValueError: ``steps`` is less than 1.
         """
         return self._loop.evaluate(steps)
 
-    def save(self, folder: str | Path, keep_last: int | None = None) -> Path:
+    def save(self, folder: str | Path, keep_last: Count | None = None) -> Path:
         """Save a checkpoint and wait until it is complete on disk.
 
         Checkpoints that the training saves by itself are in ``run.folder``.
@@ -180,7 +181,6 @@ class Job:
 
         Raises:
             CheckpointError: The folder can't be written. The job can continue.
-            ValueError: ``keep_last`` is less than 1.
         """
         return self._loop.save(Path(folder), keep_last)
 
@@ -283,14 +283,15 @@ class Job:
         """
         return self._inspection.timeline(dp)
 
-    def timelines(self, ago: int = 0) -> list[Timeline]:
+    def timelines(self, ago: Steps = 0) -> list[Timeline]:
         """Return the measured timelines of a compiled training step, all on one clock.
 
         Args:
             ago: How many steps before the latest. Actors keep the last few; the timelines of others are empty.
 
         Returns:
-            One timeline per replica, then one for server 0 of every pipeline rank, one for server 1, and so on.
+            One timeline per replica, then one for expert actor 0 or server 0 of every pipeline rank, one for number 1,
+            and so on.
         """
         return self._inspection.timelines(ago)
 
@@ -390,8 +391,8 @@ class Job:
 
     def _told(self) -> str:
         """Return a summary of the job in three lines."""
-        failure, last, world = self._lifetime.failure, self._loop.last, self._loop.loaded.world
+        failure, last = self._lifetime.failure, self._loop.last
         over = f", over: {failure}" if failure is not None else ""
         loss = f", loss {last.loss:.4f} in step {last.step + 1}" if last is not None else ""
-        head = f"<Job on {world.size} actors, {self.device}{over}>\n{self.run.model} on {self.run.mesh}"
+        head = f"<Job, actors: {actors_told(self.run)}, {self.device}{over}>\n{brief(self.run.model)}"
         return f"{head}\n{self.next_step} of {self.run.steps} steps taken{loss}"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import math
 import uuid
 from pathlib import Path
 
+from raypar.actors.bounds import NotNegative
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
 from raypar.cluster.ray_cluster import start_actors
+from raypar.config.arguments import checked_arguments
 from raypar.config.run import world_of
 from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
@@ -22,13 +22,12 @@ from raypar.reporting.needs import memory_faults
 from raypar.reporting.record import Record
 from raypar.reporting.summary import log_plan
 
-log = logging.getLogger(__name__)
 
-
+@checked_arguments
 def launch(
     run: Run,
     *,
-    wait_for_nodes: float = 0.0,
+    wait_for_nodes: NotNegative = 0.0,
     resume: str | Path | Found | None = None,
     overwrite: bool = False,
 ) -> Job:
@@ -47,8 +46,6 @@ def launch(
         ConfigError: The run has faults. The error lists all of them, and no actor was started.
         JobError: The actors could not be started.
     """
-    if not 0 <= wait_for_nodes < math.inf:
-        raise ConfigError([f"wait_for_nodes is {wait_for_nodes}: it must be a number of seconds, 0 or more"])
     programs, skeleton, found = prepared(run, resume, overwrite=overwrite)
     look_ahead(run, programs, skeleton)
     if faults := list(memory_faults(run, programs["train"], skeleton)):
@@ -65,7 +62,6 @@ def _launched(run: Run, programs: Programs, skeleton: Skeleton, found: Found | N
     world = world_of(run)
     name, record = f"raypar-{uuid.uuid4().hex[:8]}", Record(run)
     try:
-        log.info("starting %d actors", world.size)
         log_plan(run, programs["train"], skeleton)
         actors = start_actors(Hosted, world, run.device, name, wait_for_nodes)
         try:

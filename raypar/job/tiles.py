@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, overload
 
 from raypar.actors.models.tile_names import tile_of, untiled
+from raypar.actors.sharding import Pieces, Shard, Sharding
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +41,23 @@ def joined(pairs: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Te
             ordered = [part for _, part in sorted(found.pop(untiled(name)).items())]
             made = [part for part in ordered if part is not None]
             yield untiled(name), torch.cat(made) if len(made) == tile.count else None
+
+
+def held_part(tiles: Sequence[tuple[str, Tensor]]) -> tuple[Shard, Tensor]:
+    """Join the tiles of one logical tensor that an actor holds.
+
+    Args:
+        tiles: Their names, and the tiles, in their order; at least one.
+
+    Returns:
+        Which rows of the whole they are, and these rows.
+    """
+    import torch
+
+    pieces = [tile for name, _ in tiles if (tile := tile_of(name)) is not None]
+    count, first = pieces[0].count, tiles[0][1]
+    own = Pieces(count, tuple(tile.own[0] for tile in pieces))
+    return Shard((count * first.shape[0], *first.shape[1:]), Sharding({0: own})), torch.cat([one for _, one in tiles])
 
 
 def whole_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:

@@ -138,8 +138,6 @@ class TrainingLoop:
     ) -> list[Report]:
         """Take training steps with a progress display, as ``Job.train`` does, and return their reports."""
         most = int(on is None) if ahead is None else ahead
-        if not isinstance(most, int) or most < 0:
-            raise ValueError(f"ahead is {ahead!r}: give a number of steps, 0 or more")
         run = self.loaded.run
         count = max(0, run.steps - self.next_step) if steps is None else steps
         if count > 0 and self.next_step + count > run.steps:
@@ -165,15 +163,12 @@ class TrainingLoop:
 
         Raises:
             ConfigError: The run has no validation data.
-            ValueError: ``steps`` is less than 1.
         """
         self.demand_ready()
         run, calls = self.loaded.run, self.loaded.calls
         if self._has_no_validation:
             raise ConfigError(["data has no validation batches: give Batches a validate function"])
         count = run.eval_steps if steps is None else steps
-        if count < 1:
-            raise ValueError(f"an evaluation of {count} steps has no loss: ask for at least 1")
         start, losses, counts = time.perf_counter(), list[float](), list[int]()
         for number in range(count):
             call = partial(calls.all, "run", "evaluate", number, what=f"evaluation step {number + 1}")
@@ -185,7 +180,7 @@ class TrainingLoop:
         return evaluation
 
     def save(self, folder: Path, keep_last: int | None) -> Path:
-        """Save a checkpoint now and return its path, as ``Job.save`` does. Raises CheckpointError and ValueError."""
+        """Save a checkpoint now and return its path, as ``Job.save`` does. Raises CheckpointError."""
         self.demand_ready()
         return self._lifetime.guard(partial(self._saver.save, folder, self.next_step, keep_last))
 

@@ -15,6 +15,7 @@ from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.muon import scale_of
 from raypar.actors.specs.optim import SGD, Muon
 from raypar.actors.specs.run import Run
+from raypar.config.arguments import checked_arguments
 from raypar.config.run import check_run, unrecorded
 from raypar.job.batch_checks import demand_pure
 from raypar.job.job import Job
@@ -171,6 +172,7 @@ class Verdict:
         return f"equal within bounds: {checked}\n{self.bounds}\nlargest differences, of the tensor's norm: {bounds}"
 
 
+@checked_arguments
 def verify(run: Run, job: Job | None = None) -> Verdict:
     """Train a run on its layout and in one plain process, and compare the results.
 

@@ -1,20 +1,94 @@
-"""The cost model: how long the actions of a training step last, predicted from FLOPs."""
+"""The cost model: how long the actions of a training step last, predicted from FLOPs and from bytes of messages.
+
+A gather of a stage's weights over N replicas brings (N - 1) / N of their bytes to each, and a reduction to the owners
+of gradients takes as much of them away; an all_reduce is two of these. The two run beside the actions. STEP takes what
+comes after the update: the broadcast of new weights that level 3 does not need, and with hybrid sharding the sum over
+the groups. RESHARD gives memory back, which costs nothing. Messages inside of layers (tensor, context and expert
+parallelism) and the update itself are not counted.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from raypar.actors.mesh.world import World
 from raypar.actors.models.partition import core_cost, split_layers, transformer_costs
 from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
 from raypar.actors.specs.recompute import Recompute, word_of
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Split
+from raypar.planner.memory import Counts, element_bytes
+from raypar.planner.rates import Rates
 from raypar.schedules.action import Op
+from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import Costs
 
 
+def seconds_of_run(run: Run, world: World, counts: Counts, schedule: Schedule, rates: Rates) -> Costs:
+    """Return the estimated durations of the actions of a run's training step, in seconds.
+
+    Of the user's own Layers no FLOPs are known: there the unit is the forward of a stage, and messages cost nothing.
+
+    Args:
+        run: The run.
+        world: Its ranks.
+        counts: Its parameters.
+        schedule: The lowered schedule of a training step.
+        rates: What an actor does in a second.
+    """
+    costs = costs_of_run(run, schedule.num_stages)
+    if not isinstance(run.model, Transformer):
+        return costs
+    tokens = run.micro_batch_size * run.model.seq / run.mesh.cp
+    unit = tokens / run.mesh.tensor_ranks / rates.flops
+    computing = {key: unit * cost for key, cost in costs.of_stage.items()}
+    parts = run.mesh.tensor_ranks if run.sequence_parallel or run.mesh.grid is not None else 1
+    boundary = element_bytes(run).weight * run.model.hidden * tokens / parts
+    return replace(
+        costs,
+        of_stage=computing | _exchanges(run, world, counts, rates),
+        step=max(_behind_update(run, world, counts, rates, schedule.stages_of(rank)) for rank in _ranks(schedule)),
+        link=rates.message(boundary),
+        reduce_beside=True,
+        units=min(units.count for units in counts.units),
+    )
+
+
+def _ranks(schedule: Schedule) -> range:
+    return range(schedule.num_ranks)
+
+
+def _exchanges(run: Run, world: World, counts: Counts, rates: Rates) -> dict[tuple[int, Op], float]:
+    """Return the seconds of every stage's UNSHARD and REDUCE_GRAD. Offloaded tensors are moved as a whole."""
+    each, sharers = element_bytes(run), world.owners if world.sharded else world.replicas
+    part = 1.0 if world.servers or world.offload != "none" else 1 - 1 / sharers
+    twice = 1 if world.sharded or world.servers or world.offload != "none" else 2
+    found: dict[tuple[int, Op], float] = {}
+    for stage, units in enumerate(counts.units):
+        gradients = each.gradient * units.whole
+        buckets = max(units.count if world.lends else 1, gradients / (run.bucket_mb * 2**20))
+        found[stage, Op.UNSHARD] = rates.message(part * each.weight * units.whole, units.count)
+        found[stage, Op.REDUCE_GRAD] = rates.message(twice * part * gradients, buckets)
+    return found
+
+
+def _behind_update(run: Run, world: World, counts: Counts, rates: Rates, stages: Sequence[int]) -> float:
+    """Return the seconds of the messages behind the update of a pipeline rank with these stages."""
+    each, held = element_bytes(run), sum(counts.units[stage].whole for stage in stages)
+    seconds = 0.0
+    if (world.sharded or world.servers) and not world.gathers:
+        part = 1.0 if world.servers else 1 - 1 / world.owners
+        seconds += rates.message(part * each.weight * held, world.owners)
+    if world.hybrid:
+        copies = world.replicas // world.owners
+        seconds += rates.message(2 * (1 - 1 / copies) * each.gradient * held / world.owners)
+    return seconds
+
+
 def costs_of_run(run: Run, num_stages: int) -> Costs:
-    """Return the estimated durations of the actions of a run's training step, from the FLOPs of its layers."""
+    """Return the estimated durations of the compute actions of a run's training step, in FLOPs per token."""
     ranks = run.mesh.tensor_ranks
     return costs_on_paper(run.model, num_stages, split=run.split, recompute=run.recompute, tensor_ranks=ranks)
 

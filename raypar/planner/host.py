@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from raypar.actors.specs.types import DeviceChoice
+from raypar.actors.specs.types import DeviceChoice, DeviceKind
 
 _LEAST_SLOTS = 16  # CPUs that a Ray of our own declares at least, so that many actors can share a laptop's few cores
 _MEMINFO = Path("/proc/meminfo")
@@ -38,9 +38,14 @@ def room_faults(num_actors: int) -> Iterator[str]:
         yield f"mesh: {num_actors} actors are more than {here}: use a smaller mesh, or set RAY_ADDRESS to a cluster"
 
 
+def device_kind(device: DeviceChoice) -> DeviceKind:
+    """Return on which kind of device actors would compute if they were started on this machine."""
+    return "cuda" if device == "cuda" or (device == "auto" and _NVIDIA.exists()) else "cpu"
+
+
 def computes_here(device: DeviceChoice) -> bool:
     """Return whether a launch would start actors that compute on this machine's CPUs, so that they need its memory."""
-    return starts_own_ray() and (device == "cpu" or (device == "auto" and not _NVIDIA.exists()))
+    return starts_own_ray() and device_kind(device) == "cpu"
 
 
 def total_memory() -> int | None:

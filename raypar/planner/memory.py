@@ -41,8 +41,8 @@ from raypar.schedules.simulation.memory import peaks
 from raypar.schedules.timeline import Timeline
 
 PROCESS = 310 << 20  # bytes of an actor's process without its run: Python, torch, Ray, kernels (gpt-tiny, 2026-11-24)
-# Of activations, what comes and goes beside them; and each kind that comes and goes in a step leaves as much heap in
-# pieces (gpt-small and hidden 512, 2026-11-24).
+# Of activations, what comes and goes beside them; and gradients that come and go in a step leave as much heap in pieces
+# (gpt-small and hidden 512, 2026-11-24).
 WORKING = 0.4
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of an element
 _UNDER_WAY = 2  # buckets that are being reduced, beside those that are filled
@@ -159,32 +159,31 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
     activations = [None] * world.mesh.pp if isinstance(run.model, Layers) else most_kept(run, run.model, timeline)
     whole = peaks(timeline, [each.weight * count for count in _gathered(timeline, counts)], [0] * len(counts.units))
     lent = [_Lent(run, world, counts, row) for row in timeline.schedule.rows]
-    alone = streamed(timeline.schedule)
-    streams = [all(action in alone for action in row if action.op in USES_WEIGHTS) for row in timeline.schedule.rows]
     found = []
     for rank, (count, state) in enumerate(zip(counts.held, _states(run, counts), strict=True)):
         experts = counts.experts[rank] if counts.experts else 0
         own = _owned(world, count, experts)
-        gradients = each.gradient * (own if world.sharded and lent[rank].is_lent else count)
+        summed = own if world.sharded and lent[rank].is_lent else count
+        gradients = each.gradient * summed if world.offload == "none" else 0
         kept = each.weight * (own if world.gathers else count)
         updated = each.state * state + each.master * count
         optimizer = 0 if world.servers else _owned(world, updated, updated * experts // max(count, 1))
         gathered = whole[rank].weights if world.unshards else 0
         buckets = lent[rank].most() if lent[rank].is_lent else 0
         waits = buckets >= each.gradient * count > 0 and lent[rank].waits
-        pieces = (gradients if lent[rank].is_lent and not waits else 0) + (gathered if streams[rank] else 0)
+        pieces = gradients if lent[rank].is_lent and not waits else 0
         sent = min(buckets, lent[rank].under_way) if world.replicas > 1 or world.servers else 0
         found.append(
             Memory(
                 weights=0 if world.offload == "parameters" else kept,
-                gradients=gradients if world.offload == "none" else 0,
+                gradients=gradients,
                 optimizer=optimizer if world.offload == "none" else 0,
                 activations=activations[rank],
                 gathered=gathered,
                 buckets=buckets,
                 working=round(WORKING * (activations[rank] or 0)) + pieces,
                 twice=gradients if waits else 0,
-                shared=sent + _read(world, each.weight, count, experts, gathered, lends=lent[rank].is_lent),
+                shared=sent + _read(world, each.weight, count, experts, lends=lent[rank].is_lent),
                 offloaded=_offloaded(world, each, own, kept, optimizer),
             )
         )
@@ -219,23 +218,21 @@ def _offloaded(world: World, each: ElementBytes, own: int, weights: int, optimiz
     return optimizer + sums + masters + (weights if world.offload == "parameters" else 0)
 
 
-def _read(world: World, weight: int, count: int, experts: int, gathered: int, *, lends: bool) -> int:
+def _read(world: World, weight: int, count: int, experts: int, *, lends: bool) -> int:
     """Return the bytes of weights and gradients that a worker reads in memory that it shares with other replicas.
 
     An all_reduce, or the reductions to all owners and their broadcasts of new weights, read every replica's part of all
-    tensors twice. Flat tensors that are lent, and gathered weights, are copied into shared memory instead.
+    tensors twice. Flat tensors that are lent are copied into shared memory instead. Gathered weights pass through a few
+    megabytes of it.
 
     Args:
         world: The ranks of the run.
         weight: The bytes of a weight.
         count: The number of the worker's parameters.
         experts: How many of them are of experts that actors divide.
-        gathered: The bytes of its gathered weights.
         lends: Whether flat tensors are lent.
     """
-    if world.gathers:
-        return gathered
-    if world.servers or world.replicas == 1:
+    if world.gathers or world.servers or world.replicas == 1:
         return 0
     group = world.owners if world.sharded else world.replicas
     others = (count - experts) * (group - 1) // group

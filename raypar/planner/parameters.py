@@ -72,6 +72,7 @@ def held_parameters(model: GPT | Llama, split: Split, schedule: Schedule, mesh: 
     return held
 
 
+_LEARNED = ("learned", "hierarchical")  # positions with a weight of their own
 _LARGEST = 16  # tensors of a stage whose sizes are told
 Group = tuple[int, Sequence[Sequence[int]]]  # parameters without tiles; of each layer, those of each tile
 
@@ -85,27 +86,43 @@ class Units:
         two: The most parameters that are whole at a time: those that a layer or a tile needs, and the next one, whose
             units are gathered meanwhile.
         largest: Sizes of the largest tensors, in falling order; of many only the first ones.
+        tensors: Number of all tensors. A reduction sends a flag with the gradient of each.
+        count: Number of units: what is gathered at once, and by itself.
         experts: Parameters of experts among ``whole``, if experts are divided over actors.
+        expert_tensors: Number of their tensors.
     """
 
     whole: int
     two: int
     largest: tuple[int, ...]
+    tensors: int
+    count: int
     experts: int = 0
+    expert_tensors: int = 0
 
     @classmethod
-    def of(cls, groups: Sequence[Group], tensors: Iterable[int], shared: int = 0, experts: int = 0) -> Units:
+    def of(
+        cls,
+        groups: Sequence[Group],
+        sizes: Iterable[int],
+        tensors: int,
+        shared: int = 0,
+        experts: tuple[int, int] = (0, 0),
+    ) -> Units:
         """Return the units of a stage.
 
         Args:
             groups: What is gathered together in turn: parameters without tiles, and those of each tile of each layer.
-            tensors: The size of each tensor, or tile of one; the smaller ones may be left out.
+            sizes: The size of each tensor, or tile of one; the smaller ones may be left out.
+            tensors: Number of all tensors.
             shared: Parameters that count in two groups.
-            experts: Parameters of experts, if experts are divided over actors.
+            experts: Parameters of experts, if experts are divided over actors, and the number of their tensors.
         """
         whole = sum(rest + sum(map(sum, layers)) for rest, layers in groups) - shared
         back = [(rest, [tiles[::-1] for tiles in layers[::-1]]) for rest, layers in groups[::-1]]
-        return cls(whole, max(_most_in_turn(groups), _most_in_turn(back)), tuple(nlargest(_LARGEST, tensors)), experts)
+        count = sum((rest > 0) + sum(map(len, layers)) for rest, layers in groups)
+        most = max(_most_in_turn(groups), _most_in_turn(back))
+        return cls(whole, most, tuple(nlargest(_LARGEST, sizes)), tensors, max(1, count), *experts)
 
 
 def _most_in_turn(groups: Sequence[Group]) -> int:
@@ -144,27 +161,55 @@ def unit_parameters(
     units = []
     for stage, held in enumerate(split_layers(split, transformer_costs(model), num_stages)):
         groups: list[Group] = []
-        tensors = [model.hidden**2 // ranks] * len(held)
+        sizes = [model.hidden**2 // ranks] * len(held)
+        tensors = sum(_block_tensors(model, index, mesh) for index in held)
         for start in range(0, len(held), layers):
             blocks = held[start : start + layers]
             mlps = [_mlp_tiles(model, tile, index, mesh) for index in blocks]
             for index, mlp in zip(blocks, mlps, strict=True):
                 parts = of_expert if model.num_experts(index) else ranks
-                tensors += [cut // parts for cut in chain.from_iterable(mlp)]
+                sizes += [cut // parts for cut in chain.from_iterable(mlp)]
+            tensors += sum(len(cuts) - 1 for mlp in mlps for cuts in mlp) * _linear_tensors(model)
             tiles = [[cut for cuts in mlp if len(cuts) > 1 for cut in cuts] for mlp in mlps]
             groups.append((_blocks(model, blocks, mesh) - sum(map(sum, tiles)), tiles))
         vocab = -(-model.vocab // ranks) * model.hidden
         if stage == 0:
             groups.insert(0, (_embedding(model, ranks), [[]]))
-            tensors.append(vocab)
+            sizes.append(vocab)
+            tensors += 1 + (model.positions in _LEARNED)
         shared = vocab if model.tied and num_stages == 1 else 0
         if stage == num_stages - 1:
             cuts = _cut(vocab, tile_count(tile, "head.out"))
             groups.append((_head(model, ranks, tied=False) - (vocab if cuts[1:] else 0), [cuts if cuts[1:] else []]))
-            tensors += [] if shared else cuts
-        experts = sum(_own_experts(model, block, mesh) for block in held) if mesh.ep > 1 else 0
-        units.append(Units.of(groups, tensors, shared, experts))
+            sizes += [] if shared else cuts
+            tensors += _linear_tensors(model) + (0 if shared else len(cuts))
+        experts = [(_own_experts(model, block, mesh), _expert_tensors(model, block, mesh)) for block in held]
+        own = [sum(column) for column in zip(*experts, strict=True)] if mesh.ep > 1 and experts else [0, 0]
+        units.append(Units.of(groups, sizes, tensors, shared, (own[0], own[1])))
     return units
+
+
+def _block_tensors(model: GPT | Llama, block: int, mesh: Mesh) -> int:
+    """Return the number of tensors of a block; those of linear layers that are cut into tiles count as one."""
+    linear, moe = _linear_tensors(model), model.moe
+    mlp = model.mlp_matrices * linear
+    attention_and_norms = 3 + 3 * linear  # queries, keys and values have no biases; the output and two norms may have
+    if not model.num_experts(block):
+        return attention_and_norms + mlp
+    assert moe is not None
+    routers = 2 if moe.gate == "shazeer" else 1
+    beside = (mlp if moe.shared else 0) + (mlp + 2 if moe.residual else 0)
+    return attention_and_norms + _expert_tensors(model, block, mesh) + routers + beside
+
+
+def _expert_tensors(model: GPT | Llama, block: int, mesh: Mesh) -> int:
+    """Return the number of tensors of the experts of a block that one actor holds."""
+    return model.num_experts(block) // mesh.ep * model.mlp_matrices * _linear_tensors(model)
+
+
+def _linear_tensors(model: GPT | Llama) -> int:
+    """Return the number of tensors of a linear layer of an MLP, and of a norm: a Llama has no biases."""
+    return 1 if isinstance(model, Llama) else 2
 
 
 def _mlp_tiles(model: GPT | Llama, tile: Mapping[str, int], block: int, mesh: Mesh) -> list[list[int]]:

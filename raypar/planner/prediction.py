@@ -1,27 +1,38 @@
 """The prediction of a training step: the schedule performed on paper, and where the costs of its actions come from.
 
-Two sources of costs exist. Before a run there are only FLOPs; after some steps there are measured durations. They
-disagree, because FLOPs know neither messages nor caches nor the optimizer, so whoever shows a prediction shows its
-source with it.
+Two sources of costs exist. Before a run there are only FLOPs and bytes; after some steps there are measured durations.
+They disagree, because FLOPs know neither caches nor the optimizer, so whoever shows a prediction shows its source with
+it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
-from raypar.planner.cost_model import costs_of_run
+from raypar.planner.cost_model import seconds_of_run
+from raypar.planner.memory import Counts
+from raypar.planner.rates import rates_of
+from raypar.schedules.action import COMPUTE, Op
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.measured_costs import costs_of
-from raypar.schedules.simulation.simulate import simulate
+from raypar.schedules.simulation.simulate import outcome, simulate
 from raypar.schedules.timeline import Timeline
 
-FROM_FLOPS = "from FLOPs"
+FROM_FLOPS = "from FLOPs and bytes"
 IN_SLOTS = "in slots"  # of the user's own layers no FLOPs are known: every stage takes as long
 FROM_STEPS = "from the measured costs of steps before"
 FROM_ITSELF = "from the measured costs of the step itself"
+
+_LEAVES_OUT = {
+    FROM_FLOPS: "FLOPs and bytes leave out the optimizer, and other programs on these cores",
+    IN_SLOTS: "slots take all stages to be as long, and leave out messages, the optimizer, and other programs",
+    FROM_STEPS: "medians leave out waits that the schedule does not ask for",
+    FROM_ITSELF: "medians leave out waits that the schedule does not ask for",
+}
 
 
 @dataclass(frozen=True)
@@ -29,28 +40,48 @@ class Prediction:
     """A predicted training step.
 
     Attributes:
-        timeline: The simulated step: in FLOPs per token, in forwards of a stage, or in seconds if costs were measured.
+        timeline: The simulated step, in seconds; IN_SLOTS in forwards of a stage.
         source: Where the costs come from: FROM_FLOPS, IN_SLOTS, FROM_STEPS or FROM_ITSELF.
+        alone: Makespan without the messages between replicas, as far as they are known, in the unit of the timeline.
     """
 
     timeline: Timeline
     source: str
+    alone: float
+
+    def most(self, op: Op) -> float:
+        """Return how long the actions of an op last together on the rank where they last longest."""
+        seconds = [0.0] * self.timeline.num_ranks
+        for event in self.timeline.events:
+            if event.action.op is op:
+                seconds[event.rank] += event.end - event.start
+        return max(seconds)
 
     @property
     def bubble(self) -> str:
-        """The bubble in words, "5.7% predicted from FLOPs"."""
+        """The bubble in words, "5.7% predicted from FLOPs and bytes"."""
         return f"{self.timeline.bubble:.1%} predicted {self.source}"
 
+    @property
+    def leaves_out(self) -> str:
+        """Why a measured bubble is another one, in a sentence."""
+        return _LEAVES_OUT[self.source]
 
-def from_flops(run: Run, schedule: Schedule) -> Prediction:
-    """Predict a step of a run before it starts, from the FLOPs of its layers if they are known.
+
+def from_flops(run: Run, world: World, counts: Counts, schedule: Schedule) -> Prediction:
+    """Predict a step of a run before it starts, from the FLOPs of its layers, if they are known, and its messages.
 
     Args:
         run: The run.
+        world: Its ranks.
+        counts: Its parameters.
         schedule: The lowered schedule of a training step.
     """
     source = FROM_FLOPS if isinstance(run.model, Transformer) else IN_SLOTS
-    return Prediction(simulate(schedule, costs_of_run(run, schedule.num_stages)), source)
+    costs = seconds_of_run(run, world, counts, schedule, rates_of(run))
+    computing = {key: seconds for key, seconds in costs.of_stage.items() if key[1] in COMPUTE}
+    alone = outcome(schedule, replace(costs, of_stage=computing, step=0.0))
+    return Prediction(simulate(schedule, costs), source, alone.makespan)
 
 
 def from_steps(measured: Timeline, before: Sequence[Timeline]) -> Prediction:
@@ -61,4 +92,4 @@ def from_steps(measured: Timeline, before: Sequence[Timeline]) -> Prediction:
         before: Steps before it; empty if there were none.
     """
     timeline = simulate(measured.schedule, costs_of(*(before or [measured])))
-    return Prediction(timeline, FROM_STEPS if before else FROM_ITSELF)
+    return Prediction(timeline, FROM_STEPS if before else FROM_ITSELF, timeline.makespan)

@@ -14,13 +14,16 @@ from raypar.planner.memory import Counts, element_bytes
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.memory import traffic
 
+Sent = Counter[tuple[str, str]]
 
-def sent_bytes(run: Run, world: World, counts: Counts, schedule: Schedule) -> dict[str, int]:
-    """Return the bytes that an actor sends in a step by op, on average over the pipeline rank that sends most.
 
-    An all_reduce over N replicas sends 2 (N - 1) / N of the weights. A reduction to their owners, a broadcast of what
-    these have updated, and a gather send half as much, as often as the schedule has them. For experts that actors
-    divide, N is the number of those that hold the same ones, and their tokens go by all_to_all.
+def sent_bytes(run: Run, world: World, counts: Counts, schedule: Schedule) -> dict[tuple[str, str], int]:
+    """Return the bytes that an actor sends in a step, on average over the pipeline rank that sends most.
+
+    An all_reduce over N replicas sends 2 (N - 1) / N of the gradients. A reduction to their owners, a broadcast of what
+    these have updated, and a gather send half as much, as often as the schedule has them. With the gradient of each
+    tensor goes a flag, which says whether there is one. For experts that actors divide, N is the number of those that
+    hold the same ones, and their tokens go by all_to_all. The vote that opens the STEP, a few numbers, is left out.
 
     Args:
         run: The run.
@@ -29,18 +32,20 @@ def sent_bytes(run: Run, world: World, counts: Counts, schedule: Schedule) -> di
         schedule: The lowered schedule of a training step.
 
     Returns:
-        The bytes by op; {} if there are no replicas, and nobody to send tokens to.
+        The bytes by axis and op, as ``job.ledger()`` has them; {} if there are no replicas, and nobody to send tokens
+        to.
 
     Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 7.
     """
-    sent = [Counter[str]() for _ in counts.held]
+    sent = [Sent() for _ in counts.held]
     if world.replicas > 1 and not world.servers:
-        dense = [units.whole - units.experts for units in counts.units]
-        _add_replicas(sent, run, world, dense, schedule, world.owners if world.sharded else world.replicas)
+        dense = [(units.whole - units.experts, units.tensors - units.expert_tensors) for units in counts.units]
+        shards = world.owners if world.sharded else world.replicas
+        _add_replicas(sent, run, world, dense, schedule, shards, "shard" if world.hybrid else "dp")
     if world.experts is not None:
         if world.expert_replicas > 1:
-            of_experts = [units.experts for units in counts.units]
-            _add_replicas(sent, run, world, of_experts, schedule, world.expert_replicas)
+            of_experts = [(units.experts, units.expert_tensors) for units in counts.units]
+            _add_replicas(sent, run, world, of_experts, schedule, world.expert_replicas, "edp")
         if isinstance(run.model, Transformer):
             _add_tokens(sent, run, run.model, schedule)
     most = max(sent, key=Counter.total)
@@ -48,39 +53,47 @@ def sent_bytes(run: Run, world: World, counts: Counts, schedule: Schedule) -> di
 
 
 def _add_replicas(
-    sent: Sequence[Counter[str]], run: Run, world: World, parameters: Sequence[int], schedule: Schedule, shards: int
+    sent: Sequence[Sent],
+    run: Run,
+    world: World,
+    held: Sequence[tuple[int, int]],
+    schedule: Schedule,
+    shards: int,
+    axis: str,
 ) -> None:
     """Add what replicas send of weights and gradients, by pipeline rank.
 
     Args:
-        sent: The bytes by op, of each pipeline rank.
+        sent: The bytes by axis and op, of each pipeline rank.
         run: The run.
         world: Its ranks.
-        parameters: By stage, the parameters that the same replicas hold.
+        held: By stage, the parameters that the same replicas hold, and the number of their tensors.
         schedule: The lowered schedule of a training step.
         shards: Number of the replicas, or of those that share the weights out.
+        axis: The axis of their group.
     """
     each = element_bytes(run)
-    weights = [each.weight * count for count in parameters]
-    moved = traffic(schedule, weights, [each.gradient * count for count in parameters], shards)
+    weights = [each.weight * count for count, _ in held]
+    gradients = [each.gradient * (count + tensors) for count, tensors in held]
+    moved = traffic(schedule, weights, gradients, shards)
     for rank, found in enumerate(sent):
         stages = schedule.stages_of(rank)
         reduced = sum(moved[stage].reduced_bytes for stage in stages)
         if not world.sharded:
-            found["all_reduce"] += 2 * reduced
+            found[axis, "all_reduce"] += 2 * reduced
             continue
-        found["reduce"] += reduced
+        found[axis, "reduce"] += reduced
         if world.gathers:
-            found["all_gather"] += sum(moved[stage].gathered_bytes for stage in stages)
+            found[axis, "all_gather"] += sum(moved[stage].gathered_bytes for stage in stages)
         else:
-            found["broadcast"] += sum(weights[stage] for stage in stages) * (shards - 1) // shards
+            found[axis, "broadcast"] += sum(weights[stage] for stage in stages) * (shards - 1) // shards
         if world.hybrid:
             copies = world.replicas // shards
-            own = sum(each.gradient * parameters[stage] for stage in stages) // shards
-            found["all_reduce"] += 2 * own * (copies - 1) // copies
+            own = sum(gradients[stage] for stage in stages) // shards
+            found["replicate", "all_reduce"] += 2 * own * (copies - 1) // copies
 
 
-def _add_tokens(sent: Sequence[Counter[str]], run: Run, model: Transformer, schedule: Schedule) -> None:
+def _add_tokens(sent: Sequence[Sent], run: Run, model: Transformer, schedule: Schedule) -> None:
     """Add the rows that an actor sends to the experts of others and back, at an even load, by pipeline rank.
 
     A layer has two all_to_alls in a forward and two in a backward; a forward that is run again has two more.
@@ -96,4 +109,4 @@ def _add_tokens(sent: Sequence[Counter[str]], run: Run, model: Transformer, sche
         for block in blocks:
             if model.num_experts(block):
                 again = 2 if word_of(run.recompute, range(model.layers), block) == "full" else 0
-                sent[schedule.placement[stage]]["all_to_all"] += (4 + again) * bytes_
+                sent[schedule.placement[stage]]["ep", "all_to_all"] += (4 + again) * bytes_

@@ -68,7 +68,7 @@ def memory_table(run: Run, schedule: Schedule, skeleton: Skeleton, held: Sequenc
         held: What every actor holds, by rank, after a training step or before the first.
     """
     world, counts = world_of(run), counts_of(run, schedule, skeleton)
-    workers = worker_memory(run, world, counts, from_flops(run, schedule).timeline)
+    workers = worker_memory(run, world, counts, from_flops(run, world, counts, schedule).timeline)
     servers = server_memory(run, world, counts)
     return MemoryTable(
         (one.actor, dict(_figures((servers if rank in world.server_ranks else workers)[world.pp(rank)], one)))

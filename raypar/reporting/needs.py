@@ -45,9 +45,12 @@ def actors_told(run: Run, origins: Mapping[str, str] | None = None) -> str:
         if (ways := world.mesh.ways(axis)) > 1:
             spelled = run.mesh.tp if axis == "tp" else ways
             told.append(f"{axis} {spelled}" + (f" ({origins[axis]})" if origins and axis in origins else ""))
-    servers = f" + {len(world.server_ranks)} servers" if world.servers else ""
-    experts = f"; experts in {world.mesh.ep} parts" if world.mesh.ep > 1 else ""
-    return f"{world.size} = {' x '.join(told)}{servers}{experts}" if told or servers else str(world.size)
+    others = f" + {len(world.server_ranks)} servers" if world.servers else ""
+    if world.mesh.expert_actors:
+        others = f" + {world.mesh.actors - world.mesh.size} for experts"
+    elif world.mesh.ep > 1:
+        others = f"; experts in {world.mesh.ep} parts"
+    return f"{world.size} = {' x '.join(told) or 1}{others}" if told or others else str(world.size)
 
 
 def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline: Timeline) -> Rows:
@@ -80,7 +83,7 @@ def memory_faults(run: Run, schedule: Schedule, skeleton: Skeleton | None = None
     if has is None:
         return
     world, counts = world_of(run), counts_of(run, schedule, skeleton)
-    workers = worker_memory(run, world, counts, from_flops(run, schedule).timeline)
+    workers = worker_memory(run, world, counts, from_flops(run, world, counts, schedule).timeline)
     needed = _in_all(run, workers, server_memory(run, world, counts), lambda memory: memory.state)
     if needed <= has:
         return
@@ -111,7 +114,7 @@ def counts_of(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts
 
 def _units(run: Run, num_stages: int, skeleton: Skeleton) -> list[Units]:
     """Count the parameters of each stage's units of the user's own Layers."""
-    from raypar.actors.models.tiled import tile_sizes  # imports torch
+    from raypar.actors.models.tiled import added_tensors, tile_sizes  # imports torch
 
     model, homes, weights = skeleton.model, skeleton.homes, skeleton.weights
     patterns = patterns_of(run.model, run.tile)
@@ -126,11 +129,15 @@ def _units(run: Run, num_stages: int, skeleton: Skeleton) -> list[Units]:
         cut = [[tile_sizes(model.names[index], model.skeleton[index], patterns) for index in one] for one in groups]
         every = set[str]().union(*names)
         shared = sum(sizes) - sum(weights[name].numel() for name in every)
-        experts = sum(weights[name].numel() for name in every & model.experts.keys()) if run.mesh.ep > 1 else 0
+        own = every & model.experts.keys() if run.mesh.ep > 1 else set()
+        experts = (sum(weights[name].numel() for name in own), len(own))
         rests = [size - sum(map(sum, tiles)) for size, tiles in zip(sizes, cut, strict=True)]
         tiles = [one for group in cut for layer in group for one in layer]
         whole = [weights[name].numel() for name in every] if not tiles else []
-        found.append(Units.of(list(zip(rests, cut, strict=True)), [*whole, *tiles], shared, experts))
+        of_stage = [(model.names[index], model.skeleton[index]) for index in layers]
+        tensors = len(every) + sum(added_tensors(name, one, patterns) for name, one in of_stage)
+        groups_of = list(zip(rests, cut, strict=True))
+        found.append(Units.of(groups_of, [*whole, *tiles], tensors, shared, experts))
     return found
 
 

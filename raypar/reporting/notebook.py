@@ -8,7 +8,7 @@ from html import escape
 from raypar.actors.collective.ledger import Entry
 
 _BOX = "max-width: 100%; overflow-x: auto"
-_CELL = "text-align: left; padding: 0 1em 0 0"
+_CELL = "text-align: left; padding: 0 1em 0 0; white-space: nowrap"
 
 
 def box(*inside: str) -> str:

@@ -13,6 +13,7 @@ from raypar.actors.specs.results import Kind, Shadowed, Span, StepResult
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ELEMENTS, Format
 from raypar.reporting.experts import Loads, figures, loads_of, losses_of_layers, shadows_of, totals
+from raypar.reporting.needs import size
 from raypar.reporting.notebook import Totals, box, table
 from raypar.reporting.overflow import Overflow, overflow_of
 from raypar.schedules.schedule import Schedule
@@ -37,10 +38,11 @@ def timelines_of(schedule: Schedule, world: World, rows: Sequence[Sequence[Span]
         rows: The spans of every rank, by rank.
 
     Returns:
-        One timeline for each replica, then one for each parameter server of a pipeline rank.
+        One timeline for each replica, then one for each expert actor or parameter server of a pipeline rank.
     """
     zero = min((span.start for row in rows for span in row), default=0.0)
     lanes = [world.replica(dp) for dp in range(world.mesh.dp)]
+    lanes += zip(*(world.mesh.experts_of(pp) for pp in range(world.mesh.pp)), strict=True)
     lanes += [tuple(world.server_rank(pp, index) for pp in range(world.mesh.pp)) for index in range(world.servers)]
     return [_timeline(schedule, world, zero, {rank: rows[rank] for rank in lane}) for lane in lanes]
 
@@ -150,9 +152,10 @@ class Report:
         return self.tokens_per_s if unit in ELEMENTS else 1e3 * self.samples / self.step_ms
 
     def __repr__(self) -> str:
-        """Return the fields by name; the step is counted from 1."""
-        names = [each.name for each in fields(Report)[1:] if not (self.by_hand and each.name in _TIMES)]
-        rest = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        """Return the fields by name, without those that say nothing; the step is counted from 1."""
+        told = {each.name: getattr(self, each.name) for each in fields(Report)[1:]}
+        told = {name: value for name, value in told.items() if not (self.by_hand and name in _TIMES)}
+        rest = ", ".join(f"{name}={value!r}" for name, value in told.items() if not _is_empty(value))
         return f"<Report of step {self.steps_taken}: {rest}>"
 
     def _repr_html_(self) -> str:
@@ -178,8 +181,13 @@ class Report:
         ]
 
 
+def _is_empty(value: object) -> bool:
+    """Return whether a field says nothing; a figure of 0 says something."""
+    return value is None or value is False or value == {}
+
+
 def _sizes(sizes: Sequence[int]) -> str:
-    return ", ".join(f"{size / 2**20:,.0f} MiB" for size in sizes)
+    return ", ".join(map(size, sizes))
 
 
 @dataclass(frozen=True)
@@ -257,7 +265,7 @@ def report_of(
     workers = results[: world.mesh.size]
     idle = [1.0 - result.busy / result.span for result in workers if result.span > 0]
     overlaps = [result.overlap for result in workers if result.overlap is not None]
-    ranks = [[workers[rank] for rank in world.replicas_of(pp)] for pp in range(world.mesh.pp)]
+    ranks = [[results[rank] for rank in world.trainers_of(pp)] for pp in range(world.mesh.pp)]
     return Report(
         step=step,
         loss=mean_loss(losses, counts),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.data import Batches
@@ -13,13 +15,13 @@ from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
-from raypar.planner.prediction import from_flops
+from raypar.planner.prediction import Prediction, from_flops
 from raypar.reporting.experts import figures
-from raypar.reporting.needs import TOO_MUCH, Rows, actors_told, need_rows
+from raypar.reporting.needs import TOO_MUCH, Rows, actors_told, counts_of, need_rows
 from raypar.reporting.report import Evaluation, Report, unit_of
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.overlay import Overlay
-from raypar.schedules.drawing.text import grid
+from raypar.schedules.drawing.text import grid, milliseconds
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import UNIT, simulate
 
@@ -41,9 +43,10 @@ def plan_rows(
     Returns:
         Rows of a name and a figure.
     """
-    prediction = from_flops(run, schedule)
+    skeleton, world = skeleton or Skeleton(run.model, run.seed), world_of(run)
+    prediction = from_flops(run, world, counts_of(run, schedule, skeleton), schedule)
     rows = [("actors", actors_told(run, origins)), ("steps", f"{run.steps:,} of {_batch_told(run)}")]
-    if world_of(run).servers:
+    if world.servers:
         rows.append(("parameter servers", f"{run.servers} for each of {run.mesh.pp} pipeline ranks"))
     if isinstance(run.model, Transformer):
         layers = split_layers(run.split, transformer_costs(run.model), schedule.num_stages)
@@ -52,11 +55,25 @@ def plan_rows(
     halves = [sum(action.op is Op.I for action in row) for row in schedule.rows]
     if any(halves):
         rows.append(("backwards in halves", f"{_each(halves)}: their weights' gradients (W) fill waits"))
+    if world.reduces and (exchanged := _exchange_told(prediction)):
+        rows.append(("between replicas", exchanged))
     return [
         *rows,
         ("bubble", prediction.bubble),
         ("activations in flight", f"{_each(prediction.timeline.in_flight)} predicted"),
     ]
+
+
+def _exchange_told(prediction: Prediction) -> str:
+    """Say how long the gathers and reductions of a step are predicted to take; "" if that is unknown."""
+    kinds = {"gathers": Op.UNSHARD, "reductions": Op.REDUCE_GRAD, "behind the update": Op.STEP}
+    each = {name: prediction.most(op) for name, op in kinds.items()}
+    if not any(each.values()):
+        return ""
+    told = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in each.items() if seconds)
+    whole = prediction.timeline.makespan
+    longer = f"{whole / prediction.alone - 1:.1%} longer than without them"
+    return f"{told}; a step of {milliseconds(whole)}, {longer}, predicted {prediction.source}"
 
 
 def _batch_told(run: Run) -> str:
@@ -119,7 +136,8 @@ def closing_rows(
     Returns:
         Rows of a name and a figure.
     """
-    prediction, last = from_flops(run, schedule), reports[-1]
+    prediction = from_flops(run, world_of(run), counts_of(run, schedule, None), schedule)
+    last = reports[-1]
     steady = reports[1:] or reports
     held = [max(counts) for counts in zip(*(report.in_flight for report in reports), strict=True)]
     memory = [max(sizes) for sizes in zip(*(report.peak_memory for report in reports), strict=True)]
@@ -138,6 +156,7 @@ def closing_rows(
         ("perplexity", f"{evaluation.perplexity:.2f}"),
         (f"{unit}/s", f"{speed:,.0f} (median)"),
         ("bubble", f"{bubble:.1%} measured (median), {prediction.bubble}{measured}"),
+        ("why they differ", prediction.leaves_out),
         *([("reduction hidden", f"{statistics.median(hidden):.0%} behind compute (median)")] if hidden else []),
         ("activations in flight", f"{_each(held)} measured, {_each(prediction.timeline.in_flight)} predicted"),
         ("peak memory", ", ".join(named)),
@@ -154,6 +173,20 @@ def _expert_rows(reports: Sequence[Report]) -> Rows:
         most = statistics.median(each.max_load for each in loads)
         rows = [(name, f"{figure}, {most:.2f} (median)" if name == "expert load" else figure) for name, figure in rows]
     return rows
+
+
+def brief(spec: Any) -> str:
+    """Spell a model by its sizes, and by what else is not its default: "GPT(layers=8, hidden=32)"."""
+    told = []
+    for each in fields(spec):
+        value, usual = getattr(spec, each.name), each.default
+        if is_dataclass(value):
+            told.append(f"{each.name}={brief(value)}")
+        elif callable(value):
+            told.append(f"{each.name}={getattr(value, '__qualname__', type(value).__name__)}")
+        elif value != usual or (isinstance(value, int) and not isinstance(value, bool)):
+            told.append(f"{each.name}={value!r}")
+    return f"{type(spec).__name__}({', '.join(told)})"
 
 
 def _each(counts: Iterable[int]) -> str:

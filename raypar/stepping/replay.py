@@ -15,6 +15,7 @@ from raypar.actors.models.build import build_model
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
 from raypar.actors.tensors import Values
+from raypar.config.arguments import checked_arguments
 from raypar.config.fields import brief, field_faults
 from raypar.config.toml import run_of
 from raypar.errors import ConfigError
@@ -52,6 +53,7 @@ class Replayed:
         return "\n".join([f"{what}: {actions}, NOT equal to the recording:", *(f"  {one}" for one in self.differences)])
 
 
+@checked_arguments
 def replay(
     path: str | Path, model: Layers | None = None, *, on: Callable[[str, Stage], object] | None = None
 ) -> Replayed:

@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raypar.actors.bounds import Steps
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.mesh.mesh import Axis
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import StepResult
 from raypar.cluster.calls import Calls
 from raypar.cluster.interrupts import patience
+from raypar.config.arguments import checked_methods
 from raypar.errors import JobError
 from raypar.reporting.report import Report
 from raypar.schedules.action import COMPUTE, Action, Op
@@ -28,7 +30,19 @@ from raypar.stepping.views import Ready, State, Taken
 if TYPE_CHECKING:
     from raypar.actors.inspect.step import Held, Seen
 
+_GRADIENT, _WEIGHT = "job.grad(name) has the gradient of a weight", "job.param(name) has a weight"
+_MAKES = {  # what an action makes that has no tensors to show
+    Op.B: f"hands no gradient on, stage 0 has none before it: {_GRADIENT}",
+    Op.I: f"hands no gradient on, stage 0 has none before it: {_GRADIENT}",
+    Op.W: f"makes gradients of weights only: {_GRADIENT}",
+    Op.REDUCE_GRAD: f"sums gradients over the replicas, and makes nothing else: {_GRADIENT}",
+    Op.UNSHARD: f"gathers the weights of its stage, and makes nothing else: {_WEIGHT}",
+    Op.RESHARD: f"frees the weights that were gathered, and makes nothing: {_WEIGHT}",
+    Op.STEP: f"updates weights, and makes nothing else: {_WEIGHT}",
+}
 
+
+@checked_methods
 class Stepper:
     """One training step, performed move by move.
 
@@ -36,7 +50,7 @@ class Stepper:
     replica performs it. Of an action that is repeated, the next one is meant. The schedule's order is only a proposal:
     any move that is ``ready`` may be taken. Gradients equal those of a compiled step within rounding, and bitwise if
     each stage runs its backwards in the order of the microbatches. Weights change only in the STEP, and ``rewind``
-    undoes even that.
+    undoes even that. Wrong arguments of methods raise a ConfigError.
 
     Args:
         schedule: The lowered schedule of the step.
@@ -125,11 +139,11 @@ class Stepper:
         """
         self._demand_midway()
         wanted = maker_of(self.why(action).asked, (*self.done, *self.left))
-        if wanted not in self.done:
-            raise MoveError(f"{wanted} is not done: there is nothing to see yet\n{self.why(wanted)!r}")
         if not makes_tensors(wanted):
-            what = "hands no gradient on" if wanted.op in (Op.B, Op.I) else "makes no tensors of its own"
-            raise MoveError(f"{wanted} {what}: look at job.grad(name) for the gradient of a weight")
+            seen = next((f', or peek("{name}")' for name in reversed(self.done) if makes_tensors(name)), "")
+            raise MoveError(f"{wanted} {_MAKES[wanted.op]}{seen}")
+        if wanted not in self.done:
+            raise MoveError(f"{wanted} is not done: there is nothing to see yet\n{self.why(wanted).brief}")
         mesh = self._world.mesh
         places: dict[Axis, int] = {"dp": dp, "cp": cp, "tp": tp}
         for axis, place in places.items():
@@ -164,7 +178,7 @@ class Stepper:
             raise StopIteration(f"every action is taken; next: {self._cursor()}")
         return self.run(1)
 
-    def run(self, moves: int | None = None) -> Taken:
+    def run(self, moves: Steps | None = None) -> Taken:
         """Take the next moves of the schedule. Stops early where ``break_on`` says.
 
         Args:
@@ -173,8 +187,6 @@ class Stepper:
         Returns:
             The actions taken.
         """
-        if moves is not None and (not isinstance(moves, int) or moves < 0):
-            raise MoveError(f"run {moves!r} moves: give a number of 0 or more, or None for all")
         return self._take(self._board.left[:moves])
 
     def run_to(self, action: str | Action) -> Taken:
@@ -215,9 +227,14 @@ class Stepper:
 
         Args:
             predicate: A function of what an action made on an actor, or None to stop nowhere.
+
+        Raises:
+            MoveError: If it asks for what a Seen does not have; the text says the nearest. None is set then.
         """
-        if predicate is not None and not callable(predicate):
-            raise MoveError(f"break_on {predicate!r}: give a function of what was seen, or None")
+        from raypar.stepping.predicate import predicate_faults  # imports torch
+
+        if predicate is not None and (faults := predicate_faults(predicate)):
+            raise MoveError("\n".join(faults))
         self._predicate = predicate
 
     def swap(self, schedule: str | Schedule | Written) -> Taken:
@@ -353,9 +370,9 @@ class Stepper:
         return list(self._guard(lambda: self._calls.some(ranks, "peek", action, tensors, what=f"peeking at {action}")))
 
     def _ranks(self, pp: int, action: Action) -> tuple[int, ...]:
-        """Return the ranks that perform a pipeline rank's action: all its replicas, and for STEP its servers too."""
+        """Return the ranks that perform a pipeline rank's action: all replicas and expert actors, for STEP servers."""
         servers = range(self._world.servers if action.op is Op.STEP else 0)
-        return (*self._world.replicas_of(pp), *(self._world.server_rank(pp, index) for index in servers))
+        return (*self._world.trainers_of(pp), *(self._world.server_rank(pp, index) for index in servers))
 
     def _demand_midway(self) -> None:
         if self._over is not None:
@@ -364,8 +381,10 @@ class Stepper:
             raise JobError(f"step {self.step + 1} is finished: job.stepper() begins the next one")
 
     def _next_compute(self) -> Action | None:
-        """Return the next compute action; the drawings show no communication."""
-        return next((action for action in self.left if action.op in COMPUTE), None)
+        """Return the next compute action of the rank that moves next; the drawings show compute only."""
+        left = self._board.left
+        rank = left[0].actions[0][0] if left else None
+        return next((move.head for move in left if move.head.op in COMPUTE and move.actions[0][0] == rank), None)
 
     def _cursor(self) -> str:
         """Name what comes next."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from raypar.actors.specs.results import Kind
+from raypar.reporting.notebook import box, table
 from raypar.schedules.action import Action
 from raypar.schedules.drawing.cells import lines
 from raypar.schedules.step_board import Move
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _KINDS: tuple[Kind, ...] = ("weights", "gradients", "optimizer", "gathered", "buckets")
 _HEAD = (*_KINDS, "peak", "in flight", "values for other actions")
+_LEAST = 0.001  # MiB: what is smaller is only said to be
 
 
 class Taken(tuple[Action, ...]):
@@ -70,10 +72,22 @@ class State(tuple["Held", ...]):
         padded = [[f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)] for row in rows]
         return "\n".join(lines(["MiB", *(held.actor for held in self)], padded))
 
+    def _repr_html_(self) -> str:
+        """Return the table as HTML, for notebooks."""
+        return box(table([(held.actor, *_cells(held)) for held in self], ("MiB", *_HEAD)))
+
 
 def _cells(held: Held) -> tuple[str, ...]:
     kinds = [held.now.get(kind) for kind in _KINDS]
-    sizes = ("-" if size is None else f"{size / 2**20:,.1f}" for size in (*kinds, held.memory))
+    sizes = ("-" if size is None else _mib(size) for size in (*kinds, held.memory))
     flying = (f"{stage}F{microbatch}" for stage, all_of_it in held.in_flight.items() for microbatch in all_of_it)
-    values = (f"{action} ({size / 2**20:,.2f})" for action, size in held.values.items())
+    values = (f"{action} ({_mib(size)})" for action, size in held.values.items())
     return (*sizes, " ".join(flying) or "-", ", ".join(values) or "-")
+
+
+def _mib(count: int) -> str:
+    """Format bytes as MiB, with about three digits; what is there never reads as 0."""
+    size = count / 2**20
+    if 0 < size < _LEAST:
+        return f"<{_LEAST}"
+    return f"{size:,.{3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0}f}" if count else "0"

@@ -14,6 +14,8 @@ from raypar.schedules.drawing.text import WIDTH, grid, milliseconds, summary
 from raypar.schedules.schedule import MOST_DRAWN, ScheduleError
 from raypar.schedules.timeline import Timeline
 
+_WHY = "they differ by waits that the schedule does not ask for, and by actions that were not as long as usual"
+
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
@@ -39,9 +41,9 @@ class Overlay:
 
     @property
     def titles(self) -> list[str]:
-        """Return one line for each timeline: makespan, bubble and activations in flight."""
+        """Return one line for each timeline, with makespan, bubble and activations in flight, and why they differ."""
         measured, predicted = (f"{name} {summary(timeline, milliseconds)}" for name, timeline in self._named.items())
-        return [measured, f"{predicted} ({self.source})" if self.source else predicted]
+        return [measured, f"{predicted} ({self.source})" if self.source else predicted, _WHY]
 
     def svg(self) -> str:
         """Draw the overlay as standalone SVG."""

@@ -96,7 +96,7 @@ def grid(
         rows.append(paint(actions, style))
     picture = lines(labels, rows)
     if opens:
-        picture.append("(F0: the weights of F0's stage are gathered before it; B3): those of B3's are freed behind it")
+        picture.append("( before an action: UNSHARD gathers its stage's weights; ) behind it: RESHARD frees them")
     if room < columns or len(shown) < schedule.num_ranks:
         picture.append(
             f"(ranks 0 to {shown[-1]} of {schedule.num_ranks}, slots 0 to {min(room, columns) - 1} of {columns})"

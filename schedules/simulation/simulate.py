@@ -8,7 +8,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
-from raypar.schedules.rules import USES_WEIGHTS, awaited, most_in_flight, partner, provides, rank_of, streamed, travels
+from raypar.schedules.rules import (
+    MAKES_GRADIENTS,
+    USES_WEIGHTS,
+    awaited,
+    most_in_flight,
+    partner,
+    provides,
+    rank_of,
+    streamed,
+    travels,
+)
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.sweep import Sweep
 from raypar.schedules.timeline import Event, Timeline
@@ -32,8 +42,9 @@ class Costs:
         of_action: Exceptions by action, which override ``of_stage``.
         reduce_beside: Whether a REDUCE_GRAD runs beside the actions, as a gather does, and only the STEP waits for it.
             If not, it occupies its rank.
-        units: In how many equal units a stage is gathered. An action for which alone a stage is whole starts when the
-            first unit has arrived, and the others arrive while it runs.
+        units: In how many equal units a stage is gathered, and reduced. An action for which alone a stage is whole
+            starts when the first unit has arrived, and the others arrive while it runs. A reduction beside the actions
+            starts when the B or W before it has made the first unit's gradients.
     """
 
     f: float = 1.0
@@ -172,6 +183,7 @@ class _Clock:
         self._now = [0.0] * schedule.num_ranks
         self._link = [0.0] * schedule.num_ranks
         self._whole: dict[int | None, tuple[float, float]] = {}  # by stage: start and end of its gather
+        self._made: dict[int | None, tuple[float, float]] = {}  # by stage: start and end of its last B or W
         self._streamed = streamed(schedule) if costs.units > 1 else frozenset()
         self._left: dict[Action, float] = {}
         # For two ranks: when each place for a value under way becomes free, the earliest first.
@@ -203,6 +215,8 @@ class _Clock:
         if need is not None:
             start, end = self._receive(rank, action, need, start, cost)
         end = max(end, last)  # its last unit may arrive late
+        if op in MAKES_GRADIENTS:
+            self._made[stage] = start, end
         for value in provides(action):
             if travels(value, self._schedule):
                 self._left[value] = start if self._capacity == 0 else end
@@ -214,8 +228,14 @@ class _Clock:
         stage, op, _ = action
         if op is Op.UNSHARD and stage in self._whole:
             return self._now[rank], self._now[rank]
-        start = max(self._now[rank], self._link[rank])
-        end = self._link[rank] = start + cost
+        ready = last = self._now[rank]
+        if op is Op.REDUCE_GRAD and self._costs.reduce_beside:
+            units = self._costs.units
+            since, made = self._made.get(stage, (ready, ready))
+            ready, last = since + (made - since) / units, made + cost / units
+        start = max(ready, self._link[rank])
+        end = self._link[rank] = max(start + cost, last)
+        start = max(start, end - cost)
         if op is Op.UNSHARD:
             self._whole[stage] = start, end
         if not self._costs.is_beside(action):

@@ -4,7 +4,7 @@
 
 Each actor limits its own memory when it builds the model: what it has then, and ALLOWED bytes more. Prints for each
 level what became of three steps of four replicas; then, of one actor alone with each kind of offload, in host memory
-and in files of a folder.
+or in files of a folder, and of a job that goes on from its checkpoint.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 import resource
+import tempfile
 from pathlib import Path
 
 import ray
@@ -45,22 +46,28 @@ def batch(step, microbatch, dp):
     return x, x.roll(1, 1)
 
 
-def outcome(dp=DP, **changes):
-    """The losses of three steps, or what ended them."""
+def outcome(dp=DP, saves=False, **changes):
+    """The losses of three steps, and with ``saves`` whether a resumed job has the fourth one's; or what ended them."""
     run = rp.Run(
         model=rp.Layers(layers, nn.functional.mse_loss),
         data=rp.Batches(batch),
         mesh=rp.Mesh(dp=dp),
         microbatches=1,
         optim=rp.SGD(lr=0.1, momentum=0.0),
-        steps=3,
+        steps=4,
         bucket_mb=1.0,
         **changes,
     )
     try:
-        with rp.launch(run) as job:
-            return [job.step().loss for _ in range(3)]
-    except rp.JobError as error:
+        with tempfile.TemporaryDirectory() as folder:
+            with rp.launch(run) as job:
+                losses = [job.step().loss for _ in range(3)]
+                if not saves:
+                    return losses
+                saved, after = job.save(folder), job.step().loss
+            with rp.launch(run, resume=saved) as job:
+                return losses, "the same after a resume" if job.step().loss == after else "ANOTHER LOSS after a resume"
+    except (rp.JobError, rp.CheckpointError) as error:
         return str(error).splitlines()[0][:150]
 
 
@@ -73,7 +80,7 @@ def main():
         print(f"zero={level}: {outcome(zero=level)}")
     for offload in OFFLOADS:
         folder = {} if offload == "none" else {"offload_folder": told.folder}
-        print(f"one actor, offload={offload}: {outcome(dp=1, offload=offload, **folder)}")
+        print(f"one actor, offload={offload}: {outcome(dp=1, saves=True, offload=offload, **folder)}")
 
 
 if __name__ == "__main__":

@@ -94,6 +94,7 @@ def test_why_goes_back_to_the_cause():
     assert played.why("0F2").status == "ready"
     assert played.why("1RECV_F0").asked == Action.parse("1RECV_F0")
     assert "and for 10 moves more" in repr(played.why("STEP"))
+    assert "and 14 moves more" in played.why("STEP").brief
 
 
 @pytest.mark.parametrize("other", ["naive", "gpipe", "1f1b"])
@@ -152,3 +153,38 @@ def test_what_can_not_take_over_is_refused_with_all_faults():
         played.swap(lower(build("gpipe", 3, 4)))
     with pytest.raises(MoveError, match="no action 5F0"):
         played.find("5F0")
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("F0", "F needs a stage number in front: did you mean 0F0, 1F0?"),
+        ("f2", "not an action: .*did you mean 0F2, 1F2?"),
+        ("0F", "F needs a microbatch number behind: did you mean 0F0, 0F1, 0F2?"),
+        (" 1 f 0 ", "did you mean 1F0?"),
+        ("REDUCE_GRAD", "did you mean 1REDUCE_GRAD, 0REDUCE_GRAD?"),
+        ("step", "did you mean STEP?"),
+        ("0SEND_F", "did you mean 0SEND_F0, 0SEND_F1, 0SEND_F2?"),
+        ("", "did you mean STEP?"),
+    ],
+)
+def test_a_half_right_name_is_answered_with_what_would_work(said, meant):
+    played = Board(lower(build("gpipe", 2, 3), reduce_grad=True))
+    with pytest.raises(MoveError, match=meant.replace("?", r"\?") if said else "not an action"):
+        played.why(said)
+
+
+def test_what_is_out_of_order_is_refused_in_few_lines():
+    played = Board(lower(gather_weights(reduce_gradients(build("1f1b", 2, 4), "microbatch"), "microbatch")))
+    with pytest.raises(MoveError) as refused:
+        played.demand_ready("0B3")
+    assert str(refused.value).splitlines() == [
+        "0B3 waits for 0F3, 1SEND_B3 + 0RECV_B3, 0UNSHARD, 0REDUCE_GRAD",
+        'next: do("0UNSHARD") or do("1UNSHARD"); run_to("0B3") takes it and all before it; '
+        'why("0B3") has the chain in between',
+    ]
+    asked = played.why("0B3")
+    assert len(repr(asked).splitlines()) == 16 < len(asked.full.splitlines())
+    assert repr(asked).splitlines()[-1].startswith('next: do("0UNSHARD") or do("1UNSHARD"); run_to("0B3")')
+    with pytest.raises(MoveError, match=r"^0RECV_B0 waits|^1SEND_B0 \+ 0RECV_B0 waits"):
+        played.demand_ready("0RECV_B0")

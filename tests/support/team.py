@@ -87,7 +87,8 @@ class Team:
         plans = plans_of(self.run, programs, "t")
         self.world = plans[0].world
         self.all = [Local() for _ in range(self.world.size)]
-        self.workers, self.servers = self.all[: self.world.mesh.size], self.all[self.world.mesh.size :]
+        others = self.all[self.world.mesh.size :]
+        self.workers, self.servers = self.all[: self.world.mesh.size], [] if self.world.mesh.expert_actors else others
         self.groups = dict(self._groups()) | ({"pp/0": groups} if groups else {})
         for result in self.each(lambda actor: actor.join(*self._told(plans, actor)) or True):
             if isinstance(result, Exception):

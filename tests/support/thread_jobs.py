@@ -8,6 +8,7 @@ from copy import deepcopy
 from raypar.config.schedule import programs_of
 from raypar.config.skeleton import Skeleton
 from raypar.job.inspection import Inspection
+from raypar.job.job import Job
 from raypar.job.loaded_run import LoadedRun
 from raypar.reporting.report import report_of
 from raypar.stepping.recording import Recorder
@@ -111,6 +112,10 @@ class TeamJob:
         hands, skeleton = self._hands, Skeleton(run.model, run.seed)
         loaded = LoadedRun(run, hands.schedule, team.world, hands.handles, hands.calls, skeleton)
         self._inspection = Inspection(Lasting(), loaded, [actor.holds() for actor in team.all])
+
+    @property
+    def __class__(self):
+        return Job  # for checks of arguments
 
     def __getattr__(self, name):
         return getattr(self._inspection, name)

@@ -9,6 +9,7 @@ from raypar.config.toml import flat
 from raypar.reporting.html.charts import Line, line_chart
 from raypar.reporting.html.experts import aux_total
 from raypar.reporting.html.figures import History, Points, amount, exp, headline, share, significant, smoothed
+from raypar.reporting.html.loss_scale import SCALE, scale_powers
 from raypar.reporting.html.markup import COLORS, VALUE, Markup, document, element, joined, note, section, table
 from raypar.reporting.html.page import state, titled, unread
 from raypar.reporting.run_folder.read import Past
@@ -94,7 +95,8 @@ def _settings(runs: Sequence[_One]) -> Markup:
 
 
 def _figures(runs: Sequence[_One]) -> Markup:
-    found = [dict(headline(one.past, one.history)) for one in runs]
+    skips = any(one.history.skipped for one in runs)
+    found = [dict(headline(one.past, one.history, skips=skips)) for one in runs]
     names = {name: None for figures in found for name in figures}
     rows = [[name, *(figures.get(name, _MISSING) for figures in found)] for name in names]
     return section("Figures", table(["", *(one.tag() for one in runs)], rows, ["", *[VALUE] * len(runs)]))
@@ -127,6 +129,7 @@ def _charts(runs: Sequence[_One]) -> list[Markup]:
     chart("Load of experts: max/mean", lambda one: smoothed(one.points("max_load")), significant, runs, zero=False)
     chart("Choices dropped", _dropped, share, runs, zero=True)
     chart("Gradient norm, smoothed", lambda one: smoothed(one.points("grad_norm")), significant, runs, zero=True)
+    chart(SCALE, scale_powers, significant, runs, zero=False)
     chart("Learning rate", lambda one: one.points("lr"), significant, runs, zero=True)
     chart(f"{unit.capitalize()}/s", lambda one: one.throughput(), significant, runs, zero=True)
     chart("Bubble", lambda one: one.points("bubble"), share, runs, zero=True)

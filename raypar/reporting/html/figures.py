@@ -96,6 +96,11 @@ class History:
         """How many of the steps were taken by hand."""
         return sum(line.get("by_hand", False) for line in self.steps)
 
+    @property
+    def skipped(self) -> list[int]:
+        """The steps, counted from 1, that changed no weight because a loss or a gradient was not finite."""
+        return [line["step"] + 1 for line in self.steps if line.get("skipped")]
+
     def validation(self) -> list[tuple[float, float]]:
         """Return ``(number of steps taken before, loss)`` of every evaluation."""
         return [(line["step"], line["val_loss"]) for line in self.evaluations]
@@ -123,18 +128,21 @@ class History:
         return [line["memory"][kind] for line in self.steps if kind in (line.get("memory") or {})]
 
 
-def headline(past: Past, history: History) -> list[tuple[str, str]]:
+def headline(past: Past, history: History, *, skips: bool = False) -> list[tuple[str, str]]:
     """Return the figures at the top of the page.
 
     Args:
         past: The content of the run folder.
         history: The steps and evaluations of the same folder.
+        skips: Whether to say how many steps were skipped though none was, beside a run that skipped some.
 
     Returns:
         ``(name, formatted value)`` of each figure.
     """
     whole = f" of {past.config['steps']:,}" if past.config else ""
     rows = [("steps", f"{len(history.steps):,}{whole}")]
+    if skips or history.skipped:
+        rows.append(("skipped steps", f"{len(history.skipped):,}"))
     if history.steps:
         rows.append(("train loss", f"{history.steps[-1]['loss']:.4f}"))
     if history.evaluations:
@@ -191,7 +199,9 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds: 1 h 02 min."""
+    """Format seconds: 35 ms, 1.5 s, 1 h 02 min."""
+    if 0 < seconds < 0.1:
+        return f"{1e3 * seconds:.0f} ms" if seconds >= 1e-3 else "<1 ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes = round(seconds / 60)

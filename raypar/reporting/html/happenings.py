@@ -12,7 +12,7 @@ from raypar.reporting.html.charts import Mark
 from raypar.reporting.run_folder.read import Past
 
 _LINE = re.compile(r"\S+ ([A-Z]+) (.*)")
-_STARTING = re.compile(r"starting \d+ actors?")
+_STARTING = re.compile(r"starting \d+ actors?|actors: \d+.*")  # the first is of an older raypar, ahead of the other
 _STEP = re.compile(r"step +([\d,]{1,15})/([\d,]{1,15}) ")
 
 

@@ -26,6 +26,7 @@ from raypar.reporting.html.figures import (
     smoothed,
 )
 from raypar.reporting.html.happenings import happenings
+from raypar.reporting.html.loss_scale import loss_scale
 from raypar.reporting.html.markup import NUMBER, VALUE, Markup, document, element, joined, note, section, table
 from raypar.reporting.html.overflow import overflow
 from raypar.reporting.run_folder.read import Past
@@ -234,6 +235,7 @@ def page(past: Past, *, faults: Sequence[str] = (), peak: float | None = None, e
         *([optimizer(history, marks), progress(history, marks), speed(history, marks)] if history.steps else []),
         *([utilisation(history, marks, peak)] if history.steps else []),
         *experts(history, marks),
+        loss_scale(history, marks),
         overflow(history),
         steps(past),
         memory(history),
@@ -279,7 +281,10 @@ def _model(config: dict[str, Any]) -> str:
         return "a run whose run.toml can't be read"
     model, mesh = config["model"], config["mesh"]
     names = [f"{model[name]} {name}" for name in ("layers", "hidden") if isinstance(model.get(name), int)]
-    axes = [f"{axis}={size}" for axis, size in mesh.items() if size not in (1, "none", None)]
+    axes = [f"{axis}={size}" for axis, size in mesh.items() if size not in (0, 1, "none", None)]
     kind = "Llama" if model.get("kind") == "llama" else "GPT"
+    moe = model.get("moe")
+    if isinstance(moe, dict) and isinstance(moe.get("experts"), int):
+        names.append(f"{moe['experts']} experts")
     what = f"{kind} of {names[0]}, {', '.join(names[1:])}" if names else "a model of the user's own layers"
     return f"{what} on {' '.join(axes) or 'one actor'}"

@@ -1,15 +1,23 @@
-"""The schemas of a line of metrics.jsonl: the report of a step, or an evaluation."""
+"""A line of metrics.jsonl, the report of a step or an evaluation: its schemas, and how it is written and read.
+
+JSON has no NaN and no infinity. Figures that may be either, as those of a training that fails, are written as "NaN",
+"Infinity" and "-Infinity". An older raypar wrote these words without quotes, which is read too.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 from pydantic import AllowInfNan, FailFast
 
 Number = Annotated[int, Ge(0), Le(2**63 - 1)]
 Figure = Annotated[float, AllowInfNan(False), Ge(-1e15), Le(1e15)]
+Loss = float | Literal["NaN", "Infinity", "-Infinity"]
 Numbers = Annotated[tuple[Number, ...], FailFast()]  # each error takes a hundred times the memory of a digit
 
 
@@ -59,8 +67,8 @@ class StepLine:
     """
 
     step: Number
-    loss: float
-    grad_norm: float
+    loss: Loss
+    grad_norm: Loss
     lr: Figure
     tokens: Number
     tokens_per_s: Figure | None
@@ -75,8 +83,8 @@ class StepLine:
     skipped: bool = False
     by_hand: bool = False
     overflow: OverflowLine | None = None
-    aux: dict[str, float] | None = None
-    aux_by_layer: dict[str, dict[str, float]] | None = None
+    aux: dict[str, Loss] | None = None
+    aux_by_layer: dict[str, dict[str, Loss]] | None = None
     loads: LoadsLine | None = None
     max_load: Figure | None = None
     dropped: Figure | None = None
@@ -87,6 +95,31 @@ class EvaluationLine:
     """The schema of an evaluation."""
 
     step: Number
-    val_loss: float
+    val_loss: Loss
     tokens: Number
-    perplexity: float | None = None
+    perplexity: Loss | None = None
+
+
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def written(line: Mapping[str, Any]) -> str:
+    """Return a report or an evaluation, as its ``to_dict`` makes it, as a line of JSON."""
+    return json.dumps(_mapped(line, _word), allow_nan=False) + "\n"
+
+
+def figures_of(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a parsed line with floats in the place of the words for NaN and infinity."""
+    return _mapped(line, lambda value: _WORDS.get(value, value) if isinstance(value, str) else value)
+
+
+def _word(value: Any) -> Any:
+    """Return the word for a number that is not finite, other values as they are."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return next(word for word, number in _WORDS.items() if number == value or (math.isnan(number) and value != value))
+
+
+def _mapped(line: Mapping[str, Any], change: Any) -> dict[str, Any]:
+    """Return a mapping, and the mappings in it, with every value changed."""
+    return {key: _mapped(value, change) if isinstance(value, Mapping) else change(value) for key, value in line.items()}

@@ -32,7 +32,7 @@ from raypar.paths import (
     absolute,
     holds_run,
 )
-from raypar.reporting.run_folder.metrics_line import EvaluationLine, Figure, Number, StepLine
+from raypar.reporting.run_folder.metrics_line import EvaluationLine, Figure, Number, StepLine, figures_of
 from raypar.schedules.action import Action, Op
 from raypar.schedules.checking.check import check
 from raypar.schedules.passes.lower import lower
@@ -122,10 +122,15 @@ class _Measured:
 
 
 class _DamagedError(Exception):
-    """The faults of one file."""
+    """The faults of one file.
 
-    def __init__(self, *faults: str) -> None:
-        self.faults = faults
+    Attributes:
+        faults: The faults.
+        sound: What can be used of the file nevertheless; None if nothing can.
+    """
+
+    def __init__(self, *faults: str, sound: Any = None) -> None:
+        self.faults, self.sound = faults, sound
 
 
 def read(folder: Path) -> Past:
@@ -155,8 +160,8 @@ def salvage(folder: Path) -> tuple[Past, list[str]]:
         folder: The folder.
 
     Returns:
-        Its content, where a damaged file counts as missing (without its run.toml the configuration is empty), and the
-        faults.
+        Its content, where a damaged file counts as missing (without its run.toml the configuration is empty; of the
+        metrics, sound lines stay), and the faults.
 
     Raises:
         ConfigError: If it is no run folder.
@@ -166,7 +171,7 @@ def salvage(folder: Path) -> tuple[Past, list[str]]:
     def part(name: str, parse: Callable[[bytes], T], missing: T) -> T:
         """Read and parse one file.
 
-        Returns ``missing`` if the file is missing, or if it is damaged, which is added to the faults.
+        Returns ``missing`` if the file is missing or nothing of it can be used; damage is added to the faults.
         """
         try:
             return parse(read_plain(folder / name, _MOST[name]))
@@ -174,15 +179,14 @@ def salvage(folder: Path) -> tuple[Past, list[str]]:
             return missing
         except _DamagedError as error:
             faults.extend(f"{name} {fault}" for fault in error.faults)
+            return missing if error.sound is None else error.sound
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             faults.append(f"{name} can't be read ({why})")
         return missing
 
     if "\0" in str(folder) or not holds_run(folder):
-        raise ConfigError(
-            [f"{str(folder)!r} is no run folder: it has no {RUN}; give one that raypar train has written"]
-        )
+        raise ConfigError([_no_run(folder)])
     going = under_way(folder)
     config: dict[str, Any] = part(RUN, _config, {})
     schedule: Schedule | None = part(SCHEDULE, lambda raw: _schedule(raw, config), None)
@@ -194,6 +198,16 @@ def salvage(folder: Path) -> tuple[Past, list[str]]:
     provenance: dict[str, str] = part(PROVENANCE, _provenance, {})
     checkpoints = _checkpoints(folder, faults)
     return Past(folder, config, metrics, schedule, *latest, ledger, checkpoints, log, provenance, going), faults
+
+
+def _no_run(folder: Path) -> str:
+    """Say why a path is no run folder, and what to give."""
+    if "\0" not in str(folder) and not folder.exists():
+        return f"{str(folder)!r} is no run folder: there is nothing; give one that raypar train has written"
+    if "\0" not in str(folder) and folder.is_file():
+        home = folder.parent if holds_run(folder.parent) else None
+        return f"{str(folder)!r} is no run folder, but a file: give {'a folder' if home is None else repr(str(home))}"
+    return f"{str(folder)!r} is no run folder: it has no {RUN}; give one that raypar train has written"
 
 
 def under_way(folder: Path) -> bool:
@@ -225,7 +239,15 @@ def _checkpoints(folder: Path, faults: list[str]) -> list[Listed]:
 
 
 def _provenance(raw: bytes) -> dict[str, str]:
-    return {name: _spelled(value) for name, value in _json(raw, dict[str, Any]).items() if value is not None}
+    """Read where a run comes from, and of each time that it was resumed what was different then."""
+    first = _json(raw, dict[str, Any])
+    again = first.pop("resumed", None)
+    resumes = [one for one in again if isinstance(one, dict)] if isinstance(again, list) else []
+    found = {name: _spelled(value) for name, value in first.items() if value is not None}
+    for number, one in enumerate(resumes, 1):
+        told = {name: _spelled(value) for name, value in one.items() if value is not None}
+        found |= {f"{name}, resumed {number}": value for name, value in told.items() if found.get(name) != value}
+    return found
 
 
 def _spelled(value: object) -> str:
@@ -266,14 +288,14 @@ def _metrics(raw: bytes) -> list[dict[str, Any]]:
             if len(line) > _LONGEST:
                 raise _DamagedError(f"is longer than {_LONGEST} bytes")
             plain = _json(line, dict[str, Any])
-            lines.append(plain)
             _json(line, EvaluationLine if "val_loss" in plain else StepLine)
+            lines.append(figures_of(plain))
         except _DamagedError as error:
             faults += [f"line {number} {fault}" for fault in error.faults]
             if len(faults) >= _MOST_TOLD:
                 break
     if faults:
-        raise _DamagedError(*faults)
+        raise _DamagedError(*faults, sound=lines)
     return lines
 
 

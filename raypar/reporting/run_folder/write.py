@@ -17,6 +17,7 @@ from raypar.config.toml import plain_of, toml_of
 from raypar.errors import ConfigError
 from raypar.paths import LEDGER, LOG, METRICS, MOST_METRICS, PROVENANCE, RUN, SCHEDULE, TIMELINE, absolute
 from raypar.reporting.run_folder.append import Lines, LogFile
+from raypar.reporting.run_folder.metrics_line import written
 from raypar.reporting.run_folder.provenance import renewed
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
@@ -88,7 +89,7 @@ class Folder:
     def write(self, line: Mapping[str, Any]) -> None:
         """Append a line to the metrics."""
         if (metrics := self._metrics) is not None:
-            self._try(lambda: metrics.add(json.dumps(line) + "\n"))
+            self._try(lambda: metrics.add(written(line)))
 
     def measured(
         self, step: int, timelines: Sequence[Timeline], ledger: Mapping[str, Mapping[tuple[str, str], Entry]]

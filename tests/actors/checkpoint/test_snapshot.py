@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from raypar.actors.checkpoint.shards import read_shard
 from raypar.actors.checkpoint.snapshot import Copies
 from raypar.actors.errors import CheckpointError
 from raypar.actors.home import DeviceHome
+from raypar.actors.inspect.step import Notes
 from raypar.actors.specs.optim import SGD, AdamW, Muon
-from tests.support.snapshots import loaded, saved
+from raypar.actors.specs.precision import Precision
+from tests.support.snapshots import loaded, read, saved
 from tests.support.team import Team, linears
 
 HOST = DeviceHome(torch.device("cpu"))
@@ -192,3 +195,74 @@ def test_a_copy_that_fails_is_told_by_who_writes_it(tmp_path):
     copies.take([])
     assert copies.write(tmp_path, "a.safetensors") is None
     assert not list(tmp_path.iterdir())
+
+
+OFFLOADS = {
+    "none": {},
+    "optimizer": {"offload": "optimizer"},
+    "parameters": {"offload": "parameters"},
+    "files": {"offload": "parameters", "offload_folder": True},
+}
+LEVELS = {
+    "alone": {},
+    "zero 1": {"dp": 2, "zero": 1},
+    "zero 2": {"dp": 2, "zero": 2, "precision": Precision("bf16")},
+    "zero 3": {"pp": 2, "dp": 2, "zero": 3},
+    "hybrid": {"dp": 4, "shard": 2, "zero": 3, "precision": Precision("bf16")},
+}
+
+
+def offloaded(folder, offload, **changes):
+    fields = OFFLOADS[offload] | {"optim": AdamW(lr=0.01), "clip": 0.5} | changes
+    if "offload_folder" in fields:
+        folder.mkdir(exist_ok=True)
+        fields |= {"offload_folder": str(folder)}
+    return team_of(linears(4), **fields)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("here", ["none", "files"])
+def test_training_goes_on_bitwise_with_any_other_offload(here, level, tmp_path):
+    team = offloaded(tmp_path / "here", here, **LEVELS[level])
+    outcome(team, range(2))
+    tensors = saved(team, tmp_path)
+    wanted = outcome(team, range(2, 4))
+    for there in OFFLOADS:
+        other = loaded(offloaded(tmp_path / "there", there, **LEVELS[level]), tmp_path, tensors)
+        same(outcome(other, range(2, 4)), wanted)
+
+
+@pytest.mark.parametrize(("here", "there"), list(pairwise([*LEVELS, *reversed(LEVELS)])))
+def test_any_level_precision_and_mesh_reads_what_another_one_has_offloaded(here, there, tmp_path):
+    team = offloaded(tmp_path / "here", "files", **LEVELS[here])
+    outcome(team, range(2))
+    tensors = saved(team, tmp_path)
+    other = loaded(offloaded(tmp_path / "there", "parameters", **LEVELS[there]), tmp_path, tensors)
+    assert saved_bits(other, tmp_path / "again") == saved_bits(team, tmp_path / "first")
+
+
+def saved_bits(team, folder):
+    return {name: (one.dtype, one.tolist()) for name, one in read(team, folder)[0].items()}
+
+
+def test_an_offloaded_step_by_hand_is_rewound(tmp_path):
+    """Copies of masters and states are where these are, and take the same room each time."""
+    team = offloaded(tmp_path, "files", dp=2, zero=3)
+    team.step(0)
+    workers = [worker.member for worker in team.workers]
+    before, used = saved_bits(team, tmp_path / "before"), []
+    for _ in range(3):
+        notes = [Notes() for _ in workers]
+        for worker, one in zip(workers, notes, strict=True):
+            worker.state.remember(one)
+        kept = {id(one) for one in workers[0].state.weights().values()}
+        assert kept
+        assert all(workers[0].state.home.holds(notes[0].read(name)) for name in workers[0].state.masters)
+        team.step(1)
+        assert saved_bits(team, tmp_path / "changed") != before
+        for worker, one in zip(workers, notes, strict=True):
+            worker.state.restore(one)
+        assert saved_bits(team, tmp_path / "after") == before
+        used.append(workers[0].state.home._used)
+        del notes, one
+    assert used[1] == used[2]

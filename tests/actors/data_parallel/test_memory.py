@@ -30,8 +30,9 @@ def held_of(**changes):
 def formulas(team) -> list[Memory]:
     """The planner's figures of each actor."""
     schedule = team.programs["train"]
-    timeline = from_flops(team.run, schedule).timeline
-    found = worker_memory(team.run, team.world, counts_of(team.run, schedule, None), timeline)
+    counts = counts_of(team.run, schedule, None)
+    timeline = from_flops(team.run, team.world, counts, schedule).timeline
+    found = worker_memory(team.run, team.world, counts, timeline)
     return [found[team.world.pp(rank)] for rank in range(team.world.mesh.size)]
 
 

@@ -150,7 +150,11 @@ def verdict(**changes):
     with own_dice():
         job = TeamJob(run)
         try:
-            return rp.verify(run, job), dict(job.weights().items()), job.parameters
+            report = rp.verify(run, job)
+            gradients = {
+                name: (job.grad(name), job.grads(name)) for name in ("blocks.1.mlp.up.weight", "head.out.weight")
+            }
+            return report, dict(job.weights().items()), job.parameters, gradients
         finally:
             job.close()
 
@@ -158,9 +162,15 @@ def verdict(**changes):
 @pytest.mark.parametrize("changes", [{}, {"zero": 1}, {"mesh": rp.Mesh(pp=2, dp=2)}, {"mesh": rp.Mesh(cp=2)}], ids=str)
 def test_a_tiled_gpt_is_verified_and_shown_by_the_names_of_the_whole(changes):
     fields = {"mesh": rp.Mesh(dp=2), "zero": 3} | changes
-    report, weights, shapes = verdict(**fields, tile=4)
+    report, weights, shapes, gradients = verdict(**fields, tile=4)
     assert report.ok, report
-    _, wanted, plain_shapes = verdict(**fields)
+    for name, (whole, parts) in gradients.items():
+        owned = [piece for shard, _ in parts.values() for piece in shard.sharding[0].own]
+        assert sorted(set(owned)) == [0, 1, 2, 3], name
+        for shard, gradient in parts.values():
+            assert shard.whole == shapes[name]
+            assert torch.equal(gradient, shard.take(whole)), name
+    _, wanted, plain_shapes, _ = verdict(**fields)
     assert shapes == plain_shapes
     assert weights.keys() == wanted.keys()
     for name, weight in wanted.items():

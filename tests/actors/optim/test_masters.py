@@ -39,6 +39,18 @@ def test_masters_keep_updates_that_half_precision_loses(compute):
     assert float(alone) == 1.0, "without a master each update is rounded away"
 
 
+@pytest.mark.parametrize(("eps", "is_fine"), [(1e-8, False), (1e-4, True)])
+def test_an_eps_that_is_0_in_fp16_ends_a_run_with_fp16_states(eps, is_fine):
+    """A gradient of 2^-14 has a square of 0 there, so Adam divides by 0 + eps; a step should not exceed the rate."""
+    layer = nn.Linear(1, 1, bias=False).half()
+    nn.init.zeros_(layer.weight)
+    optimizer = build_optimizer(AdamW(lr=1e-3, eps=eps), dict(layer.named_parameters()))
+    for gradient in (2.0**-14, 0.0):
+        layer.weight.grad = torch.full_like(layer.weight, gradient)
+        optimizer.step()
+    assert (layer.weight.abs().item() <= 2e-3) == is_fine
+
+
 def test_in_fp32_the_weights_are_the_masters():
     layer = nn.Linear(2, 2)
     parameters, masters = made(Precision(), layer)

@@ -22,6 +22,11 @@ def demand(faults, *wanted):
         assert any(text in fault for fault in faults), (text, faults)
 
 
+def test_an_axis_that_there_is_not_says_the_nearest(said):
+    (fault,) = faults_of(said, "train", "--mesh.pq", "2")
+    assert fault.startswith("--mesh.pq is no flag: did you mean --mesh.pp? There are --mesh.pp, --mesh.dp, --mesh.cp")
+
+
 def test_unknown_flags_wrong_values_and_sizes_are_one_list(said):
     words = (
         "--zero_residnt 1 --steps ten --precision fp12 --microbatches 0 --clip --mesh.tp 3 --layers 4 --log no/dir/x"
@@ -67,7 +72,7 @@ def test_a_checkpoint_of_another_run_is_one_of_several_faults(said, tmp_path):
         faults,
         "microbatches is 0",
         "seed is 0, but 3 in the checkpoint: give the same",
-        "step-00000004 is of a run that has taken 4 steps, and --steps is 4: say --steps 6 to go on",
+        "step-00000004 is of a run that has taken 4 steps, and --steps is 4: for more, raypar train --resume ",
     )
 
 
@@ -77,7 +82,7 @@ def test_a_finished_run_is_told_without_a_flag_that_was_not_given(said, tmp_path
     demand(
         faults,
         "microbatches is 0",
-        "step-00000004 is the end of its run, which has taken all its 4 steps: say --steps 6 to go on",
+        "this run is finished: step-00000004 has all its 4 steps; for more, raypar train --resume ",
     )
 
 

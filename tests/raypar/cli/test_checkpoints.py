@@ -72,11 +72,14 @@ def test_train_leaves_a_folder_and_goes_on_in_it(said, kept_actors, tmp_path, mo
     assert (whole.step, whole.config["steps"], [line.step for line in whole.checkpoints]) == (3, 4, [4, 2])
     assert {event.actor for event in whole.timelines[0].events} == set(whole.ledger) == {"pp=0", "pp=1"}
     assert whole.ledger["pp=0"]["pp send"][0] == 4 * 4, "microbatches x steps"
-    assert "INFO starting 2 actors\n" in (tmp_path / "a" / "run" / "log.txt").read_text()
+    assert (tmp_path / "a" / "run" / "log.txt").read_text().count("actors") == 1
+    assert "INFO actors: 2 = pp 2\n" in (tmp_path / "a" / "run" / "log.txt").read_text()
+    assert err.count("actors: ") == 1
     assert said("ckpt", "verify", "a/run")[0] == 0
     code, out, err = said("train", "--resume", "a/run")
     assert code == 2
-    assert "step-00000004 is the end of its run, which has taken all its 4 steps: say --steps 6 to go on" in err
+    told = "this run is finished: step-00000004 has all its 4 steps; for more, raypar train --resume "
+    assert f"{told}{tmp_path / 'a' / 'run'} --steps 6\n" in err
     err = said("train", "--resume", "a/run", "--model.hidden", 64)[2]
     assert "2 mistakes" in err and "model.hidden is 64, but 32 in the checkpoint" in err
     err = said("train", "--resume", "a/run", "--steps", 9, "--model.hidden", 64, "--seed", 3, "--dry-run")[2]

@@ -201,6 +201,13 @@ def test_placements_of_gathers_are_drawn_checked_and_compared(said):
     assert json.loads(said("simulate", "1f1b", "--format", "json")[1])["placements"] == []
 
 
+def test_the_largest_costs_have_finite_figures(said):
+    words = [word for name in ("f", "b", "link", "unshard") for word in (f"--{name}", "1e100")]
+    code, out, err = said("simulate", "1f1b", *words, "--gather", "microbatch")
+    assert (code, err) == (0, "")
+    assert "nan" not in out and "inf" not in out.replace("in flight", "")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -209,7 +216,7 @@ def test_placements_of_gathers_are_drawn_checked_and_compared(said):
         (("draw", "1f1b", "--gather", "microbatch", "--resident", "2"), "gather once a step, or leave it out"),
         (
             ("simulate", "1f1b", "--unshard", "-1", "--weights-mib", "-2", "--units", "0"),
-            "--unshard is -1.0: it must be 0 or more\n--weights-mib is -2.0: it must be 0 or more\n--units is 0: it",
+            "--unshard is -1.0: it must be from 0 to 1e+100\n--weights-mib is -2.0: it must be from 0 to 1e+100\n",
         ),
         (("draw", "1f1f"), "there is no schedule '1f1f': did you mean '1f1b'?"),
         (("draw", "1f1b.svg"), "a file is a table, FILE.csv, or a function, FILE.py:FUNCTION"),
@@ -220,8 +227,8 @@ def test_placements_of_gathers_are_drawn_checked_and_compared(said):
             ("draw", "gpipe", "--ranks", "99999", "--microbatches", "99999"),
             "99999 ranks x 99999 microbatches x 1 chunks",
         ),
-        (("simulate", "1f1b", "--f", "-1", "--link", "nan"), "--f is -1.0: it must be 0 or more\n--link is nan"),
-        (("simulate", "1f1b", "--link", "1e308"), "--link is 1e+308: the step would take longer than a number can say"),
+        (("simulate", "1f1b", "--f", "-1", "--link", "nan"), "--f is -1.0: it must be from 0 to 1e+100\n--link is nan"),
+        (("simulate", "1f1b", "--link", "1e308"), "--link is 1e+308: it must be from 0 to 1e+100"),
         (("check", "two.csv", "--ranks", "3", "--microbatches", "2"), "has 2 ranks, not 3: leave --ranks out"),
     ],
 )
@@ -528,7 +535,7 @@ def test_a_run_is_logged_and_summed_up(said, kept_actors, data, tmp_path):
     assert summary["train loss"].strip() == f"{steps[-1]['loss']:.4f}"
     assert summary["validation loss"].strip() == f"{evaluations[-1]['val_loss']:.4f}"
     assert summary["activations in flight"].strip() == "2 2 measured, 2 2 predicted"
-    assert "12.6% predicted" in summary["bubble"]
+    assert "24.3% predicted from FLOPs and bytes" in summary["bubble"]
     assert summary["log"].strip() == str(path)
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from raypar.cli import repl
+from raypar.errors import UnknownNameError
 from tests.support.team import Team, linears
 from tests.support.thread_jobs import Hands
 
@@ -52,13 +53,18 @@ def test_a_mistake_is_told_by_its_text_and_the_session_goes_on(stepper, monkeypa
         def stepper(self):
             return stepper
 
-    slips = ['s.do("0B0")', "raise KeyboardInterrupt", "1 / 0", "s.next(", "", ")", "s.do(' ", ""]
+    def refuse():
+        raise UnknownNameError("no parameter 'x': see job.parameters")
+
+    monkeypatch.setattr(FakeJob, "param", staticmethod(refuse), raising=False)
+    slips = ['s.do("0B0")', "job.param()", "raise KeyboardInterrupt", "1 / 0", "s.next(", "", ")", "s.do(' ", ""]
     lines = [*slips, 's.peek("0F0").norm > 0', "exit()", "2 / 0"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
     monkeypatch.setattr(repl, "tab_completion", lambda namespace: None)
     repl.interact(FakeJob())
     out, err = capsys.readouterr()
     assert 'MoveError: 0B0 waits for 0F0, which is ready: do("0F0")' in err
+    assert "UnknownNameError: no parameter 'x': see job.parameters" in err
     assert "Traceback" in err and "ZeroDivisionError" in err
     assert err.count("Traceback") == 1
     assert "\nKeyboardInterrupt\n" in err

@@ -201,7 +201,7 @@ def test_a_batch_function_with_the_same_samples_or_none_twice_is_told(caplog, fn
 
 
 def test_a_launch_waits_for_a_number_of_seconds():
-    with pytest.raises(rp.ConfigError, match="wait_for_nodes is nan: it must be a number of seconds, 0 or more"):
+    with pytest.raises(rp.ConfigError, match="wait_for_nodes is nan: it must be a finite number"):
         rp.launch(RUN, wait_for_nodes=float("nan"))
 
 

@@ -37,7 +37,8 @@ HIDDEN = {"layers": 3, "hidden": H, "heads": A, "seq": S, "vocab": 256, "attenti
 def memory_of(run: Run, skeleton: Skeleton | None = None) -> list[Memory]:
     schedule = check_run(run)["train"]
     counts = counts_of(run, schedule, skeleton)
-    return worker_memory(run, world_of(run), counts, from_flops(run, schedule).timeline)
+    world = world_of(run)
+    return worker_memory(run, world, counts, from_flops(run, world, counts, schedule).timeline)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])

@@ -14,7 +14,14 @@ from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
 from raypar.actors.worker.owners import sizes_of
 from raypar.actors.worker.parallelize import Parallelizer, axis_styles
-from raypar.planner.parameters import active_parameters, held_parameters, num_parameters, short_count, stage_parameters
+from raypar.planner.parameters import (
+    active_parameters,
+    held_parameters,
+    num_parameters,
+    short_count,
+    stage_parameters,
+    unit_parameters,
+)
 from raypar.schedules.catalog import build
 from raypar.schedules.passes.lower import lower
 from tests.support.logical import in_threads
@@ -41,6 +48,9 @@ def test_every_rank_holds_what_the_formula_says(model, name, ranks, chunks):
     sizes = sizes_of(built, "even", schedule)
     found = [sum(sizes[rank].values()) // 4 for rank in range(ranks)]  # bytes of float32
     assert held_parameters(model, "even", schedule, Mesh()) == found
+    units = unit_parameters(model, "even", schedule.num_stages, Mesh(), 1, {})
+    tensors = [sum(units[stage].tensors for stage in schedule.stages_of(rank)) for rank in range(ranks)]
+    assert tensors == [len(sizes[rank]) for rank in range(ranks)]
     copied = model.tied and ranks > 1 and schedule.placement[-1] != schedule.placement[0]
     assert num_parameters(model) == sum(found) - copied * model.vocab * model.hidden
     assert sum(stage_parameters(model, "even", schedule.num_stages)) == num_parameters(model)

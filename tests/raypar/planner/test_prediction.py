@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -12,12 +13,18 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.config.recipes import recipe
-from raypar.config.run import check_run
+from raypar.config.run import check_run, world_of
 from raypar.config.skeleton import Skeleton
-from raypar.planner.prediction import from_flops, from_steps
+from raypar.planner.prediction import IN_SLOTS, from_flops, from_steps
+from raypar.reporting.needs import counts_of
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.summary import closing_rows, log_plan, plan_rows, planned_grid
 from raypar.schedules.drawing.overlay import Overlay
+
+
+def predicted(run, schedule):
+    return from_flops(run, world_of(run), counts_of(run, schedule, None), schedule)
+
 
 REPORT = Report(0, 2.5, 1.0, 1e-3, 256, 1e3, 256.0, 0.2, None, (2, 1), (5, 6))
 
@@ -26,7 +33,7 @@ def test_a_dry_run_has_one_bubble():
     run = recipe("gpt-small")
     schedule = check_run(run)["train"]
     told = dict(plan_rows(run, schedule))["bubble"]
-    assert told == from_flops(run, schedule).bubble == "5.7% predicted from FLOPs"
+    assert told == predicted(run, schedule).bubble == "5.7% predicted from FLOPs and bytes"
     *_, last = planned_grid(schedule, told).splitlines()
     assert last == f"1f1b: bubble {told}; the grid shows the order, a slot for each action"
 
@@ -42,13 +49,16 @@ def test_of_own_layers_the_bubble_is_in_slots():
 def test_a_summary_names_both_predictions():
     run = recipe("gpt-small")
     schedule = check_run(run)["train"]
-    measured = from_flops(run, schedule).timeline  # for want of a step
+    measured = predicted(run, schedule).timeline  # for want of a step
     prediction = from_steps(measured, [measured])
     overlay = Overlay(measured, prediction.timeline, prediction.source)
     rows = dict(closing_rows(run, schedule, [REPORT], Evaluation(1, 2.5, 64, 0.5), 1.0, 2.0, {}, overlay))
     assert rows["bubble"] == (
-        "20.0% measured (median), 5.7% predicted from FLOPs; 5.7% predicted from the measured costs of steps before"
+        "20.0% measured (median), 5.7% predicted from FLOPs and bytes; "
+        "5.7% predicted from the measured costs of steps before"
     )
+    assert rows["why they differ"] == "FLOPs and bytes leave out the optimizer, and other programs on these cores"
+    assert replace(prediction, source=IN_SLOTS).leaves_out.startswith("slots take all stages to be as long")
     assert overlay.titles[1].endswith("(from the measured costs of steps before)")
     assert from_steps(measured, []).source == "from the measured costs of the step itself"
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from raypar.actors.specs.model import GPT, Layers
+from raypar.actors.specs.moe import MoE
 from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.summary import brief
 from raypar.reporting.trackers.tracker import scalars
 
 FIRST = Report(0, 2.5, 1.0, 1e-3, 256, 1e3, 256.0, 0.2, None, (2, 1), (5, 6))
@@ -11,6 +16,8 @@ AFTER = Evaluation(1, 2.0, 64, 0.5)
 
 def test_a_person_reads_step_1_first():
     assert repr(FIRST).startswith("<Report of step 1: loss=2.5, grad_norm=1.0, ")
+    assert not any(nothing in repr(FIRST) for nothing in ("None", "{}", "False")), "what says nothing is left out"
+    assert "grad_norm=0.0" in repr(replace(FIRST, grad_norm=0.0))
     assert "peak_memory=(5, 6), samples=0" in repr(FIRST)
     assert repr(AFTER) == "<Evaluation after step 1: loss 2.0, perplexity 7.38905609893065, 64 tokens, 0.5 s>"
 
@@ -19,3 +26,11 @@ def test_a_program_reads_both_numbers():
     assert (FIRST.step, FIRST.steps_taken, AFTER.step, AFTER.steps_taken) == (0, 1, 1, 1)
     assert [(line["step"], line["steps_taken"]) for line in (FIRST.to_dict(), AFTER.to_dict())] == [(0, 1), (1, 1)]
     assert "steps_taken" not in scalars(FIRST.to_dict()), "a tracker has it as its axis"
+
+
+def test_a_model_is_told_by_its_sizes_and_what_is_not_its_default():
+    told = brief(GPT(hidden=32, heads=4, moe=MoE(experts=8)))
+    assert told.startswith("GPT(layers=8, hidden=32, heads=4, seq=256, ")
+    assert "moe=MoE(experts=8, " in told
+    assert not any(usual in told for usual in ("dropout", "rope_base", "kind", "attention", "None"))
+    assert brief(Layers(list, print)).startswith("Layers(fn=list, loss=print")

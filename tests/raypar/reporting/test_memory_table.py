@@ -76,49 +76,79 @@ def test_it_is_shown_as_a_table():
     assert " / " in page
 
 
+VOTE = 2 * 24  # bytes of the vote that opens a STEP, which is no gradient; a ring sends it nearly twice
+
+
 def sent_by(team):
-    """Bytes of weights and gradients that an actor of the first pipeline rank sends in a step, on average, by op."""
-    axes = ("dp", "shard", "replicate")
+    """What an actor of each pipeline rank sends of weights and gradients in a step, on average: bytes by (axis, op)."""
 
     def total():
-        found = {}
-        for axis in axes:
-            for table in team.ledger(axis)[: team.world.replicas]:
+        found = [{} for _ in range(team.world.mesh.pp)]
+        for axis in ("dp", "shard", "replicate"):
+            for rank, table in enumerate(team.ledger(axis)):
                 for op, (_, count) in table.items():
-                    found[op] = found.get(op, 0) + count
+                    key = axis, op
+                    found[team.world.pp(rank)][key] = found[team.world.pp(rank)].get(key, 0) + count
         return found
 
     before = total()
     team.step(0)
-    after = total()
-    return {op: (after[op] - before.get(op, 0)) / team.world.replicas for op in after if after[op] > before.get(op, 0)}
+    actors = team.world.size // team.world.mesh.pp
+    return [
+        {key: (count - first.get(key, 0)) / actors for key, count in then.items() if count - first.get(key, 0) > 1000}
+        for first, then in zip(before, total(), strict=True)
+    ]
+
+
+LEVELS = [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "zero_gather": "step", "zero_reduce": "step"}]
+
+
+def demand_as_planned(run):
+    schedule = check_run(run)["train"]
+    expected = sent_bytes(run, world_of(run), counts_of(run, schedule, None), schedule)
+    measured = max(sent_by(Team.of(run)), key=lambda sent: sum(sent.values()))
+    assert measured.keys() == expected.keys(), "votes and norms are small"
+    for key, count in expected.items():
+        assert -schedule.num_stages <= measured[key] - count <= VOTE, (key, count, measured[key])
+
+
+@pytest.mark.parametrize("changes", LEVELS)
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 3}, {"dp": 4, "shard": 2}, {"pp": 2, "dp": 2}, {"cp": 2}])
+def test_what_is_sent_is_what_the_ledger_counts(mesh, changes):
+    if "shard" in mesh and not changes["zero"]:
+        mesh = {"dp": 4}
+    demand_as_planned(tiny(mesh=rp.Mesh(**mesh), **changes))
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "zero_gather": "step", "zero_reduce": "step"}],
+    [
+        {"mesh": rp.Mesh(dp=2, tp=2), "zero": 3},
+        {"mesh": rp.Mesh(dp=2), "bucket_mb": 0.002},
+        {"mesh": rp.Mesh(dp=2), "zero": 3, "tile": 2},
+        {"mesh": rp.Mesh(pp=2, dp=2), "schedule": "interleaved", "zero": 2},
+    ],
 )
-@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 3}, {"dp": 4, "shard": 2}])
-def test_what_is_sent_is_what_the_ledger_counts(mesh, changes):
-    if "shard" in mesh and not changes["zero"]:
-        mesh = {"dp": 4}
-    run = tiny(mesh=rp.Mesh(**mesh), **changes)
+def test_neither_tensor_ranks_nor_buckets_tiles_or_chunks_make_a_plan_wrong(changes):
+    demand_as_planned(tiny(**changes))
+
+
+def test_without_replicas_no_gradient_is_sent():
+    run = tiny(mesh=rp.Mesh(tp=2))
     schedule = check_run(run)["train"]
-    expected = sent_bytes(run, world_of(run), counts_of(run, schedule, None), schedule)
-    measured = sent_by(Team.of(run))
-    assert {op for op, count in measured.items() if count > 1000} == expected.keys(), "votes and norms are small"
-    for op, count in expected.items():
-        assert measured[op] == pytest.approx(count, rel=0.05), op  # with flags
+    assert sent_bytes(run, world_of(run), counts_of(run, schedule, None), schedule) == {}
+    assert sent_by(Team.of(run)) == [{}]
 
 
 def test_plan_compares_the_levels(capsys):
     assert main(["plan", "gpt-small", "--mesh.pp", "1", "--mesh.dp", "2", "--zero", "3", "--zero-gather", "step"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    rows = {line[:27].strip(): line[27:].split() for line in lines[2:]}
+    width = len("sent in a step, dp all_reduce")
+    rows = {line[:width].strip(): line[width:].split() for line in lines[2:]}
     assert lines[0] == "actors: 2 = dp 2"
     assert lines[2].split() == ["this", "run", *(word for level in range(4) for word in ("zero", str(level)))]
     assert rows["weights"] == ["12", "MiB", *["25", "MiB"] * 3, "12", "MiB"]
-    assert rows["sent in a step, all_reduce"][:3] == ["-", "25", "MiB"]
+    assert rows["sent in a step, dp all_reduce"][:3] == ["-", "25", "MiB"]
     assert "gathered" in rows
 
 

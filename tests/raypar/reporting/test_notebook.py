@@ -40,7 +40,8 @@ def test_a_step_by_hand_shows_no_times():
 
 
 def test_memory_is_shown_by_kind_and_samples_a_second_where_they_are_known():
-    html = replace(REPORT, samples=4, memory={"weights": (1 << 20, 2 << 20)})._repr_html_()
+    html = replace(REPORT, samples=4, memory={"weights": (1 << 20, 2 << 20), "gradients": (5000, 9)})._repr_html_()
+    assert ">5 KiB, 9 B</td>" in html
     assert ">of which weights</td>" in html
     assert ">samples/s</td>" in html
     assert ">7.8</td>" in html

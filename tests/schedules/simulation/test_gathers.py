@@ -69,6 +69,19 @@ def test_a_reduction_occupies_its_rank_or_runs_beside_it_and_the_step_waits(besi
     assert simulate(schedule, costs).makespan == makespan
 
 
+def test_a_reduction_beside_the_actions_starts_under_its_backward_and_ends_behind_it():
+    """The backward takes 4, and makes the gradients of a unit in 1."""
+    schedule = lower(reduce_gradients(build("gpipe", 1, 1)))
+
+    def reduced(seconds):
+        timeline = simulate(schedule, Costs(b=4, reduce_grad=seconds, reduce_beside=True, units=4))
+        (found,) = [event for event in timeline.events if event.action.op is Op.REDUCE_GRAD]
+        return found.start, found.end, timeline.makespan
+
+    assert reduced(2) == (3.5, 5.5, 5.5), "its last unit is made at 5 and takes 0.5"
+    assert reduced(8) == (2, 10, 10), "its first unit is made at 2"
+
+
 @given(schedule=lowered_schedules(), unshard=st.sampled_from([0.0, 0.5, 3.0]), beside=st.booleans())
 def test_weights_have_arrived_where_they_are_used_and_a_link_does_one_thing_at_a_time(schedule, unshard, beside):
     costs = Costs(unshard=unshard, reduce_grad=0.5, link=0.25, step=1.0, reduce_beside=beside)

@@ -78,6 +78,51 @@ def test_a_folder_of_no_run_is_told_unless_there_is_no_other(tmp_path, capsys):
     assert "gone' is no run folder" in capsys.readouterr().err
 
 
+def test_the_page_goes_into_the_first_folder_that_can_be_read(tmp_path, capsys):
+    good = written(tmp_path / "good")
+    assert main(["report", str(tmp_path / "gone"), str(good / "run.toml"), str(good)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"written: {good / 'comparison.html'}",
+        f"could not be read: '{tmp_path / 'gone'}' is no run folder: there is nothing; give one that raypar train has "
+        "written",
+        f"could not be read: '{good / 'run.toml'}' is no run folder, but a file: give '{good}'",
+    ]
+
+
+def test_of_damaged_metrics_the_sound_steps_are_shown(tmp_path, capsys):
+    good, bad = written(tmp_path / "good"), written(tmp_path / "bad")
+    lines = (bad / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (bad / "metrics.jsonl").write_text("".join([lines[0], "{broken\n", *lines[2:]]))
+    assert main(["report", str(good), str(bad)]) == 0
+    assert f"could not be read: {bad}: metrics.jsonl line 2 has a text" in capsys.readouterr().out
+    texts = Reader((good / "comparison.html").read_text()).texts
+    at = texts.index("steps", texts.index("Figures"))
+    assert texts[at : at + 3] == ["steps", "4 of 4", "3 of 4"]
+
+
+def test_when_a_run_was_resumed_is_told_and_not_how_python_spells_it(tmp_path):
+    one, other = written(tmp_path / "one"), written(tmp_path / "other")
+    again = [
+        {"host": "x", "started": "2026-11-25T02:01:06+00:00"},
+        {"host": "x", "started": "2026-11-25T03:00:00+00:00"},
+    ]
+    (one / "provenance.json").write_text(json.dumps({"host": "x"}))
+    (other / "provenance.json").write_text(json.dumps({"host": "x", "resumed": again}))
+    rows = settings(Reader(comparison([read(one), read(other)])).texts)
+    assert rows[3:] == [
+        *("(started, resumed 1)", "\u2013", "2026-11-25T02:01:06+00:00"),
+        *("(started, resumed 2)", "\u2013", "2026-11-25T03:00:00+00:00"),
+    ]
+
+
+def test_skipped_steps_are_compared(tmp_path):
+    one, other = written(tmp_path / "one"), written(tmp_path / "other", skipped=True)
+    texts = Reader(comparison([read(one), read(other)])).texts
+    at = texts.index("skipped steps")
+    assert texts[at : at + 3] == ["skipped steps", "0", "4"]
+    assert "skipped steps" not in Reader(comparison([read(one)])).texts
+
+
 def test_whatever_runs_are_called_is_inert(tmp_path):
     config = plain_of(RUN)
     config["data"]["path"] = EVIL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +12,16 @@ import pytest
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
-from raypar.config.toml import plain_of
+from raypar.config.toml import plain_of, toml_of
 from raypar.planner.cost_model import costs_on_paper
 from raypar.reporting.html.charts import Line, Mark, line_chart
-from raypar.reporting.html.figures import History, exp, rate, significant, smoothed
+from raypar.reporting.html.compare import comparison
+from raypar.reporting.html.figures import History, duration, exp, rate, significant, smoothed
 from raypar.reporting.html.flops import actors_of, flops_per_token
 from raypar.reporting.html.happenings import happenings
-from raypar.reporting.html.page import page
+from raypar.reporting.html.page import page, titled
 from raypar.reporting.report import Evaluation, Report
-from raypar.reporting.run_folder.read import Past
+from raypar.reporting.run_folder.read import Past, read
 from raypar.schedules.action import Op
 from tests.raypar.reporting.html.test_report import Reader
 
@@ -158,7 +160,7 @@ def test_a_run_that_was_killed_and_went_on_has_both_marked():
 
 
 def test_a_run_that_is_over_before_its_last_step_says_how_it_ended():
-    start = log("INFO starting 1 actors", "INFO step 1/9  loss", "INFO step 3/9  loss")
+    start = log("INFO actors: 2 = pp 2", "INFO step 1/9  loss", "INFO step 3/9  loss")
     half = past(log=start)
     half.config["steps"] = 9
     assert [mark.text for mark in happenings(half)] == ["ended after step 3, before its last step"]
@@ -188,3 +190,55 @@ def test_bytes_without_seconds_are_of_an_older_raypar():
     from raypar.reporting.run_folder.read import Counts
 
     assert "did not write the seconds" in texts(page(past(ledger={"pp=0": {"pp send": Counts(1, 2)}})))
+
+
+def test_where_a_run_was_resumed_from_is_told_by_what_was_different(tmp_path):
+    first = {"raypar": "0.1", "host": "a", "commit": None, "command": ["raypar", "train", "gpt-tiny"], "started": "1"}
+    again = [{**first, "command": ["raypar", "train", "--resume", "runs/a"], "started": "2"}, {**first, "host": "b"}]
+    (tmp_path / "provenance.json").write_text(json.dumps({**first, "resumed": again}))
+    (tmp_path / "run.toml").write_text(toml_of(plain_of(Run())))
+    found = read(tmp_path)
+    assert found.provenance == {
+        "raypar": "0.1",
+        "host": "a",
+        "command": "raypar train gpt-tiny",
+        "started": "1",
+        "command, resumed 1": "raypar train --resume runs/a",
+        "started, resumed 1": "2",
+        "host, resumed 2": "b",
+    }
+    for odd in (5, "x", [5], None):
+        (tmp_path / "provenance.json").write_text(json.dumps({**first, "resumed": odd}))
+        assert read(tmp_path).provenance["host"] == "a"
+
+
+def test_skipped_steps_and_the_loss_scale_are_shown():
+    run = past(steps=6)
+    scaled = [line | {"loss_scale": 2.0 ** (9 - n), "skipped": n in (0, 1, 2, 4)} for n, line in enumerate(run.metrics)]
+    shown = texts(page(replace(run, metrics=scaled)))
+    assert "4 | skipped steps" in shown
+    assert "Loss scale" in shown
+    assert "no weight was changed, and the learning rate counts as 0: steps 1 to 3, step 5." in shown
+    assert "Loss scale" in texts(comparison([replace(run, metrics=scaled)]))
+    assert "No step was skipped." in texts(
+        page(replace(run, metrics=[line | {"loss_scale": 8.0} for line in run.metrics]))
+    )
+    odd = [line | {"skipped": n % 2 == 0} for n, line in enumerate(past(steps=90).metrics)]
+    assert "step 39, and 25 stretches more." in texts(page(replace(run, metrics=odd)))
+    assert "Loss scale" not in texts(page(run))
+    assert "skipped" not in texts(page(run))
+
+
+def test_short_times_are_not_0():
+    assert [duration(seconds) for seconds in (0, 0.0002, 0.035, 0.96, 61)] == [
+        "0.0 s",
+        "<1 ms",
+        "35 ms",
+        "1.0 s",
+        "1 min",
+    ]
+
+
+def test_a_model_with_experts_says_so():
+    config = plain_of(Run(model=GPT(moe=MoE(experts=8))))
+    assert titled(past(config=config)).startswith("GPT of 8 layers, 256 hidden, 8 experts on ")

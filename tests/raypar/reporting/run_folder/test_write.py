@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -72,6 +74,24 @@ def test_what_is_written_is_read(begun, tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "ledger.json", "log.txt", "metrics.jsonl", "provenance.json", "run.toml", "schedule.csv", "timeline.json",
     ]  # fmt: skip
+
+
+def test_no_line_holds_what_json_has_not_and_old_lines_that_do_are_read(begun, tmp_path):
+    """NaN and infinity are words in quotes; an older raypar wrote them bare."""
+    folder, strict = begun(), json.JSONDecoder(parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    lost = report(0) | {"loss": math.nan, "grad_norm": -math.inf, "aux": {"balance": math.inf}}
+    folder.write(lost)
+    folder.write(Evaluation(1, math.inf, 64, 0.5).to_dict())
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = [strict.decode(line) for line in metrics.read_text().splitlines()]
+    assert [lines[0][name] for name in ("loss", "grad_norm", "aux")] == ["NaN", "-Infinity", {"balance": "Infinity"}]
+    with metrics.open("a") as file:
+        file.write(json.dumps(lost | {"step": 1}) + "\n")
+    first, evaluated, old = read(tmp_path / "run").metrics
+    assert math.isnan(first["loss"]) and math.isnan(old["loss"])
+    assert (first["grad_norm"], old["grad_norm"]) == (-math.inf, -math.inf)
+    assert first["aux"] == old["aux"] == {"balance": math.inf}
+    assert evaluated["val_loss"] == math.inf
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,156 @@
+"""Put logical tensors, or an actor's parts of them, together from the shards of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from raypar.actors.checkpoint.logical import DTYPES, Logical, Shape, Stored
+from raypar.actors.checkpoint.shards import read_header
+from raypar.actors.errors import CheckpointError
+from raypar.actors.files import told
+from raypar.actors.sharding import Sharding
+
+_DTYPES: Mapping[str, torch.dtype] = {spelled: getattr(torch, name) for name, spelled in DTYPES.items()}
+_AT_ONCE = 8 << 20  # bytes that are read at a time, unless a row alone is larger
+_WHOLE = Sharding()
+
+
+class _Kept(NamedTuple):
+    """A tensor in a shard file.
+
+    Attributes:
+        dtype: In safetensors' spelling.
+        shape: Its shape.
+        start: Its first byte in the file.
+    """
+
+    dtype: str
+    shape: Shape
+    start: int
+
+
+class _Common(NamedTuple):
+    """What a stored slice and an actor's part have in common along a dim.
+
+    Attributes:
+        place: First index in the part.
+        start: First index in the slice.
+        length: Number of indices.
+    """
+
+    place: int
+    start: int
+    length: int
+
+
+class Assembler:
+    """Reads the shards of a checkpoint.
+
+    Files are read piece by piece, and only the rows that are wanted: it needs memory for the part that it returns and
+    some megabytes. They are not mapped, because a system refuses to map files that are larger than its memory.
+
+    Args:
+        folder: Folder of the checkpoint.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, dict[str, _Kept]] = {}
+
+    def read(self, logical: Logical, own: Sharding = _WHOLE) -> Tensor:
+        """Read a logical tensor, or a part of it, into new host memory.
+
+        Args:
+            logical: The tensor.
+            own: Which part of it.
+
+        Raises:
+            CheckpointError: A file can't be read, or its slices do not fit together.
+        """
+        faults = list(logical.faults())
+        for stored in [] if faults else logical.slices:
+            kept = self._kept(stored)
+            if (kept.dtype, kept.shape) != (logical.dtype, stored.shape):
+                wanted = f"{logical.dtype} {list(stored.shape)}"
+                faults.append(f"{stored} is {kept.dtype} {list(kept.shape)}, not {wanted}")
+        if len({(stored.file, stored.key) for stored in logical.slices}) < len(logical.slices):
+            faults.append("one stored tensor is taken for several slices")  # so memory is bounded by the files' size
+        if faults:
+            raise CheckpointError(faults)
+        spans = [own[dim].spans(length) for dim, length in enumerate(logical.shape)]
+        part = torch.empty([sum(stop - start for start, stop in dim) for dim in spans], dtype=_DTYPES[logical.dtype])
+        for stored in logical.slices:
+            common = [
+                list(_common(dim, offset, size))
+                for dim, offset, size in zip(spans, stored.offset, stored.shape, strict=True)
+            ]
+            self._fill(part, stored, common)
+        return part
+
+    def _kept(self, stored: Stored) -> _Kept:
+        """Return where a slice is in its file."""
+        if stored.file not in self._files:
+            self._files[stored.file] = self._read_file(stored.file)
+        kept = self._files[stored.file].get(stored.key)
+        if kept is None:
+            raise CheckpointError([f"{stored} is not there"])
+        return kept
+
+    def _read_file(self, file: str) -> dict[str, _Kept]:
+        """Read the header of a shard, once safetensors has found it sound."""
+        known = read_header(self._folder, file)
+        with told(f"{file!r} can't be read"), (self._folder / file).open("rb") as shard:
+            size = int.from_bytes(shard.read(8), "little")
+            plain = json.loads(shard.read(size))
+        return {name: _Kept(*found, 8 + size + plain[name]["data_offsets"][0]) for name, found in known.items()}
+
+    def _fill(self, part: Tensor, stored: Stored, common: Sequence[Sequence[_Common]]) -> None:
+        """Copy what a stored slice and a part have in common, by dim, into the part."""
+        kept = self._kept(stored)
+        if not common:
+            part.copy_(self._rows(stored, kept, part.dtype, 0, 1)[0])
+            return
+        if not all(common):
+            return
+        at_once = max(1, _AT_ONCE // max(1, math.prod(kept.shape[1:]) * part.element_size()))
+        for place, start, length in common[0]:
+            for row in range(0, length, at_once):
+                count = min(at_once, length - row)
+                rows = self._rows(stored, kept, part.dtype, start + row, count)
+                for others in product(*common[1:]):
+                    into = tuple(slice(one.place, one.place + one.length) for one in others)
+                    taken = tuple(slice(one.start, one.start + one.length) for one in others)
+                    part[(slice(place + row, place + row + count), *into)] = rows[(slice(None), *taken)]
+
+    def _rows(self, stored: Stored, kept: _Kept, dtype: torch.dtype, first: int, count: int) -> Tensor:
+        """Read consecutive rows, along dim 0, of a stored tensor; a scalar is one row."""
+        shape = kept.shape[1:]
+        size = math.prod(shape) * dtype.itemsize
+        raw = torch.empty(count * size, dtype=torch.uint8)
+        left, at = raw.numpy().data, kept.start + first * size
+        with told(f"{stored} can't be read"), (self._folder / stored.file).open("rb", buffering=0) as shard:
+            while left:
+                got = os.preadv(shard.fileno(), [left], at)
+                if not got:
+                    raise CheckpointError([f"{stored} can't be read: the file is shorter than its header says"])
+                left, at = left[got:], at + got
+        return raw.view(dtype).view(count, *shape)
+
+
+def _common(spans: Sequence[tuple[int, int]], offset: int, size: int) -> Iterator[_Common]:
+    """Yield what spans of a dim have in common with a slice that begins at an offset and has a size."""
+    place = 0
+    for start, stop in spans:
+        low, high = max(start, offset), min(stop, offset + size)
+        if low < high:
+            yield _Common(place + low - start, low - offset, high - low)
+        place += stop - start

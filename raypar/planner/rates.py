@@ -1,0 +1,45 @@
+"""How much an actor computes and moves in a second, where nothing of its run was measured yet.
+
+Figures of a kind of device, not of the machine that a run will have: they tell how computing compares with messages.
+Once steps were taken, predictions are made from their own costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import DeviceKind
+from raypar.planner.host import device_kind
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one actor does in a second.
+
+    Attributes:
+        flops: FLOPs of the products in its layers.
+        bytes: Bytes that it receives from the other actors of a group, or sends to them.
+        latency: Seconds that an operation of a group takes besides.
+    """
+
+    flops: float
+    bytes: float
+    latency: float
+
+    def message(self, count: float, operations: float = 1.0) -> float:
+        """Return the seconds of some bytes that are moved in so many operations; none if there are no bytes."""
+        return count / self.bytes + operations * self.latency if count else 0.0
+
+
+# A core of docs/benchmarks.md (2026-11-24): gpt-small on one actor makes 1,822 tokens/s of 44.4 MFLOP, and of 16 MiB
+# two actors gather the other half in 2.2 ms and reduce it in 1.3, four three quarters in 3.8 and 3.7 ms. An H100 by its
+# data sheet: 67 TFLOP/s in fp32, 989 in half precision, of which 0.5 are reached, and 0.6 of NVLink's 450 GB/s.
+_FULL: Mapping[DeviceKind, Rates] = {"cpu": Rates(80e9, 4e9, 60e-6), "cuda": Rates(33e12, 270e9, 20e-6)}
+_HALF: Mapping[DeviceKind, Rates] = {"cpu": _FULL["cpu"], "cuda": Rates(490e12, 270e9, 20e-6)}
+
+
+def rates_of(run: Run) -> Rates:
+    """Return the rates of the devices that a run would have if its actors were started on this machine."""
+    return (_HALF if run.precision.is_half else _FULL)[device_kind(run.device)]

@@ -1,0 +1,34 @@
+"""The names that come near to one that there is not: what whoever mistyped it may have meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import takewhile
+
+_LIKE, _SHORT_LIKE = 0.6, 0.5  # of two letters, as pp, one may be wrong
+
+
+def near(name: str, names: Iterable[str], most: int = 3, cutoff: float | None = None) -> list[str]:
+    """Return the names that are most like another one, the nearest first; of equally near ones, what begins as it does.
+
+    Args:
+        name: The name that there is not.
+        names: The names that there are.
+        most: How many to return at most.
+        cutoff: The least likeness, from 0 to 1; None for 0.6, and 0.5 for names of three letters or less.
+    """
+    import difflib  # imported here because it is slower than this file, and needed only after a typing error
+
+    least = cutoff if cutoff is not None else _LIKE if len(name) > 3 else _SHORT_LIKE
+
+    def likeness(other: str) -> tuple[float, int]:
+        begins_alike = sum(1 for _ in takewhile(bool, map(str.__eq__, name, other)))
+        return difflib.SequenceMatcher(a=other, b=name).ratio(), begins_alike
+
+    ranked = sorted(((likeness(other), other) for other in dict.fromkeys(names)), key=lambda one: one[0], reverse=True)
+    return [other for (ratio, _), other in ranked[:most] if ratio >= least]
+
+
+def nearest(name: str, names: Iterable[str], cutoff: float | None = None) -> str | None:
+    """Return the name that is most like another one; None if none is near. See ``near``."""
+    return next(iter(near(name, names, 1, cutoff)), None)

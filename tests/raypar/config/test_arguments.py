@@ -1,0 +1,112 @@
+"""Wrong arguments of public functions: one sentence each, with the fix, and never an error from inside."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+import raypar as rp
+from raypar.config.arguments import checked_arguments, checked_methods
+
+JOB, STEPPER = object.__new__(rp.Job), object.__new__(rp.Stepper)  # the check comes before they look at themselves
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: rp.launch(5), "launch: run is 5: it must be a Run, which rp.Run(...) makes, or rp.recipe('gpt-tiny')"),
+        (lambda: rp.launch("x"), "launch: run is 'x': it must be a Run, which"),
+        (lambda: rp.launch(rp.Run(), resume=5), "launch: resume is 5: it must be a text or a path or a Found"),
+        (lambda: rp.launch(rp.Run(), wait_for_nodes="a"), "launch: wait_for_nodes is 'a': it must be a number"),
+        (lambda: rp.launch(rp.Run(), wait_for_nodes=-1), "launch: wait_for_nodes is -1: it must be at least 0"),
+        (lambda: rp.faults(5), "faults: run is 5: it must be a Run"),
+        (lambda: rp.verify(5), "verify: run is 5: it must be a Run"),
+        (lambda: rp.verify(rp.Run(), 6), "verify: job is 6: it must be a Job"),
+        (lambda: rp.recipe(5), "there is no recipe 5: known are gpt-tiny, "),
+        (lambda: rp.recipe("moe-tiny", layout=5), "layout: name is 5: it must be a text"),
+        (lambda: rp.recipe([]), "there is no recipe []: known are gpt-tiny, "),
+        (lambda: rp.replay(5), "replay: path is 5: it must be a text or a path"),
+        (lambda: rp.register_schedule(5), 'under a name: @register("zigzag"), not 5'),
+        (lambda: JOB.reset(5), "reset: run is 5: it must be a Run"),
+        (lambda: JOB.train(-1), "train: steps is -1: it must be at least 0"),
+        (lambda: JOB.train(np.int64(-1)), "train: steps is -1: it must be at least 0"),
+        (lambda: JOB.train(steps="3"), "train: steps is '3': it must be a whole number"),
+        (lambda: JOB.train(on=3), "train: on is 3: it must be a function"),
+        (lambda: JOB.evaluate(steps="x"), "evaluate: steps is 'x': it must be a whole number"),
+        (lambda: JOB.evaluate(0), "evaluate: steps is 0: it must be at least 1"),
+        (lambda: JOB.save(None), "save: folder is None: it must be a text or a path"),
+        (lambda: JOB.save("a", 0), "save: keep_last is 0: it must be at least 1"),
+        (lambda: JOB.param(5), "param: name is 5: it must be a text"),
+        (lambda: JOB.weights("x"), "weights: dp is 'x': it must be a whole number"),
+        (lambda: JOB.sights(5), "sights: spots is 5: it must be a list"),
+        (lambda: JOB.timelines(-1), "timelines: ago is -1: it must be at least 0"),
+        (lambda: STEPPER.do(5), "do: action is 5: it must be a text or an Action, such as 1F0"),
+        (lambda: STEPPER.peek(None), "peek: action is None: it must be a text or an Action, such as 1F0"),
+        (lambda: STEPPER.peek("0F0", dp="x"), "peek: dp is 'x': it must be a whole number"),
+        (lambda: STEPPER.why([0, "F", 0]), "why: action is [0, 'F', 0]: it must be a text or an Action, such as 1F0"),
+        (lambda: STEPPER.run("x"), "run: moves is 'x': it must be a whole number"),
+        (lambda: STEPPER.run(-1), "run: moves is -1: it must be at least 0"),
+        (lambda: STEPPER.break_on(5), "break_on: predicate is 5: it must be a function"),
+        (lambda: STEPPER.swap(5), "swap: schedule is 5: it must be a text or a Schedule or a list"),
+        (lambda: STEPPER.record("a", stage="x"), "record: stage is 'x': it must be a whole number"),
+    ],
+)
+def test_a_wrong_argument_is_one_sentence(call, told):
+    with pytest.raises(ValueError) as raised:
+        call()
+    assert told in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: rp.launch(rp.Run(), resme="a"), "launch has no argument 'resme': did you mean resume?"),
+        (lambda: JOB.train(stps=3), "train has no argument 'stps': did you mean steps?"),
+        (lambda: JOB.save("a", x=3), "save has no argument 'x': it has folder, keep_last"),
+        (lambda: rp.launch(), "launch: missing a required argument: 'run'"),
+        (lambda: STEPPER.do("0F0", "1F0"), "do: too many positional arguments"),
+        (lambda: rp.Mesh(pq=2), "Mesh has no field 'pq': did you mean pp?"),
+        (lambda: rp.Run(zero_residnt=1), "Run has no field 'zero_residnt': did you mean zero_resident?"),
+    ],
+)
+def test_an_argument_that_there_is_not_says_the_nearest(call, told):
+    with pytest.raises(TypeError) as raised:
+        call()
+    assert str(raised.value) == told
+
+
+def test_all_wrong_arguments_are_told_at_once():
+    with pytest.raises(rp.ConfigError) as raised:
+        JOB.train("3", on=4, ahead=-1)
+    assert [fault.split(" is ")[0] for fault in raised.value.faults] == ["train: steps", "train: on", "train: ahead"]
+
+
+def test_right_arguments_reach_the_function_as_they_are():
+    @checked_arguments
+    def many(one: int, *rest: str, two: "list[Unheard] | None" = None, **more: int) -> tuple[object, ...]:  # noqa: F821
+        """Return the arguments."""
+        return one, rest, two, more
+
+    whole = np.int64(3)
+    assert many(whole, "a", 5, two=[object], three="x") == (whole, ("a", 5), [object], {"three": "x"})
+    assert many(1)[0] == 1
+    assert (many.__name__, many.__doc__) == ("many", "Return the arguments.")
+    assert list(inspect.signature(many).parameters) == ["one", "rest", "two", "more"]
+
+
+def test_only_public_methods_with_arguments_are_wrapped():
+    @checked_methods
+    class Counter:
+        def add(self, number: int) -> int:
+            return number
+
+        def total(self) -> int:
+            return 0
+
+        def _hidden(self, number: int) -> int:
+            return number
+
+    wrapped = {name for name, member in vars(Counter).items() if hasattr(member, "__wrapped__")}
+    assert wrapped == {"add"}
+    assert Counter()._hidden("x") == "x"
