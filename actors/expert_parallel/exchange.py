@@ -31,7 +31,7 @@ class ExpertShard(DividedExperts, Anchored, Routed):
 
     Args:
         experts: This actor's experts by number: one slice of all; none if it only sends tokens to those of others.
-        num_experts: Number of all experts.
+        order: The numbers of all experts, in the order in which they are divided.
         group: The actors that have tokens or experts.
         holders: The ranks in the group of those that have experts, one slice each.
         tokens: Actors that all have the same tokens, of which each one then sends only a part; None if no other actor
@@ -44,14 +44,15 @@ class ExpertShard(DividedExperts, Anchored, Routed):
     def __init__(
         self,
         experts: Mapping[int, nn.Module],
-        num_experts: int,
+        order: Sequence[int],
         group: Group,
         holders: range,
         tokens: Group | None = None,
         shadows: int = 0,
     ) -> None:
         super().__init__({str(number): expert for number, expert in experts.items()})
-        self._num_experts, self._group, self._holders, self._tokens = num_experts, group, holders, tokens
+        self._order, self._num_experts = tuple(order), len(order)
+        self._group, self._holders, self._tokens = group, holders, tokens
         self._most = shadows
         # A module without weights of its own, to compute with those of others. It is none of this actor's modules.
         self._guest = [deepcopy(next(iter(experts.values())))] if shadows else []
@@ -59,11 +60,21 @@ class ExpertShard(DividedExperts, Anchored, Routed):
 
     def run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
         """Return for each token the sum of what its experts make of it; see ``run_experts``."""
+        chosen_TK = self._places(chosen_TK)
         if self._tokens is None:
             return self._run(x_TD, chosen_TK, gates_TK)
         start, stop = Pieces.at(self._tokens.rank, self._tokens.size).span(len(x_TD))
         own = self._run(own_rows(x_TD, self._tokens), chosen_TK[start:stop], own_rows(gates_TK, self._tokens))
         return join_rows(own, self._tokens, len(x_TD))
+
+    def _places(self, chosen_TK: Tensor) -> Tensor:
+        """Return the choices by place in the order, from 0 on, by which everything here counts experts."""
+        if self._order == (*range(self._num_experts),):
+            return chosen_TK
+        if chosen_TK.numel() and int(chosen_TK.max()) >= self._num_experts:
+            return chosen_TK  # which order_of refuses
+        places = torch.tensor(self._order, device=chosen_TK.device).argsort()
+        return torch.where(chosen_TK < 0, chosen_TK, places[chosen_TK.clamp(min=0)])
 
     def serve(self, link: Tensor) -> Tensor:
         """Compute what other actors send, on an actor without tokens of its own.
@@ -112,7 +123,8 @@ class ExpertShard(DividedExperts, Anchored, Routed):
         row = rows_ND.shape[1] * rows_ND.element_size()
         choice = Shadowing(self._most, count, row, each).choose(asked.view(*[self._group.size] * 2, -1).tolist())
         if self.record is not None and self._group.rank == 0:
-            self.record.shadows(self.name, self._num_experts, choice)
+            numbers = tuple(self._order[place] for place in choice.slots)
+            self.record.shadows(self.name, self._num_experts, choice._replace(slots=numbers))
         return choice.slots
 
     def _with_shadows(self, rows_ND: Tensor, asked: Tensor, shadows: tuple[int, ...]) -> Tensor:
@@ -121,7 +133,7 @@ class ExpertShard(DividedExperts, Anchored, Routed):
         Args:
             rows_ND: The rows of this actor's tokens, in the order of the experts.
             asked: How many rows each actor has for each expert (actors, E).
-            shadows: The experts that are shadowed.
+            shadows: The places of experts that are shadowed.
 
         Returns:
             What the experts make of each row (N, D), in the order of the rows.
@@ -129,23 +141,23 @@ class ExpertShard(DividedExperts, Anchored, Routed):
         group, counts = self._group, asked[self._group.rank].tolist()
         parts, asked = rows_ND.split(counts), asked.clone()
         asked[:, list(shadows)] = 0
-        away = [number for number in range(len(counts)) if number not in shadows]
+        away = [place for place in range(len(counts)) if place not in shadows]
         there, here = self._splits(asked)
-        gone_ND = self.anchored(torch.cat([parts[number] for number in away]))
-        visits = [(number // len(self), self._weights_of(number, rows_ND)) for number in shadows]
+        gone_ND = self.anchored(torch.cat([parts[place] for place in away]))
+        visits = [(place // len(self), self._weights_of(place, rows_ND)) for place in shadows]
         came_ND, weights = dispatch(gone_ND, group, there, here, visits)
         back_ND = exchange_rows(self._computed(came_ND, asked[:, self._own]), group, here, there)
-        made = dict(zip(away, back_ND.split([counts[number] for number in away]), strict=True))
+        made = dict(zip(away, back_ND.split([counts[place] for place in away]), strict=True))
         guest = self._guest[0].train(self.training)
         names = [name for name, _ in guest.named_parameters()]
-        for number, theirs in zip(shadows, weights, strict=True):
-            made[number] = functional_call(guest, dict(zip(names, theirs, strict=True)), (parts[number],))
-        return torch.cat([made[number] for number in range(len(counts))])
+        for place, theirs in zip(shadows, weights, strict=True):
+            made[place] = functional_call(guest, dict(zip(names, theirs, strict=True)), (parts[place],))
+        return torch.cat([made[place] for place in range(len(counts))])
 
-    def _weights_of(self, number: int, like: Tensor) -> tuple[Tensor, ...]:
+    def _weights_of(self, place: int, like: Tensor) -> tuple[Tensor, ...]:
         """Return an expert's weights if it is here, else tensors like them, of undefined values."""
-        if str(number) in self:
-            return tuple(self[str(number)].parameters())
+        if (number := str(self._order[place])) in self:
+            return tuple(self[number].parameters())
         alike = next(iter(self.values())).parameters()
         return tuple(torch.empty(weight.shape, dtype=weight.dtype, device=like.device) for weight in alike)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -48,14 +49,22 @@ class Expert(NamedTuple):
     Attributes:
         number: Its number among the experts of its layer.
         among: Number of these.
+        list: Logical name of the list of experts.
     """
 
     number: int
     among: int
+    list: str
 
-    def part(self, parts: int) -> int:
-        """Return which part it belongs to if the experts are divided into equal parts, one slice each."""
-        return self.number * parts // self.among
+    def part(self, parts: int, orders: Mapping[str, Sequence[int]] = MappingProxyType({})) -> int:
+        """Return which part it belongs to if the experts are divided into equal parts, one slice each.
+
+        Args:
+            parts: Number of parts.
+            orders: By the name of a list, the order of its experts if that is not by number.
+        """
+        place = orders[self.list].index(self.number) if self.list in orders else self.number
+        return place * parts // self.among
 
 
 def unsharded(name: str, layer: nn.Module) -> Mapping[str, Shard]:
@@ -150,7 +159,7 @@ class Model(ABC):
         for path, experts in self.expert_lists.items():
             for number, expert in enumerate(experts):
                 names = (f"{path}.{number}.{name}" for name, _ in expert.named_parameters())
-                found |= dict.fromkeys(names, Expert(number, len(experts)))
+                found |= dict.fromkeys(names, Expert(number, len(experts), path))
         return found
 
     @cached_property
