@@ -7,6 +7,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
 Count = Annotated[int, Ge(1), Le(10_000_000)]
+Some = Annotated[int, Ge(0), Le(10_000_000)]  # a count that may be 0
 NotNegative = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 BucketSize = Annotated[float, Gt(0), Le(1e6)]  # MiB

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 
 import raypar as rp
 from raypar.config.run import check_run
+from raypar.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -237,10 +239,90 @@ def test_what_fits_and_what_is_refused_is_what_a_check_says():
     for word, run in rows:
         try:
             check_run(eval(run, dict(names)))
-        except (ValueError, TypeError):  # TypeError: no such field
+        except ConfigError as error:
             assert word == "refused", run
+            assert len(error.faults) == 1, "it is refused for what the row says, not for another mistake in it"
         else:
             assert word == "fits", run
+
+
+def test_the_readme_and_the_table_of_the_docs_name_the_same_gaps():
+    table = (ROOT / "docs/index.md").read_text().partition("\n## What fits\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| (?!fits)", table, re.MULTILINE)
+    missing = {part for row in rows for part in row.split("; ")}
+    readme = (ROOT / "README.md").read_text().partition("| does not fit yet")[2].partition("\n\n")[0]
+    cells = [line.split("|")[2] for line in readme.splitlines()[2:]]
+    named = [item.partition(" (")[0].strip() for cell in cells for item in cell.split(";")]
+    assert len(named) == 6
+    for name in named:
+        assert any(part.startswith(name) for part in missing), name
+
+
+def _two_linears():
+    return [torch.nn.Linear(2, 4), torch.nn.Linear(4, 2)]
+
+
+_PLAN = {"layers.0": "column", "layers.1": "row"}
+_FEATURES = {
+    "tensor parallelism": {"mesh": {"tp": 2}},
+    "grids": {"mesh": {"tp": "2d:2x2"}},
+    "sequence parallelism": {"mesh": {"tp": 2}, "sequence_parallel": True},
+    "context parallelism": {"mesh": {"cp": 2}},
+    "ZeRO": {"mesh": {"dp": 4}, "zero": 3},
+    "hybrid sharding": {"mesh": {"dp": 4, "shard": 2}, "zero": 3},
+    "tiles": {"tile": 2},
+    "offload": {"offload": "parameters"},
+    "parameter servers": {"mesh": {"dp": 4}, "data_parallel": "parameter_server"},
+    "half precision": {"precision": rp.Precision("bf16")},
+    "Muon": {"optim": rp.Muon(adamw=())},
+    "experts": {"model": rp.GPT(layers=1, hidden=8, heads=4, seq=8, moe=rp.MoE(experts=2))},
+    "experts on several actors": {
+        "model": rp.GPT(layers=1, hidden=8, heads=4, seq=8, moe=rp.MoE(experts=2)),
+        "mesh": {"dp": 4, "ep": 2},
+    },
+    "own modules": {
+        "model": rp.Layers(_two_linears, loss=torch.nn.functional.mse_loss, plan=_PLAN),
+        "data": rp.Batches(lambda step, microbatch, dp: (torch.zeros(2, 2), torch.zeros(2, 2))),
+    },
+}
+
+
+def _is_refused(*features):
+    """Whether a run with these features is refused; None if they set the same field to different values."""
+    fields = {"model": rp.GPT(layers=1, hidden=8, heads=4, seq=8), "data": rp.Text(str(ROOT / "LICENSE"))}
+    mesh = {}
+    for index, feature in enumerate(features):
+        before = {**features[0], **features[0].get("mesh", {})} if index else {}
+        told = {**feature, **feature.get("mesh", {})}
+        if any(before.get(name, value) != value for name, value in told.items() if name != "mesh"):
+            return None
+        fields |= feature
+        mesh |= feature.get("mesh", {})
+    if isinstance(fields["model"], rp.Layers) and "tp" not in mesh:
+        fields["model"] = replace(fields["model"], plan={})
+    try:
+        check_run(rp.Run(**fields | {"mesh": rp.Mesh(**mesh)}))
+    except ValueError:
+        return True
+    return False
+
+
+def _combinations(table):
+    """The refused combinations of the table: by row, the feature before "with" or "on" and those behind it."""
+    for first in re.findall(r"^\| ([^|]+) \| refused", table, re.MULTILINE):
+        one, _, others = re.sub(r" (with|on) (?!several)", "\t", first, count=1).partition("\t")
+        yield [
+            set(re.split(r", (?:or )?(?:on )?| or (?:on )?", part.strip(", "))) & set(_FEATURES)
+            for part in (one, others)
+        ]
+
+
+def test_every_combination_that_is_refused_is_in_the_table():
+    table = (ROOT / "docs/index.md").read_text().partition("\n## What fits\n")[2].partition("\n## ")[0]
+    told = {frozenset((a, b)) for ones, others in _combinations(table) for a in ones for b in others}
+    assert not [name for name in _FEATURES if _is_refused(_FEATURES[name])]
+    pairs = {frozenset(pair): _is_refused(*(_FEATURES[name] for name in pair)) for pair in combinations(_FEATURES, 2)}
+    assert {pair for pair, refused in pairs.items() if refused} == told
 
 
 def test_the_figures_of_the_readme_are_those_of_the_benchmarks():

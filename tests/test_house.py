@@ -298,7 +298,7 @@ MAY_IMPORT = {
     "actors/data_parallel": (
         "actors actors/autograd actors/checkpoint actors/collective actors/models actors/optim actors/specs schedules"
     ),
-    "actors/expert_parallel": "actors actors/collective actors/specs",
+    "actors/expert_parallel": "actors actors/autograd actors/collective actors/specs",
     "actors/inspect": "actors actors/checkpoint actors/specs schedules",
     "actors/layers": "actors actors/autograd actors/specs",
     "actors/mesh": "actors",
@@ -366,8 +366,9 @@ MAY_IMPORT = {
     ),
     "raypar/reporting/trackers": "actors/specs raypar raypar/config",
     "raypar/stepping": (
-        "actors actors/checkpoint actors/data_parallel actors/mesh actors/models actors/pipeline actors/specs "
-        "raypar raypar/checkpoint raypar/cluster raypar/config raypar/reporting schedules schedules/drawing"
+        "actors actors/checkpoint actors/data_parallel actors/inspect actors/mesh actors/models actors/pipeline "
+        "actors/specs raypar raypar/checkpoint raypar/cluster raypar/config raypar/reporting schedules "
+        "schedules/drawing"
     ),
     "schedules": ("schedules/checking schedules/drawing schedules/generators schedules/passes schedules/simulation"),
     "schedules/checking": "schedules schedules/drawing schedules/passes schedules/simulation",

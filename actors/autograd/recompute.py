@@ -33,6 +33,21 @@ class SelectiveRecompute:
     recomputes: bool = False
 
 
+class Anchored:
+    """Mixin for modules in whose backward other actors take part, so that it must happen even if nothing here needs it.
+
+    Attributes:
+        anchor: A tensor without elements whose gradient is always wanted.
+    """
+
+    anchor: Tensor
+
+    def anchored(self, x: Tensor) -> Tensor:
+        """Return a tensor, with the same values, through which a backward always goes."""
+        out: Tensor = _Anchor.apply(x, self.anchor)  # type: ignore[no-untyped-call]
+        return out
+
+
 class Twice:
     """Call a function twice on the same inputs, in the forward and in the recomputation.
 
@@ -196,7 +211,9 @@ class LayerAgain:
             then.update(before)
             return outputs
 
-        return rerun(first, again, inputs, [p for p in self._module.parameters() if p.requires_grad])
+        wanted = [p for p in self._module.parameters() if p.requires_grad]
+        anchors = [module.anchor for module in self._module.modules() if isinstance(module, Anchored)]
+        return rerun(first, again, inputs, [*wanted, *anchors])
 
 
 def rerun(first: Function, again: Function, inputs: Values, parameters: Sequence[Tensor] = ()) -> Values:
@@ -228,6 +245,19 @@ def drawn_again(device: torch.device) -> Callable[[], None]:
         generator.set_state(state)
 
     return redraw
+
+
+class _Anchor(torch.autograd.Function):
+    """The autograd function of ``Anchored``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
+        ctx.like = anchor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.zeros_like(ctx.like)
 
 
 class _Rerun(torch.autograd.Function):

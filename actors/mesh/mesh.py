@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from raypar.actors.bounds import Count
+from raypar.actors.bounds import Count, Some
 from raypar.actors.known_fields import known_fields
 from raypar.actors.mesh.grid import Grid, GridSpelling, grid_of
 
@@ -17,9 +17,9 @@ AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 @known_fields()
 @dataclass(frozen=True)
 class Mesh:
-    """How many ways each axis splits the work; ``pp * dp * cp * tp`` actors.
+    """How many ways each axis splits the work; ``pp * dp * cp * tp`` actors, and those of experts.
 
-    Ranks count with tp innermost (neighbours on the fastest links), then cp, dp and pp.
+    Ranks count with tp innermost (neighbours on the fastest links), then cp, dp and pp. Expert actors follow them.
     """
 
     pp: Count = 1
@@ -37,11 +37,13 @@ class Mesh:
     """parts into which the experts of each layer are divided, over ranks of dp x cp x tp; 1: every replica has all"""
     etp: Count | None = None
     """tensor ranks of one expert: tp, or 1, with which tensor ranks divide tokens instead; None: tp where ep is 1"""
+    expert_actors: Some = 0
+    """with each pipeline rank, so many more actors that hold its experts and nothing else; 0: ranks hold experts too"""
 
     def faults(self, right: Callable[..., bool]) -> Iterator[str]:
         """What is wrong with the axes; ``right`` tells of fields, by their paths in a run, whether they are sound."""
-        if right("mesh.dp", "mesh.cp", "mesh.tp", "mesh.ep", "mesh.etp", "mesh.shard"):
-            yield from self._expert_faults()
+        if right("mesh.dp", "mesh.cp", "mesh.tp", "mesh.ep", "mesh.etp", "mesh.expert_actors", "mesh.shard"):
+            yield from self._expert_actor_faults() if self.expert_actors else self._expert_faults()
         if self.shard is not None and right("mesh.dp", "mesh.cp", "mesh.shard") and self.dp * self.cp % self.shard:
             near = max(count for count in range(1, self.shard + 1) if self.dp * self.cp % count == 0)
             replicas = f"{self.dp * self.cp} replicas" + (" (dp x cp)" if self.cp > 1 else "")
@@ -69,9 +71,21 @@ class Mesh:
         if self.shard is not None and self.shard < self.dp * self.cp:
             yield f"mesh.shard is {self.shard}, and mesh.ep {self.ep}: experts and hybrid sharding do not combine"
 
+    def _expert_actor_faults(self) -> Iterator[str]:
+        """Yield the reasons why experts cannot be on actors of their own."""
+        named = f"mesh.expert_actors is {self.expert_actors}"
+        if self.ep > 1:
+            yield f"{named}, and mesh.ep is {self.ep}: experts are on actors of their own or on ranks: leave one out"
+        if self.etp is not None and self.etp > 1:
+            yield f"{named}, and mesh.etp is {self.etp}: an expert is whole on its actor: leave mesh.etp out"
+        if self.grid is not None:
+            yield f"{named}, but a grid of tensor ranks has no experts: give mesh.tp a number"
+        if self.shard is not None and self.shard < self.dp * self.cp:
+            yield f"mesh.shard is {self.shard}, and {named}: experts and hybrid sharding do not combine"
+
     @property
     def inner(self) -> int:
-        """Number of actors of one pipeline rank."""
+        """Number of actors of one pipeline rank, without those of experts."""
         return self.dp * self.cp * self.tensor_ranks
 
     @property
@@ -79,17 +93,32 @@ class Mesh:
         """Number of tensor ranks over which each expert is divided."""
         if self.etp is not None:
             return self.etp
-        return self.tensor_ranks if self.ep == 1 else 1
+        return 1 if self.divides_experts else self.tensor_ranks
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether actors have different experts of a layer, to which tokens travel."""
+        return self.ep > 1 or self.expert_actors > 0
+
+    @property
+    def expert_parts(self) -> int:
+        """Number of parts into which the experts of each layer are divided."""
+        return self.expert_actors or self.ep
 
     @property
     def folds_experts(self) -> bool:
         """Whether the tensor ranks of a layer have different experts, or replicas of them, and divide its tokens."""
-        return self.ep > 1 and self.expert_ranks < self.tensor_ranks
+        return self.divides_experts and self.expert_ranks < self.tensor_ranks
 
     @property
     def size(self) -> int:
-        """Number of actors."""
+        """Number of ranks with a coordinate on each axis: of all actors but those of experts."""
         return self.pp * self.dp * self.cp * self.tensor_ranks
+
+    @property
+    def actors(self) -> int:
+        """Number of actors that train: those of the ranks, and those of experts."""
+        return self.size + self.pp * self.expert_actors
 
     @property
     def grid(self) -> Grid | None:
@@ -123,16 +152,31 @@ class Mesh:
         return ((pp * self.dp + dp) * self.cp + cp) * self.tensor_ranks + tp
 
     def label(self, rank: int) -> str:
-        """Name a rank in messages: ``pp=1``, or ``pp=1 dp=0 tp=3`` if axes other than pp are split."""
+        """Name a rank in messages: ``pp=1``, ``pp=1 dp=0 tp=3`` if axes other than pp are split, ``pp=1 expert=0``."""
+        if rank >= self.size:
+            pp, expert = divmod(rank - self.size, self.expert_actors)
+            return f"pp={pp} expert={expert}"
         coordinate = self.coordinate(rank)
         return " ".join(f"{axis}={coordinate[axis]}" for axis in AXES if axis == "pp" or self.ways(axis) > 1)
+
+    def experts_of(self, pp: int) -> range:
+        """Return the ranks of the expert actors of a pipeline rank."""
+        first = self.size + pp * self.expert_actors
+        return range(first, first + self.expert_actors)
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """Return the members of every group of an axis, each in the order of their position on it.
 
         Expert groups (``ep``) are neighbours within a pipeline rank, which have different experts (of each expert, the
-        same tensor rank). ``edp`` groups join the ranks that hold the same part of the same experts.
+        same tensor rank). ``edp`` groups join the ranks that hold the same part of the same experts. If experts are on
+        actors of their own, an expert group is all ranks of a pipeline rank and then its expert actors, each alone in
+        its ``edp``.
         """
+        if axis in ("ep", "edp") and self.expert_actors:
+            own = [tuple(self.experts_of(pp)) for pp in range(self.pp)]
+            if axis == "edp":
+                return tuple((rank,) for ranks in own for rank in ranks)
+            return tuple((*range(pp * self.inner, (pp + 1) * self.inner), *own[pp]) for pp in range(self.pp))
         if axis in ("ep", "edp"):
             rows = range(0, self.size, self.ep * self.expert_ranks)
             if axis == "ep":

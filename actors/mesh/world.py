@@ -1,4 +1,4 @@
-"""The ranks of a run (workers of the mesh, then parameter servers) and the groups that they form."""
+"""The ranks of a run (workers of the mesh, then expert actors or parameter servers), and the groups that they form."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from raypar.actors.mesh.mesh import AXES, Mesh
+from raypar.actors.mesh.mesh import AXES, Axis, Mesh
 
 DataParallel = Literal["all_reduce", "parameter_server"]
 Zero = Literal[0, 1, 2, 3]
@@ -53,7 +53,7 @@ class Replicas(NamedTuple):
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of a run: ``mesh.size`` workers, then the servers of pipeline rank 0, of pipeline rank 1, and so on.
+    """All ranks of a run: ``mesh.size`` workers, then the experts or servers of pipeline rank 0, of rank 1, and so on.
 
     Attributes:
         mesh: The mesh of the workers.
@@ -79,7 +79,22 @@ class World:
     @property
     def size(self) -> int:
         """Number of actors."""
-        return self.mesh.size + self.mesh.pp * self.servers
+        return self.mesh.actors + self.mesh.pp * self.servers
+
+    @property
+    def trainers(self) -> range:
+        """The ranks that perform rows: those of the mesh, and expert actors."""
+        return range(self.mesh.actors)
+
+    def is_expert(self, rank: int) -> bool:
+        """Return whether a rank is an expert actor: one that holds experts and nothing else."""
+        return self.mesh.size <= rank < self.mesh.actors
+
+    def at(self, rank: int) -> dict[Axis, int]:
+        """Return a worker's position on each axis; of an expert actor or a server only ``pp`` is not 0."""
+        if rank < self.mesh.size:
+            return self.mesh.coordinate(rank)
+        return {axis: self.pp(rank) if axis == "pp" else 0 for axis in AXES}
 
     @property
     def replicas(self) -> int:
@@ -126,7 +141,7 @@ class World:
         """The key of the group of all ranks that update parts of one model, or of one tensor rank's part of it."""
         if self.servers:
             return "servers"
-        if self.mesh.ep > 1:
+        if self.mesh.divides_experts:
             return "mesh"
         if not self.sharded:
             return "pp"
@@ -142,13 +157,15 @@ class World:
     @property
     def experts(self) -> Replicas | None:
         """Those who hold the same experts; None if experts are not divided over actors, but are as other weights."""
-        if self.mesh.ep == 1:
+        if not self.mesh.divides_experts:
             return None
         return Replicas("edp", "edp", "edp.gather", self.expert_replicas if self.sharded else 1)
 
     @property
     def expert_replicas(self) -> int:
         """Number of actors with the same experts, and the same part of them."""
+        if self.mesh.expert_actors:
+            return 1
         return self.mesh.inner // (self.mesh.ep * self.mesh.expert_ranks)
 
     @property
@@ -158,12 +175,12 @@ class World:
 
     def copy_of(self, rank: int) -> int:
         """Return the index of a worker's copy of the model: with hybrid sharding there are several, else only 0."""
-        at = self.mesh.coordinate(rank)
+        at = self.at(rank)
         return (at["dp"] * self.mesh.cp + at["cp"]) // self.mesh.shards if self.hybrid else 0
 
     def owner_rank(self, pp: int, owner: int, tp: int) -> int:
         """Return the rank, within the group of all updaters, of one owner of a pipeline rank, on a tensor rank."""
-        if self.mesh.ep == 1:
+        if not self.mesh.divides_experts:
             return pp * self.owners + owner
         ranks, own = (self.mesh.tensor_ranks, tp) if self.mesh.folds_experts else (1, 0)
         return (pp * self.replicas + owner) * ranks + own
@@ -172,13 +189,13 @@ class World:
         """Return whether a worker is the first of those that update equal copies of what it updates.
 
         Args:
-            rank: The worker.
+            rank: The worker or expert actor.
             expert: Whether it is asked for its experts, which are divided over actors, or for all other weights.
         """
         if self.sharded:
             return self.copy_of(rank) == 0
         if expert:
-            return self.mesh.group_of("edp", rank)[1][0] == rank
+            return rank in (group[0] for group in self.mesh.groups("edp"))
         at = self.mesh.coordinate(rank)
         return at["dp"] == at["cp"] == 0
 
@@ -187,44 +204,46 @@ class World:
 
         Of the replicas in such a group, the first one that has the sum over all replicas does.
         """
-        at = self.mesh.coordinate(rank)
-        if self.mesh.folds_experts and at["tp"] > 0:
+        at = self.at(rank)
+        if self.is_expert(rank) or (self.mesh.folds_experts and at["tp"] > 0):
             return False
         if self.sharded:
             return (at["dp"] * self.mesh.cp + at["cp"]) % self.mesh.shards == 0
-        return self.mesh.ep == 1 or at["dp"] == at["cp"] == 0
+        return not self.mesh.divides_experts or at["dp"] == at["cp"] == 0
 
     @property
     def server_ranks(self) -> range:
-        """The ranks of the parameter servers, which follow those of the mesh."""
-        return range(self.mesh.size, self.size)
+        """The ranks of the parameter servers, which come last."""
+        return range(self.mesh.actors, self.size)
 
     def label(self, rank: int) -> str:
-        """Name a rank in messages: ``pp=1``, ``pp=1 dp=0``, ``server 0 of pp=1``."""
-        if rank < self.mesh.size:
+        """Name a rank in messages: ``pp=1``, ``pp=1 dp=0``, ``pp=1 expert=0``, ``server 0 of pp=1``."""
+        if rank in self.trainers:
             return self.mesh.label(rank)
         return f"server {self.server_index(rank)} of pp={self.pp(rank)}"
 
     def pp(self, rank: int) -> int:
         """Return the pipeline rank of a rank."""
         if rank < self.mesh.size:
-            return rank // self._inner
-        return (rank - self.mesh.size) // self.servers
+            return rank // self.mesh.inner
+        if self.is_expert(rank):
+            return (rank - self.mesh.size) // self.mesh.expert_actors
+        return (rank - self.server_ranks.start) // self.servers
 
     def leads(self, rank: int) -> bool:
         """Return whether a rank reports for its tensor group, whose ranks all have the same to report.
 
-        Servers always do.
+        Expert actors and servers always do.
         """
         return rank >= self.mesh.size or self.mesh.coordinate(rank)["tp"] == 0
 
     def server_index(self, rank: int) -> int:
         """Return a server's index among those of its pipeline rank."""
-        return (rank - self.mesh.size) % self.servers
+        return (rank - self.server_ranks.start) % self.servers
 
     def server_rank(self, pp: int, index: int) -> int:
         """Return the rank of a server of a pipeline rank."""
-        return self.mesh.size + pp * self.servers + index
+        return self.server_ranks.start + pp * self.servers + index
 
     def replica(self, dp: int) -> tuple[int, ...]:
         """Return the workers of one data-parallel replica by pipeline rank.
@@ -241,17 +260,26 @@ class World:
         """
         if not self.gathers:
             own = self.replica(dp)
+            if self.mesh.expert_actors:
+                return (*own, *range(self.mesh.size, self.mesh.actors))
             return tuple(sorted({one for rank in own for one in (self.mesh.group_of("ep", rank)[1])}))
         copy = self.copy_of(self.mesh.rank(dp=dp))
-        return tuple(rank for rank in range(self.mesh.size) if self.leads(rank) and self.copy_of(rank) == copy)
+        return tuple(rank for rank in self.trainers if self.leads(rank) and self.copy_of(rank) == copy)
 
     def tensor_group(self, rank: int) -> tuple[int, ...]:
-        """Return the members of a worker's tensor group. If the worker is the first tensor rank, it comes first."""
-        return self.mesh.group_of("tp", rank)[1]
+        """Return the members of a worker's tensor group. If the worker is the first tensor rank, it comes first.
+
+        An expert actor is alone.
+        """
+        return (rank,) if self.is_expert(rank) else self.mesh.group_of("tp", rank)[1]
 
     def replicas_of(self, pp: int) -> range:
-        """Return the workers of one pipeline rank, in rank order."""
-        return range(pp * self._inner, (pp + 1) * self._inner)
+        """Return the workers of one pipeline rank, in rank order, without its expert actors."""
+        return range(pp * self.mesh.inner, (pp + 1) * self.mesh.inner)
+
+    def trainers_of(self, pp: int) -> tuple[int, ...]:
+        """Return the workers of one pipeline rank, and then its expert actors."""
+        return (*self.replicas_of(pp), *self.mesh.experts_of(pp))
 
     def memberships(self, rank: int) -> Iterator[Membership]:
         """Yield a rank's groups in the order in which to join them, which prevents deadlock between ranks."""
@@ -264,7 +292,7 @@ class World:
                     yield Membership(axis, axis, f"{axis}/{index}", members)
                 if axis == "dp" and self.sharded:
                     yield from self._shard_groups(rank, index, members)
-            if self.mesh.ep > 1:
+            if self.mesh.divides_experts:
                 yield from self._expert_groups(rank)
             tp = self.mesh.tensor_ranks
             if self.mesh.grid is not None:
@@ -272,12 +300,12 @@ class World:
                     members = tuple(rank - rank % tp + place for place in places)
                     yield Membership(f"tp.{line}", f"tp.{line}", f"tp.{line}/{members[0]}", members)
             if self.updaters == "mesh":
-                # Where tensor ranks have different experts, one norm is that of all of them.
-                copy, apart = self.copy_of(rank), 1 if self.mesh.folds_experts else tp
-                members = tuple(one for one in range(rank % apart, self.mesh.size, apart) if self.copy_of(one) == copy)
-                yield Membership("mesh", "mesh", f"mesh/{copy * apart + rank % apart}", members)
+                yield self._updaters(rank)
             for index in range(self.servers):
                 yield self._served(pp, index)
+        elif self.is_expert(rank):
+            yield from self._expert_groups(rank)
+            yield self._updaters(rank)
         else:
             yield self._served(pp, self.server_index(rank))
             if len(self.server_ranks) > 1:
@@ -301,10 +329,22 @@ class World:
         if self.gathers:
             yield Membership("gather", axis, f"gather/{first}", members)
 
+    def _updaters(self, rank: int) -> Membership:
+        """Return the group of all who update one model, or a tensor rank's part of it, where no other group is theirs.
+
+        Where tensor ranks have different experts, or experts actors of their own, one norm is that of all of them.
+        """
+        copy, apart = self.copy_of(rank), 1 if self.mesh.folds_experts else self.mesh.tensor_ranks
+        ranks = range(rank % apart, self.mesh.actors, apart)
+        members = tuple(one for one in ranks if self.copy_of(one) == copy)
+        return Membership("mesh", "mesh", f"mesh/{copy * apart + rank % apart}", members)
+
     def _expert_groups(self, rank: int) -> Iterator[Membership]:
-        """Yield a worker's groups for experts that are divided over actors."""
+        """Yield the groups of a worker or expert actor for experts that are divided over actors."""
         index, members = self.mesh.group_of("ep", rank)
         yield Membership("ep", "ep", f"ep/{index}", members)
+        if self.mesh.expert_actors:
+            return
         index, members = self.mesh.group_of("edp", rank)
         if len(members) > 1:
             yield Membership("edp", "edp", f"edp/{index}", members)
@@ -315,8 +355,3 @@ class World:
         """Return the group of a pipeline rank's replicas and one of its servers, which is the last member."""
         members = (*self.replicas_of(pp), self.server_rank(pp, index))
         return Membership(f"ps{index}", "ps", f"ps/{pp}.{index}", members)
-
-    @property
-    def _inner(self) -> int:
-        """Number of workers per pipeline rank; pp is the mesh's outermost axis."""
-        return self.mesh.size // self.mesh.pp

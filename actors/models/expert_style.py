@@ -17,17 +17,21 @@ class ExpertParallel(ParallelStyle):
     """Keep this actor's experts of an nn.ModuleList, each under its number.
 
     Attributes:
-        group: The actors among which the experts are divided.
+        group: The actors that have tokens or experts.
+        holders: The ranks in the group of those among which the experts are divided.
         tokens: Actors that all have the same tokens, which they divide for the experts; None if there are no others.
     """
 
     group: Group
+    holders: range
     tokens: Group | None
 
     def apply(self, name: str, module: nn.Module) -> Applied:
         """Replace the list by this actor's slice of it."""
         assert isinstance(module, nn.ModuleList)
-        first, last = Pieces.at(self.group.rank, self.group.size).span(count := len(module))
-        own = {number: module[number] for number in range(first, last)}
+        count, own = len(module), dict[int, nn.Module]()
+        if self.group.rank in self.holders:
+            first, last = Pieces.at(self.group.rank - self.holders.start, len(self.holders)).span(count)
+            own = {number: module[number] for number in range(first, last)}
         module._modules.clear()  # what a module still has goes over to the one in its place
-        return Applied(ExpertShard(own, count, self.group, self.tokens))
+        return Applied(ExpertShard(own, count, self.group, self.holders, self.tokens))

@@ -84,7 +84,7 @@ class LayersModel(Model):
             for table, inner, name, _ in slots:
                 table[inner] = made[id(whole[name])]
         self._sharded |= {int(name.partition(".")[0]) for name in named}
-        demand_real(list(own.values()), [tensor for tensor in whole.values() if made[id(tensor)] is not tensor])
+        demand_real(list(own.values()), [tensor for tensor in whole.values() if made.get(id(tensor)) is not tensor])
         return [own[str(index)] for index in layers]
 
     def note(self, layer: int, error: Exception) -> str:

@@ -134,7 +134,8 @@ def _unfit(kind: str, name: str, module: nn.Module) -> str | None:
         return f"is a {type(module).__name__}: name an nn.{wanted.__name__}, inside of it perhaps"
     if "_orig_mod" in name.split("."):
         return "is inside of what torch.compile made, which keeps the whole module: compile nothing that the plan names"
-    if extra := {parameter for parameter, _ in module.named_parameters()} - {"weight", "bias"}:
+    inside = wanted is not nn.ModuleList  # which is divided by its modules, each with all its parameters
+    if extra := {parameter for parameter, _ in module.named_parameters(recurse=inside)} - {"weight", "bias"}:
         return f"has the parameter {min(extra)!r}: leave it out of the plan"
     if has_gradient_hooks(module) or any(map(has_gradient_hooks, module.parameters())):
         return "has hooks on gradients, of which each actor would see a part: leave it out of the plan, or the hooks"

@@ -36,6 +36,7 @@ class Stage:
         modules: The layers themselves, in the same order.
         place: The device of the modules and of their inputs.
         is_last: Whether the stage ends in the loss.
+        takes_data: Whether its inputs are data, which need no gradient; None: those of the model's first layer are.
         recompute: "full" keeps only the inputs of a microbatch, and runs its whole forward again before its backward
             (GPipe: Huang et al. 2019, section 2.3). Otherwise it is one word for all layers of the model's body, or a
             word for each. A "full" layer keeps its inputs. A "selective" layer keeps everything except what its
@@ -74,8 +75,10 @@ class Stage:
         overflow: OverflowWatch | None = None,
         check_loss: Callable[[Tensor], None] | None = None,
         record: RouterRecord | None = None,
+        takes_data: bool | None = None,
     ) -> None:
         self.model, self.layers = model, tuple(layers)
+        self._takes_data = self.layers[0] == 0 if takes_data is None else takes_data
         self.is_last, self.recompute, self.seed = is_last, recompute == "full", seed
         words = {index: word_of(recompute, model.body, index) for index in self.layers}
         self._again = {
@@ -259,12 +262,12 @@ class Stage:
         """Run the forward of a microbatch and record its graph.
 
         Returns:
-            The inputs as leaves of the graph, and the outputs. Leaves of the first stage need no gradient: they are
-            data.
+            The inputs as leaves of the graph, and the outputs.
         """
-        wanted = self.layers[0] > 0
         self._linears.halve(microbatch in self._halved)
-        leaves = tuple([value.detach().requires_grad_(wanted and value.is_floating_point()) for value in inputs])
+        leaves = tuple(
+            [value.detach().requires_grad_(not self._takes_data and value.is_floating_point()) for value in inputs]
+        )
         outputs = self._twice.with_history(partial(self._apply, step, microbatch, target), leaves)
         if self.is_last and not self._looked:
             self._demand_gradient(leaves, outputs[0])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from raypar.actors.collective.group import Group
 from raypar.actors.context_parallel.sequence import tokens_of
-from raypar.actors.data.batches import BatchSource, CastSource, ContextSource, TokenMean, batch_source
+from raypar.actors.data.batches import CastSource, ContextSource, TokenMean, batch_source
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.device import Place
@@ -28,11 +28,13 @@ from raypar.actors.pipeline.stage import Stage
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import format_watched
 from raypar.actors.tensors import dtype_of
+from raypar.actors.worker.flow import ExpertFlow, Flow, TokenFlow
 from raypar.actors.worker.layers import LayerMaker
 from raypar.actors.worker.model_part import Part
 from raypar.actors.worker.owners import between_owners, homes_of, owners_of
 from raypar.actors.worker.parallelize import Parallelizer, axis_styles
 from raypar.actors.worker.plan import Plan
+from raypar.actors.worker.seat import Seat
 from raypar.actors.worker.updates import buckets_of, shared_update, updater_of
 from raypar.schedules.action import Action, Op
 
@@ -56,20 +58,21 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
     parts = model.stages(run.split, train.num_stages)
     own = train.stages_of(world.pp(plan.rank))
     ties, same = ties_of(model, homes_of(model, run.split, train))
+    if is_expert := world.is_expert(plan.rank):
+        same = {}  # it has nothing of the layers that share weights
     owners = owners_of(plan, model, groups, server)
     home = home_of(place.device, run.offload_folder, world.label(plan.rank), apart=run.offload != "none")
     layers = LayerMaker(plan, place, home, groups, model, parallelizer.parallelize if axes else unsharded)
     modules, weights = layers.make({number: parts[number] for number in own}, owners, same)
     overflow, record = overflow_of(plan, model, parallelizer), RouterRecord()
-    places = Counter(p for module in modules.values() for _, p in module.named_parameters(remove_duplicate=False))
-    shared = frozenset(parameter for parameter, count in places.items() if count > 1)
+    shared = _shared(modules.values())
     stages = {
         number: Stage(
             model,
             parts[number],
             [modules[index] for index in parts[number]],
             place=place,
-            is_last=number == train.num_stages - 1,
+            is_last=number == train.num_stages - 1 and not is_expert,
             recompute=run.recompute,
             seed=run.seed,
             halved=_halved(plan)[number],
@@ -77,8 +80,9 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
             is_half=run.precision.is_half,
             check_loss=parallelizer.check_loss,
             weights=weights.get(number),
-            overflow=overflow,
+            overflow=None if is_expert else overflow,
             record=record,
+            takes_data=False if is_expert else None,
         )
         for number in own
     }
@@ -90,11 +94,17 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
     }
     mine = {name: parameter for name, parameter in parameters.items() if owners.is_own(name)}
     masters = layers.masters(mine)
-    tp = 0 if plan.rank in world.server_ranks else world.mesh.coordinate(plan.rank)["tp"]
+    tp = world.at(plan.rank)["tp"]
     ties = [between_owners(tie, world, owners.of, tp) for tie in ties]
     resting = parallelizer.shards, parallelizer.partial, parallelizer.outputs, weights, layers.shards
     others = overflow, layers.gathered, record, world.gathers
     return Part(model, stages, parameters, masters, owners, ties, *resting, *others)
+
+
+def _shared(modules: Iterable[nn.Module]) -> frozenset[nn.Parameter]:
+    """Return the parameters that several modules have."""
+    places = Counter(p for module in modules for _, p in module.named_parameters(remove_duplicate=False))
+    return frozenset(parameter for parameter, count in places.items() if count > 1)
 
 
 def model_of(run: Run) -> Model:
@@ -118,7 +128,7 @@ def _halved(plan: Plan) -> dict[int, set[int]]:
 
     Microbatches are numbered over the whole step and all replicas.
     """
-    dp, found = plan.run.mesh.coordinate(plan.rank)["dp"], defaultdict[int, set[int]](set)
+    dp, found = plan.world.at(plan.rank)["dp"], defaultdict[int, set[int]](set)
     for stage, op, microbatch in plan.programs["train"].rows[plan.world.pp(plan.rank)]:
         if op is Op.I and stage is not None and microbatch is not None:
             found[stage].add(microbatch * plan.run.mesh.dp + dp)
@@ -148,39 +158,26 @@ class Assembly:
     Attributes:
         part: Its part of the model.
         update: The end of a step: clipping and the optimizer.
-        source: The batches.
-        mean: The weights of the microbatches in the loss.
+        flow: What its stages are given, and what becomes of what they make.
         reducer: Sums gradients over replicas, or moves them away from the device; None if neither is to be done.
         scaler: The scale of the loss.
     """
 
     part: Part
     update: Update
-    source: BatchSource
-    mean: TokenMean
+    flow: Flow
     reducer: Reducer | None
     scaler: LossScaler
 
 
-def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
-    """Build everything that one worker needs for a run.
-
-    Args:
-        plan: The worker's plan.
-        groups: The worker's groups by key.
-        place: The worker's device.
-    """
-    part = build_part(plan, place, groups)
-    run, m = plan.run, plan.programs["train"].num_microbatches
-    source = batch_source(run.data, run.model, run.micro_batch_size, m, run.mesh.dp, run.seed)
-    mean = TokenMean(part.model, source, m, run.mesh.dp)
-    if run.mesh.cp > 1:
-        source = ContextSource(source, tokens_of(run.context, run.mesh.cp)[run.mesh.coordinate(plan.rank)["cp"]])
-    if run.precision.is_half:
-        source = CastSource(source, dtype_of(run.precision.compute))
+def assemble(seat: Seat) -> Assembly:
+    """Build everything that the worker on a seat needs for a run."""
+    plan, groups, place = seat.plan, seat.groups, seat.place
+    part, run = build_part(plan, place, groups), plan.run
     scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)
-    if not plan.world.reduces:
-        return Assembly(part, updater_of(plan, part, groups, scaler), source, mean, None, scaler)
+    flow = _flow_of(seat, part, scaler)
+    if not plan.world.reduces or plan.world.is_expert(plan.rank):
+        return Assembly(part, updater_of(plan, part, groups, place.device, scaler), flow, None, scaler)
     buckets = buckets_of(plan, part, _reduced(plan, part, groups))
     channels, update = shared_update(plan, part, buckets, groups, place.device, scaler)
     row = plan.programs["train"].rows[plan.world.pp(plan.rank)]
@@ -190,7 +187,22 @@ def assemble(plan: Plan, groups: Mapping[str, Group], place: Place) -> Assembly:
     reducer = Reducer(buckets, channels, place, sums, rounds, lends=plan.world.lends)
     for number, stage in part.stages.items():
         stage.make_gradients_in(reducer.places(number))
-    return Assembly(part, update, source, mean, reducer, scaler)
+    return Assembly(part, update, flow, reducer, scaler)
+
+
+def _flow_of(seat: Seat, part: Part, scaler: LossScaler) -> Flow:
+    """Create what gives the stages of a worker their batches, or an expert actor its part in the flow."""
+    plan, run = seat.plan, seat.plan.run
+    if seat.world.is_expert(plan.rank):
+        return ExpertFlow(seat, dtype_of(run.precision.compute))
+    m = plan.programs["train"].num_microbatches
+    source = batch_source(run.data, run.model, run.micro_batch_size, m, run.mesh.dp, run.seed)
+    mean = TokenMean(part.model, source, m, run.mesh.dp)
+    if run.mesh.cp > 1:
+        source = ContextSource(source, tokens_of(run.context, run.mesh.cp)[seat.cp])
+    if run.precision.is_half:
+        source = CastSource(source, dtype_of(run.precision.compute))
+    return TokenFlow(seat, part.stages, source, mean, scaler)
 
 
 def _reduced(plan: Plan, part: Part, groups: Mapping[str, Group]) -> dict[str, nn.Parameter]:

@@ -12,10 +12,12 @@ from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.sharder import Sharder
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.device import Place
+from raypar.actors.expert_parallel.expert_layer import ExpertLayer, strip
 from raypar.actors.home import DeviceHome, Home
 from raypar.actors.models.base import Model, Parallelize
 from raypar.actors.models.tied_weights import share
 from raypar.actors.optim.masters import Masters, masters_of
+from raypar.actors.sharding import Shard
 from raypar.actors.specs.model import Layers
 from raypar.actors.worker.plan import Plan
 
@@ -90,6 +92,15 @@ class LayerMaker:
         return None if self._sharder is None else self._sharder.gathered
 
     def _some(self, indices: Sequence[int]) -> None:
-        made = self._model.materialize(indices, self._plan.run.seed, self._parallelize)
+        is_expert, seed = self._plan.world.is_expert(self._plan.rank), self._plan.run.seed
+        made = self._model.materialize(indices, seed, self._stripped if is_expert else self._parallelize)
+        if is_expert:
+            made = [ExpertLayer(layer) for layer in made]
         self._place.settle(made)
         self._modules.update(zip(indices, made, strict=True))
+
+    def _stripped(self, name: str, layer: nn.Module) -> Mapping[str, Shard]:
+        """Parallelize a layer, and keep only its experts."""
+        shards = self._parallelize(name, layer)
+        strip(layer)
+        return shards

@@ -33,7 +33,7 @@ def owners_of(plan: Plan, model: Model, groups: Mapping[str, Group], server: int
         found |= share_out({name: size for name, size in sizes.items() if name not in names}, dense.owners)
         parts = defaultdict[int, dict[str, int]](dict)
         for name in names & sizes.keys():
-            parts[model.experts[name].part(world.mesh.ep)][name] = sizes[name]
+            parts[model.experts[name].part(world.mesh.expert_parts)][name] = sizes[name]
         for part in parts.values():
             assert experts is not None
             found |= {name: dense.owners + owner for name, owner in share_out(part, experts.owners).items()}

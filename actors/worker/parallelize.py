@@ -34,8 +34,10 @@ def axis_styles(run: Run, groups: Mapping[str, Group]) -> list[AxisStyles]:
     if "tp" in groups:
         axes.append(tensor_styles(run.mesh, groups, sequence=run.sequence_parallel))
     if "ep" in groups:
-        tokens = groups["tp"] if run.mesh.folds_experts else None
-        axes.append(AxisStyles({"expert": ExpertParallel(groups["ep"], tokens)}))
+        tokens = groups.get("tp") if run.mesh.folds_experts else None
+        group, last = groups["ep"], run.mesh.expert_actors
+        holders = range(group.size - last if last else 0, group.size)
+        axes.append(AxisStyles({"expert": ExpertParallel(group, holders, tokens)}))
     return axes
 
 

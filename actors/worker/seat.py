@@ -53,12 +53,12 @@ class Seat:
 
     @cached_property
     def dp(self) -> int:
-        """Data-parallel coordinate of a worker; 0 for a server."""
+        """Data-parallel coordinate of a worker; 0 for an expert actor or a server."""
         return self._coordinate[0]
 
     @cached_property
     def cp(self) -> int:
-        """Context-parallel coordinate of a worker; 0 for a server."""
+        """Context-parallel coordinate of a worker; 0 for an expert actor or a server."""
         return self._coordinate[1]
 
     @cached_property
@@ -73,10 +73,8 @@ class Seat:
 
     @cached_property
     def _coordinate(self) -> tuple[int, int]:
-        if self.plan.rank in self.world.server_ranks:
-            return 0, 0
-        coordinate = self.world.mesh.coordinate(self.plan.rank)
-        return coordinate["dp"], coordinate["cp"]
+        at = self.world.at(self.plan.rank)
+        return at["dp"], at["cp"]
 
     def connect(self, ties: Sequence[Tie]) -> None:
         """Connect this actor in advance with all ranks that it exchanges messages with in a step.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -21,8 +20,8 @@ from raypar.actors.optim.step import ballot_of
 from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.specs.results import Kind, Span, StepResult
 from raypar.actors.specs.types import ProgramName
-from raypar.actors.tensors import Values, nbytes
 from raypar.actors.worker.build import assemble, ends_of_rounds
+from raypar.actors.worker.flow import numbers_of
 from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.probe import Probe
 from raypar.actors.worker.program import Program
@@ -31,11 +30,10 @@ from raypar.actors.worker.seat import Seat
 from raypar.actors.worker.state import WorkerState
 from raypar.actors.worker.step import Step
 from raypar.schedules.action import COMPUTE, RECVS, Action, Op
-from raypar.schedules.rules import needs, provides
 
 
 class Worker:
-    """One rank of the mesh in one run, which performs its row. ``run`` performs a whole step.
+    """One rank of the mesh, or an expert actor, in one run, which performs its row. ``run`` performs a whole step.
 
     A step may also be taken action by action: ``begin`` or ``open``, ``perform`` for each action, then ``end``. The
     numbers are the same.
@@ -60,8 +58,8 @@ class Worker:
         torch.set_num_threads(plan.run.threads)
         torch.set_grad_enabled(True)
         self.seat = seat = Seat(plan, groups, place)
-        self.parts = assemble(plan, groups, place)
-        part = self.parts.part
+        self.parts = assemble(seat)
+        part, self._flow = self.parts.part, self.parts.flow
         self.state = WorkerState(seat, part, part.kept, self.parts.update, part.stages, self.parts.scaler)
         self.probe = Probe(seat, self.state, part.model.names, part.outputs, self.parts.reducer, part.gathered)
         self._place, self._stages, self._step = place, part.stages, self.probe.step
@@ -72,10 +70,10 @@ class Worker:
             Op.B: self._backward,
             Op.I: self._backward,
             Op.W: self._backward_weight,
-            Op.SEND_F: self._send,
-            Op.SEND_B: self._send,
-            Op.RECV_F: self._receive,
-            Op.RECV_B: self._receive,
+            Op.SEND_F: self._flow.send,
+            Op.SEND_B: self._flow.send,
+            Op.RECV_F: self._flow.receive,
+            Op.RECV_B: self._flow.receive,
             Op.UNSHARD: self._unshard,
             Op.RESHARD: self._reshard,
             Op.REDUCE_GRAD: self._reduce,
@@ -94,7 +92,6 @@ class Worker:
         self.program = self._programs["train"]
         self._rehearsed: set[ProgramName] = set()  # programs that have run before
         self._memory: dict[Kind, int] = {}  # by kind, once a training step has made it
-        self._sources: dict[Action, tuple[Action, ...]] = {}  # by action, the actions whose values it takes
         seat.connect(part.ties)
         for owner in range(part.owners.count):
             seat.compare(("dp", f"ps{owner}") if owner < part.owners.num_dense else ("edp",), part.digests(owner))
@@ -139,7 +136,8 @@ class Worker:
             self.state.zero_grad()
             if self.parts.reducer is not None:
                 self.parts.reducer.begin()
-        self._routers.begin(self.parts.mean.auxiliary(self.parts.scaler.scale))
+        self._flow.begin(self._step, self.program)
+        self._routers.begin(self._flow.auxiliary())
         for stage in self._stages.values():
             stage.begin(train=train)
         if self.parts.part.overflow is not None:
@@ -177,7 +175,7 @@ class Worker:
         except Exception as error:
             raise self.seat.failed(str(step.now), self._peer(action), error) from None
         step.events.append(Span(action, start, place.mark(), step.num_bytes))
-        if step.notes is not None and (made := self._made(action)):
+        if step.notes is not None and (made := self._flow.seen(action)):
             step.notes.made[action] = made
 
     def rewind(self) -> None:
@@ -231,60 +229,30 @@ class Worker:
 
     def _forward(self, action: Action) -> None:
         """Run a stage's forward: ``values[F] = stage(values[F of the stage before])``. The last one keeps its loss."""
-        stage, microbatch = self._stages[_stage(action)], _microbatch(action)
-        step, source = self._step, self.parts.source
-        number = step.number + self.parts.scaler.left_out if step.is_train else step.number
-        batch = step.program, number, microbatch, self.seat.dp
-        inputs = self._take(action) or self._place.to(source.inputs(*batch))
-        target: Values = ()
-        if stage.is_last:
-            target = source.targets(*batch)
-            step.counts[microbatch] = stage.model.count(target)
-            step.samples += len(target[0]) if target[0].dim() else 1
-            target = self._place.to(target)
-        outputs = stage.forward(step.number, self._in_all(microbatch), inputs, target)
-        if stage.is_last:
-            step.computed[microbatch] = outputs[0]
-        else:
-            step.values[action] = outputs
+        number, microbatch = numbers_of(action)
+        step = self._step
+        inputs, target = self._flow.inputs(action)
+        outputs = self._stages[number].forward(step.number, self._in_all(microbatch), inputs, target)
+        self._flow.made(action, outputs)
         in_flight = sum([len(stage.in_flight) for stage in self._stages.values()])
         step.in_flight = max(step.in_flight, in_flight)
 
     def _backward(self, action: Action) -> None:
-        """Run a stage's backward, or its I half: ``values[I] = stage.backward(values[I of the next stage])``.
-
-        The last stage begins with the loss's weight, which is proportional to its tokens.
-        """
-        step, number, microbatch = self._step, _stage(action), _microbatch(action)
-        stage = self._stages[number]
-        if stage.is_last:
-            weight = self.parts.mean.weight(step.counts[microbatch], self.parts.scaler.scale)
-            gradients = self._place.to((weight,))
-        else:
-            gradients = self._take(action)
+        """Run a stage's backward, or its I half: ``values[I] = stage.backward(values[I of the next stage])``."""
+        step, (number, microbatch) = self._step, numbers_of(action)
+        stage, gradients = self._stages[number], self._flow.gradients(action)
         whole = action.op is Op.B
         backward = stage.backward if whole else stage.backward_input
         with self._watched(action) if whole else nullcontext():
             inputs = backward(step.number, self._in_all(microbatch), gradients)
-        if number > 0:
-            step.values[Action(number, Op.I, action.microbatch)] = inputs
+        self._flow.passed(action, inputs)
 
     def _backward_weight(self, action: Action) -> None:
         """Run the W half of a stage's backward, which adds the weight gradients that I has left."""
-        stage, microbatch = self._stages[_stage(action)], self._in_all(_microbatch(action))
+        number, microbatch = numbers_of(action)
+        stage, microbatch = self._stages[number], self._in_all(microbatch)
         with self._watched(action, stage.owed(microbatch)):
             stage.backward_weight(microbatch)
-
-    def _send(self, action: Action) -> None:
-        """Send the outputs of F or I to the peer, and drop them here."""
-        values = self._take(action)
-        self._step.num_bytes = sum(map(nbytes, values))
-        self.program.courier.send(action, values)
-
-    def _receive(self, action: Action) -> None:
-        """Wait for the values that the peer sends."""
-        values = self._step.values[action] = self.program.courier.receive(action)
-        self._step.num_bytes = sum(map(nbytes, values))
 
     def _reduce(self, action: Action) -> None:
         """Start the reduction of all buckets of a stage that has not started yet. STEP waits for it."""
@@ -293,11 +261,7 @@ class Worker:
 
     def _update(self, action: Action) -> None:
         """Finish the reduction of gradients, vote, clip by the global norm, and step the optimizer."""
-        step, parts, ballot = self._step, self.parts, None
-        if any(stage.is_last for stage in self._stages.values()):
-            step.read_losses()
-            sound = all(map(math.isfinite, step.losses.values()))
-            ballot = ballot_of(sum(step.counts.values()), parts.mean.expected / self.seat.world.mesh.cp, sound=sound)
+        step, parts, ballot = self._step, self.parts, self._flow.ballot()
         if parts.reducer is not None:
             parts.reducer.finish()
             if ballot is not None:
@@ -330,13 +294,6 @@ class Worker:
             if serving and any(stage.is_last for stage in self._stages.values()):
                 reducer.total(ballot_of(0, 0.0, sound=True))
 
-    def _made(self, action: Action) -> Values:
-        """Return the outputs of an action that was just performed: values for other actions, or its loss."""
-        computed, values = self._step.computed, self._step.values
-        if action.op is Op.F and action.microbatch in computed and self._stages[_stage(action)].is_last:
-            return (computed[action.microbatch],)
-        return next((values[value] for value in provides(action) if value in values), ())
-
     def _in_all(self, microbatch: int) -> int:
         """Return a microbatch's number in the whole step, over all replicas, as a single process would count it."""
         return microbatch * self.seat.world.mesh.dp + self.seat.dp
@@ -354,28 +311,11 @@ class Worker:
             self._stages[_stage(action)].begin_round()
         return reducer.watch(_stage(action), last=last, left=left)
 
-    def _take(self, action: Action) -> Values:
-        """Remove and return the values that an action needs from other actions, in one tuple.
-
-        What a backward needs from its own forward is not among them: the stage keeps that itself.
-        """
-        sources = self._sources.get(action)
-        if sources is None:
-            own = Action(action.stage, Op.F, action.microbatch)
-            sources = tuple(
-                need for need in needs(action, self.program.schedule) if need != own or action.op is Op.SEND_F
-            )
-            self._sources[action] = sources
-        values: Values = ()
-        for source in sources:
-            values += self._step.values.pop(source)
-        return values
-
     def _expect(self, receives: Iterator[Action]) -> None:
         """Post receives ahead of their place in the row."""
         for action in receives:
             try:
-                self.program.courier.expect(action)
+                self._flow.expect(action)
             except GroupError as error:
                 raise self.seat.failed(str(action), self._peer(action), error) from None
 
@@ -384,14 +324,9 @@ class Worker:
         if peer is None:
             return None
         mesh = self.seat.world.mesh
-        return mesh.label(mesh.rank(**mesh.coordinate(self.seat.plan.rank) | {"pp": peer}))
+        return mesh.label(mesh.rank(**self.seat.world.at(self.seat.plan.rank) | {"pp": peer}))
 
 
 def _stage(action: Action) -> int:
     assert action.stage is not None
     return action.stage
-
-
-def _microbatch(action: Action) -> int:
-    assert action.microbatch is not None
-    return action.microbatch

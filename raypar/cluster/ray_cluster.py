@@ -184,7 +184,7 @@ def _bundles(world: World, share: Share) -> list[dict[str, float]]:
     mesh, together = world.mesh, _bundled(world, share)
     each = {"CPU": 1.0, "GPU": share.gpus} if share.gpus else {"CPU": 1.0}
     bundle = {name: amount * together for name, amount in each.items()}
-    return [bundle] * (mesh.size // together) + [each] * len(world.server_ranks)
+    return [bundle] * (mesh.size // together) + [each] * (world.size - mesh.size)
 
 
 def _bundled(world: World, share: Share) -> int:
@@ -294,8 +294,10 @@ def _no_room(world: World, why: str, gpus: float = 0.0) -> str:
     units = {name: f" {name}s" if gpus else "" for name in wanted}
     have = " and ".join(f"{total.get(name, 0):g}{unit} ({free.get(name, 0):g} free)" for name, unit in units.items())
     nodes = sum(1 for node in ray.nodes() if node["Alive"])
-    servers = f" ({len(world.server_ranks)} of them servers)" if world.servers else ""
+    others = f" ({len(world.server_ranks)} of them servers)" if world.servers else ""
+    if world.mesh.expert_actors:
+        others = f" ({world.mesh.actors - world.mesh.size} of them for experts)"
     return (
-        f"mesh: {world.size} actors{servers} need {need}, the cluster has {have} "
+        f"mesh: {world.size} actors{others} need {need}, the cluster has {have} "
         f"on {nodes} node{'s' if nodes != 1 else ''}: {why}"
     )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raypar.actors.mesh.mesh import Mesh
+from raypar.config.arguments import checked_arguments
 from raypar.errors import ConfigError
 
 LAYOUTS: Mapping[str, str] = {
@@ -20,6 +21,7 @@ _AXES = ("ep", "dp", "tp", "cp", "pp", "etp", "zero")
 _MOST_ZERO = 3
 
 
+@checked_arguments
 def layout(name: str) -> dict[str, Any]:
     """Return the fields of a run that a layout's name stands for: ``mesh``, and ``zero`` if the name has it.
 

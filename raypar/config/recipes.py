@@ -11,7 +11,6 @@ from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.run import Run
-from raypar.config.arguments import checked_arguments
 from raypar.config.layouts import layout as fields_of
 from raypar.errors import ConfigError
 from raypar.schedules.nearest_name import nearest
@@ -92,7 +91,6 @@ RECIPES: dict[str, Callable[[], Run]] = {
 }
 
 
-@checked_arguments
 def recipe(name: str, layout: str | None = None, **changes: Any) -> Run:
     """Return the run of a recipe.
 
@@ -104,8 +102,8 @@ def recipe(name: str, layout: str | None = None, **changes: Any) -> Run:
     Raises:
         ConfigError: There is no such recipe, or no such layout.
     """
-    if name not in RECIPES:
-        close = nearest(name, RECIPES)
+    if name not in [*RECIPES]:
+        close = nearest(str(name), RECIPES)
         guess = f"did you mean {close!r}? " if close else ""
         raise ConfigError([f"there is no recipe {name!r}: {guess}known are {', '.join(RECIPES)}"])
     return replace(RECIPES[name](), **({} if layout is None else fields_of(layout)), **changes)

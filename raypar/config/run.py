@@ -23,7 +23,7 @@ from raypar.config.fields import Fault, field_faults, right_fields
 from raypar.config.recipes import RECIPES
 from raypar.config.schedule import Programs, ZeroActions, programs_of, schedule_faults, with_backward, with_zero
 from raypar.config.skeleton import Skeleton
-from raypar.config.validate.experts import expert_faults
+from raypar.config.validate.experts import expert_faults, idle_expert_faults
 from raypar.config.validate.model import length_faults
 from raypar.config.validate.offload import offload_faults
 from raypar.config.validate.optim import group_faults
@@ -239,6 +239,8 @@ def _backward_faults(run: Run) -> Iterator[str]:
 def _placement_faults(run: Run, skeleton: Skeleton, schedule: Schedule, right: Callable[..., bool]) -> Iterator[str]:
     """Yield the faults that depend on which pipeline rank holds which layer."""
     yield from _share_faults(run, skeleton, schedule, right)
+    if right("mesh", "model", "split"):
+        yield from idle_expert_faults(run, skeleton, schedule.placement)
     if right("model", "zero"):
         yield from sharing_faults(run, skeleton)
     if isinstance(run.model, Layers) and right("model", "split") and schedule.num_ranks > 1:
@@ -304,7 +306,7 @@ def _module_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> 
         return
     if right("tile"):
         yield from tile_faults(run, skeleton, right)
-    if right("mesh.ep", "mesh.etp"):
+    if right("mesh.ep", "mesh.etp", "mesh.expert_actors"):
         yield from expert_faults(run, skeleton, right)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.cluster.ray_cluster import demand_shippable
 from raypar.config.layer_warnings import warn_of_layers
 from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
+from raypar.errors import ConfigError
 from raypar.job.batch_checks import warn_of_batches
 
 
 def look_ahead(run: Run, programs: Programs, skeleton: Skeleton) -> None:
-    """Log warnings of what would go wrong unnoticed on the actors.
+    """Refuse what would go wrong in the first step, and log warnings of what would go wrong unnoticed.
 
     Args:
         run: The run, checked.
@@ -19,8 +21,13 @@ def look_ahead(run: Run, programs: Programs, skeleton: Skeleton) -> None:
         skeleton: Its model without weights.
 
     Raises:
-        ConfigError: The model or the data can't be sent to actors.
+        ConfigError: The model or the data can't be sent to actors, or the layers do not fit the data and each other.
     """
     demand_shippable(run.model, run.data)
+    if isinstance(run.model, Layers):
+        from raypar.config.layer_trial import layer_faults
+
+        if faults := layer_faults(run, skeleton):
+            raise ConfigError(faults)
     warn_of_batches(run)
     warn_of_layers(run, skeleton, programs["train"])

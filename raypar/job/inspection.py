@@ -53,7 +53,7 @@ class Inspection:
         if name in self._skeleton.fixed:
             return self._fixed(name)
         method = "master" if self._has_masters else "parameter"
-        weight: Tensor = self._ask(name, method, range(self._run.mesh.size))
+        weight: Tensor = self._ask(name, method, self._world.trainers)
         return weight
 
     @property
@@ -64,7 +64,7 @@ class Inspection:
     def weights(self, dp: int | None = None) -> Weights:
         """Return the optimizer's weights or those of a replica, by logical name and whole; see ``Job.weights``."""
         if dp is None and self._has_masters:
-            homes, everyone = self._skeleton.homes, range(self._run.mesh.size)
+            homes, everyone = self._skeleton.homes, self._world.trainers
             shapes = {homes.get(name, name): shape for name, shape in self.parameters.items()}
             return Weights(shapes, partial(self._ask, method="master", ranks=everyone), lambda: joined(self._masters()))
         dp = dp or 0
@@ -80,11 +80,12 @@ class Inspection:
         """Fetch the optimizer's weights, rank by rank: each from the first replica that updates it."""
         homes = self._skeleton.homes
         for pp in range(self._run.mesh.pp):
-            ranks = self._world.replicas_of(pp)
-            held = self._guard(partial(self._calls.some, ranks, "masters", what="fetching weights"))
+            ranks = self._world.trainers_of(pp)
+            found = self._guard(partial(self._calls.some, ranks, "masters", what="fetching weights"))
+            held = dict(zip(ranks, found, strict=True))
             for name in dict.fromkeys(name for rank in ranks for name in self._holds[rank]):
-                group = self._parts_of(name, next(rank for rank in ranks if name in held[rank - ranks[0]]))
-                parts = [held[rank - ranks[0]][name] for rank in group]
+                group = self._parts_of(name, next(rank for rank in ranks if name in held[rank]))
+                parts = [held[rank][name] for rank in group]
                 yield homes.get(name, name), self._joined(name, group, parts)
 
     def _rank_by_rank(self, dp: int) -> Iterator[tuple[str, Tensor]]:
@@ -197,7 +198,7 @@ class Inspection:
         rows = []
         for rank, held in enumerate(self._holds):
             parts = (shard.take(torch.empty(shard.whole, device="meta")) for shard in held.values())
-            works = rank < self._run.mesh.size
+            works = rank in self._world.trainers
             peak = size(last.peak_memory[self._world.pp(rank)]) if last is not None and works else "-"
             rows.append((rank, self._world.label(rank), f"{sum(part.numel() for part in parts):,}", peak, device))
         return table(rows, ("actor", "coordinates", "parameters", "peak memory", "device"))
@@ -235,7 +236,8 @@ class Inspection:
             ago: How many steps before the latest. Actors keep the last few; the timelines of others are empty.
 
         Returns:
-            One timeline per replica, then one for server 0 of every pipeline rank, one for server 1, and so on.
+            One timeline per replica, then one for expert actor 0 or server 0 of every pipeline rank, one for number 1,
+            and so on.
         """
         rows = self._guard(lambda: self._calls.all("events", ago, what="reading the timeline"))
         return timelines_of(self._schedule, self._world, rows)

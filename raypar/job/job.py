@@ -290,7 +290,8 @@ class Job:
             ago: How many steps before the latest. Actors keep the last few; the timelines of others are empty.
 
         Returns:
-            One timeline per replica, then one for server 0 of every pipeline rank, one for server 1, and so on.
+            One timeline per replica, then one for expert actor 0 or server 0 of every pipeline rank, one for number 1,
+            and so on.
         """
         return self._inspection.timelines(ago)
 
@@ -324,7 +325,7 @@ class Job:
         programs, skeleton, found = prepared(run, resume)
         if faults := [
             *reset_faults(run, self.num_actors, self.device),
-            *memory_faults(run, programs["train"], skeleton),
+            *memory_faults(run, programs["train"], skeleton, replaces=True),
         ]:
             raise ConfigError(faults)
         look_ahead(run, programs, skeleton)

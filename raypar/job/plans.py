@@ -24,10 +24,12 @@ def plans_of(run: Run, programs: Programs, name: str, device: DeviceKind = "cpu"
         The plans by rank.
     """
     world = world_of(run)
+    told = shipped(run)
+    alone = replace(told, zero=0)  # an expert actor shares its weights with nobody
     own = [{key: only_row(schedule, pp) for key, schedule in programs.items()} for pp in range(run.mesh.pp)]
     return [
         Plan(
-            run=shipped(run),
+            run=alone if world.is_expert(rank) else told,
             name=name,
             rank=rank,
             programs=own[world.pp(rank)],

@@ -202,5 +202,5 @@ def _gradients(job: Job, plain: Watched) -> Iterator[_Compared]:
 def _piece(job: Job, rank: int, ours: Tensor | None, wanted: Tensor) -> Piece:
     """Make the piece of a rank, with its name and its coordinate."""
     world = world_of(job.run)
-    at = world.mesh.coordinate(rank) if rank < world.mesh.size else {}  # a parameter server has no coordinate
+    at = world.mesh.coordinate(rank) if rank < world.mesh.size else {}  # experts and servers have none
     return Piece(world.label(rank), {str(axis): index for axis, index in at.items()}, ours, wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from raypar.actors.files import expanded
 from raypar.actors.mesh.mesh import AXES
 from raypar.actors.models.tile_names import patterns_of
 from raypar.actors.optim.groups import is_matrix
@@ -12,7 +13,7 @@ from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
-from raypar.planner.host import computes_here, free_memory, total_memory
+from raypar.planner.host import computes_here, free_disk, free_memory, total_memory
 from raypar.planner.memory import Counts, Memory, server_memory, worker_memory
 from raypar.planner.parameters import (
     Units,
@@ -45,9 +46,12 @@ def actors_told(run: Run, origins: Mapping[str, str] | None = None) -> str:
         if (ways := world.mesh.ways(axis)) > 1:
             spelled = run.mesh.tp if axis == "tp" else ways
             told.append(f"{axis} {spelled}" + (f" ({origins[axis]})" if origins and axis in origins else ""))
-    servers = f" + {len(world.server_ranks)} servers" if world.servers else ""
-    experts = f"; experts in {world.mesh.ep} parts" if world.mesh.ep > 1 else ""
-    return f"{world.size} = {' x '.join(told)}{servers}{experts}" if told or servers else str(world.size)
+    others = f" + {len(world.server_ranks)} servers" if world.servers else ""
+    if world.mesh.expert_actors:
+        others = f" + {world.mesh.actors - world.mesh.size} for experts"
+    elif world.mesh.ep > 1:
+        others = f"; experts in {world.mesh.ep} parts"
+    return f"{world.size} = {' x '.join(told) or 1}{others}" if told or others else str(world.size)
 
 
 def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline: Timeline) -> Rows:
@@ -67,25 +71,45 @@ def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline:
         rows.append((f"memory, pp={rank}", _kinds(workers[rank])))
     if servers:
         rows.append(("memory of a server", _kinds(max(servers, key=lambda memory: memory.total))))
-    needed = _in_all(run, workers, servers, lambda memory: memory.total)
-    return [*rows, ("memory in all", f"{size(needed)} {_against(run, needed, [*workers, *servers], world.size)}")]
+    total = _in_memory(run, lambda memory: memory.total)
+    largest, needed = max(map(total, [*workers, *servers])), _in_all(run, workers, servers, total)
+    return [*rows, ("memory in all", f"{size(needed)} {_against(run, needed, largest, world.size)}")]
 
 
-def memory_faults(run: Run, schedule: Schedule, skeleton: Skeleton | None = None) -> Iterator[str]:
-    """Yield a fault if a run's weights, gradients and optimizer state alone are more than this machine has.
+def memory_faults(
+    run: Run, schedule: Schedule, skeleton: Skeleton | None = None, *, replaces: bool = False
+) -> Iterator[str]:
+    """Yield what a run's weights, gradients and optimizer state alone take too much of: this machine's memory, or disk.
 
-    Nothing is yielded if the actors would run elsewhere or on GPUs. The arguments are those of ``need_rows``.
+    What is offloaded counts where it is. Nothing is yielded of memory if the actors would run on GPUs, and nothing at
+    all if they would run elsewhere.
+
+    Args:
+        run: The run.
+        schedule: The lowered schedule of a training step.
+        skeleton: The run's model without weights; needed for the user's own Layers and Muon only, and built if None.
+        replaces: Whether another run on this machine ends first. What it has on the disk is not known to be taken.
     """
     has = total_memory() if computes_here(run.device) else None
-    if has is None:
+    room = None if run.offload_folder is None or replaces else free_disk(expanded(run.offload_folder))
+    if has is None and room is None:
         return
     world, counts = world_of(run), counts_of(run, schedule, skeleton)
     workers = worker_memory(run, world, counts, from_flops(run, world, counts, schedule).timeline)
-    needed = _in_all(run, workers, server_memory(run, world, counts), lambda memory: memory.state)
-    if needed <= has:
+    servers = server_memory(run, world, counts)
+    offloaded = _in_all(run, workers, servers, lambda memory: memory.offloaded)
+    if room is not None and offloaded > room:
+        yield (
+            f"offload_folder {run.offload_folder!r}: what all {world.size} actors offload takes {size(offloaded)}, and "
+            f"its disk has {size(room)} free: free some space, or give a folder of another disk"
+        )
+    needed = _in_all(run, workers, servers, _in_memory(run, lambda memory: memory.state))
+    if has is None or needed <= has:
         return
     copies = world.replicas if not world.gathers else world.replicas // world.mesh.shards
     fix = "use a smaller model, or set RAY_ADDRESS to a cluster"
+    if run.offload != "none" and run.offload_folder is None:
+        fix = f"set offload_folder to a folder of a fast disk, {fix}"
     if copies > 1 and not world.servers:
         fix = f"set zero to 3, or use fewer of the {copies} replicas that each have all weights, {fix}"
     yield (
@@ -232,13 +256,17 @@ def _in_all(run: Run, workers: Sequence[Memory], servers: Sequence[Memory], of: 
     return sum(map(of, workers)) * inner + sum(map(of, servers)) * run.servers
 
 
-def _against(run: Run, needed: int, each: Sequence[Memory], actors: int) -> str:
+def _in_memory(run: Run, of: Callable[[Memory], int]) -> Callable[[Memory], int]:
+    """Return a function like ``of`` that also counts what is offloaded to this machine's memory."""
+    return of if run.offload_folder is not None else lambda memory: of(memory) + memory.offloaded
+
+
+def _against(run: Run, needed: int, largest: int, actors: int) -> str:
     """Say what is free here, if the actors would run here and on CPUs."""
     free = free_memory() if computes_here(run.device) else None
     if free is None:
         return "on CPUs and GPUs that are not known before the launch"
     told = f"of {size(free)} free here, {size(free // actors)} for each of {actors}"
-    largest = max(memory.total for memory in each)
     if needed > free:
         return f"{told}: {TOO_MUCH}: use a smaller model or microbatch, recompute='full', or more machines"
     return told if largest * actors <= free else f"{told}; the largest takes {size(largest)}"

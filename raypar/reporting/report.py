@@ -38,10 +38,11 @@ def timelines_of(schedule: Schedule, world: World, rows: Sequence[Sequence[Span]
         rows: The spans of every rank, by rank.
 
     Returns:
-        One timeline for each replica, then one for each parameter server of a pipeline rank.
+        One timeline for each replica, then one for each expert actor or parameter server of a pipeline rank.
     """
     zero = min((span.start for row in rows for span in row), default=0.0)
     lanes = [world.replica(dp) for dp in range(world.mesh.dp)]
+    lanes += zip(*(world.mesh.experts_of(pp) for pp in range(world.mesh.pp)), strict=True)
     lanes += [tuple(world.server_rank(pp, index) for pp in range(world.mesh.pp)) for index in range(world.servers)]
     return [_timeline(schedule, world, zero, {rank: rows[rank] for rank in lane}) for lane in lanes]
 
@@ -261,7 +262,7 @@ def report_of(
     workers = results[: world.mesh.size]
     idle = [1.0 - result.busy / result.span for result in workers if result.span > 0]
     overlaps = [result.overlap for result in workers if result.overlap is not None]
-    ranks = [[workers[rank] for rank in world.replicas_of(pp)] for pp in range(world.mesh.pp)]
+    ranks = [[results[rank] for rank in world.trainers_of(pp)] for pp in range(world.mesh.pp)]
     return Report(
         step=step,
         loss=mean_loss(losses, counts),

@@ -227,7 +227,14 @@ class Stepper:
 
         Args:
             predicate: A function of what an action made on an actor, or None to stop nowhere.
+
+        Raises:
+            MoveError: If it asks for what a Seen does not have; the text says the nearest. None is set then.
         """
+        from raypar.stepping.predicate import predicate_faults  # imports torch
+
+        if predicate is not None and (faults := predicate_faults(predicate)):
+            raise MoveError("\n".join(faults))
         self._predicate = predicate
 
     def swap(self, schedule: str | Schedule | Written) -> Taken:
@@ -363,9 +370,9 @@ class Stepper:
         return list(self._guard(lambda: self._calls.some(ranks, "peek", action, tensors, what=f"peeking at {action}")))
 
     def _ranks(self, pp: int, action: Action) -> tuple[int, ...]:
-        """Return the ranks that perform a pipeline rank's action: all its replicas, and for STEP its servers too."""
+        """Return the ranks that perform a pipeline rank's action: all replicas and expert actors, for STEP servers."""
         servers = range(self._world.servers if action.op is Op.STEP else 0)
-        return (*self._world.replicas_of(pp), *(self._world.server_rank(pp, index) for index in servers))
+        return (*self._world.trainers_of(pp), *(self._world.server_rank(pp, index) for index in servers))
 
     def _demand_midway(self) -> None:
         if self._over is not None:

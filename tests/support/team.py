@@ -87,7 +87,8 @@ class Team:
         plans = plans_of(self.run, programs, "t")
         self.world = plans[0].world
         self.all = [Local() for _ in range(self.world.size)]
-        self.workers, self.servers = self.all[: self.world.mesh.size], self.all[self.world.mesh.size :]
+        others = self.all[self.world.mesh.size :]
+        self.workers, self.servers = self.all[: self.world.mesh.size], [] if self.world.mesh.expert_actors else others
         self.groups = dict(self._groups()) | ({"pp/0": groups} if groups else {})
         for result in self.each(lambda actor: actor.join(*self._told(plans, actor)) or True):
             if isinstance(result, Exception):
@@ -97,7 +98,7 @@ class Team:
         for rank in range(self.world.size):
             for _, axis, name, members in self.world.memberships(rank):
                 if members[0] == rank:
-                    yield name, local_groups(axis, len(members), 10.0)
+                    yield name, local_groups(axis, len(members), self.run.timeout)
 
     def _told(self, plans, actor):
         rank = self.all.index(actor)
@@ -108,7 +109,7 @@ class Team:
         """What ``call(actor)`` returned or raised, by rank."""
         with ThreadPoolExecutor(len(self.all)) as pool:
             futures = [pool.submit(call, actor) for actor in self.all]
-            return [future.exception(30) or future.result() for future in futures]
+            return [future.exception(self.run.timeout + 20) or future.result() for future in futures]
 
     def step(self, number=0, program="train"):
         results = self.each(lambda actor: actor.run(program, number))

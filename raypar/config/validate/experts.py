@@ -2,42 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.config.skeleton import Skeleton
 
 
 def expert_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Iterator[str]:
-    """Yield the reasons why ``mesh.ep`` cannot divide a run's experts.
+    """Yield the reasons why ``mesh.ep`` or ``mesh.expert_actors`` cannot divide a run's experts.
 
     Args:
         run: The run.
         skeleton: The model without weights. Of a GPT or Llama it is not built.
         right: Called with paths of fields, returns whether these have valid values by themselves.
     """
-    ep, own = run.mesh.ep, isinstance(run.model, Layers)
-    if ep == 1 or not right("model" if own else "model.layers", "mesh.tp"):
+    mesh, own = run.mesh, isinstance(run.model, Layers)
+    if not mesh.divides_experts or not right("model" if own else "model.layers", "mesh.tp"):
         return
+    field, parts = ("mesh.expert_actors", mesh.expert_actors) if mesh.expert_actors else ("mesh.ep", mesh.ep)
+    off = f"set {field} to {0 if mesh.expert_actors else 1}"
     counts = _counts(run, skeleton)
     if not counts:
         fix = 'name their list in the plan, {"layers.*.experts": "expert"}, say' if own else "give model.moe"
-        yield f"mesh.ep is {ep}, but the model has no experts to divide: {fix}, or set mesh.ep to 1"
-    for count in sorted(count for count in counts if count % ep):
-        fewer = max(few for few in range(1, ep + 1) if count % few == 0)
-        near = " or ".join(str(near) for near in (count // ep * ep, count // ep * ep + ep) if near)
-        fix = f"use {near} experts, or set mesh.ep to {fewer}"
-        yield f"mesh.ep {ep} does not divide the {count} experts of a layer: {fix}"
+        yield f"{field} is {parts}, but the model has no experts to divide: {fix}, or {off}"
+    for count in sorted(count for count in counts if count % parts):
+        fewer = max(few for few in range(1, parts + 1) if count % few == 0)
+        near = " or ".join(str(near) for near in (count // parts * parts, count // parts * parts + parts) if near)
+        fix = f"use {near} experts, or set {field} to {fewer}"
+        yield f"{field} {parts} does not divide the {count} experts of a layer: {fix}"
     if run.data_parallel == "parameter_server":
-        yield f"mesh.ep is {ep}, but servers hold all weights of a replica: set data_parallel to 'all_reduce'"
-    if run.mesh.folds_experts and run.sequence_parallel:
-        fix = f"set mesh.etp to {run.mesh.tensor_ranks}, or sequence_parallel to false"
-        yield f"sequence_parallel: with mesh.ep {ep} tensor ranks divide the tokens of experts by themselves: {fix}"
-    if own and run.mesh.tensor_ranks > 1:
-        yield f"mesh.ep is {ep}, and mesh.tp {run.mesh.tp}: experts of your own layers need mesh.tp 1"
+        yield f"{field} is {parts}, but servers hold all weights of a replica: set data_parallel to 'all_reduce'"
+    if mesh.folds_experts and run.sequence_parallel:
+        fix = "set sequence_parallel to false"
+        if not mesh.expert_actors:
+            fix = f"set mesh.etp to {mesh.tensor_ranks}, or sequence_parallel to false"
+        yield f"sequence_parallel: with {field} {parts} tensor ranks divide the tokens of experts by themselves: {fix}"
+    if own and mesh.tensor_ranks > 1:
+        yield f"{field} is {parts}, and mesh.tp {mesh.tp}: experts of your own layers need mesh.tp 1"
     if right("offload") and run.offload != "none":
-        yield f"mesh.ep is {ep}, and offload {run.offload!r}: they do not combine yet: set offload to 'none'"
+        yield f"{field} is {parts}, and offload {run.offload!r}: they do not combine yet: set offload to 'none'"
+
+
+def idle_expert_faults(run: Run, skeleton: Skeleton, placement: Sequence[int]) -> Iterator[str]:
+    """Yield the pipeline ranks whose expert actors would have no experts.
+
+    Args:
+        run: A run whose mesh and model are valid, whose split fits the schedule.
+        skeleton: The model without weights. Of a GPT or Llama it is not built.
+        placement: The pipeline rank of each stage.
+    """
+    if not run.mesh.expert_actors:
+        return
+    have = {placement[stage] for stage in _stages(run, skeleton, len(placement))}
+    for pp in sorted(set(placement) - have if have else ()):
+        yield (
+            f"mesh.expert_actors is {run.mesh.expert_actors}, but pp={pp} has no layer with experts: give it one with "
+            "split or model.moe, or use fewer pipeline ranks"
+        )
+
+
+def _stages(run: Run, skeleton: Skeleton, num_stages: int) -> set[int]:
+    """Return the stages that have a layer with experts."""
+    if not isinstance(run.model, Layers):
+        parts = split_layers(run.split, transformer_costs(run.model), num_stages)
+        return {stage for stage, blocks in enumerate(parts) if any(map(run.model.num_experts, blocks))}
+    model = skeleton.model
+    layers = {max((name for name in model.names if expert.startswith(f"{name}.")), key=len) for expert in model.experts}
+    parts = model.stages(run.split, num_stages)
+    return {stage for stage, part in enumerate(parts) if any(model.names[index] in layers for index in part)}
 
 
 def _counts(run: Run, skeleton: Skeleton) -> set[int]:

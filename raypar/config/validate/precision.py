@@ -10,7 +10,7 @@ from raypar.actors.specs.run import Run
 
 
 def precision_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
-    """Yield what a run's precision does not go with, each with its fix.
+    """Yield what a run's precision does not combine with, each with its fix.
 
     Args:
         run: The run.

@@ -42,7 +42,7 @@ def actors_of(config: dict[str, Any]) -> int | None:
     """Return the number of actors of a run that compute; None if its mesh can't be read."""
     try:
         mesh: Mesh = _reader(Mesh).validate_python(_known(Mesh, config.get("mesh", {})))
-        return mesh.size
+        return mesh.actors
     except (ValidationError, ValueError):
         return None
 

@@ -439,7 +439,7 @@ def test_a_lost_replica_lets_the_others_go():
     def broken(*args):
         raise KeyError("out of luck")
 
-    fails.member.parts.source.targets = broken
+    fails.member.parts.flow.source.targets = broken
     results = team.each(lambda worker: worker.run("train", 0))
     assert str(results[3]).startswith("actor pp=1 dp=1: action 1F0 failed: KeyError")
     assert results[2].secondary, "its sibling waited for its gradients"

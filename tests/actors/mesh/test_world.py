@@ -14,9 +14,11 @@ TENSORS = st.integers(1, 4) | st.sampled_from(["2d:2x2", "2.5d:2x2x2", "3d:2x2x2
 MESHES = st.builds(Mesh, pp=st.integers(1, 3), dp=st.integers(1, 3), tp=TENSORS)
 HYBRID = st.builds(Mesh, pp=st.integers(1, 2), dp=st.just(4), tp=TENSORS, shard=st.sampled_from([1, 2]))
 DIVIDED = st.builds(World, MESHES | HYBRID, zero=st.integers(0, 3))
+SMALL = {"pp": st.integers(1, 2), "dp": st.integers(1, 3), "tp": st.integers(1, 2)}
+EXPERTS = st.builds(World, st.builds(Mesh, **SMALL, expert_actors=st.integers(1, 3)), zero=st.integers(0, 3))
 
 
-@given(st.one_of(WORLDS, DIVIDED))
+@given(st.one_of(WORLDS, DIVIDED, EXPERTS))
 def test_members_agree_on_their_groups_and_labels_are_unique(world):
     groups = {}
     for rank in range(world.size):
@@ -28,7 +30,7 @@ def test_members_agree_on_their_groups_and_labels_are_unique(world):
     assert len({world.label(rank) for rank in range(world.size)}) == world.size
 
 
-@given(st.one_of(WORLDS, DIVIDED))
+@given(st.one_of(WORLDS, DIVIDED, EXPERTS))
 def test_every_actor_can_join_its_groups_in_its_order(world):
     """Whoever waits for a group's members is joined by them before they wait for anybody else: no circle."""
     left = {rank: [one.name for one in world.memberships(rank)] for rank in range(world.size)}

@@ -22,6 +22,11 @@ def demand(faults, *wanted):
         assert any(text in fault for fault in faults), (text, faults)
 
 
+def test_an_axis_that_there_is_not_says_the_nearest(said):
+    (fault,) = faults_of(said, "train", "--mesh.pq", "2")
+    assert fault.startswith("--mesh.pq is no flag: did you mean --mesh.pp? There are --mesh.pp, --mesh.dp, --mesh.cp")
+
+
 def test_unknown_flags_wrong_values_and_sizes_are_one_list(said):
     words = (
         "--zero_residnt 1 --steps ten --precision fp12 --microbatches 0 --clip --mesh.tp 3 --layers 4 --log no/dir/x"

@@ -22,7 +22,9 @@ JOB, STEPPER = object.__new__(rp.Job), object.__new__(rp.Stepper)  # the check c
         (lambda: rp.faults(5), "faults: run is 5: it must be a Run"),
         (lambda: rp.verify(5), "verify: run is 5: it must be a Run"),
         (lambda: rp.verify(rp.Run(), 6), "verify: job is 6: it must be a Job"),
-        (lambda: rp.recipe(5), "recipe: name is 5: it must be a text"),
+        (lambda: rp.recipe(5), "there is no recipe 5: known are gpt-tiny, "),
+        (lambda: rp.recipe("moe-tiny", layout=5), "layout: name is 5: it must be a text"),
+        (lambda: rp.recipe([]), "there is no recipe []: known are gpt-tiny, "),
         (lambda: rp.replay(5), "replay: path is 5: it must be a text or a path"),
         (lambda: rp.register_schedule(5), 'under a name: @register("zigzag"), not 5'),
         (lambda: JOB.reset(5), "reset: run is 5: it must be a Run"),
@@ -72,6 +74,13 @@ def test_an_argument_that_there_is_not_says_the_nearest(call, told):
     with pytest.raises(TypeError) as raised:
         call()
     assert str(raised.value) == told
+
+
+def test_every_public_function_checks_its_arguments():
+    own_checks = {"recipe", "register_schedule", "tab_completion", "run_experts"}
+    functions = {name for name in rp.__all__ if inspect.isfunction(getattr(rp, name))}
+    assert own_checks <= functions
+    assert {name for name in functions if not hasattr(getattr(rp, name), "__wrapped__")} == own_checks
 
 
 def test_all_wrong_arguments_are_told_at_once():

@@ -243,6 +243,8 @@ def test_what_has_no_effect_is_told(tiny):
         "eval_every 2 has no effect without Batches(validate=...)",
         "optim.warmup is 9 steps, and steps is 5",
     ]
+    (told,) = idle_fields(replace(tiny, sequence_parallel=True))
+    assert told.startswith("sequence_parallel has no effect without mesh.tp")
     assert not [*idle_fields(replace(tiny, steps=5, eval_every=2, optim=AdamW(warmup=5)))]
 
 
@@ -358,7 +360,7 @@ def test_all_wrong_types_come_at_once():
         ({"model": GPT}, "model is <class 'raypar.actors.specs.model.GPT'>: it must be a GPT or a Llama or a Layers"),
         (
             {"data": Mesh()},
-            "data is Mesh(pp=1, dp=1, cp=1, tp=1, shard=None, ep=1, etp=None): it must be a Text or a Batches",
+            f"data is {Mesh()}: it must be a Text or a Batches",
         ),
         ({"split": "odd"}, "split is 'odd': it must be 'even' or 'balanced' or a tuple (in TOML a list)"),
         ({"optim": AdamW(betas=(0.9, 0.9, 1))}, "optim.betas is (0.9, 0.9, 1): it must be of 2 at most"),

@@ -444,6 +444,19 @@ def test_ctrl_c_while_a_step_is_taken_back(hands, undo):
         assert same(state(hands.team), compiled("gpipe")[2])
 
 
+def test_a_predicate_that_asks_for_what_there_is_not_is_refused_with_the_nearest(hands):
+    stepper = hands("gpipe").stepper()
+    other = "text"
+    with pytest.raises(MoveError, match=r"^break_on: what was seen has no 'finit': did you mean finite\?$"):
+        stepper.break_on(lambda seen: not seen.finit)
+    with pytest.raises(MoveError, match=r"(?s)'nrm': did you mean norm.*'zzz': it has action, "):
+        stepper.break_on(lambda seen: seen.nrm > 3 or seen.zzz())
+    for fits in (lambda seen: seen.norm > 1e9, lambda seen: other.upper() == "NO" and seen.looks[0].x, bool, None):
+        stepper.break_on(fits)
+    stepper.break_on(lambda seen: seen.memory < 0)
+    stepper.finish()
+
+
 def test_what_is_no_predicate_is_refused_at_once(hands):
     stepper = hands("gpipe").stepper()
     with pytest.raises(ValueError, match="it must be a function"):

@@ -1,0 +1,202 @@
+"""What flows through the stages of an actor in a step: batches, values between stages, gradients and losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from raypar.actors.data.batches import BatchSource, TokenMean
+from raypar.actors.optim.loss_scale import LossScaler
+from raypar.actors.optim.step import ballot_of
+from raypar.actors.pipeline.stage import Stage
+from raypar.actors.tensors import Values, nbytes
+from raypar.actors.worker.program import Program
+from raypar.actors.worker.seat import Seat
+from raypar.actors.worker.step import Step
+from raypar.schedules.action import Action, Op
+from raypar.schedules.rules import needs, provides
+
+
+class Flow(Protocol):
+    """What an actor gives its stages, and does with what these make. One object serves all steps of a run."""
+
+    def begin(self, step: Step, program: Program) -> None:
+        """Begin a step."""
+
+    def auxiliary(self) -> float:
+        """Return the weight of a microbatch's auxiliary losses."""
+
+    def inputs(self, action: Action) -> tuple[Values, Values]:
+        """Return what a forward takes: the outputs of the stage before, or a batch, and targets in the last stage."""
+
+    def made(self, action: Action, outputs: Values) -> None:
+        """Take the outputs of a forward."""
+
+    def gradients(self, action: Action) -> Values:
+        """Return the gradients of a stage's outputs, with which its backward (B or I) begins."""
+
+    def passed(self, action: Action, gradients: Values) -> None:
+        """Take the gradients of a stage's inputs that its backward (B or I) has made."""
+
+    def send(self, action: Action) -> None:
+        """Send the outputs of F or I to the peer, and drop them here."""
+
+    def expect(self, action: Action) -> None:
+        """Post a receive ahead of its place in the row."""
+
+    def receive(self, action: Action) -> None:
+        """Wait for the values that the peer sends."""
+
+    def ballot(self) -> Tensor | None:
+        """Return this actor's report of the step's losses, see ``ballot_of``; None if it has none."""
+
+    def seen(self, action: Action) -> Values:
+        """Return the outputs of an action that was just performed: values for other actions, or its loss."""
+
+
+class TokenFlow:
+    """The flow of an actor that has tokens.
+
+    Args:
+        seat: The actor's seat.
+        stages: Its stages by number.
+        source: The batches.
+        mean: The weights of the microbatches in the loss.
+        scaler: The scale of the loss.
+    """
+
+    def __init__(
+        self, seat: Seat, stages: Mapping[int, Stage], source: BatchSource, mean: TokenMean, scaler: LossScaler
+    ) -> None:
+        self._seat, self._stages, self.source = seat, stages, source
+        self._mean, self._scaler, self._place = mean, scaler, seat.place
+        self._sources: dict[Action, tuple[Action, ...]] = {}  # by action, the actions whose values it takes
+
+    def begin(self, step: Step, program: Program) -> None:
+        self._step, self._program = step, program
+
+    def auxiliary(self) -> float:
+        return self._mean.auxiliary(self._scaler.scale)
+
+    def inputs(self, action: Action) -> tuple[Values, Values]:
+        """Return what a forward takes; the first stage reads inputs of the batch, the last one targets."""
+        step, (stage, microbatch) = self._step, numbers_of(action)
+        number = step.number + self._scaler.left_out if step.is_train else step.number
+        batch = step.program, number, microbatch, self._seat.dp
+        inputs = self._take(action) or self._place.to(self.source.inputs(*batch))
+        if not self._stages[stage].is_last:
+            return inputs, ()
+        target = self.source.targets(*batch)
+        step.counts[microbatch] = self._stages[stage].model.count(target)
+        step.samples += len(target[0]) if target[0].dim() else 1
+        return inputs, self._place.to(target)
+
+    def made(self, action: Action, outputs: Values) -> None:
+        stage, microbatch = numbers_of(action)
+        if self._stages[stage].is_last:
+            self._step.computed[microbatch] = outputs[0]
+        else:
+            self._step.values[action] = outputs
+
+    def gradients(self, action: Action) -> Values:
+        """Return them; those of the last stage are the loss's weight, which is proportional to its tokens."""
+        stage, microbatch = numbers_of(action)
+        if not self._stages[stage].is_last:
+            return self._take(action)
+        return self._place.to((self._mean.weight(self._step.counts[microbatch], self._scaler.scale),))
+
+    def passed(self, action: Action, gradients: Values) -> None:
+        if (stage := numbers_of(action)[0]) > 0:
+            self._step.values[Action(stage, Op.I, action.microbatch)] = gradients
+
+    def send(self, action: Action) -> None:
+        values = self._take(action)
+        self._step.num_bytes = sum(map(nbytes, values))
+        self._program.courier.send(action, values)
+
+    def expect(self, action: Action) -> None:
+        self._program.courier.expect(action)
+
+    def receive(self, action: Action) -> None:
+        values = self._step.values[action] = self._program.courier.receive(action)
+        self._step.num_bytes = sum(map(nbytes, values))
+
+    def ballot(self) -> Tensor | None:
+        if not any(stage.is_last for stage in self._stages.values()):
+            return None
+        step = self._step
+        step.read_losses()
+        sound = all(map(math.isfinite, step.losses.values()))
+        return ballot_of(sum(step.counts.values()), self._mean.expected / self._seat.world.mesh.cp, sound=sound)
+
+    def seen(self, action: Action) -> Values:
+        computed, values = self._step.computed, self._step.values
+        if action.op is Op.F and action.microbatch in computed and self._stages[numbers_of(action)[0]].is_last:
+            return (computed[action.microbatch],)
+        return next((values[value] for value in provides(action) if value in values), ())
+
+    def _take(self, action: Action) -> Values:
+        """Remove and return the values that an action needs from other actions, in one tuple.
+
+        What a backward needs from its own forward is not among them: the stage keeps that itself.
+        """
+        sources = self._sources.get(action)
+        if sources is None:
+            own = Action(action.stage, Op.F, action.microbatch)
+            sources = tuple(
+                need for need in needs(action, self._program.schedule) if need != own or action.op is Op.SEND_F
+            )
+            self._sources[action] = sources
+        values: Values = ()
+        for source in sources:
+            values += self._step.values.pop(source)
+        return values
+
+
+class ExpertFlow:
+    """The flow of an expert actor, whose tokens come and go inside its layers: no rows, and no losses.
+
+    Args:
+        seat: The actor's seat.
+        dtype: The dtype in which layers compute.
+    """
+
+    def __init__(self, seat: Seat, dtype: torch.dtype) -> None:
+        self._none: Values = seat.place.to((torch.empty((0, 1), dtype=dtype),))
+
+    def begin(self, step: Step, program: Program) -> None: ...
+
+    def auxiliary(self) -> float:
+        return 0.0
+
+    def inputs(self, action: Action) -> tuple[Values, Values]:
+        return self._none, ()
+
+    def made(self, action: Action, outputs: Values) -> None: ...
+
+    def gradients(self, action: Action) -> Values:
+        return self._none
+
+    def passed(self, action: Action, gradients: Values) -> None: ...
+
+    def send(self, action: Action) -> None: ...
+
+    def expect(self, action: Action) -> None: ...
+
+    def receive(self, action: Action) -> None: ...
+
+    def ballot(self) -> Tensor | None:
+        return None
+
+    def seen(self, action: Action) -> Values:
+        return ()
+
+
+def numbers_of(action: Action) -> tuple[int, int]:
+    """Return the stage and the microbatch of an action that has both."""
+    assert action.stage is not None and action.microbatch is not None
+    return action.stage, action.microbatch

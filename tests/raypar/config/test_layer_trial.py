@@ -1,0 +1,113 @@
+"""Layers that do not fit each other or the data are told before any actor starts, with the user's line."""
+
+import inspect
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import raypar as rp
+from raypar.config.layer_trial import layer_faults
+from raypar.config.skeleton import Skeleton
+
+
+def batch(step, microbatch, dp):
+    return torch.randn(3, 4), torch.randn(3, 2)
+
+
+def misfitting():
+    return [nn.Linear(4, 6), nn.Sequential(nn.Tanh(), nn.Linear(5, 2))]
+
+
+class Square(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, size))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+class Looks(nn.Module):
+    """Looks at values, which shapes have not."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.weight if x.sum().item() < 1e9 else x[x > 0]
+
+
+class Refuses(nn.Module):
+    def forward(self, x):
+        raise RuntimeError("never today")
+
+
+def faults_of(fn, loss=nn.functional.mse_loss, data=batch, **changes):
+    run = rp.Run(model=rp.Layers(fn, loss), data=rp.Batches(data), **changes)
+    return layer_faults(run, Skeleton(run.model, run.seed))
+
+
+def test_a_layer_that_does_not_fit_is_told_with_the_line_that_made_it():
+    (fault,) = faults_of(misfitting)
+    line = inspect.getsourcelines(misfitting)[1] + 1
+    assert fault.startswith("model: layers.1 can't take what layers.0 makes, (3, 6): mat1 and mat2 shapes cannot be")
+    assert fault.endswith(f"({__file__}, line {line})")
+
+
+def test_a_launch_refuses_it_before_anything_starts():
+    run = rp.Run(model=rp.Layers(misfitting, nn.functional.mse_loss), data=rp.Batches(batch))
+    with pytest.raises(rp.ConfigError, match=r"layers\.1 can't take what layers\.0 makes"):
+        rp.launch(run)
+
+
+def test_a_line_of_the_user_s_own_forward_is_told():
+    (fault,) = faults_of(lambda: [Square(5)])
+    line = inspect.getsourcelines(Square.forward)[1] + 1
+    assert fault.startswith("model: layers.0 can't take what data.fn gives, (3, 4): ")
+    assert fault.endswith(f"({__file__}, line {line})")
+
+
+def test_a_loss_that_does_not_fit_is_told():
+    (fault,) = faults_of(lambda: [nn.Linear(4, 5)])
+    assert fault.startswith("model.loss can't take what layers.0 makes, (3, 5), and the targets, (3, 2): The size of")
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda: [nn.Linear(4, 2)],
+        lambda: [Looks(), nn.Linear(4, 2)],
+        lambda: [Looks(), nn.Linear(5, 2)],  # behind what can't be tried nothing is known
+        lambda: [nn.Linear(4, 2), Refuses()],  # the user's own error: it comes from the actor, as it is
+        lambda: [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()), Square(4), nn.Linear(4, 2)],
+    ],
+)
+def test_what_fits_or_is_not_known_passes(fn):
+    before = torch.random.get_rng_state()
+    assert faults_of(fn) == []
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_the_skeleton_stays_without_weights():
+    run = rp.Run(model=rp.Layers(misfitting, nn.functional.mse_loss), data=rp.Batches(batch))
+    skeleton = Skeleton(run.model, run.seed)
+    assert layer_faults(run, skeleton)
+    assert all(weight.is_meta for weight in skeleton.weights.values())
+
+
+def test_a_batch_function_that_fails_or_half_precision_is_not_tried():
+    def fails(step, microbatch, dp):
+        raise FileNotFoundError("only where the actors are")
+
+    assert faults_of(misfitting, data=fails) == []
+    assert faults_of(misfitting, precision=rp.Precision("bf16")) == []
+
+
+def test_wide_layers_take_no_time():
+    start = time.perf_counter()
+    wide = lambda: [nn.Linear(4, 1 << 14), nn.Linear(1 << 14, 1 << 14), nn.Linear(1 << 14, 2)]  # noqa: E731
+    assert faults_of(wide) == []
+    assert time.perf_counter() - start < 5, "shapes have no elements"
