@@ -208,4 +208,5 @@ def test_what_is_offloaded_counts_where_it_is(monkeypatch, tmp_path, capsys):
 
 def need_rows(run):
     schedule = check_run(run)["train"]
-    return dict(needs.need_rows(run, schedule, None, from_flops(run, schedule).timeline))
+    timeline = from_flops(run, world_of(run), counts_of(run, schedule, None), schedule).timeline
+    return dict(needs.need_rows(run, schedule, None, timeline))
