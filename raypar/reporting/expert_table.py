@@ -22,18 +22,19 @@ def expert_table(run: Run) -> str:
         run: The run.
 
     Returns:
-        The table; "" if ``mesh.ep`` is 1, so that every replica has all experts.
+        The table; "" if every replica has all experts.
 
     Example:
         ``print(rp.expert_table(rp.recipe("moe-tiny", layout="ep2_dp2")))``
     """
     mesh = run.mesh
-    if mesh.ep == 1:
+    if not mesh.divides_experts:
         return ""
     counts = _counts(run)
     head = ["actor", *([f"{count} experts" for count in counts] if counts[1:] else ["experts"] * len(counts))]
     head += ["exchange tokens", "sum experts", "sum other weights"]
-    rows = [[*_row(mesh, rank, counts)] for rank in range(min(mesh.inner, _MOST))]
+    ranks = (*range(min(mesh.inner, _MOST)), *mesh.experts_of(0)[:_MOST])
+    rows = [[*_row(mesh, rank, counts)] for rank in ranks]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
     return "\n".join(line.rstrip() for line in [*lines, *_notes(run)])
@@ -42,13 +43,16 @@ def expert_table(run: Run) -> str:
 def _row(mesh: Mesh, rank: int, counts: Sequence[int]) -> Iterator[str]:
     """Yield the cells of an actor."""
     yield f"{rank}: {mesh.label(rank)}"
-    among = mesh.group_of("ep", rank)[1]
+    among, is_expert = mesh.group_of("ep", rank)[1], rank >= mesh.size
     part = f" ({rank % mesh.expert_ranks + 1}/{mesh.expert_ranks})" if mesh.expert_ranks > 1 else ""
+    holders = mesh.experts_of(0) if mesh.expert_actors else among
     for count in counts:
-        first, last = Pieces.at(among.index(rank), mesh.ep).span(count)
-        yield f"{first}-{last - 1}{part}" if last - first > 1 else f"{first}{part}"
-    for members in (among, mesh.group_of("edp", rank)[1], mesh.replicas(rank)[1]):
-        yield _set(members)
+        first, last = Pieces.at(holders.index(rank), mesh.expert_parts).span(count) if rank in holders else (0, 0)
+        span = f"{first}-{last - 1}{part}" if last - first > 1 else f"{first}{part}"
+        yield span if last > first else "-"
+    yield _set(among)
+    yield _set(mesh.group_of("edp", rank)[1]) if rank in holders else "-"
+    yield "-" if is_expert else _set(mesh.replicas(rank)[1])
 
 
 def _notes(run: Run) -> Iterator[str]:
@@ -56,8 +60,10 @@ def _notes(run: Run) -> Iterator[str]:
     mesh, world = run.mesh, world_of(run)
     if mesh.inner > _MOST:
         yield f"... and {mesh.inner - _MOST} more"
+    if mesh.expert_actors > _MOST:
+        yield f"... and {mesh.expert_actors - _MOST} more for experts"
     if mesh.pp > 1:
-        yield f"so on each of {mesh.pp} pipeline ranks, with {mesh.inner} actors each"
+        yield f"so on each of {mesh.pp} pipeline ranks, with {mesh.inner + mesh.expert_actors} actors each"
     if world.sharded:
         what = {1: "the update", 2: "gradients and the update", 3: "weights, gradients and the update"}[world.zero]
         yield f"zero {world.zero}: those who sum a gradient share out {what}"
