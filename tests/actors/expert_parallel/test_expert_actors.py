@@ -37,6 +37,7 @@ LAYOUTS = {
     "zero 2, recomputation": {"mesh": TWO, "zero": 2, "recompute": "full"},
     "some layers again": {"mesh": TWO, "zero": 0, "recompute": ("full", "none")},
     "tensor ranks": {"mesh": Mesh(tp=2, expert_actors=2)},
+    "parts of sequences": {"mesh": Mesh(tp=2, expert_actors=1), "sequence_parallel": True},
     "context": {"mesh": Mesh(cp=2, expert_actors=1)},
     "pipeline": {"mesh": Mesh(pp=2, dp=2, expert_actors=1), "recompute": "full"},
     "split backwards": {"mesh": Mesh(pp=2, expert_actors=2), "backward": "split"},
