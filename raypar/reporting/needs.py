@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from raypar.actors.files import expanded
 from raypar.actors.mesh.mesh import AXES, Mesh
 from raypar.actors.mesh.world import World
 from raypar.actors.models.tile_names import patterns_of
@@ -14,7 +15,7 @@ from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
-from raypar.planner.host import computes_here, free_memory, total_memory
+from raypar.planner.host import computes_here, free_disk, free_memory, total_memory
 from raypar.planner.memory import Counts, Memory, others_memory, worker_memory
 from raypar.planner.parameters import (
     Units,
@@ -73,26 +74,45 @@ def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline:
     if others:
         kind = "a server" if world.servers else "an expert actor"
         rows.append((f"memory of {kind}", _kinds(max(others, key=lambda memory: memory.total))))
-    needed = _in_all(world, workers, others, lambda memory: memory.total)
-    return [*rows, ("memory in all", f"{size(needed)} {_against(run, needed, [*workers, *others], world.size)}")]
+    total = _in_memory(run, lambda memory: memory.total)
+    largest, needed = max(map(total, [*workers, *others])), _in_all(world, workers, others, total)
+    return [*rows, ("memory in all", f"{size(needed)} {_against(run, needed, largest, world.size)}")]
 
 
-def memory_faults(run: Run, schedule: Schedule, skeleton: Skeleton | None = None) -> Iterator[str]:
-    """Yield a fault if a run's weights, gradients and optimizer state alone are more than this machine has.
+def memory_faults(
+    run: Run, schedule: Schedule, skeleton: Skeleton | None = None, *, replaces: bool = False
+) -> Iterator[str]:
+    """Yield what a run's weights, gradients and optimizer state alone take too much of: this machine's memory, or disk.
 
-    Nothing is yielded if the actors would run elsewhere or on GPUs. The arguments are those of ``need_rows``.
+    What is offloaded counts where it is. Nothing is yielded of memory if the actors would run on GPUs, and nothing at
+    all if they would run elsewhere.
+
+    Args:
+        run: The run.
+        schedule: The lowered schedule of a training step.
+        skeleton: The run's model without weights; needed for the user's own Layers and Muon only, and built if None.
+        replaces: Whether another run on this machine ends first. What it has on the disk is not known to be taken.
     """
     has = total_memory() if computes_here(run.device) else None
-    if has is None:
+    room = None if run.offload_folder is None or replaces else free_disk(expanded(run.offload_folder))
+    if has is None and room is None:
         return
     world, counts = world_of(run), counts_of(run, schedule, skeleton)
     timeline = from_flops(run, world, counts, schedule).timeline
     workers, others = (of(run, world, counts, timeline) for of in (worker_memory, others_memory))
-    needed = _in_all(world, workers, others, lambda memory: memory.state)
-    if needed <= has:
+    offloaded = _in_all(world, workers, others, lambda memory: memory.offloaded)
+    if room is not None and offloaded > room:
+        yield (
+            f"offload_folder {run.offload_folder!r}: what all {world.size} actors offload takes {size(offloaded)}, and "
+            f"its disk has {size(room)} free: free some space, or give a folder of another disk"
+        )
+    needed = _in_all(world, workers, others, _in_memory(run, lambda memory: memory.state))
+    if has is None or needed <= has:
         return
     copies = world.replicas if not world.gathers else world.replicas // world.mesh.shards
     fix = "use a smaller model, or set RAY_ADDRESS to a cluster"
+    if run.offload != "none" and run.offload_folder is None:
+        fix = f"set offload_folder to a folder of a fast disk, {fix}"
     if copies > 1 and not world.servers:
         fix = f"set zero to 3, or use fewer of the {copies} replicas that each have all weights, {fix}"
     yield (
@@ -251,13 +271,17 @@ def _in_all(world: World, workers: Sequence[Memory], others: Sequence[Memory], o
     return sum(map(of, workers)) * world.mesh.inner + sum(map(of, others)) * (world.servers + world.mesh.expert_actors)
 
 
-def _against(run: Run, needed: int, each: Sequence[Memory], actors: int) -> str:
+def _in_memory(run: Run, of: Callable[[Memory], int]) -> Callable[[Memory], int]:
+    """Return a function like ``of`` that also counts what is offloaded to this machine's memory."""
+    return of if run.offload_folder is not None else lambda memory: of(memory) + memory.offloaded
+
+
+def _against(run: Run, needed: int, largest: int, actors: int) -> str:
     """Say what is free here, if the actors would run here and on CPUs."""
     free = free_memory() if computes_here(run.device) else None
     if free is None:
         return "on CPUs and GPUs that are not known before the launch"
     told = f"of {size(free)} free here, {size(free // actors)} for each of {actors}"
-    largest = max(memory.total for memory in each)
     if needed > free:
         return f"{told}: {TOO_MUCH}: use a smaller model or microbatch, recompute='full', or more machines"
     return told if largest * actors <= free else f"{told}; the largest takes {size(largest)}"

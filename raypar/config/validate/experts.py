@@ -36,8 +36,6 @@ def expert_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> I
         yield f"{field} is {parts}, but servers hold all weights of a replica: set data_parallel to 'all_reduce'"
     if own and mesh.tensor_ranks > 1:
         yield f"{field} is {parts}, and mesh.tp {mesh.tp}: experts of your own layers need mesh.tp 1"
-    if right("offload") and run.offload != "none":
-        yield f"{field} is {parts}, and offload {run.offload!r}: they do not combine yet: set offload to 'none'"
 
 
 def idle_expert_faults(run: Run, skeleton: Skeleton, placement: Sequence[int]) -> Iterator[str]:

@@ -39,6 +39,7 @@ LAYOUTS = {
     "tensor ranks": {"mesh": Mesh(tp=2, expert_actors=2)},
     "parts of sequences": {"mesh": Mesh(tp=2, expert_actors=1), "sequence_parallel": True},
     "context": {"mesh": Mesh(cp=2, expert_actors=1)},
+    "offload": {"mesh": TWO, "zero": 3, "offload": "parameters"},
     "pipeline": {"mesh": Mesh(pp=2, dp=2, expert_actors=1), "recompute": "full"},
     "split backwards": {"mesh": Mesh(pp=2, expert_actors=2), "backward": "split"},
     "stages without experts": {"mesh": Mesh(pp=2, expert_actors=1), "schedule": "interleaved", "model": SPARSE},

@@ -26,6 +26,8 @@ LAYOUTS = {
     "zero 2": {"mesh": Mesh(dp=4, ep=2), "zero": 2},
     "zero 3": {"mesh": Mesh(dp=4, ep=2), "zero": 3},
     "pure ep4": {"mesh": Mesh(dp=4, ep=4)},
+    "zero 2, offload": {"mesh": Mesh(dp=4, ep=2), "zero": 2, "offload": "optimizer"},
+    "pure ep2, offload of weights": {"mesh": Mesh(dp=2, ep=2), "offload": "parameters"},
     "pure ep2, zero 3": {"mesh": Mesh(dp=2, ep=2), "zero": 3},
     "on tensor ranks": {"mesh": Mesh(dp=2, tp=2, ep=2)},
     "on tensor ranks alone": {"mesh": Mesh(tp=2, ep=2)},
