@@ -7,18 +7,23 @@ the order of the experts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from raypar.actors.autograd.recompute import Anchored
 from raypar.actors.collective.autograd import exchange_rows, join_rows, own_rows
 from raypar.actors.collective.group import Group
 from raypar.actors.expert_parallel.experts import DividedExperts, combine, order_of, spread
+from raypar.actors.expert_parallel.record import Routed
+from raypar.actors.expert_parallel.shadowing import Shadowing, dispatch
 from raypar.actors.sharding import Pieces
+from raypar.actors.tensors import nbytes
 
 
-class ExpertShard(DividedExperts, Anchored):
+class ExpertShard(DividedExperts, Anchored, Routed):
     """One actor's experts, and the way to those of the other actors.
 
     Choices are sorted by expert, so each actor gets one run of rows. Actors first tell each other how many rows they
@@ -26,11 +31,12 @@ class ExpertShard(DividedExperts, Anchored):
 
     Args:
         experts: This actor's experts by number: one slice of all; none if it only sends tokens to those of others.
-        num_experts: Number of all experts.
+        order: The numbers of all experts, in the order in which they are divided.
         group: The actors that have tokens or experts.
         holders: The ranks in the group of those that have experts, one slice each.
         tokens: Actors that all have the same tokens, of which each one then sends only a part; None if no other actor
             has this actor's tokens.
+        shadows: The most experts that are shadowed at a time: see shadowing.py. Only where each actor has experts.
 
     Source: He et al. 2021, "FastMoE", section 4; Gale et al. 2022, "MegaBlocks", section 5.
     """
@@ -38,22 +44,37 @@ class ExpertShard(DividedExperts, Anchored):
     def __init__(
         self,
         experts: Mapping[int, nn.Module],
-        num_experts: int,
+        order: Sequence[int],
         group: Group,
         holders: range,
         tokens: Group | None = None,
+        shadows: int = 0,
     ) -> None:
         super().__init__({str(number): expert for number, expert in experts.items()})
-        self._num_experts, self._group, self._holders, self._tokens = num_experts, group, holders, tokens
+        self._order, self._num_experts = tuple(order), len(order)
+        self._group, self._holders, self._tokens = group, holders, tokens
+        self._most = shadows
+        # A module without weights of its own, to compute with those of others. It is none of this actor's modules.
+        self._guest = [deepcopy(next(iter(experts.values())))] if shadows else []
         self.anchor = torch.empty(0, device="cpu", requires_grad=True)
 
     def run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
         """Return for each token the sum of what its experts make of it; see ``run_experts``."""
+        chosen_TK = self._places(chosen_TK)
         if self._tokens is None:
             return self._run(x_TD, chosen_TK, gates_TK)
         start, stop = Pieces.at(self._tokens.rank, self._tokens.size).span(len(x_TD))
         own = self._run(own_rows(x_TD, self._tokens), chosen_TK[start:stop], own_rows(gates_TK, self._tokens))
         return join_rows(own, self._tokens, len(x_TD))
+
+    def _places(self, chosen_TK: Tensor) -> Tensor:
+        """Return the choices by place in the order, from 0 on, by which everything here counts experts."""
+        if self._order == (*range(self._num_experts),):
+            return chosen_TK
+        if chosen_TK.numel() and int(chosen_TK.max()) >= self._num_experts:
+            return chosen_TK  # which order_of refuses
+        places = torch.tensor(self._order, device=chosen_TK.device).argsort()
+        return torch.where(chosen_TK < 0, chosen_TK, places[chosen_TK.clamp(min=0)])
 
     def serve(self, link: Tensor) -> Tensor:
         """Compute what other actors send, on an actor without tokens of its own.
@@ -71,8 +92,10 @@ class ExpertShard(DividedExperts, Anchored):
 
     def _run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
         order = order_of(chosen_TK, self._num_experts, tokens=len(x_TD))
-        asked, _ = self._asked(order.counts, x_TD.shape[1])
-        return combine(self._made(spread(x_TD, order), asked), gates_TK, order)
+        rows_ND, (asked, _) = spread(x_TD, order), self._asked(order.counts, x_TD.shape[1])
+        shadows = self._shadows(asked, rows_ND) if self._most else ()
+        made_ND = self._with_shadows(rows_ND, asked, shadows) if shadows else self._made(rows_ND, asked)
+        return combine(made_ND, gates_TK, order)
 
     def _made(self, rows_ND: Tensor, asked: Tensor) -> Tensor:
         """Return what the experts make of this actor's rows.
@@ -81,13 +104,62 @@ class ExpertShard(DividedExperts, Anchored):
             rows_ND: The rows, in the order of the experts that they go to.
             asked: How many rows each actor has for each expert (actors, E).
         """
+        there, here = self._splits(asked)
+        came_ND = exchange_rows(self.anchored(rows_ND), self._group, there, here)
+        made_ND = self._computed(came_ND, asked[:, self._own]) if len(self) else came_ND
+        return exchange_rows(made_ND, self._group, here, there)
+
+    def _splits(self, asked: Tensor) -> tuple[list[int], list[int]]:
+        """Return how many rows go to each actor, and how many come from it."""
         group, holders = self._group, self._holders
         by_holder = asked[group.rank].view(len(holders), -1).sum(1).tolist()
         there = [*[0] * holders.start, *by_holder, *[0] * (group.size - holders.stop)]
-        here = asked[:, self._own]
-        came_ND = exchange_rows(self.anchored(rows_ND), group, there, here.sum(1).tolist())
-        made_ND = self._computed(came_ND, here) if len(self) else came_ND
-        return exchange_rows(made_ND, group, here.sum(1).tolist(), there)
+        return there, asked[:, self._own].sum(1).tolist()
+
+    def _shadows(self, asked: Tensor, rows_ND: Tensor) -> tuple[int, ...]:
+        """Return the experts to shadow, which the record is told."""
+        weights = [*next(iter(self.values())).parameters()]
+        count, each = sum(weight.numel() for weight in weights), sum(map(nbytes, weights))
+        row = rows_ND.shape[1] * rows_ND.element_size()
+        choice = Shadowing(self._most, count, row, each).choose(asked.view(*[self._group.size] * 2, -1).tolist())
+        if self.record is not None and self._group.rank == 0:
+            numbers = tuple(self._order[place] for place in choice.slots)
+            self.record.shadows(self.name, self._num_experts, choice._replace(slots=numbers))
+        return choice.slots
+
+    def _with_shadows(self, rows_ND: Tensor, asked: Tensor, shadows: tuple[int, ...]) -> Tensor:
+        """Compute rows whose experts are here for now, and let the others travel.
+
+        Args:
+            rows_ND: The rows of this actor's tokens, in the order of the experts.
+            asked: How many rows each actor has for each expert (actors, E).
+            shadows: The places of experts that are shadowed.
+
+        Returns:
+            What the experts make of each row (N, D), in the order of the rows.
+        """
+        group, counts = self._group, asked[self._group.rank].tolist()
+        parts, asked = rows_ND.split(counts), asked.clone()
+        asked[:, list(shadows)] = 0
+        away = [place for place in range(len(counts)) if place not in shadows]
+        there, here = self._splits(asked)
+        gone_ND = self.anchored(torch.cat([parts[place] for place in away]))
+        visits = [(place // len(self), self._weights_of(place, rows_ND)) for place in shadows]
+        came_ND, weights = dispatch(gone_ND, group, there, here, visits)
+        back_ND = exchange_rows(self._computed(came_ND, asked[:, self._own]), group, here, there)
+        made = dict(zip(away, back_ND.split([counts[place] for place in away]), strict=True))
+        guest = self._guest[0].train(self.training)
+        names = [name for name, _ in guest.named_parameters()]
+        for place, theirs in zip(shadows, weights, strict=True):
+            made[place] = functional_call(guest, dict(zip(names, theirs, strict=True)), (parts[place],))
+        return torch.cat([made[place] for place in range(len(counts))])
+
+    def _weights_of(self, place: int, like: Tensor) -> tuple[Tensor, ...]:
+        """Return an expert's weights if it is here, else tensors like them, of undefined values."""
+        if (number := str(self._order[place])) in self:
+            return tuple(self[number].parameters())
+        alike = next(iter(self.values())).parameters()
+        return tuple(torch.empty(weight.shape, dtype=weight.dtype, device=like.device) for weight in alike)
 
     @property
     def _own(self) -> slice:

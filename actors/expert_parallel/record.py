@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.actors.specs.results import AddedLoss, ExpertLoad
+from raypar.actors.expert_parallel.shadowing import Choice
+from raypar.actors.specs.results import AddedLoss, ExpertLoad, Shadowed
 
 Attach = Callable[[Tensor, Tensor], Tensor]  # an output and an auxiliary loss -> the output
 
@@ -39,6 +40,7 @@ class RouterRecord:
         self._losses: defaultdict[tuple[str, str], list[tuple[int, Tensor]]] = defaultdict(list)  # by layer and kind
         self._scores: defaultdict[str, list[tuple[int, Tensor]]] = defaultdict(list)
         self._loads: defaultdict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self._shadows: dict[str, Shadowed] = {}
 
     def begin(self, weight: float) -> None:
         """Begin a step, and drop what the one before has left.
@@ -49,7 +51,7 @@ class RouterRecord:
         self.close()
         self.weight = weight
         self._microbatches.clear()
-        for table in (self._losses, self._scores, self._loads):
+        for table in (self._losses, self._scores, self._loads, self._shadows):
             table.clear()
 
     def open(self, microbatch: int) -> None:
@@ -90,7 +92,24 @@ class RouterRecord:
         if self.microbatch is not None:
             self._loads[layer].append((asked_E.detach(), dropped_E.detach()))
 
+    def shadows(self, layer: str, experts: int, choice: Choice) -> None:
+        """Tell which experts of a list are shadowed.
+
+        Args:
+            layer: Logical name of the list.
+            experts: Number of experts.
+            choice: Which are, and the predicted seconds.
+        """
+        if self.microbatch is not None:
+            _, times, *seconds = self._shadows.get(layer, Shadowed(layer, (0,) * experts, 0.0, 0.0))
+            times = tuple(count + (slot in choice.slots) for slot, count in enumerate(times))
+            self._shadows[layer] = Shadowed(layer, times, seconds[0] + choice.without, seconds[1] + choice.having)
+
     # --- what comes of it ---
+
+    def shadowed(self) -> tuple[Shadowed, ...]:
+        """Return which experts were shadowed, and how often."""
+        return tuple(self._shadows.values())
 
     def losses(self) -> tuple[AddedLoss, ...]:
         """Return the auxiliary losses, summed over the calls of a forward, and as means over the microbatches."""

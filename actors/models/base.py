@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -48,14 +49,22 @@ class Expert(NamedTuple):
     Attributes:
         number: Its number among the experts of its layer.
         among: Number of these.
+        list: Logical name of the list of experts.
     """
 
     number: int
     among: int
+    list: str
 
-    def part(self, parts: int) -> int:
-        """Return which part it belongs to if the experts are divided into equal parts, one slice each."""
-        return self.number * parts // self.among
+    def part(self, parts: int, orders: Mapping[str, Sequence[int]] = MappingProxyType({})) -> int:
+        """Return which part it belongs to if the experts are divided into equal parts, one slice each.
+
+        Args:
+            parts: Number of parts.
+            orders: By the name of a list, the order of its experts if that is not by number.
+        """
+        place = orders[self.list].index(self.number) if self.list in orders else self.number
+        return place * parts // self.among
 
 
 def unsharded(name: str, layer: nn.Module) -> Mapping[str, Shard]:
@@ -147,14 +156,34 @@ class Model(ABC):
     def experts(self) -> dict[str, Expert]:
         """The expert that each parameter of an expert belongs to, by the parameter's logical name, also if frozen."""
         found: dict[str, Expert] = {}
+        for path, experts in self.expert_lists.items():
+            for number, expert in enumerate(experts):
+                names = (f"{path}.{number}.{name}" for name, _ in expert.named_parameters())
+                found |= dict.fromkeys(names, Expert(number, len(experts), path))
+        return found
+
+    @cached_property
+    def expert_lists(self) -> dict[str, nn.ModuleList]:
+        """The lists of experts that actors may divide, by logical name."""
+        found: dict[str, nn.ModuleList] = {}
         for layer, module in zip(self.names, self.skeleton, strict=True):
             for pattern in (pattern for pattern, kind in self.tensor_plan if kind == "expert"):
                 for inner, experts in modules_named(module, layer, pattern):
                     assert isinstance(experts, nn.ModuleList)
-                    for number, expert in enumerate(experts):
-                        names = (f"{layer}.{inner}.{number}.{name}" for name, _ in expert.named_parameters())
-                        found |= dict.fromkeys(names, Expert(number, len(experts)))
+                    found[f"{layer}.{inner}".rstrip(".")] = experts
         return found
+
+    def unlike_experts(self) -> list[str]:
+        """Return the lists in which no expert can compute with the weights of any other one, by logical name.
+
+        So it is if their shapes differ, or if they have buffers.
+        """
+        return [
+            name
+            for name, experts in self.expert_lists.items()
+            if any(True for _ in experts.buffers())
+            or len({tuple((inner, p.shape) for inner, p in expert.named_parameters()) for expert in experts}) > 1
+        ]
 
     def parameter_names(self) -> tuple[str, ...]:
         """Return the names of all trainable parameters in the model's order; a tied weight once, under its home."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -20,18 +21,28 @@ class ExpertParallel(ParallelStyle):
         group: The actors that have tokens or experts.
         holders: The ranks in the group of those among which the experts are divided.
         tokens: Actors that all have the same tokens, which they divide for the experts; None if there are no others.
+        shadows: The most experts that are shadowed at a time.
+        orders: By the name of a list, the order in which actors divide its experts if that is not by number.
     """
 
     group: Group
     holders: range
     tokens: Group | None
+    shadows: int = 0
+    orders: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def apply(self, name: str, module: nn.Module) -> Applied:
         """Replace the list by this actor's slice of it."""
         assert isinstance(module, nn.ModuleList)
-        count, own = len(module), dict[int, nn.Module]()
+        order = self.orders.get(name, range(len(module)))
+        own = dict[int, nn.Module]()
         if self.group.rank in self.holders:
-            first, last = Pieces.at(self.group.rank - self.holders.start, len(self.holders)).span(count)
-            own = {number: module[number] for number in range(first, last)}
+            first, last = Pieces.at(self.group.rank - self.holders.start, len(self.holders)).span(len(order))
+            own = {number: module[number] for number in order[first:last]}
         module._modules.clear()  # what a module still has goes over to the one in its place
-        return Applied(ExpertShard(own, count, self.group, self.holders, self.tokens))
+        return Applied(ExpertShard(own, order, self.group, self.holders, self.tokens, self.shadows))
+
+
+def orders_of(written: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Read the orders of experts, which are written as "0 2 1 3", by the name of the list."""
+    return {name: tuple(map(int, words.split())) for name, words in written.items()}

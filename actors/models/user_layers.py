@@ -67,7 +67,8 @@ class LayersModel(Model):
         """Make sharded copies of some layers, with this actor's part of each weight.
 
         Modules of the copies are replaced on the meta device first. Then whole weights are made for one layer at a time
-        and sliced, to save memory. The skeleton stays whole, because every actor takes names and shapes from it.
+        and sliced, to save memory, and none of experts that are on other actors. The skeleton stays whole, because
+        every actor takes names and shapes from it.
         """
         own = _copied(self.skeleton, layers)
         whole = {name: tensor for index in layers for *_, name, tensor in _slots(str(index), own[str(index)])}

@@ -101,6 +101,22 @@ class ExpertLoad(NamedTuple):
     dropped: tuple[int, ...]
 
 
+class Shadowed(NamedTuple):
+    """How often each expert of a list was shadowed in a step, and why.
+
+    Attributes:
+        layer: Logical name of the list.
+        times: Number of microbatches by expert, over all groups of actors that share experts out.
+        without: Predicted seconds of the layer in the step, added up likewise, if none were shadowed.
+        having: Those with the experts that were.
+    """
+
+    layer: str
+    times: tuple[int, ...]
+    without: float
+    having: float
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What one actor reports about one step.
@@ -125,6 +141,7 @@ class StepResult:
         auxiliary: Auxiliary losses of the actor's microbatches, by layer and kind; empty in an evaluation, and except
             from the first rank of a tensor group.
         loads: Tokens of the actor by layer and expert, likewise.
+        shadows: Experts that were shadowed, from the first of a group of actors that share experts out.
     """
 
     losses: tuple[float, ...]
@@ -143,6 +160,7 @@ class StepResult:
     ranges: tuple[RangeCount, ...] = ()
     auxiliary: tuple[AddedLoss, ...] = ()
     loads: tuple[ExpertLoad, ...] = ()
+    shadows: tuple[Shadowed, ...] = ()
 
 
 @dataclass(frozen=True)

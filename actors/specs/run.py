@@ -77,6 +77,12 @@ class Run:
     host memory and are updated there; parameters: also the layers' weights, which are read before they are used"""
     offload_folder: str | None = None
     """with offload, a folder on each node, of a fast disk, for files that take the place of host memory"""
+    expert_shadows: Steps = 0
+    """with mesh.ep, the most experts of a layer that visit all actors at a time, while their tokens stay, where that is
+    predicted to be faster (FasterMoE's shadowing); 0: tokens always travel"""
+    expert_order: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """with mesh.ep or mesh.expert_actors, the experts of a list in the order in which actors divide them, as "0 2 1 3",
+    by the list's name, as blocks.0.mlp.experts; job.rebalance() sets it"""
     sequence_parallel: bool = False
     """with mesh.tp, divide norms and dropout too, along the sequence: less memory, the same number of bytes sent"""
     context: Context = "ring"

@@ -10,6 +10,7 @@ from raypar.actors.data_parallel.buckets import share_out
 from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.mesh.world import World
 from raypar.actors.models.base import Model
+from raypar.actors.models.expert_style import orders_of
 from raypar.actors.models.tied_weights import Tie, ties_of
 from raypar.actors.specs.types import Split
 from raypar.actors.tensors import nbytes
@@ -26,14 +27,14 @@ def owners_of(plan: Plan, model: Model, groups: Mapping[str, Group], server: int
         groups: The actor's groups by key.
         server: The index of a parameter server among those of its pipeline rank; None for a worker.
     """
-    world, found = plan.world, dict[str, int]()
+    world, found, orders = plan.world, dict[str, int](), orders_of(plan.run.expert_order)
     dense, experts = world.dense, world.experts
     names = frozenset(model.experts if experts is not None else ())
     for sizes in sizes_of(model, plan.run.split, plan.programs["train"]).values():
         found |= share_out({name: size for name, size in sizes.items() if name not in names}, dense.owners)
         parts = defaultdict[int, dict[str, int]](dict)
         for name in names & sizes.keys():
-            parts[model.experts[name].part(world.mesh.expert_parts)][name] = sizes[name]
+            parts[model.experts[name].part(world.mesh.expert_parts, orders)][name] = sizes[name]
         for part in parts.values():
             assert experts is not None
             found |= {name: dense.owners + owner for name, owner in share_out(part, experts.owners).items()}

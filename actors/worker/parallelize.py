@@ -12,7 +12,7 @@ from raypar.actors.context_parallel.cores import context_styles
 from raypar.actors.context_parallel.experts import ExpertsOfTokens
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.base import Model
-from raypar.actors.models.expert_style import ExpertParallel
+from raypar.actors.models.expert_style import ExpertParallel, orders_of
 from raypar.actors.models.module_tree import modules_named, replace_modules
 from raypar.actors.models.parallel_style import AxisStyles
 from raypar.actors.sharding import Pieces, Shard, Sharding
@@ -37,8 +37,9 @@ def axis_styles(run: Run, groups: Mapping[str, Group]) -> list[AxisStyles]:
     if "ep" in groups:
         tokens = groups.get("tp") if run.mesh.folds_experts and not run.sequence_parallel else None
         group, last = groups["ep"], run.mesh.expert_actors
+        orders = orders_of(run.expert_order)
         holders = range(group.size - last if last else 0, group.size)
-        axes.append(AxisStyles({"expert": ExpertParallel(group, holders, tokens)}))
+        axes.append(AxisStyles({"expert": ExpertParallel(group, holders, tokens, run.expert_shadows, orders)}))
     return axes
 
 

@@ -9,7 +9,7 @@ import torch
 
 from raypar.actors.errors import NonFiniteError, RouterError
 from raypar.actors.expert_parallel.record import Balanced, Routed
-from raypar.actors.specs.results import AddedLoss, ExpertLoad, Updated
+from raypar.actors.specs.results import AddedLoss, ExpertLoad, Shadowed, Updated
 from raypar.actors.worker.model_part import Part
 from raypar.actors.worker.seat import Seat
 from raypar.schedules.action import Action, Op
@@ -85,6 +85,10 @@ class Routers:
     def losses(self) -> tuple[AddedLoss, ...]:
         """Return the auxiliary losses of the step; of a tensor group the first rank reports them."""
         return self._record.losses() if self._seat.leads else ()
+
+    def shadows(self) -> tuple[Shadowed, ...]:
+        """Return which experts were shadowed in the step."""
+        return self._record.shadowed()
 
     def loads(self) -> tuple[ExpertLoad, ...]:
         """Return the tokens of each expert in the step.

@@ -12,9 +12,11 @@ from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.replica_checks import demand_equal
 from raypar.actors.device import Place
 from raypar.actors.errors import ActionError, StaleError, described, trace
-from raypar.actors.mesh.world import World
+from raypar.actors.mesh.world import Membership, World
 from raypar.actors.models.tied_weights import Tie
 from raypar.actors.worker.plan import Plan
+
+_NAMED = 4  # actors of a group that an error names
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,18 +128,31 @@ class Seat:
 
         Args:
             action: The failed action, for the message.
-            peer: Label of the action's peer; None if it has none.
+            peer: Label of the action's peer; None if it has none. Then a failed communication names its own peer, or
+                the other members of its group.
             error: Why it failed.
         """
         for group in self.groups.values():
             group.abort()
-        if isinstance(error, GroupError):
-            return ActionError(self.label, action, peer or self._peer_of(error), error.reason, True, "")
-        return ActionError(self.label, action, peer, described(error), False, trace())
+        if not isinstance(error, GroupError):
+            return ActionError(self.label, action, peer, described(error), False, trace())
+        groups = self.world.memberships(self.plan.rank)
+        joined = next((one for one in groups if self._is_of(one, error)), None)
+        if joined is None or peer is not None:
+            return ActionError(self.label, action, peer, error.reason, True, "")
+        if error.peer is not None:
+            return ActionError(self.label, action, self.world.label(joined.members[error.peer]), error.reason, True, "")
+        others = [self.world.label(rank) for rank in joined.members if rank != self.plan.rank]
+        reason = f"{error.reason}, in the {error.op} of {joined.key}"
+        return ActionError(self.label, action, _listed(others), reason, True, "")
 
-    def _peer_of(self, error: GroupError) -> str | None:
-        """Return the label of the peer of a failed communication; None if it is not known."""
-        for group in self.world.memberships(self.plan.rank):
-            if error.peer is not None and self.groups[group.key].name == error.group:
-                return self.world.label(group.members[error.peer])
-        return None
+    def _is_of(self, group: Membership, error: GroupError) -> bool:
+        """Return whether a failed communication was one of a group of this actor."""
+        return self.groups[group.key].name == error.group
+
+
+def _listed(actors: Sequence[str]) -> str:
+    """Name the actors of a group, of a large one the first ones."""
+    if len(actors) > _NAMED:
+        return f"{', '.join(actors[:_NAMED])} and {len(actors) - _NAMED} more"
+    return " and ".join(filter(None, [", ".join(actors[:-1]), actors[-1]]))

@@ -223,6 +223,7 @@ class Worker:
             ranges=() if self.parts.part.overflow is None else self.parts.part.overflow.read(),
             auxiliary=self._routers.losses() if step.is_train else (),
             loads=self._routers.loads() if step.is_train else (),
+            shadows=self._routers.shadows() if step.is_train else (),
         )
 
     # --- the actions ---

@@ -15,7 +15,6 @@ from raypar.actors.sharding import Shard
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
-from raypar.cluster.calls import Calls
 from raypar.cluster.ray_cluster import Actors
 from raypar.config.arguments import checked_methods
 from raypar.config.run import reset_faults, world_of
@@ -27,6 +26,7 @@ from raypar.job.inspection import Inspection
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
 from raypar.job.plans import plans_of
+from raypar.job.rebalance import Loads, put_aside, rebalanced
 from raypar.job.run_folders import settled
 from raypar.job.training_loop import TrainingLoop
 from raypar.job.weights import Weights
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
     from raypar.actors.inspect.activations import Sight, Spot
 
-_LAUNCH_SECONDS = 60.0  # least time for actors to start, build and connect, even if the run's timeout is shorter
 _MOST_SHOWN = 200  # largest schedule, in actions, that a job's repr shows
 
 
@@ -332,6 +331,20 @@ class Job:
         run = settled(run)
         self._lifetime.guard(partial(self._exchange, run, programs, skeleton, found, Record(run)))
 
+    def rebalance(self, loads: Loads | None = None) -> Mapping[str, str]:
+        """Move experts with their states between actors, so that each has about as many tokens; return the new order.
+
+        Args:
+            loads: Tokens of each expert by the name of their list; None for those of the last step (GPT and Llama).
+
+        Raises:
+            ConfigError: Experts are not divided, or their loads are not known. The run goes on unchanged.
+        """
+        run = rebalanced(self.run, loads, self._loop.last)
+        with put_aside(run) as folder:
+            self.reset(run, resume=self.save(folder))
+        return run.expert_order
+
     def close(self) -> None:
         """Finish the save under way; end the actors, and Ray if the launch started it. A second call does nothing."""
         try:
@@ -372,20 +385,9 @@ class Job:
         return LoadedRun(run, schedule, world, handles, calls, skeleton)
 
     def _start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> Sequence[Mapping[str, Shard]]:
-        """Make the actors build their parts of a run, and load a checkpoint if there is one.
-
-        Returns:
-            By rank, the shard that the rank holds of each of its logical parameters.
-        """
-        run, guard = loaded.run, self._lifetime.guard
-        name = f"{self._name}@{self._generation}"
-        plans = plans_of(run, programs, name, self.device)
-        refs = [handle.start.remote(plan) for handle, plan in zip(loaded.handles, plans, strict=True)]
-        launch = Calls(loaded.handles, loaded.world, max(run.timeout, _LAUNCH_SECONDS))
-        holds: list[dict[str, Shard]] = guard(lambda: launch.gather(refs, "the launch"), patient=False)
-        if found is not None:
-            state = str(found.path), found.manifest.tensors
-            guard(lambda: launch.all("load", *state, what=f"loading {found.path.name}"), patient=False)
+        """Start a run on the actors; see ``LoadedRun.start``."""
+        plans = plans_of(loaded.run, programs, f"{self._name}@{self._generation}", self.device)
+        holds = loaded.start(plans, found, partial(self._lifetime.guard, patient=False))
         self._loop.begin(0 if found is None else found.manifest.step, self._name)
         return holds
 

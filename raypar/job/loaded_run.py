@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from raypar.actors.mesh.world import World
+from raypar.actors.sharding import Shard
 from raypar.actors.specs.run import Run
+from raypar.actors.worker.plan import Plan
+from raypar.checkpoint.find import Found
 from raypar.cluster.calls import Calls
 from raypar.config.skeleton import Skeleton
 from raypar.schedules.schedule import Schedule
+
+Guard = Callable[[Callable[[], list[Any]]], list[Any]]
+
+_LAUNCH_SECONDS = 60.0  # least time for actors to start, build and connect, even if the run's timeout is shorter
 
 
 @dataclass(frozen=True)
@@ -32,3 +39,22 @@ class LoadedRun:
     handles: Sequence[Any]
     calls: Calls
     skeleton: Skeleton
+
+    def start(self, plans: Sequence[Plan], found: Found | None, guard: Guard) -> list[dict[str, Shard]]:
+        """Make the actors build their parts of the run, and load a checkpoint if there is one.
+
+        Args:
+            plans: The actors' plans, by rank.
+            found: The checkpoint; None for a new run.
+            guard: Ends the job if a call fails.
+
+        Returns:
+            By rank, the shard that the rank holds of each of its logical parameters.
+        """
+        refs = [handle.start.remote(plan) for handle, plan in zip(self.handles, plans, strict=True)]
+        launch = Calls(self.handles, self.world, max(self.run.timeout, _LAUNCH_SECONDS))
+        holds = guard(lambda: launch.gather(refs, "the launch"))
+        if found is not None:
+            state = str(found.path), found.manifest.tensors
+            guard(lambda: launch.all("load", *state, what=f"loading {found.path.name}"))
+        return holds

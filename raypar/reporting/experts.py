@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypar.actors.mesh.world import World
-from raypar.actors.specs.results import ExpertLoad, StepResult
+from raypar.actors.specs.results import ExpertLoad, Shadowed, StepResult
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,6 +71,15 @@ def loads_of(results: Sequence[StepResult]) -> Loads | None:
         before = sums.get(load.layer)
         sums[load.layer] = load if before is None else _sum(before, load)
     return Loads(tuple(sums[layer] for layer in sorted(sums, key=_place))) if sums else None
+
+
+def shadows_of(results: Sequence[StepResult]) -> tuple[Shadowed, ...]:
+    """Add up which experts were shadowed, over the groups of actors that share experts out, in the order of layers."""
+    sums: dict[str, Shadowed] = {}
+    for one in (one for result in results for one in result.shadows):
+        layer, times, without, having = sums.get(one.layer, Shadowed(one.layer, (0,) * len(one.times), 0.0, 0.0))
+        sums[layer] = Shadowed(layer, _added(times, one.times), without + one.without, having + one.having)
+    return tuple(sums[layer] for layer in sorted(sums, key=_place))
 
 
 def losses_of_layers(results: Sequence[StepResult], world: World) -> dict[str, dict[str, float]]:

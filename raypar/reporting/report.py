@@ -9,10 +9,10 @@ from typing import Any
 
 from raypar.actors.collective.ledger import Entry
 from raypar.actors.mesh.world import World
-from raypar.actors.specs.results import Kind, Span, StepResult
+from raypar.actors.specs.results import Kind, Shadowed, Span, StepResult
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ELEMENTS, Format
-from raypar.reporting.experts import Loads, figures, loads_of, losses_of_layers, totals
+from raypar.reporting.experts import Loads, figures, loads_of, losses_of_layers, shadows_of, totals
 from raypar.reporting.needs import size
 from raypar.reporting.notebook import Totals, box, table
 from raypar.reporting.overflow import Overflow, overflow_of
@@ -103,6 +103,7 @@ class Report:
         aux_by_layer: Auxiliary losses by kind and layer, as they are in the objective: with their coefficients, means
             over the microbatches and replicas. ``loss`` is without them.
         loads: Tokens of each expert; None if the model has none.
+        shadows: Experts that were shadowed, and the prediction that they were for; empty unless the run asks for it.
     """
 
     step: int
@@ -124,6 +125,7 @@ class Report:
     overflow: Overflow | None = None
     aux_by_layer: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     loads: Loads | None = None
+    shadows: tuple[Shadowed, ...] = ()
 
     @property
     def aux(self) -> dict[str, float]:
@@ -137,7 +139,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and ``steps_taken`` as a dict, for a line of JSON. Times of a step by hand are None."""
-        told = asdict(replace(self, overflow=None, loads=None)) | {"steps_taken": self.steps_taken}
+        told = asdict(replace(self, overflow=None, loads=None, shadows=())) | {"steps_taken": self.steps_taken}
+        told["shadows"] = [one._asdict() for one in self.shadows]
         told |= dict.fromkeys(_TIMES) if self.by_hand else {}
         told |= {"overflow": None if self.overflow is None else self.overflow.to_dict()}
         if (loads := self.loads) is not None:
@@ -286,6 +289,7 @@ def report_of(
         overflow=overflow_of(results, world, watched),
         aux_by_layer=losses_of_layers(results, world),
         loads=loads_of(results),
+        shadows=shadows_of(results),
     )
 
 

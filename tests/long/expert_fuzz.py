@@ -33,6 +33,7 @@ def kinds_of(run, tilt, verdict):
     yield from (
         name for name in ("capacity", "shared", "residual", "noise", "bias_rate", "z_loss") if getattr(moe, name)
     )
+    yield from ("shadows",) if run.expert_shadows else ()
     yield from ("folded",) if mesh.folds_experts else ()
     yield f"recompute {run.recompute if isinstance(run.recompute, str) else 'by layer'}"
     yield "bitwise" if verdict.bitwise else "within bounds"

@@ -12,6 +12,7 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 import raypar as rp
+from raypar.actors.expert_parallel import shadowing
 from raypar.actors.expert_parallel.router import Router
 from raypar.actors.mesh.mesh import Mesh
 from raypar.config.run import check_run
@@ -98,6 +99,7 @@ def expert_layouts(draw):
         optim=draw(st.sampled_from(OPTIMIZERS[:2])),  # of an expert with few tokens Muon blows rounding up
         clip=draw(st.sampled_from([None, 0.5])),
         recompute=draw(recomputes(layers)),
+        expert_shadows=draw(st.sampled_from([0, 0, 2])),
         steps=2,
         timeout=20.0,
     )
@@ -118,4 +120,5 @@ def tilted(tilt):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Router, "_choose", chosen)
+        patch.setattr(shadowing, "FLOPS", 1e6)  # so slow that shadows often pay
         yield

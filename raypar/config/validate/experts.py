@@ -19,6 +19,10 @@ def expert_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> I
         right: Called with paths of fields, returns whether these have valid values by themselves.
     """
     mesh, own = run.mesh, isinstance(run.model, Layers)
+    if right("expert_shadows", "mesh") and run.expert_shadows:
+        yield from _shadow_faults(run, skeleton, right)
+    if right("expert_order", "mesh", "model") and run.expert_order:
+        yield from _order_faults(run, skeleton)
     if not mesh.divides_experts or not right("model" if own else "model.layers", "mesh.tp"):
         return
     field, parts = ("mesh.expert_actors", mesh.expert_actors) if mesh.expert_actors else ("mesh.ep", mesh.ep)
@@ -65,6 +69,36 @@ def _stages(run: Run, skeleton: Skeleton, num_stages: int) -> set[int]:
     layers = {max((name for name in model.names if expert.startswith(f"{name}.")), key=len) for expert in model.experts}
     parts = model.stages(run.split, num_stages)
     return {stage for stage, part in enumerate(parts) if any(model.names[index] in layers for index in part)}
+
+
+def _shadow_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Iterator[str]:
+    """Yield the reasons why experts cannot be shadowed."""
+    if not run.mesh.divides_experts:
+        yield f"expert_shadows is {run.expert_shadows}, but mesh.ep is 1, so no token travels: set it to 0"
+    if run.mesh.expert_actors:
+        yield f"expert_shadows is {run.expert_shadows}, but expert actors have no tokens to keep: set it to 0"
+    if right("tile") and run.tile != 1:
+        yield "expert_shadows: experts in tiles are never whole on other actors: set it to 0, or tile to 1"
+    if isinstance(run.model, Layers) and right("model"):
+        for name in skeleton.model.unlike_experts():
+            fix = "build them alike, with weights only, or set it to 0"
+            yield f"expert_shadows: the experts of {name} have other shapes than one another, or buffers: {fix}"
+
+
+def _order_faults(run: Run, skeleton: Skeleton) -> Iterator[str]:
+    """Yield the orders of experts that are none, or of no list of experts."""
+    if isinstance(run.model, Layers):
+        lists = {name: len(experts) for name, experts in skeleton.model.expert_lists.items()}
+    else:
+        lists = {f"blocks.{block}.mlp.experts": run.model.num_experts(block) for block in range(run.model.layers)}
+    for name, words in run.expert_order.items():
+        if not (count := lists.get(name, 0)):
+            known = next((one for one, many in lists.items() if many), "none")
+            yield f"expert_order: there are no experts {name!r}: name a list of them, as {known!r}, or leave it out"
+        elif sorted(words.split()) != sorted(map(str, range(count))):
+            yield f"expert_order: {name!r} is {words!r}: give each of the numbers 0 to {count - 1} once, with blanks"
+    if not run.mesh.divides_experts:
+        yield "expert_order is of experts that actors divide, and mesh.ep is 1: leave it out"
 
 
 def _counts(run: Run, skeleton: Skeleton) -> set[int]:

@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
+import raypar as rp
 from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.specs.data import Batches
+from raypar.actors.specs.model import Layers
 from raypar.actors.specs.moe import MoE
+from raypar.actors.specs.optim import SGD
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from tests.support.replicas import agrees
-from tests.support.team import Team
+from tests.support.team import Team, batch, mse
 
 TINY = recipe("moe-tiny")
 # Threads share one generator, so there is no dropout here; tests of jobs have it.
@@ -46,6 +51,44 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_experts_on_several_actors_train_as_in_one_process(layout):
     agrees(Team.of(replace(RUN, **layout)), 2e-5)
+
+
+class Mixture(nn.Module):
+    """Own experts, of which each token has the better two, with a load and a penalty that are told."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.load = nn.Linear(4, 4), rp.RouterLoad(4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(4))
+        self.penalty = rp.AuxiliaryLoss("penalty", 0.01)
+
+    def forward(self, x):
+        scores = self.router(x)
+        gates, chosen = scores.softmax(-1).topk(2)
+        made = rp.run_experts(x, self.experts, self.load(chosen, scores), gates)
+        return x + self.penalty(made, scores.square().mean())
+
+
+OWN = {
+    "replicas": {"mesh": Mesh(dp=4, ep=2)},
+    "zero 3": {"mesh": Mesh(dp=4, ep=2), "zero": 3},
+    "pipeline": {"mesh": Mesh(pp=2, dp=2, ep=2)},
+}
+
+
+@pytest.mark.parametrize("layout", OWN.values(), ids=OWN.keys())
+def test_own_experts_on_several_actors_train_as_in_one_process(layout):
+    model = Layers(mixtures, mse, plan={"layers.*.experts": "expert"})
+    data = Batches(batch, batch)
+    run = replace(RUN, model=model, data=data, optim=SGD(lr=0.1), **layout)
+    team = Team.of(run)
+    agrees(team, 2e-5)
+    names = [name for name in team.all[0].holds() if ".experts." in name]
+    assert {name.split(".")[3] for name in names} == {"0", "1"}
+
+
+def mixtures():
+    return [nn.Linear(4, 4), Mixture(), Mixture()]
 
 
 def experts_of(team, rank):

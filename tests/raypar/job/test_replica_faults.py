@@ -144,6 +144,47 @@ def test_a_stopped_replica_is_named_by_who_waits_for_it_and_by_the_driver(job_of
         job.close()
 
 
+class Mixture(nn.Module):
+    """Two experts that sleep; every token goes to both. Whoever is done first waits in an all-to-all for the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(Trouble(sleep=0.3) for _ in range(2))
+
+    def forward(self, x):
+        chosen = torch.tensor([[0, 1]]).expand(len(x), 2)
+        return rp.run_experts(x, self.experts, chosen, x[:, :2].sigmoid())
+
+
+def mixture(timeout):
+    model = rp.Layers(lambda: [Mixture()], nn.functional.mse_loss, plan={"layers.*.experts": "expert"})
+    run = small(list, mesh=rp.Mesh(dp=2, ep=2), timeout=timeout)
+    return rp.Run(**{name: getattr(run, name) for name in ("mesh", "data", "optim", "steps", "timeout")}, model=model)
+
+
+def test_an_actor_that_is_killed_while_tokens_travel_is_named_within_seconds(job_of):
+    job = job_of(mixture(timeout=60.0))
+    victim = pids(job)[1]
+    threading.Timer(0.5, lambda: os.kill(victim, signal.SIGKILL)).start()
+    start = time.monotonic()
+    named = r"actor pp=0 dp=1 died during step.*actor pp=0 dp=0: action 0[FB]\d with pp=0 dp=1 failed: .*, in the all_"
+    with pytest.raises(rp.ActorDiedError, match=named):
+        job.train()
+    assert time.monotonic() - start < 8
+
+
+def test_an_actor_that_is_stopped_while_tokens_travel_is_named_with_the_exchange(job_of):
+    job = job_of(mixture(timeout=1.0))
+    victim = pids(job)[1]
+    threading.Timer(0.5, lambda: os.kill(victim, signal.SIGSTOP)).start()
+    try:
+        named = r"actor pp=0 dp=1 gives no answer.*0[FB]\d with pp=0 dp=1 failed: nothing came within 1 s, in the all_"
+        with pytest.raises(rp.StalledError, match=named):
+            job.train()
+    finally:
+        job.close()
+
+
 def test_a_laptop_has_room_for_three_stages_of_two_replicas_and_their_servers():
     run = rp.Run(mesh=rp.Mesh(pp=3, dp=2), data_parallel="parameter_server")
     assert world_of(run).size == 9 <= num_slots()

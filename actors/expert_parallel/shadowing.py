@@ -1,0 +1,166 @@
+"""Shadowing: popular experts visit the actors for a pass, so that their tokens stay where they are.
+
+Source: He et al. 2022, "FasterMoE", section 4.1, whose model of costs this is: the slowest actor's products, three
+times those of a forward, and four exchanges of tokens; of a shadow, its weights to all actors and its gradients back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from raypar.actors.collective.group import Group
+
+# Of one CPU core and of shared memory (docs/decisions/experts.md, 2026-11-25). Only their ratio decides.
+FLOPS = 40e9  # operations a second
+BYTES = 2e9  # bytes a second, into or out of an actor
+
+Asked = Sequence[Sequence[Sequence[int]]]  # rows by sender, owner and expert of that owner
+Weights = tuple[Tensor, ...]
+
+
+class Choice(NamedTuple):
+    """Which experts are shadowed, and why.
+
+    Attributes:
+        slots: Their numbers, as actors divide them: ``experts of an actor * owner + expert``.
+        without: Predicted seconds of the layer for a microbatch, if none is.
+        having: Those with these.
+    """
+
+    slots: tuple[int, ...]
+    without: float
+    having: float
+
+
+@dataclass(frozen=True)
+class Shadowing:
+    """Chooses the experts of a layer that are shadowed: as many of the most popular ones as are predicted to be best.
+
+    Attributes:
+        most: The most experts that are shadowed at a time.
+        weights: Parameters of an expert, of which each row takes two operations in a forward.
+        row_bytes: Bytes of a token.
+        weight_bytes: Bytes of an expert's parameters.
+    """
+
+    most: int
+    weights: int
+    row_bytes: int
+    weight_bytes: int
+
+    def choose(self, asked: Asked) -> Choice:
+        """Return the experts to shadow. All members of a group choose the same ones."""
+        owners, each = len(asked), len(asked[0][0])
+        rows = {
+            owner * each + expert: sum(asked[sender][owner][expert] for sender in range(owners))
+            for owner in range(owners)
+            for expert in range(each)
+        }
+        popular = sorted(rows, key=lambda slot: (-rows[slot], slot))
+        counts = range(min(self.most, len(popular)) + 1)
+        seconds = [self.seconds(asked, popular[:count]) for count in counts]
+        best = min(counts, key=lambda count: (seconds[count], count))
+        return Choice(tuple(sorted(popular[:best])), seconds[0], seconds[best])
+
+    def seconds(self, asked: Asked, shadows: Sequence[int]) -> float:
+        """Predict how long the layer takes for a microbatch, forward and backward.
+
+        Args:
+            asked: The rows.
+            shadows: The experts that are shadowed.
+        """
+        members, each = range(len(asked)), len(asked[0][0])
+        away = [[[0 if owner * each + expert in shadows else count for expert, count in enumerate(asked[sender][owner])]
+                 for owner in members] for sender in members]  # fmt: skip
+        computed = [sum(sum(away[sender][one]) for sender in members) for one in members]
+        for slot in shadows:
+            owner, expert = divmod(slot, each)
+            computed = [rows + asked[one][owner][expert] for one, rows in zip(members, computed, strict=True)]
+        sent = [sum(sum(away[one][owner]) for owner in members if owner != one) for one in members]
+        came = [sum(sum(away[sender][one]) for sender in members if sender != one) for one in members]
+        products = 3 * max(computed) * 2 * self.weights / FLOPS
+        exchanges = 4 * max(*sent, *came) * self.row_bytes / BYTES
+        return products + exchanges + 2 * len(shadows) * (len(asked) - 1) * self.weight_bytes / BYTES
+
+
+def dispatch(
+    rows_ND: Tensor, group: Group, ins: Sequence[int], outs: Sequence[int], visits: Sequence[tuple[int, Weights]]
+) -> tuple[Tensor, list[Weights]]:
+    """Send rows to their experts, and experts that are shadowed to all members.
+
+    One function of autograd does both, so that all members issue its collectives in one order in the backward, too.
+
+    Args:
+        rows_ND: The rows that travel, in the order of the members that they go to. If a member's have a gradient, so
+            must those of all, or the backward does not come here everywhere.
+        group: The members.
+        ins: Rows that go to each member.
+        outs: Rows that come from each member.
+        visits: The owner of each expert that is shadowed, and its weights there; elsewhere tensors like them.
+
+    Returns:
+        The rows that came, and the weights of each expert that is shadowed. The backward sums their gradients.
+    """
+    counts = [len(weights) for _, weights in visits]
+    given = [weight for _, weights in visits for weight in weights]
+    owners = [owner for owner, _ in visits]
+    came, *found = _Dispatch.apply(rows_ND, group, (ins, outs), (owners, counts), *given)  # type: ignore[no-untyped-call]
+    left = iter(found)
+    return came, [tuple(next(left) for _ in range(count)) for count in counts]
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_ND: Tensor,
+        group: Group,
+        splits: tuple[Sequence[int], Sequence[int]],
+        visits: tuple[Sequence[int], Sequence[int]],
+        *given: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.splits, ctx.visits, ctx.width = group, splits, visits, rows_ND.shape[1]
+        ins, outs = splits
+        came = rows_ND.new_empty((sum(outs), ctx.width))
+        handles = [group.all_to_all(came, rows_ND.contiguous(), outs, ins)]
+        flats = [_flat(weights) for weights in _grouped(given, visits[1])]
+        handles += [group.broadcast(flat, owner) for owner, flat in zip(visits[0], flats, strict=True)]
+        for handle in handles:
+            handle.wait()
+        found = [
+            part for flat, like in zip(flats, _grouped(given, visits[1]), strict=True) for part in _cut(flat, like)
+        ]
+        return came, *found
+
+    @staticmethod
+    def backward(ctx: Any, grad_came: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        group, (ins, outs), (owners, counts) = ctx.group, ctx.splits, ctx.visits
+        back = grad_came.new_empty((sum(ins), ctx.width))
+        handles = [group.all_to_all(back, grad_came.contiguous(), ins, outs)]
+        flats = [_flat(weights) for weights in _grouped(gradients, counts)]
+        handles += [group.reduce(flat, owner) for owner, flat in zip(owners, flats, strict=True)]
+        for handle in handles:
+            handle.wait()
+        found: list[Tensor | None] = []
+        for owner, flat, like in zip(owners, flats, _grouped(gradients, counts), strict=True):
+            found += _cut(flat, like) if owner == group.rank else [None] * len(like)
+        return back, None, None, None, *found
+
+
+def _grouped(tensors: Sequence[Tensor], counts: Sequence[int]) -> Iterator[Weights]:
+    left = iter(tensors)
+    return (tuple(next(left) for _ in range(count)) for count in counts)
+
+
+def _flat(tensors: Weights) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _cut(flat: Tensor, like: Weights) -> list[Tensor]:
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape).clone() for part, tensor in zip(parts, like, strict=True)]

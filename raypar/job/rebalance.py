@@ -1,0 +1,66 @@
+"""Place experts by their load: those of each actor have about as many tokens."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from raypar.actors.specs.run import Run
+from raypar.errors import ConfigError
+from raypar.paths import absolute, checkpoints_in
+from raypar.reporting.report import Report
+
+Loads = Mapping[str, Sequence[int]]  # tokens of each expert, by the list's logical name
+
+
+def balanced(loads: Sequence[int], parts: int) -> tuple[int, ...]:
+    """Order experts so that equal slices of them have about as many tokens: largest first, to the slice with least.
+
+    Args:
+        loads: Tokens of each expert.
+        parts: Number of slices, a divisor of the number of experts.
+    """
+    room = len(loads) // parts
+    slices: list[list[int]] = [[] for _ in range(parts)]
+    for number in sorted(range(len(loads)), key=lambda number: (-loads[number], number)):
+        free = [one for one in slices if len(one) < room]
+        min(free, key=lambda one: sum(loads[number] for number in one)).append(number)
+    return tuple(number for one in slices for number in sorted(one))
+
+
+def rebalanced(run: Run, loads: Loads | None, last: Report | None) -> Run:
+    """Return a run whose experts are placed by their load.
+
+    Args:
+        run: The run.
+        loads: Tokens of each expert; None for those of the last step, if the model is a GPT or Llama.
+        last: The report of the last step; None if there was none.
+
+    Raises:
+        ConfigError: Experts are not divided, or it is not known how many tokens they have.
+    """
+    if not run.mesh.divides_experts:
+        raise ConfigError(["rebalance: every replica has all experts: set mesh.ep"])
+    if loads is None:
+        if last is None or last.loads is None:
+            raise ConfigError(["rebalance: no step has told the loads of experts: take one, or give loads"])
+        loads = {f"{layer.layer}.experts": layer.asked for layer in last.loads.layers}
+    parts = run.mesh.expert_parts
+    uneven = [name for name, counts in loads.items() if len(counts) % parts]
+    if uneven:
+        raise ConfigError([f"rebalance: loads of {name} are of no multiple of {parts} experts" for name in uneven])
+    orders = {name: " ".join(map(str, balanced(counts, parts))) for name, counts in loads.items()}
+    return replace(run, expert_order={**run.expert_order, **orders})
+
+
+@contextmanager
+def put_aside(run: Run) -> Iterator[Path]:
+    """Give the folder for a checkpoint that a run goes on from: that of the run's own, or one for a while."""
+    if run.folder is not None:
+        yield checkpoints_in(absolute(run.folder))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
