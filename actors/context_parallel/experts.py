@@ -1,10 +1,9 @@
-"""The parallel style of a layer of experts whose sequences are divided over a context-parallel group."""
+"""The parallel style of a layer of experts whose sequences are divided over a group."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +21,13 @@ class ExpertsOfTokens(ParallelStyle):
 
     Attributes:
         tokens: The tokens of each rank.
-        group: The context-parallel group.
+        group: The ranks: a context-parallel group, or a tensor-parallel one with sequence parallelism.
+        is_tensor: Whether it is a tensor-parallel group.
     """
 
     tokens: Sequence[Pieces]
     group: Group
+    is_tensor: bool = False
 
     def apply(self, name: str, module: nn.Module) -> Applied:
         """Set how the layer reaches the other ranks' tokens."""
@@ -34,8 +35,9 @@ class ExpertsOfTokens(ParallelStyle):
         own = Sharding({1: self.tokens[self.group.rank]})
         noise = module.router.noise
         noise.sharding = noise.sharding.then(own)
-        module.sums = partial(reduce_from, group=self.group)
-        over = module.over
+        module.divides_tokens |= self.is_tensor
+        sums, over = module.sums, module.over
+        module.sums = lambda own_sum: reduce_from(sums(own_sum), self.group)
         module.over = lambda chosen_BSK: own.take(over(self._whole(chosen_BSK)))
         return Applied(module)
 

@@ -64,6 +64,7 @@ class AxisStyles:
         styles: By kind of the model's plan; modules of other kinds stay as they are.
         flow: Sharding of the values between layers.
         partial: Groups over which gradients are partial if no style shards the parameter.
+        divides_experts: Whether the axis' ranks have different experts, whose gradients then are not partial.
         guard: Called with the name of each layer and the layer, after the styles were applied, to look for mistakes in
             the user's plan.
         check_loss: Called with the first loss; raises ValueError if it was computed from only a part of the outputs.
@@ -72,6 +73,7 @@ class AxisStyles:
     styles: Mapping[Kind, ParallelStyle]
     flow: Sharding = field(default_factory=Sharding)
     partial: Groups = ()
+    divides_experts: bool = False
     guard: Callable[[str, nn.Module], None] = _accept_layer
     check_loss: Callable[[Tensor], None] = _accept_loss
 

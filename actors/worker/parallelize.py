@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from raypar.actors.collective.group import Group, Groups
 from raypar.actors.context_parallel.cores import context_styles
+from raypar.actors.context_parallel.experts import ExpertsOfTokens
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.base import Model
 from raypar.actors.models.expert_style import ExpertParallel, orders_of
 from raypar.actors.models.module_tree import modules_named, replace_modules
 from raypar.actors.models.parallel_style import AxisStyles
-from raypar.actors.sharding import Shard, Sharding
+from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.actors.specs.run import Run
 from raypar.actors.tensor_parallel.grid.cube import cube_styles
 from raypar.actors.tensor_parallel.grid.summa import summa_styles
@@ -34,7 +35,7 @@ def axis_styles(run: Run, groups: Mapping[str, Group]) -> list[AxisStyles]:
     if "tp" in groups:
         axes.append(tensor_styles(run.mesh, groups, sequence=run.sequence_parallel))
     if "ep" in groups:
-        tokens = groups.get("tp") if run.mesh.folds_experts else None
+        tokens = groups.get("tp") if run.mesh.folds_experts and not run.sequence_parallel else None
         group, last = groups["ep"], run.mesh.expert_actors
         orders = orders_of(run.expert_order)
         holders = range(group.size - last if last else 0, group.size)
@@ -51,10 +52,16 @@ def tensor_styles(mesh: Mesh, groups: Mapping[str, Group], *, sequence: bool) ->
         sequence: Whether 1D tensor parallelism shards the sequence too.
     """
     if mesh.grid is None:
-        axis = megatron_styles(groups["tp"], sequence=sequence)
-        if mesh.folds_experts:  # tensor ranks route all tokens alike, and have whole experts
-            return replace(axis, styles={kind: style for kind, style in axis.styles.items() if kind != "moe"})
-        return axis
+        axis = megatron_styles(group := groups["tp"], sequence=sequence)
+        if not mesh.folds_experts:
+            return axis
+        # Tensor ranks have whole experts. They route all tokens alike, or each those of its part of the sequence.
+        styles = {**axis.styles}
+        del styles["moe"]
+        if sequence:
+            parts = [Pieces.at(rank, group.size) for rank in range(group.size)]
+            styles["moe"] = ExpertsOfTokens(parts, group, is_tensor=True)
+        return replace(axis, styles=styles, divides_experts=True)
     return cube_styles(groups) if mesh.grid.kind == "3d" else summa_styles(groups)
 
 
@@ -128,6 +135,7 @@ class Parallelizer:
         self.shards |= {f"{name}.{inner}": shard for inner, shard in found.items()}
         if axis.partial:
             whole = [f"{name}.{inner}" for inner, _ in layer.named_parameters() if inner not in found]
-            self.partial |= dict.fromkeys(whole, axis.partial)
+            apart = self._model.experts.keys() if axis.divides_experts else ()
+            self.partial |= dict.fromkeys((one for one in whole if one not in apart), axis.partial)
         axis.guard(name, layer)
         return found

@@ -294,7 +294,7 @@ def _allowed(run: Run, schedule: Schedule, tied: bool) -> Bounds:
 
 def _in_fp32(run: Run, schedule: Schedule, tied: bool) -> Bounds:
     """Choose the bounds that apply to a run in fp32."""
-    divides = run.mesh.tensor_ranks * run.mesh.cp * run.mesh.ep > 1 or run.tile != 1
+    divides = run.mesh.tensor_ranks * run.mesh.cp > 1 or run.mesh.divides_experts or run.tile != 1
     if run.device == "cuda":
         return Bounds(*map(max, DIVIDED, ON_GPUS)) if divides else ON_GPUS
     if divides:

@@ -261,28 +261,33 @@ def others_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
 
     The arguments are those of ``worker_memory``.
     """
-    return expert_memory(run, counts, timeline) or server_memory(run, world, counts)
+    return expert_memory(run, world, counts, timeline) or server_memory(run, world, counts)
 
 
-def expert_memory(run: Run, counts: Counts, timeline: Timeline) -> list[Memory]:
+def expert_memory(run: Run, world: World, counts: Counts, timeline: Timeline) -> list[Memory]:
     """Estimate the memory of an expert actor of each pipeline rank at an even load; empty if the run has none.
 
-    The arguments are those of ``worker_memory``.
+    What passes through its device if its experts are offloaded is left out. The arguments are those of
+    ``worker_memory``.
     """
     if (own := counts.apart) is None:
         return []
     each = element_bytes(run)
     kept = [None] * len(own.held) if isinstance(run.model, Layers) else most_kept(run, run.model, timeline, apart=True)
-    return [
-        Memory(
-            each.weight * count,
-            each.gradient * count,
-            each.state * state + each.master * count,
-            rows,
-            working=round(WORKING * (rows or 0)),
+    stays, found = world.offload == "none", []
+    for count, state, rows in zip(own.held, _states(run, own), kept, strict=True):
+        weights, optimizer = each.weight * count, each.state * state + each.master * count
+        found.append(
+            Memory(
+                weights=0 if world.offload == "parameters" else weights,
+                gradients=each.gradient * count if stays else 0,
+                optimizer=optimizer if stays else 0,
+                activations=rows,
+                working=round(WORKING * (rows or 0)),
+                offloaded=_offloaded(world, each, count, weights, optimizer),
+            )
         )
-        for count, state, rows in zip(own.held, _states(run, own), kept, strict=True)
-    ]
+    return found
 
 
 def _states(run: Run, counts: Counts) -> list[int]:

@@ -38,15 +38,8 @@ def expert_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> I
         yield f"{field} {parts} does not divide the {count} experts of a layer: {fix}"
     if run.data_parallel == "parameter_server":
         yield f"{field} is {parts}, but servers hold all weights of a replica: set data_parallel to 'all_reduce'"
-    if mesh.folds_experts and run.sequence_parallel:
-        fix = "set sequence_parallel to false"
-        if not mesh.expert_actors:
-            fix = f"set mesh.etp to {mesh.tensor_ranks}, or sequence_parallel to false"
-        yield f"sequence_parallel: with {field} {parts} tensor ranks divide the tokens of experts by themselves: {fix}"
     if own and mesh.tensor_ranks > 1:
         yield f"{field} is {parts}, and mesh.tp {mesh.tp}: experts of your own layers need mesh.tp 1"
-    if right("offload") and run.offload != "none":
-        yield f"{field} is {parts}, and offload {run.offload!r}: they do not combine yet: set offload to 'none'"
 
 
 def idle_expert_faults(run: Run, skeleton: Skeleton, placement: Sequence[int]) -> Iterator[str]:

@@ -22,18 +22,24 @@ from tests.support.team import Team, batch, mse
 TINY = recipe("moe-tiny")
 # Threads share one generator, so there is no dropout here; tests of jobs have it.
 RUN = replace(TINY, model=replace(TINY.model, layers=2, dropout=0.0), microbatches=2, steps=2, timeout=20.0)
+# All that a layer of experts does with whole sequences.
+MOE = replace(RUN.model.moe, gate="sigmoid", bias_rate=0.01, capacity=0.7, loss="gshard", z_loss=0.01, shared=1)
+MANY = replace(RUN.model, moe=MOE)
 LAYOUTS = {
     "ep2 x dp2": {"mesh": Mesh(dp=4, ep=2)},
     "without zero": {"mesh": Mesh(dp=4, ep=2), "zero": 0},
     "zero 2": {"mesh": Mesh(dp=4, ep=2), "zero": 2},
     "zero 3": {"mesh": Mesh(dp=4, ep=2), "zero": 3},
     "pure ep4": {"mesh": Mesh(dp=4, ep=4)},
+    "zero 2, offload": {"mesh": Mesh(dp=4, ep=2), "zero": 2, "offload": "optimizer"},
+    "pure ep2, offload of weights": {"mesh": Mesh(dp=2, ep=2), "offload": "parameters"},
     "pure ep2, zero 3": {"mesh": Mesh(dp=2, ep=2), "zero": 3},
     "on tensor ranks": {"mesh": Mesh(dp=2, tp=2, ep=2)},
     "on tensor ranks alone": {"mesh": Mesh(tp=2, ep=2)},
     "on all ranks": {"mesh": Mesh(dp=2, tp=2, ep=4)},
     "tensor-parallel experts": {"mesh": Mesh(dp=2, tp=2, ep=2, etp=2)},
     "sequence parallel": {"mesh": Mesh(dp=2, tp=2, ep=2, etp=2), "sequence_parallel": True},
+    "whole experts, parts of sequences": {"mesh": Mesh(cp=2, tp=2, ep=2), "sequence_parallel": True, "model": MANY},
     "context": {"mesh": Mesh(cp=2, ep=2)},
     "context and replicas": {"mesh": Mesh(dp=2, cp=2, ep=2)},
     "pipeline": {"mesh": Mesh(pp=2, dp=2, ep=2), "schedule": "1f1b"},
@@ -125,10 +131,6 @@ def test_a_layer_moves_four_all_to_alls_a_microbatch_and_no_expert_is_reduced_in
         ({"mesh": Mesh(dp=2, ep=2), "model": recipe("gpt-tiny").model}, "the model has no experts to divide"),
         ({"mesh": Mesh(dp=2, ep=4)}, "mesh.ep is 4, which does not divide dp x cp = 2: use 2, say"),
         ({"mesh": Mesh(dp=4, shard=2, ep=2)}, "experts and hybrid sharding do not combine"),
-        (
-            {"mesh": Mesh(dp=2, tp=2, ep=2), "sequence_parallel": True},
-            "set mesh.etp to 2, or sequence_parallel to false",
-        ),
         ({"mesh": Mesh(dp=2, ep=2), "data_parallel": "parameter_server"}, "servers hold all weights of a replica"),
         ({"mesh": Mesh(dp=2, tp=2, ep=2, etp=3)}, "mesh.etp is 3: an expert has all 2 tensor ranks or one"),
         ({"mesh": Mesh(tp=4, ep=2)}, "no replicas sum their gradients: use 4, or set mesh.dp to 2"),

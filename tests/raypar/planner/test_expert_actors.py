@@ -32,6 +32,7 @@ LAYOUTS = [
     {"mesh": Mesh(pp=2, dp=2, ep=2), "zero": 0, "recompute": "full"},
     {"mesh": Mesh(dp=2, expert_actors=2), "zero": 2},
     {"mesh": Mesh(pp=2, dp=2, expert_actors=1), "zero": 0, "optim": Muon()},
+    {"mesh": Mesh(dp=2, expert_actors=2), "zero": 1, "offload": "optimizer"},
 ]
 
 
@@ -72,7 +73,7 @@ def test_actors_hold_and_send_what_is_planned(layout):
         formulas += [(formula, team.world.mesh.experts_of(stage)) for stage, formula in enumerate(others)]
         for formula, ranks in formulas:
             found = sum(held[rank].most[kind] for rank in ranks) / len(ranks)
-            assert getattr(formula, kind) == pytest.approx(found, rel=0.04), kind  # Adam counts steps, too
+            assert getattr(formula, kind) == pytest.approx(found, rel=0.04, abs=64), kind  # Adam counts steps, too
     if layout["zero"] < 3:
         each = [sum(weight.numel() for weight in actor.member.state.parameters.values()) for actor in team.workers]
         assert counts.held == [
