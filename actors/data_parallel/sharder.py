@@ -83,6 +83,9 @@ class Sharder:
             own: dict[str, nn.Parameter] = {}
             tied = [self._sort(index, own, initial) for index in members]
             experts = {name: own.pop(name) for name in own.keys() & self._owners.experts}
+            if "edp.gather" not in self._replicas and not self._rest.is_apart:
+                self._keep(experts, initial)  # no other actor has them
+                experts = {}
             unit = [self._unit(one, initial) for one in (own, dict(sorted(experts.items()))) if one]
             units += unit
             for index, shared in zip(members, tied, strict=True):
@@ -126,11 +129,15 @@ class Sharder:
         key = "gather" if self._owners.experts.isdisjoint(parameters) else "edp.gather"
         ranks = {name: self._owners.rank(name) for name in parameters}
         unit = Unit(parameters, ranks, self._replicas.get(key), self._rest, self.gathered)
-        self.shards |= unit.shards
-        for name, shard in unit.shards.items():
+        self._keep(unit.shards, initial)
+        return unit
+
+    def _keep(self, shards: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor]) -> None:
+        """Keep shards, or parameters that are whole all the time, and the masters of the owned ones."""
+        self.shards |= shards
+        for name, shard in shards.items():
             if self._owners.is_own(name):
                 self.masters[name] = master_of(shard, initial.get(name, shard), self._precision, self._home)
-        return unit
 
     def _sort(self, index: int, own: dict[str, nn.Parameter], initial: Mapping[str, Tensor]) -> list[Unit]:
         """Add the parameters of a layer that no other one shares to ``own``, and return the units of the others."""

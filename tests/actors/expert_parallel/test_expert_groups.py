@@ -124,6 +124,16 @@ def test_a_layer_moves_four_all_to_alls_a_microbatch_and_no_expert_is_reduced_in
     assert 0 < sum(sent) <= 2 * rows * 4 * RUN.model.hidden * 4  # 4 times the rows that go to another actor
 
 
+def test_experts_that_no_other_actor_has_are_never_gathered():
+    """As much is gathered then as on ranks that have no experts at all."""
+    gathered = []
+    for mesh in (Mesh(dp=2, ep=2), Mesh(dp=2, expert_actors=2)):
+        team = Team.of(replace(RUN, mesh=mesh, zero=3))
+        team.step()
+        gathered.append(team.all[0].held().most["gathered"])
+    assert gathered[0] == gathered[1] > 0
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

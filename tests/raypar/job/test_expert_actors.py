@@ -12,7 +12,7 @@ import pytest
 import raypar as rp
 
 TINY = rp.recipe("moe-tiny")
-SMALL = replace(TINY, model=replace(TINY.model, layers=2), microbatches=2)
+SMALL = replace(TINY, model=replace(TINY.model, layers=2), microbatches=2, steps=2)
 
 
 def test_verify_finds_them_equal_with_dropout_and_recomputation(job_on):
