@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.models.expert_style import orders_of
 from raypar.actors.sharding import Pieces
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 
-_MOST = 16  # actors that have a row
+_MOST, _MOST_ORDERS = 16, 4  # actors that have a row, lists of experts that have a column
+
+Order = tuple[int, ...]
 
 
 def expert_table(run: Run) -> str:
@@ -20,52 +23,84 @@ def expert_table(run: Run) -> str:
         run: The run.
 
     Returns:
-        The table; "" if ``mesh.ep`` is 1, so that every replica has all experts.
+        The table; "" if every replica has all experts.
 
     Example:
         ``print(rp.expert_table(rp.recipe("moe-tiny", layout="ep2_dp2")))``
     """
     mesh = run.mesh
-    if mesh.ep == 1:
+    if not mesh.divides_experts:
         return ""
-    counts = _counts(run)
-    head = ["actor", *([f"{count} experts" for count in counts] if counts[1:] else ["experts"] * len(counts))]
-    head += ["exchange tokens", "sum experts", "sum other weights"]
-    rows = [[*_row(mesh, rank, counts)] for rank in range(min(mesh.inner, _MOST))]
+    orders, left = _orders(run)
+    actors = [*range(mesh.inner), *(mesh.experts_of(0) if mesh.expert_actors else ())]
+    head = ["actor", *orders, "exchange tokens", "sum experts", "sum other weights"]
+    rows = [[*_row(mesh, rank, [*orders.values()])] for rank in actors[:_MOST]]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
-    return "\n".join(line.rstrip() for line in [*lines, *_notes(run)])
+    notes = [f"... and {len(actors) - _MOST} more"] if len(actors) > _MOST else []
+    notes += [f"... and {left} other orders of experts"] if left else []
+    return "\n".join(line.rstrip() for line in [*lines, *notes, *_notes(run, len(actors))])
 
 
-def _row(mesh: Mesh, rank: int, counts: Sequence[int]) -> Iterator[str]:
+def _row(mesh: Mesh, rank: int, orders: Sequence[Order]) -> Iterator[str]:
     """Yield the cells of an actor."""
     yield f"{rank}: {mesh.label(rank)}"
-    among = mesh.group_of("ep", rank)[1]
+    among, is_own = mesh.group_of("ep", rank)[1], rank >= mesh.size
+    holders = mesh.experts_of(0) if mesh.expert_actors else among
     part = f" ({rank % mesh.expert_ranks + 1}/{mesh.expert_ranks})" if mesh.expert_ranks > 1 else ""
-    for count in counts:
-        first, last = Pieces.at(among.index(rank), mesh.ep).span(count)
-        yield f"{first}-{last - 1}{part}" if last - first > 1 else f"{first}{part}"
-    for members in (among, mesh.group_of("edp", rank)[1], mesh.replicas(rank)[1]):
-        yield _set(members)
+    for order in orders:
+        if rank in holders:
+            first, last = Pieces.at(holders.index(rank), len(holders)).span(len(order))
+            yield f"{_ranges(order[first:last])}{part}"
+        else:
+            yield "-"
+    yield _set(among)
+    yield _set(mesh.group_of("edp", rank)[1]) if rank in holders else "-"
+    yield "-" if is_own else _set(mesh.replicas(rank)[1])
 
 
-def _notes(run: Run) -> Iterator[str]:
+def _notes(run: Run, actors: int) -> Iterator[str]:
     """Yield what is true of all actors."""
     mesh, world = run.mesh, world_of(run)
-    if mesh.inner > _MOST:
-        yield f"... and {mesh.inner - _MOST} more"
     if mesh.pp > 1:
-        yield f"so on each of {mesh.pp} pipeline ranks, with {mesh.inner} actors each"
+        yield f"so on each of {mesh.pp} pipeline ranks, with {actors} actors each"
     if world.sharded:
         what = {1: "the update", 2: "gradients and the update", 3: "weights, gradients and the update"}[world.zero]
         yield f"zero {world.zero}: those who sum a gradient share out {what}"
 
 
-def _counts(run: Run) -> list[int]:
-    """Return the numbers of experts that layers have, in rising order; of own layers, whose list is not known, []."""
-    if not isinstance(run.model, Transformer):
-        return []
-    return sorted({run.model.num_experts(block) for block in range(run.model.layers)} - {0})
+def _orders(run: Run) -> tuple[dict[str, Order], int]:
+    """Return the orders in which experts are divided, by the head of their column, and how many more there are.
+
+    Of own layers, whose lists are not known here, only those that the run gives an order.
+    """
+    blocks: dict[Order, list[str]] = {}
+    given = orders_of(run.expert_order)
+    if isinstance(run.model, Transformer):
+        for block in range(run.model.layers):
+            name = f"blocks.{block}.mlp.experts"
+            if count := run.model.num_experts(block):
+                blocks.setdefault(given.get(name, (*range(count),)), []).append(str(block))
+    else:
+        blocks = {order: [name] for name, order in given.items()}
+    shown = dict(sorted(blocks.items(), key=lambda one: (len(one[0]), one[0]))[:_MOST_ORDERS])
+    left = len(blocks) - len(shown)
+    if len(blocks) == 1:
+        return {"experts": next(iter(shown))}, 0
+    if len({len(order) for order in blocks}) == len(blocks):
+        return {f"{len(order)} experts": order for order in shown}, left
+    return {f"experts of {' '.join(names)}": order for order, names in shown.items()}, left
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Write numbers, those that follow each other as a range."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return " ".join(f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]) for run in runs)
 
 
 def _set(members: Iterable[int]) -> str:
