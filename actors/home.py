@@ -27,6 +27,7 @@ from raypar.actors.tensors import nbytes
 
 # <asm-generic/mman-common.h>: they fault pages in, and tell an error where an access would end the process (SIGBUS)
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
+_NOT_MAPPED = ctypes.c_void_p(-1).value  # MAP_FAILED
 _WAIT_BEFORE = 1  # <linux/fs.h>: SYNC_FILE_RANGE_WAIT_BEFORE
 
 
@@ -153,6 +154,8 @@ class MappedHome(Home):
         self._file = None
         self._name = "host memory" if folder is None else f"the offload file of {actor} in {folder!r}"
         self._libc = ctypes.CDLL(None, use_errno=True)
+        self._map = self._libc.mmap
+        self._map.restype = ctypes.c_void_p
         if folder is not None:
             try:
                 self._file = tempfile.TemporaryFile(prefix=".raypar-", dir=Path(folder), buffering=0)  # noqa: SIM115
@@ -164,16 +167,14 @@ class MappedHome(Home):
         if not count:
             return torch.empty(0, dtype=dtype)
         size = _pages(count * dtype.itemsize)
-        if self._file is None:
-            mapping = mmap.mmap(-1, size, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
-        else:
-            offset = self._room(size)
-            mapping = mmap.mmap(self._file.fileno(), size, flags=mmap.MAP_SHARED, offset=offset)
-            weakref.finalize(mapping, self._left[size].append, offset)
+        offset = None if self._file is None else self._room(size)
+        mapping = self._mapped(size, offset)
         tensor = torch.frombuffer(mapping, dtype=dtype, count=count)
         address = tensor.data_ptr()
         self._addresses.add(address)
         weakref.finalize(mapping, self._addresses.discard, address)  # other memory may come to be there
+        if offset is not None:
+            weakref.finalize(mapping, self._left[size].append, offset)
         return tensor
 
     def holds(self, tensor: Tensor) -> bool:
@@ -208,6 +209,22 @@ class MappedHome(Home):
                 if failed not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):
                     raise self._failed("written", failed)
 
+    def _mapped(self, size: int, offset: int | None) -> ctypes.Array[ctypes.c_char]:
+        """Map pages of the file, or of host memory, until the array and all views of it are gone.
+
+        Python's own mmap would open the file once more for each mapping.
+        """
+        kind = mmap.MAP_SHARED | (mmap.MAP_ANONYMOUS if self._file is None else 0)
+        file, start = -1 if self._file is None else self._file.fileno(), ctypes.c_long(offset or 0)
+        rights = mmap.PROT_READ | mmap.PROT_WRITE
+        address = self._map(None, ctypes.c_size_t(size), rights, kind, file, start)
+        if address in (None, _NOT_MAPPED):
+            raise self._failed(f"mapped for {size / 2**20:.1f} MiB more", ctypes.get_errno())
+        memory = (ctypes.c_char * size).from_address(address)
+        ends = weakref.finalize(memory, self._libc.munmap, ctypes.c_void_p(address), ctypes.c_size_t(size))
+        ends.atexit = False  # tensors may outlive it
+        return memory
+
     def _room(self, size: int) -> int:
         """Return where in the file a size is free."""
         with self._lock:
@@ -228,7 +245,7 @@ class MappedHome(Home):
             else:
                 fallocate(self._file.fileno(), self._reserved, size - self._reserved)
         except OSError as error:
-            raise self._failed(f"made {size >> 20} MiB large", error.errno or 0) from error
+            raise self._failed(f"made {size / 2**20:.1f} MiB large", error.errno or 0) from error
         self._reserved = size
 
     def _advise(self, tensor: Tensor, advice: int) -> int:
@@ -240,7 +257,8 @@ class MappedHome(Home):
         return 0
 
     def _failed(self, doing: str, number: int) -> OffloadError:
-        return OffloadError(f"{self._name} can't be {doing} ({os.strerror(number)}): {_FIXES.get(number, _OTHER_FIX)}")
+        reason = os.strerror(errno.EIO if number == errno.EFAULT else number)  # madvise's word for a page that is lost
+        return OffloadError(f"{self._name} can't be {doing} ({reason}): {_FIXES.get(number, _OTHER_FIX)}")
 
 
 _OTHER_FIX = "look at the disk, or give another offload_folder"

@@ -125,7 +125,7 @@ def _sources(setting: str, path: str, cache: Path, faults: list[str]) -> list[_F
                 stat = file.stat()
                 files.append(_File(name, file, stat.st_size, stat.st_mtime_ns, named))
     except (OSError, ValueError, RuntimeError) as error:  # a NUL in the name, a loop of links
-        faults.append(f"{setting}: {path!r} cannot be read ({error}): correct the path")
+        faults.append(f"{setting}: {path!r} cannot be read ({_reason(error)}): correct the path")
         return []
     if locked := [file.name for file in files if not os.access(file.path, os.R_OK)]:
         faults.append(f"{setting}: no permission to read {', '.join(locked[:9])} ({len(locked)} in all): chmod +r")
@@ -201,12 +201,19 @@ def _is_text(file: _File) -> bool:
         return file.named or (file.path.suffix != ".bin" and b"\0" not in source.read(8 << 10))
 
 
+def _reason(error: Exception) -> str:
+    """Say why a file can't be read, without the number and the path that Python's text has too."""
+    return str(getattr(error, "strerror", None) or error)
+
+
 def _tokenizer_sha(tokenizer: str | None, faults: list[str]) -> str | None:
     """Return the sha256 of the tokenizer file; "" for bytes, None if the file cannot be read."""
     try:
         return "" if tokenizer is None else hashlib.sha256(read_named(expanded(tokenizer), _MOST_TOKENIZER)).hexdigest()
     except (OSError, ValueError) as error:
-        faults.append(f"tokenizer: {tokenizer!r} cannot be read ({error}): correct the path, or leave it out for bytes")
+        faults.append(
+            f"tokenizer: {tokenizer!r} cannot be read ({_reason(error)}): correct the path, or leave it out for bytes"
+        )
         return None
 
 

@@ -53,7 +53,7 @@ class OverflowWatch:
         self._counts: list[RangeCount] = []  # without figures
         # Small tensors are counted together, so that they cost no more than large ones: magnitudes with their places in
         # ``_counts``, by length and dtype, and how many there are.
-        self._waiting: dict[tuple[int, torch.dtype], list[tuple[int, Tensor]]] = {}
+        self._waiting: dict[tuple[int, torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
         self._held = 0
         self._counted: list[tuple[Sequence[int], Tensor]] = []  # places in ``_counts``, and their figures
 
@@ -108,7 +108,8 @@ class OverflowWatch:
             return ()
         self._count_waiting()
         sums = [[0, 0, 0] for _ in self._counts]
-        figures = torch.cat([figures for _, figures in self._counted]).tolist()
+        device = self._counted[0][1].device  # what is offloaded is counted where it is
+        figures = torch.cat([figures.to(device) for _, figures in self._counted]).tolist()
         for place, row in zip((place for places, _ in self._counted for place in places), figures, strict=True):
             sums[place] = [before + int(figure) for before, figure in zip(sums[place], row, strict=True)]
         self._counted.clear()
@@ -142,7 +143,7 @@ class OverflowWatch:
         flat = value.detach().flatten()
         for piece in (flat,) if flat.numel() <= _PIECE else flat.split(_PIECE):
             size = piece.abs() if piece.itemsize > 2 else piece.float().abs_()  # halves cannot hold the counts
-            self._waiting.setdefault((size.numel(), size.dtype), []).append((len(self._counts), size))
+            self._waiting.setdefault((size.numel(), size.dtype, size.device), []).append((len(self._counts), size))
         self._counts.append(RangeCount(layer, self._layers[layer], kind, microbatch, part, value.numel(), 0, 0))
         self._held += value.numel()
         if self._held >= _PIECE:

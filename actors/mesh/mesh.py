@@ -110,6 +110,10 @@ class Mesh:
         """Whether the tensor ranks of a layer have different experts, or replicas of them, and divide its tokens."""
         return self.divides_experts and self.expert_ranks < self.tensor_ranks
 
+    def held_experts(self, count: int) -> int:
+        """Return how many of the ``count`` experts of a layer a rank holds; expert actors hold them all."""
+        return 0 if self.expert_actors else count // self.ep
+
     @property
     def size(self) -> int:
         """Number of ranks with a coordinate on each axis: of all actors but those of experts."""

@@ -28,7 +28,8 @@ class MuonWithAdamW:
     """Muon over matrices, and AdamW over all other weights, as one optimizer.
 
     Of a matrix that a tensor-parallel group shards, each member keeps the momentum of its part. In every step the
-    members exchange their parts, each makes the whole matrix orthogonal, and adds its part of that to its weight.
+    members exchange their parts, each makes the whole matrix orthogonal, on its device, and adds its part of that to
+    its weight.
 
     Args:
         spec: Settings of the optimizer.
@@ -76,7 +77,8 @@ class MuonWithAdamW:
         ahead = self._tensors.whole(name, gradient.lerp(mean, momentum) if self._spec.nesterov else mean)
         update = orthogonalized(ahead, self._spec.iterations, _DTYPES[self._spec.precision])
         weight.mul_(1 - lr * weight_decay)
-        weight.add_(self._tensors.part(name, update), alpha=-lr * scale_of(self._spec.scale, *update.shape))
+        own = self._tensors.part(name, update).to(weight.device)
+        weight.add_(own, alpha=-lr * scale_of(self._spec.scale, *update.shape))
 
 
 def scale_of(scale: MuonScale, rows: int, columns: int) -> float:

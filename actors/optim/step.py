@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -247,22 +248,25 @@ class Updater:
         """
         if self._group is None or not self._ties:
             return
-        rank, ties = self._group.rank, self._used_ties(self._group)
+        group, rank, ties = self._group, self._group.rank, self._used_ties(self._group)
         for number, tie in ties:
             tag = _TIE_TAG + 2 * number
             if rank == tie.copy_rank:
-                self._group.send(self._gradient(tie.copy), tie.home_rank, tag, "send tied").wait()
+                with self._gradient(tie.copy, group) as gradient:
+                    group.send(gradient, tie.home_rank, tag, "send tied").wait()
             elif rank == tie.home_rank:
-                gradient = self._gradient(tie.home)
-                other = torch.empty_like(gradient)
-                self._group.recv(other, tie.copy_rank, tag, "recv tied").wait()
-                gradient.add_(other)
+                with self._gradient(tie.home, group) as gradient:
+                    other = torch.empty_like(gradient)
+                    group.recv(other, tie.copy_rank, tag, "recv tied").wait()
+                    gradient.add_(other)
         for number, tie in ties:
             tag = _TIE_TAG + 2 * number + 1
             if rank == tie.home_rank:
-                self._group.send(self._gradient(tie.home), tie.copy_rank, tag, "send tied").wait()
+                with self._gradient(tie.home, group) as gradient:
+                    group.send(gradient, tie.copy_rank, tag, "send tied").wait()
             elif rank == tie.copy_rank:
-                self._group.recv(self._gradient(tie.copy), tie.home_rank, tag, "recv tied").wait()
+                with self._gradient(tie.copy, group) as gradient:
+                    group.recv(gradient, tie.home_rank, tag, "recv tied").wait()
 
     def _used_ties(self, group: Group) -> list[tuple[int, Tie]]:
         """Return the ties (with their indices) of the weights for which some rank has a gradient.
@@ -277,12 +281,20 @@ class Updater:
         used = {tie.home for tie, count in zip(self._ties, made.tolist(), strict=True) if count}
         return [(number, tie) for number, tie in enumerate(self._ties) if tie.home in used]
 
-    def _gradient(self, name: str) -> Tensor:
-        """Return a parameter's gradient. If it is None, set it to zeros first."""
+    @contextmanager
+    def _gradient(self, name: str, group: Group) -> Iterator[Tensor]:
+        """Yield a parameter's gradient on a group's device. What is written to it is the parameter's.
+
+        If it is None, it is set to zeros first.
+        """
         parameter = self._parameters[name]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad
+        with torch.no_grad(), self._masters.home.at_hand([parameter.grad], writes=True):
+            gradient = parameter.grad.to(group.device)
+            yield gradient
+            if gradient is not parameter.grad:
+                parameter.grad.copy_(gradient)
 
 
 def ballot_of(tokens: int, expected: float, *, sound: bool) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from raypar.actors.collective.group import Group, Groups
 from raypar.actors.sharding import Shard
 
+_HOST = torch.device("cpu")
 _ALIKE = 1e-3  # relative difference of the squares of norms that counts as rounding
 _NOISE = 1e-10  # difference that counts as rounding, relative to the largest square
 
@@ -27,6 +28,7 @@ class ShardedGradients:
         watched: Whether to compare the gradients of replicated parameters between members, which finds mistakes in a
             user's plan.
         apart: Parameters that are neither sharded nor replicated over the group: each member has others of them.
+        device: The device, whose tensors groups move. Gradients may be in other memory.
     """
 
     def __init__(
@@ -37,8 +39,9 @@ class ShardedGradients:
         *,
         watched: bool,
         apart: Collection[str] = (),
+        device: torch.device = _HOST,
     ) -> None:
-        self._apart = apart
+        self._apart, self._device = apart, device
         self._shards, self._group, self._partial, self._watched = shards, group, partial, watched
         self._counted = {name for name in shards if first_of(partial.get(name, ()))}
 
@@ -91,12 +94,12 @@ class ShardedGradients:
 
         Args:
             name: Logical name of the parameter.
-            part: This member's part, of the shape of its part of the parameter.
+            part: This member's part, of the shape of its part of the parameter, in any memory.
 
         Returns:
-            The whole tensor, the same on every member; ``part`` itself if the parameter is not sharded.
+            The whole tensor, the same on every member, on the device; ``part`` if it is whole and there already.
         """
-        shard = self._shards.get(name)
+        part, shard = part.to(self._device), self._shards.get(name)
         if shard is None or self._group is None:
             return part
         whole = part.new_zeros(shard.whole)
@@ -140,7 +143,7 @@ def first_of(groups: Groups) -> bool:
 
 
 def _sum(gradients: Sequence[Tensor], group: Group) -> None:
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    flat = torch.cat([gradient.flatten() for gradient in gradients]).to(group.device)
     group.all_reduce(flat).wait()
     for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
         gradient.copy_(total.view_as(gradient))

@@ -177,7 +177,7 @@ def assemble(seat: Seat) -> Assembly:
     scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)
     flow = _flow_of(seat, part, scaler)
     if not plan.world.reduces or plan.world.is_expert(plan.rank):
-        return Assembly(part, updater_of(plan, part, groups, scaler), flow, None, scaler)
+        return Assembly(part, updater_of(plan, part, groups, place.device, scaler), flow, None, scaler)
     buckets = buckets_of(plan, part, _reduced(plan, part, groups))
     channels, update = shared_update(plan, part, buckets, groups, place.device, scaler)
     row = plan.programs["train"].rows[plan.world.pp(plan.rank)]

@@ -57,7 +57,7 @@ class Server:
         index = world.server_index(plan.rank)
         part = build_part(plan, place, {}, index)
         own, scaler = part.share(index), LossScaler(None)
-        self.state = WorkerState(seat, part, own, updater_of(plan, part, groups, scaler), {}, scaler)
+        self.state = WorkerState(seat, part, own, updater_of(plan, part, groups, place.device, scaler), {}, scaler)
         self.probe = Probe(seat, self.state, part.model.names, part.outputs)
         self._step = self.probe.step
         self._epoch = 0  # number of steps refused for non-finite gradients

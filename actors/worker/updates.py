@@ -58,19 +58,23 @@ def last_backwards(row: Sequence[Action]) -> dict[int, Action]:
     return last
 
 
-def updater_of(plan: Plan, part: Part, groups: Mapping[str, Group], scaler: LossScaler) -> Updater:
+def updater_of(
+    plan: Plan, part: Part, groups: Mapping[str, Group], device: torch.device, scaler: LossScaler
+) -> Updater:
     """Create the update of an actor's masters, which clips by the norm of all parameters of the model.
 
     Args:
         plan: The actor's plan.
         part: The actor's part of the model.
         groups: The actor's groups by key.
+        device: The device.
         scaler: The scale of the loss.
     """
     run, world, names = plan.run, plan.world, part.model.parameter_names()
     apart = part.owners.experts if world.mesh.folds_experts else frozenset[str]()
     watched = isinstance(run.model, Layers)
-    tensors = ShardedGradients(part.shards, part.partial, groups.get("tp"), watched=watched, apart=apart)
+    sharded = part.shards, part.partial, groups.get("tp")
+    tensors = ShardedGradients(*sharded, watched=watched, apart=apart, device=device)
     told = Told(ballot=plan.rank in world.server_ranks or world.tells(plan.rank))
     if world.experts is not None:
         first, tells = world.is_first(plan.rank, expert=True), world.is_first(plan.rank)
@@ -110,7 +114,7 @@ def shared_update(
     lent = partial(flat_empty, device=device) if world.lends else None
     replicas = [one for one in (world.dense, world.experts) if one is not None and (one.key in groups or world.lends)]
     channels = [channel for one in replicas for channel in _channels(plan, one, groups, lent)]
-    updater = updater_of(plan, part, groups, scaler)
+    updater = updater_of(plan, part, groups, device, scaler)
     if not world.sharded:
         return channels, updater
     owners = {

@@ -7,7 +7,7 @@ from dataclasses import replace
 from raypar.actors.mesh.world import Zero
 from raypar.actors.specs.run import Run
 from raypar.config.run import check_run, world_of
-from raypar.planner.memory import server_memory, worker_memory
+from raypar.planner.memory import others_memory, worker_memory
 from raypar.planner.prediction import FROM_FLOPS, from_flops
 from raypar.planner.traffic import sent_bytes
 from raypar.reporting.expert_table import expert_table
@@ -67,7 +67,8 @@ def _column(run: Run) -> Rows:
     prediction = from_flops(run, world, counts, schedule)
     workers = worker_memory(run, world, counts, prediction.timeline)
     each = [(f"pp={rank}" if len(workers) > 1 else "", memory) for rank, memory in enumerate(workers)]
-    each += [(f"server of pp={rank}", memory) for rank, memory in enumerate(server_memory(run, world, counts))]
+    kind, others = "server" if world.servers else "experts", others_memory(run, world, counts, prediction.timeline)
+    each += [(f"{kind} of pp={rank}", memory) for rank, memory in enumerate(others)]
     rows = []
     for actor, memory in each:
         rows += [

@@ -324,7 +324,7 @@ class Job:
         programs, skeleton, found = prepared(run, resume)
         if faults := [
             *reset_faults(run, self.num_actors, self.device),
-            *memory_faults(run, programs["train"], skeleton),
+            *memory_faults(run, programs["train"], skeleton, replaces=True),
         ]:
             raise ConfigError(faults)
         look_ahead(run, programs, skeleton)

@@ -140,6 +140,8 @@ class TrainingLoop:
         most = int(on is None) if ahead is None else ahead
         run = self.loaded.run
         count = max(0, run.steps - self.next_step) if steps is None else steps
+        if steps is None and not count:
+            log.warning("the run has taken all its %d steps: give train(steps=...) for more", run.steps)
         if count > 0 and self.next_step + count > run.steps:
             log.warning(
                 "the run has %d steps, and this goes on to step %d: later steps have the last step's learning rate",

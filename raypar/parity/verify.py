@@ -53,7 +53,7 @@ class Bounds(NamedTuple):
 
 
 BITWISE, TIED, REPLICAS = Bounds(0.0, 0.0, 0.0), Bounds(CLOSE, CLOSE, DRIFTED), Bounds(CLOSE, CLOSE, DRIFTED)
-DIVIDED = Bounds(1e-5, 2e-5, DRIFTED)  # tensor, context and expert parallelism: sums of a layer's parts
+DIVIDED = Bounds(1e-5, 2e-5, DRIFTED)  # tensor, context and expert parallelism, tiles: sums of a layer's parts
 # Layers in half precision, whose products are added in another order and rounded to 8 bits. A bias that begins at 0 is
 # made of AdamW's steps alone, whose signs small gradients decide.
 HALF = Bounds(2e-3, 3e-2, 0.25)
@@ -98,9 +98,9 @@ class Verdict:
     - Replicas: each first adds its own microbatches; the same bounds apply. With two microbatches in all, one for each
       replica, there is only one addition, and no difference is allowed.
     - A schedule in which a stage's weight gradients are not made in the order of the microbatches: the same bounds.
-    - Tensor, context and expert parallelism: they add parts of products and of sums over tokens, and experts compute
-      the tokens of several replicas together. Losses may differ by 1e-5, norms and the gradients of the first step by
-      2e-5, weights by 1e-3.
+    - Tensor, context and expert parallelism, and tiles: they add parts of products and of sums over tokens, and experts
+      compute the tokens of several replicas together. Losses may differ by 1e-5, norms and the gradients of the first
+      step by 2e-5, weights by 1e-3.
     - GPUs, whose kernels add in any order: 1e-5, and 1e-2 for weights.
     - Layers in half precision, where any of these applies: losses 2e-3, norms and gradients 3e-2, weights 0.25 (of
       a bias that begins at 0 AdamW makes steps whose signs small gradients decide). The plain process computes in the
@@ -294,7 +294,7 @@ def _allowed(run: Run, schedule: Schedule, tied: bool) -> Bounds:
 
 def _in_fp32(run: Run, schedule: Schedule, tied: bool) -> Bounds:
     """Choose the bounds that apply to a run in fp32."""
-    divides = run.mesh.tensor_ranks * run.mesh.cp * run.mesh.ep > 1
+    divides = run.mesh.tensor_ranks * run.mesh.cp * run.mesh.ep > 1 or run.tile != 1
     if run.device == "cuda":
         return Bounds(*map(max, DIVIDED, ON_GPUS)) if divides else ON_GPUS
     if divides:

@@ -20,23 +20,25 @@ ELEMENT = 4  # bytes
 _BLOCKS = 12 << 20  # bytes of scores that attention in blocks keeps for an actor
 
 
-def most_kept(run: Run, model: GPT | Llama, timeline: Timeline) -> list[int]:
+def most_kept(run: Run, model: GPT | Llama, timeline: Timeline, *, apart: bool = False) -> list[int]:
     """Return the most bytes of activations that a worker of each pipeline rank keeps at a time.
 
     Args:
         run: The run.
         model: Its model.
         timeline: The predicted training step, which says how many microbatches are under way.
+        apart: Tell of an expert actor of each pipeline rank instead.
     """
     stages = split_layers(run.split, transformer_costs(model), timeline.schedule.num_stages)
-    each = [_stage(run, model, layers, num_blocks=model.layers) for layers in stages]
+    stage = _experts_apart if apart else _stage
+    each = [stage(run, model, layers, num_blocks=model.layers) for layers in stages]
     now, most = [0] * timeline.num_ranks, [0] * timeline.num_ranks
     for event in timeline.events:
         if event.action.stage is not None and (change := HOLDS.get(event.action.op, 0)):
             kept, passing = each[event.action.stage]
             now[event.rank] += change * kept
             most[event.rank] = max(most[event.rank], now[event.rank] + passing)
-    in_blocks = model.attention == "blocks" and not model.dropout
+    in_blocks = model.attention == "blocks" and not model.dropout and not apart
     return [bytes_ + (_BLOCKS if in_blocks else 0) for bytes_ in most]
 
 
@@ -70,7 +72,7 @@ def _block(run: Run, model: GPT | Llama, word: str, num_experts: int) -> float:
     ranks, tokens = run.mesh.tensor_ranks, model.seq * run.micro_batch_size
     sbh, scores = tokens * model.hidden, tokens * model.seq * model.heads
     masks = 2 if model.dropout else 0
-    wide, rows = _mlp_units(model, num_experts)
+    wide, rows = _mlp_units(model, num_experts, apart=run.mesh.expert_actors > 0)
     units = 6 + 2 * model.num_kv_heads / model.heads + wide + rows + masks
     if word == "full":
         return sbh / (ranks if run.sequence_parallel or run.mesh.grid is not None else 1)
@@ -86,11 +88,27 @@ def _block(run: Run, model: GPT | Llama, word: str, num_experts: int) -> float:
     return kept
 
 
-def _mlp_units(model: GPT | Llama, num_experts: int) -> tuple[float, float]:
-    """Return what an MLP or experts keep, in units of sbh: inside of MLPs, and rows of tokens and for the router."""
+def _experts_apart(run: Run, model: GPT | Llama, layers: range, num_blocks: int) -> tuple[int, int]:
+    """Return the bytes that an expert actor keeps of a microbatch, and those that its backward needs for a while.
+
+    Of each row that comes to it, at an even load, it keeps the row itself and what is inside of the expert's MLP.
+    """
+    assert model.moe is not None
+    rows = model.seq * run.micro_batch_size * run.mesh.dp * model.moe.top_k / run.mesh.expert_actors
+    one = rows * (model.hidden + (2 if isinstance(model, GPT) else 4) * model.expert_width)
+    words = [word_of(run.recompute, range(num_blocks), layer) for layer in layers if model.num_experts(layer)]
+    again = one * (len(words) if run.recompute == "full" else min(1, words.count("full")))
+    return round(ELEMENT * one * sum(word != "full" for word in words)), round(ELEMENT * again)
+
+
+def _mlp_units(model: GPT | Llama, num_experts: int, *, apart: bool) -> tuple[float, float]:
+    """Return what an MLP or experts keep, in units of sbh: inside of MLPs, and rows of tokens and for the router.
+
+    Of experts that are ``apart``, on actors of their own, only what comes out of them is kept.
+    """
     inside, h, moe = 2 if isinstance(model, GPT) else 4, model.hidden, model.moe
     if moe is None or not num_experts:
         return inside * model.mlp_width / h, 0.0
-    width = model.expert_width * (moe.top_k + moe.shared) + (model.mlp_width if moe.residual else 0)
-    rows = 2 * moe.top_k + (2 if moe.residual else 0)  # what goes into experts and comes out of them
+    width = model.expert_width * ((0 if apart else moe.top_k) + moe.shared) + (model.mlp_width if moe.residual else 0)
+    rows = (1 if apart else 2) * moe.top_k + (2 if moe.residual else 0)  # what goes into experts and comes out of them
     return inside * width / h, rows + (3 * num_experts + 8 * moe.top_k) / h  # logits, probabilities, numbers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -69,3 +70,11 @@ def free_memory() -> int | None:
         limit = int((_CGROUP / "memory.max").read_text())
         found.append(max(0, limit - int((_CGROUP / "memory.current").read_text())))
     return min(found, default=None)
+
+
+def free_disk(folder: Path) -> int | None:
+    """Return the bytes that are free on a folder's disk, if a launch would start actors here; None if nothing tells."""
+    if starts_own_ray():
+        with suppress(OSError, ValueError):
+            return shutil.disk_usage(folder).free
+    return None

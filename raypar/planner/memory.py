@@ -40,7 +40,7 @@ from raypar.schedules.rules import MAKES_GRADIENTS, USES_WEIGHTS, streamed
 from raypar.schedules.simulation.memory import peaks
 from raypar.schedules.timeline import Timeline
 
-PROCESS = 310 << 20  # bytes of an actor's process without its run: Python, torch, Ray, kernels (gpt-tiny, 2026-11-24)
+PROCESS = 336 << 20  # bytes of an actor's process without its run: Python, torch, Ray, kernels (gpt-tiny, 2026-11-25)
 # Of activations, what comes and goes beside them; and gradients that come and go in a step leave as much heap in pieces
 # (gpt-small and hidden 512, 2026-11-24).
 WORKING = 0.4
@@ -82,12 +82,14 @@ class Counts:
         units: By stage, those that are gathered together.
         matrices: By pipeline rank, those that Muon updates; empty if the optimizer is another one.
         experts: By pipeline rank, those of ``held`` that are of experts which actors divide; empty if they do not.
+        apart: Those of an expert actor; None if experts have no actors of their own.
     """
 
     held: Sequence[int]
     units: Sequence[Units]
     matrices: Sequence[int] = ()
     experts: Sequence[int] = ()
+    apart: Counts | None = None
 
 
 @dataclass(frozen=True)
@@ -251,6 +253,35 @@ def server_memory(run: Run, world: World, counts: Counts) -> list[Memory]:
     return [
         Memory(each.weight * share, each.gradient * share, each.state * -(-state // servers), 0)
         for share, state in zip((-(-count // servers) for count in counts.held), _states(run, counts), strict=True)
+    ]
+
+
+def others_memory(run: Run, world: World, counts: Counts, timeline: Timeline) -> list[Memory]:
+    """Estimate the memory of an expert actor or a server of each pipeline rank; empty if the run has only workers.
+
+    The arguments are those of ``worker_memory``.
+    """
+    return expert_memory(run, counts, timeline) or server_memory(run, world, counts)
+
+
+def expert_memory(run: Run, counts: Counts, timeline: Timeline) -> list[Memory]:
+    """Estimate the memory of an expert actor of each pipeline rank at an even load; empty if the run has none.
+
+    The arguments are those of ``worker_memory``.
+    """
+    if (own := counts.apart) is None:
+        return []
+    each = element_bytes(run)
+    kept = [None] * len(own.held) if isinstance(run.model, Layers) else most_kept(run, run.model, timeline, apart=True)
+    return [
+        Memory(
+            each.weight * count,
+            each.gradient * count,
+            each.state * state + each.master * count,
+            rows,
+            working=round(WORKING * (rows or 0)),
+        )
+        for count, state, rows in zip(own.held, _states(run, own), kept, strict=True)
     ]
 
 

@@ -157,7 +157,7 @@ def unit_parameters(
         tile: Into how many tiles linear layers are cut, by pattern of their names.
     """
     ranks = _ranks(mesh)
-    of_expert = ranks if mesh.ep == 1 else mesh.expert_ranks
+    of_expert = mesh.expert_ranks if mesh.divides_experts else ranks
     units = []
     for stage, held in enumerate(split_layers(split, transformer_costs(model), num_stages)):
         groups: list[Group] = []
@@ -184,7 +184,7 @@ def unit_parameters(
             sizes += [] if shared else cuts
             tensors += _linear_tensors(model) + (0 if shared else len(cuts))
         experts = [(_own_experts(model, block, mesh), _expert_tensors(model, block, mesh)) for block in held]
-        own = [sum(column) for column in zip(*experts, strict=True)] if mesh.ep > 1 and experts else [0, 0]
+        own = [sum(column) for column in zip(*experts, strict=True)] if mesh.divides_experts and experts else [0, 0]
         units.append(Units.of(groups, sizes, tensors, shared, (own[0], own[1])))
     return units
 
@@ -204,7 +204,7 @@ def _block_tensors(model: GPT | Llama, block: int, mesh: Mesh) -> int:
 
 def _expert_tensors(model: GPT | Llama, block: int, mesh: Mesh) -> int:
     """Return the number of tensors of the experts of a block that one actor holds."""
-    return model.num_experts(block) // mesh.ep * model.mlp_matrices * _linear_tensors(model)
+    return mesh.held_experts(model.num_experts(block)) * model.mlp_matrices * _linear_tensors(model)
 
 
 def _linear_tensors(model: GPT | Llama) -> int:
@@ -220,7 +220,7 @@ def _mlp_tiles(model: GPT | Llama, tile: Mapping[str, int], block: int, mesh: Me
     names = shapes if gated else ("up", "down")
     sizes = {name: shapes[name][0] * (shapes[name][1] + (not gated)) for name in names}
     tiles = [_cut(size, tile_count(tile, f"blocks.{block}.mlp.{name}")) for name, size in sizes.items()]
-    return tiles * max(1, num_experts // mesh.ep)
+    return tiles * (mesh.held_experts(num_experts) if num_experts else 1)
 
 
 def _cut(size: int, count: int) -> list[int]:
@@ -286,9 +286,9 @@ def _mlp(model: GPT | Llama, width: int) -> tuple[int, int]:
 def _own_experts(model: GPT | Llama, block: int, mesh: Mesh) -> int:
     """Count the parameters of the experts of a block that one actor holds."""
     divided, whole = _mlp(model, model.expert_width)
-    ranks = _ranks(mesh) if mesh.ep == 1 else mesh.expert_ranks
+    ranks = mesh.expert_ranks if mesh.divides_experts else _ranks(mesh)
     each = divided // ranks + (whole if mesh.grid is None else whole // ranks)
-    return model.num_experts(block) // mesh.ep * each
+    return mesh.held_experts(model.num_experts(block)) * each
 
 
 def _beside_experts(model: GPT | Llama, block: int) -> tuple[int, int]:

@@ -96,14 +96,16 @@ def _add_replicas(
 def _add_tokens(sent: Sequence[Sent], run: Run, model: Transformer, schedule: Schedule) -> None:
     """Add the rows that an actor sends to the experts of others and back, at an even load, by pipeline rank.
 
-    A layer has two all_to_alls in a forward and two in a backward; a forward that is run again has two more.
+    A layer has two all_to_alls in a forward and two in a backward; a forward that is run again has two more. If experts
+    have actors of their own, ranks send rows, and get back what these make of them.
     """
     mesh, moe = run.mesh, model.moe
     if moe is None:
         return
     tokens = model.seq * run.micro_batch_size // mesh.cp // (mesh.tensor_ranks if mesh.folds_experts else 1)
     row = model.hidden * element_bytes(run).weight
-    bytes_ = tokens * moe.top_k * (mesh.ep - 1) // mesh.ep * row * schedule.num_microbatches
+    away = tokens * moe.top_k if mesh.expert_actors else tokens * moe.top_k * (mesh.ep - 1) // mesh.ep
+    bytes_ = away * row * schedule.num_microbatches // (2 if mesh.expert_actors else 1)  # each way from one side only
     stages = split_layers(run.split, transformer_costs(model), schedule.num_stages)
     for stage, blocks in enumerate(stages):
         for block in blocks:

@@ -9,6 +9,7 @@ from raypar.actors.models.expert_style import orders_of
 from raypar.actors.sharding import Pieces
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
+from raypar.config.arguments import checked_arguments
 from raypar.config.run import world_of
 
 _MOST, _MOST_ORDERS = 16, 4  # actors that have a row, lists of experts that have a column
@@ -16,6 +17,7 @@ _MOST, _MOST_ORDERS = 16, 4  # actors that have a row, lists of experts that hav
 Order = tuple[int, ...]
 
 
+@checked_arguments
 def expert_table(run: Run) -> str:
     """Draw how experts are divided over the actors of a run: a row for each actor of the first pipeline rank.
 
@@ -32,14 +34,13 @@ def expert_table(run: Run) -> str:
     if not mesh.divides_experts:
         return ""
     orders, left = _orders(run)
-    actors = [*range(mesh.inner), *(mesh.experts_of(0) if mesh.expert_actors else ())]
+    ranks = (*range(min(mesh.inner, _MOST)), *mesh.experts_of(0)[:_MOST])
     head = ["actor", *orders, "exchange tokens", "sum experts", "sum other weights"]
-    rows = [[*_row(mesh, rank, [*orders.values()])] for rank in actors[:_MOST]]
+    rows = [[*_row(mesh, rank, [*orders.values()])] for rank in ranks]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
-    notes = [f"... and {len(actors) - _MOST} more"] if len(actors) > _MOST else []
-    notes += [f"... and {left} other orders of experts"] if left else []
-    return "\n".join(line.rstrip() for line in [*lines, *notes, *_notes(run, len(actors))])
+    notes = [f"... and {left} other orders of experts"] if left else []
+    return "\n".join(line.rstrip() for line in [*lines, *notes, *_notes(run)])
 
 
 def _row(mesh: Mesh, rank: int, orders: Sequence[Order]) -> Iterator[str]:
@@ -59,11 +60,15 @@ def _row(mesh: Mesh, rank: int, orders: Sequence[Order]) -> Iterator[str]:
     yield "-" if is_own else _set(mesh.replicas(rank)[1])
 
 
-def _notes(run: Run, actors: int) -> Iterator[str]:
+def _notes(run: Run) -> Iterator[str]:
     """Yield what is true of all actors."""
     mesh, world = run.mesh, world_of(run)
+    if mesh.inner > _MOST:
+        yield f"... and {mesh.inner - _MOST} more"
+    if mesh.expert_actors > _MOST:
+        yield f"... and {mesh.expert_actors - _MOST} more for experts"
     if mesh.pp > 1:
-        yield f"so on each of {mesh.pp} pipeline ranks, with {actors} actors each"
+        yield f"so on each of {mesh.pp} pipeline ranks, with {mesh.inner + mesh.expert_actors} actors each"
     if world.sharded:
         what = {1: "the update", 2: "gradients and the update", 3: "weights, gradients and the update"}[world.zero]
         yield f"zero {world.zero}: those who sum a gradient share out {what}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
-from raypar.planner.memory import Memory, server_memory, worker_memory
+from raypar.planner.memory import Memory, others_memory, worker_memory
 from raypar.planner.prediction import from_flops
 from raypar.reporting.needs import counts_of, size
 from raypar.reporting.notebook import box, table
@@ -68,10 +68,10 @@ def memory_table(run: Run, schedule: Schedule, skeleton: Skeleton, held: Sequenc
         held: What every actor holds, by rank, after a training step or before the first.
     """
     world, counts = world_of(run), counts_of(run, schedule, skeleton)
-    workers = worker_memory(run, world, counts, from_flops(run, world, counts, schedule).timeline)
-    servers = server_memory(run, world, counts)
+    timeline = from_flops(run, world, counts, schedule).timeline
+    workers, others = (of(run, world, counts, timeline) for of in (worker_memory, others_memory))
     return MemoryTable(
-        (one.actor, dict(_figures((servers if rank in world.server_ranks else workers)[world.pp(rank)], one)))
+        (one.actor, dict(_figures((workers if rank < world.mesh.size else others)[world.pp(rank)], one)))
         for rank, one in enumerate(held)
     )
 

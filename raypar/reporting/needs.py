@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from raypar.actors.mesh.mesh import AXES
+from raypar.actors.files import expanded
+from raypar.actors.mesh.mesh import AXES, Mesh
+from raypar.actors.mesh.world import World
 from raypar.actors.models.tile_names import patterns_of
 from raypar.actors.optim.groups import is_matrix
 from raypar.actors.specs.model import Layers
@@ -12,8 +15,8 @@ from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
-from raypar.planner.host import computes_here, free_memory, total_memory
-from raypar.planner.memory import Counts, Memory, server_memory, worker_memory
+from raypar.planner.host import computes_here, free_disk, free_memory, total_memory
+from raypar.planner.memory import Counts, Memory, others_memory, worker_memory
 from raypar.planner.parameters import (
     Units,
     active_parameters,
@@ -63,32 +66,53 @@ def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline:
         timeline: The predicted training step.
     """
     world, counts = world_of(run), counts_of(run, schedule, skeleton)
-    workers, servers = worker_memory(run, world, counts, timeline), server_memory(run, world, counts)
+    workers, others = (of(run, world, counts, timeline) for of in (worker_memory, others_memory))
     rows = [("parameters", _parameters(run, schedule, skeleton, counts.held))]
     most = max(range(len(workers)), key=lambda rank: workers[rank].peak)
     for rank in range(len(workers)) if len(workers) <= _MOST else [most]:
         rows.append((f"memory, pp={rank}", _kinds(workers[rank])))
-    if servers:
-        rows.append(("memory of a server", _kinds(max(servers, key=lambda memory: memory.total))))
-    needed = _in_all(run, workers, servers, lambda memory: memory.total)
-    return [*rows, ("memory in all", f"{size(needed)} {_against(run, needed, [*workers, *servers], world.size)}")]
+    if others:
+        kind = "a server" if world.servers else "an expert actor"
+        rows.append((f"memory of {kind}", _kinds(max(others, key=lambda memory: memory.total))))
+    total = _in_memory(run, lambda memory: memory.total)
+    largest, needed = max(map(total, [*workers, *others])), _in_all(world, workers, others, total)
+    return [*rows, ("memory in all", f"{size(needed)} {_against(run, needed, largest, world.size)}")]
 
 
-def memory_faults(run: Run, schedule: Schedule, skeleton: Skeleton | None = None) -> Iterator[str]:
-    """Yield a fault if a run's weights, gradients and optimizer state alone are more than this machine has.
+def memory_faults(
+    run: Run, schedule: Schedule, skeleton: Skeleton | None = None, *, replaces: bool = False
+) -> Iterator[str]:
+    """Yield what a run's weights, gradients and optimizer state alone take too much of: this machine's memory, or disk.
 
-    Nothing is yielded if the actors would run elsewhere or on GPUs. The arguments are those of ``need_rows``.
+    What is offloaded counts where it is. Nothing is yielded of memory if the actors would run on GPUs, and nothing at
+    all if they would run elsewhere.
+
+    Args:
+        run: The run.
+        schedule: The lowered schedule of a training step.
+        skeleton: The run's model without weights; needed for the user's own Layers and Muon only, and built if None.
+        replaces: Whether another run on this machine ends first. What it has on the disk is not known to be taken.
     """
     has = total_memory() if computes_here(run.device) else None
-    if has is None:
+    room = None if run.offload_folder is None or replaces else free_disk(expanded(run.offload_folder))
+    if has is None and room is None:
         return
     world, counts = world_of(run), counts_of(run, schedule, skeleton)
-    workers = worker_memory(run, world, counts, from_flops(run, world, counts, schedule).timeline)
-    needed = _in_all(run, workers, server_memory(run, world, counts), lambda memory: memory.state)
-    if needed <= has:
+    timeline = from_flops(run, world, counts, schedule).timeline
+    workers, others = (of(run, world, counts, timeline) for of in (worker_memory, others_memory))
+    offloaded = _in_all(world, workers, others, lambda memory: memory.offloaded)
+    if room is not None and offloaded > room:
+        yield (
+            f"offload_folder {run.offload_folder!r}: what all {world.size} actors offload takes {size(offloaded)}, and "
+            f"its disk has {size(room)} free: free some space, or give a folder of another disk"
+        )
+    needed = _in_all(world, workers, others, _in_memory(run, lambda memory: memory.state))
+    if has is None or needed <= has:
         return
     copies = world.replicas if not world.gathers else world.replicas // world.mesh.shards
     fix = "use a smaller model, or set RAY_ADDRESS to a cluster"
+    if run.offload != "none" and run.offload_folder is None:
+        fix = f"set offload_folder to a folder of a fast disk, {fix}"
     if copies > 1 and not world.servers:
         fix = f"set zero to 3, or use fewer of the {copies} replicas that each have all weights, {fix}"
     yield (
@@ -99,6 +123,20 @@ def memory_faults(run: Run, schedule: Schedule, skeleton: Skeleton | None = None
 
 def counts_of(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts:
     """Count the parameters of a run, by where they are. The arguments are those of ``need_rows``."""
+    counts, mesh = _counts(run, schedule, skeleton), run.mesh
+    if not mesh.expert_actors:
+        return counts
+    # A rank that held one part of the experts would have so many more than one that holds none.
+    with_some = replace(run, mesh=Mesh(pp=mesh.pp, dp=mesh.expert_actors, ep=mesh.expert_actors))
+    with_none = replace(run, mesh=Mesh(pp=mesh.pp, expert_actors=mesh.expert_actors))
+    some, none = _counts(with_some, schedule, skeleton), _counts(with_none, schedule, skeleton)
+    held = [one - other for one, other in zip(some.held, none.held, strict=True)]
+    matrices = [one - other for one, other in zip(some.matrices, none.matrices, strict=True)]
+    return replace(counts, apart=Counts(held, (), matrices))
+
+
+def _counts(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts:
+    """Count the parameters of all actors but those of experts."""
     if not isinstance(run.model, Layers):
         held = held_parameters(run.model, run.split, schedule, run.mesh)
         patterns = patterns_of(run.model, run.tile)
@@ -122,14 +160,13 @@ def _units(run: Run, num_stages: int, skeleton: Skeleton) -> list[Units]:
     for layers in model.stages(run.split, num_stages):
         groups = [layers[start : start + run.zero_units] for start in range(0, len(layers), run.zero_units)]
         names = [
-            {homes.get(name, name) for index in group for name in _names(skeleton, index, run.mesh.ep)}
-            for group in groups
+            {homes.get(name, name) for index in group for name in _names(skeleton, index, run.mesh)} for group in groups
         ]
         sizes = [sum(weights[name].numel() for name in one) for one in names]
         cut = [[tile_sizes(model.names[index], model.skeleton[index], patterns) for index in one] for one in groups]
         every = set[str]().union(*names)
         shared = sum(sizes) - sum(weights[name].numel() for name in every)
-        own = every & model.experts.keys() if run.mesh.ep > 1 else set()
+        own = every & model.experts.keys() if run.mesh.divides_experts else set()
         experts = (sum(weights[name].numel() for name in own), len(own))
         rests = [size - sum(map(sum, tiles)) for size, tiles in zip(sizes, cut, strict=True)]
         tiles = [one for group in cut for layer in group for one in layer]
@@ -141,17 +178,17 @@ def _units(run: Run, num_stages: int, skeleton: Skeleton) -> list[Units]:
     return found
 
 
-def _names(skeleton: Skeleton, index: int, ep: int) -> list[str]:
-    """Return the logical names of a layer's trainable parameters, of experts those of the first of ``ep`` parts."""
+def _names(skeleton: Skeleton, index: int, mesh: Mesh) -> list[str]:
+    """Return the logical names of a layer's trainable parameters on the first rank of a mesh."""
     layer, module = skeleton.model.names[index], skeleton.model.skeleton[index]
     names = [f"{layer}.{inner}" for inner, parameter in module.named_parameters() if parameter.requires_grad]
-    return [name for name in names if _is_first(skeleton, name, ep)]
+    return [name for name in names if _is_first(skeleton, name, mesh)]
 
 
-def _is_first(skeleton: Skeleton, name: str, ep: int) -> bool:
-    """Return whether a weight is on an actor that has the first of ``ep`` parts of the experts."""
+def _is_first(skeleton: Skeleton, name: str, mesh: Mesh) -> bool:
+    """Return whether a weight is on the first rank of a mesh, which has the first part of the experts, if any."""
     expert = skeleton.model.experts.get(name)
-    return expert is None or expert.part(ep) == 0
+    return expert is None or (not mesh.expert_actors and expert.part(mesh.ep) == 0)
 
 
 def _parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None, held: Sequence[int]) -> str:
@@ -186,7 +223,7 @@ def muon_parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> 
         ranks = of_expert = 1
     else:
         ranks = run.mesh.tensor_ranks
-        of_expert = ranks if run.mesh.ep == 1 else run.mesh.expert_ranks
+        of_expert = run.mesh.expert_ranks if run.mesh.divides_experts else ranks
     experts = skeleton.model.experts
     return [
         sum(sizes.get(name, 0) // (of_expert if name in experts else ranks) for name in names)
@@ -200,7 +237,7 @@ def _held(run: Run, schedule: Schedule, skeleton: Skeleton) -> list[list[str]]:
 
     sizes, homes = sizes_of(skeleton.model, run.split, schedule), skeleton.homes
     return [
-        [homes.get(name, name) for name in sizes.get(rank, {}) if _is_first(skeleton, name, run.mesh.ep)]
+        [homes.get(name, name) for name in sizes.get(rank, {}) if _is_first(skeleton, name, run.mesh)]
         for rank in range(schedule.num_ranks)
     ]
 
@@ -229,19 +266,22 @@ def kinds_of(memory: Memory) -> dict[str, str]:
     return told | ({"offloaded": size(memory.offloaded)} if memory.offloaded else {})
 
 
-def _in_all(run: Run, workers: Sequence[Memory], servers: Sequence[Memory], of: Callable[[Memory], int]) -> int:
+def _in_all(world: World, workers: Sequence[Memory], others: Sequence[Memory], of: Callable[[Memory], int]) -> int:
     """Add up the memory of all actors."""
-    inner = run.mesh.size // run.mesh.pp
-    return sum(map(of, workers)) * inner + sum(map(of, servers)) * run.servers
+    return sum(map(of, workers)) * world.mesh.inner + sum(map(of, others)) * (world.servers + world.mesh.expert_actors)
 
 
-def _against(run: Run, needed: int, each: Sequence[Memory], actors: int) -> str:
+def _in_memory(run: Run, of: Callable[[Memory], int]) -> Callable[[Memory], int]:
+    """Return a function like ``of`` that also counts what is offloaded to this machine's memory."""
+    return of if run.offload_folder is not None else lambda memory: of(memory) + memory.offloaded
+
+
+def _against(run: Run, needed: int, largest: int, actors: int) -> str:
     """Say what is free here, if the actors would run here and on CPUs."""
     free = free_memory() if computes_here(run.device) else None
     if free is None:
         return "on CPUs and GPUs that are not known before the launch"
     told = f"of {size(free)} free here, {size(free // actors)} for each of {actors}"
-    largest = max(memory.total for memory in each)
     if needed > free:
         return f"{told}: {TOO_MUCH}: use a smaller model or microbatch, recompute='full', or more machines"
     return told if largest * actors <= free else f"{told}; the largest takes {size(largest)}"

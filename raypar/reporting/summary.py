@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,8 @@ def brief(spec: Any) -> str:
     """Spell a model by its sizes, and by what else is not its default: "GPT(layers=8, hidden=32)"."""
     told = []
     for each in fields(spec):
-        value, usual = getattr(spec, each.name), each.default
+        value = getattr(spec, each.name)
+        usual = each.default if each.default_factory is MISSING else each.default_factory()
         if is_dataclass(value):
             told.append(f"{each.name}={brief(value)}")
         elif callable(value):

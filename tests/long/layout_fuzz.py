@@ -35,6 +35,8 @@ def kinds_of(run, verdict):
     yield from (name for name in ("dropout", "tied") if getattr(run.model, name))
     if run.tile != 1:
         yield "tiled"
+    if run.offload != "none":
+        yield f"offload {run.offload} to {'host memory' if run.offload_folder is None else 'files'}"
     yield f"recompute {run.recompute if isinstance(run.recompute, str) else 'by layer'}"
     yield "bitwise" if verdict.bitwise else "within bounds"
 

@@ -14,11 +14,20 @@ import raypar as rp
 from tests.support.overflows import LAYOUTS, SHARDED, laid_out, not_skipped
 
 SCHEDULES = "1f1b", "gpipe", "interleaved"
+OTHERS = [
+    {"tp": 2, "sequence_parallel": True},
+    {"tp": "2d:2x2"},
+    {"dp": 2, "zero": 3, "tile": 2},
+    {"dp": 2, "offload": "optimizer"},
+    {"pp": 2, "offload": "parameters"},
+    {"pp": 2, "tp": 2},
+    {"dp": 2, "recompute": "full"},
+]
 
 
 def main() -> int:
     failed = 0
-    for layout in LAYOUTS + SHARDED:
+    for layout in LAYOUTS + SHARDED + OTHERS:
         fields, found = laid_out(layout), []
         schedules = SCHEDULES if "pp" in layout else SCHEDULES[:1]
         cases = list(product(schedules, range(fields["mesh"].size), range(4)))

@@ -1,6 +1,6 @@
-"""ZeRO 1, 2, 3 and hybrid sharding beside dp, pipelines, tp, cp, accumulation, own layers, ties and recomputation.
+"""ZeRO 1, 2, 3 and hybrid sharding beside dp, pipelines, tp, cp, accumulation, own layers, ties, experts and tiles.
 
-    python -m tests.long.zero_matrix
+    python -m tests.long.zero_matrix [case] ...
 
 Threads are the actors. Each run is verified against one plain process; where gradients are reduced once a step, losses,
 gradients and weights must have the bits of zero=1. Prints a table: for each case and number of replicas what is bitwise
@@ -21,6 +21,7 @@ from tests.support.team import batch
 from tests.support.thread_jobs import TeamJob
 
 GPT = rp.GPT(layers=4, hidden=16, heads=4, seq=8, vocab=11)
+EXPERTS = rp.GPT(layers=4, hidden=16, heads=4, seq=8, vocab=11, moe=rp.MoE(experts=4, top_k=2, every=2))
 TIED = rp.GPT(layers=4, hidden=16, heads=4, seq=8, vocab=11, tied=True)
 
 
@@ -49,6 +50,10 @@ CASES = {
     "tied, pp=2": ({"pp": 2}, {"model": TIED, "microbatches": 4}),
     "recompute full": ({}, {"recompute": "full"}),
     "recompute selective": ({}, {"recompute": "selective"}),
+    "experts": ({}, {"model": EXPERTS}),
+    "experts, ep=2": ({"ep": 2}, {"model": EXPERTS}),
+    "experts, ep=2, pp=2": ({"ep": 2, "pp": 2}, {"model": EXPERTS}),
+    "tiled, pp=2": ({"pp": 2}, {"tile": {"blocks.*.mlp.*": 4, "head.out": 11}, "microbatches": 4}),
     "tiled": ({}, {"tile": {"blocks.*.mlp.*": 4, "head.out": 11}}),
 }
 LEVELS = {
@@ -92,9 +97,10 @@ def distance(found, wanted):
 
 def main() -> int:
     start, failed = time.perf_counter(), 0
-    for case in CASES:
-        for dp in (2, 3, 4):
-            for hybrid in (False, True) if dp == 4 else (False,):
+    for case in sys.argv[1:] or CASES:
+        divides = "ep" in CASES[case][0]  # into two parts, and not beside hybrid sharding
+        for dp in (2, 4) if divides else (2, 3, 4):
+            for hybrid in (False, True) if dp == 4 and not divides else (False,):
                 told, first = [], None
                 for level in LEVELS:
                     verdict, gradients, weights = trained(case, dp, level, hybrid)

@@ -5,6 +5,7 @@ A new axis, or a new spelling of one, is a line in ``meshes``: what does not go 
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +30,7 @@ from tests.support.thread_jobs import TeamJob
 MOST_ACTORS = 8
 CONTEXTS = get_args(Context)
 SEQ, VOCAB = 8, 11
+TILED_HEAD = {"blocks.0.mlp.down": 2, "head.out": 11}, {"blocks.0.mlp.down": 2}  # not tied, and tied
 OPTIMIZERS = (rp.AdamW(lr=1e-2, eps=1e-4), rp.SGD(lr=0.1, momentum=0.9), rp.Muon(lr=1e-2, adamw_eps=1e-4))
 
 
@@ -95,6 +97,14 @@ def shardings():
     return st.one_of(st.fixed_dictionaries({"zero": st.sampled_from([None, 0])}), two, gathers, resident)
 
 
+def offloads():
+    """What is kept away from the device, and where."""
+    away = {"offload": st.sampled_from(["optimizer", "parameters"])}
+    folder = st.sampled_from([None, tempfile.gettempdir()])
+    kept = st.fixed_dictionaries({})
+    return st.one_of(kept, kept, st.fixed_dictionaries(away | {"offload_folder": folder}))
+
+
 @st.composite
 def layouts(draw):
     """A run that the config allows."""
@@ -105,23 +115,28 @@ def layouts(draw):
     interleaved = schedule == "interleaved"
     layers = draw(st.integers(max(2, mesh.pp * (1 + interleaved)), 8 if interleaved else 4))
     divided, grid = mesh.tensor_ranks > 1, isinstance(mesh.tp, str)
+    model, optim = draw(models(mesh, layers)), draw(st.sampled_from(OPTIMIZERS))
+    data_parallel = draw(st.sampled_from(["all_reduce"] * 3 + ["parameter_server"] * (not divided)))
+    served = data_parallel == "parameter_server"
+    whole = divided or served or optim.kind == "muon"
     run = rp.Run(
-        model=draw(models(mesh, layers)),
+        model=model,
         mesh=mesh,
         schedule=schedule,
         microbatches=draw(st.sampled_from([1, 2, 3])) * (mesh.pp if interleaved else 1),
         data=rp.Batches(more_tokens if grid else tokens),
-        data_parallel=draw(st.sampled_from(["all_reduce"] * 3 + ["parameter_server"] * (not divided))),
+        data_parallel=data_parallel,
+        **({} if served else draw(offloads())),
         bucket_mb=draw(st.sampled_from([4.0, 0.005])),
         **(draw(shardings()) if mesh.dp * mesh.cp > 1 else {}),
         context=draw(st.sampled_from(CONTEXTS)) if mesh.cp > 1 else CONTEXTS[0],
         sequence_parallel=draw(st.booleans()) if divided and not grid else False,
-        optim=draw(st.sampled_from(OPTIMIZERS)),
+        optim=optim,
         clip=draw(st.sampled_from([None, 0.5])),
         recompute=draw(recomputes(layers)),
-        tile=draw(st.sampled_from([1, 1, 1, 1, {"blocks.*.mlp.*": 4}, {"blocks.0.mlp.down": 2, "head.out": 11}])),
+        tile=1 if whole else draw(st.sampled_from([1, {"blocks.*.mlp.*": 4}, TILED_HEAD[model.tied]])),
         steps=2,
-        timeout=20.0,
+        timeout=60.0,  # a loaded machine is no fault
     )
     try:
         check_run(run)

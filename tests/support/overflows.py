@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import torch
 
@@ -10,6 +11,7 @@ import raypar as rp
 from tests.support.team import Team
 
 LAYOUTS = [{"pp": 2}, {"dp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2, "dp": 2}]
+MESH = [field.name for field in fields(rp.Mesh)]
 SHARDED = [{"dp": 2, "zero": 2}, {"dp": 2, "zero": 3}, {"pp": 2, "dp": 2, "zero": 3}, {"dp": 4, "shard": 2, "zero": 3}]
 
 
@@ -34,11 +36,9 @@ def state_of(actor):
 
 
 def laid_out(layout):
-    """The fields of a run."""
-    return {
-        "mesh": rp.Mesh(**{axis: size for axis, size in layout.items() if axis != "zero"}),
-        "zero": layout.get("zero"),
-    }
+    """The fields of a run: the axes of its mesh, and others."""
+    axes = {axis: size for axis, size in layout.items() if axis in MESH}
+    return {"mesh": rp.Mesh(**axes)} | {name: value for name, value in layout.items() if name not in MESH}
 
 
 def not_skipped(run, rank, microbatch):

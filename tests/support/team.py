@@ -98,7 +98,7 @@ class Team:
         for rank in range(self.world.size):
             for _, axis, name, members in self.world.memberships(rank):
                 if members[0] == rank:
-                    yield name, local_groups(axis, len(members), 10.0)
+                    yield name, local_groups(axis, len(members), self.run.timeout)
 
     def _told(self, plans, actor):
         rank = self.all.index(actor)
@@ -109,7 +109,7 @@ class Team:
         """What ``call(actor)`` returned or raised, by rank."""
         with ThreadPoolExecutor(len(self.all)) as pool:
             futures = [pool.submit(call, actor) for actor in self.all]
-            return [future.exception(30) or future.result() for future in futures]
+            return [future.exception(self.run.timeout + 20) or future.result() for future in futures]
 
     def step(self, number=0, program="train"):
         results = self.each(lambda actor: actor.run(program, number))

@@ -44,7 +44,7 @@ class Calls:
         return self.gather([getattr(self._handles[rank], method).remote(*args)], what)[0]
 
     def gather(self, refs, what, ranks=None):
-        wait(refs, 30)
+        wait(refs, 90)
         return [ref.result(0) for ref in refs]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 
 from raypar.actors.files import expanded
@@ -40,7 +41,7 @@ def _folder_faults(folder: str) -> Iterator[str]:
             yield f"is not there: make it, or {fix}"
         elif not path.is_dir():
             yield f"is no folder: {fix}"
-        elif not os.access(path, os.W_OK | os.X_OK):
-            yield f"can't be written, there is no permission: {fix}"
+        else:
+            tempfile.TemporaryFile(dir=path).close()  # as the actors will; it has no name
     except (OSError, ValueError) as error:
         yield f"can't be used ({getattr(error, 'strerror', None) or error}): {fix}"

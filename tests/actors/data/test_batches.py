@@ -226,7 +226,9 @@ def test_fault_tokenizer(text, tmp_path, monkeypatch):
     def with_tokenizer(name):
         return Text(path=text.path, tokenizer=str(tmp_path / name), cache=text.cache)
 
-    assert "cannot be read" in only_fault(with_tokenizer("missing.json"))
+    assert "missing.json' cannot be read (No such file or directory): correct" in only_fault(
+        with_tokenizer("missing.json")
+    )
     for content in ("not json", "{}", '{"model": 3}'):
         (tmp_path / "tokenizer.json").write_text(content)
         assert "not a tokenizers JSON file" in only_fault(with_tokenizer("tokenizer.json"))

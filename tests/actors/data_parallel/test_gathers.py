@@ -93,6 +93,6 @@ def test_its_picture_shows_every_gather(schedule, placement):
     sizes = stage_bytes(program)
     times = sum(one.gathers for one in traffic(program, sizes, sizes, shards=2))
     assert svg(program).count('class="raypar-whole"') == times
-    grid = text(program, width=None).split("\n(F0:")[0]
+    grid = text(program, width=None).split("\n( before")[0]
     assert grid.count("(") == grid.count(")") == times
     assert sum(action.op is Op.UNSHARD for row in program.rows for action in row) == times

@@ -159,7 +159,12 @@ def verdict(**changes):
             job.close()
 
 
-@pytest.mark.parametrize("changes", [{}, {"zero": 1}, {"mesh": rp.Mesh(pp=2, dp=2)}, {"mesh": rp.Mesh(cp=2)}], ids=str)
+ALONE = {"mesh": rp.Mesh(), "zero": None}  # nothing but the tiles adds in another order
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"zero": 1}, {"mesh": rp.Mesh(pp=2, dp=2)}, {"mesh": rp.Mesh(cp=2)}, ALONE], ids=str
+)
 def test_a_tiled_gpt_is_verified_and_shown_by_the_names_of_the_whole(changes):
     fields = {"mesh": rp.Mesh(dp=2), "zero": 3} | changes
     report, weights, shapes, gradients = verdict(**fields, tile=4)

@@ -245,6 +245,19 @@ def test_no_layer_computes_with_a_weight_that_has_no_values():
         team.step(0)
 
 
+class Returns(Looks):
+    def forward(self, x):
+        return self.get() + 0.0  # no tensor with values takes part, so that the mode sees nothing amiss
+
+
+def test_no_stage_returns_a_tensor_without_values():
+    """Sent to the next stage it would be whatever was in memory."""
+    hidden = np.empty(1, dtype=object)
+    team = Team(lambda: [Owns(lambda weight: hidden.__setitem__(0, weight)), Returns(lambda: hidden[0])], 1)
+    with pytest.raises(ActionError, match=r"a weight or buffer is used that has no values here.*\(in layers\.1\)"):
+        team.step(0)
+
+
 def test_a_reference_behind_many_tables_is_found():
     enc, user = nn.Linear(2, 2), nn.Identity()
     user.table, user.get = [[number] for number in range(2_000)], lambda: enc.weight

@@ -20,7 +20,9 @@ from raypar.cli import main as cli
 from raypar.cli import schedules as paper
 from raypar.cli import train as commands
 from raypar.cli.output_files import whole_file
+from raypar.cli.parsing import _base
 from raypar.config.recipes import recipe
+from raypar.config.toml import plain_of, toml_of
 from raypar.errors import JobError
 from raypar.parity.verify import Bounds, Difference, Verdict
 from raypar.reporting import summary as summaries
@@ -611,3 +613,9 @@ def test_verify_takes_five_steps_unless_told(said, monkeypatch, tmp_path):
     for words in ((), ("--steps", 3), ("gpt-small",), (path,), (tmp_path / "seven.toml",)):
         assert said("verify", *words)[0] == 4
     assert seen == [5, 3, 5, 5, 7]
+
+
+def test_verify_takes_the_run_of_a_run_folder_but_not_its_length(tmp_path):
+    (tmp_path / "run.toml").write_text(toml_of(plain_of(replace(recipe("gpt-tiny"), steps=70, seed=11))))
+    run, wrong = _base(str(tmp_path), {"steps": 2})
+    assert (run.seed, run.steps, wrong) == (11, 2, [])

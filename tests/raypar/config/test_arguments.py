@@ -76,6 +76,13 @@ def test_an_argument_that_there_is_not_says_the_nearest(call, told):
     assert str(raised.value) == told
 
 
+def test_every_public_function_checks_its_arguments():
+    own_checks = {"recipe", "register_schedule", "tab_completion", "run_experts"}
+    functions = {name for name in rp.__all__ if inspect.isfunction(getattr(rp, name))}
+    assert own_checks <= functions
+    assert {name for name in functions if not hasattr(getattr(rp, name), "__wrapped__")} == own_checks
+
+
 def test_all_wrong_arguments_are_told_at_once():
     with pytest.raises(rp.ConfigError) as raised:
         JOB.train("3", on=4, ahead=-1)

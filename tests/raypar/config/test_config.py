@@ -243,6 +243,8 @@ def test_what_has_no_effect_is_told(tiny):
         "eval_every 2 has no effect without Batches(validate=...)",
         "optim.warmup is 9 steps, and steps is 5",
     ]
+    (told,) = idle_fields(replace(tiny, sequence_parallel=True))
+    assert told.startswith("sequence_parallel has no effect without mesh.tp")
     assert not [*idle_fields(replace(tiny, steps=5, eval_every=2, optim=AdamW(warmup=5)))]
 
 

@@ -425,7 +425,11 @@ def batch(step, microbatch, dp):
 
 SLEEP = {sleep}
 run = rp.Run(model=rp.Layers(lambda: [Slow(), Slow()], nn.functional.mse_loss), data=rp.Batches(batch),
-             mesh=rp.Mesh(pp={pp}), microbatches=2, optim=rp.SGD(lr=0.1), steps=3)
+             mesh=rp.Mesh(pp={pp}), microbatches=2, optim=rp.SGD(lr=0.1), steps=3,
+             offload="parameters", offload_folder={folder!r})
+def files_of(pid):
+    found = [os.readlink(f"/proc/{{pid}}/fd/{{name}}") for name in os.listdir(f"/proc/{{pid}}/fd")]
+    return [file for file in found if file.startswith({folder!r})]
 def from_a_thread():
     # what Ray starts ends with the thread that has started it, so that has to be another one than this
     found = []
@@ -440,7 +444,8 @@ with {launch} as job:
     pids = ray.get([h.__ray_call__.remote(lambda w: os.getpid()) for h in job._loop.loaded.handles])
     session = ray._private.worker._global_node.get_session_dir_path()
     doors = ray.util.get_node_ip_address(), oct(os.stat(session).st_mode & 0o777)
-    print(json.dumps({{"pids": pids, "session": session, "doors": doors}}), flush=True)
+    files = [files_of(pid) for pid in pids]
+    print(json.dumps({{"pids": pids, "session": session, "doors": doors, "files": files}}), flush=True)
     {body}
 """
 
@@ -513,15 +518,18 @@ def programs(tmp_path_factory):
             script = folder / f"program{number}.py"
             launch = "from_a_thread()" if "thread" in end else "rp.launch(run)"
             pp = 2 if "pids[1]" in body else 1
-            script.write_text(PROGRAM.format(sleep=sleep, body=body, launch=launch, pp=pp))
-            futures[end] = pool.submit(performed, script)
+            offload = folder / f"offload{number}"
+            offload.mkdir()
+            script.write_text(PROGRAM.format(sleep=sleep, body=body, launch=launch, pp=pp, folder=str(offload)))
+            futures[end] = pool.submit(performed, script), offload
         yield futures
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_program_that_ends_leaves_no_process_and_no_shared_memory(programs, end):
+def test_a_program_that_ends_leaves_no_process_no_shared_memory_and_no_offloaded_file(programs, end):
     _, _, code, says = ENDS[end]
-    done, told, left = programs[end].result()
+    performing, offload = programs[end]
+    done, told, left = performing.result()
     assert says in done.stderr, done.stderr
     if "killed" in end:
         first = done.stderr.splitlines()[0]
@@ -529,6 +537,8 @@ def test_a_program_that_ends_leaves_no_process_and_no_shared_memory(programs, en
         assert "A worker died" not in done.stderr
     assert done.returncode == code or code is None, done.stderr
     assert not left
+    assert all(len(files) == 1 and files[0].endswith("(deleted)") for files in told["files"]), told["files"]
+    assert not list(offload.iterdir()), "a file without a name ends with its actor, however that ends"
     assert told["doors"] == ["127.0.0.1", "0o700"], "a Ray of our own is open to this user on this machine only"
     assert all(map(gone, told["pids"]))
     marks = [Path(told["session"]).name, *map(str, told["pids"])]

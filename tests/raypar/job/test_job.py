@@ -53,6 +53,16 @@ def test_a_step_counts_samples_and_memory_by_kind_in_every_layout(job_of):
         assert by_hand.memory == report.memory
 
 
+def test_a_run_that_has_taken_all_its_steps_says_how_it_goes_on(job, caplog):
+    job.reset(tiny(steps=2))
+    assert len(job.train()) == 2
+    caplog.clear()
+    assert job.train() == []
+    assert [record.getMessage() for record in caplog.records] == [
+        "the run has taken all its 2 steps: give train(steps=...) for more"
+    ]
+
+
 def test_a_folder_keeps_the_times_of_the_latest_compiled_step(job, tmp_path):
     job.reset(tiny(folder=str(tmp_path / "run")))
     job.step()

@@ -13,7 +13,7 @@ from raypar.actors.specs.optim import Muon
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run, world_of
 from raypar.config.skeleton import Skeleton
-from raypar.planner.memory import worker_memory
+from raypar.planner.memory import others_memory, worker_memory
 from raypar.planner.prediction import from_flops
 from raypar.planner.traffic import sent_bytes
 from raypar.reporting.needs import counts_of, need_rows
@@ -30,13 +30,16 @@ LAYOUTS = [
     {"mesh": Mesh(dp=2, tp=2, ep=2), "zero": 1},
     {"mesh": Mesh(dp=2, tp=2, ep=2, etp=2), "zero": 1},
     {"mesh": Mesh(pp=2, dp=2, ep=2), "zero": 0, "recompute": "full"},
+    {"mesh": Mesh(dp=2, expert_actors=2), "zero": 2},
+    {"mesh": Mesh(pp=2, dp=2, expert_actors=1), "zero": 0, "optim": Muon()},
 ]
 
 
 def planned(run):
     schedule = check_run(run)["train"]
     counts = counts_of(run, schedule, None)
-    memory = worker_memory(run, world_of(run), counts, from_flops(run, world_of(run), counts, schedule).timeline)
+    timeline = from_flops(run, world_of(run), counts, schedule).timeline
+    memory = [of(run, world_of(run), counts, timeline) for of in (worker_memory, others_memory)]
     return memory, counts, sent_bytes(run, world_of(run), counts, schedule)
 
 
@@ -46,7 +49,7 @@ def sent_by(team):
     def totals():
         found = [Counter() for _ in range(team.world.mesh.pp)]
         for axis in ("dp", "ep", "edp"):
-            for rank, ledger in enumerate(team.ledger(axis)):
+            for rank, ledger in enumerate(team.ledger(axis)[: team.world.mesh.size]):
                 found[team.world.pp(rank)].update({(axis, op): count for op, (_, count) in ledger.items()})
         return found
 
@@ -60,13 +63,14 @@ def sent_by(team):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout['mesh']} {layout['zero']}")
 def test_actors_hold_and_send_what_is_planned(layout):
     run = replace(RUN, **layout)
-    memory, counts, expected = planned(run)
+    (workers, others), counts, expected = planned(run)
     team = Team.of(run)
     team.step()
-    held = [actor.held() for actor in team.workers]
+    held = [actor.held() for actor in team.all]
     for kind in ("weights", "gradients", "optimizer"):
-        for stage, formula in enumerate(memory):
-            ranks = team.world.replicas_of(stage)
+        formulas = [(formula, team.world.replicas_of(stage)) for stage, formula in enumerate(workers)]
+        formulas += [(formula, team.world.mesh.experts_of(stage)) for stage, formula in enumerate(others)]
+        for formula, ranks in formulas:
             found = sum(held[rank].most[kind] for rank in ranks) / len(ranks)
             assert getattr(formula, kind) == pytest.approx(found, rel=0.04), kind  # Adam counts steps, too
     if layout["zero"] < 3:

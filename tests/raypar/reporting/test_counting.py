@@ -34,3 +34,5 @@ def test_a_model_is_told_by_its_sizes_and_what_is_not_its_default():
     assert "moe=MoE(experts=8, " in told
     assert not any(usual in told for usual in ("dropout", "rope_base", "kind", "attention", "None"))
     assert brief(Layers(list, print)).startswith("Layers(fn=list, loss=print")
+    assert "plan" not in brief(Layers(list, print))
+    assert "plan={'a': 'row'}" in brief(Layers(list, print, plan={"a": "row"}))

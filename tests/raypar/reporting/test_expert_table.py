@@ -52,3 +52,14 @@ def test_layers_of_several_sizes_parts_of_experts_and_more_actors_than_fit():
     assert "1 (2/2)    2-3 (2/2)  4-7 (2/2)  {1, 3}" in lines[4]
     assert lines[17:19] == ["... and 8 more", "so on each of 2 pipeline ranks, with 24 actors each"]
     assert rp.expert_table(rp.recipe("moe-small")) == ""
+
+
+def test_the_page_has_expert_actors_as_they_are_drawn():
+    drawn = rp.expert_table(rp.recipe("moe-small", mesh=rp.Mesh(dp=2, expert_actors=2)))
+    assert f"```text\n{drawn}\n```" in PAGE.split("## Experts on actors of their own")[1]
+    many = rp.expert_table(rp.recipe("moe-small", mesh=rp.Mesh(pp=2, tp=2, expert_actors=4))).splitlines()
+    assert many[1:5:3] == [
+        "0: pp=0 tp=0      -        {0, 1, 4, 5, 6, 7}  -            {0}",
+        "5: pp=0 expert=1  2-3      {0, 1, 4, 5, 6, 7}  {5}          -",
+    ]
+    assert many[-1] == "so on each of 2 pipeline ranks, with 6 actors each"

@@ -10,7 +10,9 @@ import raypar as rp
 from raypar.cli.main import main
 from raypar.config.run import check_run, world_of
 from raypar.config.skeleton import Skeleton
+from raypar.planner.prediction import from_flops
 from raypar.planner.traffic import sent_bytes
+from raypar.reporting import needs
 from raypar.reporting.memory_table import memory_table
 from raypar.reporting.needs import counts_of, memory_faults
 from tests.support.team import Team
@@ -176,3 +178,35 @@ def test_a_model_that_is_more_than_the_machine_has_is_refused(monkeypatch, capsy
     assert "this machine has 150 MiB" in capsys.readouterr().err
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert not list(memory_faults(run, check_run(run)["train"]))
+
+
+def test_what_is_offloaded_counts_where_it_is(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("raypar.reporting.needs.total_memory", lambda: 110 << 20)
+    for offload, room, says in (
+        ({"offload": "optimizer"}, None, "take 124 MiB, and this machine has 110 MiB: set offload_folder to a folder"),
+        ({"offload": "optimizer", "offload_folder": str(tmp_path)}, 100 << 20, None),
+        (
+            {"offload": "parameters", "offload_folder": str(tmp_path)},
+            90 << 20,
+            f"offload_folder {str(tmp_path)!r}: what all 2 actors offload takes 99 MiB, and its disk has 90 MiB "
+            "free: free some space, or give a folder of another disk",
+        ),
+    ):
+        monkeypatch.setattr("raypar.reporting.needs.free_disk", lambda folder, room=room: room)
+        run = rp.recipe("gpt-small", mesh=rp.Mesh(pp=2, dp=1), **offload)
+        faults = list(memory_faults(run, check_run(run)["train"]))
+        assert [says in fault for fault in faults] == [True] * (says is not None), faults
+    assert not list(memory_faults(run, check_run(run)["train"], replaces=True)), "the disk may have room again"
+    with pytest.raises(rp.ConfigError, match="what all 2 actors offload takes"):
+        rp.launch(run)
+    words = ["--mesh.pp", "2", "--mesh.dp", "1", "--offload", "parameters", "--offload-folder", str(tmp_path)]
+    assert main(["train", "gpt-small", *words, "--dry-run"]) == 2
+    assert "its disk has 90 MiB free" in capsys.readouterr().err
+    assert need_rows(run)["memory in all"] != need_rows(replace(run, offload_folder=None))["memory in all"]
+
+
+def need_rows(run):
+    schedule = check_run(run)["train"]
+    timeline = from_flops(run, world_of(run), counts_of(run, schedule, None), schedule).timeline
+    return dict(needs.need_rows(run, schedule, None, timeline))
