@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.models.expert_style import orders_of
 from raypar.actors.sharding import Pieces
 from raypar.actors.specs.model import Transformer
+from raypar.actors.specs.moe import orders_of
 from raypar.actors.specs.run import Run
 from raypar.config.arguments import checked_arguments
 from raypar.config.run import world_of
