@@ -41,8 +41,3 @@ class ExpertParallel(ParallelStyle):
             own = {number: module[number] for number in order[first:last]}
         module._modules.clear()  # what a module still has goes over to the one in its place
         return Applied(ExpertShard(own, order, self.group, self.holders, self.tokens, self.shadows))
-
-
-def orders_of(written: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Read the orders of experts, which are written as "0 2 1 3", by the name of the list."""
-    return {name: tuple(map(int, words.split())) for name, words in written.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -156,3 +156,8 @@ class MoE:
             yield f"{path}.top_groups {self.top_groups} is more than groups {self.groups}: use {self.groups} at most"
         elif (inside := self.top_groups * (fewest // self.groups)) < self.top_k <= fewest:
             yield f"{path}.top_groups {self.top_groups} leaves {inside} experts for top_k {self.top_k}: use more groups"
+
+
+def orders_of(written: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Read the orders of experts, which are written as "0 2 1 3", by the name of the list."""
+    return {name: tuple(map(int, words.split())) for name, words in written.items()}

@@ -10,8 +10,8 @@ from raypar.actors.data_parallel.buckets import share_out
 from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.mesh.world import World
 from raypar.actors.models.base import Model
-from raypar.actors.models.expert_style import orders_of
 from raypar.actors.models.tied_weights import Tie, ties_of
+from raypar.actors.specs.moe import orders_of
 from raypar.actors.specs.types import Split
 from raypar.actors.tensors import nbytes
 from raypar.actors.worker.plan import Plan

@@ -60,8 +60,8 @@ class RunArgs(Run):
     TOML file"""
 
     layout: str = ""
-    """a layout of experts by name, which other flags change: ep2_dp2, ep2_tp2_dp2, ep2_dp2_zero3, ep4, and others of
-    such words"""
+    """a layout of experts by name, which other flags change: ep2_dp2, ep2_tp2_dp2, ep2_dp2_zero3, ep4, dp2_experts2
+    and others of such words"""
 
     def run(self) -> Run:
         """Return the Run alone."""

@@ -16,8 +16,9 @@ LAYOUTS: Mapping[str, str] = {
     "ep2_tp2_dp2": "the same on the tensor ranks of two replicas",
     "ep2_dp2_zero3": "the first one, with all weights sharded",
     "ep4": "four actors, each with a quarter of the experts",
+    "dp2_experts2": "two replicas, and two actors with half of the experts each",
 }
-_AXES = ("ep", "dp", "tp", "cp", "pp", "etp", "zero")
+_AXES = ("ep", "dp", "tp", "cp", "pp", "etp", "experts", "zero")
 _MOST_ZERO = 3
 
 
@@ -28,7 +29,7 @@ def layout(name: str) -> dict[str, Any]:
     A name is made of words with underscores between, each an axis and a number. ``ep`` is into how many parts experts
     are divided, and ``dp`` how many actors hold the same part: ep x dp actors are a pipeline stage, or ep x dp x etp
     with ``etp`` tensor ranks of an expert. ``tp`` and ``cp`` say how these divide the other weights and the sequence;
-    ``pp`` is the number of stages.
+    ``pp`` is the number of stages. With ``experts``, a number of actors of their own, ``dp`` is the number of replicas.
 
     Args:
         name: The name, such as ``ep2_dp2`` or ``ep4_tp2_pp2_zero1``.
@@ -49,11 +50,15 @@ def layout(name: str) -> dict[str, Any]:
         for word, times in Counter(word for word, _ in ways).items()
         if times > 1
     ]
+    if {"experts", "ep"} <= {word for word, _ in ways}:
+        faults.append(f"layout {name!r} has ep and experts: experts are on actors of their own or on ranks, use one")
     faults += [f"layout {name!r} has {word}0: use 1 at least" for word, count in ways if not count and word != "zero"]
     of = dict.fromkeys(_AXES, 1) | dict(ways)
     if "zero" in dict(ways) and of["zero"] > _MOST_ZERO:
         faults.append(f"layout {name!r} has zero{of['zero']}: use 0 to {_MOST_ZERO}")
-    stage, inner = of["ep"] * of["etp"] * of["dp"], of["tp"] * of["cp"]
+    apart = of["experts"] if "experts" in dict(ways) else 0
+    inner = of["tp"] * of["cp"]
+    stage = of["dp"] * inner if apart else of["ep"] * of["etp"] * of["dp"]
     if not faults and stage % inner:
         made = " x ".join(f"{word} {of[word]}" for word in ("ep", "etp", "dp") if of[word] > 1) or "1"
         faults.append(
@@ -64,5 +69,5 @@ def layout(name: str) -> dict[str, Any]:
         raise ConfigError(faults)
     axes = {axis: of[axis] for axis in ("tp", "cp", "pp", "ep")}
     etp = {"etp": of["etp"]} if "etp" in dict(ways) else {}
-    mesh = Mesh(dp=stage // inner, **axes, **etp)
+    mesh = Mesh(dp=stage // inner, expert_actors=apart, **axes, **etp)
     return {"mesh": mesh} | ({"zero": of["zero"]} if "zero" in dict(ways) else {})

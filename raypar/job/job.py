@@ -329,6 +329,7 @@ class Job:
             raise ConfigError(faults)
         look_ahead(run, programs, skeleton)
         run = settled(run)
+        self._loop.leave(run.folder)
         self._lifetime.guard(partial(self._exchange, run, programs, skeleton, found, Record(run)))
 
     def rebalance(self, loads: Loads | None = None) -> Mapping[str, str]:
@@ -364,8 +365,7 @@ class Job:
 
     def _exchange(self, run: Run, programs: Programs, skeleton: Skeleton, found: Found | None, record: Record) -> None:
         """Replace the actors' run by another one."""
-        self._loop.keep_times()
-        self._loop.close()
+        self._loop.finish()
         try:
             self._loop.loaded.calls.all("leave", what="the end of the run before")
             self._generation += 1

@@ -107,6 +107,7 @@ class TrainingLoop:
         self._ahead: Ahead | None = None
         self._stepper: Stepper | None = None
         self.last: Report | None = None
+        self._is_finished = False
         self.loaded, self.next_step = loaded, 0
         self._record, self._saver = record, Saver(loaded.run, loaded.calls, loaded.world)
 
@@ -115,6 +116,19 @@ class TrainingLoop:
         self._stepper, self.last = None, None
         self.loaded, self.next_step = loaded, 0
         self._record, self._saver = record, Saver(loaded.run, loaded.calls, loaded.world)
+        self._is_finished = False
+
+    def leave(self, folder: str | None) -> None:
+        """Finish the run if its folder is this one, in which another run is to go on: it has one writer at a time."""
+        if folder is not None and folder == self.loaded.run.folder:
+            self.finish()
+
+    def finish(self) -> None:
+        """Keep the latest step's times, then end the saving and the record of the run. A second call does nothing."""
+        if not self._is_finished:
+            self._is_finished = True
+            self.keep_times()
+            self.close()
 
     def begin(self, step: int, name: str) -> None:
         """Start the run's record, once the actors have built the run.

@@ -7,11 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.sharding import Pieces
 from raypar.actors.specs.model import Transformer
+from raypar.actors.specs.moe import orders_of
 from raypar.actors.specs.run import Run
 from raypar.config.arguments import checked_arguments
 from raypar.config.run import world_of
 
-_MOST = 16  # actors that have a row
+_MOST, _MOST_ORDERS = 16, 4  # actors that have a row, lists of experts that have a column
+
+Order = tuple[int, ...]
 
 
 @checked_arguments
@@ -30,29 +33,31 @@ def expert_table(run: Run) -> str:
     mesh = run.mesh
     if not mesh.divides_experts:
         return ""
-    counts = _counts(run)
-    head = ["actor", *([f"{count} experts" for count in counts] if counts[1:] else ["experts"] * len(counts))]
-    head += ["exchange tokens", "sum experts", "sum other weights"]
+    orders, left = _orders(run)
     ranks = (*range(min(mesh.inner, _MOST)), *mesh.experts_of(0)[:_MOST])
-    rows = [[*_row(mesh, rank, counts)] for rank in ranks]
+    head = ["actor", *orders, "exchange tokens", "sum experts", "sum other weights"]
+    rows = [[*_row(mesh, rank, [*orders.values()])] for rank in ranks]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
-    return "\n".join(line.rstrip() for line in [*lines, *_notes(run)])
+    notes = [f"... and {left} other orders of experts"] if left else []
+    return "\n".join(line.rstrip() for line in [*lines, *notes, *_notes(run)])
 
 
-def _row(mesh: Mesh, rank: int, counts: Sequence[int]) -> Iterator[str]:
+def _row(mesh: Mesh, rank: int, orders: Sequence[Order]) -> Iterator[str]:
     """Yield the cells of an actor."""
     yield f"{rank}: {mesh.label(rank)}"
-    among, is_expert = mesh.group_of("ep", rank)[1], rank >= mesh.size
-    part = f" ({rank % mesh.expert_ranks + 1}/{mesh.expert_ranks})" if mesh.expert_ranks > 1 else ""
+    among, is_own = mesh.group_of("ep", rank)[1], rank >= mesh.size
     holders = mesh.experts_of(0) if mesh.expert_actors else among
-    for count in counts:
-        first, last = Pieces.at(holders.index(rank), mesh.expert_parts).span(count) if rank in holders else (0, 0)
-        span = f"{first}-{last - 1}{part}" if last - first > 1 else f"{first}{part}"
-        yield span if last > first else "-"
+    part = f" ({rank % mesh.expert_ranks + 1}/{mesh.expert_ranks})" if mesh.expert_ranks > 1 else ""
+    for order in orders:
+        if rank in holders:
+            first, last = Pieces.at(holders.index(rank), len(holders)).span(len(order))
+            yield f"{_ranges(order[first:last])}{part}"
+        else:
+            yield "-"
     yield _set(among)
     yield _set(mesh.group_of("edp", rank)[1]) if rank in holders else "-"
-    yield "-" if is_expert else _set(mesh.replicas(rank)[1])
+    yield "-" if is_own else _set(mesh.replicas(rank)[1])
 
 
 def _notes(run: Run) -> Iterator[str]:
@@ -69,11 +74,38 @@ def _notes(run: Run) -> Iterator[str]:
         yield f"zero {world.zero}: those who sum a gradient share out {what}"
 
 
-def _counts(run: Run) -> list[int]:
-    """Return the numbers of experts that layers have, in rising order; of own layers, whose list is not known, []."""
-    if not isinstance(run.model, Transformer):
-        return []
-    return sorted({run.model.num_experts(block) for block in range(run.model.layers)} - {0})
+def _orders(run: Run) -> tuple[dict[str, Order], int]:
+    """Return the orders in which experts are divided, by the head of their column, and how many more there are.
+
+    Of own layers, whose lists are not known here, only those that the run gives an order.
+    """
+    blocks: dict[Order, list[str]] = {}
+    given = orders_of(run.expert_order)
+    if isinstance(run.model, Transformer):
+        for block in range(run.model.layers):
+            name = f"blocks.{block}.mlp.experts"
+            if count := run.model.num_experts(block):
+                blocks.setdefault(given.get(name, (*range(count),)), []).append(str(block))
+    else:
+        blocks = {order: [name] for name, order in given.items()}
+    shown = dict(sorted(blocks.items(), key=lambda one: (len(one[0]), one[0]))[:_MOST_ORDERS])
+    left = len(blocks) - len(shown)
+    if len(blocks) == 1:
+        return {"experts": next(iter(shown))}, 0
+    if len({len(order) for order in blocks}) == len(blocks):
+        return {f"{len(order)} experts": order for order in shown}, left
+    return {f"experts of {' '.join(names)}": order for order, names in shown.items()}, left
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Write numbers, those that follow each other as a range."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return " ".join(f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]) for run in runs)
 
 
 def _set(members: Iterable[int]) -> str:

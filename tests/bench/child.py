@@ -34,6 +34,10 @@ def build(contestant: Contestant, size: Size, rank: int) -> Trainer:
         from tests.bench.peers.ddp import ddp
 
         return ddp(run, _place(size, rank))
+    if contestant.loop == "all-to-all":
+        from tests.bench.peers.all_to_all import all_to_all
+
+        return all_to_all(run, _place(size, rank))
     if contestant.loop == "fsdp":
         from tests.bench.peers.fsdp import fsdp
 

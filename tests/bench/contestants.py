@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import raypar as rp
 from tests.bench.workload import RANKS, Kind, Layout, Size
 
-Loop = Literal["plain", "ddp", "fsdp", "deepspeed", "pipelining", "dtensor", "ray-train", "raypar"]
+Loop = Literal["plain", "ddp", "all-to-all", "fsdp", "deepspeed", "pipelining", "dtensor", "ray-train", "raypar"]
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,10 @@ def _tensors(suffix: str, what: str, *, sequence: bool) -> tuple[Contestant, Con
     )
 
 
-_EVERYWHERE: tuple[Kind, ...] = ("replicas", "sharded", "pipelines", "tensors", "gpu", "gpus")
+_EVERYWHERE: tuple[Kind, ...] = ("replicas", "sharded", "experts", "pipelines", "tensors", "gpu", "gpus")
 _TWO: tuple[Kind, ...] = ("replicas", "gpus")
 _SHARDED: tuple[Kind, ...] = ("sharded",)
+_EXPERTS: tuple[Kind, ...] = ("experts",)
 _HALVES: tuple[Kind, ...] = (*_TWO, *_SHARDED)
 _ONCE: dict[str, Any] = {"zero": 3, "zero_reduce": "step", "zero_gather": "step"}
 REFERENCE = "plain"  # whose losses everybody's are held against
@@ -104,7 +106,13 @@ CONTESTANTS = {
         Contestant(REFERENCE, "one process", "plain", "whole", launched=True, kinds=_EVERYWHERE),
         Contestant("raypar-one", "raypar, one actor", "raypar", "whole", limit=REFERENCE, kinds=("replicas", "gpu")),
         Contestant(
-            "pair-halves", "limit of dp", "plain", "replicas", processes=2, apart=True, kinds=(*_TWO, "sharded")
+            "pair-halves",
+            "limit of dp",
+            "plain",
+            "replicas",
+            processes=2,
+            apart=True,
+            kinds=(*_TWO, "sharded", "experts"),
         ),
         Contestant("torch-ddp", "torch DDP", "ddp", processes=2, launched=True, kinds=_TWO, **_REPLICAS),
         Contestant("ray-train", "Ray Train, DDP", "ray-train", launched=True, **_REPLICAS),
@@ -116,6 +124,9 @@ CONTESTANTS = {
         _replicas("raypar-zero-2", " zero=2", zero=2, kinds=_SHARDED),
         _replicas("raypar-zero-3", " zero=3", zero=3, kinds=_SHARDED),
         _replicas("raypar-zero-3-step", " zero=3, once a step", kinds=_SHARDED, **_ONCE),
+        Contestant("torch-ep", "torch all_to_all_single, DDP", "all-to-all", processes=2, kinds=_EXPERTS, **_REPLICAS),
+        _replicas("raypar-ep", " ep=2", kinds=_EXPERTS, mesh=rp.Mesh(dp=2, ep=2)),
+        _replicas("raypar-ep-0", " ep=2, zero=0", kinds=_EXPERTS, mesh=rp.Mesh(dp=2, ep=2), zero=0),
         _replicas("raypar-ps", " parameter_server", data_parallel="parameter_server"),
         Contestant(
             "pair", "limit of pp and tp", "plain", "whole", processes=2, apart=True, kinds=("pipelines", "tensors")

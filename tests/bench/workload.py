@@ -15,7 +15,7 @@ from raypar.actors.models.build import build_model
 Layout = Literal["whole", "pipeline", "replicas", "tensors"]
 # who takes part: of replicas, pipelines or tensor parallelism on CPUs, or those of so many GPUs. Not all at once: idle
 # contestants wake up, too
-Kind = Literal["replicas", "pipelines", "tensors", "sharded", "gpu", "gpus"]
+Kind = Literal["replicas", "pipelines", "tensors", "sharded", "experts", "gpu", "gpus"]
 RANKS = 2
 
 
@@ -53,6 +53,7 @@ class Size:
 _QUICK: tuple[Kind, ...] = ("replicas", "sharded", "pipelines", "tensors")
 _SMALL = rp.GPT(layers=8, hidden=256, heads=8, seq=256)
 _WIDE = rp.GPT(layers=2, hidden=1024, heads=16, seq=16)
+_MOE = rp.MoE(experts=4, top_k=2, normalise=True, loss="none")  # no peer has raypar's auxiliary losses
 SIZES = {
     size.name: size
     for size in (
@@ -71,18 +72,22 @@ SIZES = {
         Size("zero", _SMALL, kinds=("sharded",)),
         Size("zero-accumulated", _SMALL, kinds=("sharded",), accumulated=8),
         Size("zero-wide", _WIDE, steps=10, kinds=("sharded",)),
+        Size("moe", replace(_SMALL, moe=_MOE), kinds=("experts",), accumulated=8),
+        Size("moe-once", replace(_SMALL, moe=_MOE), kinds=("experts",)),
         Size("quick", rp.GPT(layers=4, hidden=64, heads=4, seq=64), kinds=_QUICK),
     )
 }
 _TORCH = ("dp-torch", "dp-wide-torch", "pp-torch")
+_EXPERTS = ("moe", "moe-once")
 _ZERO = ("zero", "zero-accumulated", "zero-wide")
-ALL = tuple(name for name in SIZES if name not in (*_TORCH, *_ZERO, "quick"))
-CHOICES = {name: (name,) for name in SIZES if name not in ("quick", "zero")} | {  # of the command line
+ALL = tuple(name for name in SIZES if name not in (*_TORCH, *_ZERO, *_EXPERTS, "quick"))
+CHOICES = {name: (name,) for name in SIZES if name not in ("quick", "zero", "moe")} | {  # of the command line
     "small": ("dp", "pp"),
     "wide": ("dp-wide", "pp-wide"),
     "tp": ("tp", "tp-batch", "tp-wide"),
     "torch": _TORCH,
     "zero": _ZERO,
+    "moe": _EXPERTS,
     "all": ALL,
 }
 
@@ -116,4 +121,6 @@ def run_of(size: Size, layout: Layout, **settings: Any) -> rp.Run:
         half = size.batch // RANKS
         run = replace(run, mesh=rp.Mesh(dp=RANKS), microbatches=size.accumulated)
         run = replace(run, micro_batch_size=half // size.accumulated)
+    if size.model.moe is not None:  # the norm over experts of several ranks is no peer's to compute
+        run = replace(run, clip=None)
     return replace(run, device="cuda" if size.gpus else "cpu", **settings)

@@ -16,6 +16,8 @@ from raypar.config.toml import load_run
         ("ep2_tp2_dp2", {"mesh": rp.Mesh(dp=2, tp=2, ep=2)}),
         ("ep2_dp2_zero3", {"mesh": rp.Mesh(dp=4, ep=2), "zero": 3}),
         ("ep4", {"mesh": rp.Mesh(dp=4, ep=4)}),
+        ("dp2_experts2", {"mesh": rp.Mesh(dp=2, expert_actors=2)}),
+        ("tp2_dp2_experts4_pp2", {"mesh": rp.Mesh(pp=2, dp=2, tp=2, expert_actors=4)}),
         ("zero0_dp2_ep4_etp2_tp2_cp2_pp3", {"mesh": rp.Mesh(pp=3, dp=4, cp=2, tp=2, ep=4, etp=2), "zero": 0}),
     ],
 )
@@ -29,8 +31,12 @@ def test_a_name_stands_for_a_mesh(name, fields):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("ep2_xx2", ["layout 'ep2_xx2' has 'xx2': known are ep2_dp2, ep2_tp2_dp2, ep2_dp2_zero3, ep4, and others"]),
+        (
+            "ep2_xx2",
+            ["layout 'ep2_xx2' has 'xx2': known are ep2_dp2, ep2_tp2_dp2, ep2_dp2_zero3, ep4, dp2"],
+        ),
         ("", ["layout '' has ''"]),
+        ("ep2_experts2", ["has ep and experts: experts are on actors of their own or on ranks, use one"]),
         ("ep2_ep4_dp0_zero4", ["has ep 2 times: leave one out", "has dp0: use 1 at least", "has zero4: use 0 to 3"]),
         ("ep2_tp3_dp2", ["has 4 actors a stage (ep 2 x dp 2), which tp x cp = 3 does not divide: use dp6"]),
     ],

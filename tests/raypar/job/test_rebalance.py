@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import raypar as rp
+from raypar.config.toml import load_run
 from raypar.job.rebalance import balanced, rebalanced
+from raypar.reporting.run_folder.read import read
 from tests.support.replicas import agrees
 from tests.support.snapshots import loaded, saved
 from tests.support.team import Team
@@ -78,6 +80,19 @@ def test_a_job_moves_its_experts_in_mid_run(job_on):
     assert job.next_step == 2
     assert before + [report.loss for report in job.train(2)] == wanted
     assert job.rebalance().keys() == {"blocks.0.mlp.experts", "blocks.1.mlp.experts"}
+
+
+def test_a_run_with_a_folder_goes_on_in_it(job_on, tmp_path):
+    folder = tmp_path / "run"
+    job = job_on(2)
+    job.reset(replace(RUN, microbatches=1, folder=str(folder)))
+    job.train(1)
+    order = job.rebalance()
+    job.train(1)
+    job.reset(RUN)  # which closes the folder
+    assert [one["step"] for one in read(folder).metrics if "step" in one] == [0, 1]
+    assert load_run(folder / "run.toml").expert_order == order
+    assert (folder / "checkpoints/step-00000001").is_dir()
 
 
 def test_mistakes_are_told():

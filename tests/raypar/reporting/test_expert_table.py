@@ -21,7 +21,7 @@ def test_the_page_has_the_layouts_as_they_are_drawn(name):
     assert f"```text\n{drawn}\n```" in PAGE.split(f"`{name}` is ")[1]
 
 
-@pytest.mark.parametrize("name", ["ep2_tp2_dp2", "ep4", "ep2_etp2_tp2_dp1_cp2"])
+@pytest.mark.parametrize("name", ["ep2_tp2_dp2", "ep4", "ep2_etp2_tp2_dp1_cp2", "dp2_experts2"])
 def test_actors_have_what_is_drawn(name):
     run = rp.recipe("moe-tiny", layout=name, microbatches=2)
     run = replace(run, model=replace(run.model, layers=1))
@@ -29,9 +29,19 @@ def test_actors_have_what_is_drawn(name):
     lines = rp.expert_table(run).splitlines()[1:]
     for worker, line in zip(team.workers, lines, strict=False):
         first, _, last = line.split("=")[-1].split()[1].partition("-")
+        held = {*range(int(first), int(last or first) + 1)} if first else set()
         names = (one.split(".") for one in worker.holds() if ".experts." in one)
-        assert {int(parts[4]) for parts in names} == {*range(int(first), int(last or first) + 1)}
+        assert {int(parts[4]) for parts in names} == held
         assert ("(" in line.split("{")[0]) == (run.mesh.expert_ranks > 1)
+
+
+def test_experts_in_another_order_are_drawn_by_their_numbers():
+    run = rp.recipe("moe-tiny", layout="ep2_dp2", expert_order={"blocks.3.mlp.experts": "3 1 2 0"})
+    lines = rp.expert_table(run).splitlines()
+    assert lines[0].split("  ")[:1] == ["actor"]
+    assert "experts of 0 1 2 4 5 6 7  experts of 3  exchange tokens" in lines[0]
+    assert [line.split()[2:4] for line in lines[1:3]] == [["dp=0", "0-1"], ["dp=1", "2-3"]]
+    assert ["3 1" in lines[1], "2 0" in lines[2]] == [True, True]
 
 
 def test_layers_of_several_sizes_parts_of_experts_and_more_actors_than_fit():
