@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import torch
@@ -27,6 +27,8 @@ from raypar.cluster.interrupts import patience
 from raypar.cluster.ray_private import start_on_loopback
 from raypar.errors import ConfigError, JobError
 from raypar.planner.host import num_cores, num_slots, room_faults, starts_own_ray
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -262,22 +264,23 @@ def _own_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, handler)
 
 
-def demand_shippable(*parts: object) -> None:
-    """Check that objects can be pickled for the actors; a function that closes over a lock can't.
+def shipped(parts: T) -> T:
+    """Return copies of objects as an actor gets them, with all that their functions close over.
 
     Args:
-        *parts: The objects.
+        parts: The objects, in a tuple.
 
     Raises:
-        ConfigError: If they can't be pickled.
+        ConfigError: They can't be pickled for the actors; a function that closes over a lock can't.
     """
     try:
-        ray.cloudpickle.dumps(parts)
+        copies: T = ray.cloudpickle.loads(ray.cloudpickle.dumps(parts))
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise ConfigError(
             [f"model or data can't be sent to actors ({reason}): make such things inside the function"]
         ) from None
+    return copies
 
 
 def _demand_room(world: World) -> None:

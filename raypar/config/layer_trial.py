@@ -1,15 +1,14 @@
 """Try the user's own layers on the shapes of the first batch, before actors start. Imports torch.
 
 The layers of the skeleton, which have no memory, make shapes from shapes. Not every op can do that, so an error there
-is only a suspicion: the layer that raised it is then made with its weights, and called with zeros.
+is only a suspicion: the first batch is then computed as the actors will, with weights, up to the layer that raised it.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterable
 from traceback import extract_tb
 
 import torch
@@ -26,83 +25,94 @@ from raypar.actors.tensors import Values, as_values
 from raypar.config.skeleton import Skeleton
 
 _OF_SHAPES = re.compile(r"(?i)\b(shapes?|sizes?|dim|dims|dimensions?|channels?|features?|elements?)\b")
-_MOST_TRIED = 1 << 24  # elements of a layer's weights and inputs that are made in the user's process
+_MOST_TRIED = 1 << 24  # elements of the weights and values that are made in the user's process
 
 
 def layer_faults(run: Run, skeleton: Skeleton) -> list[str]:
     """Return why the layers can't compute the loss of the first batch, if that shows in the shapes.
 
-    Only shapes are looked at, in fp32 and on CPUs. What can't be tried is no fault: the actors will see.
+    Only shapes are looked at, in fp32 and on CPUs. What can't be tried is no fault: the actors will see. Layers and
+    loss are called, so that what they keep of their calls changes.
 
     Args:
-        run: The run, checked.
-        skeleton: Its model without weights.
+        run: The run, checked, with a model and data that no actor gets.
+        skeleton: The model without weights, which nothing else uses.
     """
     is_plain = run.precision.compute == "fp32" and run.mesh.cp == 1 and run.device != "cuda"
     if not isinstance(run.model, Layers) or not isinstance(run.data, Batches) or not is_plain:
         return []
     if torch.cuda.is_available() or not skeleton.model.is_deferred:
         return []
-    with torch.no_grad(), torch.random.fork_rng(), warnings.catch_warnings():
+    with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the actors will warn of the same
         try:
             source = FunctionSource(run.data)
             inputs, target = source.inputs("train", 0, 0, 0), source.targets("train", 0, 0, 0)
         except Exception:  # its files may be where only the actors are
             return []
-        return _tried(run, skeleton, _on("meta", inputs), _on("meta", target))
+        with torch.no_grad():
+            last, size = _suspected(skeleton, _on_meta(inputs), _on_meta(target))
+        return [] if last is None or size > _MOST_TRIED else _computed(run, last, inputs, target)
 
 
-def _tried(run: Run, skeleton: Skeleton, values: Values, target: Values) -> list[str]:
-    """Call one layer after the other, and then the loss, with tensors that have only shapes."""
-    giver = "data.fn gives"
-    for index, name in enumerate(skeleton.model.names):
+def _suspected(skeleton: Skeleton, values: Values, target: Values) -> tuple[int | None, int]:
+    """Call one layer after the other, and then the loss, with tensors that have only shapes.
+
+    Returns:
+        The layer that raised an error, as many as there are layers for the loss, None if nothing did; and the elements
+        of all weights and values until then.
+    """
+    layers = skeleton.model.skeleton
+    size = _elements((*values, *target))
+    for index, layer in enumerate(layers):
+        size += _elements(layer.parameters())
         try:
-            made = as_values(skeleton.model.skeleton[index](*values))
+            values = as_values(layer(*values))
         except Exception:
-            told = _misfit(partial(_called, run, index), values, _weights(skeleton, index))
-            return [f"model: {name} can't take what {giver}, {_shapes(values)}: {told}"] if told else []
-        if not all(value.is_meta for value in made):
-            return []
-        values, giver = made, f"{name} makes"
+            return index, size
+        if not all(value.is_meta for value in values):
+            return None, size
+        size += _elements(values)
     try:
         skeleton.model.loss(values, target)
     except Exception:
-        told = _misfit(lambda both: skeleton.model.loss(both[: len(values)], both[len(values) :]), (*values, *target))
-        what = f"what {giver}, {_shapes(values)}, and the targets, {_shapes(target)}"
-        return [f"model.loss can't take {what}: {told}"] if told else []
+        return len(layers), size
+    return None, size
+
+
+def _computed(run: Run, last: int, values: Values, target: Values) -> list[str]:
+    """Compute the first batch with weights, up to a layer or the loss; return the error that shows a misfit."""
+    model, giver = build_model(run.model, run.seed), "data.fn gives"
+    what, taken = "model.fn", ""
+    try:
+        made = model.materialize([*range(min(last + 1, len(model.names)))], run.seed)
+        for name, layer in zip(model.names, made, strict=False):
+            what, taken = f"model: {name}", f"what {giver}, {_shapes(values)}"
+            values, giver = as_values(layer(*values)), f"{name} makes"
+        if last == len(model.names):
+            what, taken = "model.loss", f"what {giver}, {_shapes(values)}, and the targets, {_shapes(target)}"
+            model.loss(values, target)
+    except (RuntimeError, ValueError, IndexError) as error:
+        if type(error) in (RuntimeError, ValueError, IndexError) and _OF_SHAPES.search(str(error)):
+            return [f"{what} can't take {taken}: {_told(error)}"]
+    except Exception:  # the user's own, or it is no matter of shapes: the actors tell it
+        return []
     return []
 
 
-def _misfit(call: Callable[[Values], object], values: Values, weights: int = 0) -> str:
-    """Call with zeros of these shapes; return the error and the user's line if that shows that they do not fit."""
-    if weights + sum(value.numel() for value in values) > _MOST_TRIED:
-        return ""
-    try:
-        call(tuple(torch.zeros_like(value, device="cpu") for value in values))
-    except (RuntimeError, ValueError, IndexError) as error:
-        if type(error) not in (RuntimeError, ValueError, IndexError) or not _OF_SHAPES.search(str(error)):
-            return ""
-        theirs = [frame for frame in extract_tb(error.__traceback__) if not is_ours(frame.filename)]
-        line = theirs[-1] if theirs else made_at(error)
-        return f"{first_line(error)}" + (f" ({line.filename}, line {line.lineno})" if line is not None else "")
-    except Exception:
-        return ""
-    return ""
+def _told(error: Exception) -> str:
+    """Return what an error says, with the user's line."""
+    theirs = [frame for frame in extract_tb(error.__traceback__) if not is_ours(frame.filename)]
+    line = theirs[-1] if theirs else made_at(error)
+    return first_line(error) + (f" ({line.filename}, line {line.lineno})" if line is not None else "")
 
 
-def _called(run: Run, index: int, values: Values) -> object:
-    """Make one layer with its weights, and call it; the skeleton stays without."""
-    (layer,) = build_model(run.model, run.seed).materialize([index], run.seed)
-    return layer(*values)
+def _elements(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
-def _weights(skeleton: Skeleton, index: int) -> int:
-    return sum(weight.numel() for weight in skeleton.model.skeleton[index].parameters())
-
-
-def _on(device: str, values: Values) -> Values:
-    return tuple(value.to(device) for value in values)
+def _on_meta(values: Values) -> Values:
+    return tuple(value.to("meta") for value in values)
 
 
 def _shapes(values: tuple[Tensor, ...]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
-from raypar.cluster.ray_cluster import demand_shippable
+from raypar.cluster.ray_cluster import shipped
 from raypar.config.layer_warnings import warn_of_layers
 from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
@@ -23,11 +25,11 @@ def look_ahead(run: Run, programs: Programs, skeleton: Skeleton) -> None:
     Raises:
         ConfigError: The model or the data can't be sent to actors, or the layers do not fit the data and each other.
     """
-    demand_shippable(run.model, run.data)
-    if isinstance(run.model, Layers):
+    model, data = shipped((run.model, run.data))
+    if isinstance(model, Layers) and skeleton.model.is_deferred:
         from raypar.config.layer_trial import layer_faults
 
-        if faults := layer_faults(run, skeleton):
+        if faults := layer_faults(replace(run, model=model, data=data), Skeleton(model, run.seed)):
             raise ConfigError(faults)
     warn_of_batches(run)
     warn_of_layers(run, skeleton, programs["train"])

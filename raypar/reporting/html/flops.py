@@ -13,7 +13,7 @@ from raypar.actors.models.partition import transformer_costs
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE
 
-_KINDS: dict[object, Any] = {"gpt": GPT, "llama": Llama}
+_KINDS: dict[str, Any] = {"gpt": GPT, "llama": Llama}
 
 
 def flops_per_token(config: dict[str, Any]) -> float | None:
@@ -28,7 +28,7 @@ def flops_per_token(config: dict[str, Any]) -> float | None:
         The FLOPs; None for the user's own layers, whose FLOPs are not known.
     """
     table = config.get("model", {})
-    kind = _KINDS.get(table.get("kind", "gpt"))
+    kind = _KINDS.get(str(table.get("kind", "gpt")))
     if kind is None or "layers" not in table:
         return None
     try:

@@ -13,7 +13,7 @@ from raypar.reporting.run_folder.read import Past
 
 _LINE = re.compile(r"\S+ ([A-Z]+) (.*)")
 _STARTING = re.compile(r"starting \d+ actors?|actors: \d+.*")  # the first is of an older raypar, ahead of the other
-_STEP = re.compile(r"step +([\d,]{1,15})/([\d,]{1,15}) ")
+_STEP = re.compile(r"step +(\d[\d,]{0,14})/(\d[\d,]{0,14}) ")
 
 
 @dataclass

@@ -13,11 +13,22 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
-from pydantic import AllowInfNan, FailFast
+from pydantic import AllowInfNan, BeforeValidator, FailFast
+
+
+def _fitting(value: object) -> object:
+    """Refuse a whole number that no float can be: JSON has no bound, and pydantic would take it for infinity."""
+    if isinstance(value, int):
+        try:
+            float(value)
+        except OverflowError as error:
+            raise ValueError("it is too large for a float") from error
+    return value
+
 
 Number = Annotated[int, Ge(0), Le(2**63 - 1)]
 Figure = Annotated[float, AllowInfNan(False), Ge(-1e15), Le(1e15)]
-Loss = float | Literal["NaN", "Infinity", "-Infinity"]
+Loss = Annotated[float, BeforeValidator(_fitting)] | Literal["NaN", "Infinity", "-Infinity"]
 Numbers = Annotated[tuple[Number, ...], FailFast()]  # each error takes a hundred times the memory of a digit
 
 

@@ -9,7 +9,9 @@ from torch import nn
 
 import raypar as rp
 from raypar.config.layer_trial import layer_faults
+from raypar.config.run import check_run
 from raypar.config.skeleton import Skeleton
+from raypar.job.before_launch import look_ahead
 
 
 def batch(step, microbatch, dp):
@@ -43,6 +45,51 @@ class Looks(nn.Module):
 class Refuses(nn.Module):
     def forward(self, x):
         raise RuntimeError("never today")
+
+
+class Selects(nn.Module):
+    """Takes no zeros: it makes its shape from values."""
+
+    def forward(self, x):
+        return x[x != 0].view(3, 4)
+
+
+class Demands(nn.Module):
+    """Refuses what is no data, in the words of shapes."""
+
+    def forward(self, x):
+        if not x.abs().sum() > 0:
+            raise ValueError("all features are zero")
+        return x
+
+
+class Slopes(nn.Module):
+    """Uses a gradient in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad((x * self.weight).square().sum(), x, create_graph=True)[0]
+
+
+class Parts(nn.Module):
+    def forward(self, x, sizes):
+        return torch.stack([part.mean(0) for part in x.split(sizes.tolist())])
+
+
+class Ema:
+    """A loss that remembers."""
+
+    def __init__(self):
+        self.mean = None
+
+    def __call__(self, out, target):
+        loss = nn.functional.mse_loss(out, target)
+        self.mean = loss.detach()
+        return loss
 
 
 def faults_of(fn, loss=nn.functional.mse_loss, data=batch, **changes):
@@ -89,6 +136,44 @@ def test_what_fits_or_is_not_known_passes(fn):
     before = torch.random.get_rng_state()
     assert faults_of(fn) == []
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", [Selects, Demands, Slopes])
+def test_a_layer_that_takes_data_and_no_zeros_passes(kind):
+    assert faults_of(lambda: [kind(), nn.Linear(4, 2)]) == []
+    assert faults_of(lambda: [nn.Linear(4, 4), kind(), nn.Linear(4, 2)]) == []
+
+
+@pytest.mark.parametrize("kind", [Selects, Slopes])
+def test_such_a_layer_that_does_not_fit_is_told(kind):
+    (fault,) = faults_of(lambda: [nn.Linear(4, 5), kind(), nn.Linear(4, 2)])
+    assert fault.startswith("model: layers.1 can't take what layers.0 makes, (3, 5): ")
+
+
+def test_lengths_in_the_data_are_lengths():
+    def ragged(step, microbatch, dp):
+        return (torch.randn(6, 4), torch.tensor([1, 2, 3])), torch.tensor([2, 1])
+
+    def parted(out, target):
+        return sum(part.mean() for part in out.split(target.tolist()))
+
+    assert faults_of(lambda: [Parts(), nn.Linear(4, 2)], loss=parted, data=ragged) == []
+
+
+def test_what_the_loss_remembers_of_the_trial_reaches_no_actor():
+    loss, shapes = Ema(), []
+
+    def fn():
+        return [Notes(), nn.Linear(4, 2)]
+
+    class Notes(nn.Module):
+        def forward(self, x):
+            shapes.append(x)
+            return x
+
+    run = rp.Run(model=rp.Layers(fn, loss), data=rp.Batches(batch))
+    look_ahead(run, check_run(run), Skeleton(run.model, run.seed))
+    assert (loss.mean, shapes) == (None, [])
 
 
 def test_the_skeleton_stays_without_weights():

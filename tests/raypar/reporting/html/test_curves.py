@@ -172,6 +172,15 @@ def test_a_run_that_is_over_before_its_last_step_says_how_it_ended():
     assert happenings(past(log=log("INFO starting 1 actors", "INFO step 3/3  loss"))) == []
 
 
+@pytest.mark.parametrize("text", ["step ,/, loss", "step ,1/9  loss", "step 1/,  loss", "step " + "9" * 5000 + "/9 "])
+def test_a_line_of_the_log_that_looks_like_a_step_is_none(text):
+    assert happenings(past(log=log("INFO actors: 1", f"INFO {text}", "INFO step 3/3  loss"))) == []
+
+
+def test_a_kind_that_is_no_name_has_no_flops():
+    assert flops_per_token({"model": {"kind": ["gpt"], "layers": 2}}) is None
+
+
 def test_steps_that_go_back_and_a_loss_that_is_lost_are_marked():
     run = past()
     again = replace(run, metrics=[*run.metrics, run.metrics[1]])

@@ -95,6 +95,7 @@ def test_a_folder_of_something_else_is_told(past, tmp_path):
         ("metrics.jsonl", "\0" * 100 + "\n", "line 1 has a text: "),
         ("metrics.jsonl", "[" * 100_000 + "\n", "line 1 has a text: "),
         ("metrics.jsonl", " " * 2_000_000 + "\n", "line 1 is longer than 1048576 bytes"),
+        ("metrics.jsonl", '{"step": 2, "tokens": 8, "val_loss": 1' + "0" * 400 + "}\n", "it is too large for a float"),
         ("schedule.csv", "0F0,0B0\n1B0,1F0\n", "schedule.csv is no schedule that can run"),
         (
             "schedule.csv",
