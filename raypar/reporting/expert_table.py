@@ -8,11 +8,13 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.sharding import Pieces
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
+from raypar.config.arguments import checked_arguments
 from raypar.config.run import world_of
 
 _MOST = 16  # actors that have a row
 
 
+@checked_arguments
 def expert_table(run: Run) -> str:
     """Draw how experts are divided over the actors of a run: a row for each actor of the first pipeline rank.
 
