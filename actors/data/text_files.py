@@ -9,6 +9,7 @@ write the same bytes.
 from __future__ import annotations
 
 import codecs
+import errno
 import glob
 import hashlib
 import itertools
@@ -171,6 +172,8 @@ def _find(path: str, target: Path) -> tuple[Path, list[str]]:
         return target.parent, [target.name]
     if path and target.is_dir() and not path.endswith(".bin"):
         return target, list(_below(target))
+    if path and target.exists() and not target.is_dir():
+        raise OSError(errno.EINVAL, "it is no plain file")
     if not glob.has_magic(path):
         raise FileNotFoundError("there is no such file or folder")
     if path.endswith(".bin"):

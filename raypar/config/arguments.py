@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import make_dataclass
 from functools import cache, wraps
 from inspect import Parameter, Signature, signature
-from operator import index
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, get_type_hints
 
+from raypar.actors.plain_number import plain_number
 from raypar.config.fields import value_faults
 from raypar.errors import ConfigError
 from raypar.schedules.nearest_name import nearest
@@ -62,7 +62,7 @@ def _demand(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
         bound = takes.bind(*args, **kwargs)
     except TypeError as error:  # one is missing, or they are too many
         raise TypeError(f"{function.__name__}: {error}") from None
-    given = {name: _number(value) for name, value in bound.arguments.items() if name in kind.__annotations__}
+    given = {name: plain_number(value) for name, value in bound.arguments.items() if name in kind.__annotations__}
     if faults := [fault.text for fault in value_faults(kind, given)]:
         raise ConfigError([f"{function.__name__}: {fault}" for fault in faults])
 
@@ -101,13 +101,3 @@ class _Names(dict[str, Any]):
         found = self._known.get(name, Any)  # what only type checkers import may be anything
         instances: Any = InstanceOf
         return instances[found] if hasattr(found, "_fields") and isinstance(found, type) else found
-
-
-def _number(value: object) -> object:
-    """Return a whole number of another library, as numpy's, as Python's own."""
-    if isinstance(value, int) or not hasattr(value, "__index__"):
-        return value
-    try:
-        return index(value)
-    except TypeError:  # as for a tensor of several elements
-        return value

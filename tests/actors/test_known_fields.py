@@ -18,7 +18,10 @@ from raypar.config.fields import field_faults
         (lambda: rp.GPT(hiden=3), "GPT has no field 'hiden': did you mean hidden?"),
         (lambda: rp.Llama(hiden=3), "Llama has no field 'hiden': did you mean hidden?"),
         (lambda: rp.Run(microbatch=3), "Run has no field 'microbatch': did you mean microbatches?"),
-        (lambda: rp.Mesh(pipeline=3), "Mesh has no field 'pipeline': its fields are pp, dp, cp, tp, shard, ep, etp"),
+        (
+            lambda: rp.Mesh(pipeline=3),
+            "Mesh has no field 'pipeline': its fields are pp, dp, cp, tp, shard, ep, etp, expert_actors",
+        ),
         (lambda: rp.AdamW(beta=3), "AdamW has no field 'beta': did you mean betas?"),
         (lambda: rp.SGD(momentun=3), "SGD has no field 'momentun': did you mean momentum?"),
         (lambda: rp.Text(pth="a"), "Text has no field 'pth': did you mean path?"),

@@ -13,6 +13,8 @@ import pytest
 
 from raypar.actors.data import text_files as corpus
 from raypar.actors.data.text_files import TextError, open_tokens
+from raypar.actors.data.token_batches import data_faults
+from raypar.actors.specs.data import Text
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -266,3 +268,9 @@ def test_cache_folder_follows_the_environment(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     open_tokens("path", str(folder), None, None)
     assert list((tmp_path / "home" / ".cache" / "raypar" / "tokens").glob("*.bin"))
+
+
+def test_a_device_is_no_missing_file():
+    assert [*data_faults(Text("/dev/zero"), 8, 256)] == [
+        "path: '/dev/zero' cannot be read ([Errno 22] it is no plain file): correct the path"
+    ]

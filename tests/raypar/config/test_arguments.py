@@ -4,9 +4,11 @@ import inspect
 
 import numpy as np
 import pytest
+import torch
 
 import raypar as rp
 from raypar.config.arguments import checked_arguments, checked_methods
+from raypar.config.toml import plain_of, toml_of
 
 JOB, STEPPER = object.__new__(rp.Job), object.__new__(rp.Stepper)  # the check comes before they look at themselves
 
@@ -19,6 +21,7 @@ JOB, STEPPER = object.__new__(rp.Job), object.__new__(rp.Stepper)  # the check c
         (lambda: rp.launch(rp.Run(), resume=5), "launch: resume is 5: it must be a text or a path or a Found"),
         (lambda: rp.launch(rp.Run(), wait_for_nodes="a"), "launch: wait_for_nodes is 'a': it must be a number"),
         (lambda: rp.launch(rp.Run(), wait_for_nodes=-1), "launch: wait_for_nodes is -1: it must be at least 0"),
+        (lambda: rp.expert_table(5), "expert_table: run is 5: it must be a Run"),
         (lambda: rp.faults(5), "faults: run is 5: it must be a Run"),
         (lambda: rp.verify(5), "verify: run is 5: it must be a Run"),
         (lambda: rp.verify(rp.Run(), 6), "verify: job is 6: it must be a Job"),
@@ -100,6 +103,19 @@ def test_right_arguments_reach_the_function_as_they_are():
     assert many(1)[0] == 1
     assert (many.__name__, many.__doc__) == ("many", "Return the arguments.")
     assert list(inspect.signature(many).parameters) == ["one", "rest", "two", "more"]
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        (rp.Run(steps=np.int64(3), clip=np.float32(0.5)), rp.Run(steps=3, clip=0.5)),
+        (rp.Run(sequence_parallel=np.bool_(1), split=(np.int64(1), 3)), rp.Run(sequence_parallel=True, split=(1, 3))),
+        (rp.Run(optim=rp.SGD(lr=torch.tensor(0.5))), rp.Run(optim=rp.SGD(lr=0.5))),
+        (rp.Run(mesh=rp.Mesh(pp=torch.tensor(2))), rp.Run(mesh=rp.Mesh(2))),
+    ],
+)
+def test_numbers_of_other_libraries_in_a_run_are_python_s_own_and_can_be_written(given, plain):
+    assert toml_of(plain_of(given)) == toml_of(plain_of(plain))
 
 
 def test_only_public_methods_with_arguments_are_wrapped():
