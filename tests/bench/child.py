@@ -42,6 +42,10 @@ def build(contestant: Contestant, size: Size, rank: int) -> Trainer:
         from tests.bench.peers.fsdp import fsdp
 
         return fsdp(run, _place(size, rank))
+    if contestant.loop == "deepspeed":
+        from tests.bench.peers.deepspeed_zero import deepspeed_zero
+
+        return deepspeed_zero(run, _place(size, rank), contestant.settings["zero"])
     if contestant.loop == "pipelining":
         from tests.bench.peers.pipeline import pipeline
 

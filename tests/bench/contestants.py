@@ -9,7 +9,7 @@ from typing import Any, Literal
 import raypar as rp
 from tests.bench.workload import RANKS, Kind, Layout, Size
 
-Loop = Literal["plain", "ddp", "all-to-all", "fsdp", "pipelining", "dtensor", "ray-train", "raypar"]
+Loop = Literal["plain", "ddp", "all-to-all", "fsdp", "deepspeed", "pipelining", "dtensor", "ray-train", "raypar"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,12 @@ def _replicas(
     return Contestant(name, f"raypar dp=2{what}", "raypar", **common)
 
 
+def _deepspeed(level: int) -> Contestant:
+    """DeepSpeed's replicas."""
+    common: dict[str, Any] = {"settings": {"zero": level}, "processes": 2, "kinds": ("sharded",), **_REPLICAS}
+    return Contestant(f"deepspeed-{level}", f"DeepSpeed ZeRO-{level}", "deepspeed", **common)
+
+
 def _pipelines(schedule: str, torchs: str, *, chunks: int = 1, launched: bool = False) -> tuple[Contestant, Contestant]:
     """torch's pipeline and raypar's, in the same schedule."""
     settings = {"schedule": schedule}
@@ -113,6 +119,7 @@ CONTESTANTS = {
         _replicas("raypar-dp", launched=True, kinds=_TWO),
         _replicas("raypar-zero-0", " zero=0", zero=0),
         Contestant("torch-fsdp", "torch FSDP2", "fsdp", processes=2, kinds=_SHARDED, **_REPLICAS),
+        *(_deepspeed(level) for level in (1, 2, 3)),
         _replicas("raypar-zero-1", " zero=1", zero=1, kinds=_SHARDED),
         _replicas("raypar-zero-2", " zero=2", zero=2, kinds=_SHARDED),
         _replicas("raypar-zero-3", " zero=3", zero=3, kinds=_SHARDED),

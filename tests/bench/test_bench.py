@@ -353,7 +353,8 @@ def test_silence_has_an_end(started):
 
 def test_sharded_replicas_accumulate_in_microbatches_of_their_half():
     names = [f"raypar-zero-{level}" for level in (1, 2, 3)]
-    everybody = ["plain", "pair-halves", "torch-fsdp", *names, "raypar-zero-3-step"]
+    peers = ["torch-fsdp", *(f"deepspeed-{level}" for level in (1, 2, 3))]
+    everybody = ["plain", "pair-halves", *peers, *names, "raypar-zero-3-step"]
     for size in sizes_of(parse(["--size", "zero"])):
         assert [contestant.name for contestant in entered(size)] == everybody
         run = run_of(size, "replicas")
