@@ -55,7 +55,8 @@ def find(path: Path) -> Found:
         what = f"resume {str(path)!r}" if one else "resume"  # the faults of a folder name it already
         raise ConfigError([f"{what}: {fault}" for fault in error.faults]) from error
     if found is None:
-        raise ConfigError([f"resume {str(path)!r}: there is no sound checkpoint in it: give another folder, or none"])
+        fix = "give another folder, or start anew, without resume"
+        raise ConfigError([f"resume {str(path)!r}: there is no sound checkpoint in it: {fix}"])
     return found
 
 

@@ -53,7 +53,7 @@ def ls(folder: Folder) -> Outcome:
     if not listed and not holds_run(folder):
         raise ConfigError([f"{str(folder)!r} is no run folder and has no checkpoints: give another path"])
     lines = [
-        f"{line.path.name}  {line.size / 2**20:,.1f} MiB  {line.tensors - line.of_optimizer:,} of the model, "
+        f"{line.path.name}  {line.size / 2**20:,.1f} MiB  {line.tensors - line.of_optimizer:,} tensors of the model, "
         f"{line.of_optimizer:,} of the optimizer{_marked(line.faults)}"
         for line in listed
     ]

@@ -23,7 +23,7 @@ Train PyTorch models in parallel with Ray actors.
 
 with actors:
   raypar train [RECIPE|FILE.toml] [flags]       train; recipes: gpt-tiny, gpt-small (default), gpt-124m,
-                                                llama-tiny, llama-small
+                                                llama-tiny, llama-small, moe-tiny, moe-small
   raypar step [RECIPE|FILE.toml] [flags]        a Python REPL in which you take a step action by action (gpt-tiny)
   raypar verify [RECIPE|FILE.toml|RUN] [flags]  compare a few steps with one plain process, bit by bit
   raypar recipes                                list the recipes with their sizes

@@ -64,7 +64,7 @@ def llama_tiny() -> Run:
 
 
 def llama_small() -> Run:
-    """Return gpt-small with a Llama of 6.0 million parameters instead."""
+    """Return gpt-small with a Llama of 5.9 million parameters instead."""
     return replace(gpt_small(), model=Llama(layers=8, hidden=256, heads=8, kv_heads=4, seq=256))
 
 

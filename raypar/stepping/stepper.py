@@ -306,7 +306,7 @@ class Stepper:
         """Give the step up: everything is as it was before it, and the job can go on."""
         with patience(f"giving step {self.step + 1} up") as ctrl_c:
             self._undo()
-            self._over = JobError(f"step {self.step + 1} was given up: job.stepper() begins it anew")
+            self._over = JobError(f"step {self.step + 1} was given up: job.stepper() begins the next one")
         ctrl_c.heed()
 
     # --- internals ---
@@ -331,8 +331,7 @@ class Stepper:
 
     def _perform(self, chosen: Sequence[Move]) -> None:
         """Submit the moves without waiting in between; each actor performs its calls in the order of submission."""
-        if self._over is not None:
-            raise self._over
+        self._demand_begun()
         calls = [(rank, action) for move in chosen for pp, action in move.actions for rank in self._ranks(pp, action)]
 
         def perform() -> None:
@@ -374,9 +373,12 @@ class Stepper:
         servers = range(self._world.servers if action.op is Op.STEP else 0)
         return (*self._world.trainers_of(pp), *(self._world.server_rank(pp, index) for index in servers))
 
-    def _demand_midway(self) -> None:
+    def _demand_begun(self) -> None:
         if self._over is not None:
-            raise self._over
+            raise self._over.with_traceback(None)  # or it would bring along where it was raised before
+
+    def _demand_midway(self) -> None:
+        self._demand_begun()
         if self._report is not None:
             raise JobError(f"step {self.step + 1} is finished: job.stepper() begins the next one")
 

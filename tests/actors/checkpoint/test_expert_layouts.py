@@ -84,4 +84,4 @@ def test_every_part_of_an_expert_is_written_once_and_the_commands_read_it(writte
     assert main(["ckpt", "verify", str(tmp_path)]) == 0
     assert main(["ckpt", "ls", str(tmp_path)]) == 0
     weights = len(team.weights()) + RUN.model.layers * team.run.mesh.dp  # each replica has its routers' biases
-    assert f"{weights} of the model, 0 of the optimizer" in capsys.readouterr().out, "no step was taken"
+    assert f"{weights} tensors of the model, 0 of the optimizer" in capsys.readouterr().out, "no step was taken"

@@ -234,7 +234,8 @@ def test_the_newest_sound_one_is_found(trained, tmp_path, caplog):
 
 def test_there_has_to_be_one(tmp_path):
     assert faults_of(tiny(), resume=tmp_path) == [
-        f"resume {str(tmp_path)!r}: there is no sound checkpoint in it: give another folder, or none"
+        f"resume {str(tmp_path)!r}: there is no sound checkpoint in it: give another folder, or start anew, without "
+        "resume"
     ]
     assert "can't be read" in faults_of(tiny(), resume=tmp_path / "nowhere")[0]
 

@@ -23,7 +23,7 @@ def test_ls_is_the_newest_first_and_marks_what_is_not_sound(said, tmp_path):
         save_at(tmp_path, step)
     code, out, _ = said("ckpt", "ls", tmp_path)
     assert (code, [line.split()[0] for line in out.splitlines()]) == (0, ["step-00000020", "step-00000001"])
-    assert " of the model, " in out and " of the optimizer" in out
+    assert " tensors of the model, " in out and " of the optimizer" in out
     flip(tmp_path / "step-00000001" / "manifest.json", random.Random(0))
     code, out, _ = said("ckpt", "ls", tmp_path)
     assert code == 1

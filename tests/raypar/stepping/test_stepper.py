@@ -170,6 +170,12 @@ def test_a_step_that_is_given_up_leaves_no_trace(hands):
     for call in (stepper.next, stepper.finish, stepper.rewind, lambda: stepper.do("0F0"), stepper.state, stepper.abort):
         with pytest.raises(JobError, match="given up"):
             call()
+    frames = []
+    for _ in range(2):
+        with pytest.raises(JobError) as told:
+            stepper.next()
+        frames.append(len(told.traceback))
+    assert frames[0] == frames[1], "an error brings no frames of the calls before"
     assert not stepper.ready()
     assert "given up" in repr(stepper)
     hands.stepper().finish()
