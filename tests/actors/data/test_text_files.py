@@ -272,5 +272,5 @@ def test_cache_folder_follows_the_environment(folder, tmp_path, monkeypatch):
 
 def test_a_device_is_no_missing_file():
     assert [*data_faults(Text("/dev/zero"), 8, 256)] == [
-        "path: '/dev/zero' cannot be read ([Errno 22] it is no plain file): correct the path"
+        "path: '/dev/zero' cannot be read (it is no plain file): correct the path"
     ]
