@@ -178,12 +178,20 @@ class World:
         at = self.at(rank)
         return (at["dp"] * self.mesh.cp + at["cp"]) // self.mesh.shards if self.hybrid else 0
 
-    def owner_rank(self, pp: int, owner: int, tp: int) -> int:
-        """Return the rank, within the group of all updaters, of one owner of a pipeline rank, on a tensor rank."""
+    def owner_rank(self, pp: int, owner: int, rank: int) -> int:
+        """Return the rank, within the group of all updaters, of one owner of a pipeline rank.
+
+        Args:
+            pp: The pipeline rank.
+            owner: The owner. Without sharding every replica updates all weights, and is asked for itself.
+            rank: The worker that asks: the owner is on its tensor rank.
+        """
         if not self.mesh.divides_experts:
             return pp * self.owners + owner
-        ranks, own = (self.mesh.tensor_ranks, tp) if self.mesh.folds_experts else (1, 0)
-        return (pp * self.replicas + owner) * ranks + own
+        at = self.at(rank)
+        replica = owner if self.sharded else at["dp"] * self.mesh.cp + at["cp"]
+        ranks, own = (self.mesh.tensor_ranks, at["tp"]) if self.mesh.folds_experts else (1, 0)
+        return (pp * self.replicas + replica) * ranks + own
 
     def is_first(self, rank: int, *, expert: bool = False) -> bool:
         """Return whether a worker is the first of those that update equal copies of what it updates.

@@ -94,8 +94,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
     }
     mine = {name: parameter for name, parameter in parameters.items() if owners.is_own(name)}
     masters = layers.masters(mine)
-    tp = world.at(plan.rank)["tp"]
-    ties = [between_owners(tie, world, owners.of, tp) for tie in ties]
+    ties = [between_owners(tie, world, owners.of, plan.rank) for tie in ties]
     resting = parallelizer.shards, parallelizer.partial, parallelizer.outputs, weights, layers.shards
     others = overflow, layers.gathered, record, world.gathers
     return Part(model, stages, parameters, masters, owners, ties, *resting, *others)

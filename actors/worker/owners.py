@@ -47,17 +47,17 @@ def owners_of(plan: Plan, model: Model, groups: Mapping[str, Group], server: int
     return Owners(found, frozenset(own), dense.owners, dense.owners + (0 if experts is None else experts.owners), names)
 
 
-def between_owners(tie: Tie, world: World, owner_of: Mapping[str, int], tp: int) -> Tie:
+def between_owners(tie: Tie, world: World, owner_of: Mapping[str, int], rank: int) -> Tie:
     """Return a tie between pipeline ranks as one between the owners of its ends, in the group of all updaters.
 
     Args:
         tie: The tie.
         world: All ranks of the run.
         owner_of: The owner of each parameter.
-        tp: The actor's tensor rank.
+        rank: The actor's rank.
     """
-    home = world.owner_rank(tie.home_rank, owner_of[tie.home], tp)
-    return Tie(tie.home, home, tie.copy, world.owner_rank(tie.copy_rank, owner_of[tie.copy], tp))
+    home = world.owner_rank(tie.home_rank, owner_of[tie.home], rank)
+    return Tie(tie.home, home, tie.copy, world.owner_rank(tie.copy_rank, owner_of[tie.copy], rank))
 
 
 def homes_of(model: Model, split: Split, schedule: Schedule) -> dict[int, int]:

@@ -30,6 +30,7 @@ MODEL = replace(TINY.model, layers=2, dropout=0.0, seq=8, hidden=16, heads=2)
 RUN = replace(TINY, model=MODEL, microbatches=2, steps=2, timeout=20.0)
 TWO = Mesh(dp=2, expert_actors=2)
 SPARSE = replace(MODEL, layers=4, moe=replace(MODEL.moe, first=0, every=3))
+TIED = replace(RUN.model, tied=True)
 LAYOUTS = {
     "one": {"mesh": Mesh(expert_actors=1)},
     "two beside two": {"mesh": TWO},
@@ -42,6 +43,7 @@ LAYOUTS = {
     "offload": {"mesh": TWO, "zero": 3, "offload": "parameters"},
     "pipeline": {"mesh": Mesh(pp=2, dp=2, expert_actors=1), "recompute": "full"},
     "split backwards": {"mesh": Mesh(pp=2, expert_actors=2), "backward": "split"},
+    "tied, without zero": {"mesh": Mesh(pp=2, dp=2, expert_actors=2), "zero": 0, "model": TIED},
     "stages without experts": {"mesh": Mesh(pp=2, expert_actors=1), "schedule": "interleaved", "model": SPARSE},
 }
 

@@ -45,6 +45,9 @@ LAYOUTS = {
     "pipeline": {"mesh": Mesh(pp=2, dp=2, ep=2), "schedule": "1f1b"},
     "pipeline, split backwards": {"mesh": Mesh(pp=2, dp=2, ep=2), "backward": "split"},
     "recomputation": {"mesh": Mesh(dp=2, ep=2), "recompute": "full"},
+    "tied, without zero": {"mesh": Mesh(pp=2, dp=2, ep=2), "zero": 0, "model": replace(RUN.model, tied=True)},
+    "tied, zero 1": {"mesh": Mesh(pp=2, dp=2, ep=2), "zero": 1, "model": replace(RUN.model, tied=True)},
+    "tied, context, without zero": {"mesh": Mesh(pp=2, cp=2, ep=2), "zero": 0, "model": replace(RUN.model, tied=True)},
 }
 
 
