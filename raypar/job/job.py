@@ -370,7 +370,7 @@ class Job:
             self._loop.loaded.calls.all("leave", what="the end of the run before")
             self._generation += 1
             loaded = self._loaded(run, programs, skeleton)
-            log_plan(run, programs["train"], skeleton)
+            log_plan(run, programs["train"], skeleton, 0 if found is None else found.manifest.step)
             self._loop.exchange(loaded, record)
         except BaseException:
             record.close()
