@@ -35,7 +35,7 @@ from raypar.reporting.needs import actors_told, memory_faults
 from raypar.reporting.notebook import box
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report
-from raypar.reporting.summary import brief, log_plan
+from raypar.reporting.summary import brief, log_plan, steps_told
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
@@ -397,4 +397,4 @@ class Job:
         over = f", over: {failure}" if failure is not None else ""
         loss = f", loss {last.loss:.4f} in step {last.step + 1}" if last is not None else ""
         head = f"<Job, actors: {actors_told(self.run)}, {self.device}{over}>\n{brief(self.run.model)}"
-        return f"{head}\n{self.next_step} of {self.run.steps} steps taken{loss}"
+        return f"{head}\n{steps_told(self.next_step, self.run.steps)}{loss}"

@@ -193,5 +193,12 @@ def brief(spec: Any) -> str:
     return f"{type(spec).__name__}({', '.join(told)})"
 
 
+def steps_told(taken: int, steps: int) -> str:
+    """Say how many of a run's steps are taken: "3 of 4 steps taken"; or that more are than it was made for."""
+    if taken <= steps:
+        return f"{taken} of {steps} steps taken"
+    return f"{taken} steps taken, {taken - steps} more than the run's {steps}"
+
+
 def _each(counts: Iterable[int]) -> str:
     return " ".join(map(str, counts))
