@@ -283,14 +283,16 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
         from torch.nn import Module
 
         from raypar.actors.models.user_plan import embedding_faults, plan_faults  # imports torch
+        from raypar.config.validate.batches import loss_faults
 
+        faults += loss_faults(run.model)
         if isinstance(run.model.fn, Module):
             kind, fix = type(run.model.fn).__name__, "give a function that returns a list of modules, lambda: [...]"
-            return [f"model.fn is a module, {kind}: {fix}"]
+            return [*faults, f"model.fn is a module, {kind}: {fix}"]
         try:
             count, layers = len(skeleton.model.body), skeleton.layers
         except Exception as error:
-            return [f"model.fn failed: {type(error).__name__}: {error}"]
+            return [*faults, f"model.fn failed: {type(error).__name__}: {error}"]
         copied = (right("mesh.dp") and run.mesh.dp > 1) or (right("mesh.tp") and run.mesh.tensor_ranks > 1)
         faults += embedding_faults(layers, alone=not copied and run.data_parallel != "parameter_server")
         faults += plan_faults(run.model.plan, layers, run.mesh.tensor_ranks if right("mesh.tp") else 1)

@@ -296,6 +296,28 @@ def test_a_module_in_place_of_a_function_is_told(tiny):
     assert f"model.fn is a module, Sequential: {fix}" in rp.faults(replace(tiny, model=model))
 
 
+@pytest.mark.parametrize("batch", [lambda: 1, lambda step, microbatch: 1])
+def test_a_batch_function_takes_three_arguments(tiny, batch):
+    assert rp.faults(replace(tiny, data=Batches(batch, batch))) == [
+        f"data.{name} can't be called with (step, microbatch, dp): give a function of these three"
+        for name in ("fn", "validate")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (torch.nn.MSELoss, "model.loss is a class, MSELoss: give an object of it, MSELoss()"),
+        (lambda output: output, "model.loss can't be called with (output, target): give a function of these two"),
+    ],
+)
+def test_a_loss_takes_an_output_and_a_target(tiny, loss, says):
+    data = Batches(lambda *_: (torch.zeros(2, 4), torch.zeros(2, 4)))
+    model = Layers(lambda: [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], loss)
+    assert rp.faults(replace(tiny, model=model, data=data)) == [says]
+    assert rp.faults(replace(tiny, model=replace(model, loss=torch.nn.MSELoss()), data=data)) == []
+
+
 def test_an_empty_text_is_refused(tiny, tmp_path):
     (tmp_path / "empty.txt").touch()
     data = Text(path=str(tmp_path / "empty.txt"), cache=str(tmp_path / "cache"))
