@@ -296,6 +296,13 @@ def test_a_module_in_place_of_a_function_is_told(tiny):
     assert f"model.fn is a module, Sequential: {fix}" in rp.faults(replace(tiny, model=model))
 
 
+def test_layers_that_do_not_fit_the_data_are_among_the_faults(tiny):
+    data = Batches(lambda *_: (torch.zeros(2, 3), torch.zeros(2, 4)))
+    model = Layers(lambda: [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], torch.nn.functional.mse_loss)
+    (fault,) = rp.faults(replace(tiny, model=model, data=data, micro_batch_size=2))
+    assert "can't take what data.fn gives, (2, 3)" in fault
+
+
 @pytest.mark.parametrize("batch", [lambda: 1, lambda step, microbatch: 1])
 def test_a_batch_function_takes_three_arguments(tiny, batch):
     assert rp.faults(replace(tiny, data=Batches(batch, batch))) == [
