@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from raypar.cli.repl import tab_completion
     from raypar.config.layouts import layout
     from raypar.config.recipes import recipe
-    from raypar.config.run import faults
     from raypar.errors import ActorDiedError, ConfigError, JobError, StalledError
+    from raypar.job.before_launch import faults
     from raypar.job.job import Job
     from raypar.job.launch import launch
     from raypar.parity.verify import Verdict, verify
@@ -49,8 +49,8 @@ _HOMES = {
     "raypar.cli.repl": ("tab_completion",),
     "raypar.config.layouts": ("layout",),
     "raypar.config.recipes": ("recipe",),
-    "raypar.config.run": ("faults",),
     "raypar.errors": ("ActorDiedError", "ConfigError", "JobError", "StalledError"),
+    "raypar.job.before_launch": ("faults",),
     "raypar.job.job": ("Job",),
     "raypar.job.launch": ("launch",),
     "raypar.parity.verify": ("Verdict", "verify"),

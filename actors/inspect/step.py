@@ -146,7 +146,8 @@ class Held:
         values: Bytes of what its actions computed or received and other actions still need, by action.
         in_flight: By stage, the microbatches between their forward and their backward.
         memory: The most memory that it has held in this step, in bytes.
-        has_trained: Whether the step is a training step, so that ``most`` says what such a step takes.
+        has_trained: Whether it has begun or taken a training step. If so, ``most`` and ``memory`` are those of the
+            latest one, whatever evaluations came after it.
         process: Bytes that its process had before its first run, on a CPU; 0 if that is not known.
     """
 

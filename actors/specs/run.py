@@ -8,7 +8,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
-from raypar.actors.bounds import BucketSize, Count, Positive, Steps, Word
+from raypar.actors.bounds import BucketSize, Count, Positive, Seed, Steps, Word
 from raypar.actors.known_fields import known_fields
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import DataParallel, Offload, Zero
@@ -103,7 +103,7 @@ class Run:
     of attention again; or one word per layer, where full keeps the inputs of that layer"""
     split: Split = "even"
     """layers to stages: even, balanced by cost, or the number of layers of each stage"""
-    seed: int = 0
+    seed: Seed = 0
     """seed of initial weights, data order and dropout"""
     steps: Count = 100
     """number of steps, over which the learning rate decays"""

@@ -50,6 +50,7 @@ class Probe:
         self.step = Step()
         self._seat, self._state, self._names, self._outputs = seat, state, names, outputs
         self._reducer, self._gathered = reducer, gathered
+        self._taken: tuple[int, dict[Kind, int]] | None = None  # of the latest training step: its peak, what passed by
         self._trained: deque[list[Span]] = deque(maxlen=KEPT)  # spans of compiled training steps, latest first
         self._is_idle = False
 
@@ -70,11 +71,12 @@ class Probe:
             self._is_idle = False
 
     def close(self, events: list[Span]) -> None:
-        """Close a training step and keep its spans, except of a step by hand, whose pauses make them useless.
+        """Close a training step: keep its memory and its spans, except of a step by hand, whose pauses spoil them.
 
         Args:
             events: Spans of the step, in seconds.
         """
+        self._taken = self._memory_of_step()
         if self.step.notes is None:
             self._trained.appendleft(events)
         self.step.notes = None
@@ -169,7 +171,15 @@ class Probe:
         if self._reducer is not None:
             gradients += self._reducer.num_bytes
         whole: dict[Kind, int] = {} if self._state.home.is_apart else {"gradients": gradients}
-        return self.memory() | whole | {kind: held.most for kind, held in self._passing()}
+        return self.memory() | whole | self._memory_of_training()[1]
+
+    def _memory_of_step(self) -> tuple[int, dict[Kind, int]]:
+        """Return the peak of the step that was begun last, and the most that it held for a while, by kind."""
+        return self._seat.place.peak(), {kind: held.most for kind, held in self._passing()}
+
+    def _memory_of_training(self) -> tuple[int, dict[Kind, int]]:
+        """Return the same of the latest training step, which evaluations may have followed."""
+        return self._memory_of_step() if self.step.is_train or self._taken is None else self._taken
 
     def _unreduced(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients are in no bucket, as those of experts that no other actor has."""
@@ -195,8 +205,8 @@ class Probe:
                 number: tuple(microbatch // dp for microbatch in stage.in_flight)
                 for number, stage in self._state.stages.items()
             },
-            memory=self._seat.place.peak(),
-            has_trained=self.step.is_train,
+            memory=self._memory_of_training()[0],
+            has_trained=self.step.is_train or self._taken is not None,
         )
 
     def record(self, stage: int) -> None:

@@ -18,6 +18,9 @@ Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
 Checkpoint = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
 
 
+_COMMANDS = ("ls", "verify")
+
+
 class Outcome(NamedTuple):
     """Outcome of a command.
 
@@ -39,6 +42,9 @@ def run(words: Sequence[str]) -> Outcome:
     Raises:
         ConfigError: There are no checkpoints at the path, or it can't be read.
     """
+    if not words or words[0] not in (*_COMMANDS, "-h", "--help"):
+        given = f"there is no command {words[0]!r}" if words else "a command is missing"
+        raise ConfigError([f"{given}: raypar ckpt ls FOLDER, or raypar ckpt verify PATH"])
     try:
         return tyro.extras.subcommand_cli_from_dict(
             {"ls": ls, "verify": verify}, prog="raypar ckpt", description="Look after checkpoints.", args=list(words)

@@ -92,9 +92,11 @@ def trace(folder: Folder, out: Out = None) -> str:
 def _report_faults(
     folders: tuple[Path, ...], out: Path | None, live: bool, port: int, peak: float | None
 ) -> Sequence[str]:
-    faults = []
+    faults = list[str]()
     if not folders:
         faults.append("a run folder is missing: raypar report RUN, or several to compare them")
+    twice = [folder for place, folder in enumerate(folders) if folder.resolve() in map(Path.resolve, folders[:place])]
+    faults += [f"{str(folder)!r} is given twice: give each run once" for folder in dict.fromkeys(twice)]
     if live and out is not None:
         faults.append("--live serves the page and writes no file: leave --out away")
     if not live and port != PORT:

@@ -35,7 +35,8 @@ _WORDS = _RANGES | {
     "callable_type": "a function",
     "literal_error": "{expected}",
     "iterable_type": "a list",
-    "predicate_failed": "a grid of equal sides, as '2d:2x2', '2.5d:2x2x1' (the last is its depth) or '3d:2x2x2'",
+    "Predicate str.isprintable failed": "of characters that can be printed, without line ends and tabs",
+    "Predicate is_grid failed": "a grid of equal sides, as '2d:2x2', '2.5d:2x2x1' (depth last) or '3d:2x2x2'",
 }
 
 
@@ -164,5 +165,6 @@ def _word_of(error: ErrorDetails) -> str:
     """Return what a value must be, with the article of a class's name: an AdamW, an SGD, a GPT."""
     of_class = error.get("ctx", {}).get(_OF_CLASS.get(error["type"], ""))
     if of_class is None:
-        return _WORDS.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
+        told = error["msg"].replace("'", "")  # some versions of pydantic quote the name of a predicate
+        return (_WORDS.get(error["type"]) or _WORDS.get(told, error["msg"])).format(**error.get("ctx", {}))
     return _CLASSES.get(of_class) or f"{'an' if of_class.startswith(('A', 'SGD')) else 'a'} {of_class}"

@@ -18,7 +18,6 @@ from raypar.actors.specs.optim import OptimizerSettings
 from raypar.actors.specs.recompute import recompute_faults
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
-from raypar.config.arguments import checked_arguments
 from raypar.config.fields import Fault, field_faults, right_fields
 from raypar.config.recipes import RECIPES
 from raypar.config.schedule import Programs, ZeroActions, programs_of, schedule_faults, with_backward, with_zero
@@ -106,20 +105,6 @@ def _with_backward(run: Run, programs: Programs) -> Programs:
     costs = costs_of_run(run, programs["train"].num_stages)
     # What a layer keeps for a later W is as large as all its activations, which recomputation is meant to spare.
     return with_backward(programs, run.backward, costs, hold=run.recompute == "none")
-
-
-@checked_arguments
-def faults(run: Run) -> list[str]:
-    """Return all faults of a run, each with its fix; [] if it can be launched. Nothing is started, and nothing raised.
-
-    Args:
-        run: The run.
-    """
-    try:
-        check_run(run)
-    except ConfigError as error:
-        return error.faults
-    return []
 
 
 def _hint(run: Run, path: str) -> str:
@@ -283,14 +268,16 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
         from torch.nn import Module
 
         from raypar.actors.models.user_plan import embedding_faults, plan_faults  # imports torch
+        from raypar.config.validate.batches import loss_faults
 
+        faults += loss_faults(run.model)
         if isinstance(run.model.fn, Module):
             kind, fix = type(run.model.fn).__name__, "give a function that returns a list of modules, lambda: [...]"
-            return [f"model.fn is a module, {kind}: {fix}"]
+            return [*faults, f"model.fn is a module, {kind}: {fix}"]
         try:
             count, layers = len(skeleton.model.body), skeleton.layers
         except Exception as error:
-            return [f"model.fn failed: {type(error).__name__}: {error}"]
+            return [*faults, f"model.fn failed: {type(error).__name__}: {error}"]
         copied = (right("mesh.dp") and run.mesh.dp > 1) or (right("mesh.tp") and run.mesh.tensor_ranks > 1)
         faults += embedding_faults(layers, alone=not copied and run.data_parallel != "parameter_server")
         faults += plan_faults(run.model.plan, layers, run.mesh.tensor_ranks if right("mesh.tp") else 1)

@@ -35,7 +35,7 @@ from raypar.reporting.needs import actors_told, memory_faults
 from raypar.reporting.notebook import box
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report
-from raypar.reporting.summary import brief, log_plan
+from raypar.reporting.summary import brief, log_plan, steps_told
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
@@ -370,7 +370,7 @@ class Job:
             self._loop.loaded.calls.all("leave", what="the end of the run before")
             self._generation += 1
             loaded = self._loaded(run, programs, skeleton)
-            log_plan(run, programs["train"], skeleton)
+            log_plan(run, programs["train"], skeleton, 0 if found is None else found.manifest.step)
             self._loop.exchange(loaded, record)
         except BaseException:
             record.close()
@@ -397,4 +397,4 @@ class Job:
         over = f", over: {failure}" if failure is not None else ""
         loss = f", loss {last.loss:.4f} in step {last.step + 1}" if last is not None else ""
         head = f"<Job, actors: {actors_told(self.run)}, {self.device}{over}>\n{brief(self.run.model)}"
-        return f"{head}\n{self.next_step} of {self.run.steps} steps taken{loss}"
+        return f"{head}\n{steps_told(self.next_step, self.run.steps)}{loss}"

@@ -19,6 +19,7 @@ from raypar.job.before_launch import look_ahead
 from raypar.job.job import Job
 from raypar.job.run_folders import replaced, settled
 from raypar.reporting.needs import memory_faults
+from raypar.reporting.progress import on_screen
 from raypar.reporting.record import Record
 from raypar.reporting.summary import log_plan
 
@@ -62,7 +63,8 @@ def _launched(run: Run, programs: Programs, skeleton: Skeleton, found: Found | N
     world = world_of(run)
     name, record = f"raypar-{uuid.uuid4().hex[:8]}", Record(run)
     try:
-        log_plan(run, programs["train"], skeleton)
+        with on_screen():
+            log_plan(run, programs["train"], skeleton, 0 if found is None else found.manifest.step)
         actors = start_actors(Hosted, world, run.device, name, wait_for_nodes)
         try:
             return Job(run, programs, skeleton, actors, name, record, found)

@@ -8,6 +8,7 @@ from html import escape
 from raypar.actors.collective.ledger import Entry
 
 _BOX = "max-width: 100%; overflow-x: auto"
+_COUNTED = ("actor", "axis", "op", "calls", "bytes", "seconds")
 _CELL = "text-align: left; padding: 0 1em 0 0; white-space: nowrap"
 
 
@@ -27,18 +28,36 @@ def table(rows: Iterable[Sequence[object]], heading: Sequence[str] = ()) -> str:
     return f"<table>{''.join([*lines, *(_row('td', row) for row in rows)])}</table>"
 
 
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as text, each column as wide as its widest cell.
+
+    Args:
+        rows: The cells of each row, the heading first.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
 def _row(kind: str, cells: Sequence[object]) -> str:
     inside = "".join(f'<{kind} style="{_CELL}">{escape(str(cell))}</{kind}>' for cell in cells)
     return f"<tr>{inside}</tr>"
 
 
 class Totals(dict[str, dict[tuple[str, str], Entry]]):
-    """Communication totals: by actor, then by (axis, op), calls, bytes and seconds. Notebooks show a table."""
+    """Communication totals: by actor, then by (axis, op), calls, bytes and seconds; a table in REPLs and notebooks."""
+
+    def __repr__(self) -> str:
+        return text_table([_COUNTED, *self._rows])
 
     def _repr_html_(self) -> str:
-        rows = [
+        return box(table(self._rows, _COUNTED))
+
+    @property
+    def _rows(self) -> list[Sequence[str]]:
+        return [
             (actor, axis, op, f"{entry.calls:,}", f"{entry.bytes:,}", f"{entry.seconds:.3f}")
             for actor, entries in self.items()
             for (axis, op), entry in entries.items()
         ]
-        return box(table(rows, ("actor", "axis", "op", "calls", "bytes", "seconds")))

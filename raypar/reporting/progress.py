@@ -40,7 +40,7 @@ def display(run: Run, steps: int) -> Iterator[Display]:
         The display.
     """
     if not sys.stderr.isatty():
-        with _heard():
+        with on_screen():
             yield _Lines(steps, unit_of(run))
         return
     columns = (
@@ -55,8 +55,8 @@ def display(run: Run, steps: int) -> Iterator[Display]:
 
 
 @contextmanager
-def _heard() -> Iterator[None]:
-    """Show the log lines even if the user's script has not set up logging."""
+def on_screen() -> Iterator[None]:
+    """Show the log lines within the block, even if the user's script has not set up logging."""
     if heard():
         yield
         return

@@ -87,14 +87,17 @@ def _batch_told(run: Run) -> str:
     return f"{microbatches} x {run.micro_batch_size} samples{tokens}"
 
 
-def log_plan(run: Run, schedule: Schedule, skeleton: Skeleton) -> None:
+def log_plan(run: Run, schedule: Schedule, skeleton: Skeleton, step: int = 0) -> None:
     """Write what a run would do and needs to the log, as ``plan_rows`` says it, before its first step.
 
     Args:
         run: The run.
         schedule: The lowered schedule of a training step.
         skeleton: The run's model without weights.
+        step: The steps that the checkpoint has taken from which it goes on; 0 for a new run.
     """
+    if step:
+        log.info("goes on from step %d", step)
     for name, figure in plan_rows(run, schedule, skeleton):
         log.log(logging.WARNING if TOO_MUCH in figure else logging.INFO, "%s: %s", name, figure)
 
@@ -188,6 +191,13 @@ def brief(spec: Any) -> str:
         elif value != usual or (isinstance(value, int) and not isinstance(value, bool)):
             told.append(f"{each.name}={value!r}")
     return f"{type(spec).__name__}({', '.join(told)})"
+
+
+def steps_told(taken: int, steps: int) -> str:
+    """Say how many of a run's steps are taken: "3 of 4 steps taken"; or that more are than it was made for."""
+    if taken <= steps:
+        return f"{taken} of {steps} steps taken"
+    return f"{taken} steps taken, {taken - steps} more than the run's {steps}"
 
 
 def _each(counts: Iterable[int]) -> str:

@@ -70,14 +70,35 @@ log = logging.getLogger("raypar")
 class LogFile(logging.Handler):
     """A handler that writes the messages of the logger "raypar" to a file. A line that can't be written is lost.
 
+    While it is open, the logger passes INFO on, whatever its level is: what screens should not show is for their
+    handlers to leave out.
+
     Args:
         lines: The file.
     """
 
     def __init__(self, lines: Lines) -> None:
         super().__init__()
-        self._lines = lines
+        self._lines, self._before = lines, log.level
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S%z"))
+
+    def open(self) -> None:
+        """Begin to write."""
+        self._before = log.level
+        log.addHandler(self)
+        if not log.isEnabledFor(logging.INFO):
+            log.setLevel(logging.INFO)
+
+    def close(self) -> None:
+        """Write no more. The logger gets the level back that it had before the first of several log files."""
+        if self in log.handlers:
+            log.removeHandler(self)
+            others = [handler for handler in log.handlers if isinstance(handler, LogFile)]
+            if others:
+                others[0]._before = self._before
+            else:
+                log.setLevel(self._before)
+        super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Append the record to the file."""

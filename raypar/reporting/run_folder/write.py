@@ -56,7 +56,7 @@ class Folder:
         except CheckpointError as error:
             raise ConfigError(error.faults) from error
         self._handler = LogFile(self._log)
-        log.addHandler(self._handler)
+        self._handler.open()
 
     def begin(self, run: Run, schedule: Schedule, step: int) -> None:
         """Write the configuration, the schedule and the start of the metrics.
@@ -119,7 +119,7 @@ class Folder:
 
     def close(self) -> None:
         """Close the files and release the lock."""
-        log.removeHandler(self._handler)
+        self._handler.close()
         self._log.close()
         if self._metrics is not None:
             self._metrics.close()

@@ -46,8 +46,8 @@ def test_verify_reads_one_or_all(said, tmp_path):
         (("ckpt", "ls", "nowhere"), "raypar: 'nowhere' can't be read (No such file or directory)"),
         (("ckpt", "verify", "nowhere"), "raypar: 'nowhere' can't be read (No such file or directory)"),
         (("ckpt", "verify", "."), "there is no checkpoint in '.': give another path"),
-        (("ckpt",), "ckpt"),
-        (("ckpt", "rm", "x"), "ckpt"),
+        (("ckpt",), "raypar: a command is missing: raypar ckpt ls FOLDER, or raypar ckpt verify PATH\n"),
+        (("ckpt", "rm", "x"), "raypar: there is no command 'rm': raypar ckpt ls FOLDER, or raypar ckpt verify PATH\n"),
         (("train", "--resume", "nowhere"), "raypar: a mistake, no step was taken:\nresume: '"),
         (("train", "--resume"), "--resume"),
         (("train", "gpt-tiny", "--save-every", "2"), "save_every is 2, but there is no folder for checkpoints"),
@@ -130,3 +130,8 @@ def test_ctrl_c_saves_what_a_run_with_a_folder_has_come_to(said, kept_actors, tm
     code, _, err = said("train", "--resume", "run")
     assert code == 0, err
     assert [line["step"] for line in read(tmp_path / "run").metrics] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_run_is_not_compared_with_itself(said, tmp_path):
+    twice = str(tmp_path)
+    assert said("report", twice, twice)[::2] == (2, f"raypar: {twice!r} is given twice: give each run once\n")

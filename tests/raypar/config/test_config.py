@@ -186,6 +186,11 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
             "mesh.tp is '2d:2x2', but servers hold whole weights: set data_parallel to 'all_reduce'",
         ),
         ({"mesh": Mesh(pp=2, ep=2)}, "mesh.ep is 2, which does not divide dp x cp = 1: use 1, say"),
+        ({"seed": 1 << 64}, "seed is 18446744073709551616: it must be at most"),
+        ({"seed": 10**5000}, "seed is a value of type int that is too long to write: it must be at most"),
+        ({"eval_every": 10**5000}, "eval_every is a value of type int that is too long to write: it must be at most"),
+        ({"save_every": 10**19}, "save_every is 10000000000000000000: it must be at most 1e+18"),
+        ({"unit": "a\nb"}, "unit is 'a\\nb': it must be of characters that can be printed"),
         ({"bucket_mb": 0.0}, "bucket_mb is 0.0: it must be above 0"),
         ({"data_parallel": "zero"}, "data_parallel is 'zero': it must be 'all_reduce' or 'parameter_server'"),
         ({"servers": 2}, "servers is 2, but data_parallel is 'all_reduce': only a parameter_server has them"),
@@ -289,6 +294,35 @@ def test_a_module_in_place_of_a_function_is_told(tiny):
     model = Layers(nn.Sequential(nn.Linear(2, 2)), loss=nn.functional.mse_loss)
     fix = "give a function that returns a list of modules, lambda: [...]"
     assert f"model.fn is a module, Sequential: {fix}" in rp.faults(replace(tiny, model=model))
+
+
+def test_layers_that_do_not_fit_the_data_are_among_the_faults(tiny):
+    data = Batches(lambda *_: (torch.zeros(2, 3), torch.zeros(2, 4)))
+    model = Layers(lambda: [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], torch.nn.functional.mse_loss)
+    (fault,) = rp.faults(replace(tiny, model=model, data=data, micro_batch_size=2))
+    assert "can't take what data.fn gives, (2, 3)" in fault
+
+
+@pytest.mark.parametrize("batch", [lambda: 1, lambda step, microbatch: 1])
+def test_a_batch_function_takes_three_arguments(tiny, batch):
+    assert rp.faults(replace(tiny, data=Batches(batch, batch))) == [
+        f"data.{name} can't be called with (step, microbatch, dp): give a function of these three"
+        for name in ("fn", "validate")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (torch.nn.MSELoss, "model.loss is a class, MSELoss: give an object of it, MSELoss()"),
+        (lambda output: output, "model.loss can't be called with (output, target): give a function of these two"),
+    ],
+)
+def test_a_loss_takes_an_output_and_a_target(tiny, loss, says):
+    data = Batches(lambda *_: (torch.zeros(2, 4), torch.zeros(2, 4)))
+    model = Layers(lambda: [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], loss)
+    assert rp.faults(replace(tiny, model=model, data=data)) == [says]
+    assert rp.faults(replace(tiny, model=replace(model, loss=torch.nn.MSELoss()), data=data)) == []
 
 
 def test_an_empty_text_is_refused(tiny, tmp_path):

@@ -78,6 +78,19 @@ def test_it_is_shown_as_a_table():
     assert " / " in page
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+def test_an_evaluation_takes_nothing_away(zero):
+    team = Team.of(replace(tiny(mesh=rp.Mesh(dp=2), zero=zero), data=rp.Batches(batch, batch)))
+    team.step(0, "evaluate")
+    assert table_of(team)["pp=0 dp=0"]["peak"].measured is None
+    team.step(0)
+    before = table_of(team)
+    team.step(0, "evaluate")
+    for actor, figures in table_of(team).items():
+        for kind, figure in figures.items():
+            assert (figure.measured or 0) == pytest.approx(before[actor][kind].measured or 0, rel=0.01), kind
+
+
 VOTE = 2 * 24  # bytes of the vote that opens a STEP, which is no gradient; a ring sends it nearly twice
 
 

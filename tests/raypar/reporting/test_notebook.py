@@ -50,3 +50,12 @@ def test_memory_is_shown_by_kind_and_samples_a_second_where_they_are_known():
 def test_names_are_escaped():
     assert "&lt;b&gt;" in box(table([("<b>", 1)], ("<i>", "n")))
     assert "<i>" not in table([], ("<i>",))
+
+
+def test_a_ledger_prints_as_a_table():
+    totals = Totals({"pp=0": {("pp", "send"): Entry(3, 1024, 0.5)}})
+    assert repr(totals).splitlines() == [
+        "actor  axis  op    calls  bytes  seconds",
+        "pp=0   pp    send  3      1,024  0.500",
+    ]
+    assert repr(Totals()) == "actor  axis  op  calls  bytes  seconds"

@@ -10,6 +10,7 @@ import pytest
 from raypar.actors.specs.run import Run
 from raypar.reporting.progress import display
 from raypar.reporting.report import Evaluation, Report
+from raypar.reporting.summary import steps_told
 
 REPORT = Report(0, 2.53591, 0.12345, 1e-3, 256, 2503.4, 1500.0, 0.147, None, (2, 1), (558 << 20, 515 << 20))
 
@@ -57,3 +58,8 @@ def test_a_line_is_short(lines):
     assert len(line) < 110
     (line,) = lines(999_999, replace(worst, step=0, loss=-1234.5678, grad_norm=1234.5678, step_ms=300.0))
     assert len(line) < 110
+
+
+def test_steps_beyond_a_runs_own_are_told_as_such():
+    assert steps_told(3, 4) == "3 of 4 steps taken"
+    assert steps_told(102, 4) == "102 steps taken, 98 more than the run's 4"

@@ -154,6 +154,21 @@ def test_what_is_logged_is_there_with_its_time(begun, tmp_path):
     assert len(first.split()[0]) == len("2026-11-21T18:36:22+0000")
 
 
+def test_a_folder_hears_info_while_it_is_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(LOG, "level", logging.WARNING)
+    LOG.manager._clear_cache()
+    first = Folder(str(tmp_path / "first"))
+    second = Folder(str(tmp_path / "second"))
+    first.close()
+    logging.getLogger("raypar.reporting.summary").info("steps: 4")
+    assert LOG.level == logging.INFO
+    second.close()
+    second.close()
+    assert LOG.level == logging.WARNING
+    assert (tmp_path / "second" / "log.txt").read_text().endswith(" INFO steps: 4\n")
+    assert not (tmp_path / "first" / "log.txt").read_text()
+
+
 def test_a_script_without_logging_still_sees_warnings_and_progress(tmp_path):
     code = (
         "import sys, logging\nfrom raypar.reporting.run_folder.write import Folder\n"
@@ -225,7 +240,9 @@ def test_files_that_may_not_grow_end_with_a_whole_line(tmp_path):
     told = f"{tmp_path / 'run'} can't be written (File too large), the training goes on\n"
     assert (run.returncode, run.stderr) == (0, told)
     assert [line["step"] for line in read(tmp_path / "run").metrics] == list(range(31))
-    assert set((tmp_path / "run" / "log.txt").read_text().splitlines()[:-1]) <= {"x"}, "info is not logged here"
+    lines = (tmp_path / "run" / "log.txt").read_text().splitlines(keepends=True)
+    assert lines and all(line.endswith(f" INFO {'x' * 100}\n") for line in lines[:-1])
+    assert lines[-1].endswith("\n")
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")], "nothing half is left"
 
 
