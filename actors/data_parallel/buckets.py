@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +23,24 @@ class Bucket:
         stage: Number of the stage.
         owner: Index of the Reducer's channel that the gradients go to.
         parameters: The parameters by logical name, in the order of the flat tensor.
+        strides: The strides of the gradients of sharded parameters, which show theirs only while they are whole.
 
     Attributes:
         elements: Number of elements of all parameters together, without the flags.
     """
 
-    def __init__(self, stage: int, owner: int, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        stage: int,
+        owner: int,
+        parameters: Mapping[str, nn.Parameter],
+        strides: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    ) -> None:
         self.stage, self.owner, self.parameters = stage, owner, dict(parameters)
         members = list(self.parameters.values())
         *starts, self.elements = accumulate((p.numel() for p in members), initial=0)
-        strides = [torch.empty_like(p).stride() for p in members]  # dense even where p is not
-        self._where = dict(zip(self.parameters, zip(starts, strides, strict=True), strict=True))
+        dense = {name: torch.empty_like(p).stride() for name, p in self.parameters.items()}  # even where p is not
+        self._where = {name: (start, strides.get(name, dense[name])) for name, start in zip(dense, starts, strict=True)}
         self._like: Tensor = members[0]
 
     @property
@@ -145,7 +153,13 @@ class Bucket:
         return flat.as_strided(self.parameters[name].shape, stride, start)
 
 
-def pack(stage: int, parameters: Mapping[str, nn.Parameter], owner_of: Mapping[str, int], limit: int) -> list[Bucket]:
+def pack(
+    stage: int,
+    parameters: Mapping[str, nn.Parameter],
+    owner_of: Mapping[str, int],
+    limit: int,
+    strides: Mapping[str, Sequence[int]] = MappingProxyType({}),
+) -> list[Bucket]:
     """Group the parameters of a stage into buckets.
 
     The buckets of one owner do not depend on the parameters of other owners, so a parameter server, which sees only its
@@ -157,6 +171,7 @@ def pack(stage: int, parameters: Mapping[str, nn.Parameter], owner_of: Mapping[s
             makes their gradients from last to first, so the buckets are filled in that order.
         owner_of: The owner (channel) of each parameter. All parameters of a bucket have one owner and one dtype.
         limit: Largest size of a bucket's gradients in bytes. A parameter larger than this is a bucket by itself.
+        strides: The strides of the gradients of sharded parameters.
 
     Returns:
         The buckets, in the order in which they were filled.
@@ -168,9 +183,9 @@ def pack(stage: int, parameters: Mapping[str, nn.Parameter], owner_of: Mapping[s
         key = owner_of[name], parameter.dtype
         held = filling.get(key, {})
         if held and sum(map(nbytes, held.values())) + nbytes(parameter) > limit:
-            done.append(Bucket(stage, key[0], filling.pop(key)))
+            done.append(Bucket(stage, key[0], filling.pop(key), strides))
         filling.setdefault(key, {})[name] = parameter
-    return done + [Bucket(stage, owner, held) for (owner, _), held in filling.items()]
+    return done + [Bucket(stage, owner, held, strides) for (owner, _), held in filling.items()]
 
 
 def share_out(sizes: Mapping[str, int], owners: int) -> dict[str, int]:

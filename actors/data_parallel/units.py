@@ -37,6 +37,7 @@ class Unit:
 
     Attributes:
         shards: The parameters that this replica owns, by logical name.
+        strides: The strides of all parameters when they are whole, and of their shards, by logical name.
         digests: Digests of the initial values of all parameters, by logical name, to compare between replicas.
         num_bytes: Bytes of all parameters together.
 
@@ -58,6 +59,7 @@ class Unit:
             by_dtype[parameter.dtype][name] = parameter
         self._flats = [_Flat(members, owner_of, group, home) for members in by_dtype.values()]
         self.shards = {name: flat.shards[name] for flat in self._flats for name in flat.shards}
+        self.strides = {name: stride for flat in self._flats for name, stride in flat.strides.items()}
         self._gathered = gathered
         self._handles: list[Handle] = []
         self._users = set[object]()
@@ -120,6 +122,7 @@ class _Flat:
 
     Attributes:
         shards: The parameters that this replica owns, by logical name.
+        strides: The strides of all parameters when they are whole, by logical name.
         storage: Id of the flat tensor's storage.
     """
 
@@ -136,6 +139,7 @@ class _Flat:
         starts = list(accumulate((parameter.numel() for parameter in self._members[:-1]), initial=0))
         # Dense even where the parameter is not; on the meta device, because this needs no memory.
         strides = [torch.empty_like(parameter, device="meta").stride() for parameter in self._members]
+        self.strides = dict(zip(names, strides, strict=True))
         like = self._members[0]
         self._shard = home.empty(counts[rank], like.dtype)
         self._flat = FlatMemory(sum(counts), like.dtype, like.device)

@@ -32,6 +32,11 @@ class LossScaler:
         self.skipped, self.left_out = 0, 0
 
     @property
+    def is_fresh(self) -> bool:
+        """Whether no step was skipped or left out, so that a run that never does either need not save the counts."""
+        return not self.skipped and not self.left_out
+
+    @property
     def is_on(self) -> bool:
         """Whether the loss is scaled."""
         return self._spec is not None
@@ -64,15 +69,18 @@ class LossScaler:
             self._change(max(self._spec.floor, self.scale * self._spec.backoff))
 
     def numbers(self) -> Tensor:
-        """Return the whole state, (NUMBERS,) float64 on the host."""
-        state = [self.scale, self._clean, self._overflows, self.skipped, self.left_out]
+        """Return the whole state, (NUMBERS,) float64 on the host; the scale is 0 if the loss is not scaled."""
+        state = [self.scale if self.is_on else 0.0, self._clean, self._overflows, self.skipped, self.left_out]
         return torch.tensor(state, dtype=torch.float64)
 
     def load(self, numbers: Tensor) -> None:
-        """Restore the state that ``numbers`` returned. A loss that is not scaled keeps the scale 1."""
+        """Restore the state that ``numbers`` returned.
+
+        A loss that is not scaled keeps the scale 1, and one that was not scaled begins with its first scale.
+        """
         scale, *counts = numbers.tolist()
         clean, overflows, self.skipped, self.left_out = map(int, counts)
-        if self._spec is not None:
+        if self._spec is not None and scale:
             self.scale, self._clean, self._overflows = scale, clean, overflows
 
     def _change(self, scale: float) -> None:

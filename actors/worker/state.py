@@ -174,7 +174,7 @@ class WorkerState:
                 yield logical_name(weight, kept), tensor
         if self._seat.leads and self._seat.cp == 0:
             yield from self.buffers()
-        if self._seat.plan.rank == 0 and self._seat.plan.run.counts_skips:
+        if self._seat.plan.rank == 0 and (self._seat.plan.run.counts_skips or not self._scaler.is_fresh):
             yield SCALER, self._scaler.numbers()
 
     def _sharding(self, weight: str) -> Sharding:

@@ -38,9 +38,11 @@ def buckets_of(plan: Plan, part: Part, parameters: Mapping[str, nn.Parameter]) -
     """
     row, limit = plan.programs["train"].rows[plan.world.pp(plan.rank)], int(plan.run.bucket_mb * _MIB)
     buckets = []
+    units = (unit for weights in part.weights.values() for unit in weights.units)
+    strides = {name: stride for unit in units for name, stride in unit.strides.items()}
     for number in last_backwards(row):
         members = {name: parameters[name] for name in part.stages[number].parameters() if name in parameters}
-        buckets += pack(number, members, part.owners.of, limit)
+        buckets += pack(number, members, part.owners.of, limit, strides)
     return buckets
 
 

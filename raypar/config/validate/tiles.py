@@ -43,9 +43,10 @@ def tile_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Ite
     for pattern in patterns:
         if not any(tile_count({pattern: 2}, path) > 1 for path in found):
             yield f"tile: {pattern!r} matches no nn.Linear that is trained: did you mean {names_near(pattern, found)}?"
-    told = set[tuple[str, int]]()  # layers of the same name but for numbers have the same faults
+    told = set[tuple[str, int, bool, bool]]()  # layers of the same name but for numbers, which have the same faults
     for path, linear in found.items():
-        count, alike = tile_count(patterns, path), (starred(path), linear.out_features)
+        whole = right("optim") and isinstance(run.optim, Muon) and is_matrix(run.optim, f"{path}.weight", 2)
+        count, alike = tile_count(patterns, path), (starred(path), linear.out_features, path in tied, whole)
         if count == 1 or alike in told:
             continue
         told.add(alike)
@@ -55,7 +56,7 @@ def tile_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Ite
         if path in tied:
             others = {"blocks.*.mlp.*": count} if isinstance(run.model, Transformer) else "{pattern: tiles}"
             yield f"tile cuts {path}, but its weight is tied with another layer's: leave it out, tile={others}"
-        if right("optim") and isinstance(run.optim, Muon) and is_matrix(run.optim, f"{path}.weight", 2):
+        if whole:
             yield f"tile cuts {path}, whose matrix Muon updates as a whole: name it in optim.adamw, or leave it out"
 
 

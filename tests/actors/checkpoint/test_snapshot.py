@@ -71,6 +71,21 @@ def test_a_checkpoint_of_before_the_decay_of_wsd_goes_on_in_a_longer_run_as_if_t
     same(outcome(loaded(team_of(optim=MUON, steps=9, zero=1, dp=2), tmp_path, tensors), range(2, 9)), wanted)
 
 
+def test_a_run_that_only_stops_hands_on_which_data_were_left_out_before(tmp_path):
+    """Else the run after it would train on the same data again, at another learning rate."""
+    team = team_of(pp=2, nonfinite="skip")
+    for actor in team.all:
+        actor.member.parts.scaler.skipped, actor.member.parts.scaler.left_out = 1, 2
+    tensors = saved(team, tmp_path)
+    (tmp_path / "again").mkdir()
+    again = saved(loaded(team_of(pp=2), tmp_path, tensors), tmp_path / "again")
+    same(
+        outcome(loaded(team_of(pp=2), tmp_path / "again", again), range(2, 4)),
+        outcome(loaded(team_of(pp=2), tmp_path, tensors), range(2, 4)),
+    )
+    assert again.keys() == tensors.keys()
+
+
 def test_the_comparison_can_fail(tmp_path):
     team = team_of()
     outcome(team, range(2))

@@ -140,6 +140,24 @@ def test_between_steps_an_actor_holds_only_what_it_owns():
     assert not names[0] & names[1]
 
 
+class Columns(nn.Module):
+    """Its weight lies in memory column by column."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4).t())
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight).tanh()
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_weights_that_lie_column_by_column(offload):
+    """An optimizer goes through a weight and its gradient in the order of memory."""
+    fn = lambda: [Columns(), nn.Linear(4, 4)]  # noqa: E731
+    agrees(Team(fn, 1, 2, dp=2, zero=3, offload=offload, **ADAM))
+
+
 class Spy(nn.Module):
     """Counts how many units are whole when its forward and its backward run."""
 

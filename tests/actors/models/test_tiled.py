@@ -23,6 +23,10 @@ def mlp():
     return [nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 4)) for _ in range(3)] + [nn.Linear(4, 4)]
 
 
+def linears_alone():
+    return [nn.Linear(4, 4) for _ in range(2)]
+
+
 def joined(found):
     whole = {}
     for name in sorted(found, key=lambda name: (untiled(name), tile_of(name).own if tile_of(name) else ())):
@@ -199,6 +203,11 @@ def test_tiles_that_are_not_possible_are_refused(changes, says):
     run = rp.Run(model=SPEC, data=rp.Batches(tokens), **{"mesh": rp.Mesh(dp=2)} | changes)
     with pytest.raises(ConfigError, match=says.replace("*", r"\*").replace(".", r"\.")):
         Team.of(run)
+
+
+def test_the_one_matrix_of_muon_among_those_of_adamw_is_not_cut():
+    with pytest.raises(ConfigError, match=r"tile cuts layers\.1, whose matrix Muon updates as a whole"):
+        Team(linears_alone, 1, 2, dp=2, zero=3, tile=2, optim=rp.Muon(adamw=("layers.0.*",)))
 
 
 def test_a_tied_head_is_not_cut():

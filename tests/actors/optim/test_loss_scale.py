@@ -49,6 +49,13 @@ def test_without_scaling_it_is_1():
     assert not scaler.can_fall
 
 
+def test_a_run_that_begins_to_scale_its_loss_begins_with_its_own_first_scale():
+    before, scaler = LossScaler(None), LossScaler(LossScale(init=8.0))
+    before.skipped, before.left_out = 3, 5
+    scaler.load(before.numbers())
+    assert (scaler.scale, scaler.skipped, scaler.left_out) == (8.0, 3, 5)
+
+
 def long_run(window, addends=1, seed=3, steps=60_000):
     """Overflows a window, and the mean scale in log2. The largest gradient of a step is log-normal."""
     dice, scaler, overflows, total = random.Random(seed), LossScaler(LossScale(window=window)), 0, 0.0
