@@ -352,7 +352,7 @@ MAY_IMPORT = {
     ),
     "raypar/planner": "actors/mesh actors/models actors/specs schedules schedules/simulation",
     "raypar/reporting": (
-        "actors actors/collective actors/mesh actors/models actors/optim actors/specs actors/worker raypar "
+        "actors actors/collective actors/data actors/mesh actors/models actors/optim actors/specs actors/worker raypar "
         "raypar/config raypar/planner raypar/reporting/run_folder raypar/reporting/trackers schedules "
         "schedules/drawing schedules/simulation"
     ),

@@ -92,6 +92,12 @@ def data_faults(text: Text, seq: int, vocab: int) -> list[str]:
     return [*faults, *_length_faults(text, parts, seq + 1)]
 
 
+def token_counts(text: Text) -> tuple[int, int]:
+    """Return the numbers of training and of validation tokens. Raises ValueError as ``open_corpus`` does."""
+    corpus = open_corpus(text)
+    return len(corpus.train), len(corpus.val)
+
+
 def _length_faults(text: Text, parts: dict[str, tuple[Tokens, Facts]], window: int) -> Iterator[str]:
     """Yield a fault for each part of the text that does not fill a window of tokens, with sizes that would fit."""
     few = f"fewer than one window of model.seq + 1 = {window}"

@@ -9,8 +9,9 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from raypar.actors.data.token_batches import token_counts
 from raypar.actors.models.partition import split_layers, transformer_costs
-from raypar.actors.specs.data import Batches
+from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
@@ -46,6 +47,8 @@ def plan_rows(
     skeleton, world = skeleton or Skeleton(run.model, run.seed), world_of(run)
     prediction = from_flops(run, world, counts_of(run, schedule, skeleton), schedule)
     rows = [("actors", actors_told(run, origins)), ("steps", f"{run.steps:,} of {_batch_told(run)}")]
+    if isinstance(run.data, Text) and run.model.seq is not None:
+        rows.append(("data", _passes_told(run, run.data, run.model.seq)))
     if world.servers:
         rows.append(("parameter servers", f"{run.servers} for each of {run.mesh.pp} pipeline ranks"))
     if isinstance(run.model, Transformer):
@@ -85,6 +88,15 @@ def _batch_told(run: Run) -> str:
     samples, seq = run.mesh.dp * run.microbatches * run.micro_batch_size, run.model.seq
     tokens = "" if seq is None else f" x {seq:,} tokens = {samples * seq:,} tokens"
     return f"{microbatches} x {run.micro_batch_size} samples{tokens}"
+
+
+def _passes_told(run: Run, text: Text, seq: int) -> str:
+    """Say how many tokens a text has, and how often the run passes over them."""
+    train, val = token_counts(text)
+    windows = (train - 1) // seq
+    passes = run.steps * run.mesh.dp * run.microbatches * run.micro_batch_size / windows
+    often = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
+    return f"{train:,} tokens to train with, {val:,} to validate; the run makes {often} passes over them"
 
 
 def log_plan(run: Run, schedule: Schedule, skeleton: Skeleton, step: int = 0) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.specs.data import Batches
+from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.config.recipes import recipe
@@ -72,3 +72,13 @@ def test_a_log_begins_with_what_the_run_needs(caplog):
     assert {"parameters", "memory, pp=0", "memory, pp=1", "memory in all", "bubble"} <= {
         line.partition(":")[0] for line in lines
     }
+
+
+def test_a_plan_says_how_often_it_passes_over_its_text(tmp_path):
+    (tmp_path / "text.txt").write_bytes(bytes(range(64, 96)) * 32)
+    run = recipe("gpt-tiny", data=Text(str(tmp_path / "text.txt"), val_fraction=0.25, cache=str(tmp_path)))
+    rows = dict(plan_rows(run, check_run(run)["train"]))
+    # 20 steps of 8 samples, of windows of 32 tokens: 23 fit among 768 tokens with the one that follows each
+    assert rows["data"] == "768 tokens to train with, 256 to validate; the run makes 7 passes over them"
+    often = dict(plan_rows(replace(run, steps=2000), check_run(run)["train"]))["data"]
+    assert often.endswith("the run makes 696 passes over them")
