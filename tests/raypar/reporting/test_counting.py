@@ -33,6 +33,6 @@ def test_a_model_is_told_by_its_sizes_and_what_is_not_its_default():
     assert told.startswith("GPT(layers=8, hidden=32, heads=4, seq=256, ")
     assert "moe=MoE(experts=8, " in told
     assert not any(usual in told for usual in ("dropout", "rope_base", "kind", "attention", "None"))
-    assert brief(Layers(list, print)).startswith("Layers(fn=list, loss=print")
-    assert "plan" not in brief(Layers(list, print))
+    assert brief(Layers(list, len)).startswith("Layers(fn=list, loss=len")
+    assert "plan" not in brief(Layers(list, len))
     assert "plan={'a': 'row'}" in brief(Layers(list, print, plan={"a": "row"}))

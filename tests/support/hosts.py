@@ -1,0 +1,161 @@
+"""Several hosts on one machine: Linux namespaces with an address, processes, /tmp and /dev/shm of their own.
+
+All hosts hang on one bridge, in a network of their own that the machine's other processes do not see. They end with the
+process that made them, whatever happens to it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+NETWORK = "10.77.0"
+_OWN = ["--fork", "--pid", "--mount-proc", "--net", "--mount", "--uts", "--ipc", "--kill-child=KILL"]
+_PRIVATE_FOLDERS = ("/tmp", "/dev/shm", "/run")  # every host mounts an empty file system on each
+_INIT = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"  # the first process: it reaps what others leave
+
+
+@dataclass
+class Host:
+    """A host.
+
+    Attributes:
+        name: Its host name.
+        address: Its address.
+        pid: Its first process, as this process sees it.
+        link: The end of its cable at the bridge.
+    """
+
+    name: str
+    address: str
+    pid: int
+    link: str
+
+    def command(self, argv: Sequence[str | Path]) -> list[str]:
+        """Return the command that runs another one on this host, in the folder of this process."""
+        return ["nsenter", f"--target={self.pid}", "--all", f"--wdns={Path.cwd()}", "--", *map(str, argv)]
+
+    def run(self, *argv: str | Path, env: Mapping[str, str] | None = None, timeout: float = 60.0) -> str:
+        """Run a command on this host and return what it printed.
+
+        Raises:
+            AssertionError: If it fails, with all that it printed.
+        """
+        kept = {"env": os.environ | dict(env or {}), "timeout": timeout}
+        done = subprocess.run(self.command(argv), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kept)
+        assert done.returncode == 0, (
+            f"{self.name}: {' '.join(map(str, argv))} ended with {done.returncode}\n{done.stdout}"
+        )
+        return done.stdout
+
+    def start(self, *argv: str | Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """Start a command on this host; its output comes through the pipe ``stdout``."""
+        kept = {"env": os.environ | dict(env or {}), "text": True}
+        return subprocess.Popen(self.command(argv), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **kept)
+
+    def die(self) -> None:
+        """End all processes of this host at once, as a power cut does."""
+        os.kill(self.pid, signal.SIGKILL)
+
+
+@dataclass
+class Network:
+    """Hosts on one bridge.
+
+    Attributes:
+        hosts: The hosts.
+        bridge: The process in whose network the bridge is.
+    """
+
+    hosts: list[Host]
+    bridge: int
+
+    def cut(self, host: Host) -> None:
+        """Pull a host's cable: what is sent is lost, and nobody is told."""
+        self._ip("link", "set", host.link, "down")
+
+    def mend(self, host: Host) -> None:
+        """Plug it in again."""
+        self._ip("link", "set", host.link, "up")
+
+    def limit(self, rate: str, delay: str = "0ms") -> None:
+        """Limit what each host receives and sends to a rate, such as "1gbit", after a delay, such as "2ms"."""
+        shape = ["root", "netem", "rate", rate, "delay", delay, "limit", "100000"]
+        for host in self.hosts:
+            _inside(self.bridge, "tc", "qdisc", "replace", "dev", host.link, *shape)
+            _inside(host.pid, "tc", "qdisc", "replace", "dev", "eth0", *shape)
+
+    def _ip(self, *what: str) -> None:
+        _inside(self.bridge, "ip", *what)
+
+
+def missing() -> str:
+    """Return why this machine can't make hosts, or an empty text if it can."""
+    if absent := [name for name in ("unshare", "nsenter", "ip", "tc") if shutil.which(name) is None]:
+        return f"no {' and no '.join(absent)}"
+    tried = "ip link add bridge type bridge && ip link add one type veth peer name other"
+    done = subprocess.run(["unshare", *_user(), *_OWN, "sh", "-c", tried], capture_output=True, text=True, timeout=20)
+    return "" if done.returncode == 0 else f"no namespaces: {done.stderr.strip()}"
+
+
+@contextmanager
+def hosts_on_a_network(*names: str) -> Iterator[Network]:
+    """Make hosts on one network, with addresses from 10.77.0.1 on, and end all that runs on them at the end."""
+    bridge = subprocess.Popen(["unshare", *_user(), *_OWN, "bash", "-c", _INIT], stdin=subprocess.DEVNULL)
+    try:
+        first = _first_process(bridge.pid)
+        for line in ("link add bridge type bridge", f"addr add {NETWORK}.254/24 dev bridge", "link set bridge up"):
+            _inside(first, "ip", *line.split())
+        yield Network([_host(first, number, name) for number, name in enumerate(names, 1)], first)
+    finally:
+        bridge.kill()
+        bridge.wait()
+
+
+def _host(bridge: int, number: int, name: str) -> Host:
+    """Make a host: its namespaces, its cable and its folders."""
+    made = subprocess.Popen(
+        ["nsenter", f"--target={bridge}", "--all", "unshare", *_OWN, "bash", "-c", _INIT], stdin=subprocess.DEVNULL
+    )
+    pid, link, address = _first_process(made.pid), f"host{number}", f"{NETWORK}.{number}"
+    _inside(bridge, "ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+    _inside(bridge, "ip", "link", "set", link, "master", "bridge", "up")
+    for line in (f"addr add {address}/24 dev eth0", "link set eth0 up", "link set lo up"):
+        _inside(pid, "ip", *line.split())
+    host = Host(name, address, pid, link)
+    host.run("hostname", name)
+    for folder in _PRIVATE_FOLDERS:
+        host.run("mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", folder)
+    return host
+
+
+def _first_process(pid: int) -> int:
+    """Return the first process of the innermost process namespace that a process has made."""
+    end = time.monotonic() + 10.0
+    while time.monotonic() < end:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        if name == "bash":
+            return pid
+        if children:
+            pid = int(children[0])
+        else:
+            time.sleep(0.005)
+    raise TimeoutError("no namespace within 10 s")
+
+
+def _inside(pid: int, *command: str) -> None:
+    """Run a command in the network of a process."""
+    subprocess.run(["nsenter", f"--target={pid}", "--net", *command], check=True, timeout=20)
+
+
+def _user() -> list[str]:
+    """Return what makes this user the root of the new namespaces."""
+    return [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
