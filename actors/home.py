@@ -75,11 +75,11 @@ class Home(ABC):
         """Raise OffloadError if something could not be written to the disk since the last check."""
 
     def moved(self, tensor: Tensor, into: Tensor | None = None) -> Tensor:
-        """Return a tensor of the same values, shape and order in memory that is here; the tensor itself if it is.
+        """Copy a tensor into memory of this home, with the same shape and strides. A tensor that is here is returned.
 
         Args:
             tensor: The tensor.
-            into: Of this shape and here, to be used for it; None for new memory.
+            into: A tensor of this home with the same shape, which takes the values; None allocates one.
         """
         if self.holds(tensor):
             return tensor

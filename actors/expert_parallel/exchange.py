@@ -117,7 +117,7 @@ class ExpertShard(DividedExperts, Anchored, Routed):
         return there, asked[:, self._own].sum(1).tolist()
 
     def _shadows(self, asked: Tensor, rows_ND: Tensor) -> tuple[int, ...]:
-        """Return the experts to shadow, which the record is told."""
+        """Choose the experts to shadow, and write the choice to the record."""
         weights = [*next(iter(self.values())).parameters()]
         count, each = sum(weight.numel() for weight in weights), sum(map(nbytes, weights))
         row = rows_ND.shape[1] * rows_ND.element_size()

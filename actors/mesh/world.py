@@ -194,11 +194,11 @@ class World:
         return (pp * self.replicas + replica) * ranks + own
 
     def is_first(self, rank: int, *, expert: bool = False) -> bool:
-        """Return whether a worker is the first of those that update equal copies of what it updates.
+        """Return whether a worker is the first of the workers that update copies of the same weights.
 
         Args:
             rank: The worker or expert actor.
-            expert: Whether it is asked for its experts, which are divided over actors, or for all other weights.
+            expert: True asks about its experts, which are divided over actors; False about all other weights.
         """
         if self.sharded:
             return self.copy_of(rank) == 0

@@ -101,7 +101,7 @@ def masters_of(
 
 
 def master_of(parameter: nn.Parameter, initial: Tensor, precision: Precision, home: Home) -> nn.Parameter:
-    """Return the master of a layers' parameter: the parameter itself if it was not cast, and is at home.
+    """Return the master of a parameter. It is the parameter itself if that was not cast and is in this home.
 
     Args:
         parameter: The parameter, cast to the precision.

@@ -9,15 +9,13 @@ first run that differs, with its diagnosis. Exit code 1 if there is one.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
-from collections import Counter
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import Phase
 
 from raypar.config.run import world_of
 from tests.support.expert_layouts import expert_layouts, tilted
+from tests.support.fuzzing import fuzz
 from tests.support.layouts import verdict_of
 
 _OPTIONS = ("capacity", "shared", "residual", "noise", "bias_rate", "z_loss")
@@ -30,49 +28,21 @@ def kinds_of(run, tilt, verdict):
     yield from (f"{axis}={getattr(mesh, axis)}" for axis in _AXES)
     yield from (f"gate {moe.gate}", f"top {moe.top_k}", f"{tilt} favoured", f"zero {world_of(run).zero}")
     yield f"{run.model.seq} tokens"
-    yield from (
-        name for name in ("capacity", "shared", "residual", "noise", "bias_rate", "z_loss") if getattr(moe, name)
-    )
+    yield from (name for name in _OPTIONS if getattr(moe, name))
     yield from ("shadows",) if run.expert_shadows else ()
     yield from ("folded",) if mesh.folds_experts else ()
     yield f"recompute {run.recompute if isinstance(run.recompute, str) else 'by layer'}"
     yield "bitwise" if verdict.bitwise else "within bounds"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--number", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    told = parser.parse_args()
-    counts: Counter[str] = Counter()
-    start = time.perf_counter()
-
-    @seed(told.seed)
-    @settings(
-        max_examples=told.number,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(expert_layouts())
-    def compare(drawn):
-        run, tilt = drawn
-        with tilted(tilt):
-            verdict = verdict_of(run)
-        counts.update(kinds_of(run, tilt, verdict))
-        assert verdict.ok, f"{tilt}\n{verdict}"
-
-    try:
-        compare()
-    except AssertionError as error:
-        print(error, *error.__notes__, sep="\n")
-        return 1
-    finally:
-        print(", ".join(f"{kind} {count}" for kind, count in sorted(counts.items())))
-        print(f"{time.perf_counter() - start:.0f} s")
-    return 0
+def compare(drawn):
+    """Compare a run with one plain process, and return what it is an example of."""
+    run, tilt = drawn
+    with tilted(tilt):
+        verdict = verdict_of(run)
+    assert verdict.ok, f"{tilt}\n{verdict}"
+    return kinds_of(run, tilt, verdict)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(fuzz(__doc__, expert_layouts(), compare, 200, [Phase.generate]))

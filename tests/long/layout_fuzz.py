@@ -8,15 +8,11 @@ one.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
-from collections import Counter
-
-from hypothesis import HealthCheck, given, seed, settings
 
 from raypar.actors.mesh.mesh import AXES
 from raypar.config.run import world_of
+from tests.support.fuzzing import fuzz
 from tests.support.layouts import layouts, verdict_of
 
 
@@ -41,32 +37,12 @@ def kinds_of(run, verdict):
     yield "bitwise" if verdict.bitwise else "within bounds"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--number", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    told = parser.parse_args()
-    counts: Counter[str] = Counter()
-    start = time.perf_counter()
-
-    @seed(told.seed)
-    @settings(max_examples=told.number, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(layouts())
-    def compare(run):
-        verdict = verdict_of(run)
-        counts.update(kinds_of(run, verdict))
-        assert verdict.ok, str(verdict)
-
-    try:
-        compare()
-    except AssertionError as error:
-        print(error, *error.__notes__, sep="\n")
-        return 1
-    finally:
-        print(", ".join(f"{kind} {count}" for kind, count in sorted(counts.items())))
-        print(f"{time.perf_counter() - start:.0f} s")
-    return 0
+def compare(run):
+    """Compare a run with one plain process, and return what it is an example of."""
+    verdict = verdict_of(run)
+    assert verdict.ok, str(verdict)
+    return kinds_of(run, verdict)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(fuzz(__doc__, layouts(), compare, 300))
