@@ -1,4 +1,4 @@
-"""The flags of a command that trains: which words belong to which flag, and all mistakes in them at once."""
+"""The flags of a command: which words belong to which flag, and all mistakes in them at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raypar.config.fields import Fault
 from raypar.config.recipes import RECIPES
 from raypar.schedules.nearest_name import nearest
 
-_HELP = {"-h", "--help"}
+HELP = {"-h", "--help"}
 _NUMBERS = {int: "a whole number", float: "a number"}
 _MANY = {int: "whole numbers", float: "numbers"}
 _KINDS = {"model": (GPT, Llama), "optim": (AdamW, SGD, Muon)}
@@ -54,7 +54,7 @@ def read_flags(
     """Find the mistakes in the flags of a command.
 
     Args:
-        kind: The class whose fields the flags are, and one word without a flag.
+        kind: The class whose fields the flags are; one of them has a ``metavar``, and is a word without a flag.
         words: The words of a command line.
         default: Its values before the flags; they tell which classes nested fields have.
         wrong: Faults that are known already. Flags of these fields are left out without another fault.
@@ -63,7 +63,7 @@ def read_flags(
         The words of all other flags, as the parser reads them, and a fault for each flag that is unknown, has no value,
         or a value that its field can't have. If the words ask for help, they are returned as they are.
     """
-    if _HELP & set(words):
+    if HELP & set(words):
         return [*words], []
     sound, alone, faults, known = list[str](), list[str](), list[Fault](), {fault.path for fault in wrong}
     for flag in _grouped(kind, words, default):
@@ -73,16 +73,18 @@ def read_flags(
             told = list(_faults_of(kind, flag, default))
             faults += [Fault(flag.path, text, of_type=True) for text in told]
             sound += [] if told else flag.words()
+    name, told_as = _alone(kind)
     for word in alone[1:]:
-        faults.append(Fault("base", f"{word!r} is a word too many: only one RECIPE|FILE.toml is read", of_type=True))
+        faults.append(Fault(name, f"{word!r} is a word too many: only one {told_as} is read", of_type=True))
     return [*alone[:1], *sound], faults
 
 
 def _grouped(kind: type, words: Sequence[str], default: object) -> Iterator[_Flag | str]:
     """Yield the flags with their values, and the words that belong to none."""
-    index = 0
+    index, short = 0, _aliases(kind)
     while index < len(words):
         typed, equals, value = words[index].partition("=")
+        typed = short.get(typed, typed)
         index += 1
         if not typed.startswith("--"):
             yield words[index - 1]
@@ -125,7 +127,24 @@ def _field_of(kind: type, path: str, default: object) -> tuple[str, Any]:
         return path, None  # a part, which has flags for its fields
     if name not in hints and get_origin(hints.get(name.removeprefix("no_"))) is not Annotated:
         name = name if plain.get(name.removeprefix("no_")) is not bool else name.removeprefix("no_")
-    return ".".join([*above, name]), plain.get(name) if name != "base" else None
+    return ".".join([*above, name]), plain.get(name) if name != _alone(kind)[0] else None
+
+
+def _extras(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield the names of a class's fields with what is said of their flags beside the type."""
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        yield from ((name, extra) for extra in getattr(hint, "__metadata__", ()))
+
+
+def _alone(kind: type) -> tuple[str, str]:
+    """Return the field that is a word without a flag, and how help calls it; empty texts if there is none."""
+    named = ((name, getattr(extra, "metavar", None)) for name, extra in _extras(kind))
+    return next(((name, metavar) for name, metavar in named if metavar), ("", ""))
+
+
+def _aliases(kind: type) -> dict[str, str]:
+    """Return the flags by their short names, as ``--out`` by ``-o``."""
+    return {alias: _spelled(name) for name, extra in _extras(kind) for alias in getattr(extra, "aliases", None) or ()}
 
 
 def _members(hint: Any) -> list[Any]:
@@ -223,7 +242,7 @@ def _paths(kind: type, default: object) -> Iterator[str]:
         value = getattr(default, field.name, None)
         if is_dataclass(value):
             yield from (f"{field.name}.{path}" for path in _paths(type(value), value))
-        elif field.name != "base":
+        elif field.name != _alone(kind)[0]:
             yield field.name
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from raypar.actors.specs.types import SEND_WINDOW
+from raypar.cli.flags import HELP, read_flags
 from raypar.cli.placements import RESHARDS, Reshard, placements, table
 from raypar.config.schedule import Loaded, Pass, load
 from raypar.schedules.catalog import CATALOG
@@ -56,6 +57,10 @@ class PaperArgs:
     """with --gather microbatch: whether weights are freed between the forward and the backward of a microbatch"""
     reduce: ReduceWhen | None = None
     """reduce gradients over replicas, once a step or once a microbatch; None: there are no replicas"""
+
+    def faults(self) -> list[str]:
+        """Return which values are out of range."""
+        return []
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,20 @@ class SimulateArgs(PaperArgs):
     """MiB that a forward of a microbatch keeps in a stage, likewise"""
     format: Literal["text", "json"] = "text"
     """json: one JSON object, for programs"""
+
+    def durations(self) -> dict[str, Any]:
+        """Return how long actions take, by the names of Costs."""
+        return {name: getattr(self, name) for name in ("f", "b", "i", "w", "link", "unshard", "reduce_grad")}
+
+    def faults(self) -> list[str]:
+        """Return which values are out of range."""
+        costs = self.durations() | {"weights_mib": self.weights_mib, "activations_mib": self.activations_mib}
+        wrong = [
+            f"--{name.replace('_', '-')} is {cost}: it must be from 0 to {_MOST_COST:g}"
+            for name, cost in costs.items()
+            if not 0 <= cost <= _MOST_COST
+        ]
+        return wrong + ([f"--units is {self.units}: it must be 1 or more"] if self.units < 1 else [])
 
 
 def draw(words: Sequence[str], terminal: bool) -> str:
@@ -188,20 +207,11 @@ def measure(words: Sequence[str]) -> str:
     args = _parse(
         SimulateArgs, words, "simulate", "Simulate a schedule: how long it takes, and how much of it is bubble."
     )
-    given = {name: getattr(args, name) for name in ("f", "b", "i", "w", "link", "unshard", "reduce_grad")}
-    sizes = {name: getattr(args, name) for name in ("weights_mib", "activations_mib")}
-    wrong = [
-        f"--{name.replace('_', '-')} is {cost}: it must be from 0 to {_MOST_COST:g}"
-        for name, cost in {**given, **sizes}.items()
-        if not 0 <= cost <= _MOST_COST
-    ]
-    wrong += [f"--units is {args.units}: it must be 1 or more"] if args.units < 1 else []
-    if wrong:
-        raise ScheduleError("\n".join(wrong))
+    given, sizes = args.durations(), (args.weights_mib, args.activations_mib)
     loaded, costs = _load(args), Costs(**given, units=args.units)
     schedule = loaded.lowered(passes=_passes(args))
     found = outcome(schedule, costs, send_capacity=SEND_WINDOW)
-    compared = placements(loaded.lowered(passes=_reductions(args)), costs, *sizes.values()) if args.gather else []
+    compared = placements(loaded.lowered(passes=_reductions(args)), costs, *sizes) if args.gather else []
     if args.format == "text":
         told = f"F {args.f:g}, B {args.b:g}, I {args.i:g}, W {args.w:g}, link {args.link:g}"
         told += f", UNSHARD {args.unshard:g}" if args.gather else ""
@@ -224,14 +234,24 @@ def measure(words: Sequence[str]) -> str:
 
 
 def _parse(kind: type[A], words: Sequence[str], command: str, what: str) -> A:
+    """Parse the words of a command. For help, tyro ends the process. Raises ScheduleError with all mistakes."""
     known = "\n".join(f"  {name:<12} {entry.summary}" for name, entry in CATALOG.items())
-    return tyro.cli(
+    sound, wrong = read_flags(kind, words, kind(""))
+    told, missing = [fault.text for fault in wrong], not HELP & set(words) and (not sound or sound[0].startswith("-"))
+    if missing and not told:  # otherwise it may be the value of a flag that there is not
+        told.append(
+            f"a schedule is missing: give raypar {command} a name, such as 1f1b, or FILE.csv or FILE.py:FUNCTION"
+        )
+    args = tyro.cli(
         kind,
         config=(tyro.conf.FlagCreatePairsOff,),
-        args=words,
+        args=["", *sound] if missing else sound,
         prog=f"raypar {command}",
         description=f"{what}\n\nSchedules:\n{known}",
     )
+    if told := [*told, *args.faults()]:
+        raise ScheduleError("\n".join(told))
+    return args
 
 
 def _load(args: PaperArgs) -> Loaded:

@@ -231,6 +231,20 @@ def test_the_largest_costs_have_finite_figures(said):
         ),
         (("simulate", "1f1b", "--f", "-1", "--link", "nan"), "--f is -1.0: it must be from 0 to 1e+100\n--link is nan"),
         (("simulate", "1f1b", "--link", "1e308"), "--link is 1e+308: it must be from 0 to 1e+100"),
+        (
+            ("simulate", "1f1b", "--f", "x", "--gather", "foo", "--b", "--rank", "3", "gpipe", "--link", "-1"),
+            "raypar: --f is 'x': it must be a number\n--gather is 'foo': it must be step or microbatch\n"
+            "--b has no value: give a number\n--rank is no flag: did you mean --ranks?\n"
+            "'gpipe' is a word too many: only one SCHEDULE|FILE.csv|FILE.py:FUNCTION is read\n"
+            "--link is -1.0: it must be from 0 to 1e+100\n",
+        ),
+        (
+            ("draw", "1f1b", "--lowered", "true", "-o"),
+            "--lowered is a switch, and takes no 'true': write --lowered alone",
+        ),
+        (("draw", "1f1b", "--format", "foo", "-o"), "--format is 'foo': it must be text or svg or csv or json"),
+        (("draw", "1f1b", "-o"), "--out has no value: give a path"),
+        (("check",), "a schedule is missing: give raypar check a name, such as 1f1b, or FILE.csv"),
         (("check", "two.csv", "--ranks", "3", "--microbatches", "2"), "has 2 ranks, not 3: leave --ranks out"),
     ],
 )
