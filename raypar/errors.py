@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from raypar.actors.errors import FaultsError
 
+TO_GO_ON = "To go on, "  # how a note of a job's error begins that says how Python goes on; commands say their own
+
 
 class ConfigError(FaultsError, ValueError):
     """The user's mistakes in a run. Lists all of them, each with its fix. Raised before any actor starts.

@@ -27,7 +27,7 @@ from raypar.config.fields import Fault, field_faults, right_fields
 from raypar.config.recipes import RECIPES
 from raypar.config.run import check_run, unrecorded, world_of
 from raypar.config.validate.parallel import idle_fields
-from raypar.errors import ConfigError, JobError
+from raypar.errors import TO_GO_ON, ConfigError, JobError
 from raypar.paths import absolute, checkpoints_in
 from raypar.planner.host import room_faults
 from raypar.reporting.expert_table import expert_table
@@ -155,7 +155,8 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
         return _trained(run, args, schedule, begun, launches)
     except (JobError, NonFiniteError, KeyboardInterrupt, SystemExit) as error:
         if launches:
-            error.add_note(how_to_go_on(run))
+            notes = [note for note in getattr(error, "__notes__", []) if not note.startswith(TO_GO_ON)]
+            error.__notes__ = [*notes, how_to_go_on(run)]
         raise
 
 

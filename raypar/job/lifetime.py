@@ -13,7 +13,7 @@ from raypar.actors.mesh.world import World
 from raypar.cluster.calls import Calls
 from raypar.cluster.interrupts import CtrlC, patience
 from raypar.cluster.ray_cluster import Actors
-from raypar.errors import JobError
+from raypar.errors import TO_GO_ON, JobError
 
 T = TypeVar("T")
 
@@ -122,7 +122,7 @@ class Lifetime:
         else:  # the actors still complete their step, so the driver must not repeat it
             self.failure = "it was interrupted while its actors worked"
         self._close()
-        error.add_note(f"To go on, {self._how_to_go_on()}.")  # behind the end of a save
+        error.add_note(f"{TO_GO_ON}{self._how_to_go_on()}.")  # behind the end of a save
 
     def _how_to_go_on(self) -> str:
         """Say how the run goes on in another job: from its newest checkpoint, if it has saved one."""

@@ -23,7 +23,7 @@ from raypar.cli.output_files import whole_file
 from raypar.cli.parsing import _base
 from raypar.config.recipes import recipe
 from raypar.config.toml import plain_of, toml_of
-from raypar.errors import JobError
+from raypar.errors import TO_GO_ON, JobError
 from raypar.parity.verify import Bounds, Difference, Verdict
 from raypar.reporting import summary as summaries
 from raypar.schedules import build, lower, to_csv
@@ -254,6 +254,24 @@ def test_mistakes_on_paper(said, tmp_path, monkeypatch, words, says):
     code, out, err = said(*words)
     assert (code, out) == (2, "")
     assert says in err
+
+
+def test_a_failed_run_says_once_how_to_go_on(said, monkeypatch):
+    def fails(run, args, schedule, begun, launches):
+        launches.append(1.0)
+        error = JobError("actor pp=1 died")
+        error.add_note("A note of another kind.")
+        error.add_note(f"{TO_GO_ON}launch the run again.")
+        raise error
+
+    monkeypatch.setattr(commands, "_trained", fails)
+    code, _, err = said("train", "gpt-tiny")
+    assert code == 4
+    assert err.splitlines()[-3:] == [
+        "raypar: actor pp=1 died",
+        "A note of another kind.",
+        "nothing was saved: give --folder, and --save-every, to keep checkpoints",
+    ]
 
 
 def test_paper_commands_bring_in_neither_torch_nor_ray():
