@@ -18,6 +18,7 @@ from raypar.actors.collective.autograd import exchange_rows, join_rows, own_rows
 from raypar.actors.collective.group import Group
 from raypar.actors.expert_parallel.experts import DividedExperts, combine, order_of, spread
 from raypar.actors.expert_parallel.record import Routed
+from raypar.actors.expert_parallel.rounds import Trip, in_rounds
 from raypar.actors.expert_parallel.shadowing import Shadowing, dispatch
 from raypar.actors.sharding import Pieces
 from raypar.actors.tensors import nbytes
@@ -37,6 +38,7 @@ class ExpertShard(DividedExperts, Anchored, Routed):
         tokens: Actors that all have the same tokens, of which each one then sends only a part; None if no other actor
             has this actor's tokens.
         shadows: The most experts that are shadowed at a time: see shadowing.py. Only where each actor has experts.
+        rounds: The rounds in which rows travel, at most as many as an actor has experts: see rounds.py.
 
     Source: He et al. 2021, "FastMoE", section 4; Gale et al. 2022, "MegaBlocks", section 5.
     """
@@ -49,11 +51,12 @@ class ExpertShard(DividedExperts, Anchored, Routed):
         holders: range,
         tokens: Group | None = None,
         shadows: int = 0,
+        rounds: int = 1,
     ) -> None:
         super().__init__({str(number): expert for number, expert in experts.items()})
         self._order, self._num_experts = tuple(order), len(order)
         self._group, self._holders, self._tokens = group, holders, tokens
-        self._most = shadows
+        self._most, self._rounds = shadows, rounds
         # A module without weights of its own, to compute with those of others. It is none of this actor's modules.
         self._guest = [deepcopy(next(iter(experts.values())))] if shadows else []
         self.anchor = torch.empty(0, device="cpu", requires_grad=True)
@@ -104,10 +107,31 @@ class ExpertShard(DividedExperts, Anchored, Routed):
             rows_ND: The rows, in the order of the experts that they go to.
             asked: How many rows each actor has for each expert (actors, E).
         """
+        if self._rounds > 1:
+            return self._made_in_rounds(rows_ND, asked)
         there, here = self._splits(asked)
         came_ND = exchange_rows(self.anchored(rows_ND), self._group, there, here)
         made_ND = self._computed(came_ND, asked[:, self._own]) if len(self) else came_ND
         return exchange_rows(made_ND, self._group, here, there)
+
+    def _made_in_rounds(self, rows_ND: Tensor, asked: Tensor) -> Tensor:
+        """Do what ``_made`` does, by groups of each actor's experts."""
+        each, counts = self._num_experts // len(self._holders), asked[self._group.rank].tolist()
+        spans = [Pieces.at(number, self._rounds).span(each) for number in range(self._rounds)]
+        places = [[place for place in range(len(counts)) if start <= place % each < stop] for start, stop in spans]
+        asked_of = [torch.zeros_like(asked).index_copy(1, own, asked[:, own]) for own in map(torch.tensor, places)]
+        splits = [self._splits(of_round) for of_round in asked_of]
+        trips = [(Trip(self._group, there, here), Trip(self._group, here, there)) for there, here in splits]
+
+        def compute(number: int, came_ND: Tensor) -> Tensor:
+            return self._computed(came_ND, asked[:, self._own], spans[number]) if len(self) else came_ND
+
+        parts = self.anchored(rows_ND).split(counts)
+        made: dict[int, Tensor] = {}
+        gone = [torch.cat([parts[place] for place in some]) for some in places]
+        for some, back_ND in zip(places, in_rounds(gone, trips, compute), strict=True):
+            made |= zip(some, back_ND.split([counts[place] for place in some]), strict=True)
+        return torch.cat([made[place] for place in range(len(counts))])
 
     def _splits(self, asked: Tensor) -> tuple[list[int], list[int]]:
         """Return how many rows go to each actor, and how many come from it."""
@@ -181,16 +205,19 @@ class ExpertShard(DividedExperts, Anchored, Routed):
         told = told.view(self._group.size, -1)
         return told[:, :-1], int(told[:, -1].max())
 
-    def _computed(self, came_ND: Tensor, asked: Tensor) -> Tensor:
-        """Run this actor's experts.
+    def _computed(self, came_ND: Tensor, asked: Tensor, span: tuple[int, int] | None = None) -> Tensor:
+        """Run this actor's experts, or those of a round.
 
         Args:
             came_ND: The rows that came, in the order of their senders, and of the experts for each.
             asked: Number of rows by sender and expert (members, experts of this actor).
+            span: The first of the experts to run, and the one after the last; None for all.
 
         Returns:
             What the experts make of each row (N, D), in the order of the rows.
         """
+        some = slice(*(span or (0, len(self))))
+        asked = asked[:, some]
         senders, experts = asked.shape
         starts = (asked.flatten().cumsum(0) - asked.flatten()).view(senders, experts)
         runs = [
@@ -200,5 +227,5 @@ class ExpertShard(DividedExperts, Anchored, Routed):
         ]
         by_expert = torch.cat(runs).to(came_ND.device)
         parts = came_ND.index_select(0, by_expert).split(asked.sum(0).tolist())
-        made = torch.cat([expert(part) for expert, part in zip(self.values(), parts, strict=True)])
+        made = torch.cat([expert(part) for expert, part in zip([*self.values()][some], parts, strict=True)])
         return made.index_select(0, by_expert.argsort())

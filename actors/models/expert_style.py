@@ -23,6 +23,7 @@ class ExpertParallel(ParallelStyle):
         tokens: Actors that all have the same tokens, which they divide for the experts; None if there are no others.
         shadows: The most experts that are shadowed at a time.
         orders: By the name of a list, the order in which actors divide its experts if that is not by number.
+        rounds: The rounds in which tokens travel.
     """
 
     group: Group
@@ -30,6 +31,7 @@ class ExpertParallel(ParallelStyle):
     tokens: Group | None
     shadows: int = 0
     orders: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    rounds: int = 1
 
     def apply(self, name: str, module: nn.Module) -> Applied:
         """Replace the list by this actor's slice of it."""
@@ -40,4 +42,5 @@ class ExpertParallel(ParallelStyle):
             first, last = Pieces.at(self.group.rank - self.holders.start, len(self.holders)).span(len(order))
             own = {number: module[number] for number in order[first:last]}
         module._modules.clear()  # what a module still has goes over to the one in its place
-        return Applied(ExpertShard(own, order, self.group, self.holders, self.tokens, self.shadows))
+        shard = ExpertShard(own, order, self.group, self.holders, self.tokens, self.shadows, self.rounds)
+        return Applied(shard)

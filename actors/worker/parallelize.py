@@ -40,7 +40,8 @@ def axis_styles(run: Run, groups: Mapping[str, Group]) -> list[AxisStyles]:
         group, last = groups["ep"], run.mesh.expert_actors
         orders = orders_of(run.expert_order)
         holders = range(group.size - last if last else 0, group.size)
-        axes.append(AxisStyles({"expert": ExpertParallel(group, holders, tokens, run.expert_shadows, orders)}))
+        style = ExpertParallel(group, holders, tokens, run.expert_shadows, orders, run.expert_rounds)
+        axes.append(AxisStyles({"expert": style}))
     return axes
 
 

@@ -21,6 +21,8 @@ def expert_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> I
     mesh, own = run.mesh, isinstance(run.model, Layers)
     if right("expert_shadows", "mesh") and run.expert_shadows:
         yield from _shadow_faults(run, skeleton, right)
+    if right("expert_rounds", "expert_shadows", "mesh") and run.expert_rounds > 1:
+        yield from _round_faults(run)
     if right("expert_order", "mesh", "model") and run.expert_order:
         yield from _order_faults(run, skeleton)
     if not mesh.divides_experts or not right("model" if own else "model.layers", "mesh.tp"):
@@ -36,6 +38,10 @@ def expert_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> I
         near = " or ".join(str(near) for near in (count // parts * parts, count // parts * parts + parts) if near)
         fix = f"use {near} experts, or set {field} to {fewer}"
         yield f"{field} {parts} does not divide the {count} experts of a layer: {fix}"
+    fewest = min((count // parts for count in counts if count % parts == 0), default=run.expert_rounds)
+    if right("expert_rounds") and run.expert_rounds > fewest:
+        few = f"an actor has {fewest} of a layer's experts, and each round needs one"
+        yield f"expert_rounds is {run.expert_rounds}, but {few}: set it to {fewest}{' or less' if fewest > 1 else ''}"
     if run.data_parallel == "parameter_server":
         yield f"{field} is {parts}, but servers hold all weights of a replica: set data_parallel to 'all_reduce'"
     if own and mesh.tensor_ranks > 1:
@@ -83,6 +89,17 @@ def _shadow_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> 
         for name in skeleton.model.unlike_experts():
             fix = "build them alike, with weights only, or set it to 0"
             yield f"expert_shadows: the experts of {name} have other shapes than one another, or buffers: {fix}"
+
+
+def _round_faults(run: Run) -> Iterator[str]:
+    """Yield the reasons why tokens cannot travel to experts in rounds."""
+    if not run.mesh.divides_experts:
+        yield f"expert_rounds is {run.expert_rounds}, but mesh.ep is 1, so no token travels: set it to 1"
+    if run.expert_shadows:
+        yield (
+            f"expert_rounds is {run.expert_rounds}, and expert_shadows {run.expert_shadows}: shadows are for tokens that "
+            "travel at once, so set expert_rounds to 1 or expert_shadows to 0"
+        )
 
 
 def _order_faults(run: Run, skeleton: Skeleton) -> Iterator[str]:

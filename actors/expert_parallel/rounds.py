@@ -1,0 +1,103 @@
+"""An exchange in rounds: while rows travel to some of the experts and back, others compute.
+
+Source: He et al. 2022, "FasterMoE", section 4.2; there rounds are groups of actors, here they are groups of each
+actor's experts, so that an expert has all of its rows at once, and the same bits come of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypar.actors.collective.group import Group, Handle
+
+
+class Trip:
+    """Rows that travel while something else is computed, and their gradients, which travel back likewise.
+
+    Args:
+        group: The members, all of which begin the same trips in the same order.
+        there: Rows that go to each member.
+        here: Rows that come from each member.
+    """
+
+    def __init__(self, group: Group, there: Sequence[int], here: Sequence[int]) -> None:
+        self.there, self.here = there, here
+        self._group = group
+        self._coming: tuple[Handle, Tensor] | None = None
+
+    def begin(self, rows_ND: Tensor) -> Tensor:
+        """Send rows, and return the tensor into which others come: its values are undefined until ``end``."""
+        came: Tensor = _Begin.apply(rows_ND, self)  # type: ignore[no-untyped-call]
+        return came
+
+    def end(self, came_ND: Tensor) -> Tensor:
+        """Return the rows that came. The backward through this begins to send their gradients."""
+        arrived: Tensor = _End.apply(came_ND, self)  # type: ignore[no-untyped-call]
+        return arrived
+
+    def depart(self, rows_ND: Tensor, there: Sequence[int], here: Sequence[int]) -> Tensor:
+        """Start an all-to-all, and return the tensor that it fills."""
+        came = rows_ND.new_empty((sum(here), *rows_ND.shape[1:]))
+        self._coming = self._group.all_to_all(came, rows_ND.contiguous(), here, there), came
+        return came
+
+    def arrive(self) -> Tensor:
+        """Wait for the all-to-all that ``depart`` started, and return what it filled."""
+        assert self._coming is not None, "a trip that ends has begun"
+        (handle, came), self._coming = self._coming, None
+        handle.wait()
+        return came
+
+
+def in_rounds(
+    parts: Sequence[Tensor], trips: Sequence[tuple[Trip, Trip]], compute: Callable[[int, Tensor], Tensor]
+) -> list[Tensor]:
+    """Exchange rows with the experts of each round in turn.
+
+    The rows of the next round, and what came of the round before, travel while a round is computed. Autograd runs what
+    was called last first: the backward begins to send all gradients to the experts, and computes the last round first.
+
+    Args:
+        parts: The rows of each round, in the order of the members that they go to.
+        trips: Of each round, the way to the experts and the way back.
+        compute: Called with a round and the rows that came, returns what this member's experts make of each.
+
+    Returns:
+        What became of each round's rows, in their order.
+    """
+    coming, going = [trips[0][0].begin(parts[0])], []
+    for number, (there, back) in enumerate(trips):
+        if number + 1 < len(trips):
+            coming.append(trips[number + 1][0].begin(parts[number + 1]))
+        going.append(back.begin(compute(number, there.end(coming[number]))))
+    return [back.end(came) for (_, back), came in zip(trips, going, strict=True)]
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, trip: Trip) -> Tensor:
+        ctx.trip = trip
+        return trip.depart(rows_ND, trip.there, trip.here)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        trip: Trip = ctx.trip
+        return trip.arrive(), None
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, came_ND: Tensor, trip: Trip) -> Tensor:
+        ctx.trip = trip
+        trip.arrive()
+        return came_ND.view_as(came_ND)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        trip: Trip = ctx.trip
+        trip.depart(gradient, trip.here, trip.there)
+        return gradient, None  # ``_Begin`` takes the trip's gradients from the trip: this only makes it run
