@@ -81,8 +81,8 @@ class Run:
     """with mesh.ep, the most experts of a layer that visit all actors at a time, while their tokens stay, where that is
     predicted to be faster (FasterMoE's shadowing); 0: tokens always travel"""
     expert_rounds: Count = 1
-    """with mesh.ep or mesh.expert_actors, the rounds in which tokens travel, each to some of every actor's experts, while
-    those of another round compute (FasterMoE's smart schedule); 1: all at once"""
+    """with mesh.ep or mesh.expert_actors, the rounds in which tokens travel, each round to some of an actor's experts,
+    while those of another round compute (FasterMoE's smart schedule); 1: all at once"""
     expert_order: Mapping[str, str] = field(default_factory=dict, hash=False)
     """with mesh.ep or mesh.expert_actors, the experts of a list in the order in which actors divide them, as "0 2 1 3",
     by the list's name, as blocks.0.mlp.experts; job.rebalance() sets it"""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import raypar as rp
-from tests.bench.workload import RANKS, Kind, Layout, Size
+from tests.bench.workload import DROPPING, RANKS, Kind, Layout, Size
 
 Loop = Literal["plain", "ddp", "all-to-all", "fsdp", "deepspeed", "pipelining", "dtensor", "ray-train", "raypar"]
 
@@ -126,6 +126,10 @@ CONTESTANTS = {
         _replicas("raypar-zero-3-step", " zero=3, once a step", kinds=_SHARDED, **_ONCE),
         Contestant("torch-ep", "torch all_to_all_single, DDP", "all-to-all", processes=2, kinds=_EXPERTS, **_REPLICAS),
         _replicas("raypar-ep", " ep=2", kinds=_EXPERTS, mesh=rp.Mesh(dp=2, ep=2)),
+        _replicas("raypar-ep-rounds", " ep=2, two rounds", kinds=_EXPERTS, mesh=rp.Mesh(dp=2, ep=2), expert_rounds=2),
+        _replicas(
+            "raypar-ep-dropping", " ep=2, capacity 1.25", kinds=_EXPERTS, mesh=rp.Mesh(dp=2, ep=2), model=DROPPING
+        ),
         _replicas("raypar-ep-0", " ep=2, zero=0", kinds=_EXPERTS, mesh=rp.Mesh(dp=2, ep=2), zero=0),
         _replicas("raypar-ps", " parameter_server", data_parallel="parameter_server"),
         Contestant(

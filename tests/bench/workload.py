@@ -54,6 +54,7 @@ _QUICK: tuple[Kind, ...] = ("replicas", "sharded", "pipelines", "tensors")
 _SMALL = rp.GPT(layers=8, hidden=256, heads=8, seq=256)
 _WIDE = rp.GPT(layers=2, hidden=1024, heads=16, seq=16)
 _MOE = rp.MoE(experts=4, top_k=2, normalise=True, loss="none")  # no peer has raypar's auxiliary losses
+DROPPING = replace(_SMALL, moe=replace(_MOE, capacity=1.25))  # what does not fit into an expert's room stays out
 SIZES = {
     size.name: size
     for size in (

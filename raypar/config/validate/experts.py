@@ -97,8 +97,8 @@ def _round_faults(run: Run) -> Iterator[str]:
         yield f"expert_rounds is {run.expert_rounds}, but mesh.ep is 1, so no token travels: set it to 1"
     if run.expert_shadows:
         yield (
-            f"expert_rounds is {run.expert_rounds}, and expert_shadows {run.expert_shadows}: shadows are for tokens that "
-            "travel at once, so set expert_rounds to 1 or expert_shadows to 0"
+            f"expert_rounds is {run.expert_rounds}, and expert_shadows {run.expert_shadows}: shadows are for tokens "
+            "that travel at once, so set expert_rounds to 1 or expert_shadows to 0"
         )
 
 

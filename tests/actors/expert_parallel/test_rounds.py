@@ -97,8 +97,11 @@ def test_mistakes_are_told():
     told = "\n".join(rp.faults(replace(RUN, mesh=Mesh(dp=2), expert_rounds=2, expert_shadows=1)))
     assert "expert_rounds is 2, but mesh.ep is 1, so no token travels: set it to 1" in told
     assert "expert_rounds is 2, and expert_shadows 1: shadows are for tokens that travel at once" in told
-    for mesh, fix in ((Mesh(dp=2, ep=2), "2 of a layer's experts, and each round needs one: set it to 2 or less"),
-                      (Mesh(dp=2, expert_actors=4), "1 of a layer's experts, and each round needs one: set it to 1")):  # fmt: skip
+    fixes = {
+        Mesh(dp=2, ep=2): "2 of a layer's experts, and each round needs one: set it to 2 or less",
+        Mesh(dp=2, expert_actors=4): "1 of a layer's experts, and each round needs one: set it to 1",
+    }
+    for mesh, fix in fixes.items():
         (fault,) = rp.faults(replace(RUN, mesh=mesh, expert_rounds=3))
         assert fault == f"expert_rounds is 3, but an actor has {fix}"
     assert "expert_rounds" in "\n".join(rp.faults(replace(RUN, mesh=Mesh(dp=2, ep=2), expert_rounds=0)))
