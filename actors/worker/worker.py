@@ -21,6 +21,7 @@ from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.specs.results import Kind, Span, StepResult
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.build import assemble, ends_of_rounds
+from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.flow import numbers_of
 from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.probe import Probe
@@ -48,6 +49,7 @@ class Worker:
         parts: Its stages, optimizer, batches and reducer.
         state: Its weights, optimizer state and buffers.
         probe: Its inspection.
+        faults: Faults that are injected on purpose.
         program: The program under way.
 
     Raises:
@@ -65,6 +67,7 @@ class Worker:
         self._place, self._stages, self._step = place, part.stages, self.probe.step
         self._routers = Routers(seat, part)
         self._epoch = 0  # number of steps refused for non-finite gradients
+        self.faults = FaultInjector()
         self._methods: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -168,6 +171,8 @@ class Worker:
         start = place.mark()
         step.now, step.num_bytes = action, 0
         try:
+            if step.is_train:
+                self.faults.reach(action, step.number)
             self._methods[action.op](action)
         except NonFiniteError:
             self._epoch += 1

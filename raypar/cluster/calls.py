@@ -32,7 +32,16 @@ class Calls:
     """
 
     def __init__(self, handles: Sequence[Any], world: World, timeout: float) -> None:
-        self._handles, self._world, self._timeout = handles, world, timeout
+        self._handles, self._world, self._timeout = list(handles), world, timeout
+
+    @property
+    def handles(self) -> Sequence[Any]:
+        """The Ray actor handles, by rank."""
+        return self._handles
+
+    def replace(self, rank: int, handle: Any) -> None:
+        """Call another actor from now on, in the place of one that has failed."""
+        self._handles[rank] = handle
 
     def all(self, method: str, *args: object, what: str) -> list[Any]:
         """Call a method of every actor at once, and wait for the answers.
@@ -104,6 +113,29 @@ class Calls:
             Exception: What ``gather`` raises.
         """
         return self.gather([getattr(self._handles[rank], method).remote(*args) for rank in ranks], what, ranks)
+
+    def answers(
+        self, ranks: Iterable[int], method: str, *args: object, seconds: float, group: str = ""
+    ) -> dict[int, Any]:
+        """Call a method of some actors at once, and give those up that fail or do not answer in time.
+
+        Args:
+            ranks: The actors' ranks.
+            method: The name of the method.
+            *args: Its arguments.
+            seconds: How long to wait.
+            group: The concurrency group in which the actors run it; "" for the one of their steps.
+
+        Returns:
+            The answers by rank, of those who answered.
+        """
+        called = {rank: getattr(self._handles[rank], method) for rank in ranks}
+        refs = {
+            rank: (call.options(concurrency_group=group) if group else call).remote(*args)
+            for rank, call in called.items()
+        }
+        ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=seconds) if refs else ([], [])
+        return {rank: ray.get(ref) for rank, ref in refs.items() if ref in ready and _error(ref) is None}
 
     def drop(self, refs: Sequence[Any]) -> None:
         """Wait for calls whose results do not matter, errors included, up to the timeout."""

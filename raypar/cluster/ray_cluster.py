@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
@@ -59,6 +60,9 @@ class Actors:
         owns_cluster: Whether the job connected to Ray, and so has to disconnect.
         driver: This process's worker id in Ray, which tells one connection from another.
         device: The kind of device that the actors compute on.
+        create: Creates an actor of a name in a bundle of the placement group; None where none is replaced.
+        bundles: The numbers of the actors' bundles, by rank.
+        spares: Actors that have no rank yet, with the numbers of their bundles.
     """
 
     handles: list[Any]
@@ -66,6 +70,29 @@ class Actors:
     owns_cluster: bool
     driver: str
     device: DeviceKind
+    create: Callable[[str, int], Any] | None = None
+    bundles: list[int] = field(default_factory=list)
+    spares: list[tuple[Any, int]] = field(default_factory=list)
+
+    def replace(self, rank: int, name: str) -> Any:
+        """End the actor of a rank, and put a spare or a new actor in its place.
+
+        Args:
+            rank: The rank.
+            name: The new actor's name in Ray's dashboard, if it is not a spare.
+
+        Returns:
+            The handle of the actor.
+        """
+        assert self.create is not None
+        _try(ray.kill, self.handles[rank])
+        if self.spares:
+            (handle, bundle), freed = self.spares.pop(0), self.bundles[rank]
+            self.spares.append((self.create(f"{name} spare", freed), freed))
+            self.handles[rank], self.bundles[rank] = handle, bundle
+        else:
+            self.handles[rank] = self.create(name, self.bundles[rank])
+        return self.handles[rank]
 
     def reachable(self) -> bool:
         """Return whether this process is still connected to the Ray that the actors live in."""
@@ -78,6 +105,7 @@ class Actors:
         nothing.
         """
         handles, self.handles = self.handles, []
+        handles += [handle for handle, _ in self.spares]
         if not handles or not self.reachable():  # the actors ended with their Ray
             return
         try:
@@ -89,7 +117,9 @@ class Actors:
                 ray.shutdown()
 
 
-def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wait_for_nodes: float = 0.0) -> Actors:
+def start_actors(
+    hosted: type, world: World, device: DeviceChoice, job: str, wait_for_nodes: float = 0.0, spares: int = 0
+) -> Actors:
     """Start one actor for each rank of the world, all of them or none.
 
     Uses the Ray that this process is connected to, else the cluster at RAY_ADDRESS, else starts Ray on this machine.
@@ -102,6 +132,7 @@ def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wai
         job: The job's name, which begins the actors' names.
         wait_for_nodes: Seconds to wait for a cluster that is too small. The pending placement group makes Ray's
             autoscaler add nodes.
+        spares: Number of further actors, which take the places of those that fail.
 
     Returns:
         The actors.
@@ -112,19 +143,19 @@ def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wai
     """
     built = torch.backends.cuda.is_built()  # the actors' torch is the same build
     demand_build(device, built=built)
-    if not ray.is_initialized() and (faults := list(room_faults(world.size))):
+    if not ray.is_initialized() and (faults := list(room_faults(world.size + spares))):
         raise ConfigError(faults)
     with _own_sigterm():
         owns = _connect()
     try:
         if wait_for_nodes <= 0:
-            _demand_room(world)
+            _demand_room(world, spares)
         gpus = int(ray.cluster_resources().get("GPU", 0.0))
-        share = gpu_share(device, world.size, gpus, built=built, grows=wait_for_nodes > 0)
+        share = gpu_share(device, world.size + spares, gpus, built=built, grows=wait_for_nodes > 0)
         if owns and starts_own_ray() and world.size > num_cores():
             log.warning("%d actors share the %d cores of this machine", world.size, num_cores())
         with patience("their placement") as ctrl_c:  # a claim that nobody knows would stay pending
-            group = placement_group(_bundles(world, share), strategy="PACK", name=job)
+            group = placement_group(_bundles(world, share, spares), strategy="PACK", name=job)
         try:
             ctrl_c.heed()
             seconds = max(wait_for_nodes, _PLACEMENT_SECONDS)
@@ -132,7 +163,11 @@ def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wai
             while not group.wait(_LOOK):  # in short waits: Ray ignores Ctrl-C while waiting
                 if time.monotonic() > end:
                     raise ConfigError([_no_room(world, f"they were not free within {seconds:g} s", share.gpus)])
-            handles = [_actor(hosted, group, rank, world, job, share) for rank in range(world.size)]
+            create = partial(_actor, hosted, group, share)
+            bundles = [_bundle_of(rank, world, share) for rank in range(world.size)]
+            handles = [create(f"{job} {world.label(rank)}", bundle) for rank, bundle in enumerate(bundles)]
+            first = max(bundles) + 1
+            extra = [(create(f"{job} spare {bundle}", bundle), bundle) for bundle in range(first, first + spares)]
         except BaseException:
             remove_placement_group(group)
             raise
@@ -140,7 +175,7 @@ def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wai
         if owns:
             ray.shutdown()
         raise
-    return Actors(handles, group, owns, _driver(), share.device)
+    return Actors(handles, group, owns, _driver(), share.device, create, bundles, extra)
 
 
 def _try(release: Callable[..., object], what: object) -> None:
@@ -176,7 +211,7 @@ def _driver() -> str:
     return str(ray.get_runtime_context().get_worker_id())
 
 
-def _bundles(world: World, share: Share) -> list[dict[str, float]]:
+def _bundles(world: World, share: Share, spares: int = 0) -> list[dict[str, float]]:
     """Return the bundles of the placement group.
 
     Whole GPUs and CPUs: the ranks of a tensor-parallel group share a bundle, because a bundle is always on one node,
@@ -186,7 +221,7 @@ def _bundles(world: World, share: Share) -> list[dict[str, float]]:
     mesh, together = world.mesh, _bundled(world, share)
     each = {"CPU": 1.0, "GPU": share.gpus} if share.gpus else {"CPU": 1.0}
     bundle = {name: amount * together for name, amount in each.items()}
-    return [bundle] * (mesh.size // together) + [each] * (world.size - mesh.size)
+    return [bundle] * (mesh.size // together) + [each] * (world.size - mesh.size + spares)
 
 
 def _bundled(world: World, share: Share) -> int:
@@ -194,16 +229,19 @@ def _bundled(world: World, share: Share) -> int:
     return world.mesh.tensor_ranks if share.gpus in (0.0, 1.0) else 1
 
 
-def _actor(cls: type, group: PlacementGroup, rank: int, world: World, job: str, share: Share) -> Any:
-    """Create the actor of a rank in its bundle of the placement group."""
+def _bundle_of(rank: int, world: World, share: Share) -> int:
+    """Return the number of a rank's bundle in the placement group."""
+    size, together = world.mesh.size, _bundled(world, share)
+    return rank // together if rank < size else size // together + rank - size
+
+
+def _actor(cls: type, group: PlacementGroup, share: Share, name: str, bundle: int) -> Any:
+    """Create an actor in a bundle of the placement group."""
     decorate: Any = ray.remote  # its type annotations lack concurrency groups
     # No retries: a retried backward would add its gradients twice. The driver does the recovery.
     kept = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"ctl": 2, "disk": 1}}
     remote = decorate(num_cpus=1, num_gpus=share.gpus, **kept)(cls)
-    size, together = world.mesh.size, _bundled(world, share)
-    bundle = rank // together if rank < size else size // together + rank - size
-    place = PlacementGroupSchedulingStrategy(group, bundle)
-    return remote.options(name=f"{job} {world.label(rank)}", scheduling_strategy=place).remote()
+    return remote.options(name=name, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
 
 
 def _connect() -> bool:
@@ -283,9 +321,9 @@ def shipped(parts: T) -> T:
     return copies
 
 
-def _demand_room(world: World) -> None:
-    """Raise ConfigError if the cluster has fewer CPUs than the world has ranks."""
-    if ray.cluster_resources().get("CPU", 0.0) < world.size:
+def _demand_room(world: World, spares: int) -> None:
+    """Raise ConfigError if the cluster has fewer CPUs than the world has ranks, and spares beside them."""
+    if ray.cluster_resources().get("CPU", 0.0) < world.size + spares:
         raise ConfigError([_no_room(world, "use a smaller mesh or a larger cluster, or wait for its nodes")])
 
 

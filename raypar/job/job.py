@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from raypar.actors.bounds import Count, Steps
 from raypar.actors.collective.ledger import Entry
 from raypar.actors.sharding import Shard
+from raypar.actors.specs.fault import Fault
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
@@ -25,11 +26,12 @@ from raypar.job.before_launch import look_ahead
 from raypar.job.inspection import Inspection
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
-from raypar.job.plans import plans_of
 from raypar.job.rebalance import Loads, put_aside, rebalanced
 from raypar.job.run_folders import settled
+from raypar.job.starter import Starter
 from raypar.job.training_loop import TrainingLoop
 from raypar.job.weights import Weights
+from raypar.recovery.failures import Failure
 from raypar.reporting.memory_table import MemoryTable
 from raypar.reporting.needs import actors_told, memory_faults
 from raypar.reporting.notebook import box
@@ -70,12 +72,14 @@ class Job:
         name: str,
         record: Record,
         found: Found | None = None,
+        chaos: Sequence[Fault] = (),
     ) -> None:
         self.device, self.num_actors = actors.device, len(actors.handles)
-        self._name, self._generation = name, 1
+        self._name = name
         self._lifetime = Lifetime(actors, self.close, lambda: self._loop.saved)
+        self._starter = Starter(self._lifetime, name, self.device, chaos)
         loaded = self._loaded(run, programs, skeleton)
-        self._loop = TrainingLoop(self._lifetime, self.device, loaded, record)
+        self._loop = TrainingLoop(self._lifetime, self.device, loaded, record, self._starter.recover)
         self._inspection = Inspection(self._lifetime, loaded, self._start(loaded, programs, found))
 
     @property
@@ -106,6 +110,11 @@ class Job:
     def lost(self) -> BaseException | None:
         """Why the checkpoint at the end of the run was not saved; None if it was, or if it is not due yet."""
         return self._loop.lost
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """The failures that this run has survived."""
+        return tuple(self._starter.failures.survived)
 
     def __repr__(self) -> str:
         grid = repr(self.schedule) if self.schedule.num_actions <= _MOST_SHOWN else self.schedule.title
@@ -368,7 +377,6 @@ class Job:
         self._loop.finish()
         try:
             self._loop.loaded.calls.all("leave", what="the end of the run before")
-            self._generation += 1
             loaded = self._loaded(run, programs, skeleton)
             log_plan(run, programs["train"], skeleton, 0 if found is None else found.manifest.step)
             self._loop.exchange(loaded, record)
@@ -381,13 +389,11 @@ class Job:
         """Return a run with the actors that it needs, without calling them yet."""
         world, schedule = world_of(run), programs["train"]
         calls = self._lifetime.calls_on(world, run.timeout)
-        handles = self._lifetime.handles(world.size)
-        return LoadedRun(run, schedule, world, handles, calls, skeleton)
+        return LoadedRun(run, schedule, world, calls, skeleton)
 
     def _start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> Sequence[Mapping[str, Shard]]:
-        """Start a run on the actors; see ``LoadedRun.start``."""
-        plans = plans_of(loaded.run, programs, f"{self._name}@{self._generation}", self.device)
-        holds = loaded.start(plans, found, partial(self._lifetime.guard, patient=False))
+        """Start a run on the actors; see ``Starter.start``."""
+        holds = self._starter.start(loaded, programs, found)
         self._loop.begin(0 if found is None else found.manifest.step, self._name)
         return holds
 

@@ -47,6 +47,12 @@ class Lifetime:
         assert self._actors is not None
         return self._actors.handles[:count]
 
+    def replace(self, rank: int, name: str) -> Any:
+        """Replace the actor of a rank; see ``Actors.replace``. Raises JobError if the job is over."""
+        self.demand_open()
+        assert self._actors is not None
+        return self._actors.replace(rank, name)
+
     def calls_on(self, world: World, timeout: float) -> Calls:
         """Return Calls to the actors of a world. From now on, a failure aborts these.
 

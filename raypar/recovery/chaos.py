@@ -1,0 +1,113 @@
+"""Faults that are injected on purpose, to see that a run survives them: ``rp.launch(run, chaos=[rp.chaos.kill(...)])``.
+
+A fault happens to one actor, named as messages name it ("pp=1 dp=0"), at a point of one step, counted from 1: before an
+action of the actor's row, such as "1B3" or "STEP", or at one of the points in ``specs.fault.POINTS``. It is the same in
+every run, and it happens once, or as many ``times`` as it says, even if the step is taken again.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import get_args
+
+from pydantic import TypeAdapter, ValidationError
+
+from raypar.actors.errors import CheckpointError
+from raypar.actors.files import read_named, told
+from raypar.actors.mesh.world import World
+from raypar.actors.specs.fault import POINTS, Fault, FaultKind
+from raypar.errors import ConfigError
+from raypar.schedules.nearest_name import near
+from raypar.schedules.schedule import Schedule
+
+_MOST = 1 << 20  # bytes of a file of faults
+
+
+def kill(actor: str, *, at: str, step: int = 1, times: int = 1) -> Fault:
+    """Return a SIGKILL to an actor's process.
+
+    Args:
+        actor: The actor, such as "pp=1 dp=0".
+        at: The action before which it happens, such as "1B3", or "start", "snapshot" or "end".
+        step: The step, counted from 1. At "start": 1 for the launch, 2 for the first recovery, and so on.
+        times: How often it happens, if the step is taken again.
+    """
+    return Fault("kill", actor, at, step, times=times)
+
+
+def stop(actor: str, *, at: str, step: int = 1, times: int = 1) -> Fault:
+    """Return a SIGSTOP to an actor's process, which then neither works nor ends. For the arguments see ``kill``."""
+    return Fault("stop", actor, at, step, times=times)
+
+
+def delay(actor: str, *, at: str, step: int = 1, seconds: float, times: int = 1) -> Fault:
+    """Return a sleep of an actor, in seconds. For the other arguments see ``kill``."""
+    return Fault("delay", actor, at, step, seconds, times)
+
+
+def raise_(actor: str, *, at: str, step: int = 1, times: int = 1) -> Fault:
+    """Return an exception on an actor. For the arguments see ``kill``."""
+    return Fault("raise", actor, at, step, times=times)
+
+
+def corrupt(actor: str, *, at: str, step: int = 1, times: int = 1) -> Fault:
+    """Return a flip of one bit in a weight of an actor. For the arguments see ``kill``."""
+    return Fault("corrupt", actor, at, step, times=times)
+
+
+def drop_node(actor: str, *, at: str, step: int = 1, times: int = 1) -> Fault:
+    """Return a SIGKILL to Ray on an actor's node, with which all actors there end. For the arguments see ``kill``."""
+    return Fault("drop_node", actor, at, step, times=times)
+
+
+def faults_in(file: str | Path) -> list[Fault]:
+    """Read faults from a TOML file: a table ``[[fault]]`` for each, with the fields of ``Fault``.
+
+    Raises:
+        ConfigError: The file can't be read, or a field is wrong; lists all that is wrong.
+    """
+    try:
+        with told(f"chaos: {str(file)!r} can't be read"):
+            plain = tomllib.loads(read_named(Path(file), _MOST).decode())
+    except CheckpointError as error:
+        raise ConfigError(error.faults) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError([f"chaos: {str(file)!r} is no TOML: {error}"]) from error
+    listed = plain.get("fault")
+    if set(plain) != {"fault"} or not isinstance(listed, list):
+        raise ConfigError([f"chaos: {str(file)!r} has no faults: write a table [[fault]] for each, and nothing else"])
+    found, wrong = list[Fault](), list[str]()
+    for number, one in enumerate(listed, 1):
+        try:
+            found.append(TypeAdapter(Fault).validate_python(one))
+        except ValidationError as error:
+            wrong += [f"chaos: fault {number}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+    if wrong:
+        raise ConfigError(wrong)
+    return found
+
+
+def chaos_faults(faults: Sequence[Fault], world: World, schedule: Schedule) -> Iterator[str]:
+    """Yield the faults that never happen: of actors that are not there, or at actions that are not theirs.
+
+    Args:
+        faults: The faults.
+        world: The ranks of the run.
+        schedule: The schedule of its training step.
+    """
+    actors = {world.label(rank): rank for rank in range(world.size)}
+    for fault in faults:
+        if fault.kind not in get_args(FaultKind):
+            yield f"chaos: {fault.kind!r} is no kind of fault{near(fault.kind, get_args(FaultKind))}"
+        if fault.actor not in actors:
+            yield f"chaos: no actor is called {fault.actor!r}: there are {', '.join(actors)}"
+            continue
+        rank = actors[fault.actor]
+        own = ["STEP"] if rank in world.server_ranks else [str(action) for action in schedule.rows[world.pp(rank)]]
+        if fault.at not in (*own, *POINTS):
+            yield (
+                f"chaos: {fault.actor!r} has no action {fault.at!r}: its row is {' '.join(own)}, and there are the "
+                f"points {', '.join(POINTS)}"
+            )
