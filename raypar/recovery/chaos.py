@@ -8,7 +8,8 @@ every run, and it happens once, or as many ``times`` as it says, even if the ste
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -19,7 +20,6 @@ from raypar.actors.files import read_named, told
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.fault import POINTS, Fault, FaultKind
 from raypar.errors import ConfigError
-from raypar.schedules.nearest_name import near
 from raypar.schedules.schedule import Schedule
 
 _MOST = 1 << 20  # bytes of a file of faults
@@ -89,25 +89,43 @@ def faults_in(file: str | Path) -> list[Fault]:
     return found
 
 
-def chaos_faults(faults: Sequence[Fault], world: World, schedule: Schedule) -> Iterator[str]:
-    """Yield the faults that never happen: of actors that are not there, or at actions that are not theirs.
+def placed(faults: Sequence[Fault], world: World, schedule: Schedule) -> tuple[list[Fault], list[str]]:
+    """Find the actors and actions of faults in a run.
+
+    A part of an actor's name will do if it is one actor's alone: "dp=1" where there is one pipeline rank. Where a
+    backward is split, "1B3" is its first half, "1I3".
 
     Args:
         faults: The faults.
         world: The ranks of the run.
         schedule: The schedule of its training step.
+
+    Returns:
+        The faults with the names and actions of the run, and what is wrong with the others, which would never happen.
     """
-    actors = {world.label(rank): rank for rank in range(world.size)}
+    found, wrong = list[Fault](), list[str]()
+    labels = {world.label(rank): rank for rank in range(world.size)}
     for fault in faults:
+        named = [one for one in labels if set(fault.actor.split()) <= set(one.split())] if fault.actor else []
+        label = fault.actor if fault.actor in labels else named[0] if len(named) == 1 else None
         if fault.kind not in get_args(FaultKind):
-            yield f"chaos: {fault.kind!r} is no kind of fault{near(fault.kind, get_args(FaultKind))}"
-        if fault.actor not in actors:
-            yield f"chaos: no actor is called {fault.actor!r}: there are {', '.join(actors)}"
-            continue
-        rank = actors[fault.actor]
-        own = ["STEP"] if rank in world.server_ranks else [str(action) for action in schedule.rows[world.pp(rank)]]
-        if fault.at not in (*own, *POINTS):
-            yield (
-                f"chaos: {fault.actor!r} has no action {fault.at!r}: its row is {' '.join(own)}, and there are the "
-                f"points {', '.join(POINTS)}"
-            )
+            wrong.append(f"chaos: {fault.kind!r} is no kind of fault: there are {', '.join(get_args(FaultKind))}")
+        elif label is None:
+            wrong.append(f"chaos: {fault.actor!r} is no one's name: there are {', '.join(named or labels)}")
+        elif (at := _point(fault.at, labels[label], world, schedule)) is None:
+            row = " ".join(_row(labels[label], world, schedule))
+            wrong.append(f"chaos: {label!r} has no {fault.at!r}: its row is {row}, and any has {', '.join(POINTS)}")
+        else:
+            found.append(replace(fault, actor=label, at=at))
+    return found, wrong
+
+
+def _row(rank: int, world: World, schedule: Schedule) -> list[str]:
+    """Return the actions of a rank, as they are spelled."""
+    return ["STEP"] if rank in world.server_ranks else [str(action) for action in schedule.rows[world.pp(rank)]]
+
+
+def _point(at: str, rank: int, world: World, schedule: Schedule) -> str | None:
+    """Return the action or point of a rank that is meant; None if it has none."""
+    there = {*_row(rank, world, schedule), *POINTS}
+    return next((one for one in (at, at.replace("B", "I")) if one in there), None)
