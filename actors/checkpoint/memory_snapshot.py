@@ -122,9 +122,9 @@ class Held:
                 continue
             with suppress(OSError):  # the process has just died
                 for fd in _opened(address):
-                    self._keep(address.rank, fd)
                     if address.is_own:
                         self._written.add(os.fstat(fd).st_ino)
+                    self._keep(address.rank, fd)
 
     def receive(self, rank: int, raw: bytes) -> None:
         """Hold a copy of a snapshot that comes from another node. ``raw`` is the content of its file."""

@@ -72,7 +72,7 @@ class Hosted:
             RuntimeError: The plan's device does not exist.
         """
         keep_freed_memory(SMALL_BLOCKS)
-        ledger, place, faults = Ledger(), place_of(plan.device), self._injector(plan)
+        ledger, place, faults = Ledger(), place_of(plan.device), FaultInjector(plan.faults, partial(_claim, plan.job))
         place.enter()
         faults.reach("start", plan.generation - 1)
         for key, axis, name, members in plan.world.memberships(plan.rank):
@@ -82,9 +82,9 @@ class Hosted:
             )
         ray_groups.close_together(self._joined)
         self._member = member_of(plan, self._joined, place)
-        self._member.faults = faults
+        self._member.faults, faults.weights = faults, self._member.state.parameters
         if plan.run.max_failures and plan.run.snapshot_every and self._keeper is None:
-            self._keeper = SnapshotKeeper(plan, partial(self._reach, "snapshot"))
+            self._keeper = SnapshotKeeper(plan, partial(faults.reach, "snapshot"))
         keep_freed_memory(BLOCKS_OF_A_STEP if plan.world.lends else ALL_BLOCKS)
         return self._member.state.holds()
 
@@ -113,8 +113,9 @@ class Hosted:
         try:
             result = member.run(program, step, epoch)
             if program == "train":
-                self._reach("end", step)
-                self._keep(step)
+                member.faults.reach("end", step)
+                if self._keeper is not None:
+                    self._keeper.after(step + 1, member.state)
         except (NonFiniteError, StaleError):
             raise
         except Exception:
@@ -132,8 +133,10 @@ class Hosted:
 
     def end(self) -> StepResult:
         """End the open step and return its result."""
-        result = _there(self._member).end()
-        self._keep(_there(self._member).probe.step.number)
+        member = _there(self._member)
+        result = member.end()
+        if self._keeper is not None:
+            self._keeper.after(member.probe.step.number + 1, member.state)
         return result
 
     def rewind(self) -> None:
@@ -206,22 +209,6 @@ class Hosted:
         """Abort all communication under way."""
         for group in list(self._joined.values()):
             group.abort()
-
-    def _keep(self, step: int) -> None:
-        """Take a snapshot after a training step, if one is due."""
-        if self._keeper is not None:
-            self._keeper.after(step + 1, _there(self._member).state)
-
-    def _injector(self, plan: Plan) -> FaultInjector:
-        """Create what makes the faults of a plan happen. How often each did is in Ray's key-value store."""
-
-        def claim(fault: Fault) -> bool:
-            return ray_groups.claim(f"{plan.job}/{fault}", fault.times)
-
-        return FaultInjector(plan.faults, claim, lambda: _there(self._member).state.parameters)
-
-    def _reach(self, point: str, step: int) -> None:
-        _there(self._member).faults.reach(point, step)
 
     # --- looking inside ---
 
@@ -301,6 +288,11 @@ def member_of(plan: Plan, groups: Mapping[str, Group], place: Place) -> Worker |
         UnequalReplicasError: A replica has made other weights of the same plan.
     """
     return (Server if plan.rank in plan.world.server_ranks else Worker)(plan, groups, place)
+
+
+def _claim(job: str, fault: Fault) -> bool:
+    """Count a fault that is about to happen, in Ray's key-value store; return whether it may."""
+    return ray_groups.claim(f"{job}/{fault}", fault.times)
 
 
 def _kept(keeper: SnapshotKeeper | None) -> SnapshotKeeper:

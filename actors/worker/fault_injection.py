@@ -26,19 +26,17 @@ class FaultInjector:
     Args:
         faults: The faults of this actor.
         claim: Asks whether a fault is still to happen.
-        weights: Returns the actor's weights by logical name, of which one is corrupted.
+
+    Attributes:
+        weights: The actor's weights by logical name, of which one is corrupted.
     """
 
-    def __init__(
-        self,
-        faults: Sequence[Fault] = (),
-        claim: Claim = lambda fault: True,
-        weights: Callable[[], Mapping[str, Tensor]] = dict,
-    ) -> None:
+    def __init__(self, faults: Sequence[Fault] = (), claim: Claim = lambda fault: True) -> None:
+        self.weights: Mapping[str, Tensor] = {}
         self._faults: dict[tuple[int, str], list[Fault]] = {}
         for fault in faults:
             self._faults.setdefault((fault.step, fault.at), []).append(fault)
-        self._claim, self._weights = claim, weights
+        self._claim = claim
 
     def reach(self, point: object, step: int) -> None:
         """Make the faults of a point happen.
@@ -66,7 +64,7 @@ class FaultInjector:
         elif fault.kind == "delay":
             time.sleep(fault.seconds)
         elif fault.kind == "corrupt":
-            flip_bit(self._weights().values())
+            flip_bit(self.weights.values())
         else:
             raise InjectedError(f"injected on purpose: {fault}")
 

@@ -13,13 +13,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from raypar.actors.errors import ActionError, NonFiniteError, RouterError
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import Progress
+from raypar.cluster.deadline import SILENT, Deadline
 from raypar.errors import ActorDiedError, JobError, StalledError
 from raypar.schedules.action import Action
 
 _GRACE = 2.0  # seconds after a failure in which the other actors can report it themselves
 _LOOK = 0.5  # seconds between two checks of actors that have not answered
-_SILENT = 2.5  # seconds without an answer to a ping, after which an actor is not waited for; a GIL may be held for 2 s
-_LATE = 0.6  # seconds over the timeout in which an actor that waits for another one can time out, and name that one
 
 
 class Calls:
@@ -29,10 +28,15 @@ class Calls:
         handles: The Ray actor handles, by rank.
         world: The ranks, for the actors' names in messages.
         timeout: How long an actor may stay in one action, in seconds.
+        replaces: Whether another actor takes the place of one that is given up.
+
+    Attributes:
+        deadline: How long an actor may stay in one action, or be silent.
     """
 
-    def __init__(self, handles: Sequence[Any], world: World, timeout: float) -> None:
+    def __init__(self, handles: Sequence[Any], world: World, timeout: float, *, replaces: bool = False) -> None:
         self._handles, self._world, self._timeout = list(handles), world, timeout
+        self.deadline = Deadline(timeout, replaces=replaces)
 
     @property
     def handles(self) -> Sequence[Any]:
@@ -175,11 +179,11 @@ class Calls:
             self._listen(watch, late)
             if failed_at is None:
                 self._demand_progress(watch, late, what)
-            elif time.monotonic() - failed_at > _GRACE or all(watch.silence(rank) > _SILENT for rank in late):
+            elif time.monotonic() - failed_at > _GRACE or all(watch.silence(rank) > SILENT for rank in late):
                 break
         errors = {owners[i]: error for i, ref in enumerate(refs) if ref not in pending and (error := _error(ref))}
         if errors or pending:
-            raise self._verdict(errors, [rank for rank in sorted(late) if watch.silence(rank) > _SILENT], what)
+            raise self._verdict(errors, [rank for rank in sorted(late) if watch.silence(rank) > SILENT], what)
         return list(ray.get(list(refs)))
 
     def abort(self) -> None:
@@ -214,9 +218,9 @@ class Calls:
         """Raise StalledError if an actor has been in one action for too long or does not answer."""
         now = time.monotonic()
         for rank in ranks:
-            if watch.silence(rank) > max(self._timeout + _LATE, _SILENT):
+            if watch.silence(rank) > self.deadline.silence:
                 doing, since = "silent", watch.silence(rank)
-            elif (since := now - watch.moved[rank]) > self._timeout + _LATE:
+            elif (since := now - watch.moved[rank]) > self.deadline.action:
                 doing = f"in action {watch.action[rank]}" if watch.action.get(rank) else "silent"
             else:
                 continue

@@ -33,11 +33,11 @@ from raypar.job.training_loop import TrainingLoop
 from raypar.job.weights import Weights
 from raypar.recovery.failures import Failure
 from raypar.reporting.memory_table import MemoryTable
-from raypar.reporting.needs import actors_told, memory_faults
+from raypar.reporting.needs import memory_faults
 from raypar.reporting.notebook import box
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report
-from raypar.reporting.summary import brief, log_plan, steps_told
+from raypar.reporting.summary import job_told, log_plan
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
@@ -206,7 +206,7 @@ class Job:
     def param(self, name: str) -> Tensor:
         """Fetch a whole weight, frozen parameter or buffer by its logical name, to the CPU.
 
-        A buffer, such as a BatchNorm's running mean, differs between replicas: it is that of replica 0.
+        A buffer, such as a running mean, differs between replicas: it is that of replica 0.
 
         Raises:
             KeyError: There is no such parameter or buffer.
@@ -216,8 +216,7 @@ class Job:
     def weights(self, dp: int | None = None) -> Weights:
         """Return the weights that the optimizer has, or the layers' of a replica: a mapping from name to whole tensor.
 
-        Each look fetches what the actors have now: ``job.weights()[name]`` one weight, ``dict(job.weights().items())``
-        all, with one call for each pipeline rank.
+        Each look fetches what the actors have now: ``job.weights()[name]`` one, ``dict(job.weights().items())`` all.
 
         Args:
             dp: Index of the data-parallel replica; None for the optimizer's weights, which in fp32 are the same.
@@ -361,6 +360,7 @@ class Job:
             self._loop.keep_times()
         finally:
             self._lifetime.end(self._loop.close)
+            self._starter.close()
 
     def __enter__(self) -> Job:
         return self
@@ -388,19 +388,13 @@ class Job:
     def _loaded(self, run: Run, programs: Programs, skeleton: Skeleton) -> LoadedRun:
         """Return a run with the actors that it needs, without calling them yet."""
         world, schedule = world_of(run), programs["train"]
-        calls = self._lifetime.calls_on(world, run.timeout)
+        calls = self._lifetime.calls_on(world, run.timeout, replaces=run.max_failures > 0)
         return LoadedRun(run, schedule, world, calls, skeleton)
 
     def _start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> Sequence[Mapping[str, Shard]]:
-        """Start a run on the actors; see ``Starter.start``."""
         holds = self._starter.start(loaded, programs, found)
         self._loop.begin(0 if found is None else found.manifest.step, self._name)
         return holds
 
     def _told(self) -> str:
-        """Return a summary of the job in three lines."""
-        failure, last = self._lifetime.failure, self._loop.last
-        over = f", over: {failure}" if failure is not None else ""
-        loss = f", loss {last.loss:.4f} in step {last.step + 1}" if last is not None else ""
-        head = f"<Job, actors: {actors_told(self.run)}, {self.device}{over}>\n{brief(self.run.model)}"
-        return f"{head}\n{steps_told(self.next_step, self.run.steps)}{loss}"
+        return job_told(self.run, self.device, self.next_step, self._loop.last, self._lifetime.failure)

@@ -53,17 +53,18 @@ class Lifetime:
         assert self._actors is not None
         return self._actors.replace(rank, name)
 
-    def calls_on(self, world: World, timeout: float) -> Calls:
+    def calls_on(self, world: World, timeout: float, *, replaces: bool = False) -> Calls:
         """Return Calls to the actors of a world. From now on, a failure aborts these.
 
         Args:
             world: The ranks; rank i is actor i.
             timeout: How long an actor may stay in one action, in seconds.
+            replaces: Whether another actor takes the place of one that is given up.
 
         Raises:
             JobError: The job is over.
         """
-        self._calls = Calls(self.handles(world.size), world, timeout)
+        self._calls = Calls(self.handles(world.size), world, timeout, replaces=replaces)
         return self._calls
 
     def demand_open(self) -> None:

@@ -28,6 +28,7 @@ from raypar.recovery.failures import Failure, Failures, reason_of
 log = logging.getLogger(__name__)
 _HEARD = 2.5  # seconds in which an actor that lives answers: a GIL may be held for 2 s
 _FREE = 5.0  # seconds in which an actor whose groups were aborted gets out of its step
+_JOINING = 1.0  # the same of an actor that joins groups, which it does not leave as long as others may come
 
 
 class Starter:
@@ -84,7 +85,7 @@ class Starter:
             self.failures.count(step, error)
             log.warning("%s", reason_of(error))
             try:
-                replaced += self._clear()
+                replaced += self._clear(_JOINING if replaced else _FREE)
                 back_to, source = self._again()
             except JobError as next_error:
                 error = next_error
@@ -95,13 +96,20 @@ class Starter:
         log.warning("%s", failure)
         return back_to
 
-    def _clear(self) -> list[str]:
-        """Make the actors leave their groups; replace those that are dead or do not get free. Returns their names."""
+    def close(self) -> None:
+        """Let go of the snapshots. A second call does nothing."""
+        self._held.close()
+
+    def _clear(self, seconds: float) -> list[str]:
+        """Make the actors leave their groups, and replace those that are dead or do not get free in so many seconds.
+
+        Returns the names of these.
+        """
         calls, world = self._loaded.calls, self._loaded.world
         calls.abort()
         everyone = range(world.size)
         alive = calls.answers(everyone, "progress", seconds=_HEARD, group="ctl")
-        free = calls.answers(alive, "leave", True, seconds=_FREE)
+        free = calls.answers(alive, "leave", True, seconds=seconds)
         gone = [rank for rank in everyone if rank not in free]
         for rank in gone:
             self._kill(rank)
@@ -136,7 +144,7 @@ class Starter:
         return saved, self._name(found)
 
     def _name(self, found: Found | None) -> str:
-        return "the start" if found is None else found.path.name
+        return "" if found is None else found.path.name
 
     def _newest(self) -> Found | None:
         """Return the newest checkpoint of the run, or else the one that it began with."""

@@ -83,7 +83,9 @@ class Ahead:
                 self._calls.drop(self._handed.popleft()[1])
             raise
         before, self._since = self._since, time.perf_counter()
-        return results, max([self._since - before, *[result.span for result in results]])
+        seconds = max([self._since - before, *[result.span for result in results]])
+        self._calls.deadline.learn(seconds)
+        return results, seconds
 
     def __len__(self) -> int:
         return len(self._handed)
@@ -179,6 +181,8 @@ class TrainingLoop:
                 if on is not None:
                     on(outcome)
                 if isinstance(outcome, Report):
+                    while reports and reports[-1].step >= outcome.step:  # taken again, after a failure
+                        reports.pop()
                     reports.append(outcome)
         return reports
 

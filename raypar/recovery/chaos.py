@@ -70,7 +70,8 @@ def faults_in(file: str | Path) -> list[Fault]:
     """
     try:
         with told(f"chaos: {str(file)!r} can't be read"):
-            plain = tomllib.loads(read_named(Path(file), _MOST).decode())
+            raw = read_named(Path(file), _MOST)
+        plain = tomllib.loads(raw.decode())
     except CheckpointError as error:
         raise ConfigError(error.faults) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -19,7 +19,7 @@ class Failure:
         reason: What failed, in one line.
         replaced: The actors that were replaced, by name.
         back_to: Number of steps taken before the point that the run went back to.
-        source: Where the state came from: "memory", the name of a checkpoint, or "the start".
+        source: Where the state came from: "memory", or the name of a checkpoint; "" if the run began anew.
         seconds: How long it took from the failure on until all actors could go on.
     """
 
@@ -32,8 +32,8 @@ class Failure:
 
     def __str__(self) -> str:
         who = f", with {' and '.join(self.replaced)} replaced" if self.replaced else ""
-        after = f"after step {self.back_to}" if self.back_to else "from the start"
-        return f"the run goes on {after} (from {self.source}){who}, {self.seconds:.1f} s after the failure"
+        after = f"after step {self.back_to} (from {self.source})" if self.back_to else "from the start"
+        return f"the run goes on {after}{who}, {self.seconds:.1f} s after the failure"
 
 
 class Failures:

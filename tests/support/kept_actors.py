@@ -23,7 +23,7 @@ class Pool:
     def __init__(self):
         self.idle, self._started = [], []
 
-    def start(self, hosted, world, device, job, wait_for_nodes=0.0):
+    def start(self, hosted, world, device, job, wait_for_nodes=0.0, spares=0):
         """Instead of ``start_actors``."""
         missing = world.size - len(self.idle)
         if missing > 0:
@@ -31,7 +31,9 @@ class Pool:
             self.idle += self._started[-1].handles
         first = self._started[0]
         taken, self.idle = self.idle[: world.size], self.idle[world.size :]
-        return Lent(taken, first.group, owns_cluster=False, driver=first.driver, device=first.device, pool=self)
+        return Lent(
+            handles=taken, group=first.group, owns_cluster=False, driver=first.driver, device=first.device, pool=self
+        )
 
     @contextmanager
     def serving(self):
@@ -45,7 +47,7 @@ class Pool:
             actors.end()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Lent(Actors):
     """A job's actors, which it gives back at its end."""
 
