@@ -21,6 +21,13 @@ ENV = {
     "RAY_memory_monitor_refresh_ms": "0",
     "PYTHONPATH": str(ROOT),
 }
+# A second interface that leads nowhere, with an address that all hosts have: who takes it for the node's reaches himself.
+_ASTRAY = (
+    "link add astray0 type veth peer name astray1",
+    "addr add 192.168.9.1/24 dev astray0",
+    "link set astray0 up",
+    "link set astray1 up",
+)
 _SMALL = ["--object-store-memory=80000000", "--disable-usage-stats"]
 
 
@@ -64,6 +71,9 @@ def cluster_of_hosts(
     """
     with hosts_on_a_network(*names) as network:
         first = network.hosts[0]
+        for host in network.hosts:
+            for line in _ASTRAY:
+                host.run("ip", *line.split())
 
         def start(host: Host, count: int, *options: str) -> None:
             its = f"--node-ip-address={host.address}"
