@@ -17,9 +17,10 @@ from raypar.actors.collective.cupy_nccl import CupyGroup
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.gloo import GlooGroup, create_device
 from raypar.actors.collective.group import Group
+from raypar.actors.collective.hierarchical import HierarchicalGroup
 from raypar.actors.collective.nccl import NcclGroup
 from raypar.actors.collective.shm.group import ShmGroup
-from raypar.actors.collective.shm.links import same_place
+from raypar.actors.collective.shm.links import places
 from raypar.actors.collective.staged import StagedGroup
 
 Backend = Literal["cpu", "nccl", "cupy", "staged"]
@@ -102,7 +103,7 @@ _AXIS = "default"
 
 
 def cpu_group(name: str, rank: int, size: int, store: Store, address: str) -> Group:
-    """Connect a group for tensors on the host: over shared memory on one node, otherwise over Gloo.
+    """Connect a group for tensors on the host: over shared memory on one node, over Gloo between nodes, or over both.
 
     Args:
         name: Name of the group, for messages.
@@ -115,13 +116,16 @@ def cpu_group(name: str, rank: int, size: int, store: Store, address: str) -> Gr
         GroupError: The members could not be connected.
     """
     try:
-        together = same_place(store, rank, size)
+        nodes = places(store, rank, size)
     except (OSError, RuntimeError) as error:
         raise GroupError(name, "connect", None, str(error) or type(error).__name__) from error
-    if together:
+    if len(nodes) == 1:
         return ShmGroup(name, _AXIS, rank, size, TIMEOUT, store=store, connect_timeout=TIMEOUT)
     log.info("group %s: its members are on several nodes, so it goes over TCP", name)
     device = _gloo_device(address)
+    if len(nodes) < size:
+        its: dict[str, Any] = {"nodes": nodes, "store": store, "device": device, "connect_timeout": TIMEOUT}
+        return HierarchicalGroup(name, _AXIS, rank, size, TIMEOUT, **its)
     return GlooGroup(name, _AXIS, rank, size, TIMEOUT, store=store, device=device, connect_timeout=TIMEOUT)
 
 

@@ -11,6 +11,7 @@ from raypar.cluster.ray_private import own_token
 from raypar.errors import ConfigError
 
 _ANSWER_SECONDS = 4.0
+_CLIENT = "ray://"
 _NAME = "/ray.rpc.NodeInfoGcsService/GetClusterId"  # the call with which Ray itself introduces a driver
 
 
@@ -22,13 +23,15 @@ def demand_answer(address: str) -> None:
 
     Raises:
         OSError: Nothing answers there.
-        ConfigError: The cluster demands a token, and refuses the one of this process.
+        ConfigError: The cluster demands a token, and refuses the one of this process; or the address is Ray Client's.
     """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address.startswith(_CLIENT):
+        raise ConfigError([_through_a_proxy(address)])
+    host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
     socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
-    if address.startswith("ray://") or os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+    if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return
     token = _token()
     if token is None:
@@ -49,6 +52,15 @@ def _token() -> str | None:
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return ""
     return own_token()
+
+
+def _through_a_proxy(address: str) -> str:
+    host = address.removeprefix(_CLIENT).rpartition(":")[0] or "HOST"
+    return (
+        f"RAY_ADDRESS is {address!r}, which is Ray Client: its driver is not in the cluster and can't hear the actors; "
+        f"on a machine of the cluster set RAY_ADDRESS={host}:6379, or from outside use ray job submit --address "
+        f"http://{host}:8265 --working-dir . -- raypar train ..."
+    )
 
 
 def _refused(address: str, token: str) -> str:

@@ -7,10 +7,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,6 +25,8 @@ from raypar.actors.specs.types import DeviceChoice, DeviceKind
 from raypar.cluster.address import demand_answer
 from raypar.cluster.devices import Share, demand_build, gpu_share
 from raypar.cluster.interrupts import patience
+from raypar.cluster.nodes import demand_alike, living_nodes
+from raypar.cluster.placement import Node, bundles_of, place, room_told, split_told, told, wants
 from raypar.cluster.ray_private import start_on_loopback
 from raypar.errors import ConfigError, JobError
 from raypar.planner.host import num_cores, num_slots, room_faults, starts_own_ray
@@ -47,6 +49,9 @@ _QUIET = {
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
 _PLACEMENT_SECONDS = 60.0
+_NODE_ID = "ray.io/node-id"  # the label that Ray gives each node
+_CPU = Share("cpu", 0.0)
+_TOO_SMALL = "use a smaller mesh or a larger cluster, or wait for its nodes"
 _LOOK = 0.5  # seconds between two checks of the placement group
 
 
@@ -148,26 +153,29 @@ def start_actors(
     with _own_sigterm():
         owns = _connect()
     try:
-        if wait_for_nodes <= 0:
-            _demand_room(world, spares)
-        gpus = int(ray.cluster_resources().get("GPU", 0.0))
+        nodes = living_nodes()
+        gpus = int(sum(node.total.get("GPU", 0.0) for node in nodes))
+        if wait_for_nodes <= 0 and sum(node.total.get("CPU", 0.0) for node in nodes) < world.size + spares:
+            raise ConfigError([_no_room(world, nodes, _TOO_SMALL, _CPU)])
         share = gpu_share(device, world.size + spares, gpus, built=built, grows=wait_for_nodes > 0)
         if owns and starts_own_ray() and world.size > num_cores():
             log.warning("%d actors share the %d cores of this machine", world.size, num_cores())
+        claim = _claim(world, nodes, share, grows=wait_for_nodes > 0).with_spares(spares, share)
         with patience("their placement") as ctrl_c:  # a claim that nobody knows would stay pending
-            group = placement_group(_bundles(world, share, spares), strategy="PACK", name=job)
+            group = claim.made(job)
         try:
             ctrl_c.heed()
+            demand_alike(claim.nodes)
             seconds = max(wait_for_nodes, _PLACEMENT_SECONDS)
             end = time.monotonic() + seconds
             while not group.wait(_LOOK):  # in short waits: Ray ignores Ctrl-C while waiting
                 if time.monotonic() > end:
-                    raise ConfigError([_no_room(world, f"they were not free within {seconds:g} s", share.gpus)])
-            create = partial(_actor, hosted, group, share)
-            bundles = [_bundle_of(rank, world, share) for rank in range(world.size)]
+                    raise ConfigError(
+                        [_no_room(world, living_nodes(), f"they were not free within {seconds:g} s", share)]
+                    )
+            create, bundles = partial(_actor, hosted, group, share), list(claim.bundle)
             handles = [create(f"{job} {world.label(rank)}", bundle) for rank, bundle in enumerate(bundles)]
-            first = max(bundles) + 1
-            extra = [(create(f"{job} spare {bundle}", bundle), bundle) for bundle in range(first, first + spares)]
+            extra = [(create(f"{job} spare {bundle}", bundle), bundle) for bundle in claim.spares]
         except BaseException:
             remove_placement_group(group)
             raise
@@ -211,28 +219,60 @@ def _driver() -> str:
     return str(ray.get_runtime_context().get_worker_id())
 
 
-def _bundles(world: World, share: Share, spares: int = 0) -> list[dict[str, float]]:
-    """Return the bundles of the placement group.
+@dataclass(frozen=True)
+class _Claim:
+    """A placement group that is to be made.
 
-    Whole GPUs and CPUs: the ranks of a tensor-parallel group share a bundle, because a bundle is always on one node,
-    whose links are the fastest. Parts of GPUs: every actor has its own bundle, because the resources of a bundle come
-    from one GPU.
+    Attributes:
+        bundles: Its bundles.
+        bundle: The bundle of each rank.
+        pins: The node on which each bundle must be; empty if Ray is to choose.
+        nodes: The nodes that may get actors.
+        spares: The bundles of spare actors, on any node.
     """
-    mesh, together = world.mesh, _bundled(world, share)
-    each = {"CPU": 1.0, "GPU": share.gpus} if share.gpus else {"CPU": 1.0}
-    bundle = {name: amount * together for name, amount in each.items()}
-    return [bundle] * (mesh.size // together) + [each] * (world.size - mesh.size + spares)
+
+    bundles: list[dict[str, float]]
+    bundle: Sequence[int]
+    pins: list[Node]
+    nodes: list[Node]
+    spares: Sequence[int] = ()
+
+    def with_spares(self, count: int, share: Share) -> _Claim:
+        """Return the claim with a bundle for each of so many spare actors besides."""
+        first = len(self.bundles)
+        return replace(self, bundles=[*self.bundles, *[wants(share)] * count], spares=range(first, first + count))
+
+    def made(self, job: str) -> PlacementGroup:
+        """Claim it of Ray."""
+        pins: list[dict[str, str]] = [{_NODE_ID: node.id} for node in self.pins]
+        if pins:
+            pins += [{}] * len(self.spares)
+        claim: Any = placement_group  # its type annotations lack None
+        made: PlacementGroup = claim(self.bundles, strategy="PACK", name=job, bundle_label_selector=pins or None)
+        return made
 
 
-def _bundled(world: World, share: Share) -> int:
-    """Return the number of workers in a bundle."""
-    return world.mesh.tensor_ranks if share.gpus in (0.0, 1.0) else 1
+def _claim(world: World, nodes: Sequence[Node], share: Share, *, grows: bool) -> _Claim:
+    """Place the actors on the nodes, and log where.
 
+    Where all nodes together have room that is not free yet, or nodes are to come, Ray chooses.
 
-def _bundle_of(rank: int, world: World, share: Share) -> int:
-    """Return the number of a rank's bundle in the placement group."""
-    size, together = world.mesh.size, _bundled(world, share)
-    return rank // together if rank < size else size // together + rank - size
+    Raises:
+        ConfigError: There is no room on the nodes even if all were free, and none are to come.
+    """
+    whole, now = place(world, nodes, share, free=False), place(world, nodes, share)
+    if whole.missing and not grows:
+        raise ConfigError([_no_room(world, nodes, _TOO_SMALL, share)])
+    if now.missing:
+        bundles, bundle = bundles_of(world, share, whole=not whole.split)
+        return _Claim(bundles, bundle, [], list(nodes))
+    if now.split:
+        log.warning("%s", split_told(world, now, share))
+    pins = [node for node in now.nodes if node is not None]
+    used = [node for node in nodes if node in pins]
+    if len(used) > 1:
+        log.info("actors on %d nodes: %s", len(used), "; ".join(told(world, now, used)))
+    return _Claim([wants(share)] * world.size, range(world.size), pins, used)
 
 
 def _actor(cls: type, group: PlacementGroup, share: Share, name: str, bundle: int) -> Any:
@@ -241,7 +281,8 @@ def _actor(cls: type, group: PlacementGroup, share: Share, name: str, bundle: in
     # No retries: a retried backward would add its gradients twice. The driver does the recovery.
     kept = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"ctl": 2, "disk": 1}}
     remote = decorate(num_cpus=1, num_gpus=share.gpus, **kept)(cls)
-    return remote.options(name=name, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
+    where = PlacementGroupSchedulingStrategy(group, bundle)
+    return remote.options(name=name, scheduling_strategy=where).remote()
 
 
 def _connect() -> bool:
@@ -321,24 +362,19 @@ def shipped(parts: T) -> T:
     return copies
 
 
-def _demand_room(world: World, spares: int) -> None:
-    """Raise ConfigError if the cluster has fewer CPUs than the world has ranks, and spares beside them."""
-    if ray.cluster_resources().get("CPU", 0.0) < world.size + spares:
-        raise ConfigError([_no_room(world, "use a smaller mesh or a larger cluster, or wait for its nodes")])
-
-
-def _no_room(world: World, why: str, gpus: float = 0.0) -> str:
-    """Describe what the world needs and what the cluster has. ``gpus`` is the number of GPUs of one actor."""
-    total, free = ray.cluster_resources(), ray.available_resources()
-    wanted = {"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 1.0}
+def _no_room(world: World, nodes: Sequence[Node], why: str, share: Share) -> str:
+    """Describe what the world needs and what each node of the cluster has."""
+    wanted = wants(share)
     need = " and ".join(f"{world.size * amount:g} {name}s" for name, amount in wanted.items())
-    units = {name: f" {name}s" if gpus else "" for name in wanted}
-    have = " and ".join(f"{total.get(name, 0):g}{unit} ({free.get(name, 0):g} free)" for name, unit in units.items())
-    nodes = sum(1 for node in ray.nodes() if node["Alive"])
+    have = []
+    for name in wanted:
+        total, free = sum(node.total.get(name, 0.0) for node in nodes), sum(node.free.get(name, 0.0) for node in nodes)
+        have.append(f"{total:g}{f' {name}s' if share.gpus else ''} ({free:g} free)")
     others = f" ({len(world.server_ranks)} of them servers)" if world.servers else ""
     if world.mesh.expert_actors:
         others = f" ({world.mesh.actors - world.mesh.size} of them for experts)"
+    each = f" ({room_told(nodes, share)})" if len(nodes) > 1 else ""
     return (
-        f"mesh: {world.size} actors{others} need {need}, the cluster has {have} "
-        f"on {nodes} node{'s' if nodes != 1 else ''}: {why}"
+        f"mesh: {world.size} actors{others} need {need}, the cluster has {' and '.join(have)} "
+        f"on {len(nodes)} node{'s' if len(nodes) != 1 else ''}{each}: {why}"
     )

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
 _RESOLVE = "resolve_ip_for_localhost"
+_FREE = "available_resources_per_node"
 _LOADER = "AuthenticationTokenLoader"
 
 
@@ -60,6 +61,18 @@ def _loopback_kept() -> Iterator[None]:
 
 def _unchanged(host: str) -> str:
     return host
+
+
+def free_resources() -> dict[str, dict[str, float]] | None:
+    """Return what is free on each node, by the node's id; None if this Ray does not tell it.
+
+    The public ``ray.available_resources`` adds up all nodes, and the state API needs a dashboard. Retry at upgrades.
+    """
+    tell: Any = getattr(getattr(ray._private, "state", None), _FREE, None)
+    if tell is None:
+        log.warning("this Ray has no %s: actors are placed as if all nodes were free", _FREE)
+        return None
+    return {str(node): dict(resources) for node, resources in tell().items()}
 
 
 def own_token() -> str | None:

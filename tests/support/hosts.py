@@ -85,9 +85,14 @@ class Network:
         """Plug it in again."""
         self._ip("link", "set", host.link, "up")
 
-    def limit(self, rate: str, delay: str = "0ms") -> None:
-        """Limit what each host receives and sends to a rate, such as "1gbit", after a delay, such as "2ms"."""
-        shape = ["root", "netem", "rate", rate, "delay", delay, "limit", "100000"]
+    def limit(self, rate: str, delay: str = "") -> None:
+        """Limit what each host receives and sends to a rate, such as "1gbit", after a delay, such as "2ms".
+
+        A delay needs the kernel's netem, which not every kernel has.
+        """
+        shape = ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "400ms"]
+        if delay:
+            shape = ["root", "netem", "rate", rate, "delay", delay, "limit", "100000"]
         for host in self.hosts:
             _inside(self.bridge, "tc", "qdisc", "replace", "dev", host.link, *shape)
             _inside(host.pid, "tc", "qdisc", "replace", "dev", "eth0", *shape)

@@ -64,11 +64,16 @@ def place() -> str:
         return ""
 
 
-def same_place(store: Store, rank: int, size: int) -> bool:
-    """Return whether all members are in the same ``place``. Every member must call it."""
-    here = place()
-    store.set(f"place/{rank}", here)
-    return all(store.get(f"place/{peer}").decode() == here for peer in range(size)) and bool(here)
+def places(store: Store, rank: int, size: int) -> list[list[int]]:
+    """Return the ranks in each ``place``, ordered by their first. Every member must call it.
+
+    Who cannot be reached by local sockets is alone in his.
+    """
+    store.set(f"place/{rank}", place())
+    found: dict[str, list[int]] = {}
+    for peer in range(size):
+        found.setdefault(store.get(f"place/{peer}").decode() or f"alone {peer}", []).append(peer)
+    return list(found.values())
 
 
 class Link:

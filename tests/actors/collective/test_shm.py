@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.reductions import reduce_in_order
 from raypar.actors.collective.shm.group import ShmGroup
-from raypar.actors.collective.shm.links import INLINE, place, same_place
+from raypar.actors.collective.shm.links import INLINE, place, places
 from raypar.actors.collective.shm.mailbox import LENT
 from raypar.actors.collective.shm.slabs import SLAB
 from raypar.actors.tensors import nbytes
@@ -391,10 +391,10 @@ def test_memory_is_used_again_and_given_back():
 
 def test_members_elsewhere_are_told_apart(monkeypatch):
     store = dist.HashStore()
-    assert together(2, lambda rank: same_place(dist.PrefixStore("a", store), rank, 2)) == [True, True]
+    assert together(2, lambda rank: places(dist.PrefixStore("a", store), rank, 2)) == [[[0, 1]]] * 2
     assert place()
     store.set("b/place/1", "another node")
-    assert not same_place(dist.PrefixStore("b", store), 0, 2)
+    assert places(dist.PrefixStore("b", store), 0, 2) == [[0], [1]]
 
 
 def test_members_that_are_killed_or_stopped():

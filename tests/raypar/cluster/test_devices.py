@@ -14,7 +14,7 @@ import torch
 import raypar as rp
 from raypar.actors.mesh.world import World
 from raypar.cluster.devices import Share, gpu_share
-from raypar.cluster.ray_cluster import _bundles
+from raypar.cluster.placement import bundles_of
 from raypar.config.run import check_run, reset_faults
 from raypar.job.plans import plans_of
 
@@ -93,9 +93,11 @@ def test_sharing_is_warned_of(caplog):
 
 def test_the_bundles_of_workers_and_servers():
     world = World(rp.Mesh(pp=2, tp=2), servers=1)
-    assert _bundles(world, CPU) == [{"CPU": 2.0}] * 2 + [{"CPU": 1.0}] * 2
-    assert _bundles(world, WHOLE) == [{"CPU": 2.0, "GPU": 2.0}] * 2 + [{"CPU": 1.0, "GPU": 1.0}] * 2
-    assert _bundles(world, Share("cuda", 0.5)) == [{"CPU": 1.0, "GPU": 0.5}] * 6
+    assert bundles_of(world, CPU, whole=True)[0] == [{"CPU": 2.0}] * 2 + [{"CPU": 1.0}] * 2
+    assert bundles_of(world, WHOLE, whole=True)[0] == [{"CPU": 2.0, "GPU": 2.0}] * 2 + [{"CPU": 1.0, "GPU": 1.0}] * 2
+    assert bundles_of(world, WHOLE, whole=True)[1] == [0, 0, 1, 1, 2, 3]
+    assert bundles_of(world, WHOLE, whole=False) == ([{"CPU": 1.0, "GPU": 1.0}] * 6, list(range(6)))
+    assert bundles_of(world, Share("cuda", 0.5), whole=True)[0] == [{"CPU": 1.0, "GPU": 0.5}] * 6
 
 
 PLACED = """

@@ -1,0 +1,218 @@
+"""The CPU group of members on several nodes, some of which share a node: large sums cross the network once a node.
+
+An all_reduce of a large tensor goes piece by piece through three steps: the members of a node reduce to the first of
+them through shared memory; these leaders reduce over Gloo; and each passes the result on to its node. The network works
+on one piece while shared memory works on the next.
+
+Order of additions: inside a node by rank, then the nodes' sums in the order of Gloo's ring of leaders. It depends on
+which members share a node, and on nothing else. Smaller tensors and all other ops are Gloo's among all members.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from raypar.actors.collective.gloo import GlooGroup
+from raypar.actors.collective.group import Finish, Group
+from raypar.actors.collective.ledger import Ledger
+from raypar.actors.collective.reductions import ReduceOp
+from raypar.actors.collective.shm.group import ShmGroup
+from raypar.actors.tensors import nbytes, staged
+
+LARGE = 1 << 18  # bytes from which an all_reduce goes node by node
+_PIECE = 4 << 20  # bytes of a piece
+_STEPS, _ACROSS = 3, 1
+_NEVER = 86_400.0  # seconds: the deadline of an op is that of its wait, which closes the group
+
+
+class HierarchicalGroup(Group):
+    """A group over several nodes. See ``Group`` for the other arguments.
+
+    Args:
+        nodes: The ranks of each node, each in ascending order, ordered by their first.
+        device: The process's Gloo device.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        axis: str,
+        rank: int,
+        size: int,
+        timeout: float,
+        *,
+        nodes: Sequence[Sequence[int]],
+        store: Store,
+        device: Any,
+        connect_timeout: float = 60.0,
+        ledger: Ledger | None = None,
+    ) -> None:
+        super().__init__(name, axis, rank, size, timeout, ledger)
+        self._num_nodes = len(nodes)
+        own = next(index for index, members in enumerate(nodes) if rank in members)
+        among, kept = nodes[own], {"connect_timeout": connect_timeout}
+        self._groups: list[Group] = []
+        self._flat = self._joined(GlooGroup, rank, size, PrefixStore("flat", store), device=device, **kept)
+        below = PrefixStore(f"node{own}", store)
+        self._node = self._joined(ShmGroup, among.index(rank), len(among), below, **kept) if len(among) > 1 else None
+        self._leaders: Group | None = None
+        if among[0] == rank:
+            leaders = PrefixStore("leaders", store)
+            self._leaders = self._joined(GlooGroup, own, len(nodes), leaders, device=device, **kept)
+        self._line = _Line(name)
+
+    def _joined(self, kind: Callable[..., Group], rank: int, size: int, store: Store, **its: Any) -> Group:
+        """Join a group that this one is made of."""
+        group = kind(self.name, self.axis, rank, size, self.timeout, store=store, **its)
+        group.on_fault = self.abort
+        self._groups.append(group)
+        return group
+
+    def abort(self) -> None:
+        self._closed = True
+        for group in self._groups:
+            group.abort()
+        self._line.end()
+
+    def _is_large(self, tensor: Tensor) -> bool:
+        return nbytes(tensor) >= LARGE
+
+    def _all_reduce_bytes(self, tensor: Tensor) -> int:
+        """Return the bytes that this member sends: its tensor to its leader; a leader, a ring's and the result."""
+        if not self._is_large(tensor):
+            return self._flat._all_reduce_bytes(tensor)
+        if self._leaders is None:
+            return nbytes(tensor)
+        others = 0 if self._node is None else self._node.size - 1
+        return 2 * (self._num_nodes - 1) * nbytes(tensor) // self._num_nodes + others * nbytes(tensor)
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
+        if not self._is_large(tensor):
+            return self._flat._all_reduce(tensor, op)
+        whole, back = staged(tensor)
+        pieces = whole.view(-1).split(_PIECE // whole.element_size())
+        return self._line.put(lambda: self._reduce_pieces(pieces, op), back)
+
+    def _reduce_pieces(self, pieces: Sequence[Tensor], op: ReduceOp) -> None:
+        """Take all pieces through the steps, each of which is started for a piece when the one before is complete."""
+        under_way: dict[int, Finish] = {}
+        for beat in range(len(pieces) + _STEPS):
+            for step in range(_STEPS + 1):
+                at = beat - step
+                if 0 <= at < len(pieces):
+                    if step:
+                        under_way.pop(at)(_NEVER)
+                    if step < _STEPS:
+                        under_way[at] = self._started(step, pieces[at], op)
+
+    def _started(self, step: int, piece: Tensor, op: ReduceOp) -> Finish:
+        """Start a step for a piece: every member of a node starts the same ops in the same order."""
+        if step == _ACROSS:
+            return _done if self._leaders is None else self._leaders._all_reduce(piece, op)
+        if self._node is None:
+            return _done
+        return self._node._broadcast(piece, 0) if step else self._node._reduce(piece, 0, op)
+
+    # --- all others are those of the flat group ---
+
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
+        return self._flat._all_gather(out, tensor)
+
+    def _all_gather_parts(self, out: Tensor, tensor: Tensor, counts: Sequence[int]) -> Finish:
+        return self._flat._all_gather_parts(out, tensor, counts)
+
+    def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
+        return self._flat._reduce_scatter(out, tensor, op)
+
+    def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
+        return self._flat._all_to_all(out, tensor, outs, ins)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> Finish:
+        return self._flat._broadcast(tensor, root)
+
+    def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
+        return self._flat._reduce(tensor, root, op)
+
+    def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
+        return self._flat._gather(out, tensor, root)
+
+    def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
+        return self._flat._scatter(out, tensor, root)
+
+    def _barrier(self) -> Finish:
+        return self._flat._barrier()
+
+    def _send(self, tensor: Tensor, dst: int, tag: int) -> Finish:
+        return self._flat._send(tensor, dst, tag)
+
+    def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
+        return self._flat._recv(tensor, src, tag)
+
+
+def _done(timeout: float) -> None:
+    """The Finish of a step in which this member has no part."""
+
+
+class _Task:
+    """An op that the thread of a line performs."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work, self.over = work, threading.Event()
+        self.error: Exception | None = None
+
+    def perform(self) -> None:
+        try:
+            self.work()
+        except Exception as error:
+            self.error = error
+        self.over.set()
+
+
+class _Line:
+    """A thread that performs ops one after the other, so that they go on while the actor computes.
+
+    Args:
+        name: Name of the group, for the thread's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tasks = SimpleQueue[_Task | None]()
+        self._thread = threading.Thread(target=self._run, name=f"group {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, work: Callable[[], None], back: Callable[[], object] | None) -> Finish:
+        """Queue an op.
+
+        Args:
+            work: Performs it.
+            back: Called by who waits for it, once it is complete; may be None.
+
+        Returns:
+            The function that waits for it.
+        """
+        task = _Task(work)
+        self._tasks.put(task)
+
+        def finish(timeout: float) -> None:
+            if not task.over.wait(timeout):
+                raise TimeoutError
+            if task.error is not None:
+                raise task.error
+            if back is not None:
+                back()
+
+        return finish
+
+    def end(self) -> None:
+        """End the thread after the ops that are queued, which fail at once if their groups are closed."""
+        self._tasks.put(None)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task.perform()

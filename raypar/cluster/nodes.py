@@ -1,0 +1,131 @@
+"""The nodes of the cluster that this process is connected to, and what each tells about itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raypar.actors.errors import first_line
+from raypar.cluster.placement import RACK, Node
+from raypar.cluster.ray_private import free_resources
+from raypar.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 60.0  # a node's first worker process has to start
+_PACKAGES = ("raypar", "torch", "ray")
+
+
+def living_nodes() -> list[Node]:
+    """Return the nodes that are alive, this process's own first and then by address."""
+    free, own = free_resources(), own_node()
+    found = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            its, total = node["NodeID"], dict(node["Resources"])
+            labels = node.get("Labels") or {}
+            left = total if free is None else free.get(its, {})
+            name, address = node["NodeManagerHostname"], node["NodeManagerAddress"]
+            found.append(Node(its, name, address, total, left, labels.get(RACK, "")))
+    return sorted(found, key=lambda node: (node.id != own, _by_address(node.address), node.id))
+
+
+def own_node() -> str:
+    """Return the id of the node on which this process is."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def asked(nodes: Sequence[Node], tells: Callable[[], dict[str, Any]]) -> dict[str, dict[str, Any] | str]:
+    """Call a function on every node, in a task that takes no CPU.
+
+    Args:
+        nodes: The nodes.
+        tells: A function that needs nothing of raypar, which a node may lack: it is sent as code if it is a nested one.
+
+    Returns:
+        What each node's call returned, by the node's id; as text, why it did not.
+    """
+    decorate: Any = ray.remote
+    task = decorate(num_cpus=0, max_retries=0)(tells)
+    calls = {
+        node.id: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote()
+        for node in nodes
+    }
+    ray.wait(list(calls.values()), num_returns=len(calls), timeout=_ANSWER_SECONDS)
+    answers: dict[str, dict[str, Any] | str] = {}
+    for node, call in calls.items():
+        try:
+            answers[node] = ray.get(call, timeout=0.1)
+        except GetTimeoutError:
+            answers[node] = f"it did not answer within {_ANSWER_SECONDS:g} s"
+        except RayError as error:
+            answers[node] = first_line(error)
+    return answers
+
+
+def demand_alike(nodes: Sequence[Node]) -> None:
+    """Refuse nodes whose Python, Ray, torch or raypar is another one than this process's.
+
+    Args:
+        nodes: The nodes that are to get actors.
+
+    Raises:
+        ConfigError: Some differ, or do not answer; each is named, with what to install.
+    """
+    others = [node for node in nodes if node.id != own_node()]
+    if not others:
+        return
+    own = versions_teller()()
+    answers = asked(others, versions_teller())
+    if faults := [fault for node in others for fault in version_faults(node, own, answers[node.id])]:
+        raise ConfigError(faults)
+
+
+def versions_teller() -> Callable[[], dict[str, Any]]:
+    """Return a function that returns the versions where it runs, "" for what is not installed.
+
+    It is nested so that it is sent to nodes as code, and imports nothing of raypar.
+    """
+    packages = _PACKAGES
+
+    def tell() -> dict[str, Any]:
+        import importlib.metadata
+        import platform
+
+        found = {"python": ".".join(platform.python_version_tuple()[:2])}
+        for package in packages:
+            try:
+                found[package] = importlib.metadata.version(package).partition("+")[0]
+            except importlib.metadata.PackageNotFoundError:
+                found[package] = ""
+        return found
+
+    return tell
+
+
+def version_faults(node: Node, own: Mapping[str, str], its: Mapping[str, str] | str) -> list[str]:
+    """Return what is wrong with the versions of a node.
+
+    Args:
+        node: The node.
+        own: The versions of this process.
+        its: Those of the node, or why they are not known.
+    """
+    if isinstance(its, str):
+        return [f"node {node} does not run a task: {its}"]
+    faults = []
+    for name, version in own.items():
+        if its.get(name, "") != version:
+            there = f"has {name} {its[name]}" if its.get(name) else f"has no {name}"
+            mend = f"pip install {name}=={version}" if name != "python" else f"start its Ray with Python {version}"
+            faults.append(f"node {node} {there}, this process {version or 'none'}: {mend} there, or take the node away")
+    return faults
+
+
+def _by_address(address: str) -> tuple[int, ...]:
+    return tuple(int(part) if part.isdigit() else 0 for part in address.split("."))

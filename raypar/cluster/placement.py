@@ -1,0 +1,231 @@
+"""Which actor goes on which node: the links that carry most lie inside a node, those that carry least between racks.
+
+The bandwidth ladder: a tensor group talks in every layer, a context group in every attention, replicas once a step, and
+pipeline neighbours once a microbatch, but only with the activations of one boundary. So blocks of ranks are kept whole
+from the inside out: ``tp`` on one node, then ``cp``, then ``dp``, then ``pp``. Where nodes are labelled with racks,
+whole replicas stay in one, for their sum over ``dp`` overlaps the backward (Pangu-alpha, arXiv 2104.12369).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from raypar.actors.mesh.mesh import AXES, Axis
+from raypar.actors.mesh.world import World
+from raypar.cluster.devices import Share
+
+RACK = "rack"  # the label of nodes, as in ray start --labels=rack=a
+_EPSILON = 1e-9
+_LADDER: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")  # from what may cross nodes first to what may do so last
+_RACK_LADDER: tuple[Axis, ...] = ("dp", "pp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the cluster.
+
+    Attributes:
+        id: Its id in Ray.
+        name: Its host name.
+        address: Its IP address.
+        total: What it has, by Ray's names: CPU, GPU and others.
+        free: What of that is free.
+        rack: The value of its label ``rack``; "" without one.
+    """
+
+    id: str
+    name: str
+    address: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+    rack: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address})" if self.name != self.address else self.name
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which node each rank goes on.
+
+    Attributes:
+        nodes: The node of each rank; None for one that no node has room for.
+        split: The tensor groups that lie on several nodes, as ranks.
+    """
+
+    nodes: tuple[Node | None, ...]
+    split: tuple[tuple[int, ...], ...]
+
+    @property
+    def missing(self) -> int:
+        """Number of actors that no node has room for."""
+        return self.nodes.count(None)
+
+    def ranks_on(self, node: Node) -> list[int]:
+        """Return the ranks on a node."""
+        return [rank for rank, its in enumerate(self.nodes) if its is node]
+
+
+def wants(share: Share) -> dict[str, float]:
+    """Return what an actor takes of its node."""
+    return {"CPU": 1.0, "GPU": share.gpus} if share.gpus else {"CPU": 1.0}
+
+
+def room(resources: Mapping[str, float], share: Share) -> int:
+    """Return how many actors resources are enough for. A part of a GPU lies on one GPU."""
+    found = math.floor(resources.get("CPU", 0.0) + _EPSILON)
+    if share.gpus:
+        each = math.floor(1 / share.gpus + _EPSILON)
+        found = min(found, math.floor(resources.get("GPU", 0.0) + _EPSILON) * each)
+    return max(0, found)
+
+
+def place(world: World, nodes: Sequence[Node], share: Share, *, free: bool = True) -> Placement:
+    """Place the actors of a world.
+
+    Args:
+        world: The world.
+        nodes: The nodes.
+        share: What each actor takes.
+        free: Whether only what is free counts; False counts what the nodes have in all.
+    """
+    left = {node.id: room(node.free if free else node.total, share) for node in nodes}
+    found = _Filling(world, nodes, left)
+    found.settle_workers()
+    for rank in range(world.mesh.size, world.size):  # expert actors and servers
+        found.settle((rank,), ())
+    placed = tuple(found.of.get(rank) for rank in range(world.size))
+    split = []
+    for first in range(0, world.mesh.size, world.mesh.tensor_ranks):
+        group = tuple(range(first, first + world.mesh.tensor_ranks))
+        its = {node.id for rank in group if (node := placed[rank]) is not None}
+        if len(its) > 1:
+            split.append(group)
+    return Placement(placed, tuple(split))
+
+
+class _Filling:
+    """Nodes that are being filled.
+
+    Args:
+        world: The world whose actors are placed.
+        nodes: The nodes.
+        left: The number of actors that each node still has room for, by its id.
+    """
+
+    def __init__(self, world: World, nodes: Sequence[Node], left: dict[str, int]) -> None:
+        self._world, self._nodes, self._left = world, nodes, left
+        self._last: Node | None = None
+        self.of: dict[int, Node] = {}
+
+    def settle_workers(self) -> None:
+        """Place the workers of the mesh."""
+        everyone = tuple(range(self._world.mesh.size))
+        racks = dict.fromkeys(node.rack for node in self._nodes)
+        if len(racks) < 2 or self._fitting(len(everyone), self._nodes):
+            self.settle(everyone, _LADDER)
+            return
+        for replica in self._parts(everyone, "dp"):
+            rooms = {rack: sum(self._left[node.id] for node in self._nodes if node.rack == rack) for rack in racks}
+            enough = [rack for rack, slots in rooms.items() if slots >= len(replica)]
+            rack = min(enough, key=rooms.__getitem__, default=None)
+            self.settle(replica, _RACK_LADDER[1:], [n for n in self._nodes if rack is None or n.rack == rack])
+
+    def settle(self, ranks: tuple[int, ...], ladder: Sequence[Axis], among: Sequence[Node] | None = None) -> None:
+        """Place a block of ranks on one node, or else its parts along the first axis of the ladder that divides it."""
+        among = self._nodes if among is None else among
+        if node := self._fitting(len(ranks), among):
+            self._put(ranks, node)
+            return
+        if not ladder or len(ranks) == 1:
+            return
+        parts = self._parts(ranks, ladder[0])
+        for index, part in enumerate(parts):
+            rest = tuple(rank for later in parts[index:] for rank in later)
+            if self._last in among and self._has_room(self._last, len(part)):
+                self._put(part, self._last)
+            elif node := self._fitting(len(rest), among):
+                self._put(rest, node)
+                return
+            elif self._has_room(node := max(among, key=self._room_on), len(part)):
+                self._put(part, node)
+            else:
+                self.settle(part, ladder[1:], among)
+
+    def _parts(self, ranks: tuple[int, ...], axis: Axis) -> list[tuple[int, ...]]:
+        parts: dict[int, list[int]] = {}
+        for rank in ranks:
+            parts.setdefault(self._world.mesh.coordinate(rank)[axis], []).append(rank)
+        return [tuple(part) for part in parts.values()]
+
+    def _fitting(self, count: int, among: Sequence[Node]) -> Node | None:
+        """Return the node with the least room that is enough."""
+        enough = [node for node in among if self._left[node.id] >= count]
+        return min(enough, key=self._room_on, default=None)
+
+    def _room_on(self, node: Node) -> int:
+        return self._left[node.id]
+
+    def _has_room(self, node: Node | None, count: int) -> TypeGuard[Node]:
+        return node is not None and self._left[node.id] >= count
+
+    def _put(self, ranks: tuple[int, ...], node: Node) -> None:
+        self._left[node.id] -= len(ranks)
+        self._last = node
+        self.of.update(dict.fromkeys(ranks, node))
+
+
+def bundles_of(world: World, share: Share, *, whole: bool) -> tuple[list[dict[str, float]], list[int]]:
+    """Return the bundles of a placement group whose nodes Ray is to choose, and the bundle of each rank.
+
+    Args:
+        world: The world.
+        share: What each actor takes.
+        whole: Whether a tensor group shares a bundle, which is always on one node. Only where actors take whole GPUs
+            or CPUs, as the resources of a bundle come from one GPU.
+    """
+    mesh, each = world.mesh, wants(share)
+    together = mesh.tensor_ranks if whole and share.gpus in (0.0, 1.0) else 1
+    bundle = {name: amount * together for name, amount in each.items()}
+    groups = mesh.size // together
+    of = [rank // together if rank < mesh.size else groups + rank - mesh.size for rank in range(world.size)]
+    return [bundle] * groups + [each] * (world.size - mesh.size), of
+
+
+def told(world: World, placement: Placement, nodes: Sequence[Node]) -> Iterator[str]:
+    """Yield a line for each node that has actors: its name and theirs."""
+    for node in nodes:
+        if ranks := placement.ranks_on(node):
+            yield f"{node}: {', '.join(world.label(rank) for rank in ranks)}"
+
+
+def split_told(world: World, placement: Placement, share: Share) -> str:
+    """Say which tensor groups lie on several nodes, why, and what would mend it."""
+    first, count = placement.split[0], len(placement.split)
+    names = " and ".join(dict.fromkeys(str(placement.nodes[rank]) for rank in first))
+    others = f" (and {count - 1} more)" if count > 1 else ""
+    size, unit = len(first), "GPUs" if share.gpus else "CPUs"
+    at = world.mesh.coordinate(first[0])
+    which = " ".join(
+        f"{axis}={at[axis]}" for axis in AXES if axis == "pp" or (axis != "tp" and world.mesh.ways(axis) > 1)
+    )
+    return (
+        f"the tensor group of {which}{others} lies on {names}, as no node has room for its {size} actors: every layer "
+        f"waits for the network; use nodes with {size} free {unit}, or a smaller tp"
+    )
+
+
+def room_told(nodes: Sequence[Node], share: Share) -> str:
+    """Say what each node has room for."""
+    return ", ".join(f"{node} has {_has(node, share)}" for node in nodes)
+
+
+def _has(node: Node, share: Share) -> str:
+    units = ["CPU", "GPU"] if share.gpus else ["CPU"]
+    amounts = " and ".join(
+        f"{node.total.get(unit, 0.0):g} {unit}s ({node.free.get(unit, 0.0):g} free)" for unit in units
+    )
+    return f"{amounts}: room for {room(node.total, share)}"

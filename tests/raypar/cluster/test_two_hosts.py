@@ -1,0 +1,64 @@
+"""Training across two hosts: losses are those of one host, tensor groups may be split, what has no room is told.
+
+The hosts are Linux namespaces with addresses of their own; tests/long/two_hosts.py has the long form.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import raypar as rp
+from tests.support.clusters import cluster_of_hosts
+from tests.support.hosts import missing
+
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(120)]
+
+LAYOUTS = ({"tp": 2}, {"pp": 2}, {"dp": 2})  # the first one is launched, the others take its actors
+DRIVER = """
+import json, logging
+import raypar as rp
+
+warned = []
+class Kept(logging.Handler):
+    def emit(self, record): warned.append(record.getMessage())
+logging.getLogger("raypar").addHandler(Kept(logging.WARNING))
+
+losses, job = [], None
+for layout in LAYOUTS:
+    run = rp.recipe("gpt-tiny", steps=3, mesh=rp.Mesh(**layout))
+    job = rp.launch(run) if job is None else job.reset(run) or job
+    losses.append([report.loss for report in job.train()])
+job.close()
+full = []
+try:
+    rp.launch(rp.recipe("gpt-tiny", mesh=rp.Mesh(dp=3)))
+except rp.ConfigError as error:
+    full = error.faults
+print(json.dumps({"losses": losses, "warned": warned, "full": full}))
+"""
+
+
+@pytest.fixture(scope="module")
+def found():
+    with cluster_of_hosts("first", "second", cpus=(1, 1)) as cluster:
+        return json.loads(cluster.drive("-c", f"LAYOUTS = {LAYOUTS!r}\n{DRIVER}").splitlines()[-1])
+
+
+def test_losses_are_those_of_one_host_bit_by_bit(found, job_of):
+    """Of two summands each, so the order of additions is the same everywhere."""
+    for layout, across in zip(LAYOUTS, found["losses"], strict=True):
+        job = job_of(rp.recipe("gpt-tiny", steps=3, mesh=rp.Mesh(**layout)))
+        assert [report.loss for report in job.train()] == across, layout
+
+
+def test_a_tensor_group_that_no_node_has_room_for_is_split_with_one_warning(found):
+    (warning,) = [text for text in found["warned"] if "tensor group" in text]
+    assert "the tensor group of pp=0 lies on first (10.77.0.1) and second (10.77.0.2)" in warning
+
+
+def test_a_world_that_has_no_room_is_told_node_by_node(found):
+    (fault,) = found["full"]
+    assert fault.startswith("mesh: 3 actors need 3 CPUs, the cluster has 2 (2 free) on 2 nodes (")
+    assert "first (10.77.0.1) has 1 CPUs (1 free): room for 1, second (10.77.0.2) has 1 CPUs" in fault

@@ -1,0 +1,90 @@
+"""A Ray cluster over hosts of namespaces: a head on the first, and the others that joined it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.hosts import Host, Network, hosts_on_a_network
+
+ROOT = Path(__file__).parents[2]
+RAY = Path(sys.executable).with_name("ray")
+PORT = 6379
+ENV = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "PYTHONPATH": str(ROOT),
+}
+# A second interface that leads nowhere, with an address that all hosts have: who takes it for the node's reaches himself.
+_ASTRAY = (
+    "link add astray0 type veth peer name astray1",
+    "addr add 192.168.9.1/24 dev astray0",
+    "link set astray0 up",
+    "link set astray1 up",
+)
+_SMALL = ["--object-store-memory=80000000", "--disable-usage-stats"]
+
+
+@dataclass
+class HostCluster:
+    """A Ray cluster of hosts.
+
+    Attributes:
+        network: The hosts, the head first.
+        env: The environment variables of all its processes.
+    """
+
+    network: Network
+    env: Mapping[str, str]
+
+    @property
+    def head(self) -> Host:
+        return self.network.hosts[0]
+
+    @property
+    def driver_env(self) -> dict[str, str]:
+        """The environment variables of a driver on one of the hosts."""
+        return {**self.env, "RAY_ADDRESS": f"{self.head.address}:{PORT}"}
+
+    def drive(self, *argv: str | Path, host: int = 0, timeout: float = 120.0) -> str:
+        """Run Python on a host, as a driver, and return what it printed."""
+        return self.network.hosts[host].run(sys.executable, *argv, env=self.driver_env, timeout=timeout)
+
+
+@contextmanager
+def cluster_of_hosts(
+    *names: str, cpus: Sequence[int], env: Mapping[str, str] = ENV, head: Sequence[str] = ("--include-dashboard=false",)
+) -> Iterator[HostCluster]:
+    """Start Ray on hosts that are made for it; all of it ends with them.
+
+    Args:
+        names: The hosts' names.
+        cpus: The number of CPUs that each tells Ray it has.
+        env: Environment variables of Ray's processes.
+        head: Further options of ``ray start --head``.
+    """
+    with hosts_on_a_network(*names) as network:
+        first = network.hosts[0]
+        for host in network.hosts:
+            for line in _ASTRAY:
+                host.run("ip", *line.split())
+
+        def start(host: Host, count: int, *options: str) -> None:
+            its = f"--node-ip-address={host.address}"
+            host.run(RAY, "start", its, f"--num-cpus={count}", *_SMALL, *options, env=env)
+
+        start(first, cpus[0], "--head", f"--port={PORT}", *head)
+        with ThreadPoolExecutor() as all_at_once:
+            joined = [
+                all_at_once.submit(start, host, count, f"--address={first.address}:{PORT}")
+                for host, count in zip(network.hosts[1:], cpus[1:], strict=True)
+            ]
+            for one in joined:
+                one.result()
+        yield HostCluster(network, env)
