@@ -158,21 +158,19 @@ def start_actors(
         if wait_for_nodes <= 0 and sum(node.total.get("CPU", 0.0) for node in nodes) < world.size + spares:
             raise ConfigError([_no_room(world, nodes, _TOO_SMALL, _CPU)])
         share = gpu_share(device, world.size + spares, gpus, built=built, grows=wait_for_nodes > 0)
-        if owns and starts_own_ray() and world.size > num_cores():
-            log.warning("%d actors share the %d cores of this machine", world.size, num_cores())
+        if owns and starts_own_ray() and world.size > (cores := num_cores()):
+            log.warning("%d actors share the %d cores of this machine", world.size, cores)
         claim = _claim(world, nodes, share, grows=wait_for_nodes > 0).with_spares(spares, share)
         with patience("their placement") as ctrl_c:  # a claim that nobody knows would stay pending
             group = claim.made(job)
         try:
             ctrl_c.heed()
             demand_alike(claim.nodes)
-            seconds = max(wait_for_nodes, _PLACEMENT_SECONDS)
-            end = time.monotonic() + seconds
+            end = time.monotonic() + (seconds := max(wait_for_nodes, _PLACEMENT_SECONDS))
             while not group.wait(_LOOK):  # in short waits: Ray ignores Ctrl-C while waiting
                 if time.monotonic() > end:
-                    raise ConfigError(
-                        [_no_room(world, living_nodes(), f"they were not free within {seconds:g} s", share)]
-                    )
+                    why = f"they were not free within {seconds:g} s"
+                    raise ConfigError([_no_room(world, living_nodes(), why, share)])
             create, bundles = partial(_actor, hosted, group, share), list(claim.bundle)
             handles = [create(f"{job} {world.label(rank)}", bundle) for rank, bundle in enumerate(bundles)]
             extra = [(create(f"{job} spare {bundle}", bundle), bundle) for bundle in claim.spares]

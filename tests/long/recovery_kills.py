@@ -53,7 +53,7 @@ def trained(run: rp.Run, chaos: list[Fault]) -> tuple[list[float], dict[str, tor
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"of {', '.join(LAYOUTS)}")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
@@ -62,7 +62,7 @@ def main() -> int:
     chosen = parser.parse_args()
     logging.getLogger("raypar").setLevel(logging.ERROR)
     bad = 0
-    for name in chosen.layouts:
+    for name in chosen.layouts or LAYOUTS:
         settings = {"steps": chosen.steps, "max_failures": 10 * chosen.kills, "spares": chosen.spares}
         run = replace(LAYOUTS[name], microbatches=4, timeout=30.0, **settings)
         faults = list(drawn(run, chosen.kinds.split(","), chosen.kills, Random(f"{chosen.seed} {name}")))
