@@ -327,7 +327,7 @@ MAY_IMPORT = {
     ),
     "raypar/cli": (
         "actors actors/mesh actors/specs raypar raypar/checkpoint raypar/config raypar/config/validate "
-        "raypar/job raypar/parity raypar/planner raypar/reporting raypar/reporting/html "
+        "raypar/job raypar/parity raypar/planner raypar/recovery raypar/reporting raypar/reporting/html "
         "raypar/reporting/run_folder raypar/stepping schedules schedules/checking schedules/drawing "
         "schedules/passes schedules/simulation"
     ),

@@ -30,7 +30,7 @@ from raypar.actors.errors import NonFiniteError, StaleError
 from raypar.actors.inspect.activations import Sight, Spot
 from raypar.actors.inspect.step import Held, Seen
 from raypar.actors.sharding import Shard
-from raypar.actors.specs.fault import Fault
+from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.results import Progress, Span, StepResult
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.fault_injection import FaultInjector
@@ -290,7 +290,7 @@ def member_of(plan: Plan, groups: Mapping[str, Group], place: Place) -> Worker |
     return (Server if plan.rank in plan.world.server_ranks else Worker)(plan, groups, place)
 
 
-def _claim(job: str, fault: Fault) -> bool:
+def _claim(job: str, fault: InjectedFault) -> bool:
     """Count a fault that is about to happen, in Ray's key-value store; return whether it may."""
     return ray_groups.claim(f"{job}/{fault}", fault.times)
 

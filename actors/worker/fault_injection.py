@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from raypar.actors.specs.fault import Fault
+from raypar.actors.specs.injected_fault import InjectedFault
 
-Claim = Callable[[Fault], bool]
+Claim = Callable[[InjectedFault], bool]
 """asks whether a fault is still to happen, and counts it; what it counts outlives the actor"""
 
 
@@ -31,9 +31,9 @@ class FaultInjector:
         weights: The actor's weights by logical name, of which one is corrupted.
     """
 
-    def __init__(self, faults: Sequence[Fault] = (), claim: Claim = lambda fault: True) -> None:
+    def __init__(self, faults: Sequence[InjectedFault] = (), claim: Claim = lambda fault: True) -> None:
         self.weights: Mapping[str, Tensor] = {}
-        self._faults: dict[tuple[int, str], list[Fault]] = {}
+        self._faults: dict[tuple[int, str], list[InjectedFault]] = {}
         for fault in faults:
             self._faults.setdefault((fault.step, fault.at), []).append(fault)
         self._claim = claim
@@ -42,7 +42,7 @@ class FaultInjector:
         """Make the faults of a point happen.
 
         Args:
-            point: An action, or one of ``specs.fault.POINTS``.
+            point: An action, or one of ``specs.injected_fault.POINTS``.
             step: The step, counted from 0.
 
         Raises:
@@ -53,7 +53,7 @@ class FaultInjector:
                 if self._claim(fault):
                     self._happen(fault)
 
-    def _happen(self, fault: Fault) -> None:
+    def _happen(self, fault: InjectedFault) -> None:
         if fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind == "stop":

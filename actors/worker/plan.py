@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raypar.actors.mesh.world import World
-from raypar.actors.specs.fault import Fault
+from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind, ProgramName
 from raypar.schedules.schedule import Schedule
@@ -32,7 +32,7 @@ class Plan:
     rank: int
     programs: Mapping[ProgramName, Schedule]
     device: DeviceKind
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[InjectedFault, ...] = ()
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from raypar.actors.bounds import Count, Steps
 from raypar.actors.collective.ledger import Entry
 from raypar.actors.sharding import Shard
-from raypar.actors.specs.fault import Fault
+from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
@@ -72,7 +72,7 @@ class Job:
         name: str,
         record: Record,
         found: Found | None = None,
-        chaos: Sequence[Fault] = (),
+        chaos: Sequence[InjectedFault] = (),
     ) -> None:
         self.device, self.num_actors = actors.device, len(actors.handles)
         self._name = name

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raypar.actors.bounds import NotNegative
-from raypar.actors.specs.fault import Fault
+from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
@@ -34,7 +34,7 @@ def launch(
     wait_for_nodes: NotNegative = 0.0,
     resume: str | Path | Found | None = None,
     overwrite: bool = False,
-    chaos: Sequence[Fault] = (),
+    chaos: Sequence[InjectedFault] = (),
 ) -> Job:
     """Start a run's actors and build its model on them. Use the Job in a ``with`` block, or close it.
 
@@ -68,7 +68,7 @@ def _launched(
     skeleton: Skeleton,
     found: Found | None,
     wait_for_nodes: float,
-    chaos: Sequence[Fault],
+    chaos: Sequence[InjectedFault],
 ) -> Job:
     """Launch a run that was checked."""
     from raypar.actors.worker.actor import Hosted

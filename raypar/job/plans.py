@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from raypar.actors.specs.fault import Fault
+from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.actors.worker.plan import Plan
@@ -19,7 +19,7 @@ def plans_of(
     job: str,
     generation: int = 1,
     device: DeviceKind = "cpu",
-    faults: Sequence[Fault] = (),
+    faults: Sequence[InjectedFault] = (),
 ) -> list[Plan]:
     """Create the plan of every rank.
 

@@ -14,7 +14,7 @@ from typing import Any
 from raypar.actors.checkpoint.memory_snapshot import Address, Held
 from raypar.actors.collective.shm.links import place
 from raypar.actors.sharding import Shard
-from raypar.actors.specs.fault import Fault
+from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.find import Found, newest
 from raypar.config.schedule import Programs
@@ -41,7 +41,7 @@ class Starter:
         faults: Faults that are injected on purpose.
     """
 
-    def __init__(self, lifetime: Lifetime, job: str, device: DeviceKind, faults: Sequence[Fault]) -> None:
+    def __init__(self, lifetime: Lifetime, job: str, device: DeviceKind, faults: Sequence[InjectedFault]) -> None:
         self._lifetime, self._job, self._device, self._faults = lifetime, job, device, faults
         self._generation = 0
         self._held = Held(place())

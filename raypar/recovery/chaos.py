@@ -1,8 +1,8 @@
 """Faults that are injected on purpose, to see that a run survives them: ``rp.launch(run, chaos=[rp.chaos.kill(...)])``.
 
 A fault happens to one actor, named as messages name it ("pp=1 dp=0"), at a point of one step, counted from 1: before an
-action of the actor's row, such as "1B3" or "STEP", or at one of the points in ``specs.fault.POINTS``. It is the same in
-every run, and it happens once, or as many ``times`` as it says, even if the step is taken again.
+action of the actor's row, such as "1B3" or "STEP", or at one of ``specs.injected_fault.POINTS``. It is the same in every
+run, and it happens once, or as many ``times`` as it says, even if the step is taken again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pydantic import TypeAdapter, ValidationError
 from raypar.actors.errors import CheckpointError
 from raypar.actors.files import read_named, told
 from raypar.actors.mesh.world import World
-from raypar.actors.specs.fault import POINTS, Fault, FaultKind
+from raypar.actors.specs.injected_fault import POINTS, FaultKind, InjectedFault
 from raypar.errors import ConfigError
 from raypar.schedules.schedule import Schedule
 
 _MOST = 1 << 20  # bytes of a file of faults
 
 
-def kill(actor: str, *, at: str, step: int = 1, times: int = 1) -> Fault:
+def kill(actor: str, *, at: str, step: int = 1, times: int = 1) -> InjectedFault:
     """Return a SIGKILL to an actor's process.
 
     Args:
@@ -34,36 +34,36 @@ def kill(actor: str, *, at: str, step: int = 1, times: int = 1) -> Fault:
         step: The step, counted from 1. At "start": 1 for the launch, 2 for the first recovery, and so on.
         times: How often it happens, if the step is taken again.
     """
-    return Fault("kill", actor, at, step, times=times)
+    return InjectedFault("kill", actor, at, step, times=times)
 
 
-def stop(actor: str, *, at: str, step: int = 1, times: int = 1) -> Fault:
+def stop(actor: str, *, at: str, step: int = 1, times: int = 1) -> InjectedFault:
     """Return a SIGSTOP to an actor's process, which then neither works nor ends. For the arguments see ``kill``."""
-    return Fault("stop", actor, at, step, times=times)
+    return InjectedFault("stop", actor, at, step, times=times)
 
 
-def delay(actor: str, *, at: str, step: int = 1, seconds: float, times: int = 1) -> Fault:
+def delay(actor: str, *, at: str, step: int = 1, seconds: float, times: int = 1) -> InjectedFault:
     """Return a sleep of an actor, in seconds. For the other arguments see ``kill``."""
-    return Fault("delay", actor, at, step, seconds, times)
+    return InjectedFault("delay", actor, at, step, seconds, times)
 
 
-def raise_(actor: str, *, at: str, step: int = 1, times: int = 1) -> Fault:
+def raise_(actor: str, *, at: str, step: int = 1, times: int = 1) -> InjectedFault:
     """Return an exception on an actor. For the arguments see ``kill``."""
-    return Fault("raise", actor, at, step, times=times)
+    return InjectedFault("raise", actor, at, step, times=times)
 
 
-def corrupt(actor: str, *, at: str, step: int = 1, times: int = 1) -> Fault:
+def corrupt(actor: str, *, at: str, step: int = 1, times: int = 1) -> InjectedFault:
     """Return a flip of one bit in a weight of an actor. For the arguments see ``kill``."""
-    return Fault("corrupt", actor, at, step, times=times)
+    return InjectedFault("corrupt", actor, at, step, times=times)
 
 
-def drop_node(actor: str, *, at: str, step: int = 1, times: int = 1) -> Fault:
+def drop_node(actor: str, *, at: str, step: int = 1, times: int = 1) -> InjectedFault:
     """Return a SIGKILL to Ray on an actor's node, with which all actors there end. For the arguments see ``kill``."""
-    return Fault("drop_node", actor, at, step, times=times)
+    return InjectedFault("drop_node", actor, at, step, times=times)
 
 
-def faults_in(file: str | Path) -> list[Fault]:
-    """Read faults from a TOML file: a table ``[[fault]]`` for each, with the fields of ``Fault``.
+def faults_in(file: str | Path) -> list[InjectedFault]:
+    """Read faults from a TOML file: a table ``[[fault]]`` for each, with the fields of ``InjectedFault``.
 
     Raises:
         ConfigError: The file can't be read, or a field is wrong; lists all that is wrong.
@@ -79,10 +79,10 @@ def faults_in(file: str | Path) -> list[Fault]:
     listed = plain.get("fault")
     if set(plain) != {"fault"} or not isinstance(listed, list):
         raise ConfigError([f"chaos: {str(file)!r} has no faults: write a table [[fault]] for each, and nothing else"])
-    found, wrong = list[Fault](), list[str]()
+    found, wrong = list[InjectedFault](), list[str]()
     for number, one in enumerate(listed, 1):
         try:
-            found.append(TypeAdapter(Fault).validate_python(one))
+            found.append(TypeAdapter(InjectedFault).validate_python(one))
         except ValidationError as error:
             wrong += [f"chaos: fault {number}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
     if wrong:
@@ -90,7 +90,7 @@ def faults_in(file: str | Path) -> list[Fault]:
     return found
 
 
-def placed(faults: Sequence[Fault], world: World, schedule: Schedule) -> tuple[list[Fault], list[str]]:
+def placed(faults: Sequence[InjectedFault], world: World, schedule: Schedule) -> tuple[list[InjectedFault], list[str]]:
     """Find the actors and actions of faults in a run.
 
     A part of an actor's name will do if it is one actor's alone: "dp=1" where there is one pipeline rank. Where a
@@ -104,7 +104,7 @@ def placed(faults: Sequence[Fault], world: World, schedule: Schedule) -> tuple[l
     Returns:
         The faults with the names and actions of the run, and what is wrong with the others, which would never happen.
     """
-    found, wrong = list[Fault](), list[str]()
+    found, wrong = list[InjectedFault](), list[str]()
     labels = {world.label(rank): rank for rank in range(world.size)}
     for fault in faults:
         named = [one for one in labels if set(fault.actor.split()) <= set(one.split())] if fault.actor else []

@@ -20,7 +20,7 @@ from random import Random
 import torch
 
 import raypar as rp
-from raypar.actors.specs.fault import Fault
+from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.config.run import check_run, world_of
 
 DENSE = rp.GPT(layers=4, hidden=64, heads=4, seq=32, dropout=0.1)
@@ -35,17 +35,19 @@ LAYOUTS = {
 }
 
 
-def drawn(run: rp.Run, kinds: list[str], count: int, draw: Random) -> Iterator[Fault]:
+def drawn(run: rp.Run, kinds: list[str], count: int, draw: Random) -> Iterator[InjectedFault]:
     """Yield faults in different steps, or as many as there are steps."""
     world, schedule = world_of(run), check_run(run)["train"]
     for step in sorted(draw.sample(range(1, run.steps + 1), min(count, run.steps))):
         rank, kind = draw.randrange(world.size), draw.choice(kinds)
         row = [str(action) for action in schedule.rows[world.pp(rank)]]
         at = draw.choice([*row, "snapshot", "end"]) if draw.random() < 0.8 else draw.choice(["STEP", "snapshot", "end"])
-        yield Fault(kind, world.label(rank), at, step, seconds=60.0 if kind == "delay" else 0.0)  # type: ignore[arg-type]
+        yield InjectedFault(kind, world.label(rank), at, step, seconds=60.0 if kind == "delay" else 0.0)  # type: ignore[arg-type]
 
 
-def trained(run: rp.Run, chaos: list[Fault]) -> tuple[list[float], dict[str, torch.Tensor], tuple[rp.Failure, ...]]:
+def trained(
+    run: rp.Run, chaos: list[InjectedFault]
+) -> tuple[list[float], dict[str, torch.Tensor], tuple[rp.Failure, ...]]:
     with rp.launch(run, chaos=chaos) as job:
         losses = [report.loss for report in job.train()]
         return losses, dict(job.weights().items()), job.failures

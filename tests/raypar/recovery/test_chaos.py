@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import raypar as rp
-from raypar.actors.specs.fault import Fault
+from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.worker.fault_injection import FaultInjector, InjectedError, flip_bit
 from raypar.config.run import check_run, world_of
 from raypar.recovery.chaos import faults_in, placed
@@ -21,14 +21,16 @@ def found(*faults, run=RUN):
 
 def test_names_and_actions_of_the_run_are_found():
     split = found(rp.chaos.kill("pp=1", at="1B3", step=7), rp.chaos.stop("pp=0", at="STEP"))
-    assert split == ([Fault("kill", "pp=1", "1I3", 7), Fault("stop", "pp=0", "STEP")], [])
+    assert split == ([InjectedFault("kill", "pp=1", "1I3", 7), InjectedFault("stop", "pp=0", "STEP")], [])
     whole = rp.Run(mesh=rp.Mesh(dp=2), microbatches=4)
-    assert found(rp.chaos.raise_("dp=1", at="0B3"), run=whole)[0] == [Fault("raise", "pp=0 dp=1", "0B3")]
+    assert found(rp.chaos.raise_("dp=1", at="0B3"), run=whole)[0] == [InjectedFault("raise", "pp=0 dp=1", "0B3")]
 
 
 def test_all_that_never_happens_is_told_with_what_there_is():
     (told,) = [
-        found(rp.chaos.kill("pp=7", at="STEP"), rp.chaos.kill("pp=1", at="0F0"), Fault("kil", "pp=0", "STEP"))[1]
+        found(rp.chaos.kill("pp=7", at="STEP"), rp.chaos.kill("pp=1", at="0F0"), InjectedFault("kil", "pp=0", "STEP"))[
+            1
+        ]
     ]
     assert told[0] == "chaos: 'pp=7' is no one's name: there are pp=0, pp=1"
     assert told[1].startswith("chaos: 'pp=1' has no '0F0': its row is 1RECV_F0 1F0")

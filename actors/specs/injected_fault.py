@@ -17,7 +17,7 @@ snapshot that is not marked as whole yet; its step is over, but nobody knows yet
 
 
 @dataclass(frozen=True)
-class Fault:
+class InjectedFault:
     """A fault of one actor, at one point of one step.
 
     Attributes:
