@@ -1,8 +1,8 @@
 """Faults that are injected on purpose, to see that a run survives them: ``rp.launch(run, chaos=[rp.chaos.kill(...)])``.
 
 A fault happens to one actor, named as messages name it ("pp=1 dp=0"), at a point of one step, counted from 1: before an
-action of the actor's row, such as "1B3" or "STEP", or at one of ``specs.injected_fault.POINTS``. It is the same in every
-run, and it happens once, or as many ``times`` as it says, even if the step is taken again.
+action of the actor's row, such as "1B3" or "STEP", or at one of ``POINTS`` (specs.injected_fault). It is the same in
+every run, and it happens once, or as many ``times`` as it says, even if the step is taken again.
 """
 
 from __future__ import annotations
