@@ -326,8 +326,8 @@ MAY_IMPORT = {
         "raypar/config/validate schedules"
     ),
     "raypar/cli": (
-        "actors actors/mesh actors/specs raypar raypar/checkpoint raypar/config raypar/config/validate "
-        "raypar/job raypar/parity raypar/planner raypar/recovery raypar/reporting raypar/reporting/html "
+        "actors actors/mesh actors/specs raypar raypar/checkpoint raypar/cluster raypar/config raypar/config/validate "
+        "raypar/doctor raypar/job raypar/parity raypar/planner raypar/recovery raypar/reporting raypar/reporting/html "
         "raypar/reporting/run_folder raypar/stepping schedules schedules/checking schedules/drawing "
         "schedules/passes schedules/simulation"
     ),
@@ -341,6 +341,7 @@ MAY_IMPORT = {
         "actors actors/context_parallel actors/data actors/data_parallel actors/mesh actors/models "
         "actors/optim actors/specs raypar raypar/config raypar/planner"
     ),
+    "raypar/doctor": "raypar raypar/cluster actors/collective",
     "raypar/job": (
         "actors actors/checkpoint actors/collective actors/collective/shm actors/data actors/data_parallel "
         "actors/mesh actors/models actors/specs actors/worker raypar raypar/checkpoint raypar/cluster raypar/config "

@@ -27,6 +27,7 @@ with actors:
   raypar step [RECIPE|FILE.toml] [flags]        a Python REPL in which you take a step action by action (gpt-tiny)
   raypar verify [RECIPE|FILE.toml|RUN] [flags]  compare a few steps with one plain process, bit by bit
   raypar recipes                                list the recipes with their sizes
+  raypar doctor [--json] [--sweep]              what is wrong with this machine or the cluster at RAY_ADDRESS
 
 without actors, in no time:
   raypar plan [RECIPE|FILE.toml] [flags]        memory by kind and bytes sent, at every level of ZeRO
@@ -61,7 +62,7 @@ examples:
 
 exit codes:
   0    done
-  1    verify found a difference; ckpt found a checkpoint that is not sound
+  1    verify found a difference; ckpt found a checkpoint that is not sound; doctor found something wrong
   2    a mistake in flags, file or schedule; each is listed with its fix, and no step was taken
   4    the run failed: an actor died, stalled, or raised an error; or its last checkpoint could not be saved
   6    the gradients became infinite or NaN
@@ -72,7 +73,7 @@ exit codes:
 _PAPER = ("draw", "check", "simulate")
 _RUNS = ("train", "step", "verify", "plan")
 _DISK = ("ckpt", "report", "trace")
-_COMMANDS = (*_PAPER, *_RUNS, *_DISK, "recipes")
+_COMMANDS = (*_PAPER, *_RUNS, *_DISK, "recipes", "doctor")
 _MEANT = {"repl": "step", "shell": "step", "resume": "train", "run": "train"}
 
 
@@ -114,6 +115,11 @@ def _command(words: list[str]) -> int:
         return _on_disk(command, rest)
     if command == "recipes":
         return _recipes(rest)
+    if command == "doctor":
+        from raypar.cli import doctor
+
+        with _messages(), _terminable():
+            return OK if doctor.run(rest, _say) else DIFFERENT
     if command in ("-h", "--help", "help"):
         return _say(HELP, end="")
     if command == "--version":

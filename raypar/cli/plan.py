@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from raypar.actors.mesh.world import Zero
 from raypar.actors.specs.run import Run
 from raypar.config.run import check_run, world_of
+from raypar.errors import ConfigError
 from raypar.planner.memory import others_memory, worker_memory
 from raypar.planner.prediction import FROM_FLOPS, from_flops
 from raypar.planner.traffic import sent_bytes
@@ -42,6 +44,19 @@ def compared(run: Run) -> str:
     table = expert_table(run)
     drawn = [table, ""] if table else []
     return "\n".join([f"actors: {actors_told(run)}", "", *drawn, *lines(["", *names], padded)])
+
+
+def placed(run: Run) -> str:
+    """Say which actor would go on which node of the cluster at RAY_ADDRESS, and why it can't."""
+    from raypar.cluster.ray_cluster import connected, foreseen  # imports torch and Ray, which a plan on paper does not
+
+    where = f"on the cluster at {os.environ.get('RAY_ADDRESS', '')}"
+    try:
+        with connected() as nodes:
+            found = foreseen(world_of(run), nodes, run.device)
+    except ConfigError as error:
+        found = error.faults
+    return "\n".join([f"{where}:", *(f"  {line}" for line in found)])
 
 
 def _at_level(run: Run, level: Zero) -> Run:

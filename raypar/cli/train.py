@@ -22,7 +22,7 @@ from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.run import Run
 from raypar.cli.output_files import file_faults, growing_file, whole_file
 from raypar.cli.parsing import parse, values_of
-from raypar.cli.plan import compared
+from raypar.cli.plan import compared, placed
 from raypar.cli.resuming import finished, how_to_go_on, its_run, misfits
 from raypar.config.fields import Fault, field_faults, right_fields
 from raypar.config.recipes import RECIPES
@@ -30,7 +30,7 @@ from raypar.config.run import check_run, unrecorded, world_of
 from raypar.config.validate.parallel import idle_fields
 from raypar.errors import TO_GO_ON, ConfigError, JobError
 from raypar.paths import absolute, checkpoints_in
-from raypar.planner.host import room_faults
+from raypar.planner.host import room_faults, starts_own_ray
 from raypar.recovery.chaos import faults_in, placed
 from raypar.reporting.expert_table import expert_table
 from raypar.reporting.needs import Rows, memory_faults
@@ -300,7 +300,7 @@ def plan(words: Sequence[str]) -> str:
     parsed = parse(RunArgs, words, "plan", what, "gpt-small")
     run = unrecorded(parsed.args.run())
     check_run(run, wrong=parsed.wrong)
-    return compared(run)
+    return compared(run) if starts_own_ray() else f"{compared(run)}\n\n{placed(run)}"
 
 
 def step(words: Sequence[str]) -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 
 from raypar.cluster.ray_private import own_token
 from raypar.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
+_OTHERS_MAY = 0o077
 _ANSWER_SECONDS = 4.0
+_SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 _CLIENT = "ray://"
 _NAME = "/ray.rpc.NodeInfoGcsService/GetClusterId"  # the call with which Ray itself introduces a driver
 
@@ -36,15 +44,39 @@ def demand_answer(address: str) -> None:
     token = _token()
     if token is None:
         return
+    if token:
+        _warn_of_readers()
+    error = _answer(address, token)
+    if error is None:
+        return
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        raise ConfigError([_refused(address, token)]) from None
+    if error.code() in _SILENT:
+        raise OSError(f"what listens there is no Ray, or does not answer: {error.details()}") from error
+
+
+def accepts(address: str, token: str) -> bool | None:
+    """Return whether the head at an address with a port takes a driver with a token; None if that is not known.
+
+    Args:
+        address: The address.
+        token: The token; "" for none.
+    """
+    error = _answer(address, token)
+    if error is None:
+        return True
+    return False if error.code() is grpc.StatusCode.UNAUTHENTICATED else None
+
+
+def _answer(address: str, token: str) -> Any:
+    """Call the head as Ray does to introduce a driver; return the error of the call, None if there is none."""
     said = [("authorization", f"Bearer {token}")] if token else []
-    with grpc.insecure_channel(f"{host}:{port}", [("grpc.enable_http_proxy", 0)]) as channel:
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         try:
             channel.unary_unary(_NAME)(b"", timeout=_ANSWER_SECONDS, metadata=said)
         except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                raise ConfigError([_refused(address, token)]) from None
-            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                raise OSError(f"what listens there is no Ray, or does not answer: {error.details()}") from error
+            return error
+    return None
 
 
 def _token() -> str | None:
@@ -61,6 +93,16 @@ def _through_a_proxy(address: str) -> str:
         f"on a machine of the cluster set RAY_ADDRESS={host}:6379, or from outside use ray job submit --address "
         f"http://{host}:8265 --working-dir . -- raypar train ..."
     )
+
+
+def _warn_of_readers() -> None:
+    """Warn if others on this machine may read the file that the token is from."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+    with suppress(OSError):
+        if path.stat().st_mode & _OTHERS_MAY:
+            log.warning("others on this machine may read the cluster's token: chmod 600 %s", path)
 
 
 def _refused(address: str, token: str) -> str:

@@ -184,6 +184,51 @@ def start_actors(
     return Actors(handles, group, owns, _driver(), share.device, create, bundles, extra)
 
 
+@contextmanager
+def connected() -> Iterator[list[Node]]:
+    """Connect to the cluster at RAY_ADDRESS, if this process is not connected, for the time of the context.
+
+    Yields:
+        Its nodes.
+
+    Raises:
+        ConfigError: No cluster answers there, or it refuses this process.
+        JobError: There is no RAY_ADDRESS, and Ray does not start on this machine.
+    """
+    with _own_sigterm():
+        owns = _connect()
+    try:
+        yield living_nodes()
+    finally:
+        if owns:
+            ray.shutdown()
+
+
+def foreseen(world: World, nodes: Sequence[Node], device: DeviceChoice) -> list[str]:
+    """Say in lines which actor would go on which node, and what is wrong with that.
+
+    Args:
+        world: The ranks.
+        nodes: The nodes of the cluster that this process is connected to.
+        device: The run's setting.
+
+    Raises:
+        ConfigError: A GPU is demanded, and there can be none.
+    """
+    gpus = int(sum(node.total.get("GPU", 0.0) for node in nodes))
+    share = gpu_share(device, world.size, gpus, built=torch.backends.cuda.is_built(), grows=False)
+    found = place(world, nodes, share, free=False)
+    if found.missing:
+        return [_no_room(world, nodes, _TOO_SMALL, share)]
+    now = place(world, nodes, share)
+    lines = list(told(world, found if now.missing else now, nodes))
+    if now.missing:
+        lines.append(_no_room(world, nodes, "it would wait until all are free, and Ray would choose", share))
+    if found.split:
+        lines.append(split_told(world, found, share))
+    return lines
+
+
 def _try(release: Callable[..., object], what: object) -> None:
     try:
         release(what)

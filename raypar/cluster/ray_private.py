@@ -11,6 +11,7 @@ and raypar does without it. The names are those of Ray 2.60.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,9 +21,12 @@ import ray
 
 log = logging.getLogger(__name__)
 
+# In the session folder: the driver that started this Ray, when it began, and the namespace of its number.
+OWNER_FILE = "raypar-owner"
 _LOOPBACK = "127.0.0.1"
 _RESOLVE = "resolve_ip_for_localhost"
 _FREE = "available_resources_per_node"
+_DASHBOARD = "get_dashboard_url"
 _LOADER = "AuthenticationTokenLoader"
 
 
@@ -36,8 +40,44 @@ def start_on_loopback(**settings: Any) -> None:
     """
     with _loopback_kept():
         started: Any = ray.init(_node_ip_address=_LOOPBACK, **settings)
+    session = Path(started.address_info["session_dir"])
     with suppress(OSError):
-        Path(started.address_info["session_dir"]).chmod(0o700)
+        session.chmod(0o700)
+        (session / OWNER_FILE).write_text(" ".join(map(str, (os.getpid(), process_began(os.getpid()), namespace()))))
+
+
+def process_began(pid: int, proc: Path = Path("/proc")) -> int | None:
+    """Return when a process began, in clock ticks since the boot; None if it is over.
+
+    Its number alone may be another's later.
+    """
+    try:
+        words = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        return None if words[0] == "Z" else int(words[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def namespace() -> int:
+    """Return what tells this process's numbering of processes from that of a container that shares its folders."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return 0
+
+
+def ray_folder() -> Path:
+    """Return the folder in which Ray makes its sessions' folders on this machine."""
+    return Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray"
+
+
+def dashboard_address() -> str:
+    """Return the address of the dashboard of the cluster that this process is connected to; "" if there is none.
+
+    ``ray.init`` returns it, and nothing else that is public does. Retry at upgrades.
+    """
+    tell: Any = getattr(ray._private.worker, _DASHBOARD, None)
+    return str(tell() or "") if tell is not None else ""
 
 
 @contextmanager

@@ -21,7 +21,7 @@ ENV = {
     "RAY_memory_monitor_refresh_ms": "0",
     "PYTHONPATH": str(ROOT),
 }
-# A second interface that leads nowhere, with an address that all hosts have: who takes it for the own reaches itself.
+# A second interface that leads nowhere, with an address that all hosts have: who takes it for his own meets himself.
 _ASTRAY = (
     "link add astray0 type veth peer name astray1",
     "addr add 192.168.9.1/24 dev astray0",

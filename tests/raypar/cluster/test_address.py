@@ -64,6 +64,26 @@ def test_a_token_that_fits_is_accepted(head, monkeypatch):
     address.demand_answer(head)
 
 
+@pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o640, True), (0o604, True)])
+def test_a_token_file_that_others_may_read_is_warned_of(head, monkeypatch, tmp_path, caplog, mode, warns):
+    (tmp_path / "token").touch(mode)
+    (tmp_path / "token").chmod(mode)
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(address, "_token", lambda: TOKEN)
+    address.demand_answer(head)
+    assert (f"may read the cluster's token: chmod 600 {tmp_path}/token" in caplog.text) == warns
+
+
+def test_an_address_of_ray_client_is_refused_with_the_two_ways_that_work(monkeypatch):
+    monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head.example:10001")
+    with pytest.raises(ConfigError, match="which is Ray Client") as caught:
+        ray_cluster._connect()
+    (fault,) = caught.value.faults
+    assert "RAY_ADDRESS=head.example:6379" in fault and "ray job submit --address http://head.example:8265" in fault
+
+
 def test_a_port_where_nothing_answers_is_told_as_that(monkeypatch):
     monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(address, "_ANSWER_SECONDS", 0.5)

@@ -17,13 +17,21 @@ pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark
 
 LAYOUTS = ({"tp": 2}, {"pp": 2}, {"dp": 2})  # the first one is launched, the others take its actors
 DRIVER = """
-import json, logging
+import contextlib, io, json, logging
+import ray
 import raypar as rp
+from raypar.cli.main import main
 
 warned = []
 class Kept(logging.Handler):
     def emit(self, record): warned.append(record.getMessage())
 logging.getLogger("raypar").addHandler(Kept(logging.WARNING))
+
+def printed(*words):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = main(list(words))
+    return code, said.getvalue()
 
 losses, job = [], None
 for layout in LAYOUTS:
@@ -31,12 +39,16 @@ for layout in LAYOUTS:
     job = rp.launch(run) if job is None else job.reset(run) or job
     losses.append([report.loss for report in job.train()])
 job.close()
+ray.init(address="auto", namespace="raypar", log_to_driver=False, logging_level="ERROR")
 full = []
 try:
     rp.launch(rp.recipe("gpt-tiny", mesh=rp.Mesh(dp=3)))
 except rp.ConfigError as error:
     full = error.faults
-print(json.dumps({"losses": losses, "warned": warned, "full": full}))
+plans = printed("plan", "gpt-tiny", "--mesh.pp", "1", "--mesh.tp", "2"), printed("plan", "gpt-tiny", "--mesh.pp", "4")
+code, found = printed("doctor", "--json", "--no-times")
+told = {"losses": losses, "warned": warned, "full": full, "plans": [text for _, text in plans]}
+print(json.dumps(told | {"code": code, "doctor": json.loads(found)}))
 """
 
 
@@ -56,6 +68,25 @@ def test_losses_are_those_of_one_host_bit_by_bit(found, job_of):
 def test_a_tensor_group_that_no_node_has_room_for_is_split_with_one_warning(found):
     (warning,) = [text for text in found["warned"] if "tensor group" in text]
     assert "the tensor group of pp=0 lies on first (10.77.0.1) and second (10.77.0.2)" in warning
+
+
+def test_plan_says_which_actor_goes_on_which_node_and_why_one_cannot(found):
+    tensor, four = (plan.partition("on the cluster at 10.77.0.1:6379:\n")[2] for plan in found["plans"])
+    first, second, split = tensor.splitlines()[:3]
+    assert (first, second) == ("  first (10.77.0.1): pp=0 tp=0", "  second (10.77.0.2): pp=0 tp=1")
+    assert "the tensor group of pp=0 lies on first" in split
+    assert "mesh: 4 actors need 4 CPUs" in four and "second (10.77.0.2) has 1 CPUs (1 free): room for 1" in four
+
+
+def test_the_doctor_examines_every_node_and_finds_the_head_open(found):
+    by = {(one["subject"], one["text"].partition(" uses")[0]): one for one in found["doctor"]}
+    its = by["network", "second (10.77.0.2)"]
+    assert its["level"] == "ok" and "uses eth0 (lo 127.0.0.1, " in its["text"]
+    assert "eth0 10.77.0.2" in its["text"] and "astray0 192.168.9.1" in its["text"]
+    dangers = [one["text"] for one in found["doctor"] if one["level"] == "danger" and "head" in one["text"]]
+    assert dangers == ["whoever reaches the head 10.77.0.1:6379 can run code there, without a token"]
+    assert found["code"] == 1
+    assert sum(one["subject"] == "versions" and one["level"] == "ok" for one in found["doctor"]) == 2
 
 
 def test_a_world_that_has_no_room_is_told_node_by_node(found):

@@ -1,0 +1,50 @@
+"""``raypar doctor``: what is wrong with the nodes, the network and the Ray that a run would use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from raypar.doctor.examination import examined
+from raypar.doctor.finding import as_dicts, is_sound
+
+
+@dataclass(frozen=True)
+class DoctorArgs:
+    """The flags of ``raypar doctor``."""
+
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """one list of JSON instead of lines"""
+    sweep: tyro.conf.FlagCreatePairsOff[bool] = False
+    """end processes that raypar's own Rays left behind on this machine, yours only, and remove their folders"""
+    times: bool = True
+    """measure an all_reduce of 4 KiB, 4 MiB and 64 MiB in every node and between nodes"""
+
+
+def run(words: Sequence[str], say: Callable[[str], object]) -> bool:
+    """Run ``raypar doctor``.
+
+    Args:
+        words: The words after ``doctor``.
+        say: Prints a line.
+
+    Returns:
+        Whether nothing is wrong or dangerous.
+    """
+    what = "Examine this machine and the cluster at RAY_ADDRESS, and say what is wrong, with advice."
+    args = tyro.cli(DoctorArgs, prog="raypar doctor", description=what, args=list(words))
+    found = []
+    for finding in examined(sweeps=args.sweep, times=args.times):
+        found.append(finding)
+        if not args.json:
+            say(str(finding))
+    if args.json:
+        say(json.dumps(as_dicts(found), indent=1))
+    else:
+        sick = sum(not is_sound([one]) for one in found)
+        slow = sum(one.level == "slow" for one in found)
+        say(f"{len(found)} findings: {sick} wrong or dangerous, {slow} slow")
+    return is_sound(found)

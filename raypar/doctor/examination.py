@@ -1,0 +1,80 @@
+"""The whole examination: this machine, the cluster at RAY_ADDRESS or a Ray of our own, and its nodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from raypar.cluster.nodes import asked, version_faults, versions_teller
+from raypar.cluster.placement import Node
+from raypar.cluster.ray_cluster import connected
+from raypar.cluster.ray_private import dashboard_address
+from raypar.doctor.exposure import exposure_findings
+from raypar.doctor.finding import Finding
+from raypar.doctor.group_times import SIZES, measured
+from raypar.doctor.leftovers import leftover_findings, leftovers, sweep
+from raypar.doctor.machines import machine_findings, token_findings
+from raypar.doctor.node_facts import facts_teller
+from raypar.errors import ConfigError, JobError
+
+
+def examined(*, sweeps: bool, times: bool, sizes: Sequence[int] = SIZES) -> Iterator[Finding]:
+    """Examine, and yield findings as they come.
+
+    Args:
+        sweeps: Whether to end what raypar's own Rays left behind on this machine.
+        times: Whether to measure groups.
+        sizes: Bytes of the tensors that are measured.
+    """
+    found = leftovers()
+    yield from sweep(found) if sweeps else leftover_findings(found)
+    own = facts_teller()()
+    yield from token_findings("this machine", own)
+    address = os.environ.get("RAY_ADDRESS", "")
+    try:
+        with connected() as nodes:
+            yield from cluster_findings(address, nodes)
+            yield from node_findings(nodes)
+            if times:
+                yield from measured(nodes, sizes)
+    except (ConfigError, JobError) as error:
+        yield Finding("wrong", "ray", str(error))
+
+
+def cluster_findings(address: str, nodes: Sequence[Node]) -> Iterator[Finding]:
+    """Yield where the cluster is, what it has, and who can run code on it."""
+    total: dict[str, float] = {}
+    for node in nodes:
+        for name in ("CPU", "GPU"):
+            total[name] = total.get(name, 0.0) + node.total.get(name, 0.0)
+    where = (
+        f"the cluster at {address}" if address else "no RAY_ADDRESS: a launch starts Ray on this machine, which works"
+    )
+    has = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}, {total['CPU']:g} CPUs, {total['GPU']:g} GPUs"
+    yield Finding("ok", "ray", f"{where}: {has}")
+    for node in nodes:
+        if not node.total.get("CPU"):
+            yield Finding("note", "ray", f"{node} has no CPU to give: no actor lands there")
+    if address:
+        yield from exposure_findings(address, dashboard_address())
+
+
+def node_findings(nodes: Sequence[Node]) -> Iterator[Finding]:
+    """Yield what each node tells about itself, and whose versions differ from those of this process."""
+    own = versions_teller()()
+    versions, facts = asked(nodes, versions_teller()), asked(nodes, facts_teller())
+    for node in nodes:
+        if faults := version_faults(node, own, versions[node.id]):
+            yield from (Finding("wrong", "versions", *_halves(fault)) for fault in faults)
+        else:
+            yield Finding("ok", "versions", f"{node}: {', '.join(f'{name} {its}' for name, its in own.items())}")
+        its: dict[str, Any] | str = facts[node.id]
+        if isinstance(its, dict):
+            yield from machine_findings(node, its, alone=len(nodes) == 1)
+
+
+def _halves(fault: str) -> tuple[str, str]:
+    """Divide a fault into what is so and what to do."""
+    text, _, advice = fault.partition(": ")
+    return text, advice

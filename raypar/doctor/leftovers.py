@@ -1,0 +1,107 @@
+"""What raypar's own Rays left behind whose driver is gone: processes and session folders. They can be ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from raypar.cluster.ray_private import OWNER_FILE, namespace, process_began, ray_folder
+from raypar.doctor.finding import Finding
+
+_PROC = Path("/proc")
+_GRACE = 3.0  # seconds between SIGTERM and SIGKILL
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A session of a Ray that raypar started and whose driver is gone.
+
+    Attributes:
+        folder: Its session folder.
+        processes: Those of this user that still run with it, by number, and when each began.
+    """
+
+    folder: Path
+    processes: dict[int, int]
+
+
+def leftovers(root: Path | None = None, proc: Path = _PROC) -> list[Leftover]:
+    """Return the leftovers of this user.
+
+    Args:
+        root: The folder of Ray's sessions; None for the usual one.
+        proc: Where the system tells of processes.
+    """
+    found = []
+    for owner in sorted((ray_folder() if root is None else root).glob(f"session_*/{OWNER_FILE}")):
+        with suppress(OSError, ValueError):
+            if owner.stat().st_uid != os.getuid() or owner.is_symlink():
+                continue
+            driver, began, where = map(int, owner.read_text().split())
+            if where == namespace() and process_began(driver, proc) != began:
+                found.append(Leftover(owner.parent, _processes(owner.parent, proc)))
+    return found
+
+
+def _processes(folder: Path, proc: Path) -> dict[int, int]:
+    """Return this user's processes whose command line names a session folder, and when they began."""
+    found, named = {}, re.compile(re.escape(str(folder)) + r"(?![\w.-])")
+    for entry in proc.iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                own = entry.stat().st_uid == os.getuid()
+                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                began = process_began(int(entry.name), proc)
+                if own and began is not None and named.search(words):
+                    found[int(entry.name)] = began
+    return found
+
+
+def leftover_findings(found: list[Leftover]) -> Iterator[Finding]:
+    """Yield how much there is of leftovers."""
+    running = sum(len(one.processes) for one in found)
+    if running:
+        text = f"{running} processes of {sum(bool(one.processes) for one in found)} Rays whose driver is gone still run"
+        yield Finding("wrong", "leftovers", text, "raypar doctor --sweep ends them, and removes their folders")
+    elif found:
+        text = f"{len(found)} session folders of Rays that are over, in {found[0].folder.parent}"
+        yield Finding("note", "leftovers", text, "raypar doctor --sweep removes them")
+    else:
+        yield Finding("ok", "leftovers", "none")
+
+
+def sweep(found: list[Leftover], proc: Path = _PROC) -> Iterator[Finding]:
+    """End leftover processes and remove their folders; yield what was done."""
+    ended = 0
+    for one in found:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            ended += number == signal.SIGTERM and len(one.processes)
+            _signal(one.processes, number, proc)
+            _await_end(one.processes, proc)
+        shutil.rmtree(one.folder, ignore_errors=True)
+    left = [pid for one in found for pid, began in one.processes.items() if process_began(pid, proc) == began]
+    if left:
+        text = f"processes {', '.join(map(str, left))} do not end"
+        yield Finding("wrong", "leftovers", text, "they wait for a device or a disk: see their state in top")
+    yield Finding("ok", "leftovers", f"{ended - len(left)} processes were ended, {len(found)} folders removed")
+
+
+def _signal(processes: dict[int, int], number: signal.Signals, proc: Path) -> None:
+    """Send a signal to those processes that are still the same ones."""
+    for pid, began in processes.items():
+        if process_began(pid, proc) == began:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def _await_end(processes: dict[int, int], proc: Path) -> None:
+    end = time.monotonic() + _GRACE
+    while time.monotonic() < end and any(process_began(pid, proc) == began for pid, began in processes.items()):
+        time.sleep(0.05)

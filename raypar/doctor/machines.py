@@ -1,0 +1,99 @@
+"""What is wrong with single nodes: network interfaces, GPUs, /dev/shm, open files, token files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from raypar.cluster.placement import Node
+from raypar.doctor.finding import Finding
+
+_LEAST_SHM = 1 << 30  # bytes: Docker's default of 64 MiB is too small for Ray's object store
+_LEAST_FILES = 4096
+_OTHERS_MAY = 0o077
+_LOOPBACK = "127."
+
+Facts = Mapping[str, Any]
+
+
+def machine_findings(node: Node, facts: Facts, *, alone: bool) -> Iterator[Finding]:
+    """Yield what is found on one node.
+
+    Args:
+        node: The node.
+        facts: What ``facts_teller`` returned there.
+        alone: Whether the cluster has no other node.
+    """
+    yield from network_findings(node, facts, alone=alone)
+    yield from gpu_findings(node, facts)
+    yield from memory_findings(node, facts)
+    yield from token_findings(str(node), facts)
+
+
+def network_findings(node: Node, facts: Facts, *, alone: bool) -> Iterator[Finding]:
+    """Yield whether the node's address in Ray is one that others reach, and its fastest."""
+    interfaces = facts["interfaces"]
+    told = ", ".join(f"{name} {one['address']}{_speed(one['mbits'])}" for name, one in interfaces.items())
+    used = next((name for name, one in interfaces.items() if one["address"] == node.address), None)
+    if node.address.startswith(_LOOPBACK) and not alone:
+        advice = "start its Ray with --node-ip-address=ADDRESS, one of its interfaces'"
+        yield Finding("wrong", "network", f"{node} has a loopback address in Ray, which no other node reaches", advice)
+    elif used is None:
+        advice = "behind NAT or in a container without the host's network, groups can't connect: give Ray that address"
+        yield Finding("wrong", "network", f"{node} has no interface with its address in Ray ({told})", advice)
+    else:
+        faster = [
+            name
+            for name, one in interfaces.items()
+            if one["mbits"] > interfaces[used]["mbits"] > 0 and not one["address"].startswith(_LOOPBACK)
+        ]
+        if faster:
+            advice = f"start Ray there with --node-ip-address={interfaces[faster[0]]['address']}"
+            yield Finding("slow", "network", f"{node} uses {used}, and {faster[0]} is faster ({told})", advice)
+        else:
+            yield Finding("ok", "network", f"{node} uses {used} ({told})")
+
+
+def gpu_findings(node: Node, facts: Facts) -> Iterator[Finding]:
+    """Yield whether Ray knows the node's GPUs, and torch can use them."""
+    there, known = len(facts["gpus"]), int(node.total.get("GPU", 0))
+    if there != known:
+        advice = f"start its Ray with --num-gpus={there}, or see that nvidia-smi works there"
+        yield Finding("wrong", "gpus", f"{node} has {there} GPUs, and its Ray says {known}", advice)
+    elif there and "+cpu" in facts["torch"]:
+        advice = "install PyPI's torch, or that of a CUDA index"
+        yield Finding("wrong", "gpus", f"{node} has {there} GPUs, and its torch {facts['torch']} no CUDA", advice)
+    elif there:
+        yield Finding("ok", "gpus", f"{node}: {there}, the first {facts['gpus'][0].partition(' (UUID')[0]}")
+    else:
+        yield Finding("ok", "gpus", f"{node} has none")
+
+
+def memory_findings(node: Node, facts: Facts) -> Iterator[Finding]:
+    """Yield whether /dev/shm and the number of open files are enough."""
+    total, free = facts["shm"]["total"], facts["shm"]["free"]
+    told = f"{node}: /dev/shm has {total / 2**30:.1f} GiB, {free / 2**30:.1f} free"
+    if total < _LEAST_SHM:
+        advice = "Ray puts its object store on the disk then; start the container with --shm-size=2g"
+        yield Finding("slow", "memory", told, advice)
+    else:
+        yield Finding("ok", "memory", told)
+    if facts["files"] < _LEAST_FILES:
+        advice = "ulimit -n 65536 before ray start: large meshes need a descriptor for every neighbour"
+        yield Finding("note", "memory", f"{node}: a process may open {facts['files']} files", advice)
+
+
+def token_findings(where: str, facts: Facts) -> Iterator[Finding]:
+    """Yield whether others on the machine may read the cluster's token."""
+    path, mode = facts["token_file"], facts["token_mode"]
+    if mode < 0:
+        yield Finding("ok", "token", f"{where} has no token file")
+    elif mode & _OTHERS_MAY:
+        advice = f"chmod 600 {path} there, and make a new one if others have been on that machine"
+        yield Finding("danger", "token", f"{where}: others may read the token in {path} (mode {mode:04o})", advice)
+    else:
+        yield Finding("ok", "token", f"{where}: {path} is its user's alone")
+
+
+def _speed(mbits: int) -> str:
+    return f" at {mbits / 1000:g} Gbit/s" if mbits > 0 else ""
