@@ -33,7 +33,7 @@ from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import SGD, Muon
 from raypar.actors.specs.run import Run
-from raypar.planner.activations import most_kept
+from raypar.planner.activations import ELEMENT_BYTES, most_kept
 from raypar.planner.parameters import Units
 from raypar.schedules.action import Action, Op
 from raypar.schedules.rules import MAKES_GRADIENTS, USES_WEIGHTS, streamed
@@ -44,7 +44,6 @@ PROCESS = 336 << 20  # bytes of an actor's process without its run: Python, torc
 # Of activations, what comes and goes beside them; and gradients that come and go in a step leave as much heap in pieces
 # (gpt-small and hidden 512, 2026-11-24).
 WORKING = 0.4
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of an element
 _UNDER_WAY = 2  # buckets that are being reduced, beside those that are filled
 
 
@@ -68,9 +67,9 @@ class ElementBytes:
 def element_bytes(run: Run) -> ElementBytes:
     """Return the bytes of the elements of a run, which its precision says."""
     precision = run.precision
-    master = _BYTES[precision.master]
-    gradient = _BYTES[precision.reduce] if precision.is_half else master
-    return ElementBytes(_BYTES[precision.compute], gradient, master, master if precision.is_mixed else 0)
+    master = ELEMENT_BYTES[precision.master]
+    gradient = ELEMENT_BYTES[precision.reduce] if precision.is_half else master
+    return ElementBytes(ELEMENT_BYTES[precision.compute], gradient, master, master if precision.is_mixed else 0)
 
 
 @dataclass(frozen=True)
