@@ -31,7 +31,7 @@ from raypar.config.validate.parallel import idle_fields
 from raypar.errors import TO_GO_ON, ConfigError, JobError
 from raypar.paths import absolute, checkpoints_in
 from raypar.planner.host import room_faults, starts_own_ray
-from raypar.recovery.chaos import faults_in, placed
+from raypar.recovery.chaos import faults_in, injectable
 from raypar.reporting.expert_table import expert_table
 from raypar.reporting.needs import Rows, memory_faults
 from raypar.reporting.report import Evaluation, Report
@@ -252,7 +252,7 @@ def injected(file: Path | None, run: Run, schedule: Schedule) -> tuple[list[Inje
     if file is None:
         return [], []
     try:
-        return placed(faults_in(file), world_of(run), schedule)
+        return injectable(faults_in(file), world_of(run), schedule)
     except ConfigError as error:
         return [], error.faults
 

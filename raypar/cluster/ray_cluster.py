@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +21,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypar.actors.errors import first_line
 from raypar.actors.mesh.world import World
-from raypar.actors.specs.types import DeviceChoice, DeviceKind
+from raypar.actors.specs.types import DeviceChoice
+from raypar.cluster.actors import Actors, driver_id
 from raypar.cluster.address import demand_answer
 from raypar.cluster.devices import Share, demand_build, gpu_share
 from raypar.cluster.interrupts import patience
@@ -53,73 +54,6 @@ _NODE_ID = "ray.io/node-id"  # the label that Ray gives each node
 _CPU = Share("cpu", 0.0)
 _TOO_SMALL = "use a smaller mesh or a larger cluster, or wait for its nodes"
 _LOOK = 0.5  # seconds between two checks of the placement group
-
-
-@dataclass
-class Actors:
-    """A job's actors and what must be released with them.
-
-    Attributes:
-        handles: The Ray actor handles, by rank.
-        group: The placement group.
-        owns_cluster: Whether the job connected to Ray, and so has to disconnect.
-        driver: This process's worker id in Ray, which tells one connection from another.
-        device: The kind of device that the actors compute on.
-        create: Creates an actor of a name in a bundle of the placement group; None where none is replaced.
-        bundles: The numbers of the actors' bundles, by rank.
-        spares: Actors that have no rank yet, with the numbers of their bundles.
-    """
-
-    handles: list[Any]
-    group: PlacementGroup
-    owns_cluster: bool
-    driver: str
-    device: DeviceKind
-    create: Callable[[str, int], Any] | None = None
-    bundles: list[int] = field(default_factory=list)
-    spares: list[tuple[Any, int]] = field(default_factory=list)
-
-    def replace(self, rank: int, name: str) -> Any:
-        """End the actor of a rank, and put a spare or a new actor in its place.
-
-        Args:
-            rank: The rank.
-            name: The new actor's name in Ray's dashboard, if it is not a spare.
-
-        Returns:
-            The handle of the actor.
-        """
-        assert self.create is not None
-        _try(ray.kill, self.handles[rank])
-        if self.spares:
-            (handle, bundle), freed = self.spares.pop(0), self.bundles[rank]
-            self.spares.append((self.create(f"{name} spare", freed), freed))
-            self.handles[rank], self.bundles[rank] = handle, bundle
-        else:
-            self.handles[rank] = self.create(name, self.bundles[rank])
-        return self.handles[rank]
-
-    def reachable(self) -> bool:
-        """Return whether this process is still connected to the Ray that the actors live in."""
-        return ray.is_initialized() and _driver() == self.driver
-
-    def end(self) -> None:
-        """Kill the actors, remove their placement group, and leave Ray if the job connected to it.
-
-        What Ray fails to do is logged, so that it does not replace the error for which the job ends. A second call does
-        nothing.
-        """
-        handles, self.handles = self.handles, []
-        handles += [handle for handle, _ in self.spares]
-        if not handles or not self.reachable():  # the actors ended with their Ray
-            return
-        try:
-            for handle in handles:
-                _try(ray.kill, handle)
-            _try(remove_placement_group, self.group)
-        finally:
-            if self.owns_cluster:
-                ray.shutdown()
 
 
 def start_actors(
@@ -181,7 +115,7 @@ def start_actors(
         if owns:
             ray.shutdown()
         raise
-    return Actors(handles, group, owns, _driver(), share.device, create, bundles, extra)
+    return Actors(handles, group, owns, driver_id(), share.device, create, bundles, extra)
 
 
 @contextmanager
@@ -229,13 +163,6 @@ def foreseen(world: World, nodes: Sequence[Node], device: DeviceChoice) -> list[
     return lines
 
 
-def _try(release: Callable[..., object], what: object) -> None:
-    try:
-        release(what)
-    except Exception as error:
-        log.warning("Ray did not release everything (%s: %s)", type(error).__name__, first_line(error))
-
-
 def _in_lasting_thread(call: Callable[..., object], **settings: object) -> None:
     """Make a call in a thread that lives as long as the process, unless this is the main thread.
 
@@ -255,11 +182,6 @@ def _in_lasting_thread(call: Callable[..., object], **settings: object) -> None:
 
     threading.Thread(target=lasting, name="raypar's Ray", daemon=True).start()
     made.result()
-
-
-def _driver() -> str:
-    """Return this process's worker id in Ray, which changes at every ray.init."""
-    return str(ray.get_runtime_context().get_worker_id())
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
-from raypar.cluster.ray_cluster import Actors
+from raypar.cluster.actors import Actors
 from raypar.config.arguments import checked_methods
 from raypar.config.run import reset_faults, world_of
 from raypar.config.schedule import Programs

@@ -20,7 +20,7 @@ from raypar.errors import ConfigError
 from raypar.job.before_launch import look_ahead
 from raypar.job.job import Job
 from raypar.job.run_folders import replaced, settled
-from raypar.recovery.chaos import placed
+from raypar.recovery.chaos import injectable
 from raypar.reporting.needs import memory_faults
 from raypar.reporting.progress import on_screen
 from raypar.reporting.record import Record
@@ -54,7 +54,7 @@ def launch(
     """
     programs, skeleton, found = prepared(run, resume, overwrite=overwrite)
     look_ahead(run, programs, skeleton)
-    chaos, wrong = placed(chaos, world_of(run), programs["train"])
+    chaos, wrong = injectable(chaos, world_of(run), programs["train"])
     if faults := [*memory_faults(run, programs["train"], skeleton), *wrong]:
         raise ConfigError(faults)
     run = settled(run)

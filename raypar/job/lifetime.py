@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.mesh.world import World
+from raypar.cluster.actors import Actors
 from raypar.cluster.calls import Calls
 from raypar.cluster.interrupts import CtrlC, patience
-from raypar.cluster.ray_cluster import Actors
 from raypar.errors import TO_GO_ON, JobError
 
 T = TypeVar("T")

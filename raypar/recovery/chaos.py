@@ -90,7 +90,9 @@ def faults_in(file: str | Path) -> list[InjectedFault]:
     return found
 
 
-def placed(faults: Sequence[InjectedFault], world: World, schedule: Schedule) -> tuple[list[InjectedFault], list[str]]:
+def injectable(
+    faults: Sequence[InjectedFault], world: World, schedule: Schedule
+) -> tuple[list[InjectedFault], list[str]]:
     """Find the actors and actions of faults in a run.
 
     A part of an actor's name will do if it is one actor's alone: "dp=1" where there is one pipeline rank. Where a

@@ -12,8 +12,9 @@ from ray.exceptions import GetTimeoutError
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
+from raypar.cluster import actors as actors_module
 from raypar.cluster import ray_cluster
-from raypar.cluster.ray_cluster import Actors
+from raypar.cluster.actors import Actors
 from raypar.errors import ConfigError
 
 
@@ -30,9 +31,9 @@ def test_a_ray_that_does_not_answer_is_left_all_the_same(monkeypatch, caplog, wh
         shutdown=lambda: called.append("shutdown"),
         is_initialized=lambda: True,
     )
-    monkeypatch.setattr(ray_cluster, "ray", ray)
-    monkeypatch.setattr(ray_cluster, "_driver", lambda: "me")
-    monkeypatch.setattr(ray_cluster, "remove_placement_group", fails if which != "kill" else called.append)
+    monkeypatch.setattr(actors_module, "ray", ray)
+    monkeypatch.setattr(actors_module, "driver_id", lambda: "me")
+    monkeypatch.setattr(actors_module, "remove_placement_group", fails if which != "kill" else called.append)
     actors = Actors(["a", "b"], "group", owns, "me", "cpu")
     with caplog.at_level(logging.WARNING, "raypar"):
         actors.end()

@@ -9,14 +9,14 @@ import raypar as rp
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.worker.fault_injection import FaultInjector, InjectedError, flip_bit
 from raypar.config.run import check_run, world_of
-from raypar.recovery.chaos import faults_in, placed
+from raypar.recovery.chaos import faults_in, injectable
 from raypar.schedules.action import Action, Op
 
 RUN = rp.Run(mesh=rp.Mesh(pp=2), microbatches=4)
 
 
 def found(*faults, run=RUN):
-    return placed(faults, world_of(run), check_run(run)["train"])
+    return injectable(faults, world_of(run), check_run(run)["train"])
 
 
 def test_names_and_actions_of_the_run_are_found():
