@@ -44,6 +44,7 @@ PROCESS = 336 << 20  # bytes of an actor's process without its run: Python, torc
 # Of activations, what comes and goes beside them; and gradients that come and go in a step leave as much heap in pieces
 # (gpt-small and hidden 512, 2026-11-24).
 WORKING = 0.4
+_SNAPSHOTS = 2  # in turn, of what an actor updates
 _UNDER_WAY = 2  # buckets that are being reduced, beside those that are filled
 
 
@@ -108,6 +109,7 @@ class Memory:
         shared: Memory of other actors that it reads their tensors from. It counts in the size of each process, but the
             machine has it once.
         offloaded: What it keeps in host memory or in files. It does not count in the size of its process.
+        snapshots: Copies of what it updates, which a run that survives failures goes back to.
     """
 
     weights: int
@@ -121,6 +123,7 @@ class Memory:
     twice: int = 0
     shared: int = 0
     offloaded: int = 0
+    snapshots: int = 0
 
     @property
     def state(self) -> int:
@@ -136,7 +139,7 @@ class Memory:
     def total(self) -> int:
         """All that is known and its own."""
         passing = self.gathered + self.buckets + (self.activations or 0) + self.working
-        return self.state + passing + self.process - self.twice
+        return self.state + passing + self.process + self.snapshots - self.twice
 
     @property
     def peak(self) -> int:
@@ -160,7 +163,7 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
     activations = [None] * world.mesh.pp if isinstance(run.model, Layers) else most_kept(run, run.model, timeline)
     whole = peaks(timeline, [each.weight * count for count in _gathered(timeline, counts)], [0] * len(counts.units))
     lent = [_Lent(run, world, counts, row) for row in timeline.schedule.rows]
-    found = []
+    found, copies = [], _SNAPSHOTS if run.max_failures and run.snapshot_every else 0
     for rank, (count, state) in enumerate(zip(counts.held, _states(run, counts), strict=True)):
         experts = counts.experts[rank] if counts.experts else 0
         own = _owned(world, count, experts)
@@ -186,6 +189,7 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
                 twice=gradients if waits else 0,
                 shared=sent + _read(world, each.weight, count, experts, lends=lent[rank].is_lent),
                 offloaded=_offloaded(world, each, own, kept, optimizer),
+                snapshots=copies * (optimizer + (0 if each.master else own * each.weight)),
             )
         )
     return found

@@ -263,7 +263,8 @@ def kinds_of(memory: Memory) -> dict[str, str]:
     told["activations"] = "unknown" if memory.activations is None else size(memory.activations)
     others = {"working": memory.working, "shared": memory.shared}
     told |= {kind: size(held) for kind, held in others.items() if held} | {"process": size(memory.process)}
-    return told | ({"offloaded": size(memory.offloaded)} if memory.offloaded else {})
+    others = {"snapshots": memory.snapshots, "offloaded": memory.offloaded}
+    return told | {kind: size(count) for kind, count in others.items() if count}
 
 
 def _in_all(world: World, workers: Sequence[Memory], others: Sequence[Memory], of: Callable[[Memory], int]) -> int:

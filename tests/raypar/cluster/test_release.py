@@ -15,6 +15,7 @@ from raypar.actors.mesh.world import World
 from raypar.cluster import actors as actors_module
 from raypar.cluster import ray_cluster
 from raypar.cluster.actors import Actors
+from raypar.cluster.nodes import Node
 from raypar.errors import ConfigError
 
 
@@ -54,6 +55,8 @@ def test_a_claim_that_ctrl_c_comes_upon_is_given_back(monkeypatch):
     ray = SimpleNamespace(**told)
     monkeypatch.setattr(ray_cluster, "ray", ray)
     monkeypatch.setattr(ray_cluster, "_connect", lambda: False)
+    room = {"CPU": 4.0}
+    monkeypatch.setattr(ray_cluster, "living_nodes", lambda: [Node("n", "host", "10.0.0.1", room, room, "")])
     monkeypatch.setattr(ray_cluster, "placement_group", claims)
     monkeypatch.setattr(ray_cluster, "remove_placement_group", removed.append)
     with pytest.raises(KeyboardInterrupt):
