@@ -11,9 +11,9 @@ FaultKind = Literal["kill", "stop", "delay", "raise", "corrupt", "drop_node"]
 """kill: SIGKILL to the actor's process; stop: SIGSTOP; delay: it sleeps; raise: an exception; corrupt: a bit of a
 weight flips; drop_node: SIGKILL to Ray on the actor's node, with which all actors there end"""
 
-POINTS = ("start", "snapshot", "end")
-"""points of an actor's life besides the actions of its row: it joins its groups, which is in no step; it has copied a
-snapshot that is not marked as whole yet; its step is over, but nobody knows yet"""
+POINTS = ("start", "end", "snapshot", "report")
+"""points of an actor's life besides the actions of its row: it joins its groups, which is in no step; its step is over;
+its snapshot is copied, but not marked as whole yet; its snapshot is taken, but its report is not sent"""
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,9 @@ class Run:
     failure loses at the most; 0: never, so that the run goes back to its last checkpoint"""
     spares: Steps = 0
     """with max_failures, actors that wait with everything imported to take the place of one that fails"""
+    check_every: Steps = 0
+    """before the update of every check_every-th step, replicas compare digests of their weights, which a flipped bit
+    makes unequal; 0: only before the first step"""
     overflow_every: Steps = 0
     """in every overflow_every-th step, count the activations and gradients that overflow or underflow; 0: never"""
     overflow_format: Format | None = None

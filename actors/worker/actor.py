@@ -116,6 +116,7 @@ class Hosted:
                 member.faults.reach("end", step)
                 if self._keeper is not None:
                     self._keeper.after(step + 1, member.state)
+                member.faults.reach("report", step)
         except (NonFiniteError, StaleError):
             raise
         except Exception:

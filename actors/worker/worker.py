@@ -96,8 +96,7 @@ class Worker:
         self._rehearsed: set[ProgramName] = set()  # programs that have run before
         self._memory: dict[Kind, int] = {}  # by kind, once a training step has made it
         seat.connect(part.ties)
-        for owner in range(part.owners.count):
-            seat.compare(("dp", f"ps{owner}") if owner < part.owners.num_dense else ("edp",), part.digests(owner))
+        self._compare(None)
         seat.compare(("dp",), [digest(part.fixed())] if "dp" in groups else ())
 
     # --- a step ---
@@ -268,6 +267,8 @@ class Worker:
     def _update(self, action: Action) -> None:
         """Finish the reduction of gradients, vote, clip by the global norm, and step the optimizer."""
         step, parts, ballot = self._step, self.parts, self._flow.ballot()
+        if (every := self.seat.plan.run.check_every) and (step.number + 1) % every == 0:
+            self._compare(step.number + 1)
         if parts.reducer is not None:
             parts.reducer.finish()
             if ballot is not None:
@@ -290,6 +291,13 @@ class Worker:
         self.program.windows.close(_stage(action))
 
     # --- helpers ---
+
+    def _compare(self, step: int | None) -> None:
+        """Compare the weights of all replicas: before a step's update, counted from 1, or before the first step."""
+        owners = self.parts.part.owners
+        for owner in range(owners.count):
+            keys = ("dp", f"ps{owner}") if owner < owners.num_dense else ("edp",)
+            self.seat.compare(keys, self.parts.part.digests(owner), step)
 
     def _settle(self, notes: Notes) -> None:
         """Wait for the communication under way in a step that is given up."""

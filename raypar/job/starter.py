@@ -86,7 +86,7 @@ class Starter:
             log.warning("%s", reason_of(error))
             try:
                 replaced += self._clear(_JOINING if replaced else _FREE)
-                back_to, source = self._again()
+                back_to, source = self._again(step - 1)
             except JobError as next_error:
                 error = next_error
                 continue
@@ -124,8 +124,12 @@ class Starter:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(address.pid, signal.SIGKILL)
 
-    def _again(self) -> tuple[int, str]:
-        """Start the run again on its actors. Returns after which step it goes on, and where its state is from."""
+    def _again(self, taken: int) -> tuple[int, str]:
+        """Start the run again on its actors. Returns after which step it goes on, and where its state is from.
+
+        Args:
+            taken: Number of steps that the driver has reports of. Actors may have taken another one.
+        """
         loaded = self._loaded
         found = self._newest()
         saved = 0 if found is None else found.manifest.step
@@ -134,7 +138,7 @@ class Starter:
             return saved, self._name(found)
         self._join(loaded, None, _unguarded)
         steps = self._hold()
-        common = self._common(steps)
+        common = self._common(steps, taken)
         if common is not None and common >= saved:
             self._fetch(common, steps)
             loaded.calls.all("restore", common, loaded.world.size, what=f"going back to step {common}")
@@ -171,10 +175,10 @@ class Starter:
         self._held.hold(addresses)
         return list(calls.all("snapshot_steps", what="sharing snapshots"))
 
-    def _common(self, steps: Sequence[Mapping[int, Sequence[int]]]) -> int | None:
-        """Return the newest step of which there is a snapshot of every rank; None if there is none."""
+    def _common(self, steps: Sequence[Mapping[int, Sequence[int]]], most: int) -> int | None:
+        """Return the newest step, up to ``most``, of which there is a snapshot of every rank; None if there is none."""
         there = [{step for of_one in steps for step in of_one.get(rank, ())} for rank in range(self._loaded.world.size)]
-        return max(set.intersection(*there), default=None)
+        return max((step for step in set.intersection(*there) if step <= most), default=None)
 
     def _fetch(self, step: int, steps: Sequence[Mapping[int, Sequence[int]]]) -> None:
         """Bring snapshots to the actors that lack them, from actors of other nodes."""

@@ -34,7 +34,7 @@ def test_all_that_never_happens_is_told_with_what_there_is():
     ]
     assert told[0] == "chaos: 'pp=7' is no one's name: there are pp=0, pp=1"
     assert told[1].startswith("chaos: 'pp=1' has no '0F0': its row is 1RECV_F0 1F0")
-    assert told[1].endswith("and any has start, snapshot, end")
+    assert told[1].endswith("and any has start, end, snapshot, report")
     assert told[2].startswith("chaos: 'kil' is no kind of fault: there are kill, stop")
     with pytest.raises(rp.ConfigError, match="no one's name"):
         rp.launch(RUN, chaos=[rp.chaos.kill("pp=7", at="STEP")])
