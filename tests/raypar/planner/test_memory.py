@@ -102,6 +102,15 @@ def test_state_is_divided_as_the_run_says():
     assert (server.weights, server.optimizer) == (whole // 2, whole)
 
 
+def test_what_is_copied_for_other_replicas_is_in_the_shared_memory_of_each():
+    """Of a large model a member of a group fills 24 MiB; of a small one no more than there is to send."""
+    large, small = (recipe(name, zero=3, mesh=Mesh(dp=2)) for name in ("gpt-124m", "gpt-tiny"))
+    four = replace(large, mesh=Mesh(dp=4))
+    whole = [memory_of(run)[0] for run in (large, four, small)]
+    assert [memory.shared for memory in whole[:2]] == [48 << 20, 96 << 20]
+    assert whole[2].shared == 2 * (whole[2].buckets + whole[2].gathered)
+
+
 def test_muon_keeps_one_value_for_a_parameter_of_a_matrix():
     run = recipe("gpt-small", mesh=Mesh(dp=2, pp=2), optim=Muon())
     kept = [memory.optimizer for memory in memory_of(run, Skeleton(run.model, run.seed))]
