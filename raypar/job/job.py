@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -174,15 +175,14 @@ class Job:
         """
         return self._loop.evaluate(steps)
 
-    def save(self, folder: str | Path, keep_last: Count | None = None) -> Path:
+    def save(self, folder: str | PathLike[str], keep_last: Count | None = None) -> Path:
         """Save a checkpoint and wait until it is complete on disk.
 
         Checkpoints that the training saves by itself are in ``run.folder``.
 
         Args:
             folder: Folder of checkpoints, in which this one gets a subfolder.
-            keep_last: Number of checkpoints to keep, this one included: older ones of earlier steps are removed. None
-                keeps all.
+            keep_last: Number of checkpoints to keep with this one: older ones of earlier steps are removed. None: all.
 
         Returns:
             The checkpoint's path.
@@ -318,7 +318,7 @@ class Job:
 
     # --- its life ---
 
-    def reset(self, run: Run, *, resume: str | Path | Found | None = None) -> None:
+    def reset(self, run: Run, *, resume: str | PathLike[str] | Found | None = None) -> None:
         """Replace the run by another one on the same actors, which keep their nodes, GPUs and names.
 
         Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
+from os import PathLike
 
 from raypar.actors.bounds import NotNegative
 from raypar.actors.specs.injected_fault import InjectedFault
@@ -32,7 +32,7 @@ def launch(
     run: Run,
     *,
     wait_for_nodes: NotNegative = 0.0,
-    resume: str | Path | Found | None = None,
+    resume: str | PathLike[str] | Found | None = None,
     overwrite: bool = False,
     chaos: Sequence[InjectedFault] = (),
 ) -> Job:
