@@ -314,7 +314,7 @@ def _gathered(timeline: Timeline, counts: Counts) -> list[int]:
         for action in row
         if action.op in USES_WEIGHTS and action not in alone
     }
-    return [units.whole if stage in held else units.two for stage, units in enumerate(counts.units)]
+    return [units.gathered if stage in held else units.two for stage, units in enumerate(counts.units)]
 
 
 class _Lent:
