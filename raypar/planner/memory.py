@@ -17,8 +17,8 @@ with "parameters" also the weights, of which units are gathered at every level.
 Where actors divide experts, N is the number of those that hold the same ones for these, and that of all replicas for
 other weights.
 
-Parameters are owned whole, so an owner may have more or less than the N-th part. Which units are gathered at a time follows
-from UNSHARD and RESHARD. The kinds are at their most at different times, so their sum is more than what an actor holds.
+Parameters are owned whole, so an owner may have more or less than the N-th part. Which units are gathered at a time
+follows from UNSHARD and RESHARD. The kinds' most come at different times, so their sum is more than an actor holds.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", figure 1.
 """
@@ -326,7 +326,7 @@ def _gathered(timeline: Timeline, counts: Counts) -> list[int]:
         for action in row
         if action.op in USES_WEIGHTS and action not in alone
     }
-    return [units.whole if stage in held else units.two for stage, units in enumerate(counts.units)]
+    return [units.gathered if stage in held else units.two for stage, units in enumerate(counts.units)]
 
 
 class _Lent:
