@@ -87,20 +87,30 @@ def test_ray_stop_of_the_machines_ends_their_cluster_and_no_other_ray(tmp_path):
     real.write_text('#!/bin/sh\necho "the real ray $*"\n')
     real.chmod(0o755)
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    raylet = subprocess.Popen([*sleep, "x/raylet", f"--socket={cluster}/tmp/session_1/sockets/raylet"])
     own = subprocess.Popen([*sleep, f"--session-dir={cluster}/tmp/session_1/logs"])
     other = subprocess.Popen([*sleep, "--session-dir=/tmp/ray/session_1/logs", "raylet"])
     env, script = {**os.environ, "HOME": str(tmp_path)}, FOLDER / "scoped_ray.sh"
     try:
         time.sleep(0.1)
+        done = subprocess.run(["sh", script, "start", "--head"], env=env, capture_output=True, text=True, timeout=10)
+        assert done.stdout == "the real ray start --head\n"
+        time.sleep(0.3)
+        assert raylet.poll() is None and own.poll() is None, "nothing ends while the raylet runs"
+        raylet.kill()
+        raylet.wait()
+        assert own.wait(10) != 0, "it ends with the raylet"
+        own = subprocess.Popen([*sleep, f"--session-dir={cluster}/tmp/session_1/logs"])
+        time.sleep(0.1)
         stopped = subprocess.Popen(["sh", script, "stop"], env=env)
         assert own.wait(10) != 0
         assert stopped.wait(10) == 0
         assert other.poll() is None
-        done = subprocess.run(["sh", script, "start", "--head"], env=env, capture_output=True, text=True)
-        assert done.stdout == "the real ray start --head\n"
+        done = subprocess.run(["sh", script, "status"], env=env, capture_output=True, text=True)
+        assert done.stdout == "the real ray status\n"
         assert subprocess.run(["sh", script, "stop"], env=env).returncode == 0, "nothing to stop is no fault"
     finally:
-        for process in (own, other):
+        for process in (own, other, raylet):
             process.kill()
             process.wait()
 

@@ -17,7 +17,7 @@ import time
 from tests.support.clusters import ENV, HostCluster, cluster_of_hosts
 
 LAYOUTS = ("pp", "dp", "tp")
-DEADLINE = 30.0  # seconds: step_timeout of the run whose link is cut
+DEADLINE = 30.0  # seconds: the timeout of the run whose link is cut
 
 
 def train(cluster: HostCluster, layout: str, steps: int, *, host: int = 0, alone: bool = False) -> list[float]:
@@ -46,7 +46,7 @@ def check(what: str, holds: bool, told: str = "") -> bool:
 
 def is_cut_told(cluster: HostCluster) -> bool:
     """Cut the link in a run, and return whether it ended in time with a reason."""
-    words = ["train", "gpt-small", "--mesh.pp", "2", "--steps", "100000", "--step-timeout", str(DEADLINE)]
+    words = ["train", "gpt-small", "--mesh.pp", "2", "--steps", "100000", "--timeout", str(DEADLINE)]
     command = [sys.executable, "-u", "-m", "raypar.cli.main", *words]
     run = cluster.head.start(*command, env=cluster.driver_env)
     said = []
@@ -63,7 +63,8 @@ def is_cut_told(cluster: HostCluster) -> bool:
     last = rest.strip().splitlines()[-12:]
     told = any("pp=" in line for line in last)
     print("\n".join(f"    {line}" for line in last))
-    return check(f"a cut link ends the run after {seconds:.0f} s, exit code {run.returncode}", told and seconds < 90, rest)
+    what = f"a cut link ends the run after {seconds:.0f} s, exit code {run.returncode}"
+    return check(what, told and seconds < 90, rest)
 
 
 def main() -> int:
