@@ -132,7 +132,8 @@ def _host(bridge: int, number: int, name: str) -> Host:
     pid, link, address = _first_process(made.pid), f"host{number}", f"{NETWORK}.{number}"
     _inside(bridge, "ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
     _inside(bridge, "ip", "link", "set", link, "master", "bridge", "up")
-    for line in (f"addr add {address}/24 dev eth0", "link set eth0 up", "link set lo up"):
+    up = (f"addr add {address}/24 dev eth0", "link set eth0 up", "link set lo up")
+    for line in (*up, f"route add default via {NETWORK}.254"):  # without it Ray does not know its own address
         _inside(pid, "ip", *line.split())
     host = Host(name, address, pid, link)
     host.run("hostname", name)
