@@ -55,7 +55,7 @@ _SMALL = rp.GPT(layers=8, hidden=256, heads=8, seq=256)
 _WIDE = rp.GPT(layers=2, hidden=1024, heads=16, seq=16)
 _MOE = rp.MoE(experts=4, top_k=2, normalise=True, loss="none")  # no peer has raypar's auxiliary losses
 # Noise beside which the scores are nothing gives each expert as many tokens, but for chance: of 128 in a sequence
-# hardly ever 32 more. So next to nothing is dropped over a capacity of 1.25; losses differ in the sixth digit only.
+# hardly ever 32 more. So next to nothing is over a capacity of 1.25; losses differ in the sixth digit only.
 EVEN = replace(_SMALL, moe=replace(_MOE, noise=100.0))
 DROPPING = replace(_SMALL, moe=replace(_MOE, noise=100.0, capacity=1.25))
 SIZES = {
