@@ -1,6 +1,9 @@
 """Wrong arguments of public functions: one sentence each, with the fix, and never an error from inside."""
 
 import inspect
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +12,17 @@ import torch
 import raypar as rp
 from raypar.config.arguments import checked_arguments, checked_methods
 from raypar.config.toml import plain_of, toml_of
+
+
+class Named:
+    """A path of another library."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __fspath__(self):
+        return self.name
+
 
 JOB, STEPPER = object.__new__(rp.Job), object.__new__(rp.Stepper)  # the check comes before they look at themselves
 
@@ -112,10 +126,30 @@ def test_right_arguments_reach_the_function_as_they_are():
         (rp.Run(sequence_parallel=np.bool_(1), split=(np.int64(1), 3)), rp.Run(sequence_parallel=True, split=(1, 3))),
         (rp.Run(optim=rp.SGD(lr=torch.tensor(0.5))), rp.Run(optim=rp.SGD(lr=0.5))),
         (rp.Run(mesh=rp.Mesh(pp=torch.tensor(2))), rp.Run(mesh=rp.Mesh(2))),
+        (
+            rp.Run(optim=rp.SGD(lr=Fraction(1, 8), momentum=Decimal("0.9"))),
+            rp.Run(optim=rp.SGD(lr=0.125, momentum=0.9)),
+        ),
+        (rp.Run(optim=rp.AdamW(rates={"*": Fraction(1, 2)})), rp.Run(optim=rp.AdamW(rates={"*": 0.5}))),
+        (rp.Run(folder=Path("a"), schedule=Named("b.csv")), rp.Run(folder="a", schedule="b.csv")),
+        (rp.Run(data=rp.Text(Named("a"), tokenizer=Path("b"))), rp.Run(data=rp.Text("a", tokenizer="b"))),
     ],
 )
-def test_numbers_of_other_libraries_in_a_run_are_python_s_own_and_can_be_written(given, plain):
+def test_numbers_and_paths_of_other_libraries_in_a_run_are_python_s_own_and_can_be_written(given, plain):
     assert toml_of(plain_of(given)) == toml_of(plain_of(plain))
+
+
+@pytest.mark.parametrize("lr", [Decimal("nan"), Decimal("sNaN"), Decimal("1e999"), Fraction(10**999)])
+def test_a_number_that_is_none_of_python_s_own_is_one_fault(lr):
+    (fault,) = rp.faults(rp.Run(optim=rp.SGD(lr=lr)))
+    assert fault.startswith("optim.lr is ")
+
+
+def test_paths_of_other_libraries_are_paths(tmp_path):
+    with pytest.raises(rp.ConfigError, match="no-checkpoint"):
+        rp.launch(rp.recipe("gpt-tiny"), resume=Named(str(tmp_path / "no-checkpoint")))
+    with pytest.raises(rp.ConfigError, match="no-recording"):
+        rp.replay(Named(str(tmp_path / "no-recording")))
 
 
 def test_only_public_methods_with_arguments_are_wrapped():
