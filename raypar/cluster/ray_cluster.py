@@ -28,7 +28,7 @@ from raypar.cluster.devices import Share, demand_build, gpu_share
 from raypar.cluster.interrupts import patience
 from raypar.cluster.nodes import demand_alike, living_nodes
 from raypar.cluster.placement import Node, bundles_of, place, room_told, split_told, told, wants
-from raypar.cluster.ray_private import start_on_loopback
+from raypar.cluster.ray_private import silence_deaths, start_on_loopback
 from raypar.errors import ConfigError, JobError, NoRoomError
 from raypar.planner.host import num_cores, num_slots, room_faults, starts_own_ray
 
@@ -264,6 +264,7 @@ def _elsewhere(share: Share, name: str) -> Home:
 
 def _connect() -> bool:
     """Connect to Ray if this process is not connected; return whether the connection is ours to close."""
+    silence_deaths()
     if ray.is_initialized():
         return False
     for name, value in _QUIET.items():
