@@ -190,8 +190,9 @@ def foreseen(world: World, nodes: Sequence[Node], device: DeviceChoice) -> list[
     if found.missing:
         return [_no_room(world, nodes, _TOO_SMALL, share)]
     now = place(world, nodes, share)
-    lines = list(told(world, found if now.missing else now, nodes))
-    if now.missing:
+    waits = now.is_worse_than(found)
+    lines = list(told(world, found if waits else now, nodes))
+    if waits:
         lines.append(_no_room(world, nodes, "it would wait until all are free, and Ray would choose", share))
     if found.split:
         lines.append(split_told(world, found, share))
@@ -258,7 +259,8 @@ class _Claim:
 def _claim(world: World, nodes: Sequence[Node], share: Share, *, grows: bool) -> _Claim:
     """Place the actors on the nodes, and log where.
 
-    Where all nodes together have room that is not free yet, or nodes are to come, Ray chooses.
+    Where all nodes together have room that is not free yet, as far as tensor groups are to be whole, or nodes are to
+    come, Ray chooses when there is.
 
     Raises:
         ConfigError: There is no room on the nodes even if all were free, and none are to come.
@@ -266,7 +268,7 @@ def _claim(world: World, nodes: Sequence[Node], share: Share, *, grows: bool) ->
     whole, now = place(world, nodes, share, free=False), place(world, nodes, share)
     if whole.missing and not grows:
         raise ConfigError([_no_room(world, nodes, _TOO_SMALL, share)])
-    if now.missing:
+    if now.is_worse_than(whole):
         bundles, bundle = bundles_of(world, share, whole=not whole.split)
         return _Claim(bundles, bundle, [], list(nodes))
     if now.split:
