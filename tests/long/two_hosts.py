@@ -15,6 +15,7 @@ import sys
 import time
 
 from tests.support.clusters import ENV, HostCluster, cluster_of_hosts
+from tests.support.hosts import missing
 
 LAYOUTS = ("pp", "dp", "tp")
 DEADLINE = 30.0  # seconds: the timeout of the run whose link is cut
@@ -73,6 +74,9 @@ def main() -> int:
     words.add_argument("--steps", type=int, default=4)
     words.add_argument("--rate", default="100mbit")
     args = words.parse_args()
+    if lacks := missing():
+        print(f"skipped: {lacks}")
+        return 0
     results = []
     with cluster_of_hosts("first", "second", cpus=(1, 1)) as cluster:
         alone = {layout: train(cluster, layout, args.steps, host=1, alone=True) for layout in LAYOUTS}

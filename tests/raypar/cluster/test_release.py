@@ -13,6 +13,7 @@ from ray.exceptions import GetTimeoutError
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.cluster import ray_cluster
+from raypar.cluster.placement import Node
 from raypar.cluster.ray_cluster import Actors
 from raypar.errors import ConfigError
 
@@ -49,9 +50,9 @@ def test_a_claim_that_ctrl_c_comes_upon_is_given_back(monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         return "group"
 
-    told = {"cluster_resources": lambda: {"CPU": 4.0}, "is_initialized": lambda: True, "shutdown": lambda: None}
-    ray = SimpleNamespace(**told)
-    monkeypatch.setattr(ray_cluster, "ray", ray)
+    node = Node("id", "here", "127.0.0.1", {"CPU": 4.0}, {"CPU": 4.0})
+    monkeypatch.setattr(ray_cluster, "ray", SimpleNamespace(is_initialized=lambda: True, shutdown=lambda: None))
+    monkeypatch.setattr(ray_cluster, "living_nodes", lambda: [node])
     monkeypatch.setattr(ray_cluster, "_connect", lambda: False)
     monkeypatch.setattr(ray_cluster, "placement_group", claims)
     monkeypatch.setattr(ray_cluster, "remove_placement_group", removed.append)
