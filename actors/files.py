@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -206,7 +207,7 @@ def exchange(one: Path, other: Path) -> None:
         raise OSError(code, "it exists, and can't be replaced here: remove it first" if cant else os.strerror(code))
 
 
-def expanded(path: str | Path) -> Path:
+def expanded(path: str | PathLike[str]) -> Path:
     """Expand ``~`` in a path. An unknown user's home is left as it is, where pathlib's ``expanduser`` would raise."""
     return Path(os.path.expanduser(path))  # noqa: PTH111
 

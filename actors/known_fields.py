@@ -7,7 +7,7 @@ from dataclasses import fields
 from functools import wraps
 from typing import Any, TypeVar
 
-from raypar.actors.plain_number import plain_number
+from raypar.actors.plain_value import plain_value
 from raypar.schedules.nearest_name import nearest
 
 T = TypeVar("T")
@@ -19,7 +19,7 @@ _INSTEAD: dict[str, Mapping[str, str]] = {}  # by the name of a class, what it h
 def known_fields(**instead: str) -> Callable[[type[T]], type[T]]:
     """Decorate a dataclass, so that an unknown field raises a TypeError that says the nearest.
 
-    Numbers of other libraries, as numpy's, become Python's own. Its signature, pickling
+    Numbers of other libraries, as numpy's, become Python's own, and paths texts. Its signature, pickling
     and ``dataclasses.replace`` stay those of the dataclass.
 
     Args:
@@ -36,8 +36,8 @@ def known_fields(**instead: str) -> Callable[[type[T]], type[T]]:
         def checked(self: T, *args: Any, **given: Any) -> None:
             if faults := [*unknown_faults(cls.__name__, given)]:
                 raise TypeError("\n".join(faults))
-            plain = {name: plain_number(value) for name, value in given.items()}
-            make(self, *map(plain_number, args), **plain)
+            plain = {name: plain_value(value) for name, value in given.items()}
+            make(self, *map(plain_value, args), **plain)
 
         cls.__init__ = checked  # type: ignore[method-assign, assignment]
         return cls

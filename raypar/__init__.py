@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from raypar.job.job import Job
     from raypar.job.launch import launch
     from raypar.parity.verify import Verdict, verify
+    from raypar.recovery import chaos
+    from raypar.recovery.failures import Failure
     from raypar.reporting.expert_table import expert_table
     from raypar.reporting.report import Evaluation, Report
     from raypar.schedules.catalog import register as register_schedule
@@ -54,6 +56,8 @@ _HOMES = {
     "raypar.job.job": ("Job",),
     "raypar.job.launch": ("launch",),
     "raypar.parity.verify": ("Verdict", "verify"),
+    "raypar.recovery": ("chaos",),
+    "raypar.recovery.failures": ("Failure",),
     "raypar.reporting.expert_table": ("expert_table",),
     "raypar.reporting.report": ("Evaluation", "Report"),
     "raypar.schedules.catalog": ("register as register_schedule",),
@@ -72,6 +76,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Evaluation",
+    "Failure",
     "Job",
     "JobError",
     "Layers",
@@ -90,6 +95,7 @@ __all__ = [
     "Stepper",
     "Text",
     "Verdict",
+    "chaos",
     "expert_table",
     "faults",
     "launch",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from os import PathLike
 from pathlib import Path
 from uuid import uuid4
 
@@ -77,6 +78,6 @@ def checkpoints_in(folder: Path) -> Path:
     return folder / CHECKPOINTS if holds_run(folder) else folder
 
 
-def absolute(folder: str | Path) -> Path:
+def absolute(folder: str | PathLike[str]) -> Path:
     """Return a user's path as an absolute path, with ``~`` expanded."""
     return expanded(folder).absolute()

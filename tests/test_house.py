@@ -316,9 +316,9 @@ MAY_IMPORT = {
     "actors/tensor_parallel": "actors actors/autograd actors/collective actors/layers actors/models",
     "actors/tensor_parallel/grid": "actors actors/collective actors/layers actors/models actors/tensor_parallel",
     "actors/worker": (
-        "actors actors/checkpoint actors/collective actors/context_parallel actors/data actors/data_parallel "
-        "actors/expert_parallel actors/inspect actors/mesh actors/models actors/optim actors/pipeline "
-        "actors/specs actors/tensor_parallel actors/tensor_parallel/grid schedules"
+        "actors actors/checkpoint actors/collective actors/collective/shm actors/context_parallel actors/data "
+        "actors/data_parallel actors/expert_parallel actors/inspect actors/mesh actors/models actors/optim "
+        "actors/pipeline actors/specs actors/tensor_parallel actors/tensor_parallel/grid schedules"
     ),
     "raypar": "actors",
     "raypar/checkpoint": (
@@ -327,7 +327,7 @@ MAY_IMPORT = {
     ),
     "raypar/cli": (
         "actors actors/mesh actors/specs raypar raypar/checkpoint raypar/cluster raypar/config raypar/config/validate "
-        "raypar/doctor raypar/job raypar/parity raypar/planner raypar/reporting raypar/reporting/html "
+        "raypar/doctor raypar/job raypar/parity raypar/planner raypar/recovery raypar/reporting raypar/reporting/html "
         "raypar/reporting/run_folder raypar/stepping schedules schedules/checking schedules/drawing "
         "schedules/passes schedules/simulation"
     ),
@@ -343,15 +343,16 @@ MAY_IMPORT = {
     ),
     "raypar/doctor": "raypar raypar/cluster actors/collective",
     "raypar/job": (
-        "actors actors/collective actors/data actors/data_parallel actors/mesh actors/models actors/specs "
-        "actors/worker raypar raypar/checkpoint raypar/cluster raypar/config raypar/planner raypar/reporting "
-        "raypar/stepping schedules schedules/drawing"
+        "actors actors/checkpoint actors/collective actors/collective/shm actors/data actors/data_parallel "
+        "actors/mesh actors/models actors/specs actors/worker raypar raypar/checkpoint raypar/cluster raypar/config "
+        "raypar/planner raypar/recovery raypar/reporting raypar/stepping schedules schedules/drawing"
     ),
     "raypar/parity": (
         "actors actors/data actors/expert_parallel actors/inspect actors/mesh actors/models actors/optim "
         "actors/specs raypar raypar/config raypar/job raypar/reporting schedules"
     ),
     "raypar/planner": "actors/mesh actors/models actors/specs schedules schedules/simulation",
+    "raypar/recovery": "actors actors/mesh actors/specs raypar schedules",
     "raypar/reporting": (
         "actors actors/collective actors/data actors/mesh actors/models actors/optim actors/specs actors/worker raypar "
         "raypar/config raypar/planner raypar/reporting/run_folder raypar/reporting/trackers schedules "

@@ -6,9 +6,10 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from io import FileIO
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,35 @@ from raypar.actors.sharding import Sharding
 _DTYPES: Mapping[str, torch.dtype] = {spelled: getattr(torch, name) for name, spelled in DTYPES.items()}
 _AT_ONCE = 8 << 20  # bytes that are read at a time, unless a row alone is larger
 _WHOLE = Sharding()
+
+
+class ShardSource(Protocol):
+    """Where shards are read from."""
+
+    def header(self, file: str) -> Mapping[str, tuple[str, Shape]]:
+        """Return dtype and shape of each tensor of a shard. Raises CheckpointError if it is none."""
+
+    def open(self, file: str) -> FileIO:
+        """Open a shard for reading. Raises OSError."""
+
+
+class ShardFolder:
+    """The shards of a checkpoint in a folder.
+
+    Args:
+        folder: The folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def header(self, file: str) -> Mapping[str, tuple[str, Shape]]:
+        """Return dtype and shape of each tensor of a shard, once safetensors has found it sound."""
+        return read_header(self._folder, file)
+
+    def open(self, file: str) -> FileIO:
+        """Open a shard for reading. Raises OSError."""
+        return (self._folder / file).open("rb", buffering=0)
 
 
 class _Kept(NamedTuple):
@@ -53,17 +83,17 @@ class _Common(NamedTuple):
 
 
 class Assembler:
-    """Reads the shards of a checkpoint.
+    """Reads the tensors of a checkpoint or a snapshot from its shards.
 
     Files are read piece by piece, and only the rows that are wanted: it needs memory for the part that it returns and
     some megabytes. They are not mapped, because a system refuses to map files that are larger than its memory.
 
     Args:
-        folder: Folder of the checkpoint.
+        source: Where the shards are.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, source: ShardSource) -> None:
+        self._source = source
         self._files: dict[str, dict[str, _Kept]] = {}
 
     def read(self, logical: Logical, own: Sharding = _WHOLE) -> Tensor:
@@ -106,9 +136,9 @@ class Assembler:
         return kept
 
     def _read_file(self, file: str) -> dict[str, _Kept]:
-        """Read the header of a shard, once safetensors has found it sound."""
-        known = read_header(self._folder, file)
-        with told(f"{file!r} can't be read"), (self._folder / file).open("rb") as shard:
+        """Read where the tensors of a shard are."""
+        known = self._source.header(file)
+        with told(f"{file!r} can't be read"), self._source.open(file) as shard:
             size = int.from_bytes(shard.read(8), "little")
             plain = json.loads(shard.read(size))
         return {name: _Kept(*found, 8 + size + plain[name]["data_offsets"][0]) for name, found in known.items()}
@@ -137,7 +167,7 @@ class Assembler:
         size = math.prod(shape) * dtype.itemsize
         raw = torch.empty(count * size, dtype=torch.uint8)
         left, at = raw.numpy().data, kept.start + first * size
-        with told(f"{stored} can't be read"), (self._folder / stored.file).open("rb", buffering=0) as shard:
+        with told(f"{stored} can't be read"), self._source.open(stored.file) as shard:
             while left:
                 got = os.preadv(shard.fileno(), [left], at)
                 if not got:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from raypar.actors.checkpoint.assembler import Assembler
+from raypar.actors.checkpoint.assembler import Assembler, ShardSource
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.shards import ShardFile, stored_in, write_shard
 from raypar.actors.errors import CheckpointError, OffloadError
@@ -120,17 +120,17 @@ class Copies:
 
 
 def reader(
-    folder: Path, tensors: Mapping[str, Logical], homes: Mapping[str, str], own: Callable[[str], Sharding]
+    source: ShardSource, tensors: Mapping[str, Logical], homes: Mapping[str, str], own: Callable[[str], Sharding]
 ) -> Read:
-    """Return a function that reads an actor's parts of tensors from a checkpoint.
+    """Return a function that reads an actor's parts of tensors from a checkpoint or a snapshot.
 
     Args:
-        folder: Folder of the checkpoint.
+        source: Where the shards are.
         tensors: Logical tensors by name.
         homes: For each copy of a tied weight, the name under which the checkpoint stores the weight.
         own: Returns which part of a weight, by the name that the actor has for it, is the actor's.
     """
-    assembler = Assembler(folder)
+    assembler = Assembler(source)
 
     def read(weight: str, kept: str = "") -> Tensor | None:
         whole = untiled(weight)

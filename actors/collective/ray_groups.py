@@ -106,6 +106,22 @@ def register() -> None:
             register_collective_backend(backend.backend(), backend)
 
 
+def claim(name: str, times: int) -> bool:
+    """Count an occurrence of what may happen so often in a job, whichever actor lives; return whether it may once more.
+
+    Args:
+        name: A name unique to the job.
+        times: How often it may happen.
+    """
+    prefix = f"{ray.get_runtime_context().get_job_id()}/{name}"
+    for number in range(times):
+        key = f"{prefix}/{number}".encode()
+        if not ray_private.has(key):
+            ray_private.put(key, b"")
+            return True
+    return False
+
+
 class KVStore(Store):
     """A torch Store over Ray's internal key-value store: no port, no server, and no first rank that must stay alive.
 

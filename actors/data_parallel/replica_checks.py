@@ -1,4 +1,4 @@
-"""Checks of the replicas before the first step: their weights must be equal, and shared memory must have one owner."""
+"""Checks of the replicas: their weights must be equal, and shared memory must have one owner."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ _WORDS = 4  # int64s in a sha256 digest
 
 
 class UnequalReplicasError(RuntimeError):
-    """The replicas do not start with the same weights."""
+    """The replicas do not have the same weights."""
 
 
 def digest(weights: Mapping[str, Tensor]) -> bytes:
@@ -137,24 +137,37 @@ def digest(weights: Mapping[str, Tensor]) -> bytes:
     return total.digest()
 
 
-def demand_equal(digests: Iterable[bytes], group: Group, labels: Sequence[str]) -> None:
+def demand_equal(digests: Iterable[bytes], group: Group, labels: Sequence[str], step: int | None = None) -> None:
     """Check that all members of a group hold the same weights, by comparing digests.
 
     Args:
         digests: Digests of this member's weights, see ``digest``.
         group: The members to compare with.
         labels: What to call each member in the error message, by rank.
+        step: The step before whose update they are compared, counted from 1; None before the first step.
 
     Raises:
-        UnequalReplicasError: Some member's weights differ from those of rank 0. Every member raises it.
+        UnequalReplicasError: The weights of some members are not those of most others, or of rank 0 if there is no
+            majority. Every member raises it.
     """
     words = torch.frombuffer(bytearray(hashlib.sha256(b"".join(digests)).digest()), dtype=torch.int64)
     found = torch.empty(group.size * _WORDS, dtype=torch.int64)
     group.host.all_gather(found, words).wait()
-    first, *others = found.view(group.size, _WORDS)
-    unequal = [label for label, other in zip(labels[1:], others, strict=True) if not torch.equal(first, other)]
-    if unequal:
+    rows = [tuple(row) for row in found.view(group.size, _WORDS).tolist()]
+    ((usual, count),) = Counter(rows).most_common(1)
+    is_majority = 2 * count > group.size
+    right = usual if is_majority else rows[0]
+    unequal = [label for label, row in zip(labels, rows, strict=True) if row != right]
+    if not unequal:
+        return
+    if step is None:
         raise UnequalReplicasError(
-            f"the weights of {', '.join(unequal)} are not those of {labels[0]}: the model must be built alike in every "
-            "process (a layer drew its weights from a generator that the run's seed does not reach, say)"
+            f"the weights of {', '.join(unequal)} are not those of {labels[rows.index(right)]}: the model must be "
+            "built alike in every process (a layer drew its weights from a generator that the run's seed does not "
+            "reach, say)"
         )
+    others = "those of all others" if is_majority else f"those of {labels[0]}, and nobody knows which are right"
+    raise UnequalReplicasError(
+        f"in step {step} the weights of {', '.join(unequal)} are not {others}: a bit has flipped in a memory or on "
+        "its way (see that machine's error counters), or a layer of yours has changed weights on one replica only"
+    )

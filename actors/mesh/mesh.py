@@ -52,6 +52,12 @@ class Mesh:
     def _expert_faults(self) -> Iterator[str]:
         """Yield the reasons why experts cannot be divided over the ranks of a pipeline stage."""
         if self.ep == 1:
+            if self.etp not in (None, self.tensor_ranks):
+                fix = f", or set mesh.ep to {self.tensor_ranks}" if self.grid is None and self.tensor_ranks > 1 else ""
+                yield (
+                    f"mesh.etp is {self.etp}, but with mesh.ep 1 an expert has all {self.tensor_ranks} tensor ranks: "
+                    f"leave mesh.etp out{fix}"
+                )
             return
         if self.etp is not None and self.etp not in (1, self.tensor_ranks):
             yield f"mesh.etp is {self.etp}: an expert has all {self.tensor_ranks} tensor ranks or one: use one of these"

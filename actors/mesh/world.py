@@ -169,6 +169,11 @@ class World:
         return self.mesh.inner // (self.mesh.ep * self.mesh.expert_ranks)
 
     @property
+    def experts_stay(self) -> bool:
+        """Whether each expert is whole on its actor at all times, as no other actor holds it."""
+        return self.experts is not None and self.expert_replicas == 1 and self.offload != "parameters"
+
+    @property
     def shard_key(self) -> str:
         """The key of the group of replicas among which weights are sharded."""
         return "shard" if self.hybrid else "dp"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from raypar.actors.errors import blame
+from raypar.actors.errors import LayersError, blame
 from raypar.actors.models.base import Model, Parallelize, unsharded
 from raypar.actors.models.deferred_init import Recording, as_kind_of, on_meta, record, seeded, slots_of
 from raypar.actors.models.made_at import made_at, noted_lines
@@ -36,7 +37,7 @@ class LayersModel(Model):
         seed: The run's seed.
 
     Raises:
-        ValueError: ``fn`` does not return a list of one or more modules.
+        LayersError: ``fn`` does not return a list of one or more modules, or some of them are lazy.
     """
 
     def __init__(self, layers: Layers, seed: int) -> None:
@@ -45,8 +46,11 @@ class LayersModel(Model):
         modules, self._recording = _built(layers, seed)
         self.is_deferred = self._recording is not None
         if not modules or not _are_modules(modules):
-            raise ValueError(_NO_LAYERS)
+            raise LayersError(_NO_LAYERS)
         self.names = tuple(f"layers.{i}" for i in range(len(modules)))
+        if lazy := [*_lazy(self.names, modules)]:
+            fix = "whose sizes only the first input tells: make them with all their sizes, as nn.Linear(8, 4)"
+            raise LayersError(f"model.fn made {' and '.join(lazy)}, {fix}")
         self.body = range(len(modules))
         self.costs = tuple(1.0 + sum(p.numel() for p in module.parameters()) for module in modules)
         self.ties = _shared(self.names, modules)
@@ -134,12 +138,20 @@ def _are_modules(built: Sequence[object]) -> bool:
     return all(isinstance(module, nn.Module) for module in built)
 
 
+def _lazy(names: Sequence[str], modules: Sequence[nn.Module]) -> Iterator[str]:
+    """Yield the modules that take their sizes from their first input, which is not there when actors share layers."""
+    for layer, module in zip(names, modules, strict=True):
+        for path, part in module.named_modules(prefix=layer):
+            if any(map(is_lazy, (*part.parameters(recurse=False), *part.buffers(recurse=False)))):
+                yield f"{path} a {type(part).__name__}"
+
+
 def _build_real(layers: Layers, seed: int) -> list[nn.Module]:
-    """Build the user's modules with their weights. Raises ValueError if ``fn`` does not return a list."""
+    """Build the user's modules with their weights. Raises LayersError if ``fn`` does not return a list."""
     with noted_lines(), seeded(derive(seed, "build")):
         built = layers.fn()
     if not isinstance(built, Iterable):
-        raise ValueError(_NO_LAYERS)
+        raise LayersError(_NO_LAYERS)
     return list(built)
 
 

@@ -121,6 +121,17 @@ class Run:
     """save a checkpoint in the folder after every save_every steps, and at the end; 0: only at the end"""
     keep_last: Count | None = None
     """number of checkpoints to keep, the newest ones; None keeps all"""
+    max_failures: Steps = 0
+    """how often the run may go on after an actor has died, hung or failed: from the last snapshot, with another actor
+    in its place; 0: a failure ends the run"""
+    snapshot_every: Steps = 1
+    """with max_failures, actors copy their state in host memory after every snapshot_every steps, which are what a
+    failure loses at the most; 0: never, so that the run goes back to its last checkpoint"""
+    spares: Steps = 0
+    """with max_failures, actors that wait with everything imported to take the place of one that fails"""
+    check_every: Steps = 0
+    """before the update of every check_every-th step, replicas compare digests of their weights, which a flipped bit
+    makes unequal; 0: only before the first step"""
     overflow_every: Steps = 0
     """in every overflow_every-th step, count the activations and gradients that overflow or underflow; 0: never"""
     overflow_format: Format | None = None

@@ -5,10 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from torch import Tensor
 
+from raypar.actors.checkpoint.assembler import ShardFolder
 from raypar.actors.checkpoint.logical import Logical
+from raypar.actors.checkpoint.memory_snapshot import Address
 from raypar.actors.checkpoint.snapshot import Written
 from raypar.actors.collective import ray_groups
 from raypar.actors.collective.group import Group
@@ -22,13 +26,17 @@ from raypar.actors.device import (
     place_of,
     resident_memory,
 )
+from raypar.actors.errors import NonFiniteError, StaleError
 from raypar.actors.inspect.activations import Sight, Spot
 from raypar.actors.inspect.step import Held, Seen
 from raypar.actors.sharding import Shard
+from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.results import Progress, Span, StepResult
 from raypar.actors.specs.types import ProgramName
+from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.parameter_server import Server
 from raypar.actors.worker.plan import Plan
+from raypar.actors.worker.snapshot_keeper import SnapshotKeeper
 from raypar.actors.worker.worker import Worker
 from raypar.schedules.action import Action
 
@@ -43,6 +51,8 @@ class Hosted:
     def __init__(self) -> None:
         self._member: Worker | Server | None = None  # None between two runs
         self._joined: dict[str, Group] = {}
+        self._keeper: SnapshotKeeper | None = None
+        self._has_failed = False  # in a step; later ones, which were handed over already, are refused
         gc.freeze()  # exclude torch's objects from garbage collection
         self._process = resident_memory()
 
@@ -62,8 +72,9 @@ class Hosted:
             RuntimeError: The plan's device does not exist.
         """
         keep_freed_memory(SMALL_BLOCKS)
-        ledger, place = Ledger(), place_of(plan.device)
+        ledger, place, faults = Ledger(), place_of(plan.device), FaultInjector(plan.faults, partial(_claim, plan.job))
         place.enter()
+        faults.reach("start", plan.generation - 1)
         for key, axis, name, members in plan.world.memberships(plan.rank):
             rank, full_name = members.index(plan.rank), f"{plan.name}/{name}"
             self._joined[key] = ray_groups.join(
@@ -71,12 +82,22 @@ class Hosted:
             )
         ray_groups.close_together(self._joined)
         self._member = member_of(plan, self._joined, place)
+        self._member.faults, faults.weights = faults, self._member.state.parameters
+        if plan.run.max_failures and plan.run.snapshot_every and self._keeper is None:
+            self._keeper = SnapshotKeeper(plan, partial(faults.reach, "snapshot"))
         keep_freed_memory(BLOCKS_OF_A_STEP if plan.world.lends else ALL_BLOCKS)
         return self._member.state.holds()
 
-    def leave(self) -> None:
-        """Leave the groups of a run and release its memory."""
-        self._member = None
+    def leave(self, comes_back: bool = False) -> None:
+        """Leave the groups of a run and release its memory.
+
+        Args:
+            comes_back: Whether it joins new groups of the same run next, and so keeps snapshots.
+        """
+        self._member, self._has_failed = None, False
+        if self._keeper is not None and not comes_back:
+            self._keeper.close()
+            self._keeper = None
         for group in self._joined.values():
             ray_groups.leave(group.name)
         self._joined = {}
@@ -85,8 +106,23 @@ class Hosted:
     # --- steps ---
 
     def run(self, program: ProgramName, step: int, epoch: int | None = None) -> StepResult:
-        """Perform this actor's row of a program; see ``Worker.run``."""
-        return _there(self._member).run(program, step, epoch)
+        """Perform this actor's row of a program; see ``Worker.run``. Raises StaleError after a step that failed."""
+        member = _there(self._member)
+        if self._has_failed:
+            raise StaleError(f"{member.seat.label} has failed in a step before this one")
+        try:
+            result = member.run(program, step, epoch)
+            if program == "train":
+                member.faults.reach("end", step)
+                if self._keeper is not None:
+                    self._keeper.after(step + 1, member.state)
+                member.faults.reach("report", step)
+        except (NonFiniteError, StaleError):
+            raise
+        except Exception:
+            self._has_failed = True
+            raise
+        return result
 
     def open(self, step: int) -> None:
         """Begin a training step by hand."""
@@ -98,7 +134,11 @@ class Hosted:
 
     def end(self) -> StepResult:
         """End the open step and return its result."""
-        return _there(self._member).end()
+        member = _there(self._member)
+        result = member.end()
+        if self._keeper is not None:
+            self._keeper.after(member.probe.step.number + 1, member.state)
+        return result
 
     def rewind(self) -> None:
         """Restore the state that the actor had when the step by hand was opened, and open the step again."""
@@ -122,13 +162,43 @@ class Hosted:
         """Load a checkpoint; see ``WorkerState.load``."""
         member = _there(self._member)
         with member.probe.idle():
-            member.state.load(folder, tensors)
+            member.state.load(ShardFolder(Path(folder)), tensors)
 
     def rewind_to(self, folder: str, tensors: Mapping[str, Logical], step: int, bad: int) -> None:
         """Load a checkpoint of ``step`` steps, and leave out the data of the steps from there to the step ``bad``."""
         member = _there(self._member)
         with member.probe.idle():
             member.state.rewind_to(folder, tensors, step, bad)
+        if self._keeper is not None:
+            self._keeper.forget_after(step)
+
+    # --- snapshots in memory ---
+
+    def snapshot_addresses(self) -> list[Address]:
+        """Return where other processes find this actor's snapshots, and those of others that it keeps."""
+        return _kept(self._keeper).addresses()
+
+    def hold_snapshots(self, addresses: Sequence[Address]) -> None:
+        """Keep the snapshots of the other actors of this node, which are at these addresses."""
+        _kept(self._keeper).hold(addresses)
+
+    def snapshot_steps(self) -> dict[int, tuple[int, ...]]:
+        """Return, by rank, the steps of which this actor has a snapshot."""
+        return {} if self._keeper is None else self._keeper.steps()
+
+    def snapshot(self, rank: int, step: int) -> bytes:
+        """Return a rank's snapshot that this actor has, for another node."""
+        return _kept(self._keeper).raw(rank, step)
+
+    def receive_snapshot(self, rank: int, raw: bytes) -> None:
+        """Keep a rank's snapshot that another node has."""
+        _kept(self._keeper).receive(rank, raw)
+
+    def restore(self, step: int, ranks: int) -> None:
+        """Load the snapshots of a step that so many actors have taken."""
+        member = _there(self._member)
+        with member.probe.idle():
+            _kept(self._keeper).restore(step, ranks, member.state)
 
     # --- called from another thread during a step ---
 
@@ -219,6 +289,17 @@ def member_of(plan: Plan, groups: Mapping[str, Group], place: Place) -> Worker |
         UnequalReplicasError: A replica has made other weights of the same plan.
     """
     return (Server if plan.rank in plan.world.server_ranks else Worker)(plan, groups, place)
+
+
+def _claim(job: str, fault: InjectedFault) -> bool:
+    """Count a fault that is about to happen, in Ray's key-value store; return whether it may."""
+    return ray_groups.claim(f"{job}/{fault}", fault.times)
+
+
+def _kept(keeper: SnapshotKeeper | None) -> SnapshotKeeper:
+    if keeper is None:
+        raise RuntimeError("this actor keeps no snapshots: its run has none, or it has not started")
+    return keeper
 
 
 def _there(member: Worker | Server | None) -> Worker | Server:

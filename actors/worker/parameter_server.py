@@ -17,6 +17,7 @@ from raypar.actors.optim.step import ballot_of
 from raypar.actors.specs.results import Span, StepResult
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.build import build_part
+from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.probe import Probe
 from raypar.actors.worker.seat import Seat
@@ -43,6 +44,7 @@ class Server:
         seat: The actor's seat in the run.
         state: Its weights and optimizer state.
         probe: Its inspection.
+        faults: Faults that are injected on purpose.
 
     Raises:
         UnequalReplicasError: A replica has made other weights of the same plan.
@@ -61,6 +63,7 @@ class Server:
         self.probe = Probe(seat, self.state, part.model.names, part.outputs)
         self._step = self.probe.step
         self._epoch = 0  # number of steps refused for non-finite gradients
+        self.faults = FaultInjector()
         self._group = groups[f"ps{index}"]
         self._buckets = buckets_of(plan, part, own)
         self._counts_votes = index == 0 and train.placement[-1] == seat.pp  # see Reducer.total
@@ -102,6 +105,7 @@ class Server:
         step, place = self._step, self.seat.place
         place.enter()
         try:
+            self.faults.reach(action, step.number)
             ballot = self._pushed()
             self.seat.synchronize()
             start, step.now = place.mark(), action

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raypar.actors.mesh.world import World
+from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind, ProgramName
 from raypar.schedules.schedule import Schedule
@@ -17,17 +18,26 @@ class Plan:
 
     Attributes:
         run: The run. The paths of its data are absolute, and its schedule is only a name.
-        name: A name that is unique for this job and generation. The names of the groups begin with it.
+        job: A name that is unique for this job.
+        generation: How often its actors have joined groups, this time included.
         rank: Rank of this actor in the world.
         programs: Lowered schedules by program name, in which only this actor's row is filled.
         device: Device that all actors of the run compute on.
+        faults: Faults of this actor that are injected on purpose.
     """
 
     run: Run
-    name: str
+    job: str
+    generation: int
     rank: int
     programs: Mapping[ProgramName, Schedule]
     device: DeviceKind
+    faults: tuple[InjectedFault, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """A name that is unique for this job and generation. The names of the groups begin with it."""
+        return f"{self.job}@{self.generation}"
 
     @property
     def world(self) -> World:

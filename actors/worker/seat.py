@@ -91,19 +91,21 @@ class Seat:
                 ends = {pair for pair in pairs if pair[0] != pair[1]}
                 self.groups[key].connect(ends | {(there, here) for here, there in ends})
 
-    def compare(self, keys: Collection[str], digests: Iterable[bytes]) -> None:
-        """Check that all replicas have made the same initial weights.
+    def compare(self, keys: Collection[str], digests: Iterable[bytes], step: int | None = None) -> None:
+        """Check that all replicas have the same weights.
 
         Args:
             keys: Keys of the groups, of those that there are, whose members have the same weights.
             digests: Digests of this actor's weights.
+            step: The step before whose update they are compared, counted from 1; None before the first step.
 
         Raises:
             UnequalReplicasError: A replica has other weights.
         """
         for group in self.world.memberships(self.plan.rank):
             if group.key in keys:
-                demand_equal(digests, self.groups[group.key], [self.world.label(rank) for rank in group.members])
+                labels = [self.world.label(rank) for rank in group.members]
+                demand_equal(digests, self.groups[group.key], labels, step)
 
     def synchronize(self) -> None:
         """Wait until all communication so far is complete. On a GPU a failure shows only then."""

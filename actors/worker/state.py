@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.checkpoint.assembler import ShardFolder, ShardSource
 from raypar.actors.checkpoint.logical import Logical
+from raypar.actors.checkpoint.memory_snapshot import Slots
 from raypar.actors.checkpoint.snapshot import SCALER, Copies, Read, Written, buffer_name, logical_name, reader
 from raypar.actors.inspect.step import Notes
 from raypar.actors.models.tile_names import tile_of
@@ -90,12 +92,7 @@ class WorkerState:
     def stage(self) -> None:
         """Copy this actor's share of a checkpoint for ``write``. Afterwards training may continue."""
         self._seat.place.enter()
-        shards = {
-            logical_name(weight, kept): shard
-            for weight, kept, tensor in self.update.state()
-            if (shard := self._shard(weight, tensor)) is not None
-        }
-        self._copies.take(self._saved(), shards)
+        self._copies.take(self._saved(), self._saved_shards())
 
     def write(self, folder: str, *, beside: bool) -> Written | None:
         """Write the copy as a shard. It may run in another thread than the steps.
@@ -113,19 +110,24 @@ class WorkerState:
         file = f"{self._seat.label.replace('=', '').replace(' ', '-')}.safetensors"
         return self._copies.write(Path(folder), file, beside=beside)
 
-    def load(self, folder: str, tensors: Mapping[str, Logical]) -> None:
-        """Load a checkpoint's weights, optimizer state and buffers.
+    def keep(self, slots: Slots, step: int, copied: Callable[[], None]) -> None:
+        """Take a snapshot of this actor's share of the state after ``step`` steps; see ``Slots.take``."""
+        self._seat.place.enter()
+        slots.take(step, self._saved(), self._saved_shards(), self.home.at_hand, copied)
+
+    def load(self, source: ShardSource, tensors: Mapping[str, Logical]) -> None:
+        """Load the weights, optimizer state and buffers of a checkpoint or a snapshot.
 
         Args:
-            folder: Folder of the checkpoint.
-            tensors: The checkpoint's logical tensors by name.
+            source: Where its shards are.
+            tensors: Its logical tensors by name.
 
         Raises:
-            CheckpointError: The checkpoint can't be read.
+            CheckpointError: It can't be read.
         """
         self._seat.place.enter()
         with torch.no_grad():
-            read = reader(Path(folder), tensors, self._homes, self._sharding)
+            read = reader(source, tensors, self._homes, self._sharding)
             self._load_weights(read)
             self._load_buffers(read)
 
@@ -142,7 +144,7 @@ class WorkerState:
             CheckpointError: The checkpoint can't be read.
         """
         used = bad + self._scaler.left_out
-        self.load(folder, tensors)
+        self.load(ShardFolder(Path(folder)), tensors)
         self._scaler.left_out = used + 1 - step
 
     # --- a step by hand ---
@@ -176,6 +178,14 @@ class WorkerState:
             yield from self.buffers()
         if self._seat.plan.rank == 0 and (self._seat.plan.run.counts_skips or not self._scaler.is_fresh):
             yield SCALER, self._scaler.numbers()
+
+    def _saved_shards(self) -> dict[str, Shard]:
+        """Return, by name in a checkpoint, which part of its logical tensor each tensor is; others are whole."""
+        return {
+            logical_name(weight, kept): shard
+            for weight, kept, tensor in self.update.state()
+            if (shard := self._shard(weight, tensor)) is not None
+        }
 
     def _sharding(self, weight: str) -> Sharding:
         """Return which part of a weight, and of its optimizer state, is this actor's."""

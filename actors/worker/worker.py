@@ -21,6 +21,7 @@ from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.specs.results import Kind, Span, StepResult
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.build import assemble, ends_of_rounds
+from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.flow import numbers_of
 from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.probe import Probe
@@ -48,6 +49,7 @@ class Worker:
         parts: Its stages, optimizer, batches and reducer.
         state: Its weights, optimizer state and buffers.
         probe: Its inspection.
+        faults: Faults that are injected on purpose.
         program: The program under way.
 
     Raises:
@@ -65,6 +67,7 @@ class Worker:
         self._place, self._stages, self._step = place, part.stages, self.probe.step
         self._routers = Routers(seat, part)
         self._epoch = 0  # number of steps refused for non-finite gradients
+        self.faults = FaultInjector()
         self._methods: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -93,8 +96,7 @@ class Worker:
         self._rehearsed: set[ProgramName] = set()  # programs that have run before
         self._memory: dict[Kind, int] = {}  # by kind, once a training step has made it
         seat.connect(part.ties)
-        for owner in range(part.owners.count):
-            seat.compare(("dp", f"ps{owner}") if owner < part.owners.num_dense else ("edp",), part.digests(owner))
+        self._compare(None)
         seat.compare(("dp",), [digest(part.fixed())] if "dp" in groups else ())
 
     # --- a step ---
@@ -168,6 +170,8 @@ class Worker:
         start = place.mark()
         step.now, step.num_bytes = action, 0
         try:
+            if step.is_train:
+                self.faults.reach(action, step.number)
             self._methods[action.op](action)
         except NonFiniteError:
             self._epoch += 1
@@ -263,6 +267,8 @@ class Worker:
     def _update(self, action: Action) -> None:
         """Finish the reduction of gradients, vote, clip by the global norm, and step the optimizer."""
         step, parts, ballot = self._step, self.parts, self._flow.ballot()
+        if (every := self.seat.plan.run.check_every) and (step.number + 1) % every == 0:
+            self._compare(step.number + 1)
         if parts.reducer is not None:
             parts.reducer.finish()
             if ballot is not None:
@@ -285,6 +291,13 @@ class Worker:
         self.program.windows.close(_stage(action))
 
     # --- helpers ---
+
+    def _compare(self, step: int | None) -> None:
+        """Compare the weights of all replicas: before a step's update, counted from 1, or before the first step."""
+        owners = self.parts.part.owners
+        for owner in range(owners.count):
+            keys = ("dp", f"ps{owner}") if owner < owners.num_dense else ("edp",)
+            self.seat.compare(keys, self.parts.part.digests(owner), step)
 
     def _settle(self, notes: Notes) -> None:
         """Wait for the communication under way in a step that is given up."""

@@ -132,9 +132,9 @@ class Saver:
             self._given_up.set()
             self._thread.shutdown()
 
-    def settle(self) -> None:
-        """Wait until the save under way is complete."""
-        self._wait()
+    def settle(self, seconds: float | None = None) -> None:
+        """Wait until the save under way is complete, at most for ``seconds``."""
+        self._wait(seconds)
 
     def _wait(self, seconds: float | None = None) -> None:
         """Wait until nothing is under way, at most for ``seconds``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from os import PathLike
 from pathlib import Path
 
 from raypar.actors.checkpoint.logical import DTYPES, Logical
@@ -61,7 +62,7 @@ def find(path: Path) -> Found:
 
 
 def prepared(
-    run: Run, resume: str | Path | Found | None, *, overwrite: bool = False
+    run: Run, resume: str | PathLike[str] | Found | None, *, overwrite: bool = False
 ) -> tuple[Programs, Skeleton, Found | None]:
     """Check a run, its checkpoint and its folder, before any actor starts.
 
@@ -76,8 +77,8 @@ def prepared(
     Raises:
         ConfigError: The run has faults, cannot continue from the checkpoint, or cannot use its folder.
     """
-    found, wrong, faults = None if isinstance(resume, str | Path) else resume, list[Fault](), list[str]()
-    if isinstance(resume, str | Path):
+    found, wrong, faults = None if isinstance(resume, str | PathLike) else resume, list[Fault](), list[str]()
+    if isinstance(resume, str | PathLike):
         try:
             found = find(Path(resume))
         except ConfigError as error:

@@ -16,6 +16,7 @@ import tyro
 from raypar.actors.errors import CheckpointError, NonFiniteError
 from raypar.actors.mesh.mesh import AXES
 from raypar.actors.specs.data import Text
+from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.run import Run
@@ -30,6 +31,7 @@ from raypar.config.validate.parallel import idle_fields
 from raypar.errors import TO_GO_ON, ConfigError, JobError
 from raypar.paths import absolute, checkpoints_in
 from raypar.planner.host import room_faults, starts_own_ray
+from raypar.recovery.chaos import faults_in, injectable
 from raypar.reporting.expert_table import expert_table
 from raypar.reporting.needs import Rows, memory_faults
 from raypar.reporting.report import Evaluation, Report
@@ -83,6 +85,8 @@ class TrainArgs(RunArgs):
     RECIPE|FILE.toml also with its run, and in its run folder"""
     overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
     """replace the run that is in the folder, which is removed once the new one has begun"""
+    chaos: Path | None = None
+    """TOML file of faults that are injected on purpose, to see that the run survives them (max_failures)"""
     wait_for_nodes: float = 0.0
     """seconds to wait for the cluster's autoscaler if the cluster has too few CPUs"""
 
@@ -184,6 +188,8 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
         faults.append("--overwrite replaces the run in a folder, and there is none: give --folder")
     if begun is not None and right("steps") and begun.manifest.step >= run.steps:
         faults.append(finished(begun, run.steps, is_told=is_told))
+    if schedule is not None:
+        faults += injected(args.chaos, run, schedule)[1]
     if not 0 <= args.wait_for_nodes < math.inf:
         faults.append(f"--wait-for-nodes is {args.wait_for_nodes}: it must be a number of seconds, 0 or more")
     if right("mesh", "data_parallel", "servers", "zero"):
@@ -206,7 +212,13 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None,
     with (
         growing_file("--log", args.log) as log,
         whole_file("--trace", args.trace) as trace,
-        launch(run, wait_for_nodes=args.wait_for_nodes, resume=begun, overwrite=args.overwrite) as job,
+        launch(
+            run,
+            wait_for_nodes=args.wait_for_nodes,
+            resume=begun,
+            overwrite=args.overwrite,
+            chaos=injected(args.chaos, run, schedule)[0],
+        ) as job,
     ):
 
         def write(outcome: Report | Evaluation) -> None:
@@ -227,9 +239,22 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None,
         wall = time.perf_counter() - began
         files = {"log": args.log, "trace": args.trace, "folder": Path(run.folder) if run.folder else None}
         rows = closing_rows(run, schedule, reports, evaluation, launched, wall, files, overlay)
+        if job.failures:
+            lost = sum(failure.seconds for failure in job.failures)
+            rows = [*rows, ("failures survived", f"{len(job.failures)}, {lost:.1f} s until all actors could go on")]
         if job.saved is not None:
             rows = [*rows, ("newest checkpoint", str(job.saved))]
         return Finished(rows, "" if job.lost is None else _told_lost(job))
+
+
+def injected(file: Path | None, run: Run, schedule: Schedule) -> tuple[list[InjectedFault], list[str]]:
+    """Read the faults that are injected into a run on purpose; return them, and what is wrong with them."""
+    if file is None:
+        return [], []
+    try:
+        return injectable(faults_in(file), world_of(run), schedule)
+    except ConfigError as error:
+        return [], error.faults
 
 
 def _told_lost(job: Job) -> str:

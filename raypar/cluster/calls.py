@@ -13,13 +13,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from raypar.actors.errors import ActionError, NonFiniteError, RouterError
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import Progress
+from raypar.cluster.deadline import SILENT, Deadline
 from raypar.errors import ActorDiedError, JobError, StalledError
 from raypar.schedules.action import Action
 
 _GRACE = 2.0  # seconds after a failure in which the other actors can report it themselves
 _LOOK = 0.5  # seconds between two checks of actors that have not answered
-_SILENT = 2.5  # seconds without an answer to a ping, after which an actor is not waited for; a GIL may be held for 2 s
-_LATE = 0.6  # seconds over the timeout in which an actor that waits for another one can time out, and name that one
 
 
 class Calls:
@@ -29,10 +28,24 @@ class Calls:
         handles: The Ray actor handles, by rank.
         world: The ranks, for the actors' names in messages.
         timeout: How long an actor may stay in one action, in seconds.
+        replaces: Whether another actor takes the place of one that is given up.
+
+    Attributes:
+        deadline: How long an actor may stay in one action, or be silent.
     """
 
-    def __init__(self, handles: Sequence[Any], world: World, timeout: float) -> None:
-        self._handles, self._world, self._timeout = handles, world, timeout
+    def __init__(self, handles: Sequence[Any], world: World, timeout: float, *, replaces: bool = False) -> None:
+        self._handles, self._world, self._timeout = list(handles), world, timeout
+        self.deadline = Deadline(timeout, replaces=replaces)
+
+    @property
+    def handles(self) -> Sequence[Any]:
+        """The Ray actor handles, by rank."""
+        return self._handles
+
+    def replace(self, rank: int, handle: Any) -> None:
+        """Call another actor from now on, in the place of one that has failed."""
+        self._handles[rank] = handle
 
     def all(self, method: str, *args: object, what: str) -> list[Any]:
         """Call a method of every actor at once, and wait for the answers.
@@ -105,6 +118,29 @@ class Calls:
         """
         return self.gather([getattr(self._handles[rank], method).remote(*args) for rank in ranks], what, ranks)
 
+    def answers(
+        self, ranks: Iterable[int], method: str, *args: object, seconds: float, group: str = ""
+    ) -> dict[int, Any]:
+        """Call a method of some actors at once, and give those up that fail or do not answer in time.
+
+        Args:
+            ranks: The actors' ranks.
+            method: The name of the method.
+            *args: Its arguments.
+            seconds: How long to wait.
+            group: The concurrency group in which the actors run it; "" for the one of their steps.
+
+        Returns:
+            The answers by rank, of those who answered.
+        """
+        called = {rank: getattr(self._handles[rank], method) for rank in ranks}
+        refs = {
+            rank: (call.options(concurrency_group=group) if group else call).remote(*args)
+            for rank, call in called.items()
+        }
+        ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=seconds) if refs else ([], [])
+        return {rank: ray.get(ref) for rank, ref in refs.items() if ref in ready and _error(ref) is None}
+
     def drop(self, refs: Sequence[Any]) -> None:
         """Wait for calls whose results do not matter, errors included, up to the timeout."""
         ray.wait(list(refs), num_returns=len(refs), timeout=self._timeout)
@@ -143,11 +179,11 @@ class Calls:
             self._listen(watch, late)
             if failed_at is None:
                 self._demand_progress(watch, late, what)
-            elif time.monotonic() - failed_at > _GRACE or all(watch.silence(rank) > _SILENT for rank in late):
+            elif time.monotonic() - failed_at > _GRACE or all(watch.silence(rank) > SILENT for rank in late):
                 break
         errors = {owners[i]: error for i, ref in enumerate(refs) if ref not in pending and (error := _error(ref))}
         if errors or pending:
-            raise self._verdict(errors, [rank for rank in sorted(late) if watch.silence(rank) > _SILENT], what)
+            raise self._verdict(errors, [rank for rank in sorted(late) if watch.silence(rank) > SILENT], what)
         return list(ray.get(list(refs)))
 
     def abort(self) -> None:
@@ -182,9 +218,9 @@ class Calls:
         """Raise StalledError if an actor has been in one action for too long or does not answer."""
         now = time.monotonic()
         for rank in ranks:
-            if watch.silence(rank) > max(self._timeout + _LATE, _SILENT):
+            if watch.silence(rank) > self.deadline.silence:
                 doing, since = "silent", watch.silence(rank)
-            elif (since := now - watch.moved[rank]) > self._timeout + _LATE:
+            elif (since := now - watch.moved[rank]) > self.deadline.action:
                 doing = f"in action {watch.action[rank]}" if watch.action.get(rank) else "silent"
             else:
                 continue

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
@@ -20,7 +21,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypar.actors.errors import first_line
 from raypar.actors.mesh.world import World
-from raypar.actors.specs.types import DeviceChoice, DeviceKind
+from raypar.actors.specs.types import DeviceChoice
+from raypar.cluster.actors import Actors, driver_id
 from raypar.cluster.address import demand_answer
 from raypar.cluster.devices import Share, demand_build, gpu_share
 from raypar.cluster.interrupts import patience
@@ -54,47 +56,9 @@ _TOO_SMALL = "use a smaller mesh or a larger cluster, or wait for its nodes"
 _LOOK = 0.5  # seconds between two checks of the placement group
 
 
-@dataclass
-class Actors:
-    """A job's actors and what must be released with them.
-
-    Attributes:
-        handles: The Ray actor handles, by rank.
-        group: The placement group.
-        owns_cluster: Whether the job connected to Ray, and so has to disconnect.
-        driver: This process's worker id in Ray, which tells one connection from another.
-        device: The kind of device that the actors compute on.
-    """
-
-    handles: list[Any]
-    group: PlacementGroup
-    owns_cluster: bool
-    driver: str
-    device: DeviceKind
-
-    def reachable(self) -> bool:
-        """Return whether this process is still connected to the Ray that the actors live in."""
-        return ray.is_initialized() and _driver() == self.driver
-
-    def end(self) -> None:
-        """Kill the actors, remove their placement group, and leave Ray if the job connected to it.
-
-        What Ray fails to do is logged, so that it does not replace the error for which the job ends. A second call does
-        nothing.
-        """
-        handles, self.handles = self.handles, []
-        if not handles or not self.reachable():  # the actors ended with their Ray
-            return
-        try:
-            for handle in handles:
-                _try(ray.kill, handle)
-            _try(remove_placement_group, self.group)
-        finally:
-            if self.owns_cluster:
-                ray.shutdown()
-
-
-def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wait_for_nodes: float = 0.0) -> Actors:
+def start_actors(
+    hosted: type, world: World, device: DeviceChoice, job: str, wait_for_nodes: float = 0.0, spares: int = 0
+) -> Actors:
     """Start one actor for each rank of the world, all of them or none.
 
     Uses the Ray that this process is connected to, else the cluster at RAY_ADDRESS, else starts Ray on this machine.
@@ -107,6 +71,7 @@ def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wai
         job: The job's name, which begins the actors' names.
         wait_for_nodes: Seconds to wait for a cluster that is too small. The pending placement group makes Ray's
             autoscaler add nodes.
+        spares: Number of further actors, which take the places of those that fail.
 
     Returns:
         The actors.
@@ -117,32 +82,32 @@ def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wai
     """
     built = torch.backends.cuda.is_built()  # the actors' torch is the same build
     demand_build(device, built=built)
-    if not ray.is_initialized() and (faults := list(room_faults(world.size))):
+    if not ray.is_initialized() and (faults := list(room_faults(world.size + spares))):
         raise ConfigError(faults)
     with _own_sigterm():
         owns = _connect()
     try:
         nodes = living_nodes()
         gpus = int(sum(node.total.get("GPU", 0.0) for node in nodes))
-        if wait_for_nodes <= 0 and sum(node.total.get("CPU", 0.0) for node in nodes) < world.size:
+        if wait_for_nodes <= 0 and sum(node.total.get("CPU", 0.0) for node in nodes) < world.size + spares:
             raise ConfigError([_no_room(world, nodes, _TOO_SMALL, _CPU)])
-        share = gpu_share(device, world.size, gpus, built=built, grows=wait_for_nodes > 0)
-        if owns and starts_own_ray() and world.size > num_cores():
-            log.warning("%d actors share the %d cores of this machine", world.size, num_cores())
-        claim = _claim(world, nodes, share, grows=wait_for_nodes > 0)
+        share = gpu_share(device, world.size + spares, gpus, built=built, grows=wait_for_nodes > 0)
+        if owns and starts_own_ray() and world.size > (cores := num_cores()):
+            log.warning("%d actors share the %d cores of this machine", world.size, cores)
+        claim = _claim(world, nodes, share, grows=wait_for_nodes > 0).with_spares(spares, share)
         with patience("their placement") as ctrl_c:  # a claim that nobody knows would stay pending
             group = claim.made(job)
         try:
             ctrl_c.heed()
             demand_alike(claim.nodes)
-            seconds = max(wait_for_nodes, _PLACEMENT_SECONDS)
-            end = time.monotonic() + seconds
+            end = time.monotonic() + (seconds := max(wait_for_nodes, _PLACEMENT_SECONDS))
             while not group.wait(_LOOK):  # in short waits: Ray ignores Ctrl-C while waiting
                 if time.monotonic() > end:
-                    raise ConfigError(
-                        [_no_room(world, living_nodes(), f"they were not free within {seconds:g} s", share)]
-                    )
-            handles = [_actor(hosted, group, rank, claim.bundle[rank], world, job, share) for rank in range(world.size)]
+                    why = f"they were not free within {seconds:g} s"
+                    raise ConfigError([_no_room(world, living_nodes(), why, share)])
+            create, bundles = partial(_actor, hosted, group, share), list(claim.bundle)
+            handles = [create(f"{job} {world.label(rank)}", bundle) for rank, bundle in enumerate(bundles)]
+            extra = [(create(f"{job} spare {bundle}", bundle), bundle) for bundle in claim.spares]
         except BaseException:
             remove_placement_group(group)
             raise
@@ -150,7 +115,7 @@ def start_actors(hosted: type, world: World, device: DeviceChoice, job: str, wai
         if owns:
             ray.shutdown()
         raise
-    return Actors(handles, group, owns, _driver(), share.device)
+    return Actors(handles, group, owns, driver_id(), share.device, create, bundles, extra)
 
 
 @contextmanager
@@ -199,13 +164,6 @@ def foreseen(world: World, nodes: Sequence[Node], device: DeviceChoice) -> list[
     return lines
 
 
-def _try(release: Callable[..., object], what: object) -> None:
-    try:
-        release(what)
-    except Exception as error:
-        log.warning("Ray did not release everything (%s: %s)", type(error).__name__, first_line(error))
-
-
 def _in_lasting_thread(call: Callable[..., object], **settings: object) -> None:
     """Make a call in a thread that lives as long as the process, unless this is the main thread.
 
@@ -227,11 +185,6 @@ def _in_lasting_thread(call: Callable[..., object], **settings: object) -> None:
     made.result()
 
 
-def _driver() -> str:
-    """Return this process's worker id in Ray, which changes at every ray.init."""
-    return str(ray.get_runtime_context().get_worker_id())
-
-
 @dataclass(frozen=True)
 class _Claim:
     """A placement group that is to be made.
@@ -241,16 +194,25 @@ class _Claim:
         bundle: The bundle of each rank.
         pins: The node on which each bundle must be; empty if Ray is to choose.
         nodes: The nodes that may get actors.
+        spares: The bundles of spare actors, on any node.
     """
 
     bundles: list[dict[str, float]]
     bundle: Sequence[int]
     pins: list[Node]
     nodes: list[Node]
+    spares: Sequence[int] = ()
+
+    def with_spares(self, count: int, share: Share) -> _Claim:
+        """Return the claim with a bundle for each of so many spare actors besides."""
+        first = len(self.bundles)
+        return replace(self, bundles=[*self.bundles, *[wants(share)] * count], spares=range(first, first + count))
 
     def made(self, job: str) -> PlacementGroup:
         """Claim it of Ray."""
-        pins = [{_NODE_ID: node.id} for node in self.pins]
+        pins: list[dict[str, str]] = [{_NODE_ID: node.id} for node in self.pins]
+        if pins:
+            pins += [{}] * len(self.spares)
         claim: Any = placement_group  # its type annotations lack None
         made: PlacementGroup = claim(self.bundles, strategy="PACK", name=job, bundle_label_selector=pins or None)
         return made
@@ -280,14 +242,14 @@ def _claim(world: World, nodes: Sequence[Node], share: Share, *, grows: bool) ->
     return _Claim([wants(share)] * world.size, range(world.size), pins, used)
 
 
-def _actor(cls: type, group: PlacementGroup, rank: int, bundle: int, world: World, job: str, share: Share) -> Any:
-    """Create the actor of a rank in a bundle of the placement group."""
+def _actor(cls: type, group: PlacementGroup, share: Share, name: str, bundle: int) -> Any:
+    """Create an actor in a bundle of the placement group."""
     decorate: Any = ray.remote  # its type annotations lack concurrency groups
     # No retries: a retried backward would add its gradients twice. The driver does the recovery.
     kept = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"ctl": 2, "disk": 1}}
     remote = decorate(num_cpus=1, num_gpus=share.gpus, **kept)(cls)
-    place = PlacementGroupSchedulingStrategy(group, bundle)
-    return remote.options(name=f"{job} {world.label(rank)}", scheduling_strategy=place).remote()
+    where = PlacementGroupSchedulingStrategy(group, bundle)
+    return remote.options(name=name, scheduling_strategy=where).remote()
 
 
 def _connect() -> bool:

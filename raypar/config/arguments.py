@@ -11,7 +11,7 @@ from inspect import Parameter, Signature, signature
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, get_type_hints
 
-from raypar.actors.plain_number import plain_number
+from raypar.actors.plain_value import plain_value
 from raypar.config.fields import value_faults
 from raypar.errors import ConfigError
 from raypar.schedules.nearest_name import nearest
@@ -62,7 +62,7 @@ def _demand(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
         bound = takes.bind(*args, **kwargs)
     except TypeError as error:  # one is missing, or they are too many
         raise TypeError(f"{function.__name__}: {error}") from None
-    given = {name: plain_number(value) for name, value in bound.arguments.items() if name in kind.__annotations__}
+    given = {name: plain_value(value) for name, value in bound.arguments.items() if name in kind.__annotations__}
     if faults := [fault.text for fault in value_faults(kind, given)]:
         raise ConfigError([f"{function.__name__}: {fault}" for fault in faults])
 

@@ -22,6 +22,7 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import Values, as_values
+from raypar.config.expert_trial import call_faults
 from raypar.config.skeleton import Skeleton
 
 _OF_SHAPES = re.compile(r"(?i)\b(shapes?|sizes?|dim|dims|dimensions?|channels?|features?|elements?)\b")
@@ -31,8 +32,9 @@ _MOST_TRIED = 1 << 24  # elements of the weights and values that are made in the
 def layer_faults(run: Run, skeleton: Skeleton) -> list[str]:
     """Return why the layers can't compute the loss of the first batch, if that shows in the shapes.
 
-    Only shapes are looked at, in fp32 and on CPUs. What can't be tried is no fault: the actors will see. Layers and
-    loss are called, so that what they keep of their calls changes.
+    Only shapes are looked at, in fp32 and on CPUs; with expert actors, also how layers call their experts. What can't
+    be tried is no fault: the actors will see. Layers and loss are called, so that what they keep of their calls
+    changes.
 
     Args:
         run: The run, checked, with a model and data that no actor gets.
@@ -52,7 +54,9 @@ def layer_faults(run: Run, skeleton: Skeleton) -> list[str]:
             return []
         with torch.no_grad():
             last, size = _suspected(skeleton, _on_meta(inputs), _on_meta(target))
-        return [] if last is None or size > _MOST_TRIED else _computed(run, last, inputs, target)
+        wrong = [] if last is None or size > _MOST_TRIED else _computed(run, last, inputs, target)
+        few = sum(_elements(layer.parameters()) for layer in skeleton.model.skeleton) + size <= _MOST_TRIED
+        return wrong if wrong or not run.mesh.expert_actors or not few else call_faults(run, inputs)
 
 
 def _suspected(skeleton: Skeleton, values: Values, target: Values) -> tuple[int | None, int]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from raypar.actors.data.token_batches import data_faults
+from raypar.actors.errors import LayersError
 from raypar.actors.files import expanded
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
@@ -30,6 +31,7 @@ from raypar.config.validate.outputs import folder_faults, track_faults
 from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
 from raypar.config.validate.precision import precision_faults
 from raypar.config.validate.sharing import sharing_faults
+from raypar.config.validate.surviving import surviving_faults
 from raypar.config.validate.tiles import tile_faults
 from raypar.errors import ConfigError
 from raypar.planner.cost_model import costs_of_run
@@ -66,7 +68,7 @@ def check_run(
     if isinstance(run.mesh, Mesh):
         faults += run.mesh.faults(right)
     faults += [*_server_faults(run, right), *_zero_faults(run, right)]
-    faults += offload_faults(run, right)
+    faults += [*offload_faults(run, right), *surviving_faults(run, right)]
     faults += precision_faults(run, right)
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
         faults += tensor_faults(run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel)
@@ -276,6 +278,8 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
             return [*faults, f"model.fn is a module, {kind}: {fix}"]
         try:
             count, layers = len(skeleton.model.body), skeleton.layers
+        except LayersError as error:
+            return [*faults, str(error)]
         except Exception as error:
             return [*faults, f"model.fn failed: {type(error).__name__}: {error}"]
         copied = (right("mesh.dp") and run.mesh.dp > 1) or (right("mesh.tp") and run.mesh.tensor_ranks > 1)

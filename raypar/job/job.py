@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING
 from raypar.actors.bounds import Count, Steps
 from raypar.actors.collective.ledger import Entry
 from raypar.actors.sharding import Shard
+from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
-from raypar.cluster.ray_cluster import Actors
+from raypar.cluster.actors import Actors
 from raypar.config.arguments import checked_methods
 from raypar.config.run import reset_faults, world_of
 from raypar.config.schedule import Programs
@@ -25,17 +27,18 @@ from raypar.job.before_launch import look_ahead
 from raypar.job.inspection import Inspection
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
-from raypar.job.plans import plans_of
 from raypar.job.rebalance import Loads, put_aside, rebalanced
 from raypar.job.run_folders import settled
+from raypar.job.starter import Starter
 from raypar.job.training_loop import TrainingLoop
 from raypar.job.weights import Weights
+from raypar.recovery.failures import Failure
 from raypar.reporting.memory_table import MemoryTable
-from raypar.reporting.needs import actors_told, memory_faults
+from raypar.reporting.needs import memory_faults
 from raypar.reporting.notebook import box
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report
-from raypar.reporting.summary import brief, log_plan, steps_told
+from raypar.reporting.summary import job_told, log_plan
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
@@ -70,12 +73,14 @@ class Job:
         name: str,
         record: Record,
         found: Found | None = None,
+        chaos: Sequence[InjectedFault] = (),
     ) -> None:
         self.device, self.num_actors = actors.device, len(actors.handles)
-        self._name, self._generation = name, 1
+        self._name = name
         self._lifetime = Lifetime(actors, self.close, lambda: self._loop.saved)
+        self._starter = Starter(self._lifetime, name, self.device, chaos)
         loaded = self._loaded(run, programs, skeleton)
-        self._loop = TrainingLoop(self._lifetime, self.device, loaded, record)
+        self._loop = TrainingLoop(self._lifetime, self.device, loaded, record, self._starter.recover)
         self._inspection = Inspection(self._lifetime, loaded, self._start(loaded, programs, found))
 
     @property
@@ -106,6 +111,11 @@ class Job:
     def lost(self) -> BaseException | None:
         """Why the checkpoint at the end of the run was not saved; None if it was, or if it is not due yet."""
         return self._loop.lost
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """The failures that this run has survived."""
+        return tuple(self._starter.failures.survived)
 
     def __repr__(self) -> str:
         grid = repr(self.schedule) if self.schedule.num_actions <= _MOST_SHOWN else self.schedule.title
@@ -165,15 +175,14 @@ class Job:
         """
         return self._loop.evaluate(steps)
 
-    def save(self, folder: str | Path, keep_last: Count | None = None) -> Path:
+    def save(self, folder: str | PathLike[str], keep_last: Count | None = None) -> Path:
         """Save a checkpoint and wait until it is complete on disk.
 
         Checkpoints that the training saves by itself are in ``run.folder``.
 
         Args:
             folder: Folder of checkpoints, in which this one gets a subfolder.
-            keep_last: Number of checkpoints to keep, this one included: older ones of earlier steps are removed. None
-                keeps all.
+            keep_last: Number of checkpoints to keep with this one: older ones of earlier steps are removed. None: all.
 
         Returns:
             The checkpoint's path.
@@ -197,7 +206,7 @@ class Job:
     def param(self, name: str) -> Tensor:
         """Fetch a whole weight, frozen parameter or buffer by its logical name, to the CPU.
 
-        A buffer, such as a BatchNorm's running mean, differs between replicas: it is that of replica 0.
+        A buffer, such as a running mean, differs between replicas: it is that of replica 0.
 
         Raises:
             KeyError: There is no such parameter or buffer.
@@ -207,8 +216,7 @@ class Job:
     def weights(self, dp: int | None = None) -> Weights:
         """Return the weights that the optimizer has, or the layers' of a replica: a mapping from name to whole tensor.
 
-        Each look fetches what the actors have now: ``job.weights()[name]`` one weight, ``dict(job.weights().items())``
-        all, with one call for each pipeline rank.
+        Each look fetches what the actors have now: ``job.weights()[name]`` one, ``dict(job.weights().items())`` all.
 
         Args:
             dp: Index of the data-parallel replica; None for the optimizer's weights, which in fp32 are the same.
@@ -310,7 +318,7 @@ class Job:
 
     # --- its life ---
 
-    def reset(self, run: Run, *, resume: str | Path | Found | None = None) -> None:
+    def reset(self, run: Run, *, resume: str | PathLike[str] | Found | None = None) -> None:
         """Replace the run by another one on the same actors, which keep their nodes, GPUs and names.
 
         Args:
@@ -352,6 +360,7 @@ class Job:
             self._loop.keep_times()
         finally:
             self._lifetime.end(self._loop.close)
+            self._starter.close()
 
     def __enter__(self) -> Job:
         return self
@@ -368,7 +377,6 @@ class Job:
         self._loop.finish()
         try:
             self._loop.loaded.calls.all("leave", what="the end of the run before")
-            self._generation += 1
             loaded = self._loaded(run, programs, skeleton)
             log_plan(run, programs["train"], skeleton, 0 if found is None else found.manifest.step)
             self._loop.exchange(loaded, record)
@@ -380,21 +388,13 @@ class Job:
     def _loaded(self, run: Run, programs: Programs, skeleton: Skeleton) -> LoadedRun:
         """Return a run with the actors that it needs, without calling them yet."""
         world, schedule = world_of(run), programs["train"]
-        calls = self._lifetime.calls_on(world, run.timeout)
-        handles = self._lifetime.handles(world.size)
-        return LoadedRun(run, schedule, world, handles, calls, skeleton)
+        calls = self._lifetime.calls_on(world, run.timeout, replaces=run.max_failures > 0)
+        return LoadedRun(run, schedule, world, calls, skeleton)
 
     def _start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> Sequence[Mapping[str, Shard]]:
-        """Start a run on the actors; see ``LoadedRun.start``."""
-        plans = plans_of(loaded.run, programs, f"{self._name}@{self._generation}", self.device)
-        holds = loaded.start(plans, found, partial(self._lifetime.guard, patient=False))
+        holds = self._starter.start(loaded, programs, found)
         self._loop.begin(0 if found is None else found.manifest.step, self._name)
         return holds
 
     def _told(self) -> str:
-        """Return a summary of the job in three lines."""
-        failure, last = self._lifetime.failure, self._loop.last
-        over = f", over: {failure}" if failure is not None else ""
-        loss = f", loss {last.loss:.4f} in step {last.step + 1}" if last is not None else ""
-        head = f"<Job, actors: {actors_told(self.run)}, {self.device}{over}>\n{brief(self.run.model)}"
-        return f"{head}\n{steps_told(self.next_step, self.run.steps)}{loss}"
+        return job_told(self.run, self.device, self.next_step, self._loop.last, self._lifetime.failure)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from pathlib import Path
+from collections.abc import Sequence
+from os import PathLike
 
 from raypar.actors.bounds import NotNegative
+from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
@@ -18,6 +20,7 @@ from raypar.errors import ConfigError
 from raypar.job.before_launch import look_ahead
 from raypar.job.job import Job
 from raypar.job.run_folders import replaced, settled
+from raypar.recovery.chaos import injectable
 from raypar.reporting.needs import memory_faults
 from raypar.reporting.progress import on_screen
 from raypar.reporting.record import Record
@@ -29,8 +32,9 @@ def launch(
     run: Run,
     *,
     wait_for_nodes: NotNegative = 0.0,
-    resume: str | Path | Found | None = None,
+    resume: str | PathLike[str] | Found | None = None,
     overwrite: bool = False,
+    chaos: Sequence[InjectedFault] = (),
 ) -> Job:
     """Start a run's actors and build its model on them. Use the Job in a ``with`` block, or close it.
 
@@ -42,6 +46,7 @@ def launch(
             may not. None starts from new weights.
         overwrite: Replace a run that is in the run's folder, which then must hold nothing else. It is removed once the
             new run has begun.
+        chaos: Faults that are injected on purpose; see ``rp.chaos``.
 
     Raises:
         ConfigError: The run has faults. The error lists all of them, and no actor was started.
@@ -49,14 +54,22 @@ def launch(
     """
     programs, skeleton, found = prepared(run, resume, overwrite=overwrite)
     look_ahead(run, programs, skeleton)
-    if faults := list(memory_faults(run, programs["train"], skeleton)):
+    chaos, wrong = injectable(chaos, world_of(run), programs["train"])
+    if faults := [*memory_faults(run, programs["train"], skeleton), *wrong]:
         raise ConfigError(faults)
     run = settled(run)
     with replaced(run.folder if overwrite else None):
-        return _launched(run, programs, skeleton, found, wait_for_nodes)
+        return _launched(run, programs, skeleton, found, wait_for_nodes, chaos)
 
 
-def _launched(run: Run, programs: Programs, skeleton: Skeleton, found: Found | None, wait_for_nodes: float) -> Job:
+def _launched(
+    run: Run,
+    programs: Programs,
+    skeleton: Skeleton,
+    found: Found | None,
+    wait_for_nodes: float,
+    chaos: Sequence[InjectedFault],
+) -> Job:
     """Launch a run that was checked."""
     from raypar.actors.worker.actor import Hosted
 
@@ -65,9 +78,9 @@ def _launched(run: Run, programs: Programs, skeleton: Skeleton, found: Found | N
     try:
         with on_screen():
             log_plan(run, programs["train"], skeleton, 0 if found is None else found.manifest.step)
-        actors = start_actors(Hosted, world, run.device, name, wait_for_nodes)
+        actors = start_actors(Hosted, world, run.device, name, wait_for_nodes, run.spares)
         try:
-            return Job(run, programs, skeleton, actors, name, record, found)
+            return Job(run, programs, skeleton, actors, name, record, found, chaos)
         except BaseException:
             actors.end()
             raise

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.mesh.world import World
+from raypar.cluster.actors import Actors
 from raypar.cluster.calls import Calls
 from raypar.cluster.interrupts import CtrlC, patience
-from raypar.cluster.ray_cluster import Actors
 from raypar.errors import TO_GO_ON, JobError
 
 T = TypeVar("T")
@@ -47,17 +47,24 @@ class Lifetime:
         assert self._actors is not None
         return self._actors.handles[:count]
 
-    def calls_on(self, world: World, timeout: float) -> Calls:
+    def replace(self, rank: int, name: str) -> Any:
+        """Replace the actor of a rank; see ``Actors.replace``. Raises JobError if the job is over."""
+        self.demand_open()
+        assert self._actors is not None
+        return self._actors.replace(rank, name)
+
+    def calls_on(self, world: World, timeout: float, *, replaces: bool = False) -> Calls:
         """Return Calls to the actors of a world. From now on, a failure aborts these.
 
         Args:
             world: The ranks; rank i is actor i.
             timeout: How long an actor may stay in one action, in seconds.
+            replaces: Whether another actor takes the place of one that is given up.
 
         Raises:
             JobError: The job is over.
         """
-        self._calls = Calls(self.handles(world.size), world, timeout)
+        self._calls = Calls(self.handles(world.size), world, timeout, replaces=replaces)
         return self._calls
 
     def demand_open(self) -> None:

@@ -28,7 +28,6 @@ class LoadedRun:
         run: The run.
         schedule: Lowered schedule of a training step, as the actors perform it.
         world: All ranks of the run.
-        handles: Ray handles of the actors, by rank.
         calls: Calls to these actors.
         skeleton: The model without its weights.
     """
@@ -36,9 +35,13 @@ class LoadedRun:
     run: Run
     schedule: Schedule
     world: World
-    handles: Sequence[Any]
     calls: Calls
     skeleton: Skeleton
+
+    @property
+    def handles(self) -> Sequence[Any]:
+        """Ray handles of the actors, by rank."""
+        return self.calls.handles
 
     def start(self, plans: Sequence[Plan], found: Found | None, guard: Guard) -> list[dict[str, Shard]]:
         """Make the actors build their parts of the run, and load a checkpoint if there is one.
@@ -55,6 +58,11 @@ class LoadedRun:
         launch = Calls(self.handles, self.world, max(self.run.timeout, _LAUNCH_SECONDS))
         holds = guard(lambda: launch.gather(refs, "the launch"))
         if found is not None:
-            state = str(found.path), found.manifest.tensors
-            guard(lambda: launch.all("load", *state, what=f"loading {found.path.name}"))
+            guard(lambda: self.load(found))
         return holds
+
+    def load(self, found: Found) -> list[Any]:
+        """Make the actors load a checkpoint."""
+        launch = Calls(self.handles, self.world, max(self.run.timeout, _LAUNCH_SECONDS))
+        state = str(found.path), found.manifest.tensors
+        return launch.all("load", *state, what=f"loading {found.path.name}")

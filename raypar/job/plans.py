@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.actors.worker.plan import Plan
@@ -11,14 +13,23 @@ from raypar.config.run import rooted, world_of
 from raypar.config.schedule import Programs, only_row
 
 
-def plans_of(run: Run, programs: Programs, name: str, device: DeviceKind = "cpu") -> list[Plan]:
+def plans_of(
+    run: Run,
+    programs: Programs,
+    job: str,
+    generation: int = 1,
+    device: DeviceKind = "cpu",
+    faults: Sequence[InjectedFault] = (),
+) -> list[Plan]:
     """Create the plan of every rank.
 
     Args:
         run: The run.
         programs: Its lowered schedules.
-        name: A name that is unique for this job and generation. The names of the run's groups begin with it.
+        job: A name that is unique for this job.
+        generation: How often its actors have joined groups, this time included.
         device: Device that all actors compute on.
+        faults: Faults that are injected on purpose.
 
     Returns:
         The plans by rank.
@@ -30,10 +41,12 @@ def plans_of(run: Run, programs: Programs, name: str, device: DeviceKind = "cpu"
     return [
         Plan(
             run=alone if world.is_expert(rank) else told,
-            name=name,
+            job=job,
+            generation=generation,
             rank=rank,
             programs=own[world.pp(rank)],
             device=device,
+            faults=tuple(fault for fault in faults if fault.actor == world.label(rank)),
         )
         for rank in range(world.size)
     ]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.specs.data import Batches
@@ -32,7 +32,10 @@ from raypar.schedules.schedule import Schedule
 from raypar.stepping.recording import Recorder
 from raypar.stepping.stepper import Stepper
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
+_SAVE_SECONDS = 10.0  # that a save under way gets to complete, after a failure
 
 
 class Ahead:
@@ -80,7 +83,9 @@ class Ahead:
                 self._calls.drop(self._handed.popleft()[1])
             raise
         before, self._since = self._since, time.perf_counter()
-        return results, max([self._since - before, *[result.span for result in results]])
+        seconds = max([self._since - before, *[result.span for result in results]])
+        self._calls.deadline.learn(seconds)
+        return results, seconds
 
     def __len__(self) -> int:
         return len(self._handed)
@@ -94,6 +99,7 @@ class TrainingLoop:
         device: Device that the actors compute on.
         loaded: The run.
         record: Record of the run's reports and evaluations.
+        recover: Brings the run back after a failure; see ``Starter.recover``.
 
     Attributes:
         loaded: The run.
@@ -101,8 +107,15 @@ class TrainingLoop:
         last: Report of the latest step; None before the first.
     """
 
-    def __init__(self, lifetime: Lifetime, device: DeviceKind, loaded: LoadedRun, record: Record) -> None:
-        self._lifetime, self._device = lifetime, device
+    def __init__(
+        self,
+        lifetime: Lifetime,
+        device: DeviceKind,
+        loaded: LoadedRun,
+        record: Record,
+        recover: Callable[[int, JobError], int],
+    ) -> None:
+        self._lifetime, self._device, self._recover = lifetime, device, recover
         self._training = threading.RLock()  # held while a thread takes steps
         self._ahead: Ahead | None = None
         self._stepper: Stepper | None = None
@@ -168,6 +181,8 @@ class TrainingLoop:
                 if on is not None:
                     on(outcome)
                 if isinstance(outcome, Report):
+                    while reports and reports[-1].step >= outcome.step:  # taken again, after a failure
+                        reports.pop()
                     reports.append(outcome)
         return reports
 
@@ -188,7 +203,9 @@ class TrainingLoop:
         start, losses, counts = time.perf_counter(), list[float](), list[int]()
         for number in range(count):
             call = partial(calls.all, "run", "evaluate", number, what=f"evaluation step {number + 1}")
-            found = losses_of(self._lifetime.guard(call))
+            while (results := self._lifetime.guard(partial(self._surviving, call))) is None:
+                pass
+            found = losses_of(results)
             losses += found[0]
             counts += found[1]
         evaluation = Evaluation(self.next_step, mean_loss(losses, counts), sum(counts), time.perf_counter() - start)
@@ -278,13 +295,15 @@ class TrainingLoop:
                 stop = min(last, stop, self._saver.next_due(self.next_step, last))
                 with patience("the steps they have") as ctrl_c:
                     try:
-                        report = self._lifetime.guard(partial(self._next, ahead, stop))
+                        report = self._lifetime.guard(partial(self._surviving, partial(self._next, ahead, stop)))
                     except NonFiniteError as error:
                         if self.loaded.run.nonfinite != "rewind":
                             raise
                         self._lifetime.guard(partial(self._rewind, error))
-                        ahead = self._ahead = Ahead(self.loaded.calls, most, self._lifetime.epoch)
-                        continue
+                        report = None
+                if report is None:
+                    ahead = self._ahead = Ahead(self.loaded.calls, most, self._lifetime.epoch)
+                    continue
                 try:
                     yield report
                 finally:
@@ -305,6 +324,15 @@ class TrainingLoop:
         """Hand over steps before ``stop``, then wait for the oldest one and commit it."""
         ahead.hand_over(self.next_step, stop)
         return self._commit(*ahead.collect())
+
+    def _surviving(self, call: Callable[[], T]) -> T | None:
+        """Call the actors; after a failure bring the run back, and return None. Raises JobError if that is too late."""
+        try:
+            return call()
+        except JobError as error:
+            self._saver.settle(_SAVE_SECONDS)
+            self.next_step = self._recover(self.next_step + 1, error)
+            return None
 
     def _rewind(self, error: NonFiniteError) -> None:
         """Go back to the newest checkpoint of the run, and leave out the data from there to the step under way.

@@ -1,10 +1,11 @@
 """How many bytes of activations a pipeline rank keeps at the most, estimated before a run starts.
 
 Activations are those that a forward keeps for its backward, by the formula of Korthikanti et al. 2022 (equation 2),
-counted in elements of 4 bytes as CPUs keep them: with s tokens, b samples, h hidden and a heads a block of a GPT keeps
-16 sbh, and 2 sbh more with dropout; of scores a s^2 b where they are kept at all, 3 of them with dropout.
-tests/actors/layers/test_kept_activations.py counts what the modules keep. What comes and goes within an action is left
-out, but for what a recomputation makes again and for the logits.
+counted in elements as CPUs keep them: with s tokens, b samples, h hidden and a heads a block of a GPT keeps 16 sbh, and
+2 sbh more with dropout, a block of a Llama 2 sbh more for its norms; of scores a s^2 b where they are kept at all, 3 of
+them with dropout. An element has the dtype of the layers, but the softmax, what Llama's norms keep and logits are fp32.
+In half precision there is a rounded copy beside the softmax. tests/raypar/planner/test_memory.py counts what modules
+keep. What comes and goes within an action is left out, but for what a recomputation makes again and for the logits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from raypar.actors.specs.run import Run
 from raypar.schedules.rules import HOLDS
 from raypar.schedules.timeline import Timeline
 
-ELEMENT = 4  # bytes
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_FP32 = ELEMENT_BYTES["fp32"]
 _BLOCKS = 12 << 20  # bytes of scores that attention in blocks keeps for an actor
 
 
@@ -38,30 +40,47 @@ def most_kept(run: Run, model: GPT | Llama, timeline: Timeline, *, apart: bool =
             kept, passing = each[event.action.stage]
             now[event.rank] += change * kept
             most[event.rank] = max(most[event.rank], now[event.rank] + passing)
-    in_blocks = model.attention == "blocks" and not model.dropout and not apart
+    in_blocks = model.attention == "blocks" and not model.dropout and not apart and not run.precision.is_half
     return [bytes_ + (_BLOCKS if in_blocks else 0) for bytes_ in most]
 
 
 def _stage(run: Run, model: GPT | Llama, layers: range, num_blocks: int) -> tuple[int, int]:
     """Return the bytes that a stage keeps of a microbatch, and those that its backward needs for a while."""
     ranks, sbh = run.mesh.tensor_ranks, model.seq * run.micro_batch_size * model.hidden
-    logits = model.seq * run.micro_batch_size * model.vocab / ranks
+    logits, element = model.seq * run.micro_batch_size * model.vocab / ranks, _element(run)
     words = [word_of(run.recompute, range(num_blocks), layer) for layer in layers]
     kinds = [*zip(words, map(model.num_experts, layers), strict=True)]
     sizes = {kind: (_block(run, model, *kind), _block(run, model, "none", kind[1])) for kind in {*kinds}}
     each = [sizes[kind] for kind in kinds]
-    alone = 0.0 if run.mesh.grid is None and not run.sequence_parallel else 1 - 1 / ranks  # of sbh, not kept here
-    own, head = (1 - alone) * sbh, layers.stop == num_blocks
-    ends = (own if layers.start == 0 and model.dropout else 0) + (2 * own + logits if head else 0)
+    own, head = element * _part(run) * sbh, layers.stop == num_blocks
+    ends = own if layers.start == 0 and model.dropout else 0.0
+    if head:
+        ends += 2 * own + _norms(run, model, count=1) * sbh + _FP32 * logits
     kept = sum(own for own, _ in each) + ends
     passing = max((full - own for own, full in each), default=0.0)  # a layer run again
     if run.recompute == "full":  # the whole stage is run again from its inputs
         kept, passing = (own if layers.start else 0), sum(full for _, full in each) + ends
-    return round(ELEMENT * kept / run.mesh.cp), round(ELEMENT * (passing + (2 * logits if head else 0)) / run.mesh.cp)
+    passing += (_FP32 + element) * logits if head else 0  # the layers' logits, and the gradient of those in fp32
+    return round(kept / run.mesh.cp), round(passing / run.mesh.cp)
+
+
+def _element(run: Run) -> int:
+    """Return the bytes of an element of what layers compute."""
+    return ELEMENT_BYTES[run.precision.compute]
+
+
+def _part(run: Run) -> float:
+    """Return the part of a tensor between two layers that a tensor rank has."""
+    return 1 / run.mesh.tensor_ranks if run.sequence_parallel or run.mesh.grid is not None else 1.0
+
+
+def _norms(run: Run, model: GPT | Llama, count: int) -> float:
+    """Return the bytes for each sbh that norms keep beside their inputs: Llama's keep two tensors, both in fp32."""
+    return count * (2 * _FP32 - _element(run)) * _part(run) if isinstance(model, Llama) else 0.0
 
 
 def _block(run: Run, model: GPT | Llama, word: str, num_experts: int) -> float:
-    """Return the elements that a block keeps of a microbatch for its backward, of all parts of the sequence.
+    """Return the bytes that a block keeps of a microbatch for its backward, of all parts of the sequence.
 
     Args:
         run: The run.
@@ -69,22 +88,23 @@ def _block(run: Run, model: GPT | Llama, word: str, num_experts: int) -> float:
         word: What is recomputed of the block.
         num_experts: Number of its experts; 0 if it has an MLP.
     """
-    ranks, tokens = run.mesh.tensor_ranks, model.seq * run.micro_batch_size
+    ranks, tokens, element = run.mesh.tensor_ranks, model.seq * run.micro_batch_size, _element(run)
     sbh, scores = tokens * model.hidden, tokens * model.seq * model.heads
     masks = 2 if model.dropout else 0
     wide, rows = _mlp_units(model, num_experts, apart=run.mesh.expert_actors > 0)
     units = 6 + 2 * model.num_kv_heads / model.heads + wide + rows + masks
     if word == "full":
-        return sbh / (ranks if run.sequence_parallel or run.mesh.grid is not None else 1)
+        return element * _part(run) * sbh
     own_rows = 0 if run.mesh.folds_experts else rows  # which every tensor rank has; else they divide tokens
     whole = 0 if run.mesh.grid is not None else own_rows + (2 if run.sequence_parallel else 4 + masks)
-    kept = (whole + (units - whole) / ranks) * sbh
+    kept = (element * (whole + (units - whole) / ranks) + _norms(run, model, count=2)) * sbh
     if run.mesh.cp > 1 and run.context == "ulysses":
-        kept += sbh / ranks
+        kept += element * sbh / ranks
     if word == "selective":
         return kept
     if model.dropout or model.attention == "materialised" or (run.mesh.cp > 1 and run.context == "rsa"):
-        kept += (3 if model.dropout else 1) * scores / ranks
+        beside = 2 if model.dropout else int(run.precision.is_half)  # scores in the layers' dtype beside the softmax
+        kept += (_FP32 + beside * element) * scores / ranks
     return kept
 
 
@@ -95,10 +115,10 @@ def _experts_apart(run: Run, model: GPT | Llama, layers: range, num_blocks: int)
     """
     assert model.moe is not None
     rows = model.seq * run.micro_batch_size * run.mesh.dp * model.moe.top_k / run.mesh.expert_actors
-    one = rows * (model.hidden + (2 if isinstance(model, GPT) else 4) * model.expert_width)
+    one = _element(run) * rows * (model.hidden + (2 if isinstance(model, GPT) else 4) * model.expert_width)
     words = [word_of(run.recompute, range(num_blocks), layer) for layer in layers if model.num_experts(layer)]
     again = one * (len(words) if run.recompute == "full" else min(1, words.count("full")))
-    return round(ELEMENT * one * sum(word != "full" for word in words)), round(ELEMENT * again)
+    return round(one * sum(word != "full" for word in words)), round(again)
 
 
 def _mlp_units(model: GPT | Llama, num_experts: int, *, apart: bool) -> tuple[float, float]:

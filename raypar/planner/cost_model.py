@@ -67,16 +67,17 @@ def _exchanges(run: Run, world: World, counts: Counts, rates: Rates) -> dict[tup
     twice = 1 if world.sharded or world.servers or world.offload != "none" else 2
     found: dict[tuple[int, Op], float] = {}
     for stage, units in enumerate(counts.units):
-        gradients = each.gradient * units.whole
+        moved = units.gathered if world.offload == "none" else units.whole
+        gradients = each.gradient * moved
         buckets = max(units.count if world.lends else 1, gradients / (run.bucket_mb * 2**20))
-        found[stage, Op.UNSHARD] = rates.message(part * each.weight * units.whole, units.count)
+        found[stage, Op.UNSHARD] = rates.message(part * each.weight * moved, units.count)
         found[stage, Op.REDUCE_GRAD] = rates.message(twice * part * gradients, buckets)
     return found
 
 
 def _behind_update(run: Run, world: World, counts: Counts, rates: Rates, stages: Sequence[int]) -> float:
     """Return the seconds of the messages behind the update of a pipeline rank with these stages."""
-    each, held = element_bytes(run), sum(counts.units[stage].whole for stage in stages)
+    each, held = element_bytes(run), sum(counts.units[stage].gathered for stage in stages)
     seconds = 0.0
     if (world.sharded or world.servers) and not world.gathers:
         part = 1.0 if world.servers else 1 - 1 / world.owners

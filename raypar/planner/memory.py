@@ -17,9 +17,8 @@ with "parameters" also the weights, of which units are gathered at every level.
 Where actors divide experts, N is the number of those that hold the same ones for these, and that of all replicas for
 other weights.
 
-Parameters are owned whole, so an owner may have a little more or less than the N-th part. Which units are gathered at a
-time follows from the schedule's UNSHARD and RESHARD. The kinds are at their most at different times, so their sum is
-more than what an actor ever holds.
+Parameters are owned whole, so an owner may have more or less than the N-th part. Which units are gathered at a time
+follows from UNSHARD and RESHARD. The kinds' most come at different times, so their sum is more than an actor holds.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", figure 1.
 """
@@ -33,7 +32,7 @@ from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import SGD, Muon
 from raypar.actors.specs.run import Run
-from raypar.planner.activations import most_kept
+from raypar.planner.activations import ELEMENT_BYTES, most_kept
 from raypar.planner.parameters import Units
 from raypar.schedules.action import Action, Op
 from raypar.schedules.rules import MAKES_GRADIENTS, USES_WEIGHTS, streamed
@@ -41,10 +40,11 @@ from raypar.schedules.simulation.memory import peaks
 from raypar.schedules.timeline import Timeline
 
 PROCESS = 336 << 20  # bytes of an actor's process without its run: Python, torch, Ray, kernels (gpt-tiny, 2026-11-25)
-# Of activations, what comes and goes beside them; and gradients that come and go in a step leave as much heap in pieces
-# (gpt-small and hidden 512, 2026-11-24).
-WORKING = 0.4
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of an element
+WORKING = 0.4  # of activations, what comes and goes beside them (gpt-small and hidden 512, 2026-11-24)
+# Bytes of shared memory that a member of a group on one node fills for the others at the most: 16 segments of 1 MiB,
+# and 8 of the operation that exceeds them (actors/collective/shm/mailbox.py). What was filled once stays.
+_FILLED = 24 << 20
+_SNAPSHOTS = 2  # in turn, of what an actor updates
 _UNDER_WAY = 2  # buckets that are being reduced, beside those that are filled
 
 
@@ -68,9 +68,9 @@ class ElementBytes:
 def element_bytes(run: Run) -> ElementBytes:
     """Return the bytes of the elements of a run, which its precision says."""
     precision = run.precision
-    master = _BYTES[precision.master]
-    gradient = _BYTES[precision.reduce] if precision.is_half else master
-    return ElementBytes(_BYTES[precision.compute], gradient, master, master if precision.is_mixed else 0)
+    master = ELEMENT_BYTES[precision.master]
+    gradient = ELEMENT_BYTES[precision.reduce] if precision.is_half else master
+    return ElementBytes(ELEMENT_BYTES[precision.compute], gradient, master, master if precision.is_mixed else 0)
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,12 @@ class Memory:
         gathered: Sharded weights that are whole for a while.
         buckets: Gradients that another actor gets, or that wait for those of other actors.
         process: What its process takes without a run.
-        working: What comes and goes within an action, and heap in pieces too small to use.
+        working: What comes and goes within an action.
         twice: Bytes of gradients that are in buckets first, and so are counted twice.
         shared: Memory of other actors that it reads their tensors from. It counts in the size of each process, but the
             machine has it once.
         offloaded: What it keeps in host memory or in files. It does not count in the size of its process.
+        snapshots: Copies of what it updates, which a run that survives failures goes back to.
     """
 
     weights: int
@@ -122,6 +123,7 @@ class Memory:
     twice: int = 0
     shared: int = 0
     offloaded: int = 0
+    snapshots: int = 0
 
     @property
     def state(self) -> int:
@@ -137,7 +139,7 @@ class Memory:
     def total(self) -> int:
         """All that is known and its own."""
         passing = self.gathered + self.buckets + (self.activations or 0) + self.working
-        return self.state + passing + self.process - self.twice
+        return self.state + passing + self.process + self.snapshots - self.twice
 
     @property
     def peak(self) -> int:
@@ -161,20 +163,18 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
     activations = [None] * world.mesh.pp if isinstance(run.model, Layers) else most_kept(run, run.model, timeline)
     whole = peaks(timeline, [each.weight * count for count in _gathered(timeline, counts)], [0] * len(counts.units))
     lent = [_Lent(run, world, counts, row) for row in timeline.schedule.rows]
-    found = []
+    found, copies = [], _SNAPSHOTS if run.max_failures and run.snapshot_every else 0
     for rank, (count, state) in enumerate(zip(counts.held, _states(run, counts), strict=True)):
         experts = counts.experts[rank] if counts.experts else 0
-        own = _owned(world, count, experts)
-        summed = own if world.sharded and lent[rank].is_lent else count
+        own, lends = _owned(world, count, experts), lent[rank].is_lent
+        summed = own if world.sharded and lends else count
         gradients = each.gradient * summed if world.offload == "none" else 0
         kept = each.weight * (own if world.gathers else count)
         updated = each.state * state + each.master * count
         optimizer = 0 if world.servers else _owned(world, updated, updated * experts // max(count, 1))
         gathered = whole[rank].weights if world.unshards else 0
-        buckets = lent[rank].most() if lent[rank].is_lent else 0
+        buckets = lent[rank].most() if lends else 0
         waits = buckets >= each.gradient * count > 0 and lent[rank].waits
-        pieces = gradients if lent[rank].is_lent and not waits else 0
-        sent = min(buckets, lent[rank].under_way) if world.replicas > 1 or world.servers else 0
         found.append(
             Memory(
                 weights=0 if world.offload == "parameters" else kept,
@@ -183,10 +183,11 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
                 activations=activations[rank],
                 gathered=gathered,
                 buckets=buckets,
-                working=round(WORKING * (activations[rank] or 0)) + pieces,
+                working=round(WORKING * (activations[rank] or 0)),
                 twice=gradients if waits else 0,
-                shared=sent + _read(world, each.weight, count, experts, lends=lent[rank].is_lent),
+                shared=_filled(world, buckets, gathered) + _read(world, each.weight, count, experts, lends=lends),
                 offloaded=_offloaded(world, each, own, kept, optimizer),
+                snapshots=copies * (optimizer + (0 if each.master else own * each.weight)),
             )
         )
     return found
@@ -220,12 +221,23 @@ def _offloaded(world: World, each: ElementBytes, own: int, weights: int, optimiz
     return optimizer + sums + masters + (weights if world.offload == "parameters" else 0)
 
 
+def _filled(world: World, buckets: int, gathered: int) -> int:
+    """Return the bytes of shared memory through which a worker's copies go: its own, and those of the other replicas.
+
+    Args:
+        world: The ranks of the run.
+        buckets: The most bytes of its gradients in buckets that are lent.
+        gathered: The most bytes of its weights that are whole for a while.
+    """
+    group = world.owners if world.sharded else world.replicas
+    return group * min(_FILLED, buckets + (gathered if world.gathers else 0)) if group > 1 else 0
+
+
 def _read(world: World, weight: int, count: int, experts: int, *, lends: bool) -> int:
     """Return the bytes of weights and gradients that a worker reads in memory that it shares with other replicas.
 
     An all_reduce, or the reductions to all owners and their broadcasts of new weights, read every replica's part of all
-    tensors twice. Flat tensors that are lent are copied into shared memory instead. Gathered weights pass through a few
-    megabytes of it.
+    tensors twice. Flat tensors that are lent, and gathered weights, are copied into shared memory instead.
 
     Args:
         world: The ranks of the run.
@@ -314,7 +326,7 @@ def _gathered(timeline: Timeline, counts: Counts) -> list[int]:
         for action in row
         if action.op in USES_WEIGHTS and action not in alone
     }
-    return [units.whole if stage in held else units.two for stage, units in enumerate(counts.units)]
+    return [units.gathered if stage in held else units.two for stage, units in enumerate(counts.units)]
 
 
 class _Lent:
@@ -329,7 +341,6 @@ class _Lent:
     Attributes:
         is_lent: Whether there are such buckets.
         waits: Whether gradients wait in them for the last of several backwards.
-        under_way: The most bytes that are filled or reduced at a time.
     """
 
     def __init__(self, run: Run, world: World, counts: Counts, row: Sequence[Action]) -> None:
@@ -340,7 +351,6 @@ class _Lent:
         self._bucket = int(run.bucket_mb * 2**20)
         ends = [action.stage for action in row if action.op is Op.REDUCE_GRAD]
         self.waits = any(count > 1 for counts in self._rounds().values() for count in counts)
-        self.under_way = (self._owners + _UNDER_WAY) * self._bucket
         self.is_lent = world.reduces and (world.lends or len(set(ends)) < len(ends))
 
     def most(self) -> int:

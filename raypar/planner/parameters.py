@@ -90,6 +90,7 @@ class Units:
         count: Number of units: what is gathered at once, and by itself.
         experts: Parameters of experts among ``whole``, if experts are divided over actors.
         expert_tensors: Number of their tensors.
+        staying: Those of ``whole`` that nobody gathers, as no other actor holds them. They are not in ``two``.
     """
 
     whole: int
@@ -99,6 +100,12 @@ class Units:
     count: int
     experts: int = 0
     expert_tensors: int = 0
+    staying: int = 0
+
+    @property
+    def gathered(self) -> int:
+        """Parameters of all units that are gathered."""
+        return self.whole - self.staying
 
     @classmethod
     def of(
@@ -108,6 +115,7 @@ class Units:
         tensors: int,
         shared: int = 0,
         experts: tuple[int, int] = (0, 0),
+        staying: int = 0,
     ) -> Units:
         """Return the units of a stage.
 
@@ -117,12 +125,13 @@ class Units:
             tensors: Number of all tensors.
             shared: Parameters that count in two groups.
             experts: Parameters of experts, if experts are divided over actors, and the number of their tensors.
+            staying: Parameters that are in no group, because nobody gathers them.
         """
-        whole = sum(rest + sum(map(sum, layers)) for rest, layers in groups) - shared
+        whole = sum(rest + sum(map(sum, layers)) for rest, layers in groups) - shared + staying
         back = [(rest, [tiles[::-1] for tiles in layers[::-1]]) for rest, layers in groups[::-1]]
         count = sum((rest > 0) + sum(map(len, layers)) for rest, layers in groups)
         most = max(_most_in_turn(groups), _most_in_turn(back))
-        return cls(whole, most, tuple(nlargest(_LARGEST, sizes)), tensors, max(1, count), *experts)
+        return cls(whole, most, tuple(nlargest(_LARGEST, sizes)), tensors, max(1, count), *experts, staying)
 
 
 def _most_in_turn(groups: Sequence[Group]) -> int:
@@ -144,7 +153,14 @@ def _most_in_turn(groups: Sequence[Group]) -> int:
 
 
 def unit_parameters(
-    model: GPT | Llama, split: Split, num_stages: int, mesh: Mesh, layers: int, tile: Mapping[str, int]
+    model: GPT | Llama,
+    split: Split,
+    num_stages: int,
+    mesh: Mesh,
+    layers: int,
+    tile: Mapping[str, int],
+    *,
+    experts_stay: bool = False,
 ) -> list[Units]:
     """Count the parameters of each stage's units on an actor.
 
@@ -155,6 +171,7 @@ def unit_parameters(
         mesh: The mesh of the actors.
         layers: Layers of the body in a unit.
         tile: Into how many tiles linear layers are cut, by pattern of their names.
+        experts_stay: Whether experts stay whole on their actor, so that nobody gathers them.
     """
     ranks = _ranks(mesh)
     of_expert = mesh.expert_ranks if mesh.divides_experts else ranks
@@ -170,8 +187,13 @@ def unit_parameters(
                 parts = of_expert if model.num_experts(index) else ranks
                 sizes += [cut // parts for cut in chain.from_iterable(mlp)]
             tensors += sum(len(cuts) - 1 for mlp in mlps for cuts in mlp) * _linear_tensors(model)
-            tiles = [[cut for cuts in mlp if len(cuts) > 1 for cut in cuts] for mlp in mlps]
-            groups.append((_blocks(model, blocks, mesh) - sum(map(sum, tiles)), tiles))
+            stay = [experts_stay and model.num_experts(index) > 0 for index in blocks]
+            tiles = [
+                [] if stays else [cut for cuts in mlp if len(cuts) > 1 for cut in cuts]
+                for mlp, stays in zip(mlps, stay, strict=True)
+            ]
+            apart = sum(_own_experts(model, index, mesh) for index in blocks) if experts_stay else 0
+            groups.append((_blocks(model, blocks, mesh) - sum(map(sum, tiles)) - apart, tiles))
         vocab = -(-model.vocab // ranks) * model.hidden
         if stage == 0:
             groups.insert(0, (_embedding(model, ranks), [[]]))
@@ -185,7 +207,8 @@ def unit_parameters(
             tensors += _linear_tensors(model) + (0 if shared else len(cuts))
         experts = [(_own_experts(model, block, mesh), _expert_tensors(model, block, mesh)) for block in held]
         own = [sum(column) for column in zip(*experts, strict=True)] if mesh.divides_experts and experts else [0, 0]
-        units.append(Units.of(groups, sizes, tensors, shared, (own[0], own[1])))
+        staying = own[0] if experts_stay else 0
+        units.append(Units.of(groups, sizes, tensors, shared, (own[0], own[1]), staying))
     return units
 
 

@@ -87,8 +87,11 @@ def _figures(formula: Memory, held: Held) -> Iterator[tuple[str, Figure]]:
     if "buckets" in found:
         yield "buckets", Figure(formula.buckets, found["buckets"])
     unknown, measured = formula.activations is None, held.has_trained and held.memory > 0
-    rest = max(0, held.memory - held.process - sum(count for kind, count in found.items() if kind != "offloaded"))
+    known = sum(count for kind, count in found.items() if kind != "offloaded") + formula.snapshots
+    rest = max(0, held.memory - held.process - known)
     yield "activations", Figure(None if unknown else formula.passing, rest if measured else None)
+    if formula.snapshots:
+        yield "snapshots", Figure(formula.snapshots, None)
     yield "process", Figure(formula.process, held.process or None)
     yield "peak", Figure(None if unknown else formula.peak, held.memory if measured else None)
     if "offloaded" in found:

@@ -140,7 +140,15 @@ def _counts(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Counts:
     if not isinstance(run.model, Layers):
         held = held_parameters(run.model, run.split, schedule, run.mesh)
         patterns = patterns_of(run.model, run.tile)
-        units = unit_parameters(run.model, run.split, schedule.num_stages, run.mesh, run.zero_units, patterns)
+        units = unit_parameters(
+            run.model,
+            run.split,
+            schedule.num_stages,
+            run.mesh,
+            run.zero_units,
+            patterns,
+            experts_stay=world_of(run).experts_stay,
+        )
     else:
         skeleton = skeleton or Skeleton(run.model, run.seed)
         weights = skeleton.weights
@@ -162,10 +170,11 @@ def _units(run: Run, num_stages: int, skeleton: Skeleton) -> list[Units]:
         names = [
             {homes.get(name, name) for index in group for name in _names(skeleton, index, run.mesh)} for group in groups
         ]
-        sizes = [sum(weights[name].numel() for name in one) for one in names]
+        stay = model.experts.keys() if world_of(run).experts_stay else set()
+        sizes = [sum(weights[name].numel() for name in one - stay) for one in names]
         cut = [[tile_sizes(model.names[index], model.skeleton[index], patterns) for index in one] for one in groups]
         every = set[str]().union(*names)
-        shared = sum(sizes) - sum(weights[name].numel() for name in every)
+        shared = sum(sizes) - sum(weights[name].numel() for name in every - stay)
         own = every & model.experts.keys() if run.mesh.divides_experts else set()
         experts = (sum(weights[name].numel() for name in own), len(own))
         rests = [size - sum(map(sum, tiles)) for size, tiles in zip(sizes, cut, strict=True)]
@@ -174,7 +183,7 @@ def _units(run: Run, num_stages: int, skeleton: Skeleton) -> list[Units]:
         of_stage = [(model.names[index], model.skeleton[index]) for index in layers]
         tensors = len(every) + sum(added_tensors(name, one, patterns) for name, one in of_stage)
         groups_of = list(zip(rests, cut, strict=True))
-        found.append(Units.of(groups_of, [*whole, *tiles], tensors, shared, experts))
+        found.append(Units.of(groups_of, [*whole, *tiles], tensors, shared, experts, experts[0] if stay else 0))
     return found
 
 
@@ -263,7 +272,8 @@ def kinds_of(memory: Memory) -> dict[str, str]:
     told["activations"] = "unknown" if memory.activations is None else size(memory.activations)
     others = {"working": memory.working, "shared": memory.shared}
     told |= {kind: size(held) for kind, held in others.items() if held} | {"process": size(memory.process)}
-    return told | ({"offloaded": size(memory.offloaded)} if memory.offloaded else {})
+    others = {"snapshots": memory.snapshots, "offloaded": memory.offloaded}
+    return told | {kind: size(count) for kind, count in others.items() if count}
 
 
 def _in_all(world: World, workers: Sequence[Memory], others: Sequence[Memory], of: Callable[[Memory], int]) -> int:

@@ -205,6 +205,22 @@ def brief(spec: Any) -> str:
     return f"{type(spec).__name__}({', '.join(told)})"
 
 
+def job_told(run: Run, device: str, taken: int, last: Report | None, failure: str | None) -> str:
+    """Return a summary of a job in three lines.
+
+    Args:
+        run: Its run.
+        device: The device of its actors.
+        taken: Number of steps taken.
+        last: Report of the latest step; None before the first.
+        failure: Why the job is over; None while it is alive.
+    """
+    over = f", over: {failure}" if failure is not None else ""
+    loss = f", loss {last.loss:.4f} in step {last.step + 1}" if last is not None else ""
+    head = f"<Job, actors: {actors_told(run)}, {device}{over}>\n{brief(run.model)}"
+    return f"{head}\n{steps_told(taken, run.steps)}{loss}"
+
+
 def steps_told(taken: int, steps: int) -> str:
     """Say how many of a run's steps are taken: "3 of 4 steps taken"; or that more are than it was made for."""
     if taken <= steps:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -55,7 +56,7 @@ class Replayed:
 
 @checked_arguments
 def replay(
-    path: str | Path, model: Layers | None = None, *, on: Callable[[str, Stage], object] | None = None
+    path: str | PathLike[str], model: Layers | None = None, *, on: Callable[[str, Stage], object] | None = None
 ) -> Replayed:
     """Replay a recording of ``Stepper.record``: the stage alone, in this process, with the same inputs and seeds.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -256,7 +257,7 @@ class Stepper:
         self._board.swap(self._lowered(wanted))
         return Taken.of((), repr(self))
 
-    def record(self, path: str | Path, stage: int, dp: int = 0) -> None:
+    def record(self, path: str | PathLike[str], stage: int, dp: int = 0) -> None:
         """Record what a stage of a replica is given and makes in this step, for ``raypar.replay``.
 
         ``finish`` writes the file.

@@ -46,6 +46,10 @@ def build(contestant: Contestant, size: Size, rank: int) -> Trainer:
         from tests.bench.peers.deepspeed_zero import deepspeed_zero
 
         return deepspeed_zero(run, _place(size, rank), contestant.settings["zero"])
+    if contestant.loop == "deepspeed-moe":
+        from tests.bench.peers.deepspeed_moe import deepspeed_moe
+
+        return deepspeed_moe(run, _place(size, rank), contestant.settings["capacity"])
     if contestant.loop == "pipelining":
         from tests.bench.peers.pipeline import pipeline
 

@@ -7,9 +7,20 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import raypar as rp
-from tests.bench.workload import DROPPING, RANKS, Kind, Layout, Size
+from tests.bench.workload import DROPPING, EVEN, RANKS, Kind, Layout, Size
 
-Loop = Literal["plain", "ddp", "all-to-all", "fsdp", "deepspeed", "pipelining", "dtensor", "ray-train", "raypar"]
+Loop = Literal[
+    "plain",
+    "ddp",
+    "all-to-all",
+    "fsdp",
+    "deepspeed",
+    "deepspeed-moe",
+    "pipelining",
+    "dtensor",
+    "ray-train",
+    "raypar",
+]
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,7 @@ class Contestant:
         return work / (work + RANKS - 1) if self.chunks else 1.0
 
 
+_EXPERTS: tuple[Kind, ...] = ("experts",)
 _REPLICAS: dict[str, Any] = {"layout": "replicas", "limit": "pair-halves"}
 
 
@@ -69,6 +81,17 @@ def _deepspeed(level: int) -> Contestant:
     """DeepSpeed's replicas."""
     common: dict[str, Any] = {"settings": {"zero": level}, "processes": 2, "kinds": ("sharded",), **_REPLICAS}
     return Contestant(f"deepspeed-{level}", f"DeepSpeed ZeRO-{level}", "deepspeed", **common)
+
+
+def _deepspeed_moe(suffix: str, what: str, capacity: float | None) -> Contestant:
+    """DeepSpeed's layer of experts."""
+    common: dict[str, Any] = {"settings": {"capacity": capacity}, "processes": 2, "kinds": _EXPERTS, **_REPLICAS}
+    return Contestant(f"deepspeed-moe{suffix}", f"DeepSpeed-MoE{what}", "deepspeed-moe", **common)
+
+
+def _ours_apart(name: str, what: str = "", **settings: Any) -> Contestant:
+    """raypar's replicas with half of the experts each."""
+    return _replicas(name, f" ep=2{what}", kinds=_EXPERTS, mesh=rp.Mesh(dp=2, ep=2), **settings)
 
 
 def _pipelines(schedule: str, torchs: str, *, chunks: int = 1, launched: bool = False) -> tuple[Contestant, Contestant]:
@@ -95,7 +118,6 @@ def _tensors(suffix: str, what: str, *, sequence: bool) -> tuple[Contestant, Con
 _EVERYWHERE: tuple[Kind, ...] = ("replicas", "sharded", "experts", "pipelines", "tensors", "gpu", "gpus")
 _TWO: tuple[Kind, ...] = ("replicas", "gpus")
 _SHARDED: tuple[Kind, ...] = ("sharded",)
-_EXPERTS: tuple[Kind, ...] = ("experts",)
 _HALVES: tuple[Kind, ...] = (*_TWO, *_SHARDED)
 _ONCE: dict[str, Any] = {"zero": 3, "zero_reduce": "step", "zero_gather": "step"}
 REFERENCE = "plain"  # whose losses everybody's are held against
@@ -125,12 +147,13 @@ CONTESTANTS = {
         _replicas("raypar-zero-3", " zero=3", zero=3, kinds=_SHARDED),
         _replicas("raypar-zero-3-step", " zero=3, once a step", kinds=_SHARDED, **_ONCE),
         Contestant("torch-ep", "torch all_to_all_single, DDP", "all-to-all", processes=2, kinds=_EXPERTS, **_REPLICAS),
-        _replicas("raypar-ep", " ep=2", kinds=_EXPERTS, mesh=rp.Mesh(dp=2, ep=2)),
-        _replicas("raypar-ep-rounds", " ep=2, two rounds", kinds=_EXPERTS, mesh=rp.Mesh(dp=2, ep=2), expert_rounds=2),
-        _replicas(
-            "raypar-ep-dropping", " ep=2, capacity 1.25", kinds=_EXPERTS, mesh=rp.Mesh(dp=2, ep=2), model=DROPPING
-        ),
-        _replicas("raypar-ep-0", " ep=2, zero=0", kinds=_EXPERTS, mesh=rp.Mesh(dp=2, ep=2), zero=0),
+        _deepspeed_moe("", "", None),
+        _deepspeed_moe("-dropping", ", capacity 1.25", 1.25),
+        _ours_apart("raypar-ep"),
+        _ours_apart("raypar-ep-rounds", ", two rounds", expert_rounds=2),
+        _ours_apart("raypar-ep-even", ", even load", model=EVEN),
+        _ours_apart("raypar-ep-dropping", ", even load, capacity 1.25", model=DROPPING),
+        _ours_apart("raypar-ep-0", ", zero=0", zero=0),
         _replicas("raypar-ps", " parameter_server", data_parallel="parameter_server"),
         Contestant(
             "pair", "limit of pp and tp", "plain", "whole", processes=2, apart=True, kinds=("pipelines", "tensors")

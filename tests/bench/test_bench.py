@@ -48,7 +48,8 @@ def test_everybody_takes_part_where_the_model_has_enough_layers():
     assert [contestant.name for contestant in entered(PP)] == ["plain", "pair", *schedules]
     assert [contestant.name for contestant in entered(PP_WIDE)] == ["plain", "pair", *schedules[:4]], "of two layers"
     assert [contestant.name for contestant in entered(TP)] == ["plain", "pair", *TENSORS]
-    experts = ["plain", "pair-halves", "torch-ep", "raypar-ep", "raypar-ep-0"]
+    experts = ["plain", "pair-halves", "torch-ep", "deepspeed-moe", "deepspeed-moe-dropping"]
+    experts += [f"raypar-ep{suffix}" for suffix in ("", "-rounds", "-even", "-dropping", "-0")]
     assert [contestant.name for contestant in entered(SIZES["moe"])] == experts
     assert [contestant.name for contestant in entered(GPU)] == ["plain", "raypar-one"]
     assert [contestant.name for contestant in entered(GPUS)] == ["plain", "pair-halves", "torch-ddp", "raypar-dp"]

@@ -54,7 +54,10 @@ _QUICK: tuple[Kind, ...] = ("replicas", "sharded", "pipelines", "tensors")
 _SMALL = rp.GPT(layers=8, hidden=256, heads=8, seq=256)
 _WIDE = rp.GPT(layers=2, hidden=1024, heads=16, seq=16)
 _MOE = rp.MoE(experts=4, top_k=2, normalise=True, loss="none")  # no peer has raypar's auxiliary losses
-DROPPING = replace(_SMALL, moe=replace(_MOE, capacity=1.25))  # what does not fit into an expert's room stays out
+# Noise beside which the scores are nothing gives each expert as many tokens, but for chance: of 128 in a sequence
+# hardly ever 32 more. So next to nothing is over a capacity of 1.25; losses differ in the sixth digit only.
+EVEN = replace(_SMALL, moe=replace(_MOE, noise=100.0))
+DROPPING = replace(_SMALL, moe=replace(_MOE, noise=100.0, capacity=1.25))
 SIZES = {
     size.name: size
     for size in (

@@ -2,9 +2,9 @@
 
     python -m tests.long.expert_fuzz [--number 200] [--seed 0]
 
-Gates, capacities, losses, shared experts, ep, etp, dp, cp, tp, pp, ZeRO and recomputation are drawn, batches of one
-token too, and routers that send all tokens to one expert or two. Prints how many were taken of each kind, and the
-first run that differs, with its diagnosis. Exit code 1 if there is one.
+Gates, capacities, losses, shared experts, ep, expert actors, shadows, rounds, etp, dp, cp, tp, pp, ZeRO and
+recomputation are drawn, batches of one token too, and routers that send all tokens to one expert or two. Prints how
+many were taken of each kind, and the first run that differs, with its diagnosis. Exit code 1 if there is one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.fuzzing import fuzz
 from tests.support.layouts import verdict_of
 
 _OPTIONS = ("capacity", "shared", "residual", "noise", "bias_rate", "z_loss")
-_AXES = ("ep", "etp", "dp", "cp", "tp", "pp")
+_AXES = ("ep", "expert_actors", "etp", "dp", "cp", "tp", "pp")
 
 
 def kinds_of(run, tilt, verdict):
@@ -30,6 +30,7 @@ def kinds_of(run, tilt, verdict):
     yield f"{run.model.seq} tokens"
     yield from (name for name in _OPTIONS if getattr(moe, name))
     yield from ("shadows",) if run.expert_shadows else ()
+    yield from (f"{run.expert_rounds} rounds",) if run.expert_rounds > 1 else ()
     yield from ("folded",) if mesh.folds_experts else ()
     yield f"recompute {run.recompute if isinstance(run.recompute, str) else 'by layer'}"
     yield "bitwise" if verdict.bitwise else "within bounds"

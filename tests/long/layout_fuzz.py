@@ -28,7 +28,7 @@ def kinds_of(run, verdict):
         yield from ("hybrid",) if world.hybrid else ()
     if world.gathers:
         yield f"gather {run.zero_gather}"
-    yield from (name for name in ("dropout", "tied") if getattr(run.model, name))
+    yield from (name for name in ("dropout", "tied", "moe") if getattr(run.model, name))
     if run.tile != 1:
         yield "tiled"
     if run.offload != "none":

@@ -42,7 +42,10 @@ def cases():
     for resident in (1, 2):
         gather = {"zero": 3, "zero_gather": "step", "zero_reduce": "step", "zero_resident": resident}
         yield f"interleaved, {resident} resident", INTERLEAVED | gather
-    yield "zero 3, bf16", {"zero": 3, "precision": rp.Precision("bf16")}
+    half = {"precision": rp.Precision("bf16")}
+    yield "zero 3, bf16", {"zero": 3} | half
+    for name, changes in (("fp32", {}), ("bf16", half)):
+        yield f"many tokens, {name}", {"micro_batch_size": 8, "microbatches": 2} | changes
 
 
 def measured(run):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from raypar.actors.checkpoint.assembler import Assembler
+from raypar.actors.checkpoint.assembler import Assembler, ShardFolder
 from raypar.actors.checkpoint.shards import stored_in, write_shard
 from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.checkpoint import Save, manifest_of, save, verified
@@ -49,7 +49,7 @@ def save_at(folder, step, keep_last=None, run=None):
 def holds(path, step):
     """Whether a checkpoint is sound and has the tensors of a step, bit for bit."""
     manifest = verified(path)
-    read = {name: Assembler(path).read(logical) for name, logical in manifest.tensors.items()}
+    read = {name: Assembler(ShardFolder(path)).read(logical) for name, logical in manifest.tensors.items()}
     wanted = tensors(step)
     assert read.keys() == wanted.keys()
     return manifest.step == step and all(

@@ -17,7 +17,7 @@ from raypar.actors.expert_parallel.router import Router
 from raypar.actors.mesh.mesh import Mesh
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
-from tests.support.layouts import CONTEXTS, MOST_ACTORS, OPTIMIZERS, VOCAB, recomputes, shardings
+from tests.support.layouts import CONTEXTS, MOST_ACTORS, OPTIMIZERS, VOCAB, gated, recomputes, shardings
 
 TILTS = ("even", "one expert", "two experts")
 
@@ -38,35 +38,20 @@ def batches(sequences, seq):
 
 def expert_meshes():
     """Meshes with experts in parts, the smallest first."""
-    axes = {"etp": (None, 1, 2), "ep": (2, 4), "tp": (1, 2), "cp": (1, 2), "pp": (1, 2), "dp": (1, 2, 4)}
-    every = [Mesh(**dict(zip(axes, sizes, strict=True))) for sizes in product(*axes.values())]
-    sound = [mesh for mesh in every if mesh.size <= MOST_ACTORS and not list(mesh.faults(lambda *_: True))]
-    return st.sampled_from(sorted(sound, key=lambda mesh: mesh.size))
+    others = {"etp": (None, 1, 2), "tp": (1, 2), "cp": (1, 2), "pp": (1, 2), "dp": (1, 2, 4)}
+    found = []
+    for parts in ({"ep": (2, 4)}, {"expert_actors": (1, 2, 4)}):
+        axes = others | parts
+        every = [Mesh(**dict(zip(axes, sizes, strict=True))) for sizes in product(*axes.values())]
+        sound = [mesh for mesh in every if mesh.actors <= MOST_ACTORS and not list(mesh.faults(lambda *_: True))]
+        found.append(st.sampled_from(sorted(sound, key=lambda mesh: mesh.actors)))
+    return st.one_of(found)
 
 
-@st.composite
-def gated(draw):
-    """Experts with any gate."""
-    gate = draw(st.sampled_from(["softmax", "shazeer", "gshard", "switch", "sigmoid"]))
-    experts = draw(st.sampled_from([4, 8, (4, 8)]))
-    grouped = gate == "sigmoid" and draw(st.booleans())
-    return rp.MoE(
-        experts=experts,
-        gate=gate,
-        top_k={"gshard": 2, "switch": 1}.get(gate) or draw(st.sampled_from([1, 2, 4])),
-        normalise=None if gate == "shazeer" else draw(st.sampled_from([None, True, False])),
-        noise=draw(st.sampled_from([0.0, 0.1])) if gate in ("softmax", "switch") else 0.0,
-        bias_rate=draw(st.sampled_from([0.0, 0.05])) if gate in ("softmax", "sigmoid") else 0.0,
-        groups=2 if grouped else 1,
-        top_groups=2 if grouped else 1,
-        capacity=draw(st.sampled_from([None, 1.0, 4.0])),
-        loss=draw(st.sampled_from(["switch", "gshard"])),
-        z_loss=draw(st.sampled_from([0.0, 0.001])),
-        width=draw(st.sampled_from([None, 8])),
-        shared=draw(st.sampled_from([0, 0, 1])),
-        residual=draw(st.booleans()),
-        every=draw(st.sampled_from([1, 1, 2])),
-    )
+def exchanges():
+    """Ways of the tokens: all at once, or some experts travel instead, or in rounds."""
+    shadows = st.fixed_dictionaries({"expert_shadows": st.sampled_from([0, 2])})
+    return st.one_of(shadows, st.fixed_dictionaries({"expert_rounds": st.sampled_from([2, 3])}))
 
 
 @st.composite
@@ -99,7 +84,7 @@ def expert_layouts(draw):
         optim=draw(st.sampled_from(OPTIMIZERS[:2])),  # of an expert with few tokens Muon blows rounding up
         clip=draw(st.sampled_from([None, 0.5])),
         recompute=draw(recomputes(layers)),
-        expert_shadows=draw(st.sampled_from([0, 0, 2])),
+        **draw(exchanges()),
         steps=2,
         timeout=20.0,
     )

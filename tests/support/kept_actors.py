@@ -8,30 +8,37 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import ray
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
-from raypar.cluster.ray_cluster import Actors, start_actors
+from raypar.cluster.actors import Actors
+from raypar.cluster.ray_cluster import start_actors
 
 
 class Pool:
-    """Actors that no job has; it grows with the largest world."""
+    """Actors that no job has, each with what creates another one in its place; it grows with the largest world."""
 
     def __init__(self):
         self.idle, self._started = [], []
 
-    def start(self, hosted, world, device, job, wait_for_nodes=0.0):
-        """Instead of ``start_actors``."""
+    def start(self, hosted, world, device, job, wait_for_nodes=0.0, spares=0):
+        """Instead of ``start_actors``; without spares."""
         missing = world.size - len(self.idle)
         if missing > 0:
-            self._started.append(start_actors(hosted, World(Mesh(dp=missing)), device, f"{job} kept", wait_for_nodes))
-            self.idle += self._started[-1].handles
+            new = start_actors(hosted, World(Mesh(dp=missing)), device, f"{job} kept", wait_for_nodes)
+            self._started.append(new)
+            again = (partial(new.create, bundle=bundle) for bundle in new.bundles)
+            self.idle += zip(new.handles, again, strict=True)
         first = self._started[0]
         taken, self.idle = self.idle[: world.size], self.idle[world.size :]
-        return Lent(taken, first.group, owns_cluster=False, driver=first.driver, device=first.device, pool=self)
+        kept = {"group": first.group, "driver": first.driver, "device": first.device}
+        again = [create for _, create in taken]
+        kept |= {"create": lambda name, bundle: again[bundle](name), "bundles": list(range(len(taken)))}
+        return Lent(handles=[handle for handle, _ in taken], owns_cluster=False, pool=self, again=again, **kept)
 
     @contextmanager
     def serving(self):
@@ -45,13 +52,14 @@ class Pool:
             actors.end()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Lent(Actors):
     """A job's actors, which it gives back at its end."""
 
     pool: Pool
+    again: list
 
     def end(self):
         handles, self.handles = self.handles, []
         ray.get([handle.leave.remote() for handle in handles], timeout=30)
-        self.pool.idle += handles
+        self.pool.idle += zip(handles, self.again, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypar.actors.checkpoint.assembler import Assembler
+from raypar.actors.checkpoint.assembler import Assembler, ShardFolder
 from raypar.checkpoint import manifest_of
 
 
@@ -23,4 +23,4 @@ def read(team, folder):
     """What a team saves: the logical tensors, whole, and where they are."""
     folder.mkdir(exist_ok=True)
     tensors = saved(team, folder)
-    return {name: Assembler(folder).read(logical) for name, logical in tensors.items()}, tensors
+    return {name: Assembler(ShardFolder(folder)).read(logical) for name, logical in tensors.items()}, tensors

@@ -41,6 +41,7 @@ class Local(Hosted):
 
     def __init__(self):
         self._member, self._joined, self._process = None, {}, 0
+        self._keeper, self._has_failed = None, False
 
     def join(self, plan, groups, place=None):
         place = place or place_of(plan.device)

@@ -32,7 +32,7 @@ class Handle:
 
 class Calls:
     def __init__(self, handles):
-        self._handles = handles
+        self._handles = self.handles = handles
 
     def some(self, ranks, method, *args, what):
         return self.gather([getattr(self._handles[rank], method).remote(*args) for rank in ranks], what)
@@ -110,7 +110,7 @@ class TeamJob:
         self.run, self._hands = run, Hands(Team.of(run))
         self.schedule, team = self._hands.schedule, self._hands.team
         hands, skeleton = self._hands, Skeleton(run.model, run.seed)
-        loaded = LoadedRun(run, hands.schedule, team.world, hands.handles, hands.calls, skeleton)
+        loaded = LoadedRun(run, hands.schedule, team.world, hands.calls, skeleton)
         self._inspection = Inspection(Lasting(), loaded, [actor.holds() for actor in team.all])
 
     @property

@@ -23,7 +23,7 @@ def expert_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> I
         yield from _shadow_faults(run, skeleton, right)
     if right("expert_rounds", "expert_shadows", "mesh") and run.expert_rounds > 1:
         yield from _round_faults(run)
-    if right("expert_order", "mesh", "model") and run.expert_order:
+    if right("expert_order", "mesh", "model") and run.expert_order and _are_counted(run):
         yield from _order_faults(run, skeleton)
     if not mesh.divides_experts or not right("model" if own else "model.layers", "mesh.tp"):
         return
@@ -56,7 +56,7 @@ def idle_expert_faults(run: Run, skeleton: Skeleton, placement: Sequence[int]) -
         skeleton: The model without weights. Of a GPT or Llama it is not built.
         placement: The pipeline rank of each stage.
     """
-    if not run.mesh.expert_actors:
+    if not run.mesh.expert_actors or not _are_counted(run):
         return
     have = {placement[stage] for stage in _stages(run, skeleton, len(placement))}
     for pp in sorted(set(placement) - have if have else ()):
@@ -116,6 +116,13 @@ def _order_faults(run: Run, skeleton: Skeleton) -> Iterator[str]:
             yield f"expert_order: {name!r} is {words!r}: give each of the numbers 0 to {count - 1} once, with blanks"
     if not run.mesh.divides_experts:
         yield "expert_order is of experts that actors divide, and mesh.ep is 1: leave it out"
+
+
+def _are_counted(run: Run) -> bool:
+    """Return whether it is known how many experts each block has. Where it is not, the model's faults say so."""
+    if isinstance(run.model, Layers) or run.model.moe is None or isinstance(run.model.moe.experts, int):
+        return True
+    return len(run.model.moe.experts) == len(run.model.moe.blocks(run.model.layers))
 
 
 def _counts(run: Run, skeleton: Skeleton) -> set[int]:

@@ -13,6 +13,7 @@ from raypar.reporting.run_folder.read import Past
 
 _LINE = re.compile(r"\S+ ([A-Z]+) (.*)")
 _STARTING = re.compile(r"starting \d+ actors?|actors: \d+.*")  # the first is of an older raypar, ahead of the other
+_SURVIVED = re.compile(r"the run goes on (?:after step (\d{1,15})|from the start)\b.*")
 _STEP = re.compile(r"step +(\d[\d,]{0,14})/(\d[\d,]{0,14}) ")
 
 
@@ -26,6 +27,7 @@ class _Session:
         total: The number of steps after which it was to end.
         halted: Whether Ctrl-C ended it.
         errors: Its errors.
+        survived: The failures that it survived: the steps taken before the point that it went back to, and why.
     """
 
     first: int | None = None
@@ -33,6 +35,7 @@ class _Session:
     total: int = 0
     halted: bool = False
     errors: list[str] = field(default_factory=list)
+    survived: list[tuple[int, str]] = field(default_factory=list)
 
 
 def happenings(past: Past) -> list[Mark]:
@@ -54,6 +57,7 @@ def _of_log(past: Past) -> Iterator[Mark]:
     found = [session for session in _sessions(past.log) if session.first is not None or session.errors]
     for session, then in pairwise([*found, None]):
         assert session is not None
+        yield from (Mark(step, "resume", text) for step, text in session.survived)
         if then is None:
             yield from _end(past, session)
         elif session.last < session.total or session.errors:
@@ -81,7 +85,7 @@ def _of_metrics(past: Past) -> Iterator[Mark]:
 
 
 def _sessions(log: list[str]) -> list[_Session]:
-    found = [_Session()]
+    found, before = [_Session()], ""
     for line in log:
         if (parts := _LINE.fullmatch(line)) is None:
             continue
@@ -92,10 +96,13 @@ def _sessions(log: list[str]) -> list[_Session]:
         elif step := _STEP.match(text):
             session.last, session.total = (int(number.replace(",", "")) for number in step.groups())
             session.first = session.last if session.first is None else session.first
+        elif survived := _SURVIVED.fullmatch(text):
+            session.survived.append((int(survived[1] or 0), f"{before}: {text}"))
         elif level in ("ERROR", "CRITICAL"):
             session.errors.append(text)
         elif text.startswith(("interrupted", "Ctrl-C")):
             session.halted = True
+        before = text
     return found
 
 

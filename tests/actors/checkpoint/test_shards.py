@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypar.actors import files as disk
-from raypar.actors.checkpoint.assembler import Assembler
+from raypar.actors.checkpoint.assembler import Assembler, ShardFolder
 from raypar.actors.checkpoint.logical import DTYPES, Logical, Stored
 from raypar.actors.checkpoint.shards import (
     ShardFile,
@@ -261,7 +261,7 @@ def test_a_tensor_is_put_together_from_any_slices_in_any_files(drawn, num_files)
     with tempfile.TemporaryDirectory() as name:
         for file in {one.file for one in stored}:
             write_shard(Path(name), file, {one.key: whole[one.index] for one in stored if one.file == file})
-        read = Assembler(Path(name)).read(Logical("BF16", shape, tuple(stored)))
+        read = Assembler(ShardFolder(Path(name))).read(Logical("BF16", shape, tuple(stored)))
         assert bits(read) == bits(whole)
 
 
@@ -272,7 +272,7 @@ def test_slices_that_are_not_in_the_files_are_refused(tmp_path):
     larger = Logical("F32", (1 << 40,), (Stored("a", "k0", (0,), (1 << 40,)),))
     for logical, says in ((twice, "several slices"), (mixed, "k1' of 'a' is I32"), (larger, r"\[2\], not F32 \[1099")):
         with pytest.raises(CheckpointError, match=says):
-            Assembler(tmp_path).read(logical)
+            Assembler(ShardFolder(tmp_path)).read(logical)
 
 
 @settings(max_examples=50)
@@ -286,7 +286,7 @@ def test_an_actor_reads_its_part_and_no_more(drawn, data):
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr("raypar.actors.checkpoint.assembler._AT_ONCE", data.draw(st.sampled_from([1, 8, 1 << 20])))
         write_shard(Path(name), "f", {one.key: whole[one.index] for one in stored})
-        read = Assembler(Path(name)).read(Logical("BF16", shape, tuple(stored)), own)
+        read = Assembler(ShardFolder(Path(name))).read(Logical("BF16", shape, tuple(stored)), own)
     assert bits(read) == bits(own.take(whole))
 
 
@@ -303,13 +303,13 @@ def test_reading_a_part_takes_no_memory_for_the_whole(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         made = torch.empty
         patch.setattr(torch, "empty", lambda *size, **words: held.append(made(*size, **words)) or held[-1])
-        part = Assembler(tmp_path).read(logical, Sharding({0: Pieces.at(1, 48)}))
+        part = Assembler(ShardFolder(tmp_path)).read(logical, Sharding({0: Pieces.at(1, 48)}))
     assert sum(one.nbytes for one in held) == 2 * part.nbytes == 2 * 4 * (3 << 20) // 48
 
 
 def test_a_file_that_got_shorter_since_its_header_was_read_is_told(tmp_path):
     write_shard(tmp_path, "a", {"k": torch.ones(300)})
-    assembler, logical = Assembler(tmp_path), Logical("F32", (300,), (Stored("a", "k", (0,), (300,)),))
+    assembler, logical = Assembler(ShardFolder(tmp_path)), Logical("F32", (300,), (Stored("a", "k", (0,), (300,)),))
     assembler.read(logical)
     os.truncate(tmp_path / "a", 900)
     with pytest.raises(CheckpointError, match="'k' of 'a' can't be read: the file is shorter than its header says"):
@@ -318,7 +318,7 @@ def test_a_file_that_got_shorter_since_its_header_was_read_is_told(tmp_path):
 
 def test_what_is_assembled_outlives_its_file(tmp_path):
     write_shard(tmp_path, "a", {"k": torch.ones(3)})
-    read = Assembler(tmp_path).read(Logical("F32", (3,), (Stored("a", "k", (0,), (3,)),)))
+    read = Assembler(ShardFolder(tmp_path)).read(Logical("F32", (3,), (Stored("a", "k", (0,), (3,)),)))
     (tmp_path / "a").write_bytes(b"")
     assert read.tolist() == [1, 1, 1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -150,6 +151,20 @@ def test_a_step_by_hand_is_the_compiled_step():
         assert torch.equal(by_hand.param(name), weights[name])
         assert float(by_hand.grad(name).norm()) > 0
         assert by_hand.gradients().keys() == weights.keys()
+    finally:
+        compiled.close()
+        by_hand.close()
+
+
+def test_a_step_by_hand_in_any_order_is_the_compiled_step():
+    run = replace(RUN, mesh=Mesh(pp=2, dp=2, expert_actors=2), expert_rounds=2, backward="split")
+    compiled, by_hand = TeamJob(run), TeamJob(run)
+    try:
+        wanted, stepper, dice = compiled.step(), by_hand.stepper(), random.Random(0)
+        while ready := list(stepper.ready()):
+            stepper.do(dice.choice(ready))
+        report = stepper.finish()
+        assert (report.loss, report.grad_norm) == (wanted.loss, wanted.grad_norm)
     finally:
         compiled.close()
         by_hand.close()

@@ -146,6 +146,8 @@ def test_experts_that_no_other_actor_has_are_never_gathered():
         ({"mesh": Mesh(dp=4, shard=2, ep=2)}, "experts and hybrid sharding do not combine"),
         ({"mesh": Mesh(dp=2, ep=2), "data_parallel": "parameter_server"}, "servers hold all weights of a replica"),
         ({"mesh": Mesh(dp=2, tp=2, ep=2, etp=3)}, "mesh.etp is 3: an expert has all 2 tensor ranks or one"),
+        ({"mesh": Mesh(tp=2, etp=1)}, "an expert has all 2 tensor ranks: leave mesh.etp out, or set mesh.ep to 2"),
+        ({"mesh": Mesh(dp=2, etp=2)}, "mesh.etp is 2, but with mesh.ep 1 an expert has all 1 tensor ranks: leave"),
         ({"mesh": Mesh(tp=4, ep=2)}, "no replicas sum their gradients: use 4, or set mesh.dp to 2"),
     ],
 )
@@ -153,3 +155,16 @@ def test_experts_that_do_not_fit_are_told_with_what_would(changes, told):
     with pytest.raises(ConfigError) as error:
         check_run(replace(RUN, **changes))
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mesh": Mesh(expert_actors=2)},
+        {"mesh": Mesh(dp=2, ep=2), "expert_order": {"blocks.1.mlp.experts": "1 0 2 3"}},
+    ],
+)
+def test_too_few_numbers_of_experts_are_told_whatever_else_is_asked(changes):
+    model = replace(RUN.model, moe=MoE(experts=(4,), top_k=2))
+    (fault,) = rp.faults(replace(RUN, model=model, **changes))
+    assert "model.moe.experts has 1 numbers, and 2 blocks have experts" in fault

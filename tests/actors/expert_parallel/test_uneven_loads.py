@@ -43,7 +43,10 @@ def test_uneven_loads_train_as_in_one_process(case):
             assert all(not plain.gradients[name].any() for name in idle), "the others get no token, and zeros"
 
 
-@pytest.mark.parametrize("mesh", [Mesh(pp=2, dp=2, ep=2), Mesh(pp=2, tp=2, ep=2)], ids=str)
+NAMED = [Mesh(pp=2, dp=2, ep=2), Mesh(pp=2, tp=2, ep=2), Mesh(pp=2, dp=2, expert_actors=1)]
+
+
+@pytest.mark.parametrize("mesh", NAMED, ids=str)
 def test_a_router_that_is_not_finite_is_named_on_its_actor(mesh):
     team = Team.of(replace(RUN, mesh=mesh))
     team.step()

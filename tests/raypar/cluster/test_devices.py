@@ -162,6 +162,6 @@ def test_a_reset_keeps_the_device(device, fits):
 
 def test_plans_say_what_all_compute_on():
     run = rp.recipe("gpt-tiny", device="auto", data_parallel="parameter_server")
-    plans = plans_of(run, check_run(run), "name", "cuda")
+    plans = plans_of(run, check_run(run), "name", device="cuda")
     assert len(plans) == 4
     assert {plan.device for plan in plans} == {"cuda"}

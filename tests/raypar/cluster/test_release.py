@@ -12,9 +12,10 @@ from ray.exceptions import GetTimeoutError
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
+from raypar.cluster import actors as actors_module
 from raypar.cluster import ray_cluster
+from raypar.cluster.actors import Actors
 from raypar.cluster.placement import Node
-from raypar.cluster.ray_cluster import Actors
 from raypar.errors import ConfigError
 
 
@@ -31,9 +32,9 @@ def test_a_ray_that_does_not_answer_is_left_all_the_same(monkeypatch, caplog, wh
         shutdown=lambda: called.append("shutdown"),
         is_initialized=lambda: True,
     )
-    monkeypatch.setattr(ray_cluster, "ray", ray)
-    monkeypatch.setattr(ray_cluster, "_driver", lambda: "me")
-    monkeypatch.setattr(ray_cluster, "remove_placement_group", fails if which != "kill" else called.append)
+    monkeypatch.setattr(actors_module, "ray", ray)
+    monkeypatch.setattr(actors_module, "driver_id", lambda: "me")
+    monkeypatch.setattr(actors_module, "remove_placement_group", fails if which != "kill" else called.append)
     actors = Actors(["a", "b"], "group", owns, "me", "cpu")
     with caplog.at_level(logging.WARNING, "raypar"):
         actors.end()
@@ -50,10 +51,10 @@ def test_a_claim_that_ctrl_c_comes_upon_is_given_back(monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         return "group"
 
-    node = Node("id", "here", "127.0.0.1", {"CPU": 4.0}, {"CPU": 4.0})
     monkeypatch.setattr(ray_cluster, "ray", SimpleNamespace(is_initialized=lambda: True, shutdown=lambda: None))
-    monkeypatch.setattr(ray_cluster, "living_nodes", lambda: [node])
     monkeypatch.setattr(ray_cluster, "_connect", lambda: False)
+    room = {"CPU": 4.0}
+    monkeypatch.setattr(ray_cluster, "living_nodes", lambda: [Node("n", "host", "10.0.0.1", room, room, "")])
     monkeypatch.setattr(ray_cluster, "placement_group", claims)
     monkeypatch.setattr(ray_cluster, "remove_placement_group", removed.append)
     with pytest.raises(KeyboardInterrupt):

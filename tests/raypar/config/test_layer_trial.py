@@ -2,6 +2,7 @@
 
 import inspect
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,6 +96,21 @@ class Ema:
 def faults_of(fn, loss=nn.functional.mse_loss, data=batch, **changes):
     run = rp.Run(model=rp.Layers(fn, loss), data=rp.Batches(data), **changes)
     return layer_faults(run, Skeleton(run.model, run.seed))
+
+
+def test_lazy_layers_are_told_with_the_fix_and_those_that_have_their_sizes_are_taken():
+    def lazy():
+        return [nn.LazyLinear(6), nn.Sequential(nn.Tanh(), nn.LazyLinear(2))]
+
+    def known():
+        lazy = nn.LazyLinear(2)
+        lazy(torch.zeros(3, 4))
+        return [lazy]
+
+    run = rp.Run(model=rp.Layers(lazy, nn.functional.mse_loss), data=rp.Batches(batch))
+    told = "whose sizes only the first input tells: make them with all their sizes, as nn.Linear(8, 4)"
+    assert rp.faults(run) == [f"model.fn made layers.0 a LazyLinear and layers.1.1 a LazyLinear, {told}"]
+    assert rp.faults(replace(run, model=rp.Layers(known, nn.functional.mse_loss))) == []
 
 
 def test_a_layer_that_does_not_fit_is_told_with_the_line_that_made_it():

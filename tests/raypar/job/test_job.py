@@ -483,9 +483,9 @@ def test_a_step_by_hand_has_the_bits_of_a_compiled_one_whatever_is_done_on_its_w
 
 def test_a_step_takes_no_less_than_it_took_its_actors():
     """The driver may come so late to a report that the next one is there already."""
-    calls = SimpleNamespace(
-        submit=lambda *told: [told], gather=lambda refs, what: [SimpleNamespace(span=0.25), SimpleNamespace(span=7.5)]
-    )
+    results, learned = [SimpleNamespace(span=0.25), SimpleNamespace(span=7.5)], []
+    deadline = SimpleNamespace(learn=learned.append)
+    calls = SimpleNamespace(submit=lambda *told: [told], gather=lambda refs, what: results, deadline=deadline)
     ahead = Ahead(calls, 1, 0)
     ahead.hand_over(0, 2)
-    assert [ahead.collect()[1] for _ in range(2)] == [7.5, 7.5]
+    assert [ahead.collect()[1] for _ in range(2)] == [7.5, 7.5] == learned

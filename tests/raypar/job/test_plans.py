@@ -18,7 +18,7 @@ LARGEST = 3_600  # bytes of a plan here: the run, the row, and nothing that grow
 
 
 def plans_for(run):
-    return plans_of(run, check_run(run), "job@1")
+    return plans_of(run, check_run(run), "job")
 
 
 def test_no_actor_gets_the_rows_of_all_others():

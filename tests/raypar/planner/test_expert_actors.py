@@ -27,6 +27,7 @@ LAYOUTS = [
     {"mesh": Mesh(dp=4, ep=2), "zero": 2},
     {"mesh": Mesh(dp=4, ep=2), "zero": 3},
     {"mesh": Mesh(dp=4, ep=4), "zero": 0},
+    {"mesh": Mesh(dp=2, ep=2), "zero": 1, "expert_rounds": 2},
     {"mesh": Mesh(dp=2, tp=2, ep=2), "zero": 1},
     {"mesh": Mesh(dp=2, tp=2, ep=2, etp=2), "zero": 1},
     {"mesh": Mesh(pp=2, dp=2, ep=2), "zero": 0, "recompute": "full"},
@@ -82,6 +83,15 @@ def test_actors_hold_and_send_what_is_planned(layout):
     measured = sent_by(team)
     for (axis, op), count in expected.items():
         assert measured[axis, op] == pytest.approx(count, rel=0.15 if axis == "ep" else 0.05), (axis, op)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=4, ep=2), Mesh(dp=2, ep=2), Mesh(dp=2, expert_actors=2)], ids=str)
+def test_what_is_gathered_is_planned(mesh):
+    """Experts that no other actor has are gathered by nobody."""
+    run = replace(RUN, mesh=mesh, zero=3)
+    ((workers, _), _, _), team = planned(run), Team.of(run)
+    team.step()
+    assert workers[0].gathered == pytest.approx(team.all[0].held().most["gathered"], rel=0.04)
 
 
 def test_an_actor_is_not_told_to_hold_all_experts():

@@ -169,6 +169,10 @@ def test_a_run_that_is_over_before_its_last_step_says_how_it_ended():
     assert halted.text == "stopped with Ctrl-C after step 3"
     (failed,) = happenings(replace(half, log=[*start, *log("ERROR pp=0 died")]))
     assert failed.text == "failed after step 3: pp=0 died"
+    told = "the run goes on after step 3 (from memory), with pp=1 replaced, 1.4 s after the failure"
+    survived = log("INFO actors: 2", "INFO step 1/9  loss", "WARNING actor pp=1 died during step 4", f"WARNING {told}")
+    (mark,) = happenings(past(log=[*survived, *log("INFO step 9/9  loss")]))
+    assert (mark.kind, mark.step, mark.text) == ("resume", 3, f"actor pp=1 died during step 4: {told}")
     assert happenings(past(log=log("INFO starting 1 actors", "INFO step 3/3  loss"))) == []
 
 

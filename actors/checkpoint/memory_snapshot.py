@@ -1,0 +1,362 @@
+"""Snapshots of actors' states in shared memory that outlives them: what a job goes back to when an actor dies.
+
+An actor copies its share of the state into a memory file after a step. The other processes of its node hold that file
+open, so it is there when the actor is not. A memory file has no name: it ends with the last process that holds it. Its
+format is that of a shard of a checkpoint, and so a snapshot is read as a checkpoint is, by any actor and in any layout.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from raypar.actors.checkpoint.logical import DTYPES, Logical, Shape, Stored
+from raypar.actors.checkpoint.shards import AtHand, stored_in
+from raypar.actors.models.tile_names import untiled
+from raypar.actors.sharding import Shard
+from raypar.actors.tensors import nbytes
+
+_UNFINISHED = "-" * 15  # in the place of the step while a snapshot is written
+_ALIGNMENT = 64  # bytes
+
+_Layout = tuple[tuple[str, torch.dtype, Shape], ...]
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where other processes find memory files with snapshots of a rank.
+
+    Attributes:
+        rank: The rank.
+        place: What processes have in common that can open one another's files; see ``shm.links.place``.
+        pid: A process that has the files open.
+        files: Their descriptors in it.
+        is_own: Whether that process is the rank's actor itself, which writes to them.
+    """
+
+    rank: int
+    place: str
+    pid: int
+    files: tuple[int, ...]
+    is_own: bool = False
+
+
+class Slots:
+    """An actor's own snapshots, in two memory files in turn: the one before is whole while the next one is written.
+
+    Args:
+        rank: The actor's rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._slots = (_Slot(), _Slot())
+
+    def take(
+        self,
+        step: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        shards: Mapping[str, Shard],
+        at: AtHand,
+        copied: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Copy tensors into the older slot.
+
+        Args:
+            step: Number of steps taken.
+            tensors: Pairs of a logical name and a tensor, on any device.
+            shards: By name, which part of its logical tensor a tensor is; the others are whole.
+            at: Returns a context in which some tensors can be read.
+            copied: Called when all is copied, and not marked as whole yet.
+
+        Raises:
+            OSError: There is no memory left for it.
+        """
+        older = min(self._slots, key=lambda slot: -1 if slot.step is None else slot.step)
+        older.fill(self._rank, dict(tensors), shards, at)
+        copied()
+        older.finish(step)
+
+    def forget_after(self, step: int) -> None:
+        """Forget snapshots of later steps, which are taken again."""
+        for slot in self._slots:
+            if slot.step is not None and slot.step > step:
+                slot.forget()
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for slot in self._slots:
+            os.close(slot.fd)
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """The descriptors of the files."""
+        return tuple(slot.fd for slot in self._slots)
+
+
+class Held:
+    """The memory files of other actors that this process holds open.
+
+    Args:
+        place: This process's place; see ``Address``.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._files: dict[int, dict[int, int]] = {}  # by rank and inode, the descriptor
+        self._written = set[int]()  # inodes of the files that living actors write to
+
+    def hold(self, addresses: Iterable[Address]) -> None:
+        """Hold the files at these addresses, but nothing of another place, and nothing twice."""
+        for address in addresses:
+            if address.place != self._place or not self._place or address.pid == os.getpid():
+                continue
+            with suppress(OSError):  # the process has just died
+                for fd in _opened(address):
+                    if address.is_own:
+                        self._written.add(os.fstat(fd).st_ino)
+                    self._keep(address.rank, fd)
+
+    def receive(self, rank: int, raw: bytes) -> None:
+        """Hold a copy of a snapshot that comes from another node. ``raw`` is the content of its file."""
+        fd = os.memfd_create("raypar-snapshot")
+        with FileIO(fd, "wb", closefd=False) as file:
+            left = memoryview(raw)
+            while left:
+                left = left[file.write(left) :]
+        self._keep(rank, fd)
+
+    def drop_old(self) -> None:
+        """Let go of the files that nobody writes to any more: those of actors that were replaced, and copies."""
+        for files in self._files.values():
+            for inode in [inode for inode in files if inode not in self._written]:
+                os.close(files.pop(inode))
+
+    def expect_new(self) -> None:
+        """Take all files for old ones, until their actors say that they write to them."""
+        self._written.clear()
+
+    def files(self) -> dict[int, tuple[int, ...]]:
+        """Return the descriptors of all files that are held, by rank."""
+        return {rank: tuple(files.values()) for rank, files in self._files.items()}
+
+    def addresses(self) -> list[Address]:
+        """Return where others find these files."""
+        return [Address(rank, self._place, os.getpid(), files) for rank, files in self.files().items()]
+
+    def close(self) -> None:
+        """Let go of all files."""
+        self._written.clear()
+        self.drop_old()
+        self._files.clear()
+
+    def _keep(self, rank: int, fd: int) -> None:
+        files, inode = self._files.setdefault(rank, {}), os.fstat(fd).st_ino
+        if inode in files:
+            os.close(fd)
+        else:
+            files[inode] = fd
+
+
+class SnapshotFiles:
+    """Memory files of snapshots, as a source of shards: the file of rank 3 is named "3".
+
+    Args:
+        files: For each rank, the descriptors of its files, of any steps.
+    """
+
+    def __init__(self, files: Mapping[int, Sequence[int]]) -> None:
+        found = {rank: {step: fd for fd in kept if (step := _step_of(fd)) is not None} for rank, kept in files.items()}
+        self._files = {rank: steps for rank, steps in found.items() if steps}
+        self._step = 0
+
+    def steps(self) -> dict[int, tuple[int, ...]]:
+        """Return, by rank, the steps of which there is a whole snapshot."""
+        return {rank: tuple(sorted(steps)) for rank, steps in self._files.items()}
+
+    def raw(self, rank: int, step: int) -> bytes:
+        """Return the content of a rank's file. Raises KeyError if there is none of this step."""
+        fd = self._files[rank][step]
+        return os.pread(fd, os.fstat(fd).st_size, 0)
+
+    def at(self, step: int, ranks: Iterable[int]) -> dict[str, Logical]:
+        """Choose the snapshots of one step, which ``open`` and ``header`` then read.
+
+        Args:
+            step: Number of steps taken.
+            ranks: All ranks that have a share of the state.
+
+        Returns:
+            The logical tensors by name.
+
+        Raises:
+            KeyError: A rank has no snapshot of this step here.
+        """
+        self._step, parts = step, dict[str, list[Logical]]()
+        for rank in ranks:
+            for name, part in _Header.of(self._files[rank][step]).tensors.items():
+                parts.setdefault(name, []).append(part)
+        return {
+            name: Logical(found[0].dtype, found[0].shape, tuple(one for part in found for one in part.slices))
+            for name, found in parts.items()
+        }
+
+    def header(self, file: str) -> Mapping[str, tuple[str, Shape]]:
+        """Return dtype and shape of each tensor of a rank's file."""
+        return _Header.of(self._files[int(file)][self._step]).kinds
+
+    def open(self, file: str) -> FileIO:
+        """Open a rank's file for reading."""
+        return (Path("/proc/self/fd") / str(self._files[int(file)][self._step])).open("rb", buffering=0)
+
+
+class _Slot:
+    """A memory file with room for one snapshot.
+
+    Attributes:
+        fd: Its descriptor.
+        step: Number of steps taken before the snapshot; None if there is no whole one.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("raypar-snapshot")
+        self.step: int | None = None
+        self._layout: _Layout = ()
+        self._map: mmap.mmap | None = None
+        self._room: dict[str, Tensor] = {}
+        self._mark_at = 0
+
+    def fill(self, rank: int, tensors: dict[str, Tensor], shards: Mapping[str, Shard], at: AtHand) -> None:
+        """Copy tensors; see ``Slots.take``."""
+        self.forget()
+        layout = tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+        if self._map is None or layout != self._layout:
+            self._lay_out(rank, tensors, shards)
+            self._layout = layout
+        for name, tensor in tensors.items():
+            with at([tensor]):
+                self._room[name].copy_(tensor.detach())
+
+    def finish(self, step: int) -> None:
+        """Mark the snapshot as that after ``step`` steps."""
+        self._mark(f"{step:015}")
+        self.step = step
+
+    def forget(self) -> None:
+        """Make the snapshot invalid."""
+        self.step = None
+        if self._map is not None:
+            self._mark(_UNFINISHED)
+
+    def _lay_out(self, rank: int, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> None:
+        """Write the header for tensors of these kinds, and make room for their data."""
+        header = _Header.for_tensors(rank, tensors, shards)
+        text, mark = header.text()
+        start = 8 + len(text)
+        size = start + sum(nbytes(tensor) for tensor in tensors.values())
+        self._room.clear()
+        self._map = None  # the room's tensors are gone, and the old mapping with them
+        os.ftruncate(self.fd, 0)
+        os.ftruncate(self.fd, size)
+        os.pwrite(self.fd, len(text).to_bytes(8, "little") + text, 0)
+        self._map, self._mark_at = mmap.mmap(self.fd, size), 8 + mark
+        data = torch.frombuffer(self._map, dtype=torch.uint8)
+        for name, (first, last) in header.offsets.items():
+            tensor = tensors[name]
+            self._room[name] = data[start + first : start + last].view(tensor.dtype).view(tensor.shape)
+
+    def _mark(self, text: str) -> None:
+        assert self._map is not None
+        self._map[self._mark_at : self._mark_at + len(text)] = text.encode()
+
+
+@dataclass(frozen=True)
+class _Header:
+    """The header of a snapshot: that of a safetensors file, with which slices of logical tensors it has.
+
+    Attributes:
+        step: Number of steps taken; None if the snapshot is not whole.
+        kinds: Dtype and shape of each tensor, in the order in the file.
+        offsets: Where each is in the data.
+        tensors: The logical tensors, each with its slices in this file.
+    """
+
+    step: int | None
+    kinds: dict[str, tuple[str, Shape]]
+    offsets: dict[str, tuple[int, int]]
+    tensors: dict[str, Logical]
+
+    @classmethod
+    def for_tensors(cls, rank: int, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> _Header:
+        """Describe tensors of a rank, the widest dtypes first, so that all are aligned."""
+        kinds, offsets, logical, end = {}, {}, dict[str, Logical](), 0
+        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+            part, whole = stored_in(str(rank), name, tensor, shards.get(name)), untiled(name)
+            before = logical[whole].slices if whole in logical else ()
+            logical[whole] = Logical(part.dtype, part.shape, (*before, *part.slices))
+            kinds[name] = (DTYPES[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
+            offsets[name] = (end, end := end + nbytes(tensor))
+        return cls(None, kinds, offsets, logical)
+
+    @classmethod
+    def of(cls, fd: int) -> _Header:
+        """Read the header of a memory file."""
+        plain = json.loads(_text_of(fd))
+        about = plain.pop("__metadata__")
+        kinds = {name: (one["dtype"], tuple(one["shape"])) for name, one in plain.items()}
+        tensors = {
+            name: Logical(dtype, tuple(shape), tuple(_stored(*one) for one in slices))
+            for name, (dtype, shape, slices) in json.loads(about["tensors"]).items()
+        }
+        step = None if about["step"] == _UNFINISHED else int(about["step"])
+        return cls(step, kinds, {name: tuple(one["data_offsets"]) for name, one in plain.items()}, tensors)
+
+    def text(self) -> tuple[bytes, int]:
+        """Return the header's text, padded so that the data is aligned, and where in it the step is marked."""
+        about = {
+            name: [one.dtype, one.shape, [[s.file, s.key, s.offset, s.shape] for s in one.slices]]
+            for name, one in self.tensors.items()
+        }
+        plain = {"__metadata__": {"step": _UNFINISHED, "tensors": json.dumps(about)}}
+        for name, (dtype, shape) in self.kinds.items():
+            plain[name] = {"dtype": dtype, "shape": shape, "data_offsets": self.offsets[name]}  # type: ignore[dict-item]
+        text = json.dumps(plain).encode()
+        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+        return text, text.index(_UNFINISHED.encode())
+
+
+def _stored(file: str, key: str, offset: Sequence[int], shape: Sequence[int]) -> Stored:
+    return Stored(file, key, tuple(offset), tuple(shape))
+
+
+def _text_of(fd: int) -> bytes:
+    return os.pread(fd, int.from_bytes(os.pread(fd, 8, 0), "little"), 8)
+
+
+def _step_of(fd: int) -> int | None:
+    """Return the step of the snapshot in a memory file; None if there is no whole one."""
+    if not os.fstat(fd).st_size:
+        return None
+    return _Header.of(fd).step
+
+
+def _opened(address: Address) -> tuple[int, ...]:
+    """Open the files of another process. Raises OSError."""
+    opened = list[int]()
+    try:
+        for fd in address.files:
+            opened.append(os.open(f"/proc/{address.pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        for one in opened:
+            os.close(one)
+        raise
+    return tuple(opened)

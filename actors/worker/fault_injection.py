@@ -1,0 +1,78 @@
+"""Faults that are injected on purpose: an actor that reaches the point of one kills, stops or delays itself there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from raypar.actors.specs.injected_fault import InjectedFault
+
+Claim = Callable[[InjectedFault], bool]
+"""asks whether a fault is still to happen, and counts it; what it counts outlives the actor"""
+
+
+class InjectedError(RuntimeError):
+    """An exception that was injected on purpose."""
+
+
+class FaultInjector:
+    """Makes the faults of one actor happen.
+
+    Args:
+        faults: The faults of this actor.
+        claim: Asks whether a fault is still to happen.
+
+    Attributes:
+        weights: The actor's weights by logical name, of which one is corrupted.
+    """
+
+    def __init__(self, faults: Sequence[InjectedFault] = (), claim: Claim = lambda fault: True) -> None:
+        self.weights: Mapping[str, Tensor] = {}
+        self._faults: dict[tuple[int, str], list[InjectedFault]] = {}
+        for fault in faults:
+            self._faults.setdefault((fault.step, fault.at), []).append(fault)
+        self._claim = claim
+
+    def reach(self, point: object, step: int) -> None:
+        """Make the faults of a point happen.
+
+        Args:
+            point: An action, or one of ``specs.injected_fault.POINTS``.
+            step: The step, counted from 0.
+
+        Raises:
+            InjectedError: That is the fault.
+        """
+        if self._faults:
+            for fault in self._faults.get((step + 1, str(point)), ()):
+                if self._claim(fault):
+                    self._happen(fault)
+
+    def _happen(self, fault: InjectedFault) -> None:
+        if fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.kind == "drop_node":
+            os.kill(os.getppid(), signal.SIGKILL)  # the raylet, whose workers end with it
+            time.sleep(60)
+        elif fault.kind == "delay":
+            time.sleep(fault.seconds)
+        elif fault.kind == "corrupt":
+            flip_bit(self.weights.values())
+        else:
+            raise InjectedError(f"injected on purpose: {fault}")
+
+
+def flip_bit(tensors: Iterable[Tensor]) -> None:
+    """Flip the lowest bit of the first element of the first tensor that has elements: the number stays finite."""
+    for tensor in tensors:
+        if tensor.numel():
+            with torch.no_grad():
+                tensor.detach().reshape(-1)[:1].view(torch.uint8)[0] ^= 1
+            return

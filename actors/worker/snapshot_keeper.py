@@ -1,0 +1,94 @@
+"""An actor's part in the snapshots of a run: it takes its own, and keeps those of the other actors of its node."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from raypar.actors.checkpoint.memory_snapshot import Address, Held, Slots, SnapshotFiles
+from raypar.actors.collective.shm.links import place
+from raypar.actors.worker.plan import Plan
+from raypar.actors.worker.state import WorkerState
+
+
+class SnapshotKeeper:
+    """Takes snapshots of one actor's state after steps, and reads those of a step back.
+
+    Args:
+        plan: The actor's plan.
+        taken: Called when a snapshot is copied, and not yet marked as whole, with the step.
+    """
+
+    def __init__(self, plan: Plan, taken: Callable[[int], None]) -> None:
+        self._rank, self._every, self._taken = plan.rank, plan.run.snapshot_every, taken
+        self._slots, self._held = Slots(plan.rank), Held(place())
+        self._whole_from = sys.maxsize
+
+    def after(self, step: int, state: WorkerState) -> None:
+        """Take a snapshot if one is due.
+
+        Args:
+            step: Number of steps taken.
+            state: The actor's state.
+
+        Raises:
+            OSError: There is no memory left for it.
+        """
+        if step % self._every == 0:
+            if step >= self._whole_from:  # the snapshots of all actors before this one are whole
+                self._held.drop_old()
+                self._whole_from = sys.maxsize
+            state.keep(self._slots, step, lambda: self._taken(step - 1))
+
+    def addresses(self) -> list[Address]:
+        """Return where others find this actor's snapshots, and those of others that it keeps."""
+        own = Address(self._rank, place(), os.getpid(), self._slots.files, is_own=True)
+        return [own, *self._held.addresses()]
+
+    def hold(self, addresses: Sequence[Address]) -> None:
+        """Keep the snapshots of other actors of this node, those that are at these addresses."""
+        self._held.expect_new()
+        self._held.hold(addresses)
+
+    def receive(self, rank: int, raw: bytes) -> None:
+        """Keep a copy of a snapshot that another node has."""
+        self._held.receive(rank, raw)
+
+    def steps(self) -> dict[int, tuple[int, ...]]:
+        """Return, by rank, the steps of which this actor has a snapshot."""
+        return self._files().steps()
+
+    def raw(self, rank: int, step: int) -> bytes:
+        """Return a snapshot that this actor has, for another node."""
+        return self._files().raw(rank, step)
+
+    def restore(self, step: int, ranks: int, state: WorkerState) -> None:
+        """Load the snapshots of a step, and forget those of later ones.
+
+        Args:
+            step: Number of steps taken.
+            ranks: How many actors have taken them.
+            state: The actor's state.
+
+        Raises:
+            CheckpointError: They are not whole.
+            KeyError: One of them is not here.
+        """
+        files = self._files()
+        state.load(files, files.at(step, range(ranks)))
+        self.forget_after(step)
+        self._whole_from = step + 2 * self._every
+
+    def forget_after(self, step: int) -> None:
+        """Forget this actor's snapshots of later steps, which are taken again."""
+        self._slots.forget_after(step)
+
+    def close(self) -> None:
+        """Let go of all snapshots."""
+        self._held.close()
+        self._slots.close()
+
+    def _files(self) -> SnapshotFiles:
+        others: Mapping[int, Sequence[int]] = self._held.files()
+        return SnapshotFiles({**others, self._rank: (*others.get(self._rank, ()), *self._slots.files)})

@@ -1,0 +1,198 @@
+"""Start a run on a job's actors, and again, after a failure, with others in the place of those that failed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from raypar.actors.checkpoint.memory_snapshot import Address, Held
+from raypar.actors.collective.shm.links import place
+from raypar.actors.sharding import Shard
+from raypar.actors.specs.injected_fault import InjectedFault
+from raypar.actors.specs.types import DeviceKind
+from raypar.checkpoint.find import Found, newest
+from raypar.config.schedule import Programs
+from raypar.errors import JobError
+from raypar.job.lifetime import Lifetime
+from raypar.job.loaded_run import Guard, LoadedRun
+from raypar.job.plans import plans_of
+from raypar.paths import CHECKPOINTS, absolute
+from raypar.recovery.failures import Failure, Failures, reason_of
+
+log = logging.getLogger(__name__)
+_HEARD = 2.5  # seconds in which an actor that lives answers: a GIL may be held for 2 s
+_FREE = 5.0  # seconds in which an actor whose groups were aborted gets out of its step
+_JOINING = 1.0  # the same of an actor that joins groups, which it does not leave as long as others may come
+
+
+class Starter:
+    """Starts runs on a job's actors.
+
+    Args:
+        lifetime: The life of the job's actors.
+        job: The job's name.
+        device: Device that the actors compute on.
+        faults: Faults that are injected on purpose.
+    """
+
+    def __init__(self, lifetime: Lifetime, job: str, device: DeviceKind, faults: Sequence[InjectedFault]) -> None:
+        self._lifetime, self._job, self._device, self._faults = lifetime, job, device, faults
+        self._generation = 0
+        self._held = Held(place())
+        self._pids: dict[int, Address] = {}
+        self.failures = Failures(0)
+
+    def start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> Sequence[Mapping[str, Shard]]:
+        """Make the actors build a run, and load a checkpoint if there is one.
+
+        Args:
+            loaded: The run.
+            programs: Its lowered schedules.
+            found: The checkpoint; None for a new run.
+
+        Returns:
+            By rank, the shard that the rank holds of each of its logical parameters.
+        """
+        self._loaded, self._programs, self._found = loaded, programs, found
+        self.failures = Failures(loaded.run.max_failures)
+        self._held.close()
+        holds = self._join(loaded, found, partial(self._lifetime.guard, patient=False))
+        self._lifetime.guard(self._hold, patient=False)
+        return holds
+
+    def recover(self, step: int, error: JobError) -> int:
+        """Bring the run back after a failure, and return the number of steps taken that it goes on after.
+
+        All actors go back to the newest snapshots that all of them have taken, or else to the newest checkpoint. Those
+        that do not answer are replaced. A failure in the meantime counts as another one.
+
+        Args:
+            step: The step under way, counted from 1.
+            error: What failed.
+
+        Raises:
+            JobError: It is one failure too many, or nothing is left to go on with.
+        """
+        start, replaced = time.monotonic(), list[str]()
+        reason = reason_of(error)
+        while True:
+            self.failures.count(step, error)
+            log.warning("%s", reason_of(error))
+            try:
+                replaced += self._clear(_JOINING if replaced else _FREE)
+                back_to, source = self._again(step - 1)
+            except JobError as next_error:
+                error = next_error
+                continue
+            break
+        failure = Failure(step, reason, tuple(dict.fromkeys(replaced)), back_to, source, time.monotonic() - start)
+        self.failures.survived.append(failure)
+        log.warning("%s", failure)
+        return back_to
+
+    def close(self) -> None:
+        """Let go of the snapshots. A second call does nothing."""
+        self._held.close()
+
+    def _clear(self, seconds: float) -> list[str]:
+        """Make the actors leave their groups, and replace those that are dead or do not get free in so many seconds.
+
+        Returns the names of these.
+        """
+        calls, world = self._loaded.calls, self._loaded.world
+        calls.abort()
+        everyone = range(world.size)
+        alive = calls.answers(everyone, "progress", seconds=_HEARD, group="ctl")
+        free = calls.answers(alive, "leave", True, seconds=seconds)
+        gone = [rank for rank in everyone if rank not in free]
+        for rank in gone:
+            self._kill(rank)
+            name = f"{self._job} {world.label(rank)} {self._generation + 1}"
+            calls.replace(rank, self._lifetime.replace(rank, name))
+        return [world.label(rank) for rank in gone]
+
+    def _kill(self, rank: int) -> None:
+        """End the process of an actor on this node at once: one that is stopped would not end by itself for seconds."""
+        address = self._pids.get(rank)
+        if address is not None and address.place == place():
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(address.pid, signal.SIGKILL)
+
+    def _again(self, taken: int) -> tuple[int, str]:
+        """Start the run again on its actors. Returns after which step it goes on, and where its state is from.
+
+        Args:
+            taken: Number of steps that the driver has reports of. Actors may have taken another one.
+        """
+        loaded = self._loaded
+        found = self._newest()
+        saved = 0 if found is None else found.manifest.step
+        if not loaded.run.snapshot_every:
+            self._join(loaded, found, _unguarded)
+            return saved, self._name(found)
+        self._join(loaded, None, _unguarded)
+        steps = self._hold()
+        common = self._common(steps, taken)
+        if common is not None and common >= saved:
+            self._fetch(common, steps)
+            loaded.calls.all("restore", common, loaded.world.size, what=f"going back to step {common}")
+            return common, "memory"
+        if found is not None:
+            loaded.load(found)
+        return saved, self._name(found)
+
+    def _name(self, found: Found | None) -> str:
+        return "" if found is None else found.path.name
+
+    def _newest(self) -> Found | None:
+        """Return the newest checkpoint of the run, or else the one that it began with."""
+        folder = self._loaded.run.folder
+        saved = None if folder is None else newest(absolute(folder) / CHECKPOINTS)
+        return saved or self._found
+
+    def _join(self, loaded: LoadedRun, found: Found | None, guard: Guard) -> Sequence[Mapping[str, Shard]]:
+        """Make the actors join new groups and build the run, and load a checkpoint if there is one."""
+        self._generation += 1
+        plans = plans_of(loaded.run, self._programs, self._job, self._generation, self._device, self._faults)
+        return loaded.start(plans, found, guard)
+
+    def _hold(self) -> list[dict[int, tuple[int, ...]]]:
+        """Make every process hold the snapshots of all actors of its node. Returns which steps it has then, by rank."""
+        run, calls = self._loaded.run, self._loaded.calls
+        if not (run.max_failures and run.snapshot_every):
+            return []
+        told = calls.all("snapshot_addresses", what="sharing snapshots")
+        addresses = [address for of_one in told for address in of_one]
+        self._pids = {address.rank: address for address in addresses if address.is_own}
+        calls.all("hold_snapshots", [*addresses, *self._held.addresses()], what="sharing snapshots")
+        self._held.expect_new()
+        self._held.hold(addresses)
+        return list(calls.all("snapshot_steps", what="sharing snapshots"))
+
+    def _common(self, steps: Sequence[Mapping[int, Sequence[int]]], most: int) -> int | None:
+        """Return the newest step, up to ``most``, of which there is a snapshot of every rank; None if there is none."""
+        there = [{step for of_one in steps for step in of_one.get(rank, ())} for rank in range(self._loaded.world.size)]
+        return max((step for step in set.intersection(*there) if step <= most), default=None)
+
+    def _fetch(self, step: int, steps: Sequence[Mapping[int, Sequence[int]]]) -> None:
+        """Bring snapshots to the actors that lack them, from actors of other nodes."""
+        calls, world = self._loaded.calls, self._loaded.world
+        refs = list[Any]()
+        for owner in range(world.size):
+            lacking = [rank for rank in range(world.size) if step not in steps[rank].get(owner, ())]
+            if lacking:
+                having = next(rank for rank in range(world.size) if step in steps[rank].get(owner, ()))
+                raw = calls.handles[having].snapshot.remote(owner, step)
+                refs += [calls.handles[rank].receive_snapshot.remote(owner, raw) for rank in lacking]
+        calls.gather(refs, "fetching snapshots", [0] * len(refs))
+
+
+def _unguarded(call: Callable[[], list[Any]]) -> list[Any]:
+    """Call without ending the job at a failure: another recovery follows."""
+    return call()

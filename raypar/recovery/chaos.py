@@ -1,0 +1,134 @@
+"""Faults that are injected on purpose, to see that a run survives them: ``rp.launch(run, chaos=[rp.chaos.kill(...)])``.
+
+A fault happens to one actor, named as messages name it ("pp=1 dp=0"), at a point of one step, counted from 1: before an
+action of the actor's row, such as "1B3" or "STEP", or at one of ``POINTS`` (specs.injected_fault). It is the same in
+every run, and it happens once, or as many ``times`` as it says, even if the step is taken again.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+from pydantic import TypeAdapter, ValidationError
+
+from raypar.actors.errors import CheckpointError
+from raypar.actors.files import read_named, told
+from raypar.actors.mesh.world import World
+from raypar.actors.specs.injected_fault import POINTS, FaultKind, InjectedFault
+from raypar.errors import ConfigError
+from raypar.schedules.schedule import Schedule
+
+_MOST = 1 << 20  # bytes of a file of faults
+
+
+def kill(actor: str, *, at: str, step: int = 1, times: int = 1) -> InjectedFault:
+    """Return a SIGKILL to an actor's process.
+
+    Args:
+        actor: The actor, such as "pp=1 dp=0".
+        at: The action before which it happens, such as "1B3", or "start", "snapshot" or "end".
+        step: The step, counted from 1. At "start": 1 for the launch, 2 for the first recovery, and so on.
+        times: How often it happens, if the step is taken again.
+    """
+    return InjectedFault("kill", actor, at, step, times=times)
+
+
+def stop(actor: str, *, at: str, step: int = 1, times: int = 1) -> InjectedFault:
+    """Return a SIGSTOP to an actor's process, which then neither works nor ends. For the arguments see ``kill``."""
+    return InjectedFault("stop", actor, at, step, times=times)
+
+
+def delay(actor: str, *, at: str, step: int = 1, seconds: float, times: int = 1) -> InjectedFault:
+    """Return a sleep of an actor, in seconds. For the other arguments see ``kill``."""
+    return InjectedFault("delay", actor, at, step, seconds, times)
+
+
+def raise_(actor: str, *, at: str, step: int = 1, times: int = 1) -> InjectedFault:
+    """Return an exception on an actor. For the arguments see ``kill``."""
+    return InjectedFault("raise", actor, at, step, times=times)
+
+
+def corrupt(actor: str, *, at: str, step: int = 1, times: int = 1) -> InjectedFault:
+    """Return a flip of one bit in a weight of an actor. For the arguments see ``kill``."""
+    return InjectedFault("corrupt", actor, at, step, times=times)
+
+
+def drop_node(actor: str, *, at: str, step: int = 1, times: int = 1) -> InjectedFault:
+    """Return a SIGKILL to Ray on an actor's node, with which all actors there end. For the arguments see ``kill``."""
+    return InjectedFault("drop_node", actor, at, step, times=times)
+
+
+def faults_in(file: str | Path) -> list[InjectedFault]:
+    """Read faults from a TOML file: a table ``[[fault]]`` for each, with the fields of ``InjectedFault``.
+
+    Raises:
+        ConfigError: The file can't be read, or a field is wrong; lists all that is wrong.
+    """
+    try:
+        with told(f"chaos: {str(file)!r} can't be read"):
+            raw = read_named(Path(file), _MOST)
+        plain = tomllib.loads(raw.decode())
+    except CheckpointError as error:
+        raise ConfigError(error.faults) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError([f"chaos: {str(file)!r} is no TOML: {error}"]) from error
+    listed = plain.get("fault")
+    if set(plain) != {"fault"} or not isinstance(listed, list):
+        raise ConfigError([f"chaos: {str(file)!r} has no faults: write a table [[fault]] for each, and nothing else"])
+    found, wrong = list[InjectedFault](), list[str]()
+    for number, one in enumerate(listed, 1):
+        try:
+            found.append(TypeAdapter(InjectedFault).validate_python(one))
+        except ValidationError as error:
+            wrong += [f"chaos: fault {number}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+    if wrong:
+        raise ConfigError(wrong)
+    return found
+
+
+def injectable(
+    faults: Sequence[InjectedFault], world: World, schedule: Schedule
+) -> tuple[list[InjectedFault], list[str]]:
+    """Find the actors and actions of faults in a run.
+
+    A part of an actor's name will do if it is one actor's alone: "dp=1" where there is one pipeline rank. Where a
+    backward is split, "1B3" is its first half, "1I3".
+
+    Args:
+        faults: The faults.
+        world: The ranks of the run.
+        schedule: The schedule of its training step.
+
+    Returns:
+        The faults with the names and actions of the run, and what is wrong with the others, which would never happen.
+    """
+    found, wrong = list[InjectedFault](), list[str]()
+    labels = {world.label(rank): rank for rank in range(world.size)}
+    for fault in faults:
+        named = [one for one in labels if set(fault.actor.split()) <= set(one.split())] if fault.actor else []
+        label = fault.actor if fault.actor in labels else named[0] if len(named) == 1 else None
+        if fault.kind not in get_args(FaultKind):
+            wrong.append(f"chaos: {fault.kind!r} is no kind of fault: there are {', '.join(get_args(FaultKind))}")
+        elif label is None:
+            wrong.append(f"chaos: {fault.actor!r} is no one's name: there are {', '.join(named or labels)}")
+        elif (at := _point(fault.at, labels[label], world, schedule)) is None:
+            row = " ".join(_row(labels[label], world, schedule))
+            wrong.append(f"chaos: {label!r} has no {fault.at!r}: its row is {row}, and any has {', '.join(POINTS)}")
+        else:
+            found.append(replace(fault, actor=label, at=at))
+    return found, wrong
+
+
+def _row(rank: int, world: World, schedule: Schedule) -> list[str]:
+    """Return the actions of a rank, as they are spelled."""
+    return ["STEP"] if rank in world.server_ranks else [str(action) for action in schedule.rows[world.pp(rank)]]
+
+
+def _point(at: str, rank: int, world: World, schedule: Schedule) -> str | None:
+    """Return the action or point of a rank that is meant; None if it has none."""
+    there = {*_row(rank, world, schedule), *POINTS}
+    return next((one for one in (at, at.replace("B", "I")) if one in there), None)

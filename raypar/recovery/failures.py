@@ -1,0 +1,78 @@
+"""The failures that a run has survived, and when one is too many."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from raypar.errors import JobError
+
+_SAME = 3  # times that the same fault may happen in one step: it is then no accident
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failure that a run has survived.
+
+    Attributes:
+        step: The step under way, counted from 1.
+        reason: What failed, in one line.
+        replaced: The actors that were replaced, by name.
+        back_to: Number of steps taken before the point that the run went back to.
+        source: Where the state came from: "memory", or the name of a checkpoint; "" if the run began anew.
+        seconds: How long it took from the failure on until all actors could go on.
+    """
+
+    step: int
+    reason: str
+    replaced: tuple[str, ...]
+    back_to: int
+    source: str
+    seconds: float
+
+    def __str__(self) -> str:
+        who = f", with {' and '.join(self.replaced)} replaced" if self.replaced else ""
+        after = f"after step {self.back_to} (from {self.source})" if self.back_to else "from the start"
+        return f"the run goes on {after}{who}, {self.seconds:.1f} s after the failure"
+
+
+class Failures:
+    """Counts the failures of a run.
+
+    Args:
+        most: How many the run may survive.
+
+    Attributes:
+        survived: Those that it has survived.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.survived: list[Failure] = []
+        self._most, self._count = most, 0
+        self._same = Counter[tuple[int, str]]()
+
+    def count(self, step: int, error: JobError) -> None:
+        """Count a failure.
+
+        Args:
+            step: The step under way, counted from 1.
+            error: What failed.
+
+        Raises:
+            JobError: The same error with a note that says why, if it is one too many.
+        """
+        self._count += 1
+        what = reason_of(error)
+        self._same[step, what] += 1
+        if self._count > self._most:
+            if self._most:
+                error.add_note(f"It was failure {self._count}, and max_failures is {self._most}.")
+            raise error
+        if self._same[step, what] >= _SAME:
+            error.add_note(f"The same happened {_SAME} times in step {step}, so another try would not help.")
+            raise error
+
+
+def reason_of(error: JobError) -> str:
+    """Return what failed in one line, without what others saw of it, which differs from time to time."""
+    return str(error).partition("\n")[0].partition("; seen from")[0]

@@ -1,0 +1,112 @@
+"""Runs that go on after actors have died, hung and failed, with the same bits as if nothing had happened."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import raypar as rp
+from raypar.paths import LOG
+
+pytestmark = pytest.mark.usefixtures("cluster")
+MODEL = rp.GPT(layers=2, hidden=32, heads=2, seq=16, dropout=0.1)
+RUN = rp.Run(model=MODEL, mesh=rp.Mesh(pp=2), microbatches=4, steps=6, max_failures=9, timeout=20.0)
+
+
+def trained(run, chaos=(), **launch):
+    with rp.launch(run, chaos=chaos, **launch) as job:
+        reports = job.train()
+        weights = {name: weight.clone() for name, weight in job.weights().items()}
+        return [report.loss for report in reports], weights, job.failures
+
+
+def alike(one, other):
+    return one[0] == other[0] and all(torch.equal(one[1][name], weight) for name, weight in other[1].items())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pool):
+    with pool.serving():
+        return trained(replace(RUN, max_failures=0))
+
+
+def test_kills_and_an_exception_change_no_bit(undisturbed, kept_actors):
+    """One run survives them: in a forward, between copy and mark of a snapshot, before the report, in a backward."""
+    disturbed = trained(
+        RUN,
+        [
+            rp.chaos.kill("pp=1", at="1F2", step=1),
+            rp.chaos.kill("pp=0", at="snapshot", step=3),
+            rp.chaos.raise_("pp=1", at="1B3", step=3),
+            rp.chaos.kill("pp=0", at="report", step=5),
+        ],
+    )
+    assert alike(disturbed, undisturbed)
+    survived = disturbed[2]
+    assert [(failure.step, failure.back_to) for failure in survived] == [(1, 0), (3, 2), (3, 2), (5, 4)]
+    assert [failure.replaced for failure in survived] == [("pp=1",), (), ("pp=0",), ("pp=0",)]
+    assert str(survived[2]).startswith("the run goes on after step 2 (from memory), with pp=0 replaced, ")
+    held = [file for file in Path("/proc/self/fd").iterdir() if "raypar-snapshot" in str(file.resolve())]
+    assert not held, "the driver lets go of snapshots"
+
+
+def test_a_stopped_actor_is_replaced(undisturbed, monkeypatch, kept_actors):
+    monkeypatch.setattr("raypar.cluster.deadline._LOST", 3.0)
+    disturbed = trained(RUN, [rp.chaos.stop("pp=0", at="0B0", step=5)])
+    assert alike(disturbed, undisturbed)
+    assert disturbed[2][0].replaced == ("pp=0",)
+    assert disturbed[2][0].reason == "actor pp=0 was silent for 3 s during step 5"
+
+
+def test_a_failure_in_the_recovery_and_a_spare(undisturbed):
+    """Both actors die at once, one of them again while it joins; a checkpoint and a spare are there."""
+    chaos = [rp.chaos.kill(f"pp={pp}", at="STEP", step=4) for pp in (0, 1)]
+    chaos += [rp.chaos.kill("pp=0", at="start", step=2)]
+    assert alike(disturbed := trained(replace(RUN, spares=1), chaos), undisturbed)
+    assert {label for failure in disturbed[2] for label in failure.replaced} == {"pp=0", "pp=1"}
+
+
+def test_without_snapshots_it_goes_back_to_a_checkpoint(undisturbed, tmp_path, kept_actors):
+    run = replace(RUN, snapshot_every=0, save_every=2, folder=str(tmp_path / "run"))
+    disturbed = trained(
+        run, [rp.chaos.delay("pp=0", at="0F0", step=4, seconds=1), rp.chaos.kill("pp=1", at="1F2", step=4)]
+    )
+    assert alike(disturbed, undisturbed)
+    assert (disturbed[2][0].back_to, disturbed[2][0].source) == (2, "step-00000002")
+    text = (tmp_path / "run" / LOG).read_text()
+    assert "the run goes on after step 2 (from step-00000002), with pp=1 replaced" in text
+
+
+def test_the_same_fault_thrice_ends_the_run_with_its_reason(kept_actors):
+    start = time.monotonic()
+    with rp.launch(RUN, chaos=[rp.chaos.raise_("pp=0", at="0F1", step=2, times=99)]) as job:
+        with pytest.raises(rp.JobError, match="injected on purpose") as caught:
+            job.train()
+        assert len(job.failures) == 2
+    assert "The same happened 3 times in step 2, so another try would not help." in caught.value.__notes__
+    assert time.monotonic() - start < 30
+
+
+def test_a_flipped_bit_is_found_named_and_undone(kept_actors):
+    run = replace(RUN, mesh=rp.Mesh(dp=3), microbatches=1, max_failures=0, check_every=2)
+    whole = trained(run)
+    flip = rp.chaos.corrupt("dp=1", at="STEP", step=4)
+    healed = trained(replace(run, max_failures=1, snapshot_every=2), [flip])
+    assert alike(healed, whole)
+    (failure,) = healed[2]
+    assert "in step 4 the weights of pp=0 dp=1 are not those of all others: a bit has flipped" in failure.reason
+    assert (failure.back_to, failure.replaced) == (2, ())
+
+
+def test_settings_that_would_do_nothing_are_told():
+    for changes, why in (
+        ({"max_failures": 0, "spares": 2}, "spares is 2, but max_failures is 0, so no actor is replaced"),
+        ({"check_every": 3}, "check_every is 3, but there is one replica, so nothing to compare: set it to 0"),
+        ({"check_every": 3, "mesh": rp.Mesh(dp=2), "zero": 3}, "but zero is 3, so no two actors hold the same"),
+        ({"check_every": 3, "mesh": rp.Mesh(dp=2)}, "so set snapshot_every to 3 or a multiple"),
+    ):
+        assert why in "\n".join(rp.faults(replace(RUN, **changes)))
