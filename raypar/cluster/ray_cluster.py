@@ -26,7 +26,7 @@ from raypar.cluster.actors import Actors, driver_id
 from raypar.cluster.address import demand_answer
 from raypar.cluster.devices import Share, demand_build, gpu_share
 from raypar.cluster.interrupts import patience
-from raypar.cluster.nodes import demand_alike, living_nodes
+from raypar.cluster.nodes import demand_alike, is_alive, living_nodes
 from raypar.cluster.placement import Node, bundles_of, place, room_told, split_told, told, wants
 from raypar.cluster.ray_private import start_on_loopback
 from raypar.errors import ConfigError, JobError
@@ -105,7 +105,7 @@ def start_actors(
                 if time.monotonic() > end:
                     why = f"they were not free within {seconds:g} s"
                     raise ConfigError([_no_room(world, living_nodes(), why, share)])
-            create, bundles = partial(_actor, hosted, group, share), list(claim.bundle)
+            create, bundles = partial(_actor, hosted, group, claim.pins, share), list(claim.bundle)
             handles = [create(f"{job} {world.label(rank)}", bundle) for rank, bundle in enumerate(bundles)]
             extra = [(create(f"{job} spare {bundle}", bundle), bundle) for bundle in claim.spares]
         except BaseException:
@@ -242,13 +242,14 @@ def _claim(world: World, nodes: Sequence[Node], share: Share, *, grows: bool) ->
     return _Claim([wants(share)] * world.size, range(world.size), pins, used)
 
 
-def _actor(cls: type, group: PlacementGroup, share: Share, name: str, bundle: int) -> Any:
-    """Create an actor in a bundle of the placement group."""
+def _actor(cls: type, group: PlacementGroup, pins: Sequence[Node], share: Share, name: str, bundle: int) -> Any:
+    """Create an actor in a bundle of the placement group, or on any node if the bundle's own is lost."""
     decorate: Any = ray.remote  # its type annotations lack concurrency groups
     # No retries: a retried backward would add its gradients twice. The driver does the recovery.
     kept = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"ctl": 2, "disk": 1}}
     remote = decorate(num_cpus=1, num_gpus=share.gpus, **kept)(cls)
-    where = PlacementGroupSchedulingStrategy(group, bundle)
+    lost = bundle < len(pins) and not is_alive(pins[bundle])
+    where: Any = "DEFAULT" if lost else PlacementGroupSchedulingStrategy(group, bundle)
     return remote.options(name=name, scheduling_strategy=where).remote()
 
 
