@@ -176,7 +176,8 @@ def _faults_of(kind: type, flag: _Flag, default: object) -> Iterator[str]:
         yield f"{flag.typed} is a switch, and takes no {flag.surplus!r}: {fix}"
     elif flag.hint is not bool:
         kinds = _members(flag.hint)
-        choices = " or ".join(_word(one) for one in kinds if one is not NoneType)
+        many = {item for one in kinds if get_origin(one) is tuple for item in _members(get_args(one)[0])}
+        choices = " or ".join(_word(one) for one in kinds if one is not NoneType and one not in many)
         if not [value for value in flag.values if value]:
             if str not in kinds or not flag.values:
                 yield f"{flag.typed} has no value: give {choices}"
@@ -191,7 +192,7 @@ def _word(kind: Any) -> str:
         many = "one or more" if Ellipsis in get_args(kind) else str(len(items))
         one = _members(items[0])
         return f"{many} of {' or '.join(map(_word, one))}" if len(one) > 1 else f"{many} {_MANY.get(items[0], 'texts')}"
-    if isinstance(kind, str) or kind in _NUMBERS:
+    if isinstance(kind, str | int) or kind in _NUMBERS:  # a value of a Literal, or a type
         return _NUMBERS.get(kind, str(kind))
     return "a path" if kind is Path else "a text"
 

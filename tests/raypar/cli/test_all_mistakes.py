@@ -117,6 +117,8 @@ def test_without_its_run_the_flags_are_looked_at_alone(said, base):
         (["--modle.layers", "3"], "--modle.layers is no flag: did you mean --model.layers?"),
         (["--quux", "3"], "--quux is no flag: see --help for all flags"),
         (["--split", "4", "x"], "--split is '4 x': it must be even or balanced or one or more whole numbers"),
+        (["--zero", "5"], "--zero is '5': it must be 0 or 1 or 2 or 3"),
+        (["--recompute", "x"], "--recompute is 'x': it must be one or more of none or selective or full"),
         (["--optim.betas", "0.5"], "--optim.betas is '0.5': it must be 2 numbers"),
         (["--track", "wandb", "foo"], "it must be one or more of tensorboard or wandb or mlflow or ray"),
         (["--optim.kind", "sdg"], "optim.kind is 'sdg': use 'adamw' or 'sgd' or 'muon'"),
