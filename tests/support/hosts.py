@@ -103,7 +103,9 @@ class Network:
 
 def missing(*programs: str) -> str:
     """Return why this machine can't make hosts, or lacks programs; an empty text if it can, and has them."""
-    if absent := [name for name in ("unshare", "nsenter", "ip", "tc", *programs) if shutil.which(name) is None]:
+    if absent := [
+        name for name in ("unshare", "nsenter", "setpriv", "ip", "tc", *programs) if shutil.which(name) is None
+    ]:
         return f"no {' and no '.join(absent)}"
     tried = "ip link add bridge type bridge && ip link add one type veth peer name other"
     done = subprocess.run(["unshare", *_user(), *_OWN, "sh", "-c", tried], capture_output=True, text=True, timeout=20)
@@ -113,7 +115,10 @@ def missing(*programs: str) -> str:
 @contextmanager
 def hosts_on_a_network(*names: str) -> Iterator[Network]:
     """Make hosts on one network, with addresses from 10.77.0.1 on, and end all that runs on them at the end."""
-    bridge = subprocess.Popen(["unshare", *_user(), *_OWN, "bash", "-c", _INIT], stdin=subprocess.DEVNULL)
+    ends_with_us = ["setpriv", "--pdeathsig", "KILL"]  # also where nothing here is asked to clean up
+    bridge = subprocess.Popen(
+        [*ends_with_us, "unshare", *_user(), *_OWN, "bash", "-c", _INIT], stdin=subprocess.DEVNULL
+    )
     try:
         first = _first_process(bridge.pid)
         for line in ("link add bridge type bridge", f"addr add {NETWORK}.254/24 dev bridge", "link set bridge up"):

@@ -46,3 +46,25 @@ def test_hosts_are_apart_and_reach_one_another_until_the_cable_is_cut(tmp_path):
         time.sleep(0.01)
     assert not ended.exists(), "hosts end with the network"
     assert "bridge" not in subprocess.run(["ip", "link"], capture_output=True, text=True).stdout
+
+
+MAKER = """
+import time
+from tests.support.hosts import hosts_on_a_network
+with hosts_on_a_network("one") as network:
+    print(network.hosts[0].pid, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_hosts_end_with_the_process_that_made_them_however_that_ends():
+    maker = subprocess.Popen([sys.executable, "-c", MAKER], stdout=subprocess.PIPE, text=True)
+    host = Path(f"/proc/{int(maker.stdout.readline())}")
+    assert host.exists()
+    maker.kill()
+    maker.wait()
+    end = time.monotonic() + 10
+    while host.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not host.exists()
