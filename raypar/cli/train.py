@@ -188,12 +188,11 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
         faults.append("--overwrite replaces the run in a folder, and there is none: give --folder")
     if begun is not None and right("steps") and begun.manifest.step >= run.steps:
         faults.append(finished(begun, run.steps, is_told=is_told))
-    if schedule is not None:
-        faults += injected(args.chaos, run, schedule)[1]
+    faults += injected(args.chaos, run, schedule)[1]
     if not 0 <= args.wait_for_nodes < math.inf:
         faults.append(f"--wait-for-nodes is {args.wait_for_nodes}: it must be a number of seconds, 0 or more")
-    if right("mesh", "data_parallel", "servers", "zero"):
-        faults += room_faults(world_of(run).size)
+    if right("mesh", "data_parallel", "servers", "zero", "spares"):
+        faults += room_faults(world_of(run).size + run.spares)
     if schedule is not None:
         faults += memory_faults(run, schedule)
     if (faults or args.dry_run) and right("folder"):  # otherwise the launch looks for them
@@ -247,12 +246,16 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None,
         return Finished(rows, "" if job.lost is None else _told_lost(job))
 
 
-def injected(file: Path | None, run: Run, schedule: Schedule) -> tuple[list[InjectedFault], list[str]]:
-    """Read the faults that are injected into a run on purpose; return them, and what is wrong with them."""
+def injected(file: Path | None, run: Run, schedule: Schedule | None) -> tuple[list[InjectedFault], list[str]]:
+    """Read the faults that are injected into a run on purpose; return them, and what is wrong with them.
+
+    Without a schedule, they are not compared with it.
+    """
     if file is None:
         return [], []
     try:
-        return injectable(faults_in(file), world_of(run), schedule)
+        read = faults_in(file)
+        return (read, []) if schedule is None else injectable(read, world_of(run), schedule)
     except ConfigError as error:
         return [], error.faults
 

@@ -29,7 +29,7 @@ _RESOLVE = "resolve_ip_for_localhost"
 _FREE = "available_resources_per_node"
 _DASHBOARD = "get_dashboard_url"
 _LOADER = "AuthenticationTokenLoader"
-_PRINTED = "stderr_deduplicator"
+_PRINTED = "stdout_deduplicator"  # Ray prints errors of the cluster to standard output
 _DEATH = re.compile("A worker died or was killed while executing a task")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
 
@@ -80,7 +80,10 @@ def faults_in(file: str | Path) -> list[InjectedFault]:
     if set(plain) != {"fault"} or not isinstance(listed, list):
         raise ConfigError([f"chaos: {str(file)!r} has no faults: write a table [[fault]] for each, and nothing else"])
     found, wrong = list[InjectedFault](), list[str]()
+    names = [field.name for field in fields(InjectedFault)]
     for number, one in enumerate(listed, 1):
+        unknown = [name for name in one if name not in names] if isinstance(one, dict) else []
+        wrong += [f"chaos: fault {number}: {name} is no field: there are {', '.join(names)}" for name in unknown]
         try:
             found.append(TypeAdapter(InjectedFault).validate_python(one))
         except ValidationError as error:
@@ -115,6 +118,8 @@ def injectable(
             wrong.append(f"chaos: {fault.kind!r} is no kind of fault: there are {', '.join(get_args(FaultKind))}")
         elif label is None:
             wrong.append(f"chaos: {fault.actor!r} is no one's name: there are {', '.join(named or labels)}")
+            if all(_point(fault.at, rank, world, schedule) is None for rank in labels.values()):
+                wrong.append(f"chaos: no actor has {fault.at!r}: give an action of its row, or {', '.join(POINTS)}")
         elif (at := _point(fault.at, labels[label], world, schedule)) is None:
             row = " ".join(_row(labels[label], world, schedule))
             wrong.append(f"chaos: {label!r} has no {fault.at!r}: its row is {row}, and any has {', '.join(POINTS)}")

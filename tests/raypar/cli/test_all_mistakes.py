@@ -54,6 +54,16 @@ def test_rules_of_precision_are_told_though_another_field_is_wrong(said):
     )
 
 
+def test_faults_to_inject_and_spares_that_have_no_room_are_told_with_the_rest(said):
+    words = "--mesh.pp 2 --max-failures 3 --spares 300 --chaos no.toml --microbatches 0"
+    demand(
+        faults_of(said, "train", "gpt-tiny", *words.split()),
+        "microbatches is 0: it must be at least 1",
+        "chaos: 'no.toml' can't be read",
+        "mesh: 302 actors are more than",
+    )
+
+
 @pytest.mark.parametrize("base", [("gpt-tiny",), ()])
 def test_a_checkpoint_that_is_not_there_is_one_of_several_faults(said, base):
     faults = faults_of(said, "train", *base, "--resume", "nowhere", "--steps", "ten", "--mesh.tp", "3")

@@ -517,11 +517,12 @@ def test_a_ray_that_does_not_start_is_a_failed_run(said, monkeypatch, data, erro
     assert "Traceback" not in err
 
 
-def test_sigterm_ends_a_run_and_its_actors(cluster, data, tmp_path):
+def test_sigterm_saves_a_run_and_ends_its_actors(cluster, data, tmp_path):
     """On the tests' own Ray; what a program does to one that it has started is in job/test_faults.py."""
     before = cluster.util.list_named_actors(all_namespaces=True)
     path = tmp_path / "log.jsonl"
     words = ["train", "gpt-tiny", *data, "--steps", "1000000", "--mesh.pp", "1", "--log", str(path)]
+    words += ["--folder", str(tmp_path / "run")]
     environment = os.environ | {"RAY_ADDRESS": cluster.get_runtime_context().gcs_address}
     command = [sys.executable, "-m", "raypar.cli.main", *words]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as run:
@@ -531,7 +532,9 @@ def test_sigterm_ends_a_run_and_its_actors(cluster, data, tmp_path):
         _, err = run.communicate(timeout=60)
     assert run.returncode == 143, err
     assert err.splitlines()[-2] == "raypar: terminated"
-    assert err.splitlines()[-1].startswith("nothing was saved: give --folder")
+    (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert f"saved as {saved.name}\n" in err
+    assert re.fullmatch(r"resume with: raypar train --resume .*/run \(after step \d+\)", err.splitlines()[-1])
     assert "Traceback" not in err
     end = time.monotonic() + 10
     while (left := cluster.util.list_named_actors(all_namespaces=True)) != before and time.monotonic() < end:

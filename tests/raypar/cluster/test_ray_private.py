@@ -46,14 +46,14 @@ def printed(deduplicator):
 def test_what_ray_says_of_dead_actors_is_silenced_and_nothing_else(monkeypatch):
     mine = LogDeduplicator(5, None, None)
     assert printed(mine) == [DEATH, "mine"]
-    monkeypatch.setattr(ray_private.ray._private.ray_logging, "stderr_deduplicator", mine)
+    monkeypatch.setattr(ray_private.ray._private.ray_logging, "stdout_deduplicator", mine)
     ray_private.silence_deaths()
     assert printed(mine) == ["mine"]
 
 
 def test_what_the_user_lets_ray_skip_is_kept(monkeypatch):
     users = LogDeduplicator(5, None, "mine")
-    monkeypatch.setattr(ray_private.ray._private.ray_logging, "stderr_deduplicator", users)
+    monkeypatch.setattr(ray_private.ray._private.ray_logging, "stdout_deduplicator", users)
     ray_private.silence_deaths()
     assert printed(users) == [DEATH]
 
@@ -61,7 +61,7 @@ def test_what_the_user_lets_ray_skip_is_kept(monkeypatch):
 def test_a_variable_of_the_user_s_is_kept_in_a_fresh_process():
     program = (
         "import ray; from raypar.cluster import ray_private; ray_private.silence_deaths()\n"
-        "print(ray._private.ray_logging.stderr_deduplicator.skip_re.pattern)"
+        "print(ray._private.ray_logging.stdout_deduplicator.skip_re.pattern)"
     )
     told = os.environ | {"RAY_DEDUP_LOGS_SKIP_REGEX": "mine"}
     assert subprocess.check_output([sys.executable, "-c", program], env=told, text=True, timeout=60) == "mine\n"
@@ -81,7 +81,7 @@ def test_a_function_that_is_gone_is_told_and_ray_starts_without_it(started, capl
     with caplog.at_level(logging.WARNING, "raypar"):
         ray_private.start_on_loopback()
         ray_private.silence_deaths()
-    assert "no stderr_deduplicator: it prints a text of its own" in caplog.text
+    assert "no stdout_deduplicator: it prints a text of its own" in caplog.text
     assert len(started.found) == 1
     assert "no resolve_ip_for_localhost: other machines may reach" in caplog.text
     assert not hasattr(started.services, "resolve_ip_for_localhost")

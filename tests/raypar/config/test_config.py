@@ -250,6 +250,11 @@ def test_what_has_no_effect_is_told(tiny):
     (told,) = idle_fields(replace(tiny, sequence_parallel=True))
     assert told.startswith("sequence_parallel has no effect without mesh.tp")
     assert not [*idle_fields(replace(tiny, steps=5, eval_every=2, optim=AdamW(warmup=5)))]
+    assert [told.partition(":")[0] for told in idle_fields(replace(tiny, spares=2, snapshot_every=0))] == [
+        "spares 2 has no effect without max_failures",
+        "snapshot_every 0 has no effect without max_failures",
+    ]
+    assert not [*idle_fields(replace(tiny, spares=2, snapshot_every=0, max_failures=1))]
 
 
 def test_a_text_in_the_place_of_a_model_or_data_is_understood(tiny):

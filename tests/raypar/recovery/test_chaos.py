@@ -36,6 +36,10 @@ def test_all_that_never_happens_is_told_with_what_there_is():
     assert told[1].startswith("chaos: 'pp=1' has no '0F0': its row is 1RECV_F0 1F0")
     assert told[1].endswith("and any has start, end, snapshot, report")
     assert told[2].startswith("chaos: 'kil' is no kind of fault: there are kill, stop")
+    assert found(rp.chaos.kill("pp=7", at="9F9"))[1] == [
+        "chaos: 'pp=7' is no one's name: there are pp=0, pp=1",
+        "chaos: no actor has '9F9': give an action of its row, or start, snapshot, end",
+    ]
     with pytest.raises(rp.ConfigError, match="no one's name"):
         rp.launch(RUN, chaos=[rp.chaos.kill("pp=7", at="STEP")])
     two = rp.Run(mesh=rp.Mesh(pp=2, dp=2), microbatches=4)
@@ -52,6 +56,10 @@ def test_a_file_of_faults(tmp_path):
         ("[[fault", "is no TOML"),
         ('[[fault]]\nkind = "kil"\nactor = "pp=1"\nat = "1F0"\nstep = 0', "fault 1: kind"),
         ('[[fault]]\nkind = "kill"\nactor = "pp=1"\nat = "1F0"\nstep = 0', "fault 1: step"),
+        (
+            '[[fault]]\nkind = "kill"\nactor = "pp=1"\nat = "1F0"\nstp = 3\n[[fault]]\nstep = 0',
+            "fault 1: stp is no field: there are kind, actor, at, step, seconds, times\n(.*\n)*.*fault 2: step",
+        ),
     ):
         file.write_text(text)
         with pytest.raises(rp.ConfigError, match=why):

@@ -1,0 +1,79 @@
+"""Ctrl-C and SIGTERM while actors work: the first waits, the second ends at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from raypar.cluster.interrupts import Sigterm, patience
+
+
+@pytest.fixture(autouse=True)
+def sigterm():
+    """The handlers that a command of raypar has, for the time of a test."""
+    before, handler = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], Sigterm()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, handler)
+    yield handler
+    for number, one in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+        signal.signal(number, one)
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("number", "raised", "told"),
+    [
+        (signal.SIGINT, KeyboardInterrupt, "Ctrl-C: waiting for the actors to finish it; press it again"),
+        (
+            signal.SIGTERM,
+            SystemExit,
+            "SIGTERM: waiting for the actors to finish it; send it again to end the job at once",
+        ),
+    ],
+)
+def test_the_first_waits_and_a_second_one_ends_at_once(number, raised, told, caplog, sigterm):
+    with patience("it") as ctrl_c:
+        send(number)
+        assert told in caplog.text
+        with patience("more"):
+            pass
+    with pytest.raises(raised):
+        ctrl_c.heed()
+    ctrl_c.heed()
+    with pytest.raises(raised), patience("it"):
+        send(number)
+        send(number)
+    assert signal.getsignal(number) in (sigterm, signal.default_int_handler)
+
+
+def test_once_sigterm_has_come_the_next_one_waits_for_nothing(caplog, sigterm):
+    with patience("it") as ctrl_c:
+        send(signal.SIGTERM)
+    assert sigterm.came
+    with pytest.raises(SystemExit, match="15"):
+        ctrl_c.heed()
+    with pytest.raises(SystemExit, match="15"), patience("the checkpoint"):
+        send(signal.SIGTERM)
+    assert "the checkpoint" not in caplog.text
+
+
+def test_sigterm_behind_ctrl_c_ends_at_once_and_outside_there_is_no_patience():
+    with pytest.raises(SystemExit), patience("it"):
+        send(signal.SIGINT)
+        send(signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        send(signal.SIGTERM)
+
+
+def test_a_handler_of_the_users_is_left_alone():
+    heard = []
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    with patience("it") as ctrl_c:
+        send(signal.SIGTERM)
+    ctrl_c.heed()
+    assert heard == [signal.SIGTERM]
