@@ -29,8 +29,8 @@ from raypar.config.validate.optim import group_faults
 from raypar.config.validate.outputs import folder_faults, track_faults
 from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
 from raypar.config.validate.precision import precision_faults
+from raypar.config.validate.replica_checks import replica_check_faults
 from raypar.config.validate.sharing import sharing_faults
-from raypar.config.validate.surviving import surviving_faults
 from raypar.config.validate.tiles import tile_faults
 from raypar.errors import ConfigError
 from raypar.planner.cost_model import costs_of_run
@@ -67,7 +67,7 @@ def check_run(
     if isinstance(run.mesh, Mesh):
         faults += run.mesh.faults(right)
     faults += [*_server_faults(run, right), *_zero_faults(run, right)]
-    faults += [*offload_faults(run, right), *surviving_faults(run, right)]
+    faults += [*offload_faults(run, right), *replica_check_faults(run, right)]
     faults += precision_faults(run, right)
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
         faults += tensor_faults(run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel)

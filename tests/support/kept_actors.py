@@ -56,6 +56,6 @@ class Lent(Actors):
     pool: Pool
 
     def end(self):
-        handles, self.handles = self.handles, []
+        handles, homes, self.handles, self.homes = self.handles, self.homes, [], []
         ray.get([handle.leave.remote() for handle in handles], timeout=30)
-        self.pool.idle += zip(handles, self.homes, strict=True)
+        self.pool.idle += zip(handles, homes, strict=True)

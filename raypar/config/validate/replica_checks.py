@@ -1,4 +1,4 @@
-"""Check what a run survives: its failures, snapshots and spares, and comparisons of its replicas."""
+"""Check the comparisons of a run's replicas, and that its snapshots come after them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from collections.abc import Callable, Iterator
 from raypar.actors.specs.run import Run
 
 
-def surviving_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
-    """Yield the settings of a run that would do nothing, or could not do what they say, each with its fix.
+def replica_check_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
+    """Yield the reasons why replicas can't be compared as the run says, each with its fix.
 
     Args:
         run: The run.
         right: Returns whether some fields have their declared types and ranges.
     """
-    if right("spares", "max_failures") and run.spares and not run.max_failures:
-        fix = "set max_failures, or spares to 0"
-        yield f"spares is {run.spares}, but max_failures is 0, so no actor is replaced: {fix}"
     if (
         not right("check_every", "mesh", "data_parallel", "zero", "offload", "max_failures", "snapshot_every")
         or not run.check_every
