@@ -32,3 +32,7 @@ class ActorDiedError(JobError):
 
 class StalledError(JobError):
     """An actor made no progress for the run's timeout."""
+
+
+class NoRoomError(JobError):
+    """No node has room for another actor in the place of one that is lost."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -205,6 +207,10 @@ class Hosted:
     def progress(self) -> Progress:
         """Return how far this actor is in its step."""
         return Progress(-1, 0, None) if self._member is None else self._member.probe.progress()
+
+    def located(self) -> tuple[str, int]:
+        """Return the name of this actor's machine, and its process."""
+        return socket.gethostname(), os.getpid()
 
     def abort(self) -> None:
         """Abort all communication under way."""

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raypar.actors.errors import first_line
 from raypar.actors.specs.types import DeviceKind
 
 log = logging.getLogger(__name__)
+_HEARD = 2.5  # seconds in which an actor answers
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where an actor has its resources.
+
+    Attributes:
+        group: A placement group.
+        bundle: The number of a bundle in it.
+    """
+
+    group: PlacementGroup
+    bundle: int
 
 
 @dataclass
@@ -26,9 +42,10 @@ class Actors:
         owns_cluster: Whether the job connected to Ray, and so has to disconnect.
         driver: This process's worker id in Ray, which tells one connection from another.
         device: The kind of device that the actors compute on.
-        create: Creates an actor of a name in a bundle of the placement group; None where none is replaced.
-        bundles: The numbers of the actors' bundles, by rank.
-        spares: Actors that have no rank yet, with the numbers of their bundles.
+        create: Creates an actor of a name in a home; None where none is replaced.
+        claim: Claims a home on any node, for an actor of a name. Raises NoRoomError.
+        homes: The actors' homes, by rank.
+        spares: Actors that have no rank yet, with their homes.
     """
 
     handles: list[Any]
@@ -36,12 +53,14 @@ class Actors:
     owns_cluster: bool
     driver: str
     device: DeviceKind
-    create: Callable[[str, int], Any] | None = None
-    bundles: list[int] = field(default_factory=list)
-    spares: list[tuple[Any, int]] = field(default_factory=list)
+    create: Callable[[str, Home], Any] | None = None
+    claim: Callable[[str], Home] | None = None
+    homes: list[Home] = field(default_factory=list)
+    spares: list[tuple[Any, Home]] = field(default_factory=list)
+    _claimed: list[PlacementGroup] = field(default_factory=list)
 
     def replace(self, rank: int, name: str) -> Any:
-        """End the actor of a rank, and put a spare or a new actor in its place.
+        """End the actor of a rank, and put a spare that lives in its place, or a new actor in the same home.
 
         Args:
             rank: The rank.
@@ -52,12 +71,33 @@ class Actors:
         """
         assert self.create is not None
         _try(ray.kill, self.handles[rank])
-        if self.spares:
-            (handle, bundle), freed = self.spares.pop(0), self.bundles[rank]
-            self.spares.append((self.create(f"{name} spare", freed), freed))
-            self.handles[rank], self.bundles[rank] = handle, bundle
-        else:
-            self.handles[rank] = self.create(name, self.bundles[rank])
+        while self.spares:
+            (handle, home), freed = self.spares.pop(0), self.homes[rank]
+            if _lives(handle):
+                self.spares.append((self.create(f"{name} spare", freed), freed))
+                self.handles[rank], self.homes[rank] = handle, home
+                return handle
+        self.handles[rank] = self.create(name, self.homes[rank])
+        return self.handles[rank]
+
+    def relocate(self, rank: int, name: str) -> Any:
+        """End the actor of a rank, and start another one on any node that has room.
+
+        Args:
+            rank: The rank.
+            name: The new actor's name in Ray's dashboard.
+
+        Returns:
+            The handle of the actor.
+
+        Raises:
+            NoRoomError: No node has room.
+        """
+        assert self.create is not None and self.claim is not None
+        _try(ray.kill, self.handles[rank])
+        home = self.claim(name)
+        self._claimed.append(home.group)
+        self.handles[rank], self.homes[rank] = self.create(name, home), home
         return self.handles[rank]
 
     def reachable(self) -> bool:
@@ -77,7 +117,8 @@ class Actors:
         try:
             for handle in handles:
                 _try(ray.kill, handle)
-            _try(remove_placement_group, self.group)
+            for group in (self.group, *self._claimed):
+                _try(remove_placement_group, group)
         finally:
             if self.owns_cluster:
                 ray.shutdown()
@@ -86,6 +127,16 @@ class Actors:
 def driver_id() -> str:
     """Return this process's worker id in Ray, which changes at every ray.init."""
     return str(ray.get_runtime_context().get_worker_id())
+
+
+def _lives(handle: Any) -> bool:
+    """Return whether an actor answers."""
+    answered, _ = ray.wait([ref := handle.progress.options(concurrency_group="ctl").remote()], timeout=_HEARD)
+    if answered:
+        with suppress(RayActorError):
+            ray.get(ref)
+            return True
+    return False
 
 
 def _try(release: Callable[..., object], what: object) -> None:

@@ -35,11 +35,6 @@ def living_nodes() -> list[Node]:
     return sorted(found, key=lambda node: (node.id != own, _by_address(node.address), node.id))
 
 
-def is_alive(node: Node) -> bool:
-    """Return whether Ray still reaches a node."""
-    return any(one["NodeID"] == node.id and one["Alive"] for one in ray.nodes())
-
-
 def own_node() -> str:
     """Return the id of the node on which this process is."""
     return str(ray.get_runtime_context().get_node_id())

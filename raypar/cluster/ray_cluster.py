@@ -22,14 +22,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raypar.actors.errors import first_line
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.types import DeviceChoice
-from raypar.cluster.actors import Actors, driver_id
+from raypar.cluster.actors import Actors, Home, driver_id
 from raypar.cluster.address import demand_answer
 from raypar.cluster.devices import Share, demand_build, gpu_share
 from raypar.cluster.interrupts import patience
-from raypar.cluster.nodes import demand_alike, is_alive, living_nodes
+from raypar.cluster.nodes import demand_alike, living_nodes
 from raypar.cluster.placement import Node, bundles_of, place, room_told, split_told, told, wants
 from raypar.cluster.ray_private import start_on_loopback
-from raypar.errors import ConfigError, JobError
+from raypar.errors import ConfigError, JobError, NoRoomError
 from raypar.planner.host import num_cores, num_slots, room_faults, starts_own_ray
 
 T = TypeVar("T")
@@ -50,6 +50,7 @@ _QUIET = {
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
 _PLACEMENT_SECONDS = 60.0
+_ROOM_SECONDS = 10.0  # for one actor in the place of another
 _NODE_ID = "ray.io/node-id"  # the label that Ray gives each node
 _CPU = Share("cpu", 0.0)
 _TOO_SMALL = "use a smaller mesh or a larger cluster, or wait for its nodes"
@@ -100,14 +101,11 @@ def start_actors(
         try:
             ctrl_c.heed()
             demand_alike(claim.nodes)
-            end = time.monotonic() + (seconds := max(wait_for_nodes, _PLACEMENT_SECONDS))
-            while not group.wait(_LOOK):  # in short waits: Ray ignores Ctrl-C while waiting
-                if time.monotonic() > end:
-                    why = f"they were not free within {seconds:g} s"
-                    raise ConfigError([_no_room(world, living_nodes(), why, share)])
-            create, bundles = partial(_actor, hosted, group, claim.pins, share), list(claim.bundle)
-            handles = [create(f"{job} {world.label(rank)}", bundle) for rank, bundle in enumerate(bundles)]
-            extra = [(create(f"{job} spare {bundle}", bundle), bundle) for bundle in claim.spares]
+            _await(group, world, share, max(wait_for_nodes, _PLACEMENT_SECONDS))
+            create, homes = partial(_actor, hosted, share), [Home(group, bundle) for bundle in claim.bundle]
+            handles = [create(f"{job} {world.label(rank)}", home) for rank, home in enumerate(homes)]
+            extra = [Home(group, bundle) for bundle in claim.spares]
+            spare = [(create(f"{job} spare {home.bundle}", home), home) for home in extra]
         except BaseException:
             remove_placement_group(group)
             raise
@@ -115,7 +113,16 @@ def start_actors(
         if owns:
             ray.shutdown()
         raise
-    return Actors(handles, group, owns, driver_id(), share.device, create, bundles, extra)
+    return Actors(handles, group, owns, driver_id(), share.device, create, partial(_elsewhere, share), homes, spare)
+
+
+def _await(group: PlacementGroup, world: World, share: Share, seconds: float) -> None:
+    """Wait until a placement group has its resources. Raises ConfigError if it has not in so many seconds."""
+    end = time.monotonic() + seconds
+    while not group.wait(_LOOK):  # in short waits: Ray ignores Ctrl-C while waiting
+        if time.monotonic() > end:
+            why = f"they were not free within {seconds:g} s"
+            raise ConfigError([_no_room(world, living_nodes(), why, share)])
 
 
 @contextmanager
@@ -242,15 +249,24 @@ def _claim(world: World, nodes: Sequence[Node], share: Share, *, grows: bool) ->
     return _Claim([wants(share)] * world.size, range(world.size), pins, used)
 
 
-def _actor(cls: type, group: PlacementGroup, pins: Sequence[Node], share: Share, name: str, bundle: int) -> Any:
-    """Create an actor in a bundle of the placement group, or on any node if the bundle's own is lost."""
+def _actor(cls: type, share: Share, name: str, home: Home) -> Any:
+    """Create an actor in its home."""
     decorate: Any = ray.remote  # its type annotations lack concurrency groups
     # No retries: a retried backward would add its gradients twice. The driver does the recovery.
     kept = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"ctl": 2, "disk": 1}}
     remote = decorate(num_cpus=1, num_gpus=share.gpus, **kept)(cls)
-    lost = bundle < len(pins) and not is_alive(pins[bundle])
-    where: Any = "DEFAULT" if lost else PlacementGroupSchedulingStrategy(group, bundle)
+    where = PlacementGroupSchedulingStrategy(home.group, home.bundle)
     return remote.options(name=name, scheduling_strategy=where).remote()
+
+
+def _elsewhere(share: Share, name: str) -> Home:
+    """Claim a home for one more actor on any node. Raises NoRoomError if none has any."""
+    group = placement_group([wants(share)], strategy="PACK", name=name)
+    if group.wait(_ROOM_SECONDS):
+        return Home(group, 0)
+    remove_placement_group(group)
+    have = "; ".join(f"{node.name} has {node.free.get('CPU', 0.0):g} free CPUs" for node in living_nodes())
+    raise NoRoomError(f"no node has room for another actor in the place of one that is lost: {have}")
 
 
 def _connect() -> bool:

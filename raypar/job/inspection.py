@@ -19,6 +19,7 @@ from raypar.reporting.memory_table import MemoryTable, memory_table
 from raypar.reporting.needs import size
 from raypar.reporting.notebook import table
 from raypar.reporting.report import Report, ledger_of, timelines_of
+from raypar.reporting.whereabouts import Whereabouts, actor_of
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.nearest_name import near
 from raypar.schedules.timeline import Timeline
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from raypar.actors.inspect.activations import Sight, Spot
+
+
+_HEARD = 2.5  # seconds in which an actor answers
 
 
 class Inspection:
@@ -202,6 +206,18 @@ class Inspection:
             peak = size(last.peak_memory[self._world.pp(rank)]) if last is not None and works else "-"
             rows.append((rank, self._world.label(rank), f"{sum(part.numel() for part in parts):,}", peak, device))
         return table(rows, ("actor", "coordinates", "parameters", "peak memory", "device"))
+
+    def who(self) -> Whereabouts:
+        """Say where every actor is and what it does now; see ``Job.who``."""
+        everyone = range(self._world.size)
+        at = self._calls.answers(everyone, "located", seconds=_HEARD, group="ctl")
+        progress = self._calls.answers(everyone, "progress", seconds=_HEARD, group="ctl")
+        idle = [rank for rank, found in progress.items() if found.action is None]  # others would answer after the step
+        events = self._calls.answers(idle, "events", seconds=_HEARD)
+        return Whereabouts(
+            actor_of(self._world.label(rank), at.get(rank), progress.get(rank), events.get(rank, []))
+            for rank in everyone
+        )
 
     def memory(self) -> MemoryTable:
         """Return the memory of every actor by kind, as a formula has it and as it was measured; see ``Job.memory``."""

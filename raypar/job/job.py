@@ -39,6 +39,7 @@ from raypar.reporting.notebook import box
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.summary import job_told, log_plan
+from raypar.reporting.whereabouts import Whereabouts
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
@@ -178,8 +179,6 @@ class Job:
     def save(self, folder: str | PathLike[str], keep_last: Count | None = None) -> Path:
         """Save a checkpoint and wait until it is complete on disk.
 
-        Checkpoints that the training saves by itself are in ``run.folder``.
-
         Args:
             folder: Folder of checkpoints, in which this one gets a subfolder.
             keep_last: Number of checkpoints to keep with this one: older ones of earlier steps are removed. None: all.
@@ -216,8 +215,6 @@ class Job:
     def weights(self, dp: int | None = None) -> Weights:
         """Return the weights that the optimizer has, or the layers' of a replica: a mapping from name to whole tensor.
 
-        Each look fetches what the actors have now: ``job.weights()[name]`` one, ``dict(job.weights().items())`` all.
-
         Args:
             dp: Index of the data-parallel replica; None for the optimizer's weights, which in fp32 are the same.
 
@@ -228,8 +225,6 @@ class Job:
 
     def grad(self, name: str) -> Tensor | None:
         """Fetch a gradient of the latest step as the optimizer saw it: summed over the replicas, and clipped.
-
-        It comes from the actor that updates the weight, a worker or a parameter server.
 
         Args:
             name: Logical name of the parameter.
@@ -271,6 +266,11 @@ class Job:
     def ledger(self) -> dict[str, dict[tuple[str, str], Entry]]:
         """Return the communication totals since the launch: by actor, then by (axis, op), calls, bytes and seconds."""
         return self._inspection.ledger()
+
+    def who(self) -> Whereabouts:
+        """Return a table of where every actor is and what it does now, also while another thread takes steps."""
+        self._lifetime.demand_open()
+        return self._inspection.who()
 
     def memory(self) -> MemoryTable:
         """Return the memory of every actor by kind, as a formula has it and as it was measured in the latest step."""

@@ -47,11 +47,11 @@ class Lifetime:
         assert self._actors is not None
         return self._actors.handles[:count]
 
-    def replace(self, rank: int, name: str) -> Any:
-        """Replace the actor of a rank; see ``Actors.replace``. Raises JobError if the job is over."""
+    def replace(self, rank: int, name: str, *, elsewhere: bool = False) -> Any:
+        """Replace the actor of a rank; see ``Actors.replace`` and ``relocate``. Raises JobError if the job is over."""
         self.demand_open()
         assert self._actors is not None
-        return self._actors.replace(rank, name)
+        return (self._actors.relocate if elsewhere else self._actors.replace)(rank, name)
 
     def calls_on(self, world: World, timeout: float, *, replaces: bool = False) -> Calls:
         """Return Calls to the actors of a world. From now on, a failure aborts these.

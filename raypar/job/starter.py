@@ -18,7 +18,7 @@ from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.find import Found, newest
 from raypar.config.schedule import Programs
-from raypar.errors import JobError
+from raypar.errors import JobError, NoRoomError
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import Guard, LoadedRun
 from raypar.job.plans import plans_of
@@ -28,6 +28,7 @@ from raypar.recovery.failures import Failure, Failures, reason_of
 log = logging.getLogger(__name__)
 _HEARD = 2.5  # seconds in which an actor that lives answers: a GIL may be held for 2 s
 _FREE = 5.0  # seconds in which an actor whose groups were aborted gets out of its step
+_STARTED = 30.0  # seconds in which a new actor starts on a node that lives
 _JOINING = 1.0  # the same of an actor that joins groups, which it does not leave as long as others may come
 
 
@@ -77,7 +78,7 @@ class Starter:
             error: What failed.
 
         Raises:
-            JobError: It is one failure too many, or nothing is left to go on with.
+            JobError: It is one failure too many, or no node has room for another actor.
         """
         start, replaced = time.monotonic(), list[str]()
         reason = reason_of(error)
@@ -87,6 +88,9 @@ class Starter:
             try:
                 replaced += self._clear(_JOINING if replaced else _FREE)
                 back_to, source = self._again(step - 1)
+            except NoRoomError as end:
+                end.add_note(f"It was lost so: {reason}.")
+                raise
             except JobError as next_error:
                 error = next_error
                 continue
@@ -113,9 +117,17 @@ class Starter:
         gone = [rank for rank in everyone if rank not in free]
         for rank in gone:
             self._kill(rank)
-            name = f"{self._job} {world.label(rank)} {self._generation + 1}"
-            calls.replace(rank, self._lifetime.replace(rank, name))
+            self._replace(rank)
+        there = calls.answers(gone, "progress", seconds=_STARTED, group="ctl")
+        for rank in set(gone) - set(there):  # its node may be gone too
+            self._replace(rank, elsewhere=True)
         return [world.label(rank) for rank in gone]
+
+    def _replace(self, rank: int, *, elsewhere: bool = False) -> None:
+        """Put another actor in the place of a rank's. Raises NoRoomError."""
+        loaded = self._loaded
+        name = f"{self._job} {loaded.world.label(rank)} {self._generation + 1}{' elsewhere' if elsewhere else ''}"
+        loaded.calls.replace(rank, self._lifetime.replace(rank, name, elsewhere=elsewhere))
 
     def _kill(self, rank: int) -> None:
         """End the process of an actor on this node at once: one that is stopped would not end by itself for seconds."""

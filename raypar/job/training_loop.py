@@ -28,6 +28,7 @@ from raypar.paths import CHECKPOINTS, absolute
 from raypar.reporting.progress import display
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report, losses_of, mean_loss, report_of
+from raypar.reporting.stragglers import Stragglers
 from raypar.schedules.schedule import Schedule
 from raypar.stepping.recording import Recorder
 from raypar.stepping.stepper import Stepper
@@ -123,12 +124,14 @@ class TrainingLoop:
         self._is_finished = False
         self.loaded, self.next_step = loaded, 0
         self._record, self._saver = record, Saver(loaded.run, loaded.calls, loaded.world)
+        self._stragglers = Stragglers(loaded.world)
 
     def exchange(self, loaded: LoadedRun, record: Record) -> None:
         """Replace the run by another one, from its first step. The present one must be closed already."""
         self._stepper, self.last = None, None
         self.loaded, self.next_step = loaded, 0
         self._record, self._saver = record, Saver(loaded.run, loaded.calls, loaded.world)
+        self._stragglers = Stragglers(loaded.world)
         self._is_finished = False
 
     def leave(self, folder: str | None) -> None:
@@ -371,6 +374,9 @@ class TrainingLoop:
         """Count the step, now that every actor has reported it, and record its report."""
         watched = format_watched(self.loaded.run.overflow_format, self.loaded.run.precision.compute)
         report = report_of(self.next_step, seconds, results, self.loaded.world, by_hand=by_hand, watched=watched)
+        if not by_hand:
+            for told in self._stragglers.of(report.steps_taken, [result.busy for result in results]):
+                log.warning("%s", told)
         self.next_step += 1
         self.last = report
         self._record.write(report)

@@ -127,6 +127,24 @@ def shared_folder() -> Iterator[str]:
         yield folder
 
 
+LOST = """
+import sys
+import raypar as rp
+
+run = rp.recipe("gpt-tiny", mesh=rp.Mesh(pp=2), steps=6, microbatches=2, max_failures=int(sys.argv[1]), timeout=20.0)
+with rp.launch(run, chaos=[rp.chaos.drop_node("pp=1", at="1F1", step=4)] * run.max_failures) as job:
+    losses = [report.loss for report in job.train()]
+    print(losses, *job.failures)
+"""
+
+
+def is_loss_survived() -> bool:
+    """Kill Ray on one of three hosts in a run: the actor there must go on on the third one, with the same losses."""
+    with cluster_of_hosts("first", "second", "third", cpus=(1, 1, 1)) as cluster:
+        whole, lost = (cluster.drive("-c", LOST, most, timeout=200).splitlines()[-1] for most in ("0", "1"))
+    return check(f"a node is lost: {lost.partition('] ')[2]}", lost.startswith(whole.strip()) and "replaced" in lost)
+
+
 def main() -> int:
     """Do all of it."""
     words = argparse.ArgumentParser()
@@ -160,6 +178,7 @@ def main() -> int:
         results.append(is_cut_told(cluster, args.recipe))
     results.append(is_symmetric(args.recipe))
     results.append(is_host_replaced(args.recipe, 50 * args.steps))
+    results.append(is_loss_survived())
     return 0 if all(results) else 1
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import ray
@@ -20,7 +19,7 @@ from raypar.cluster.ray_cluster import start_actors
 
 
 class Pool:
-    """Actors that no job has, each with what creates another one in its place; it grows with the largest world."""
+    """Actors that no job has, each with its home; it grows with the largest world."""
 
     def __init__(self):
         self.idle, self._started = [], []
@@ -31,14 +30,12 @@ class Pool:
         if missing > 0:
             new = start_actors(hosted, World(Mesh(dp=missing)), device, f"{job} kept", wait_for_nodes)
             self._started.append(new)
-            again = (partial(new.create, bundle=bundle) for bundle in new.bundles)
-            self.idle += zip(new.handles, again, strict=True)
+            self.idle += zip(new.handles, new.homes, strict=True)
         first = self._started[0]
         taken, self.idle = self.idle[: world.size], self.idle[world.size :]
         kept = {"group": first.group, "driver": first.driver, "device": first.device}
-        again = [create for _, create in taken]
-        kept |= {"create": lambda name, bundle: again[bundle](name), "bundles": list(range(len(taken)))}
-        return Lent(handles=[handle for handle, _ in taken], owns_cluster=False, pool=self, again=again, **kept)
+        kept |= {"create": first.create, "claim": first.claim, "homes": [home for _, home in taken]}
+        return Lent(handles=[handle for handle, _ in taken], owns_cluster=False, pool=self, **kept)
 
     @contextmanager
     def serving(self):
@@ -57,9 +54,8 @@ class Lent(Actors):
     """A job's actors, which it gives back at its end."""
 
     pool: Pool
-    again: list
 
     def end(self):
         handles, self.handles = self.handles, []
         ray.get([handle.leave.remote() for handle in handles], timeout=30)
-        self.pool.idle += zip(handles, self.again, strict=True)
+        self.pool.idle += zip(handles, self.homes, strict=True)

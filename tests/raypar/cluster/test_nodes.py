@@ -90,18 +90,6 @@ def test_a_split_tensor_group_is_claimed_actor_by_actor_and_warned_of_once(caplo
     assert busy.bundles == [{"CPU": 1.0}] * 4, "whole tensor groups would wait forever"
 
 
-@pytest.mark.parametrize(("alive", "bundle", "stays"), [(True, 0, True), (False, 0, False), (False, 1, True)])
-def test_who_replaces_an_actor_of_a_lost_node_goes_wherever_there_is_room(monkeypatch, alive, bundle, stays):
-    """A bundle that is pinned to a node would wait for it forever; that of a spare is pinned to none."""
-    found = {}
-    remote = SimpleNamespace(options=lambda **its: found.update(its) or SimpleNamespace(remote=lambda: "actor"))
-    monkeypatch.setattr(ray_cluster, "ray", SimpleNamespace(remote=lambda **_: lambda cls: remote))
-    monkeypatch.setattr(ray_cluster, "PlacementGroupSchedulingStrategy", lambda group, bundle: (group, bundle))
-    monkeypatch.setattr(ray_cluster, "is_alive", lambda node: alive)
-    assert ray_cluster._actor(object, "group", [node("a", 1.0)], CPU, "name", bundle) == "actor"
-    assert found["scheduling_strategy"] == (("group", bundle) if stays else "DEFAULT")
-
-
 def test_plan_says_what_would_wait(monkeypatch):
     cuda = SimpleNamespace(is_built=lambda: False)
     monkeypatch.setattr(ray_cluster, "torch", SimpleNamespace(backends=SimpleNamespace(cuda=cuda)))

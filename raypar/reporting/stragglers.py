@@ -1,0 +1,46 @@
+"""Stragglers: actors that compute much longer than others with the same work."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from raypar.actors.mesh.world import World
+
+_TIMES = 1.5  # how many times as long as its peers a straggler computes
+_STEPS = 10  # for how many steps on end
+
+
+class Stragglers:
+    """Watches how long actors compute. The peers of an actor are those of its pipeline rank and kind, with equal work.
+
+    Args:
+        world: The ranks of the run.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._peers = defaultdict[tuple[int, bool], list[int]](list)
+        for rank in world.trainers:
+            self._peers[world.pp(rank), world.is_expert(rank)].append(rank)
+        self._late = dict.fromkeys(world.trainers, 0)  # by rank, steps on end
+
+    def of(self, step: int, busy: Sequence[float]) -> Iterator[str]:
+        """Yield a warning for each actor that has just become a straggler.
+
+        Args:
+            step: The step, counted from 1.
+            busy: Seconds of compute of each actor in it, by rank.
+        """
+        for ranks in self._peers.values():
+            for rank in ranks:
+                usual = statistics.median([busy[one] for one in ranks if one != rank] or [busy[rank]])
+                is_late = usual > 0 and busy[rank] > _TIMES * usual
+                self._late[rank] = self._late[rank] + 1 if is_late else 0
+                if self._late[rank] == _STEPS:
+                    times = f"{busy[rank] * 1e3:.0f} and {usual * 1e3:.0f} ms in step {step}"
+                    yield (
+                        f"straggler: {self._world.label(rank)} has computed more than {_TIMES:g} times as long as its "
+                        f"peers for {_STEPS} steps ({times}): see what else runs on its machine (job.who() names it)"
+                    )

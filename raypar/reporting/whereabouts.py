@@ -1,0 +1,75 @@
+"""Who is where and does what: a table of a job's actors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from raypar.actors.specs.results import Progress, Span
+from raypar.reporting.notebook import box, table
+from raypar.schedules.action import Op
+from raypar.schedules.drawing.cells import lines
+
+_HEAD = ("node", "pid", "step", "action", "done", "F ms", "B ms", "W ms")
+_SPELLED = {"F": (Op.F,), "B": (Op.B, Op.I), "W": (Op.W,)}
+
+
+class Actor(NamedTuple):
+    """An actor now.
+
+    Attributes:
+        actor: Its name.
+        node: The name of its machine; "" if it does not answer.
+        pid: Its process there; 0 if it does not answer.
+        step: The step that it is in, or was in last, counted from 1; 0 before the first, or if it does not answer.
+        action: The action under way; "" between two; "no answer".
+        done: Number of actions of that step that are done.
+        seconds: Mean seconds of a forward (F), a backward or its first half (B), and a second half (W), in the latest
+            step that was measured; of those that it has.
+    """
+
+    actor: str
+    node: str
+    pid: int
+    step: int
+    action: str
+    done: int
+    seconds: dict[str, float]
+
+
+class Whereabouts(list[Actor]):
+    """A row for each actor, by rank. A REPL and a notebook show a table."""
+
+    def __repr__(self) -> str:
+        cells = [list(_HEAD), *map(_cells, self)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        padded = [[f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)] for row in cells]
+        return "\n".join(lines(["actor", *(one.actor for one in self)], padded))
+
+    def _repr_html_(self) -> str:
+        return box(table([(one.actor, *_cells(one)) for one in self], ("actor", *_HEAD)))
+
+
+def actor_of(label: str, at: tuple[str, int] | None, progress: Progress | None, events: Sequence[Span]) -> Actor:
+    """Describe an actor.
+
+    Args:
+        label: Its name.
+        at: Its machine and process; None if it does not answer.
+        progress: How far it is; None if it does not answer.
+        events: The spans of its latest measured step.
+    """
+    seconds = {}
+    for spelled, ops in _SPELLED.items():
+        spans = [span.end - span.start for span in events if span.action.op in ops]
+        if spans:
+            seconds[spelled] = sum(spans) / len(spans)
+    if at is None or progress is None:
+        return Actor(label, "", 0, 0, "no answer", 0, seconds)
+    return Actor(label, *at, progress.step + 1, str(progress.action or ""), progress.done, seconds)
+
+
+def _cells(one: Actor) -> list[str]:
+    times = [f"{one.seconds[spelled] * 1e3:.1f}" if spelled in one.seconds else "-" for spelled in _SPELLED]
+    step = str(one.step) if one.step else "-"
+    return [one.node or "-", str(one.pid or "-"), step, one.action or "-", str(one.done), *times]
