@@ -101,11 +101,7 @@ def start_actors(
         try:
             ctrl_c.heed()
             demand_alike(claim.nodes)
-            end = time.monotonic() + (seconds := max(wait_for_nodes, _PLACEMENT_SECONDS))
-            while not group.wait(_LOOK):  # in short waits: Ray ignores Ctrl-C while waiting
-                if time.monotonic() > end:
-                    why = f"they were not free within {seconds:g} s"
-                    raise ConfigError([_no_room(world, living_nodes(), why, share)])
+            _await(group, world, share, max(wait_for_nodes, _PLACEMENT_SECONDS))
             create, homes = partial(_actor, hosted, share), claim.homes(group)
             handles = [create(f"{job} {world.label(rank)}", home) for rank, home in enumerate(homes)]
             spare = [(create(f"{job} spare {bundle}", one := Home(group, bundle)), one) for bundle in claim.spares]
@@ -117,6 +113,15 @@ def start_actors(
             ray.shutdown()
         raise
     return Actors(handles, group, owns, driver_id(), share.device, create, partial(_elsewhere, share), homes, spare)
+
+
+def _await(group: PlacementGroup, world: World, share: Share, seconds: float) -> None:
+    """Wait until a placement group has its resources. Raises ConfigError if it has not in so many seconds."""
+    end = time.monotonic() + seconds
+    while not group.wait(_LOOK):  # in short waits: Ray ignores Ctrl-C while waiting
+        if time.monotonic() > end:
+            why = f"they were not free within {seconds:g} s"
+            raise ConfigError([_no_room(world, living_nodes(), why, share)])
 
 
 @contextmanager

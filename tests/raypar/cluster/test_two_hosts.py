@@ -13,7 +13,7 @@ import raypar as rp
 from tests.support.clusters import cluster_of_hosts
 from tests.support.hosts import missing
 
-pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(300)]
 
 LAYOUTS = ({"tp": 2}, {"pp": 2}, {"dp": 2})  # the first one is launched, the others take its actors
 DRIVER = """
