@@ -33,7 +33,7 @@ from raypar.paths import absolute, checkpoints_in
 from raypar.planner.host import room_faults, starts_own_ray
 from raypar.recovery.chaos import faults_in, injectable
 from raypar.reporting.expert_table import expert_table
-from raypar.reporting.needs import Rows, memory_faults
+from raypar.reporting.needs import TOO_MUCH, Rows, memory_faults
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.summary import closing_rows, plan_rows, planned_grid
 from raypar.schedules.drawing.chrome_trace import chrome_trace
@@ -102,6 +102,13 @@ class Plan:
 
     picture: str
     rows: Rows
+
+    @property
+    def verdict(self) -> str:
+        """Say whether the run can start, and whether its memory is free."""
+        if any(TOO_MUCH in figure for _, figure in self.rows):
+            return "no mistake is in this run, but it needs more memory than is free here"
+        return "ok: this run can start"
 
 
 @dataclass(frozen=True)
@@ -188,8 +195,7 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
         faults.append("--overwrite replaces the run in a folder, and there is none: give --folder")
     if begun is not None and right("steps") and begun.manifest.step >= run.steps:
         faults.append(finished(begun, run.steps, is_told=is_told))
-    if schedule is not None:
-        faults += injected(args.chaos, run, schedule)[1]
+    faults += injected(args.chaos, run, schedule)[1]
     if not 0 <= args.wait_for_nodes < math.inf:
         faults.append(f"--wait-for-nodes is {args.wait_for_nodes}: it must be a number of seconds, 0 or more")
     if right("mesh", "data_parallel", "servers", "zero"):
@@ -247,14 +253,23 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None,
         return Finished(rows, "" if job.lost is None else _told_lost(job))
 
 
-def injected(file: Path | None, run: Run, schedule: Schedule) -> tuple[list[InjectedFault], list[str]]:
-    """Read the faults that are injected into a run on purpose; return them, and what is wrong with them."""
-    if file is None:
-        return [], []
+def injected(file: Path | None, run: Run, schedule: Schedule | None) -> tuple[list[InjectedFault], list[str]]:
+    """Read the faults that are injected into a run on purpose; return them, and what is wrong with them.
+
+    Args:
+        file: Their file; None for no faults.
+        run: The run.
+        schedule: The schedule of its training step; None if the run has mistakes. Then only the file is looked at.
+    """
     try:
-        return injectable(faults_in(file), world_of(run), schedule)
+        named = [] if file is None else faults_in(file)
     except ConfigError as error:
         return [], error.faults
+    if schedule is None:
+        return [], []
+    found, wrong = injectable(named, world_of(run), schedule)
+    late = [fault for fault in found if fault.step > run.steps and fault.at != "start"]
+    return found, [*wrong, *(f"chaos: {one} never happens: the run has {run.steps} steps" for one in late)]
 
 
 def _told_lost(job: Job) -> str:
