@@ -127,7 +127,3 @@ class FaultsError(Exception):
 
 class CheckpointError(FaultsError, RuntimeError):
     """A checkpoint cannot be written or read; lists all that is wrong. Older checkpoints are untouched."""
-
-
-class LayersError(ValueError):
-    """The layers that a user's function returned can't be a model; a sentence that says the fix."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -104,10 +104,24 @@ class Twice:
         return outputs
 
 
-class Buffers:
-    """Save the buffers that a forward changes, so that the recomputation starts from the same values.
+class Before(NamedTuple):
+    """The buffers of modules at some time.
 
-    The first call saves all buffers, and finds out which of them the forward changes. Later calls save only those.
+    Attributes:
+        now: The buffers.
+        clones: Copies of those that may change.
+        writes: How often each was written to.
+    """
+
+    now: Then
+    clones: Then
+    writes: dict[_Place, int]
+
+
+class Buffers:
+    """Save the buffers that are about to change: by a forward that is run again, or in a step that may not be taken.
+
+    The first time all buffers are saved, to find out which of them change. Later only those are.
 
     Args:
         *modules: The modules whose buffers are watched, with all submodules.
@@ -116,6 +130,47 @@ class Buffers:
     def __init__(self, *modules: nn.Module) -> None:
         self._modules, self._changing = modules, set[_Place]()
         self._known = False
+
+    def before(self) -> Before:
+        """Save the buffers, before something changes them."""
+        now = self._now()
+        asked = [place for place in now if place in self._changing or not self._known]
+        clones = {place: now[place].clone() for place in asked}
+        return Before(now, clones, {place: num_writes(buffer) for place, buffer in now.items()})
+
+    def changed(self, before: Before) -> Then:
+        """Find out which buffers have changed.
+
+        Args:
+            before: What ``before`` returned.
+
+        Returns:
+            Their values before, as far as they were saved.
+        """
+        after = self._now()
+        self._changing |= {
+            place
+            for place, buffer in before.now.items()
+            if place not in self._changing
+            and (
+                after.get(place) is not buffer
+                or num_writes(buffer) > before.writes[place]
+                # batch_norm's writes are not counted
+                or (place in before.clones and not torch.equal(buffer, before.clones[place]))
+            )
+        }
+        self._known = True
+        return {place: clone for place, clone in before.clones.items() if place in self._changing}
+
+    def put_back(self, before: Before) -> None:
+        """Give the modules the buffers, and the values, that they had before.
+
+        Args:
+            before: What ``before`` returned.
+        """
+        with torch.no_grad():
+            for (module, name), clone in self.changed(before).items():
+                module._buffers[name] = before.now[module, name].copy_(clone)
 
     def keep(self, forward: Callable[[], Values]) -> tuple[Values, Then]:
         """Run a forward.
@@ -126,21 +181,9 @@ class Buffers:
         Returns:
             The outputs, and the values before the forward of the buffers that it changes.
         """
-        now = self._now()
-        asked = [place for place in now if place in self._changing or not self._known]
-        clones = {place: now[place].clone() for place in asked}
-        before = {place: num_writes(buffer) for place, buffer in now.items()}
+        before = self.before()
         outputs = forward()
-        after = self._now()
-        self._changing |= {
-            place
-            for place, buffer in now.items()
-            if after.get(place) is not buffer
-            or num_writes(buffer) > before[place]
-            or (place in clones and not torch.equal(buffer, clones[place]))  # batch_norm's writes are not counted
-        }
-        self._known = True
-        return outputs, {place: clone for place, clone in clones.items() if place in self._changing}
+        return outputs, self.changed(before)
 
     @contextmanager
     def as_then(self, then: Then) -> Iterator[None]:

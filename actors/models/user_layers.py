@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from raypar.actors.errors import LayersError, blame
+from raypar.actors.errors import blame
 from raypar.actors.models.base import Model, Parallelize, unsharded
 from raypar.actors.models.deferred_init import Recording, as_kind_of, on_meta, record, seeded, slots_of
 from raypar.actors.models.made_at import made_at, noted_lines
@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 _NO_LAYERS = "model.fn must return a list of nn.Modules, one or more"
 
 
+class UnfitLayersError(ValueError):
+    """The user's function returns what no model can be made of."""
+
+
 class LayersModel(Model):
     """A model of user layers, called ``layers.0``, ``layers.1``, ...
 
@@ -37,7 +41,7 @@ class LayersModel(Model):
         seed: The run's seed.
 
     Raises:
-        LayersError: ``fn`` does not return a list of one or more modules, or some of them are lazy.
+        UnfitLayersError: ``fn`` does not return a list of one or more modules, or some of them have no sizes yet.
     """
 
     def __init__(self, layers: Layers, seed: int) -> None:
@@ -45,12 +49,7 @@ class LayersModel(Model):
         self._sharded = set[int]()  # layers of which this actor has only a part
         modules, self._recording = _built(layers, seed)
         self.is_deferred = self._recording is not None
-        if not modules or not _are_modules(modules):
-            raise LayersError(_NO_LAYERS)
         self.names = tuple(f"layers.{i}" for i in range(len(modules)))
-        if lazy := [*_lazy(self.names, modules)]:
-            fix = "whose sizes only the first input tells: make them with all their sizes, as nn.Linear(8, 4)"
-            raise LayersError(f"model.fn made {' and '.join(lazy)}, {fix}")
         self.body = range(len(modules))
         self.costs = tuple(1.0 + sum(p.numel() for p in module.parameters()) for module in modules)
         self.ties = _shared(self.names, modules)
@@ -125,34 +124,48 @@ def _built(layers: Layers, seed: int) -> tuple[list[nn.Module], Recording | None
     try:
         with noted_lines():
             modules, recording = record(layers.fn, seed)
-        if not _are_modules(modules) or not has_strays(modules):
+        _demand_fit(modules)
+        if not has_strays(modules):
             return modules, recording
         reason = "it has tensors that are more than a parameter, a buffer or an attribute"
+    except UnfitLayersError:
+        raise
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         reason = str(error)  # it reads values of its tensors, for example
     log.info("the model can't be built without its weights (%s); every actor builds all of it, for a moment", reason)
     return _build_real(layers, seed), None
 
 
-def _are_modules(built: Sequence[object]) -> bool:
-    return all(isinstance(module, nn.Module) for module in built)
+def _demand_fit(built: Sequence[object]) -> None:
+    """Raise UnfitLayersError unless these are one or more modules, all of which know their sizes."""
+    modules = [module for module in built if isinstance(module, nn.Module)]
+    if not built or len(modules) < len(built):
+        raise UnfitLayersError(_NO_LAYERS)
+    if unsized := [*_unsized(modules)]:
+        raise UnfitLayersError("\n".join(unsized))
 
 
-def _lazy(names: Sequence[str], modules: Sequence[nn.Module]) -> Iterator[str]:
-    """Yield the modules that take their sizes from their first input, which is not there when actors share layers."""
-    for layer, module in zip(names, modules, strict=True):
-        for path, part in module.named_modules(prefix=layer):
-            if any(map(is_lazy, (*part.parameters(recurse=False), *part.buffers(recurse=False)))):
-                yield f"{path} a {type(part).__name__}"
+def _unsized(modules: Sequence[nn.Module]) -> Iterator[str]:
+    """Yield a fault for each module that learns its sizes from its first batch."""
+    for index, module in enumerate(modules):
+        for path, part in module.named_modules(prefix=f"layers.{index}"):
+            if any(map(is_lazy, [*part.parameters(recurse=False), *part.buffers(recurse=False)])):
+                kind = type(part).__name__
+                yield (
+                    f"model.fn: {path} is a {kind}, which learns its sizes from its first batch, and actors divide the "
+                    f"weights before: give {kind.removeprefix('Lazy')} with its sizes"
+                )
 
 
 def _build_real(layers: Layers, seed: int) -> list[nn.Module]:
-    """Build the user's modules with their weights. Raises LayersError if ``fn`` does not return a list."""
+    """Build the user's modules with their weights. Raises UnfitLayersError as ``LayersModel`` does."""
     with noted_lines(), seeded(derive(seed, "build")):
         built = layers.fn()
     if not isinstance(built, Iterable):
-        raise LayersError(_NO_LAYERS)
-    return list(built)
+        raise UnfitLayersError(_NO_LAYERS)
+    modules = list(built)
+    _demand_fit(modules)
+    return modules
 
 
 def _copied(modules: Sequence[nn.Module], layers: Sequence[int]) -> nn.ModuleDict:

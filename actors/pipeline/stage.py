@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.autograd.backward import Tail
-from raypar.actors.autograd.recompute import Buffers, LayerAgain, SelectiveRecompute, Then, Twice
+from raypar.actors.autograd.recompute import Before, Buffers, LayerAgain, SelectiveRecompute, Then, Twice
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.device import Place
 from raypar.actors.expert_parallel.record import Routed, RouterRecord
@@ -105,6 +105,7 @@ class Stage:
         self._train = True
         self._twice = Twice()  # copies the inputs of the stage if the first layer writes into them
         self._buffers = Buffers(*self.modules)
+        self._before = Before({}, {}, {})  # the buffers when the training step began
         # By microbatch: inputs, graph, buffers, target. With "full" recomputation there is no graph yet; otherwise
         # buffers and target are empty.
         self._saved: dict[int, tuple[Values, Tail | None, Then, Values]] = {}
@@ -168,6 +169,19 @@ class Stage:
         self._train = train
         for module in self.modules:
             module.train(train)
+        if train:
+            self._before = self._buffers.before()
+
+    def settle(self, *, taken: bool) -> None:
+        """End a training step as far as buffers go: if it is not taken, they get the values that they had before it.
+
+        Args:
+            taken: Whether the weights were updated.
+        """
+        if taken:
+            self._buffers.changed(self._before)
+        else:
+            self._buffers.put_back(self._before)
 
     def forward(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
         """Compute the forward of a microbatch; in training, keep what its backward needs.

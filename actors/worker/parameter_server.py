@@ -112,7 +112,7 @@ class Server:
             if step.notes is not None:
                 self.state.remember(step.notes)
             try:
-                step.updated = self.state.update.step(step.number, ballot)
+                step.updated = self.state.take(step.number, ballot)
             except NonFiniteError:
                 self._publish()  # unchanged weights, because the replicas wait for some
                 raise

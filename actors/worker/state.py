@@ -19,6 +19,7 @@ from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import Update
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.sharding import Shard, Sharding
+from raypar.actors.specs.results import Updated
 from raypar.actors.tensor_parallel.gradients import first_of
 from raypar.actors.worker.model_part import Part
 from raypar.actors.worker.seat import Seat
@@ -73,6 +74,27 @@ class WorkerState:
         """Drop the gradients of the step before."""
         for parameter in chain(self._layers.values(), self.masters.values()):
             parameter.grad = None
+
+    def take(self, step: int, ballot: Tensor | None) -> Updated:
+        """Update the weights at the end of a step, or put the buffers back if the step is not taken.
+
+        Running statistics would else keep the values that are not finite, for good.
+
+        Args:
+            step: Number of the step.
+            ballot: See ``Updater.step``.
+
+        Raises:
+            NonFiniteError: See ``Updater.step``.
+        """
+        taken = False
+        try:
+            updated = self.update.step(step, ballot)
+            taken = not updated.is_skipped
+            return updated
+        finally:
+            for stage in self.stages.values():
+                stage.settle(taken=taken)
 
     def masters_apart(self) -> list[nn.Parameter]:
         """Return the masters that are other tensors than the weights that this actor holds for its layers."""

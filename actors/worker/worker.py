@@ -279,7 +279,7 @@ class Worker:
         if step.notes is not None:
             self.state.remember(step.notes)
         with self._routers.named(step.number):
-            step.updated = self.state.update.step(step.number, ballot)
+            step.updated = self.state.take(step.number, ballot)
         self._routers.balance(step.updated)
 
     def _unshard(self, action: Action) -> None:

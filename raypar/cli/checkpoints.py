@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -11,14 +12,36 @@ import tyro
 from raypar.actors.errors import CheckpointError
 from raypar.checkpoint import find
 from raypar.checkpoint.check import verify as faults_of
+from raypar.cli.arguments import parsed
+from raypar.cli.flags import HELP
 from raypar.errors import ConfigError
 from raypar.paths import checkpoints_in, holds_run, step_of
 
-Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-Checkpoint = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
+_LS = "List the checkpoints of a folder or a run, newest first. Their shards are not read."
+_VERIFY = "Read every byte of a checkpoint, or of all checkpoints of a folder or a run, and report all faults."
+_USAGE = f"""\
+usage: raypar ckpt ls FOLDER        {_LS}
+       raypar ckpt verify PATH      {_VERIFY}"""
 
 
-_COMMANDS = ("ls", "verify")
+@dataclass(frozen=True)
+class LsArgs:
+    """The words after ``raypar ckpt ls``."""
+
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    """a run folder, or a folder of checkpoints"""
+
+    def faults(self) -> Sequence[str]:
+        """Return nothing: each path is right."""
+        return ()
+
+
+@dataclass(frozen=True)
+class VerifyArgs(LsArgs):
+    """The words after ``raypar ckpt verify``."""
+
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
+    """a checkpoint, a run folder, or a folder of checkpoints"""
 
 
 class Outcome(NamedTuple):
@@ -42,18 +65,22 @@ def run(words: Sequence[str]) -> Outcome:
     Raises:
         ConfigError: There are no checkpoints at the path, or it can't be read.
     """
-    if not words or words[0] not in (*_COMMANDS, "-h", "--help"):
+    if words and words[0] in HELP:
+        return Outcome(_USAGE, sound=True)
+    commands = {"ls": (ls, _LS, "FOLDER"), "verify": (verify, _VERIFY, "PATH")}
+    if not words or words[0] not in commands:
         given = f"there is no command {words[0]!r}" if words else "a command is missing"
         raise ConfigError([f"{given}: raypar ckpt ls FOLDER, or raypar ckpt verify PATH"])
+    (command, what, takes), name = commands[words[0]], f"ckpt {words[0]}"
+    blank = LsArgs(Path()) if takes == "FOLDER" else VerifyArgs(Path())
     try:
-        return tyro.extras.subcommand_cli_from_dict(
-            {"ls": ls, "verify": verify}, prog="raypar ckpt", description="Look after checkpoints.", args=list(words)
-        )
+        args = parsed(blank, words[1:], name, what, f"a path is missing: raypar {name} {takes}")
+        return command(args.path)
     except CheckpointError as error:
         raise ConfigError(error.faults) from error
 
 
-def ls(folder: Folder) -> Outcome:
+def ls(folder: Path) -> Outcome:
     """List the checkpoints of a folder or a run, newest first. Their shards are not read."""
     listed = find.ls(checkpoints_in(folder))
     if not listed and not holds_run(folder):
@@ -66,7 +93,7 @@ def ls(folder: Folder) -> Outcome:
     return Outcome("\n".join(lines) or "no checkpoints", not any(line.faults for line in listed))
 
 
-def verify(path: Checkpoint) -> Outcome:
+def verify(path: Path) -> Outcome:
     """Read every byte of a checkpoint, or of all checkpoints of a folder or a run, and report all faults."""
     if step_of(path.absolute().name) is None:
         paths = [found for _, found in find.listed(checkpoints_in(path))]

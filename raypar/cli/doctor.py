@@ -6,8 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import tyro
-
+from raypar.cli.arguments import parsed
 from raypar.doctor.examination import examined
 from raypar.doctor.finding import as_dicts, is_sound
 
@@ -16,12 +15,16 @@ from raypar.doctor.finding import as_dicts, is_sound
 class DoctorArgs:
     """The flags of ``raypar doctor``."""
 
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """one list of JSON instead of lines"""
-    sweep: tyro.conf.FlagCreatePairsOff[bool] = False
+    sweep: bool = False
     """end processes that raypar's own Rays left behind on this machine, yours only, and remove their folders"""
     times: bool = True
     """measure an all_reduce of 4 KiB, 4 MiB and 64 MiB in every node and between nodes"""
+
+    def faults(self) -> Sequence[str]:
+        """Return nothing: switches have no wrong values."""
+        return ()
 
 
 def run(words: Sequence[str], say: Callable[[str], object]) -> bool:
@@ -33,9 +36,12 @@ def run(words: Sequence[str], say: Callable[[str], object]) -> bool:
 
     Returns:
         Whether nothing is wrong or dangerous.
+
+    Raises:
+        ConfigError: The words have mistakes.
     """
     what = "Examine this machine and the cluster at RAY_ADDRESS, and say what is wrong, with advice."
-    args = tyro.cli(DoctorArgs, prog="raypar doctor", description=what, args=list(words))
+    args = parsed(DoctorArgs(), words, "doctor", what)
     found = []
     for finding in examined(sweeps=args.sweep, times=args.times):
         found.append(finding)

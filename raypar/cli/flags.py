@@ -54,7 +54,8 @@ def read_flags(
     """Find the mistakes in the flags of a command.
 
     Args:
-        kind: The class whose fields the flags are; one of them has a ``metavar``, and is a word without a flag.
+        kind: The class whose fields the flags are; one of them may have a ``metavar``, and is a word without a flag, or
+            several if it is a tuple.
         words: The words of a command line.
         default: Its values before the flags; they tell which classes nested fields have.
         wrong: Faults that are known already. Flags of these fields are left out without another fault.
@@ -74,9 +75,11 @@ def read_flags(
             faults += [Fault(flag.path, text, of_type=True) for text in told]
             sound += [] if told else flag.words()
     name, told_as = _alone(kind)
-    for word in alone[1:]:
-        faults.append(Fault(name, f"{word!r} is a word too many: only one {told_as} is read", of_type=True))
-    return [*alone[:1], *sound], faults
+    most = _most_words(get_type_hints(kind)[name]) if name else 0
+    for word in alone[most:]:
+        fix = f"only one {told_as} is read" if name else "all that is read are flags"
+        faults.append(Fault(name, f"{word!r} is a word too many: {fix}", of_type=True))
+    return [*alone[:most], *sound], faults
 
 
 def _grouped(kind: type, words: Sequence[str], default: object) -> Iterator[_Flag | str]:
@@ -87,7 +90,8 @@ def _grouped(kind: type, words: Sequence[str], default: object) -> Iterator[_Fla
         typed = short.get(typed, typed)
         index += 1
         if not typed.startswith("--"):
-            yield words[index - 1]
+            word = words[index - 1]
+            yield _Flag(word, word, (), None) if word.startswith("-") and len(word) > 1 else word
             continue
         path = typed.removeprefix("--").replace("-", "_")
         path, hint = _field_of(kind, _SHORT.get(path, path), default)

@@ -66,8 +66,8 @@ exit codes:
   2    a mistake in flags, file or schedule; each is listed with its fix, and no step was taken
   4    the run failed: an actor died, stalled, or raised an error; or its last checkpoint could not be saved
   6    the gradients became infinite or NaN
-  130  stopped with Ctrl-C; the actors are gone
-  143  ended by SIGTERM; the actors are gone
+  130  stopped with Ctrl-C, behind a checkpoint if there is a folder; the actors are gone
+  143  ended by SIGTERM, as with Ctrl-C; a second one ends the run at once
 """
 
 _PAPER = ("draw", "check", "simulate")
@@ -116,10 +116,7 @@ def _command(words: list[str]) -> int:
     if command == "recipes":
         return _recipes(rest)
     if command == "doctor":
-        from raypar.cli import doctor
-
-        with _messages(), _terminable():
-            return OK if doctor.run(rest, _say) else DIFFERENT
+        return _doctor(rest)
     if command in ("-h", "--help", "help"):
         return _say(HELP, end="")
     if command == "--version":
@@ -151,6 +148,17 @@ def _recipes(words: list[str]) -> int:
     return _say(recipes())
 
 
+def _doctor(words: list[str]) -> int:
+    from raypar.cli import doctor
+    from raypar.errors import ConfigError
+
+    try:
+        with _messages(), _terminable():
+            return OK if doctor.run(words, _say) else DIFFERENT
+    except ConfigError as error:
+        return _fail(_mistakes(error.faults), MISTAKE)
+
+
 def _on_disk(command: str, words: list[str]) -> int:
     from raypar.cli import checkpoints, run_folder
     from raypar.errors import ConfigError
@@ -160,9 +168,13 @@ def _on_disk(command: str, words: list[str]) -> int:
             return _say(run_folder.run(command, words, _say))
         outcome = checkpoints.run(words)
     except ConfigError as error:
-        return _fail(str(error) if len(error.faults) == 1 else f"{len(error.faults)} mistakes:\n{error}", MISTAKE)
+        return _fail(_mistakes(error.faults), MISTAKE)
     _say(outcome.text)
     return OK if outcome.sound else DIFFERENT
+
+
+def _mistakes(faults: Sequence[str]) -> str:
+    return faults[0] if len(faults) == 1 else "\n- ".join([f"{len(faults)} mistakes:", *faults])
 
 
 def _with_actors(command: str, words: list[str]) -> int:
@@ -234,14 +246,10 @@ def _messages() -> Iterator[None]:
 @contextmanager
 def _terminable() -> Iterator[None]:
     """Make SIGTERM unwind the stack, as Ctrl-C does, so that the actors are ended."""
-    came = False
+    from raypar.cluster.interrupts import Sigterm
 
-    def end(number: int, frame: object) -> None:
-        nonlocal came
-        came = True
-        sys.exit(number)
-
-    before, notes = signal.signal(signal.SIGTERM, end), list[str]()
+    sigterm = Sigterm()
+    before, notes = signal.signal(signal.SIGTERM, sigterm), list[str]()
     try:
         yield
     except BaseException as error:
@@ -249,7 +257,7 @@ def _terminable() -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
-        if came:  # again, because Ray may have replaced the SystemExit by another error
+        if sigterm.came:  # again, because Ray may have replaced the SystemExit by another error
             terminated = SystemExit(int(signal.SIGTERM))
             for note in notes:
                 terminated.add_note(note)

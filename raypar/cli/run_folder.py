@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from raypar.cli.arguments import parsed
 from raypar.cli.output_files import file_faults
 from raypar.errors import ConfigError
 from raypar.paths import COMPARISON, REPORT, TRACE
@@ -23,6 +25,56 @@ Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
 Out = Annotated[Path | None, tyro.conf.arg(aliases=("-o",))]
 PORT = 8642
+_REPORT = """\
+Write one HTML file about a run: curves, speed, the latest step and its prediction, memory, messages, settings.
+
+Of several runs, the file compares them: the settings that differ, and their curves over each other. What can't be read
+of a damaged folder is listed, in the file and here, and the rest is shown."""
+
+
+@dataclass(frozen=True)
+class ReportArgs:
+    """The words after ``raypar report``."""
+
+    folders: Folders
+    """the folder of a run, or of several to compare"""
+    out: Out = None
+    """the file, overwritten if it exists; None: report.html in the folder, or comparison.html in the first one that can
+    be read"""
+    live: bool = False
+    """serve the page on this machine instead, and refresh it while training goes on, until Ctrl-C"""
+    port: int = PORT
+    """where --live serves it; 0: any port that is free"""
+    peak: float | None = None
+    """peak FLOP/s of the device of one actor, for model FLOPs utilisation; None: that is left out"""
+
+    def faults(self) -> Iterator[str]:
+        """Yield which values are out of range or do not go together."""
+        seen = [folder.resolve() for folder in self.folders]
+        twice = [folder for place, folder in enumerate(self.folders) if seen[place] in seen[:place]]
+        yield from (f"{str(folder)!r} is given twice: give each run once" for folder in dict.fromkeys(twice))
+        if self.live and self.out is not None:
+            yield "--live serves the page and writes no file: leave --out away"
+        if not self.live and self.port != PORT:
+            yield f"--port {self.port} is where --live serves the page: add --live"
+        if not 0 <= self.port < 1 << 16:
+            yield f"--port is {self.port}: it must be from 0 to 65535"
+        if self.peak is not None and not 0 < self.peak < float("inf"):
+            yield f"--peak is {self.peak}: give the FLOP/s that the device of one actor could do, such as 312e12"
+
+
+@dataclass(frozen=True)
+class TraceArgs:
+    """The words after ``raypar trace``."""
+
+    folder: Folder
+    """the run's folder"""
+    out: Out = None
+    """the file, overwritten if it exists; None: trace.json in the folder"""
+
+    def faults(self) -> Sequence[str]:
+        """Return nothing: each value that the types take is right."""
+        return ()
 
 
 def run(command: str, words: Sequence[str], say: Callable[[str], object]) -> str:
@@ -39,8 +91,12 @@ def run(command: str, words: Sequence[str], say: Callable[[str], object]) -> str
     Raises:
         ConfigError: The run folder can't be read, or the file can't be written.
     """
-    commands: dict[str, Callable[..., str | Live]] = {"report": report, "trace": trace}
-    done = tyro.cli(commands[command], prog=f"raypar {command}", args=list(words))
+    if command == "trace":
+        what = "Write the latest measured step of a run as a Chrome trace, for ui.perfetto.dev."
+        missing = "a run folder is missing: raypar trace RUN"
+        return trace(parsed(TraceArgs(Path()), words, command, what, missing))
+    missing = "a run folder is missing: raypar report RUN, or several to compare them"
+    done = report(parsed(ReportArgs(()), words, command, _REPORT, missing))
     if isinstance(done, str):
         return done
     say(f"{done.url} shows the run while it goes on; Ctrl-C ends this")
@@ -48,62 +104,29 @@ def run(command: str, words: Sequence[str], say: Callable[[str], object]) -> str
     return "the page is not served any more"
 
 
-def report(
-    folders: Folders, out: Out = None, live: bool = False, port: int = PORT, peak: float | None = None
-) -> str | Live:
-    """Write one HTML file about a run: curves, speed, the latest step and its prediction, memory, messages, settings.
+def report(args: ReportArgs) -> str | Live:
+    """Run ``raypar report``.
 
-    Of several runs, the file compares them: the settings that differ, and their curves over each other. What can't be
-    read of a damaged folder is listed, in the file and here, and the rest is shown.
-
-    Args:
-        folders: the folder of a run, or of several to compare
-        out: the file, overwritten if it exists; None: report.html in the folder, or comparison.html in the first
-            one that can be read
-        live: serve the page on this machine instead, and refresh it while training goes on, until Ctrl-C
-        port: where --live serves it; 0: any port that is free
-        peak: peak FLOP/s of the device of one actor, for model FLOPs utilisation; None: that is left out
+    Returns:
+        A line that says which file was written, or the server of the page.
     """
-    if faults := list(_report_faults(folders, out, live, port, peak)):
-        raise ConfigError(faults)
-    if live:
+    folders, peak = args.folders, args.peak
+    if args.live:
         _page(folders, peak)
-        return Live(lambda: _page(folders, peak, EVERY)[0], port)
+        return Live(lambda: _page(folders, peak, EVERY)[0], args.port)
     name = REPORT if len(folders) == 1 else COMPARISON
     made, unread, home = _page(folders, peak)
-    written = _written(out or home / name, out, made)
+    written = _written(args.out or home / name, args.out, made)
     return "\n".join([written, *(f"could not be read: {fault}" for fault in unread)])
 
 
-def trace(folder: Folder, out: Out = None) -> str:
-    """Write the latest measured step of a run as a Chrome trace, for ui.perfetto.dev.
-
-    Args:
-        folder: the run's folder
-        out: the file, overwritten if it exists; None: trace.json in the folder
-    """
-    past = read(folder)
+def trace(args: TraceArgs) -> str:
+    """Run ``raypar trace``, and return a line that says which file was written."""
+    past = read(args.folder)
     if past.step is None or not past.timelines:
         raise ConfigError([f"run folder {str(past.folder)!r} has no measured step: train one"])
     made = json.dumps(chrome_trace(*past.timelines)) + "\n"
-    return f"{_written(out or folder / TRACE, out, made)} (step {past.step + 1:,})"
-
-
-def _report_faults(
-    folders: tuple[Path, ...], out: Path | None, live: bool, port: int, peak: float | None
-) -> Sequence[str]:
-    faults = list[str]()
-    if not folders:
-        faults.append("a run folder is missing: raypar report RUN, or several to compare them")
-    twice = [folder for place, folder in enumerate(folders) if folder.resolve() in map(Path.resolve, folders[:place])]
-    faults += [f"{str(folder)!r} is given twice: give each run once" for folder in dict.fromkeys(twice)]
-    if live and out is not None:
-        faults.append("--live serves the page and writes no file: leave --out away")
-    if not live and port != PORT:
-        faults.append(f"--port {port} is where --live serves the page: add --live")
-    if peak is not None and not 0 < peak < float("inf"):
-        faults.append(f"peak is {peak}: give the FLOP/s that the device of one actor could do, such as 312e12")
-    return faults
+    return f"{_written(args.out or args.folder / TRACE, args.out, made)} (step {past.step + 1:,})"
 
 
 def _page(folders: tuple[Path, ...], peak: float | None, every: int | None = None) -> tuple[str, list[str], Path]:

@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from raypar.actors.specs.types import SEND_WINDOW
-from raypar.cli.flags import HELP, read_flags
+from raypar.cli.arguments import parsed
 from raypar.cli.placements import RESHARDS, Reshard, placements, table
 from raypar.config.schedule import Loaded, Pass, load
+from raypar.errors import ConfigError
 from raypar.schedules.catalog import CATALOG
 from raypar.schedules.checking.errors import CheckError
 from raypar.schedules.drawing.cells import lines, padded, widest
@@ -236,22 +237,11 @@ def measure(words: Sequence[str]) -> str:
 def _parse(kind: type[A], words: Sequence[str], command: str, what: str) -> A:
     """Parse the words of a command. For help, tyro ends the process. Raises ScheduleError with all mistakes."""
     known = "\n".join(f"  {name:<12} {entry.summary}" for name, entry in CATALOG.items())
-    sound, wrong = read_flags(kind, words, kind(""))
-    told, missing = [fault.text for fault in wrong], not HELP & set(words) and (not sound or sound[0].startswith("-"))
-    if missing and not told:  # otherwise it may be the value of a flag that there is not
-        told.append(
-            f"a schedule is missing: give raypar {command} a name, such as 1f1b, or FILE.csv or FILE.py:FUNCTION"
-        )
-    args = tyro.cli(
-        kind,
-        config=(tyro.conf.FlagCreatePairsOff,),
-        args=["", *sound] if missing else sound,
-        prog=f"raypar {command}",
-        description=f"{what}\n\nSchedules:\n{known}",
-    )
-    if told := [*told, *args.faults()]:
-        raise ScheduleError("\n".join(told))
-    return args
+    missing = f"a schedule is missing: give raypar {command} a name, such as 1f1b, or FILE.csv or FILE.py:FUNCTION"
+    try:
+        return parsed(kind(""), words, command, f"{what}\n\nSchedules:\n{known}", missing)
+    except ConfigError as error:
+        raise ScheduleError("\n".join(error.faults)) from error
 
 
 def _load(args: PaperArgs) -> Loaded:

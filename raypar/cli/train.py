@@ -234,7 +234,7 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None,
         launches.append(launched)
         try:
             reports = job.train(on=write, ahead=1)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
             _keep(job)
             raise
         if args.trace is not None:
@@ -281,7 +281,7 @@ def _told_lost(job: Job) -> str:
 
 
 def _keep(job: Job) -> None:
-    """Save a checkpoint of an interrupted run, if it has a folder and its actors can still be called."""
+    """Save a checkpoint of a run that was stopped, if it has a folder and its actors can still be called."""
     run, log = job.run, logging.getLogger("raypar")
     if run.folder is None or not job.next_step:
         return

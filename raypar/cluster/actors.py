@@ -14,6 +14,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raypar.actors.errors import first_line
 from raypar.actors.specs.types import DeviceKind
+from raypar.cluster.nodes import is_alive
 
 log = logging.getLogger(__name__)
 _HEARD = 2.5  # seconds in which an actor answers
@@ -26,10 +27,12 @@ class Home:
     Attributes:
         group: A placement group.
         bundle: The number of a bundle in it.
+        node: Ray's id of the node on which it is; "" if Ray has chosen it.
     """
 
     group: PlacementGroup
     bundle: int
+    node: str = ""
 
 
 @dataclass
@@ -62,21 +65,31 @@ class Actors:
     def replace(self, rank: int, name: str) -> Any:
         """End the actor of a rank, and put a spare that lives in its place, or a new actor in the same home.
 
+        If the home's node is lost, the new actor gets another home; see ``relocate``.
+
         Args:
             rank: The rank.
             name: The new actor's name in Ray's dashboard, if it is not a spare.
 
         Returns:
             The handle of the actor.
+
+        Raises:
+            NoRoomError: Its node is lost, and no other one has room.
         """
         assert self.create is not None
         _try(ray.kill, self.handles[rank])
+        freed = self.homes[rank]
+        is_lost = bool(freed.node) and not is_alive(freed.node)
         while self.spares:
-            (handle, home), freed = self.spares.pop(0), self.homes[rank]
+            handle, home = self.spares.pop(0)
             if _lives(handle):
-                self.spares.append((self.create(f"{name} spare", freed), freed))
+                if not is_lost:
+                    self.spares.append((self.create(f"{name} spare", freed), freed))
                 self.handles[rank], self.homes[rank] = handle, home
                 return handle
+        if is_lost:
+            return self.relocate(rank, name)
         self.handles[rank] = self.create(name, self.homes[rank])
         return self.handles[rank]
 

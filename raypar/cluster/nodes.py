@@ -10,8 +10,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypar.actors.errors import first_line
 from raypar.cluster.placement import RACK, Node
+from raypar.cluster.probes import reason_of
 from raypar.cluster.ray_private import free_resources
 from raypar.errors import ConfigError
 
@@ -33,6 +33,11 @@ def living_nodes() -> list[Node]:
             name, address = node["NodeManagerHostname"], node["NodeManagerAddress"]
             found.append(Node(its, name, address, total, left, labels.get(RACK, "")))
     return sorted(found, key=lambda node: (node.id != own, _by_address(node.address), node.id))
+
+
+def is_alive(node_id: str) -> bool:
+    """Return whether Ray still reaches a node."""
+    return any(one["NodeID"] == node_id and one["Alive"] for one in ray.nodes())
 
 
 def own_node() -> str:
@@ -64,7 +69,7 @@ def asked(nodes: Sequence[Node], tells: Callable[[], dict[str, Any]]) -> dict[st
         except GetTimeoutError:
             answers[node] = f"it did not answer within {_ANSWER_SECONDS:g} s"
         except RayError as error:
-            answers[node] = first_line(error)
+            answers[node] = reason_of(error)
     return answers
 
 

@@ -64,6 +64,10 @@ class Placement:
         """Number of actors that no node has room for."""
         return self.nodes.count(None)
 
+    def is_worse_than(self, other: Placement) -> bool:
+        """Return whether fewer actors have room, or more tensor groups are split."""
+        return self.missing > 0 or len(self.split) > len(other.split)
+
     def ranks_on(self, node: Node) -> list[int]:
         """Return the ranks on a node."""
         return [rank for rank, its in enumerate(self.nodes) if its is node]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypar.actors.errors import first_line
@@ -37,6 +37,12 @@ def probes(cls: type, nodes: Sequence[Node]) -> Iterator[list[Any]]:
             ray.kill(handle)
 
 
+def reason_of(error: RayError) -> str:
+    """Return in one line why a call failed: what was raised on the node, without Ray's wrapper."""
+    cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
+    return f"{type(cause).__name__}: {first_line(cause)}"
+
+
 def answers(calls: Sequence[Any], seconds: float) -> list[Any]:
     """Return what calls of probes return.
 
@@ -52,5 +58,5 @@ def answers(calls: Sequence[Any], seconds: float) -> list[Any]:
     except GetTimeoutError:
         raise JobError(f"there was no answer within {seconds:g} s") from None
     except RayError as error:
-        raise JobError(first_line(error)) from error
+        raise JobError(reason_of(error)) from error
     return found

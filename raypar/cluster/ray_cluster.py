@@ -28,7 +28,7 @@ from raypar.cluster.devices import Share, demand_build, gpu_share
 from raypar.cluster.interrupts import patience
 from raypar.cluster.nodes import demand_alike, living_nodes
 from raypar.cluster.placement import Node, bundles_of, place, room_told, split_told, told, wants
-from raypar.cluster.ray_private import start_on_loopback
+from raypar.cluster.ray_private import silence_deaths, start_on_loopback
 from raypar.errors import ConfigError, JobError, NoRoomError
 from raypar.planner.host import num_cores, num_slots, room_faults, starts_own_ray
 
@@ -106,10 +106,9 @@ def start_actors(
                 if time.monotonic() > end:
                     why = f"they were not free within {seconds:g} s"
                     raise ConfigError([_no_room(world, living_nodes(), why, share)])
-            create, homes = partial(_actor, hosted, share), [Home(group, bundle) for bundle in claim.bundle]
+            create, homes = partial(_actor, hosted, share), claim.homes(group)
             handles = [create(f"{job} {world.label(rank)}", home) for rank, home in enumerate(homes)]
-            extra = [Home(group, bundle) for bundle in claim.spares]
-            spare = [(create(f"{job} spare {home.bundle}", home), home) for home in extra]
+            spare = [(create(f"{job} spare {bundle}", one := Home(group, bundle)), one) for bundle in claim.spares]
         except BaseException:
             remove_placement_group(group)
             raise
@@ -157,8 +156,9 @@ def foreseen(world: World, nodes: Sequence[Node], device: DeviceChoice) -> list[
     if found.missing:
         return [_no_room(world, nodes, _TOO_SMALL, share)]
     now = place(world, nodes, share)
-    lines = list(told(world, found if now.missing else now, nodes))
-    if now.missing:
+    waits = now.is_worse_than(found)
+    lines = list(told(world, found if waits else now, nodes))
+    if waits:
         lines.append(_no_room(world, nodes, "it would wait until all are free, and Ray would choose", share))
     if found.split:
         lines.append(split_told(world, found, share))
@@ -209,6 +209,10 @@ class _Claim:
         first = len(self.bundles)
         return replace(self, bundles=[*self.bundles, *[wants(share)] * count], spares=range(first, first + count))
 
+    def homes(self, group: PlacementGroup) -> list[Home]:
+        """Return the home of each rank in the placement group that was made."""
+        return [Home(group, bundle, self.pins[bundle].id if self.pins else "") for bundle in self.bundle]
+
     def made(self, job: str) -> PlacementGroup:
         """Claim it of Ray."""
         pins: list[dict[str, str]] = [{_NODE_ID: node.id} for node in self.pins]
@@ -222,7 +226,8 @@ class _Claim:
 def _claim(world: World, nodes: Sequence[Node], share: Share, *, grows: bool) -> _Claim:
     """Place the actors on the nodes, and log where.
 
-    Where all nodes together have room that is not free yet, or nodes are to come, Ray chooses.
+    Where all nodes together have room that is not free yet, as far as tensor groups are to be whole, or nodes are to
+    come, Ray chooses when there is.
 
     Raises:
         ConfigError: There is no room on the nodes even if all were free, and none are to come.
@@ -230,7 +235,7 @@ def _claim(world: World, nodes: Sequence[Node], share: Share, *, grows: bool) ->
     whole, now = place(world, nodes, share, free=False), place(world, nodes, share)
     if whole.missing and not grows:
         raise ConfigError([_no_room(world, nodes, _TOO_SMALL, share)])
-    if now.missing:
+    if now.is_worse_than(whole):
         bundles, bundle = bundles_of(world, share, whole=not whole.split)
         return _Claim(bundles, bundle, [], list(nodes))
     if now.split:
@@ -264,6 +269,7 @@ def _elsewhere(share: Share, name: str) -> Home:
 
 def _connect() -> bool:
     """Connect to Ray if this process is not connected; return whether the connection is ours to close."""
+    silence_deaths()
     if ray.is_initialized():
         return False
     for name, value in _QUIET.items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +29,8 @@ _RESOLVE = "resolve_ip_for_localhost"
 _FREE = "available_resources_per_node"
 _DASHBOARD = "get_dashboard_url"
 _LOADER = "AuthenticationTokenLoader"
+_PRINTED = "stderr_deduplicator"
+_DEATH = re.compile("A worker died or was killed while executing a task")
 
 
 def start_on_loopback(**settings: Any) -> None:
@@ -44,6 +47,19 @@ def start_on_loopback(**settings: Any) -> None:
     with suppress(OSError):
         session.chmod(0o700)
         (session / OWNER_FILE).write_text(" ".join(map(str, (os.getpid(), process_began(os.getpid()), namespace()))))
+
+
+def silence_deaths() -> None:
+    """Let Ray not print that a worker died, unless a RAY_DEDUP_LOGS_SKIP_REGEX of the user's says what it skips.
+
+    Ray's text would stand before raypar's sentence, which says which actor it was, and why. Ray reads the public
+    variable when it is imported, which may be before raypar is. Retry at upgrades.
+    """
+    printed: Any = getattr(getattr(ray._private, "ray_logging", None), _PRINTED, None)
+    if not hasattr(printed, "skip_re"):
+        log.warning("this Ray has no %s: it prints a text of its own when an actor dies", _PRINTED)
+    elif printed.skip_re is None:
+        printed.skip_re = _DEATH
 
 
 def process_began(pid: int, proc: Path = Path("/proc")) -> int | None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from raypar.actors.data.token_batches import data_faults
-from raypar.actors.errors import LayersError
 from raypar.actors.files import expanded
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
@@ -280,6 +279,7 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
     else:
         from torch.nn import Module
 
+        from raypar.actors.models.user_layers import UnfitLayersError
         from raypar.actors.models.user_plan import embedding_faults, plan_faults  # imports torch
         from raypar.config.validate.batches import loss_faults
 
@@ -289,8 +289,8 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
             return [*faults, f"model.fn is a module, {kind}: {fix}"]
         try:
             count, layers = len(skeleton.model.body), skeleton.layers
-        except LayersError as error:
-            return [*faults, str(error)]
+        except UnfitLayersError as error:
+            return [*faults, *str(error).splitlines()]
         except Exception as error:
             return [*faults, f"model.fn failed: {type(error).__name__}: {error}"]
         copied = (right("mesh.dp") and run.mesh.dp > 1) or (right("mesh.tp") and run.mesh.tensor_ranks > 1)

@@ -100,13 +100,15 @@ def times_findings(found: Mapping[str, Times], *, inside: bool) -> Iterator[Find
         told = f"all_reduce {where}: {', '.join(f'{_size(n)} {_time(t)}' for n, t in times.items())}"
         largest = max(times)
         rate = largest / times[largest]  # a member of two sends a whole tensor
-        slower = [
-            count
+        elsewhere = [one for place, one in found.items() if place != where]
+        slower = {
+            count: seconds / typical
             for count, seconds in times.items()
-            if len(found) > 1 and seconds > _SLOWER * statistics.median(one[count] for one in found.values())
-        ]
+            if elsewhere and seconds > _SLOWER * (typical := statistics.median(one[count] for one in elsewhere))
+        }
         if slower:
-            what = f"{told}, {_size(slower[0])} take {_SLOWER:g} times as long as elsewhere"
+            count, ratio = next(iter(slower.items()))
+            what = f"{told}, {_size(count)} take {ratio:.1f} times as long as elsewhere"
             yield Finding(
                 "slow", "times", what, "look for other load there, its clock rate, its cable or its switch port"
             )

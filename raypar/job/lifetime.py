@@ -80,8 +80,8 @@ class Lifetime:
         Args:
             call: Calls the actors and records their answers. Both belong into one function: if it were interrupted in
                 between, driver and actors would be in different steps.
-            patient: Whether a first Ctrl-C waits for the function to return; a second one ends the job. If not, the
-                first one ends it.
+            patient: Whether a first Ctrl-C or SIGTERM waits for the function to return; a second one ends the job. If
+                not, the first one ends it.
 
         Returns:
             What the function returns.
@@ -90,6 +90,7 @@ class Lifetime:
             JobError: The job is over, or the function's failure has ended it.
             NonFiniteError: The gradients are not finite, and no actor has updated its weights. The job can continue.
             KeyboardInterrupt: Ctrl-C was pressed. If it waited for the function the job can continue, else it is over.
+            SystemExit: SIGTERM has come to a command of raypar, as for Ctrl-C.
         """
         self.demand_open()
         try:
@@ -98,7 +99,7 @@ class Lifetime:
         except NonFiniteError:
             self.epoch += 1
             raise  # no weight was changed: the job can continue
-        except (KeyboardInterrupt, JobError) as error:
+        except (KeyboardInterrupt, SystemExit, JobError) as error:
             if self.failure is None:  # otherwise a nested guard has ended the job
                 self._fail(error)
             raise
@@ -120,7 +121,7 @@ class Lifetime:
         finally:
             actors.end()
 
-    def _fail(self, error: KeyboardInterrupt | JobError) -> None:
+    def _fail(self, error: KeyboardInterrupt | SystemExit | JobError) -> None:
         if isinstance(error, JobError):
             self.failure = str(error).splitlines()[0]
             log.error("%s", self.failure)  # at once: to end the actors takes seconds

@@ -325,7 +325,7 @@ class Stepper:
         with patience(f"the moves of step {self.step + 1}") as ctrl_c:
             for at in range(0, len(chosen), max(1, size)):
                 self._perform(chosen[at : at + size])
-                if ctrl_c.pressed or (self._predicate is not None and self._stops(chosen[at])):
+                if ctrl_c.raises is not None or (self._predicate is not None and self._stops(chosen[at])):
                     break
         ctrl_c.heed()
         return Taken.of(self._board.taken[before:], repr(self))

@@ -1,37 +1,46 @@
 """Train gpt-small across two hosts: the losses of one host, a link that is limited, and one that is cut.
 
-    python -m tests.long.two_hosts [--steps 4] [--rate 100mbit]
+    python -m tests.long.two_hosts [--recipe gpt-small] [--steps 4] [--rate 100mbit]
 
 The losses of pp=2, dp=2 and tp=2 across hosts must be those of one host to the last bit, and the same with the link
 limited; where the link is cut in a run, it must end within the deadline with a reason that names an actor. ``raypar
-doctor`` must find the limited link slow. Exit code 1 if anything is not so.
+doctor`` must find the limited link slow; a host that dies is replaced by one that has room; and ``ray symmetric-run``
+trains on two hosts. Exit code 1 if anything is not so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from tests.support.clusters import ENV, HostCluster, cluster_of_hosts
+from tests.support.clusters import ENV, PORT, RAY, HostCluster, cluster_of_hosts
+from tests.support.hosts import hosts_on_a_network, missing
 
 LAYOUTS = ("pp", "dp", "tp")
 DEADLINE = 30.0  # seconds: the timeout of the run whose link is cut
 
 
-def train(cluster: HostCluster, layout: str, steps: int, *, host: int = 0, alone: bool = False) -> list[float]:
+def train(
+    cluster: HostCluster, layout: str, recipe: str, steps: int, *, host: int = 0, alone: bool = False
+) -> list[float]:
     """Train and return the losses.
 
     Args:
         cluster: The cluster.
         layout: The axis that is 2.
+        recipe: The recipe.
         steps: Number of steps.
         host: The host of the driver.
         alone: Whether to train on a Ray of the driver's own.
     """
     shape = [word for axis in LAYOUTS for word in (f"--mesh.{axis}", "2" if axis == layout else "1")]
-    words = ["-m", "raypar.cli.main", "train", "gpt-small", *shape, "--steps", str(steps), "--log", "/tmp/log"]
+    words = ["-m", "raypar.cli.main", "train", recipe, *shape, "--steps", str(steps), "--log", "/tmp/log"]
     env = {**ENV} if alone else cluster.driver_env
     chosen = cluster.network.hosts[host]
     chosen.run(sys.executable, *words, env=env, timeout=400)
@@ -44,9 +53,9 @@ def check(what: str, holds: bool, told: str = "") -> bool:
     return holds
 
 
-def is_cut_told(cluster: HostCluster) -> bool:
+def is_cut_told(cluster: HostCluster, recipe: str) -> bool:
     """Cut the link in a run, and return whether it ended in time with a reason."""
-    words = ["train", "gpt-small", "--mesh.pp", "2", "--steps", "100000", "--timeout", str(DEADLINE)]
+    words = ["train", recipe, "--mesh.pp", "2", "--steps", "100000", "--timeout", str(DEADLINE)]
     command = [sys.executable, "-u", "-m", "raypar.cli.main", *words]
     run = cluster.head.start(*command, env=cluster.driver_env)
     said = []
@@ -67,40 +76,76 @@ def is_cut_told(cluster: HostCluster) -> bool:
     return check(what, told and seconds < 90, rest)
 
 
-LOST = """
-import sys
-import raypar as rp
+def is_host_replaced(recipe: str, steps: int) -> bool:
+    """Let one of three hosts die in a run that survives failures, and return whether the third took its place.
 
-run = rp.recipe("gpt-tiny", mesh=rp.Mesh(pp=2), steps=6, microbatches=2, max_failures=int(sys.argv[1]), timeout=20.0)
-with rp.launch(run, chaos=[rp.chaos.drop_node("pp=1", at="1F1", step=4)] * run.max_failures) as job:
-    losses = [report.loss for report in job.train()]
-    print(losses, *job.failures)
-"""
+    The run goes on from its checkpoint, so its losses must be those of a run that nothing happened to.
+    """
+    with cluster_of_hosts("first", "second", "third", cpus=(1, 1, 1)) as cluster, shared_folder() as folder:
+        words = ["train", recipe, "--mesh.pp", "2", "--steps", str(steps)]
+        command = [sys.executable, "-u", "-m", "raypar.cli.main", *words]
+        wanted = train(cluster, "pp", recipe, steps, host=2, alone=True)
+        survives = ["--max-failures", "2", "--save-every", "1", "--folder", f"{folder}/run", "--log", "/tmp/log"]
+        run = cluster.head.start(*command, *survives, "--timeout", str(DEADLINE), env=cluster.driver_env)
+        assert run.stdout is not None
+        head = []
+        for line in run.stdout:
+            head.append(line)
+            if "step 3/" in line:
+                break
+        dead = next(host for host in cluster.network.hosts[1:] if f"{host.name} (" in "".join(head))
+        dead.die()
+        begin = time.monotonic()
+        rest, _ = run.communicate(timeout=400)
+        logged = [json.loads(line) for line in cluster.head.run("cat", "/tmp/log").splitlines()]
+        losses = {line["step"]: line["loss"] for line in logged if "grad_norm" in line}
+        what = f"a host that dies is replaced, and the run ends {time.monotonic() - begin:.0f} s later"
+        return check(what, run.returncode == 0 and list(losses.values()) == wanted, "".join(head) + rest)
 
 
-def is_loss_survived() -> bool:
-    """Kill Ray on one of three hosts in a run: the actor there must go on on the third one, with the same losses."""
-    with cluster_of_hosts("first", "second", "third", cpus=(1, 1, 1)) as cluster:
-        whole, lost = (cluster.drive("-c", LOST, most, timeout=200).splitlines()[-1] for most in ("0", "1"))
-    return check(f"a node is lost: {lost.partition('] ')[2]}", lost.startswith(whole.strip()) and "replaced" in lost)
+def is_symmetric(recipe: str) -> bool:
+    """Train with ``ray symmetric-run`` on two hosts, as examples/cluster/slurm.sh does; return whether it all ends."""
+    with hosts_on_a_network("first", "second") as network:
+        address = f"{network.hosts[0].address}:{PORT}"
+        path = f"{RAY.parent}:{os.environ['PATH']}"
+        env = {**ENV, "RAY_ADDRESS": address, "PATH": path, "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "90"}
+        options = ["--min-nodes", "2", "--num-cpus=1", "--disable-usage-stats", "--dashboard-host=127.0.0.1"]
+        train = ["raypar", "train", recipe, "--mesh.pp", "2", "--steps", "2"]
+        command = [RAY, "symmetric-run", "--address", address, *options, "--", *train]
+        runs = [host.start(*command, env=env) for host in network.hosts]
+        said = [run.communicate(timeout=300)[0] for run in runs]
+        left = [host.run("sh", "-c", "pgrep -c 'raylet|gcs_server' || true").strip() for host in network.hosts]
+        holds = "step 2/2" in said[0] and not any(run.returncode for run in runs) and left == ["0", "0"]
+        return check("ray symmetric-run trains on two hosts, and leaves nothing", holds, "\n".join([*said, *left]))
+
+
+@contextmanager
+def shared_folder() -> Iterator[str]:
+    """Make a folder that all hosts see."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="raypar-") as folder:
+        yield folder
 
 
 def main() -> int:
     """Do all of it."""
     words = argparse.ArgumentParser()
+    words.add_argument("--recipe", default="gpt-small")
     words.add_argument("--steps", type=int, default=4)
     words.add_argument("--rate", default="100mbit")
     args = words.parse_args()
+    if lacks := missing():
+        print(f"skipped: {lacks}")
+        return 0
     results = []
     with cluster_of_hosts("first", "second", cpus=(1, 1)) as cluster:
-        alone = {layout: train(cluster, layout, args.steps, host=1, alone=True) for layout in LAYOUTS}
+        alone = {layout: train(cluster, layout, args.recipe, args.steps, host=1, alone=True) for layout in LAYOUTS}
         for layout in LAYOUTS:
-            across = train(cluster, layout, args.steps)
+            across = train(cluster, layout, args.recipe, args.steps)
             results.append(check(f"{layout}=2 across hosts, bit by bit: {across}", across == alone[layout]))
         cluster.network.limit(args.rate)
         for layout in LAYOUTS:
             begin = time.monotonic()
-            across = train(cluster, layout, args.steps)
+            across = train(cluster, layout, args.recipe, args.steps)
             same = across == alone[layout]
             results.append(check(f"{layout}=2 at {args.rate}, in {time.monotonic() - begin:.0f} s", same))
         doctor = ["-m", "raypar.cli.main", "doctor"]
@@ -111,8 +156,9 @@ def main() -> int:
         print("\n".join(f"    {line}" for line in said.splitlines() if " times " in line))
         slow = any(line.startswith("slow") and "between" in line for line in said.splitlines())
         results.append(check(f"doctor finds {args.rate} slow", slow, said))
-        results.append(is_cut_told(cluster))
-    results.append(is_loss_survived())
+        results.append(is_cut_told(cluster, args.recipe))
+    results.append(is_symmetric(args.recipe))
+    results.append(is_host_replaced(args.recipe, max(args.steps, 8)))
     return 0 if all(results) else 1
 
 

@@ -101,9 +101,9 @@ class Network:
         _inside(self.bridge, "ip", *what)
 
 
-def missing() -> str:
-    """Return why this machine can't make hosts, or an empty text if it can."""
-    if absent := [name for name in ("unshare", "nsenter", "ip", "tc") if shutil.which(name) is None]:
+def missing(*programs: str) -> str:
+    """Return why this machine can't make hosts, or lacks programs; an empty text if it can, and has them."""
+    if absent := [name for name in ("unshare", "nsenter", "ip", "tc", *programs) if shutil.which(name) is None]:
         return f"no {' and no '.join(absent)}"
     tried = "ip link add bridge type bridge && ip link add one type veth peer name other"
     done = subprocess.run(["unshare", *_user(), *_OWN, "sh", "-c", tried], capture_output=True, text=True, timeout=20)

@@ -25,7 +25,7 @@ class _Session:
         first: The first step that it logged, counted from 1; None if there is none.
         last: The last one.
         total: The number of steps after which it was to end.
-        halted: Whether Ctrl-C ended it.
+        halted: What ended it, Ctrl-C or SIGTERM; "" if neither did.
         errors: Its errors.
         survived: The failures that it survived: the steps taken before the point that it went back to, and why.
     """
@@ -33,7 +33,7 @@ class _Session:
     first: int | None = None
     last: int = 0
     total: int = 0
-    halted: bool = False
+    halted: str = ""
     errors: list[str] = field(default_factory=list)
     survived: list[tuple[int, str]] = field(default_factory=list)
 
@@ -100,8 +100,8 @@ def _sessions(log: list[str]) -> list[_Session]:
             session.survived.append((int(survived[1] or 0), f"{before}: {text}"))
         elif level in ("ERROR", "CRITICAL"):
             session.errors.append(text)
-        elif text.startswith(("interrupted", "Ctrl-C")):
-            session.halted = True
+        elif text.startswith(("Ctrl-C", "SIGTERM", "interrupted")):
+            session.halted = session.halted or ("SIGTERM" if text.startswith("SIGTERM") else "Ctrl-C")
         before = text
     return found
 
@@ -109,7 +109,7 @@ def _sessions(log: list[str]) -> list[_Session]:
 def _reason(session: _Session, where: str) -> str:
     if session.errors:
         return f"failed {where}: {session.errors[-1]}"
-    return f"stopped with Ctrl-C {where}" if session.halted else f"ended {where}, before its last step"
+    return f"stopped with {session.halted} {where}" if session.halted else f"ended {where}, before its last step"
 
 
 def _resumed_after(past: Past, session: _Session) -> int:

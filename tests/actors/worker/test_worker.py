@@ -385,6 +385,30 @@ def test_a_loss_that_is_not_finite_changes_no_weight_anywhere_and_the_next_step_
     assert all(torch.equal(weight, wanted[name]) for name, weight in team.weights().items())
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("nonfinite", ["stop", "skip"])
+def test_statistics_do_not_keep_what_a_step_that_is_not_taken_computed(nonfinite, recompute):
+    def first_bad(step, microbatch, dp):
+        x, y = batch(step, microbatch, dp)
+        return x * float("inf") if step in (0, 2) and microbatch == 1 else x, y
+
+    def layers():
+        return [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), Counted(in_place=False)]
+
+    team = Team(layers, 2, 3, data=first_bad, nonfinite=nonfinite, recompute=recompute, steps=4)
+    healthy = Team(layers, 2, 3, recompute=recompute, steps=4)
+    for number in range(4):
+        results = team.each(lambda worker, step=number: worker.run("train", step))
+        if number in (0, 2):
+            assert all(isinstance(one, NonFiniteError) or one.is_skipped for one in results)
+        else:
+            assert [one.losses for one in results] == [one.losses for one in healthy.step(number)]
+    for ours, theirs in zip(team.workers, healthy.workers, strict=True):
+        (wanted,) = (stage.buffers() for stage in theirs.stages.values())
+        (found,) = (stage.buffers() for stage in ours.stages.values())
+        assert all(torch.equal(buffer, wanted[name]) for name, buffer in found.items())
+
+
 # --- the courier -----------------------------------------------------------------------------------------------------
 
 

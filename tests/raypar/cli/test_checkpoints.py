@@ -47,6 +47,30 @@ def test_verify_reads_one_or_all(said, tmp_path):
         (("ckpt", "verify", "nowhere"), "raypar: 'nowhere' can't be read (No such file or directory)"),
         (("ckpt", "verify", "."), "there is no checkpoint in '.': give another path"),
         (("ckpt",), "raypar: a command is missing: raypar ckpt ls FOLDER, or raypar ckpt verify PATH\n"),
+        (("ckpt", "ls"), "raypar: a path is missing: raypar ckpt ls FOLDER\n"),
+        (("ckpt", "verify", "--deep"), "raypar: --deep is no flag: see --help for all flags\n"),
+        (
+            ("ckpt", "ls", "a", "b", "-x"),
+            "raypar: 2 mistakes:\n- -x is no flag: see --help for all flags\n- 'b' is a word too many: only one",
+        ),
+        (
+            ("trace", "-o"),
+            "2 mistakes:\n- --out has no value: give a path\n- a run folder is missing: raypar trace RUN\n",
+        ),
+        (
+            ("report", "--peak", "x", "--port", "-1"),
+            "raypar: 4 mistakes:\n- --peak is 'x': it must be a number\n- a run folder is missing: raypar report RUN, "
+            "or several to compare them\n- --port -1 is where --live serves the page: add --live\n- --port is -1: ",
+        ),
+        (
+            ("report", "a", "b", "--peek", "1", "--live=maybe", "--peak", "nan"),
+            "raypar: 3 mistakes:\n- --peek is no flag: did you mean --peak?\n- --live is a switch, and takes no 'maybe'"
+            ": write --live alone, or --no-live\n- --peak is nan: give the FLOP/s that the device of one actor",
+        ),
+        (
+            ("doctor", "x", "--jsn"),
+            "raypar: 2 mistakes:\n- --jsn is no flag: did you mean --json?\n- 'x' is a word too many: all that is read",
+        ),
         (("ckpt", "rm", "x"), "raypar: there is no command 'rm': raypar ckpt ls FOLDER, or raypar ckpt verify PATH\n"),
         (("train", "--resume", "nowhere"), "raypar: a mistake, no step was taken:\nresume: '"),
         (("train", "--resume"), "--resume"),
@@ -130,6 +154,12 @@ def test_ctrl_c_saves_what_a_run_with_a_folder_has_come_to(said, kept_actors, tm
     code, _, err = said("train", "--resume", "run")
     assert code == 0, err
     assert [line["step"] for line in read(tmp_path / "run").metrics] == [0, 1, 2, 3, 4, 5]
+
+
+def test_help_of_checkpoints_names_both_commands(said):
+    code, out, _ = said("ckpt", "--help")
+    assert (code, "raypar ckpt ls FOLDER" in out, "raypar ckpt verify PATH" in out) == (0, True, True)
+    assert said("ckpt", "ls", "--help")[0] == 0
 
 
 def test_a_run_is_not_compared_with_itself(said, tmp_path):

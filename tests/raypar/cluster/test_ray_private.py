@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
+from ray._private.ray_logging import LogDeduplicator
 
 from raypar.cluster import address, ray_private
 
@@ -31,6 +35,38 @@ def test_this_ray_has_the_names():
     assert callable(ray_private.ray._raylet.AuthenticationTokenLoader.instance)
 
 
+DEATH = "(raylet) A worker died or was killed while executing a task by an unexpected system error."
+
+
+def printed(deduplicator):
+    """The lines that Ray prints of its text for a dead actor and another one."""
+    return [line for batch in deduplicator.deduplicate({"lines": [DEATH, "mine"], "pid": 1}) for line in batch["lines"]]
+
+
+def test_what_ray_says_of_dead_actors_is_silenced_and_nothing_else(monkeypatch):
+    mine = LogDeduplicator(5, None, None)
+    assert printed(mine) == [DEATH, "mine"]
+    monkeypatch.setattr(ray_private.ray._private.ray_logging, "stderr_deduplicator", mine)
+    ray_private.silence_deaths()
+    assert printed(mine) == ["mine"]
+
+
+def test_what_the_user_lets_ray_skip_is_kept(monkeypatch):
+    users = LogDeduplicator(5, None, "mine")
+    monkeypatch.setattr(ray_private.ray._private.ray_logging, "stderr_deduplicator", users)
+    ray_private.silence_deaths()
+    assert printed(users) == [DEATH]
+
+
+def test_a_variable_of_the_user_s_is_kept_in_a_fresh_process():
+    program = (
+        "import ray; from raypar.cluster import ray_private; ray_private.silence_deaths()\n"
+        "print(ray._private.ray_logging.stderr_deduplicator.skip_re.pattern)"
+    )
+    told = os.environ | {"RAY_DEDUP_LOGS_SKIP_REGEX": "mine"}
+    assert subprocess.check_output([sys.executable, "-c", program], env=told, text=True, timeout=60) == "mine\n"
+
+
 def test_a_start_keeps_the_loopback_and_closes_the_session_folder(started, caplog):
     before = started.services.resolve_ip_for_localhost
     ray_private.start_on_loopback(num_cpus=2)
@@ -44,6 +80,8 @@ def test_a_function_that_is_gone_is_told_and_ray_starts_without_it(started, capl
     del started.services.resolve_ip_for_localhost
     with caplog.at_level(logging.WARNING, "raypar"):
         ray_private.start_on_loopback()
+        ray_private.silence_deaths()
+    assert "no stderr_deduplicator: it prints a text of its own" in caplog.text
     assert len(started.found) == 1
     assert "no resolve_ip_for_localhost: other machines may reach" in caplog.text
     assert not hasattr(started.services, "resolve_ip_for_localhost")

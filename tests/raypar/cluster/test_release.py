@@ -15,7 +15,7 @@ from raypar.actors.mesh.world import World
 from raypar.cluster import actors as actors_module
 from raypar.cluster import ray_cluster
 from raypar.cluster.actors import Actors
-from raypar.cluster.nodes import Node
+from raypar.cluster.placement import Node
 from raypar.errors import ConfigError
 
 
@@ -51,9 +51,7 @@ def test_a_claim_that_ctrl_c_comes_upon_is_given_back(monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         return "group"
 
-    told = {"cluster_resources": lambda: {"CPU": 4.0}, "is_initialized": lambda: True, "shutdown": lambda: None}
-    ray = SimpleNamespace(**told)
-    monkeypatch.setattr(ray_cluster, "ray", ray)
+    monkeypatch.setattr(ray_cluster, "ray", SimpleNamespace(is_initialized=lambda: True, shutdown=lambda: None))
     monkeypatch.setattr(ray_cluster, "_connect", lambda: False)
     room = {"CPU": 4.0}
     monkeypatch.setattr(ray_cluster, "living_nodes", lambda: [Node("n", "host", "10.0.0.1", room, room, "")])

@@ -234,8 +234,6 @@ def test_a_wrong_value_is_named_with_its_fix(tiny, change, says):
     ],
 )
 def test_a_batch_function_that_returns_no_pair_of_tensors_is_refused(tiny, batch, says):
-    from torch import nn
-
     model = Layers(lambda: [nn.Linear(4, 4), nn.Linear(4, 4)], loss=max)
     faults = faults_of(replace(tiny, model=model, data=Batches(lambda *_: batch)))
     assert [fault[: len(says)] for fault in faults] == [says]
@@ -296,11 +294,28 @@ def test_faults_are_returned_without_raising(tiny):
 
 
 def test_a_module_in_place_of_a_function_is_told(tiny):
-    from torch import nn
-
     model = Layers(nn.Sequential(nn.Linear(2, 2)), loss=nn.functional.mse_loss)
     fix = "give a function that returns a list of modules, lambda: [...]"
     assert f"model.fn is a module, Sequential: {fix}" in rp.faults(replace(tiny, model=model))
+
+
+def test_layers_that_have_no_sizes_yet_are_told_all_at_once(tiny):
+    def layers():
+        return [nn.Linear(4, 8), nn.Sequential(nn.LazyLinear(8)), nn.LazyBatchNorm1d(), nn.Linear(8, 2)]
+
+    why = "learns its sizes from its first batch, and actors divide the weights before"
+    data = Batches(lambda *_: (torch.zeros(2, 4), torch.zeros(2, 2)))
+    assert rp.faults(replace(tiny, model=Layers(layers, nn.functional.mse_loss), data=data)) == [
+        f"model.fn: layers.1.0 is a LazyLinear, which {why}: give Linear with its sizes",
+        f"model.fn: layers.2 is a LazyBatchNorm1d, which {why}: give BatchNorm1d with its sizes",
+    ]
+
+
+@pytest.mark.parametrize("layers", [list, lambda: [3], lambda: 3])
+def test_a_function_that_gives_no_modules_is_told_in_one_sentence(tiny, layers):
+    data = Batches(lambda *_: (torch.zeros(2, 4), torch.zeros(2, 2)))
+    faults = rp.faults(replace(tiny, model=Layers(layers, nn.functional.mse_loss), data=data))
+    assert faults == ["model.fn must return a list of nn.Modules, one or more"]
 
 
 def test_layers_that_do_not_fit_the_data_are_among_the_faults(tiny):
@@ -755,8 +770,6 @@ def test_heads_that_do_not_fit_are_told_once(tiny):
     ],
 )
 def test_embeddings_that_can_not_be_kept_alike_are_refused(tiny, options, mesh, says):
-    from torch import nn
-
     model = Layers(lambda: [nn.Embedding(8, 4, **options), nn.Linear(4, 8)], loss=max)
     run = replace(tiny, model=model, mesh=mesh, data=Batches(lambda *_: (torch.zeros(2, 4), torch.zeros(2, 4))))
     if says is None:

@@ -108,8 +108,10 @@ def test_lazy_layers_are_told_with_the_fix_and_those_that_have_their_sizes_are_t
         return [lazy]
 
     run = rp.Run(model=rp.Layers(lazy, nn.functional.mse_loss), data=rp.Batches(batch))
-    told = "whose sizes only the first input tells: make them with all their sizes, as nn.Linear(8, 4)"
-    assert rp.faults(run) == [f"model.fn made layers.0 a LazyLinear and layers.1.1 a LazyLinear, {told}"]
+    told = (
+        "a LazyLinear, which learns its sizes from its first batch, and actors divide the weights before: give Linear"
+    )
+    assert rp.faults(run) == [f"model.fn: {path} is {told} with its sizes" for path in ("layers.0", "layers.1.1")]
     assert rp.faults(replace(run, model=rp.Layers(known, nn.functional.mse_loss))) == []
 
 

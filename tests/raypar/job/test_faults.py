@@ -408,6 +408,7 @@ def test_a_stopped_actor_is_told_within_its_deadline_and_gone_after_close(cluste
 
 PROGRAM = """
 import json, os, signal, sys, threading, time
+import ray  # before raypar, which silences what ray prints of its own
 import torch
 from torch import nn
 import raypar as rp
@@ -441,7 +442,6 @@ def from_a_thread():
     return found[0]
 
 with {launch} as job:
-    import ray
     pids = ray.get([h.__ray_call__.remote(lambda w: os.getpid()) for h in job._loop.loaded.handles])
     session = ray._private.worker._global_node.get_session_dir_path()
     doors = ray.util.get_node_ip_address(), oct(os.stat(session).st_mode & 0o777)

@@ -167,6 +167,8 @@ def test_a_run_that_is_over_before_its_last_step_says_how_it_ended():
     assert happenings(replace(half, under_way=True)) == []
     (halted,) = happenings(replace(half, log=[*start, *log("WARNING interrupted, and nothing was saved: x")]))
     assert halted.text == "stopped with Ctrl-C after step 3"
+    ended = log("WARNING SIGTERM: waiting for the actors", "WARNING interrupted, and nothing was saved: x")
+    assert happenings(replace(half, log=[*start, *ended]))[0].text == "stopped with SIGTERM after step 3"
     (failed,) = happenings(replace(half, log=[*start, *log("ERROR pp=0 died")]))
     assert failed.text == "failed after step 3: pp=0 died"
     told = "the run goes on after step 3 (from memory), with pp=1 replaced, 1.4 s after the failure"

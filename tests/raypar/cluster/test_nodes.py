@@ -1,0 +1,109 @@
+"""What the driver knows of nodes: those that differ are refused by name, and what it claims of which."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+import raypar as rp
+from raypar.actors.mesh.world import World
+from raypar.cluster import actors, ray_cluster
+from raypar.cluster import nodes as cluster_nodes
+from raypar.cluster.devices import Share
+from raypar.cluster.nodes import asked, demand_alike, living_nodes, versions_teller
+from raypar.cluster.placement import Node
+from raypar.errors import ConfigError
+
+CPU = Share("cpu", 0.0)
+
+
+def node(name, cpus, free=None):
+    return Node(f"id of {name}", name, "10.0.0.1", {"CPU": cpus}, {"CPU": cpus if free is None else free})
+
+
+def test_nodes_that_differ_or_do_not_answer_are_refused_all_at_once(monkeypatch):
+    own = versions_teller()()
+    told = {"id of b": own | {"torch": "1.0"}, "id of c": "it did not answer within 60 s", "id of d": own}
+    monkeypatch.setattr(cluster_nodes, "own_node", lambda: "id of a")
+    monkeypatch.setattr(cluster_nodes, "asked", lambda nodes, tells: told)
+    with pytest.raises(ConfigError) as caught:
+        demand_alike([node(name, 1.0) for name in "abcd"])
+    first, second = caught.value.faults
+    assert first.startswith("node b (10.0.0.1) has torch 1.0, this process ") and "pip install torch==" in first
+    assert second == "node c (10.0.0.1) does not run a task: it did not answer within 60 s"
+    demand_alike([node("a", 1.0), node("d", 1.0)])
+
+
+def test_nobody_is_asked_where_all_actors_are_on_the_drivers_node(monkeypatch):
+    monkeypatch.setattr(cluster_nodes, "own_node", lambda: "id of a")
+    monkeypatch.setattr(cluster_nodes, "asked", None)
+    demand_alike([node("a", 4.0)])
+
+
+def test_a_node_answers_or_says_why_not(cluster):
+    def fails():
+        raise OSError("no disk\nof mine")
+
+    (here,) = living_nodes()
+    assert (here.total["CPU"], here.rack) == (16.0, "")
+    assert asked([here], versions_teller()) == {here.id: versions_teller()()}
+    assert asked([here], fails) == {here.id: "OSError: no disk"}
+
+
+def test_without_what_is_free_all_of_a_node_counts(cluster, monkeypatch):
+    monkeypatch.setattr(cluster_nodes, "free_resources", lambda: None)
+    (here,) = living_nodes()
+    assert here.free == here.total
+
+
+def test_a_claim_pins_every_actor_to_its_node_and_leaves_to_ray_what_is_not_free_yet(caplog):
+    world, share = World(rp.Mesh(pp=2, tp=2)), CPU
+    with caplog.at_level(logging.INFO, "raypar"):
+        claim = ray_cluster._claim(world, [node("a", 2.0), node("b", 3.0)], share, grows=False)
+    assert [one.name for one in claim.pins] == ["b", "b", "a", "a"]
+    assert claim.bundles == [{"CPU": 1.0}] * 4
+    assert "actors on 2 nodes: a (10.0.0.1): pp=1 tp=0, pp=1 tp=1; b (10.0.0.1): pp=0 tp=0, pp=0 tp=1" in caplog.text
+    busy = ray_cluster._claim(world, [node("a", 2.0, 1.0), node("b", 3.0)], share, grows=False)
+    assert (busy.pins, busy.bundles, list(busy.bundle)) == ([], [{"CPU": 2.0}] * 2, [0, 0, 1, 1])
+    grows = ray_cluster._claim(world, [node("a", 1.0)], share, grows=True)
+    assert (grows.pins, grows.bundles) == ([], [{"CPU": 2.0}] * 2)
+
+
+def test_what_no_node_has_is_told_at_once_with_each_node():
+    with pytest.raises(ConfigError, match=r"mesh: 4 actors need 4 CPUs, the cluster has 3 \(3 free\) on 2 nodes \(a "):
+        ray_cluster._claim(World(rp.Mesh(pp=4)), [node("a", 2.0), node("b", 1.0)], CPU, grows=False)
+    gpus = [Node("g", "g", "g", {"CPU": 1.0, "GPU": 4.0}, {"CPU": 1.0, "GPU": 4.0})] * 2
+    with pytest.raises(ConfigError, match=r"g has 1 CPUs \(1 free\) and 4 GPUs \(4 free\): room for 1, g has"):
+        ray_cluster._claim(World(rp.Mesh(pp=4)), gpus, Share("cuda", 1.0), grows=False)
+
+
+def test_a_split_tensor_group_is_claimed_actor_by_actor_and_warned_of_once(caplog):
+    world = World(rp.Mesh(pp=2, tp=2))
+    with caplog.at_level(logging.WARNING, "raypar"):
+        claim = ray_cluster._claim(world, [node("a", 1.0), node("b", 3.0)], CPU, grows=False)
+    assert sorted(one.name for one in claim.pins) == ["a", "b", "b", "b"]
+    (warning,) = caplog.records
+    assert "no node has room for its 2 actors" in warning.getMessage()
+    busy = ray_cluster._claim(world, [node("a", 1.0, 0.0), node("b", 3.0)], CPU, grows=False)
+    assert busy.bundles == [{"CPU": 1.0}] * 4, "whole tensor groups would wait forever"
+
+
+@pytest.mark.parametrize(("alive", "pinned", "stays"), [(True, "n", True), (False, "n", False), (False, "", True)])
+def test_who_replaces_an_actor_of_a_lost_node_goes_wherever_there_is_room(monkeypatch, alive, pinned, stays):
+    """A bundle that is pinned to a node would wait for it forever; one that Ray has placed moves by itself."""
+    monkeypatch.setattr(actors, "ray", SimpleNamespace(kill=lambda handle: None))
+    monkeypatch.setattr(actors, "is_alive", lambda node: alive)
+    old, new = actors.Home("group", 0, pinned), actors.Home("another", 0)
+    job = actors.Actors(["dead"], "group", False, "me", "cpu", lambda name, home: (name, home), lambda name: new, [old])
+    assert job.replace(0, "a") == ("a", old if stays else new) == job.handles[0]
+    assert job.homes == [old if stays else new]
+
+
+def test_plan_says_what_would_wait(monkeypatch):
+    cuda = SimpleNamespace(is_built=lambda: False)
+    monkeypatch.setattr(ray_cluster, "torch", SimpleNamespace(backends=SimpleNamespace(cuda=cuda)))
+    lines = ray_cluster.foreseen(World(rp.Mesh(pp=2)), [node("a", 2.0, 1.0)], "auto")
+    assert lines[0] == "a (10.0.0.1): pp=0, pp=1"
+    assert lines[1].endswith("it would wait until all are free, and Ray would choose")
