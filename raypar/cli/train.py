@@ -105,9 +105,9 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """Say whether the run can start, and whether its memory is free."""
+        """Say whether the run can start, and whether what it needs is free."""
         if any(TOO_MUCH in figure for _, figure in self.rows):
-            return "no mistake is in this run, but it needs more memory than is free here"
+            return "no mistake is in this run, but it needs more than is free here"
         return "ok: this run can start"
 
 

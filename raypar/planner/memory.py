@@ -314,6 +314,18 @@ def _states(run: Run, counts: Counts) -> list[int]:
     return [2 * count for count in counts.held]
 
 
+def checkpoint_bytes(run: Run, counts: Counts, parameters: int) -> int:
+    """Return the bytes of a checkpoint's tensors: all weights and the optimizer's state of each, in the masters' dtype.
+
+    Args:
+        run: The run.
+        counts: Its parameters by pipeline rank, which say how much state there is to a weight.
+        parameters: The parameters of the whole model.
+    """
+    each = element_bytes(run).state
+    return each * parameters + round(each * parameters * sum(_states(run, counts)) / max(1, sum(counts.held)))
+
+
 def _gathered(timeline: Timeline, counts: Counts) -> list[int]:
     """Return by stage the most parameters that are whole at a time in a window of its weights.
 
