@@ -15,8 +15,9 @@ from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
+from raypar.planner.checkpoint_size import checkpoint_bytes
 from raypar.planner.host import computes_here, free_disk, free_memory, total_memory
-from raypar.planner.memory import Counts, Memory, checkpoint_bytes, others_memory, worker_memory
+from raypar.planner.memory import Counts, Memory, others_memory, worker_memory
 from raypar.planner.parameters import (
     Units,
     active_parameters,
