@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
+from raypar.actors.known_fields import known_fields
+
 FaultKind = Literal["kill", "stop", "delay", "raise", "corrupt", "drop_node"]
 """kill: SIGKILL to the actor's process; stop: SIGSTOP; delay: it sleeps; raise: an exception; corrupt: a bit of a
 weight flips; drop_node: SIGKILL to Ray on the actor's node, with which all actors there end"""
@@ -16,6 +18,7 @@ POINTS = ("start", "end", "snapshot", "report")
 its snapshot is copied, but not marked as whole yet; its snapshot is taken, but its report is not sent"""
 
 
+@known_fields()
 @dataclass(frozen=True)
 class InjectedFault:
     """A fault of one actor, at one point of one step.

@@ -194,7 +194,7 @@ def _with_actors(command: str, words: list[str]) -> int:
             return OK
         outcome = train.train(words, terminal=sys.stdout.isatty())
         if isinstance(outcome, train.Plan):
-            return _say(f"{outcome.picture}\n\n{_table(outcome.rows)}\n\nok: this run can start; no actor was started")
+            return _say(f"{outcome.picture}\n\n{_table(outcome.rows)}\n\n{outcome.verdict}; no actor was started")
         said = _say(_table(outcome.rows))
         return _fail(outcome.lost, FAILED) if outcome.lost else said
     except ConfigError as error:

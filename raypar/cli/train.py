@@ -33,7 +33,7 @@ from raypar.paths import absolute, checkpoints_in
 from raypar.planner.host import room_faults, starts_own_ray
 from raypar.recovery.chaos import faults_in, injectable
 from raypar.reporting.expert_table import expert_table
-from raypar.reporting.needs import Rows, memory_faults
+from raypar.reporting.needs import TOO_MUCH, Rows, memory_faults
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.summary import closing_rows, plan_rows, planned_grid
 from raypar.schedules.drawing.chrome_trace import chrome_trace
@@ -102,6 +102,13 @@ class Plan:
 
     picture: str
     rows: Rows
+
+    @property
+    def verdict(self) -> str:
+        """Say whether the run can start, and whether what it needs is free."""
+        if any(TOO_MUCH in figure for _, figure in self.rows):
+            return "no mistake is in this run, but it needs more than is free here"
+        return "ok: this run can start"
 
 
 @dataclass(frozen=True)
@@ -249,15 +256,20 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None,
 def injected(file: Path | None, run: Run, schedule: Schedule | None) -> tuple[list[InjectedFault], list[str]]:
     """Read the faults that are injected into a run on purpose; return them, and what is wrong with them.
 
-    Without a schedule, they are not compared with it.
+    Args:
+        file: Their file; None for no faults.
+        run: The run.
+        schedule: The schedule of its training step; None if the run has mistakes. Then only the file is looked at.
     """
-    if file is None:
-        return [], []
     try:
-        read = faults_in(file)
-        return (read, []) if schedule is None else injectable(read, world_of(run), schedule)
+        named = [] if file is None else faults_in(file)
     except ConfigError as error:
         return [], error.faults
+    if schedule is None:
+        return [], []
+    found, wrong = injectable(named, world_of(run), schedule)
+    late = [fault for fault in found if fault.step > run.steps and fault.at != "start"]
+    return found, [*wrong, *(f"chaos: {one} never happens: the run has {run.steps} steps" for one in late)]
 
 
 def _told_lost(job: Job) -> str:

@@ -43,6 +43,7 @@ _WORDS = _RANGES | {
 _OF_CLASS = {"dataclass_exact_type": "class_name", "is_instance_of": "class"}
 _CLASSES = {
     "Action": "an Action, such as 1F0",
+    "InjectedFault": "a fault, such as rp.chaos.kill('pp=1', at='1B3')",
     "PathLike": "a path",
     "Run": "a Run, which rp.Run(...) makes, or rp.recipe('gpt-tiny')",
     "Sequence": "a list",

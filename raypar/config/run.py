@@ -108,15 +108,26 @@ def _with_backward(run: Run, programs: Programs) -> Programs:
     return with_backward(programs, run.backward, costs, hold=run.recompute == "none")
 
 
+_WRITTEN = {
+    "mesh": "; such as rp.Mesh(pp=2)",
+    "optim": "; such as rp.AdamW(lr=1e-3)",
+    "precision": "; such as rp.Precision('bf16')",
+}
+
+
 def _hint(run: Run, path: str) -> str:
-    """Say what else a text may have meant where a model or data belongs; "" where that is not known."""
+    """Say what is written in place of a value that is often given for another one; "" where that is not known."""
     if path == "model" and isinstance(run.model, str):
         if run.model in RECIPES:
             return f"; rp.recipe({run.model!r}) is a run with such a model"
         return "; models of Hugging Face are not read: give their sizes, as rp.GPT(layers=12)"
     if path == "data" and isinstance(run.data, str):
         return f"; for text files give rp.Text({run.data!r})"
-    return ""
+    if path == "model" and callable(run.model):
+        return "; modules of yours are rp.Layers(lambda: [...], loss=...)"
+    if path == "data" and callable(run.data):
+        return "; a function of yours is rp.Batches(function)"
+    return _WRITTEN.get(path, "")
 
 
 def world_of(run: Run) -> World:

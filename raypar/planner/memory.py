@@ -164,7 +164,7 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
     whole = peaks(timeline, [each.weight * count for count in _gathered(timeline, counts)], [0] * len(counts.units))
     lent = [_Lent(run, world, counts, row) for row in timeline.schedule.rows]
     found, copies = [], _SNAPSHOTS if run.max_failures and run.snapshot_every else 0
-    for rank, (count, state) in enumerate(zip(counts.held, _states(run, counts), strict=True)):
+    for rank, (count, state) in enumerate(zip(counts.held, states_of(run, counts), strict=True)):
         experts = counts.experts[rank] if counts.experts else 0
         own, lends = _owned(world, count, experts), lent[rank].is_lent
         summed = own if world.sharded and lends else count
@@ -264,7 +264,7 @@ def server_memory(run: Run, world: World, counts: Counts) -> list[Memory]:
     each, servers = element_bytes(run), world.servers
     return [
         Memory(each.weight * share, each.gradient * share, each.state * -(-state // servers), 0)
-        for share, state in zip((-(-count // servers) for count in counts.held), _states(run, counts), strict=True)
+        for share, state in zip((-(-count // servers) for count in counts.held), states_of(run, counts), strict=True)
     ]
 
 
@@ -287,7 +287,7 @@ def expert_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
     each = element_bytes(run)
     kept = [None] * len(own.held) if isinstance(run.model, Layers) else most_kept(run, run.model, timeline, apart=True)
     stays, found = world.offload == "none", []
-    for count, state, rows in zip(own.held, _states(run, own), kept, strict=True):
+    for count, state, rows in zip(own.held, states_of(run, own), kept, strict=True):
         weights, optimizer = each.weight * count, each.state * state + each.master * count
         found.append(
             Memory(
@@ -302,8 +302,8 @@ def expert_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
     return found
 
 
-def _states(run: Run, counts: Counts) -> list[int]:
-    """Return the elements of optimizer state of each pipeline rank.
+def states_of(run: Run, counts: Counts) -> list[int]:
+    """Return the elements of optimizer state of each pipeline rank of a run.
 
     For a parameter these are the momentum with SGD, if it has one, and with Muon, and two means with AdamW.
     """

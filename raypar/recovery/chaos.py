@@ -8,21 +8,26 @@ every run, and it happens once, or as many ``times`` as it says, even if the ste
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import get_args
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, get_args
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.files import read_named, told
+from raypar.actors.known_fields import unknown_faults
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.injected_fault import POINTS, FaultKind, InjectedFault
+from raypar.config.fields import field_faults, value_faults
 from raypar.errors import ConfigError
 from raypar.schedules.schedule import Schedule
 
 _MOST = 1 << 20  # bytes of a file of faults
+_NEEDED = {
+    "kind": f"give one of {', '.join(get_args(FaultKind))}",
+    "actor": 'name one as messages do, such as "pp=1"',
+    "at": f'give an action of the actor\'s row, such as "1B3", or one of {", ".join(POINTS)}',
+}
 
 
 def kill(actor: str, *, at: str, step: int = 1, times: int = 1) -> InjectedFault:
@@ -80,17 +85,26 @@ def faults_in(file: str | Path) -> list[InjectedFault]:
     if set(plain) != {"fault"} or not isinstance(listed, list):
         raise ConfigError([f"chaos: {str(file)!r} has no faults: write a table [[fault]] for each, and nothing else"])
     found, wrong = list[InjectedFault](), list[str]()
-    names = [field.name for field in fields(InjectedFault)]
     for number, one in enumerate(listed, 1):
-        unknown = [name for name in one if name not in names] if isinstance(one, dict) else []
-        wrong += [f"chaos: fault {number}: {name} is no field: there are {', '.join(names)}" for name in unknown]
-        try:
-            found.append(TypeAdapter(InjectedFault).validate_python(one))
-        except ValidationError as error:
-            wrong += [f"chaos: fault {number}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        if faults := [*_entry_faults(one)]:
+            wrong += [f"chaos: fault {number}: {fault}" for fault in faults]
+        else:
+            found.append(InjectedFault(**one))
     if wrong:
         raise ConfigError(wrong)
     return found
+
+
+def _entry_faults(entry: Any) -> Iterator[str]:
+    """Yield what is wrong with a fault of a file."""
+    if not isinstance(entry, dict):
+        yield f"{entry!r} is no table: write it below a line [[fault]]"
+        return
+    for field in fields(InjectedFault):
+        if field.default is MISSING and field.name not in entry:
+            yield f"{field.name} is missing: {_NEEDED[field.name]}"
+    yield from unknown_faults(InjectedFault.__name__, entry)
+    yield from (fault.text for fault in value_faults(InjectedFault, entry))
 
 
 def injectable(
@@ -111,12 +125,13 @@ def injectable(
     """
     found, wrong = list[InjectedFault](), list[str]()
     labels = {world.label(rank): rank for rank in range(world.size)}
-    for fault in faults:
+    for number, fault in enumerate(faults, 1):
+        if mistyped := [*field_faults(fault)]:
+            wrong += [f"chaos: fault {number}: {one.text}" for one in mistyped]
+            continue
         named = [one for one in labels if set(fault.actor.split()) <= set(one.split())] if fault.actor else []
         label = fault.actor if fault.actor in labels else named[0] if len(named) == 1 else None
-        if fault.kind not in get_args(FaultKind):
-            wrong.append(f"chaos: {fault.kind!r} is no kind of fault: there are {', '.join(get_args(FaultKind))}")
-        elif label is None:
+        if label is None:
             wrong.append(f"chaos: {fault.actor!r} is no one's name: there are {', '.join(named or labels)}")
             if all(_point(fault.at, rank, world, schedule) is None for rank in labels.values()):
                 wrong.append(f"chaos: no actor has {fault.at!r}: give an action of its row, or {', '.join(POINTS)}")

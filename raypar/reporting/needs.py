@@ -15,6 +15,7 @@ from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
+from raypar.planner.checkpoint_size import checkpoint_bytes
 from raypar.planner.host import computes_here, free_disk, free_memory, total_memory
 from raypar.planner.memory import Counts, Memory, others_memory, worker_memory
 from raypar.planner.parameters import (
@@ -76,7 +77,11 @@ def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline:
         rows.append((f"memory of {kind}", _kinds(max(others, key=lambda memory: memory.total))))
     total = _in_memory(run, lambda memory: memory.total)
     largest, needed = max(map(total, [*workers, *others])), _in_all(world, workers, others, total)
-    return [*rows, ("memory in all", f"{size(needed)} {_against(run, needed, largest, world.size)}")]
+    rows.append(("memory in all", f"{size(needed)} {_against(run, needed, largest, world.size)}"))
+    if run.folder is not None:
+        one = checkpoint_bytes(run, counts, _whole(run, skeleton))
+        rows.append(("checkpoints", _checkpoints(run, run.folder, one)))
+    return rows
 
 
 def memory_faults(
@@ -202,17 +207,36 @@ def _is_first(skeleton: Skeleton, name: str, mesh: Mesh) -> bool:
 
 def _parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None, held: Sequence[int]) -> str:
     """Say how many parameters the model, its stages and a worker of each pipeline rank have."""
+    whole = _whole(run, skeleton)
     if isinstance(run.model, Layers):
-        skeleton = skeleton or Skeleton(run.model, run.seed)
-        whole, divided = sum(weight.numel() for weight in skeleton.weights.values()), " before a plan divides them"
-        stages = ""
+        stages, divided = "", " before a plan divides them"
     else:
-        whole, divided = num_parameters(run.model), ""
+        divided = ""
         counts = stage_parameters(run.model, run.split, schedule.num_stages)
         active = active_parameters(run.model)
         used = f", of which a token uses {short_count(active)}" if active < whole else ""
         stages = f"{used}; a stage has {_range(counts)}"
     return f"{whole:,}{stages}; an actor holds {_range(held)}{divided if run.mesh.tensor_ranks > 1 else ''}"
+
+
+def _whole(run: Run, skeleton: Skeleton | None) -> int:
+    """Count the parameters of the whole model."""
+    if not isinstance(run.model, Layers):
+        return num_parameters(run.model)
+    skeleton = skeleton or Skeleton(run.model, run.seed)
+    return sum(weight.numel() for weight in skeleton.weights.values())
+
+
+def _checkpoints(run: Run, folder: str, one: int) -> str:
+    """Say how many checkpoints of so many bytes a run leaves in its folder, against what its disk has free."""
+    saved = -(-run.steps // run.save_every) if run.save_every else 1
+    kept = min(saved, run.keep_last or saved)
+    place = next(path for path in (expanded(folder), *expanded(folder).absolute().parents) if path.exists())
+    free, count = free_disk(place), "1" if kept == 1 else f"{kept:,} of {size(one)} each"
+    told = f"about {size(kept * one)}: {count}" + ("" if free is None else f"; the disk has {size(free)} free")
+    if free is not None and kept * one > free:
+        return f"{told}: {TOO_MUCH}: set keep_last, or give a folder of another disk"
+    return told
 
 
 def muon_parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> list[int]:

@@ -109,7 +109,7 @@ def log_plan(run: Run, schedule: Schedule, skeleton: Skeleton, step: int = 0) ->
         step: The steps that the checkpoint has taken from which it goes on; 0 for a new run.
     """
     if step:
-        log.info("goes on from step %d", step)
+        log.info("goes on after step %d", step)
     for name, figure in plan_rows(run, schedule, skeleton):
         log.log(logging.WARNING if TOO_MUCH in figure else logging.INFO, "%s: %s", name, figure)
 

@@ -142,6 +142,22 @@ def test_each_wrong_word_has_its_fix(said, words, says):
     assert says in fault
 
 
+def test_faults_on_purpose_are_told_with_the_mistakes_of_the_run(said, tmp_path):
+    file = tmp_path / "chaos.toml"
+    file.write_text('[[fault]]\nkind = "kil"\nactor = "pp=1"\nwhen = "STEP"\n')
+    words = ("--chaos", str(file), "--dry-run")
+    demand(
+        faults_of(said, "train", "gpt-tiny", *words, "--steps", "0"),
+        "steps is 0: it must be at least 1",
+        "chaos: fault 1: kind is 'kil': it must be 'kill', 'stop', 'delay'",
+        "chaos: fault 1: at is missing: give an action",
+        "chaos: fault 1: InjectedFault has no field 'when': its fields are kind, actor, at, step, seconds, times",
+    )
+    file.write_text('[[fault]]\nkind = "kill"\nactor = "pp=1"\nat = "STEP"\nstep = 99\n')
+    (late,) = faults_of(said, "train", "gpt-tiny", *words)
+    assert late == "chaos: kill 'pp=1' at STEP of step 99 never happens: the run has 20 steps"
+
+
 def test_all_kinds_of_flags_are_read(said):
     words = "--clip none --mesh.shard none --optim.betas 0.5 0.6 --split 4 4 --optim.rates embed.* 0.5 --model.no-tied"
     more = "--no-sequence-parallel --precision=bf16 --model.kind llama --optim.lr=1e-2 --data.val_path stdlib --dry-run"

@@ -340,6 +340,15 @@ def test_a_dry_run_says_what_the_run_needs_and_what_is_here(said, data):
     assert re.search(r"GiB of [\d.]+ [GM]iB free here, [\d.]+ [GM]iB for each of 4", rows["memory in all"])
 
 
+def test_a_dry_run_does_not_say_ok_of_too_much_memory(said, data, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("raypar.reporting.needs.free_memory", lambda: 500 << 20)
+    code, out, _ = said("train", "gpt-tiny", *data, "--dry-run")
+    assert code == 0
+    assert "no mistake is in this run, but it needs more than is free here; no actor" in out
+    assert "ok:" not in out
+
+
 def test_a_dry_run_predicts_once(said, data, monkeypatch):
     predicted = []
     predict = summaries.from_flops

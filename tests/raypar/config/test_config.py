@@ -262,7 +262,13 @@ def test_a_text_in_the_place_of_a_model_or_data_is_understood(tiny):
         "model is 'gpt-small': it must be a GPT or a Llama or a Layers; "
         "rp.recipe('gpt-small') is a run with such a model",
         "data is 'my.txt': it must be a Text or a Batches; for text files give rp.Text('my.txt')",
-        "optim is 'adam': it must be an AdamW or an SGD or a Muon",
+        "optim is 'adam': it must be an AdamW or an SGD or a Muon; such as rp.AdamW(lr=1e-3)",
+    ]
+    assert faults_of(replace(tiny, model=nn.Linear(2, 2), data=faults_of, precision="bf16")) == [
+        "model is Linear(in_features=2, out_features=2, bias=True): it must be a GPT or a Llama or a Layers; "
+        "modules of yours are rp.Layers(lambda: [...], loss=...)",
+        f"data is {faults_of!r}: it must be a Text or a Batches; a function of yours is rp.Batches(function)",
+        "precision is 'bf16': it must be a Precision; such as rp.Precision('bf16')",
     ]
     assert "models of Hugging Face are not read" in faults_of(replace(tiny, model="gpt2"))[0]
 
@@ -396,7 +402,7 @@ def test_all_wrong_types_come_at_once():
     assert faults_of(run) == [
         "model.hidden is 2.5: it must be a whole number",
         "model.tied is 1: it must be true or false",
-        "mesh is None: it must be a Mesh",
+        "mesh is None: it must be a Mesh; such as rp.Mesh(pp=2)",
         "schedule is 3: it must be a text or a Schedule",
         "microbatches is '8': it must be a whole number",
         "data.fn is 3: it must be a function",

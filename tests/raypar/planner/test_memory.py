@@ -130,6 +130,19 @@ def test_recomputation_and_more_ranks_take_less():
     assert sequence < found[1]
 
 
+def test_checkpoints_are_held_against_the_disk(monkeypatch, tmp_path):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    run = replace(recipe("gpt-small"), folder=str(tmp_path / "not" / "yet"))
+    schedule = check_run(run)["train"]
+    monkeypatch.setattr("raypar.reporting.needs.free_disk", lambda folder: 250 << 20 if folder == tmp_path else None)
+    assert dict(plan_rows(run, schedule))["checkpoints"] == "about 74 MiB: 1; the disk has 250 MiB free"
+    for keep, told in ((3, "about 223 MiB: 3 of 74 MiB each"), (4, "TOO MUCH: set keep_last, or give a folder")):
+        often = replace(run, save_every=15, keep_last=keep)
+        assert told in dict(plan_rows(often, schedule))["checkpoints"]
+    plain = replace(run, optim=SGD(momentum=0.0), save_every=50)
+    assert dict(plan_rows(plain, schedule))["checkpoints"].startswith("about 50 MiB: 2 of 25 MiB each")
+
+
 def test_what_is_needed_is_held_against_what_is_free(monkeypatch):
     run = recipe("gpt-small")
     schedule = check_run(run)["train"]

@@ -35,10 +35,16 @@ def test_all_that_never_happens_is_told_with_what_there_is():
     assert told[0] == "chaos: 'pp=7' is no one's name: there are pp=0, pp=1"
     assert told[1].startswith("chaos: 'pp=1' has no '0F0': its row is 1RECV_F0 1F0")
     assert told[1].endswith("and any has start, end, snapshot, report")
-    assert told[2].startswith("chaos: 'kil' is no kind of fault: there are kill, stop")
+    assert told[2].startswith("chaos: fault 3: kind is 'kil': it must be 'kill', 'stop'")
+    assert found(rp.chaos.kill(0, at="0F0", step=0))[1] == [
+        "chaos: fault 1: actor is 0: it must be a text",
+        "chaos: fault 1: step is 0: it must be at least 1",
+    ]
+    with pytest.raises(rp.ConfigError, match=r"it must be a fault, such as rp\.chaos\.kill"):
+        rp.launch(RUN, chaos=[rp.chaos.kill])
     assert found(rp.chaos.kill("pp=7", at="9F9"))[1] == [
         "chaos: 'pp=7' is no one's name: there are pp=0, pp=1",
-        "chaos: no actor has '9F9': give an action of its row, or start, snapshot, end",
+        "chaos: no actor has '9F9': give an action of its row, or start, end, snapshot, report",
     ]
     with pytest.raises(rp.ConfigError, match="no one's name"):
         rp.launch(RUN, chaos=[rp.chaos.kill("pp=7", at="STEP")])
@@ -54,12 +60,16 @@ def test_a_file_of_faults(tmp_path):
         ("", "has no faults: write a table"),
         ("fault = 3", "has no faults"),
         ("[[fault", "is no TOML"),
-        ('[[fault]]\nkind = "kil"\nactor = "pp=1"\nat = "1F0"\nstep = 0', "fault 1: kind"),
-        ('[[fault]]\nkind = "kill"\nactor = "pp=1"\nat = "1F0"\nstep = 0', "fault 1: step"),
         (
-            '[[fault]]\nkind = "kill"\nactor = "pp=1"\nat = "1F0"\nstp = 3\n[[fault]]\nstep = 0',
-            "fault 1: stp is no field: there are kind, actor, at, step, seconds, times\n(.*\n)*.*fault 2: step",
+            '[[fault]]\nkind = "kil"\nactor = "pp=1"\nat = "1F0"\nstep = 0',
+            "(?s)kind is 'kil': it must be 'kill', 'stop'.*step is 0",
         ),
+        (
+            '[[fault]]\nkind = "kill"\nwhen = "1F0"',
+            "(?s)actor is missing.*at is missing.*no field 'when'",
+        ),
+        ("fault = [3]", "fault 1: 3 is no table"),
+        ('[[fault]]\nkind = "kill"\nactor = "pp=1"\nat = "1F0"\nstep = 0', "fault 1: step"),
     ):
         file.write_text(text)
         with pytest.raises(rp.ConfigError, match=why):
