@@ -44,6 +44,7 @@ _OF_CLASS = {"dataclass_exact_type": "class_name", "is_instance_of": "class"}
 _CLASSES = {
     "Action": "an Action, such as 1F0",
     "PathLike": "a path",
+    "Precision": "a Precision, such as rp.Precision('bf16')",
     "Run": "a Run, which rp.Run(...) makes, or rp.recipe('gpt-tiny')",
     "Sequence": "a list",
 }
