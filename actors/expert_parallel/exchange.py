@@ -57,8 +57,8 @@ class ExpertShard(DividedExperts, Anchored, Routed):
         self._order, self._num_experts = tuple(order), len(order)
         self._group, self._holders, self._tokens = group, holders, tokens
         self._most, self._rounds = shadows, rounds
-        # A module without weights of its own, to compute with those of others. It is none of this actor's modules.
-        self._guest = [deepcopy(next(iter(experts.values())))] if shadows else []
+        # To compute with the weights of others. It is none of this actor's modules.
+        self._guest = [_without_weights(next(iter(experts.values())))] if shadows else []
         self.anchor = torch.empty(0, device="cpu", requires_grad=True)
 
     def run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
@@ -229,3 +229,13 @@ class ExpertShard(DividedExperts, Anchored, Routed):
         parts = came_ND.index_select(0, by_expert).split(asked.sum(0).tolist())
         made = torch.cat([expert(part) for expert, part in zip([*self.values()][some], parts, strict=True)])
         return made.index_select(0, by_expert.argsort())
+
+
+def _without_weights(expert: nn.Module) -> nn.Module:
+    """Return a copy of an expert whose parameters have no elements."""
+    shell = deepcopy(expert)
+    for module in shell.modules():
+        for name in module._parameters:
+            if module._parameters[name] is not None:
+                module._parameters[name] = nn.Parameter(torch.empty(0, device="cpu"))
+    return shell

@@ -104,3 +104,10 @@ class Part:
             for inner, tensor in chain(module.named_parameters(), module.named_buffers())
             if not tensor.requires_grad
         }
+
+    def fixed_apart(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return what ``fixed`` does in two: what all replicas have alike, and the experts that they divide."""
+        dense, experts = dict[str, Tensor](), dict[str, Tensor]()
+        for name, tensor in self.fixed().items():
+            (experts if name in self.owners.experts else dense)[name] = tensor
+        return dense, experts

@@ -97,7 +97,8 @@ class Worker:
         self._memory: dict[Kind, int] = {}  # by kind, once a training step has made it
         seat.connect(part.ties)
         self._compare(None)
-        seat.compare(("dp",), [digest(part.fixed())] if "dp" in groups else ())
+        for key, fixed in zip(("dp", "edp"), part.fixed_apart(), strict=True):
+            seat.compare((key,), [digest(fixed)] if key in groups else ())
 
     # --- a step ---
 

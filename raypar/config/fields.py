@@ -45,6 +45,7 @@ _CLASSES = {
     "Action": "an Action, such as 1F0",
     "InjectedFault": "a fault, such as rp.chaos.kill('pp=1', at='1B3')",
     "PathLike": "a path",
+    "Precision": "a Precision, such as rp.Precision('bf16')",
     "Run": "a Run, which rp.Run(...) makes, or rp.recipe('gpt-tiny')",
     "Sequence": "a list",
 }

@@ -44,6 +44,10 @@ def expert_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> I
         yield f"expert_rounds is {run.expert_rounds}, but {few}: set it to {fewest}{' or less' if fewest > 1 else ''}"
     if run.data_parallel == "parameter_server":
         yield f"{field} is {parts}, but servers hold all weights of a replica: set data_parallel to 'all_reduce'"
+    for name, experts in skeleton.model.expert_lists.items() if own else ():
+        if any(True for _ in experts.buffers()):
+            why = "which checkpoints have by replica, and not by expert"
+            yield f"{field} is {parts}, but the experts of {name} have buffers, {why}: make them parameters, or {off}"
     if own and mesh.tensor_ranks > 1:
         yield f"{field} is {parts}, and mesh.tp {mesh.tp}: experts of your own layers need mesh.tp 1"
 

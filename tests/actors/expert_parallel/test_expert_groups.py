@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 
 import raypar as rp
+from raypar.actors.data_parallel.replica_checks import UnequalReplicasError
+from raypar.actors.expert_parallel import shadowing
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
@@ -16,6 +20,7 @@ from raypar.actors.specs.optim import SGD
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
+from raypar.reporting.report import report_of
 from tests.support.replicas import agrees
 from tests.support.team import Team, batch, mse
 
@@ -88,6 +93,45 @@ def test_own_experts_on_several_actors_train_as_in_one_process(layout):
     agrees(team, 2e-5)
     names = [name for name in team.all[0].holds() if ".experts." in name]
     assert {name.split(".")[3] for name in names} == {"0", "1"}
+
+
+@pytest.mark.parametrize("changes", [{"zero": 3}, {"expert_shadows": 2}])
+def test_own_experts_may_be_frozen(changes, monkeypatch):
+    def layers():
+        mixture = Mixture()
+        mixture.router.bias.data.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))  # the first two are popular
+        for number in (0, 3):
+            mixture.experts[number].requires_grad_(False)
+        return [mixture]
+
+    monkeypatch.setattr(shadowing, "FLOPS", 1e3)  # so that to share out a popular expert's products always pays
+    model = Layers(layers, mse, plan={"layers.*.experts": "expert"})
+    run = replace(RUN, model=model, data=Batches(batch, batch), optim=SGD(lr=0.1), mesh=Mesh(dp=4, ep=2), **changes)
+    team = Team.of(run)
+    agrees(team, 2e-5)
+    assert {name.split(".")[3] for name in team.weights() if ".experts." in name} == {"1", "2"}
+    if "expert_shadows" in changes:
+        assert any(any(one.times) for one in report_of(2, 1.0, team.step(2), team.world).shadows)
+
+
+def test_frozen_experts_that_replicas_begin_with_otherwise_are_named():
+    made = itertools.count()
+
+    def layers():
+        mixture = Mixture()
+        mixture.experts[3][0].bias.requires_grad_(False).fill_(next(made))
+        return [mixture]
+
+    model = Layers(layers, mse, plan={"layers.*.experts": "expert"})
+    with pytest.raises(UnequalReplicasError, match="pp=0 dp=3 are not those of pp=0 dp=1"):
+        Team.of(replace(RUN, model=model, data=Batches(batch, batch), optim=SGD(lr=0.1), mesh=Mesh(dp=4, ep=2)))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=2, ep=2), Mesh(expert_actors=2)])
+def test_own_experts_with_buffers_are_refused(mesh):
+    experts = Layers(lambda: [nn.ModuleList([nn.BatchNorm1d(4)] * 2)], mse, plan={"layers.0": "expert"})
+    told = rp.faults(replace(RUN, model=experts, data=Batches(batch, batch), mesh=mesh))
+    assert any("the experts of layers.0 have buffers, which checkpoints have by replica" in one for one in told)
 
 
 def mixtures():
