@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from raypar.actors.errors import CheckpointError
+from raypar.actors.errors import CheckpointError, first_line
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.manifest import manifest_of
@@ -169,7 +169,7 @@ class Saver:
                 f"actor {self._world.label(rank)}: {fault}"
                 for rank, outcome in enumerate(outcomes)
                 if isinstance(outcome, Exception)
-                for fault in (outcome.faults if isinstance(outcome, CheckpointError) else [str(outcome)])
+                for fault in (outcome.faults if isinstance(outcome, CheckpointError) else [first_line(outcome)])
             ]
             if faults:
                 raise CheckpointError(faults)

@@ -73,11 +73,15 @@ class Ahead:
 
         Raises:
             NonFiniteError: The gradients are not finite. No later steps are left, because the actors refuse them.
+            JobError: An actor failed. No later steps are left either.
             Exception: Other errors of ``Calls.gather``.
         """
         number, refs = self._handed.popleft()
         try:
             results = self._calls.gather(refs, f"step {number + 1}")
+        except JobError:
+            self._handed.clear()  # the actors refuse them, or are gone
+            raise
         except NonFiniteError:
             while self._handed:
                 self._calls.drop(self._handed.popleft()[1])
@@ -203,9 +207,7 @@ class TrainingLoop:
         start, losses, counts = time.perf_counter(), list[float](), list[int]()
         for number in range(count):
             call = partial(calls.all, "run", "evaluate", number, what=f"evaluation step {number + 1}")
-            while (results := self._lifetime.guard(partial(self._surviving, call))) is None:
-                pass
-            found = losses_of(results)
+            found = losses_of(self._after_this_step(call))
             losses += found[0]
             counts += found[1]
         evaluation = Evaluation(self.next_step, mean_loss(losses, counts), sum(counts), time.perf_counter() - start)
@@ -215,6 +217,8 @@ class TrainingLoop:
     def save(self, folder: Path, keep_last: int | None) -> Path:
         """Save a checkpoint now and return its path, as ``Job.save`` does. Raises CheckpointError."""
         self.demand_ready()
+        if self.loaded.run.max_failures:  # an actor that has died since the last step is replaced
+            self._after_this_step(partial(self.loaded.calls.all, "progress", what="saving a checkpoint"))
         return self._lifetime.guard(partial(self._saver.save, folder, self.next_step, keep_last))
 
     def stepper(self) -> Stepper:
@@ -299,7 +303,7 @@ class TrainingLoop:
                     except NonFiniteError as error:
                         if self.loaded.run.nonfinite != "rewind":
                             raise
-                        self._lifetime.guard(partial(self._rewind, error))
+                        self._lifetime.guard(partial(self._surviving, partial(self._rewind, error)))
                         report = None
                 if report is None:
                     ahead = self._ahead = Ahead(self.loaded.calls, most, self._lifetime.epoch)
@@ -312,8 +316,8 @@ class TrainingLoop:
                 if every and self.next_step % every == 0 and self.next_step < self.loaded.run.steps:
                     yield self.evaluate()
         finally:  # the caller may have stopped early, but the actors still complete the steps they have
-            if len(ahead) and self._lifetime.failure is None:
-                self._lifetime.guard(partial(self._settle, ahead))
+            if len(ahead) and self._lifetime.failure is None:  # of a failure, the next call takes the steps again
+                self._lifetime.guard(partial(self._surviving, partial(self._settle, ahead)))
 
     @property
     def _has_no_validation(self) -> bool:
@@ -333,6 +337,15 @@ class TrainingLoop:
             self._saver.settle(_SAVE_SECONDS)
             self.next_step = self._recover(self.next_step + 1, error)
             return None
+
+    def _after_this_step(self, call: Callable[[], T]) -> T:
+        """Call the actors in the state after this step; after a failure, lost steps are taken again first."""
+        step = self.next_step
+        while (answer := self._lifetime.guard(partial(self._surviving, call))) is None:
+            while self.next_step < step:
+                again = Ahead(self.loaded.calls, 0, self._lifetime.epoch)
+                self._lifetime.guard(partial(self._surviving, partial(self._next, again, step)))
+        return answer
 
     def _rewind(self, error: NonFiniteError) -> None:
         """Go back to the newest checkpoint of the run, and leave out the data from there to the step under way.

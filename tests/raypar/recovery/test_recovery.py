@@ -91,6 +91,15 @@ def test_the_same_fault_thrice_ends_the_run_with_its_reason(kept_actors):
     assert time.monotonic() - start < 30
 
 
+def test_without_room_for_another_actor_the_run_ends_with_that_reason(monkeypatch):
+    monkeypatch.setattr("raypar.job.starter._STARTED", 1.0)
+    with rp.launch(RUN, chaos=[rp.chaos.kill("pp=1", at="STEP", step=2)]) as job:
+        thief = job._lifetime._actors.create("thief", 1)  # it waits for the same CPU, and comes first
+        with pytest.raises(rp.JobError, match="no other actor has started in the place of pp=1 within 1 s"):
+            job.train()
+        del thief
+
+
 def test_a_flipped_bit_is_found_named_and_undone(kept_actors):
     run = replace(RUN, mesh=rp.Mesh(dp=3), microbatches=1, max_failures=0, check_every=2)
     whole = trained(run)
