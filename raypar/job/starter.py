@@ -201,14 +201,15 @@ class Starter:
     def _fetch(self, step: int, steps: Sequence[Mapping[int, Sequence[int]]]) -> None:
         """Bring snapshots to the actors that lack them, from actors of other nodes."""
         calls, world = self._loaded.calls, self._loaded.world
-        refs = list[Any]()
+        refs, ranks = list[Any](), list[int]()
         for owner in range(world.size):
             lacking = [rank for rank in range(world.size) if step not in steps[rank].get(owner, ())]
             if lacking:
                 having = next(rank for rank in range(world.size) if step in steps[rank].get(owner, ()))
                 raw = calls.handles[having].snapshot.remote(owner, step)
                 refs += [calls.handles[rank].receive_snapshot.remote(owner, raw) for rank in lacking]
-        calls.gather(refs, "fetching snapshots", [0] * len(refs))
+                ranks += lacking
+        calls.gather(refs, "fetching snapshots", ranks)
 
 
 def _unguarded(call: Callable[[], list[Any]]) -> list[Any]:

@@ -336,6 +336,7 @@ class TrainingLoop:
         except JobError as error:
             self._saver.settle(_SAVE_SECONDS)
             self.next_step = self._recover(self.next_step + 1, error)
+            self._saver.again(self.next_step)
             return None
 
     def _after_this_step(self, call: Callable[[], T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -72,6 +73,18 @@ def test_an_evaluation_and_a_checkpoint_are_of_the_step_in_which_an_actor_died(t
         assert job.save(tmp_path).name == "step-00000005"
         assert alike(weights, weights_of(job))
         assert [failure.back_to for failure in job.failures] == [3, 3]
+
+
+def test_a_checkpoint_that_was_lost_with_an_actor_is_saved_again(tmp_path):
+    run = replace(RUN, folder=str(tmp_path / "run"), save_every=2, steps=3)
+    with rp.launch(run) as job:
+        job.train(2)
+        job._loop._saver.settle()
+        lost = job.saved
+        shutil.rmtree(lost)  # as if the actor had died while it wrote
+        end_of(job)
+        job.train()
+    assert [path.name for path in sorted(lost.parent.glob("step-*"))] == ["step-00000002", "step-00000003"]
 
 
 def test_a_run_whose_checkpoint_is_gone_goes_on_from_memory():
