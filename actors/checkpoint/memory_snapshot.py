@@ -92,6 +92,11 @@ class Slots:
             if slot.step is not None and slot.step > step:
                 slot.forget()
 
+    @property
+    def steps(self) -> set[int]:
+        """The steps of which there is a whole snapshot."""
+        return {slot.step for slot in self._slots if slot.step is not None}
+
     def close(self) -> None:
         """Let go of the files."""
         for slot in self._slots:

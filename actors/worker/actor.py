@@ -115,16 +115,23 @@ class Hosted:
         try:
             result = member.run(program, step, epoch)
             if program == "train":
-                member.faults.reach("end", step)
-                if self._keeper is not None:
-                    self._keeper.after(step + 1, member.state)
-                member.faults.reach("report", step)
+                self._finish(member, step)
         except (NonFiniteError, StaleError):
             raise
         except Exception:
             self._has_failed = True
             raise
         return result
+
+    def _finish(self, member: Worker | Server, step: int) -> None:
+        """Take the snapshot that is due after a step."""
+        try:
+            member.faults.reach("end", step)
+            if self._keeper is not None:
+                self._keeper.after(step + 1, member.state)
+            member.faults.reach("report", step)
+        except Exception as error:
+            raise member.seat.failed("snapshot after the step", None, error) from None
 
     def open(self, step: int) -> None:
         """Begin a training step by hand."""
@@ -187,6 +194,16 @@ class Hosted:
     def snapshot_steps(self) -> dict[int, tuple[int, ...]]:
         """Return, by rank, the steps of which this actor has a snapshot."""
         return {} if self._keeper is None else self._keeper.steps()
+
+    def begin_snapshots(self, step: int) -> None:
+        """Have a snapshot of the step that the run goes on after; see ``SnapshotKeeper.begin``."""
+        member = _there(self._member)
+        with member.probe.idle():
+            _kept(self._keeper).begin(step, member.state)
+
+    def drop_old_snapshots(self) -> None:
+        """Let go of the snapshots of actors that were replaced."""
+        _kept(self._keeper).drop_old()
 
     def snapshot(self, rank: int, step: int) -> bytes:
         """Return a rank's snapshot that this actor has, for another node."""

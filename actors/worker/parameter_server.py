@@ -72,7 +72,7 @@ class Server:
 
     def run(self, program: ProgramName, step: int, epoch: int | None = None) -> StepResult:
         """Serve a whole step; in an evaluation there is nothing to do. Arguments and errors are those of Worker.run."""
-        self.seat.demand_current(epoch, self._epoch)
+        self._epoch = self.seat.demand_current(epoch, self._epoch)
         self.begin(program, step)
         if program == "train":
             self.perform(STEP)

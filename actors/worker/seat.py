@@ -112,18 +112,24 @@ class Seat:
         for group in self.groups.values():
             group.synchronize()
 
-    def demand_current(self, epoch: int | None, current: int) -> None:
+    def demand_current(self, epoch: int | None, current: int) -> int:
         """Refuse a call that the driver made before it knew that an earlier step was refused.
+
+        A later epoch than the current one is that of a job which has refused steps before this actor joined the run.
 
         Args:
             epoch: Epoch of the call; None to accept it in any case.
             current: This actor's epoch: the number of steps refused so far for non-finite gradients.
+
+        Returns:
+            The actor's epoch from now on.
 
         Raises:
             StaleError: The call's epoch is before the current one.
         """
         if epoch is not None and epoch < current:
             raise StaleError(f"this call is of epoch {epoch}; {self.label} is in epoch {current}")
+        return current if epoch is None else epoch
 
     def failed(self, action: str, peer: str | None, error: Exception) -> ActionError:
         """Abort all groups, so that no other actor waits for this one, and return the error to raise.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from raypar.actors.checkpoint.memory_snapshot import Address, Held, Slots, SnapshotFiles
@@ -23,7 +22,6 @@ class SnapshotKeeper:
     def __init__(self, plan: Plan, taken: Callable[[int], None]) -> None:
         self._rank, self._every, self._taken = plan.rank, plan.run.snapshot_every, taken
         self._slots, self._held = Slots(plan.rank), Held(place())
-        self._whole_from = sys.maxsize
 
     def after(self, step: int, state: WorkerState) -> None:
         """Take a snapshot if one is due.
@@ -36,10 +34,25 @@ class SnapshotKeeper:
             OSError: There is no memory left for it.
         """
         if step % self._every == 0:
-            if step >= self._whole_from:  # the snapshots of all actors before this one are whole
-                self._held.drop_old()
-                self._whole_from = sys.maxsize
             state.keep(self._slots, step, lambda: self._taken(step - 1))
+
+    def begin(self, step: int, state: WorkerState) -> None:
+        """Have a snapshot of the step that the run goes on after, and none of later ones, which are taken again.
+
+        Args:
+            step: Number of steps taken. There is nothing to go back to before the first one.
+            state: The actor's state.
+
+        Raises:
+            OSError: There is no memory left for it.
+        """
+        self._slots.forget_after(step)
+        if step and step not in self._slots.steps:
+            state.keep(self._slots, step, lambda: None)
+
+    def drop_old(self) -> None:
+        """Let go of the snapshots of actors that were replaced: all those that are there have begun with their own."""
+        self._held.drop_old()
 
     def addresses(self) -> list[Address]:
         """Return where others find this actor's snapshots, and those of others that it keeps."""
@@ -64,7 +77,7 @@ class SnapshotKeeper:
         return self._files().raw(rank, step)
 
     def restore(self, step: int, ranks: int, state: WorkerState) -> None:
-        """Load the snapshots of a step, and forget those of later ones.
+        """Load the snapshots of a step.
 
         Args:
             step: Number of steps taken.
@@ -77,8 +90,6 @@ class SnapshotKeeper:
         """
         files = self._files()
         state.load(files, files.at(step, range(ranks)))
-        self.forget_after(step)
-        self._whole_from = step + 2 * self._every
 
     def forget_after(self, step: int) -> None:
         """Forget this actor's snapshots of later steps, which are taken again."""

@@ -115,7 +115,7 @@ class Worker:
             ActionError: An action failed.
             NonFiniteError: The gradients are not finite; no weight was changed.
         """
-        self.seat.demand_current(epoch, self._epoch)
+        self._epoch = self.seat.demand_current(epoch, self._epoch)
         self.begin(program, step)
         row = self.program.row
         receives = (action for action in row if action.op in RECVS)

@@ -10,14 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from raypar.actors.errors import CheckpointError
+from raypar.actors.errors import CheckpointError, first_line
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.manifest import manifest_of
 from raypar.checkpoint.save import Save
 from raypar.cluster.calls import Calls
 from raypar.config.toml import plain_of
-from raypar.paths import CHECKPOINTS, absolute
+from raypar.paths import CHECKPOINTS, absolute, checkpoints
 
 log = logging.getLogger(__name__)
 _GRACE = 10.0  # seconds that a save gets to complete after the run has failed
@@ -110,6 +110,13 @@ class Saver:
             self._wait()
             self.lost = saving.exception()
 
+    def again(self, step: int) -> None:
+        """Save the checkpoint that is due after ``step`` steps, unless it is there: it was lost with an actor."""
+        if self._run.folder is not None and step and self.due(step):
+            folder = absolute(self._run.folder) / CHECKPOINTS
+            if not folder.is_dir() or all(saved != step for saved, _ in checkpoints(folder)):
+                self.after(step)
+
     def ask(self, methods: Sequence[str], then: Callable[..., None]) -> None:
         """Call methods of all actors now and pass their answers on in the saving thread.
 
@@ -169,7 +176,7 @@ class Saver:
                 f"actor {self._world.label(rank)}: {fault}"
                 for rank, outcome in enumerate(outcomes)
                 if isinstance(outcome, Exception)
-                for fault in (outcome.faults if isinstance(outcome, CheckpointError) else [str(outcome)])
+                for fault in (outcome.faults if isinstance(outcome, CheckpointError) else [first_line(outcome)])
             ]
             if faults:
                 raise CheckpointError(faults)

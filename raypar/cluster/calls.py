@@ -89,7 +89,7 @@ class Calls:
         while pending and ray.is_initialized() and not given_up.is_set() and not silent:
             _, pending = ray.wait(pending, num_returns=len(pending), timeout=_LOOK)
             ranks = [rank for rank, ref in enumerate(refs) if ref in pending]
-            answered = self._ping(ranks)
+            answered = self.heard(ranks)
             heard |= {refs[rank]: time.monotonic() for rank in ranks if rank in answered}
             silent = any(time.monotonic() - heard[ref] > self._timeout for ref in pending)
         late = StalledError("it did not answer" if silent else "it had not answered when the job ended")
@@ -195,10 +195,12 @@ class Calls:
         """Ask actors for their progress, which they answer even during a step; return the refs by rank."""
         return {rank: self._handles[rank].progress.options(concurrency_group="ctl").remote() for rank in sorted(ranks)}
 
-    def _ping(self, ranks: Sequence[int]) -> set[int]:
-        """Return which of these actors answer."""
-        refs = self._ask(ranks)
-        answered, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_LOOK) if refs else ([], [])
+    def heard(self, ranks: Sequence[int], seconds: float = _LOOK) -> set[int]:
+        """Return of which of these actors something is heard in so many seconds: an answer, or that they have died."""
+        refs, end, answered = self._ask(ranks), time.monotonic() + seconds, list[Any]()
+        while len(answered) < len(refs) and time.monotonic() < end:  # in short waits: Ray ignores Ctrl-C while waiting
+            left = max(0.0, min(_LOOK, end - time.monotonic()))
+            answered, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=left)
         return {rank for rank, ref in refs.items() if ref in answered}
 
     def _listen(self, watch: _Watch, ranks: set[int]) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from raypar.actors.checkpoint.memory_snapshot import Address, Held
+from raypar.actors.checkpoint.memory_snapshot import Held
 from raypar.actors.collective.shm.links import place
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.injected_fault import InjectedFault
@@ -24,11 +21,13 @@ from raypar.job.loaded_run import Guard, LoadedRun
 from raypar.job.plans import plans_of
 from raypar.paths import CHECKPOINTS, absolute
 from raypar.recovery.failures import Failure, Failures, reason_of
+from raypar.recovery.processes import Processes
 
 log = logging.getLogger(__name__)
 _HEARD = 2.5  # seconds in which an actor that lives answers: a GIL may be held for 2 s
 _FREE = 5.0  # seconds in which an actor whose groups were aborted gets out of its step
 _STARTED = 30.0  # seconds in which a new actor starts on a node that lives
+_ELSEWHERE = 60.0  # the same where it has just been given a home
 _JOINING = 1.0  # the same of an actor that joins groups, which it does not leave as long as others may come
 
 
@@ -45,8 +44,7 @@ class Starter:
     def __init__(self, lifetime: Lifetime, job: str, device: DeviceKind, faults: Sequence[InjectedFault]) -> None:
         self._lifetime, self._job, self._device, self._faults = lifetime, job, device, faults
         self._generation = 0
-        self._held = Held(place())
-        self._pids: dict[int, Address] = {}
+        self._held, self._processes = Held(place()), Processes()
         self.failures = Failures(0)
 
     def start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> Sequence[Mapping[str, Shard]]:
@@ -65,6 +63,7 @@ class Starter:
         self._held.close()
         holds = self._join(loaded, found, partial(self._lifetime.guard, patient=False))
         self._lifetime.guard(self._hold, patient=False)
+        self._lifetime.guard(partial(self._begin, 0 if found is None else found.manifest.step), patient=False)
         return holds
 
     def recover(self, step: int, error: JobError) -> int:
@@ -85,8 +84,10 @@ class Starter:
         while True:
             self.failures.count(step, error)
             log.warning("%s", reason_of(error))
+            gone = self._clear(_JOINING if replaced else _FREE)
+            replaced += [self._loaded.world.label(rank) for rank in gone]
             try:
-                replaced += self._clear(_JOINING if replaced else _FREE)
+                self._replace(gone)
                 back_to, source = self._again(step - 1)
             except NoRoomError as end:
                 end.add_note(f"It was lost so: {reason}.")
@@ -103,38 +104,32 @@ class Starter:
     def close(self) -> None:
         """Let go of the snapshots. A second call does nothing."""
         self._held.close()
+        self._processes.close()
 
-    def _clear(self, seconds: float) -> list[str]:
-        """Make the actors leave their groups, and replace those that are dead or do not get free in so many seconds.
-
-        Returns the names of these.
-        """
+    def _clear(self, seconds: float) -> list[int]:
+        """Make the actors leave their groups. Returns those that are dead or do not get free in so many seconds."""
         calls, world = self._loaded.calls, self._loaded.world
         calls.abort()
         everyone = range(world.size)
         alive = calls.answers(everyone, "progress", seconds=_HEARD, group="ctl")
         free = calls.answers(alive, "leave", True, seconds=seconds)
-        gone = [rank for rank in everyone if rank not in free]
+        return [rank for rank in everyone if rank not in free]
+
+    def _replace(self, gone: Sequence[int]) -> None:
+        """Put other actors in the place of these. Raises NoRoomError if one does not start on any node."""
+        calls, world = self._loaded.calls, self._loaded.world
         for rank in gone:
-            self._kill(rank)
-            self._replace(rank)
-        there = calls.answers(gone, "progress", seconds=_STARTED, group="ctl")
-        for rank in set(gone) - set(there):  # its node may be gone too
-            self._replace(rank, elsewhere=True)
-        return [world.label(rank) for rank in gone]
-
-    def _replace(self, rank: int, *, elsewhere: bool = False) -> None:
-        """Put another actor in the place of a rank's. Raises NoRoomError."""
-        loaded = self._loaded
-        name = f"{self._job} {loaded.world.label(rank)} {self._generation + 1}{' elsewhere' if elsewhere else ''}"
-        loaded.calls.replace(rank, self._lifetime.replace(rank, name, elsewhere=elsewhere))
-
-    def _kill(self, rank: int) -> None:
-        """End the process of an actor on this node at once: one that is stopped would not end by itself for seconds."""
-        address = self._pids.get(rank)
-        if address is not None and address.place == place():
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(address.pid, signal.SIGKILL)
+            self._processes.kill(rank)
+            name = f"{self._job} {world.label(rank)} {self._generation + 1}"
+            calls.replace(rank, self._lifetime.replace(rank, name))
+        started = calls.heard(gone, _STARTED)
+        lost = [rank for rank in gone if rank not in started]  # their nodes may be gone too
+        for rank in lost:
+            name = f"{self._job} {world.label(rank)} {self._generation + 1} elsewhere"
+            calls.replace(rank, self._lifetime.replace(rank, name, elsewhere=True))
+        started = calls.heard(lost, _ELSEWHERE)
+        if missing := [world.label(rank) for rank in lost if rank not in started]:
+            raise NoRoomError(f"no other actor starts in the place of {' and '.join(missing)}")
 
     def _again(self, taken: int) -> tuple[int, str]:
         """Start the run again on its actors. Returns after which step it goes on, and where its state is from.
@@ -145,18 +140,21 @@ class Starter:
         loaded = self._loaded
         found = self._newest()
         saved = 0 if found is None else found.manifest.step
-        if not loaded.run.snapshot_every:
-            self._join(loaded, found, _unguarded)
-            return saved, self._name(found)
         self._join(loaded, None, _unguarded)
         steps = self._hold()
         common = self._common(steps, taken)
         if common is not None and common >= saved:
             self._fetch(common, steps)
             loaded.calls.all("restore", common, loaded.world.size, what=f"going back to step {common}")
+            self._begin(common)
             return common, "memory"
         if found is not None:
+            if not found.path.exists():
+                raise JobError(
+                    f"the run began with {found.path}, which is there no more: nothing is left to go back to"
+                )
             loaded.load(found)
+        self._begin(saved)
         return saved, self._name(found)
 
     def _name(self, found: Found | None) -> str:
@@ -176,16 +174,29 @@ class Starter:
 
     def _hold(self) -> list[dict[int, tuple[int, ...]]]:
         """Make every process hold the snapshots of all actors of its node. Returns which steps it has then, by rank."""
-        run, calls = self._loaded.run, self._loaded.calls
-        if not (run.max_failures and run.snapshot_every):
-            return []
+        calls = self._loaded.calls
+        if not self._takes_snapshots:
+            return [{} for _ in calls.handles]
         told = calls.all("snapshot_addresses", what="sharing snapshots")
         addresses = [address for of_one in told for address in of_one]
-        self._pids = {address.rank: address for address in addresses if address.is_own}
+        here = [address for address in addresses if address.is_own and address.place == place() != ""]
+        self._processes.know({address.rank: address.pid for address in here})
         calls.all("hold_snapshots", [*addresses, *self._held.addresses()], what="sharing snapshots")
         self._held.expect_new()
         self._held.hold(addresses)
         return list(calls.all("snapshot_steps", what="sharing snapshots"))
+
+    @property
+    def _takes_snapshots(self) -> bool:
+        run = self._loaded.run
+        return run.max_failures > 0 and run.snapshot_every > 0
+
+    def _begin(self, step: int) -> None:
+        """Make the actors go on after so many steps with a snapshot of it, and without those of actors replaced."""
+        if self._takes_snapshots:
+            self._loaded.calls.all("begin_snapshots", step, what="taking snapshots")
+            self._loaded.calls.all("drop_old_snapshots", what="taking snapshots")
+            self._held.drop_old()
 
     def _common(self, steps: Sequence[Mapping[int, Sequence[int]]], most: int) -> int | None:
         """Return the newest step, up to ``most``, of which there is a snapshot of every rank; None if there is none."""
@@ -195,14 +206,15 @@ class Starter:
     def _fetch(self, step: int, steps: Sequence[Mapping[int, Sequence[int]]]) -> None:
         """Bring snapshots to the actors that lack them, from actors of other nodes."""
         calls, world = self._loaded.calls, self._loaded.world
-        refs = list[Any]()
+        refs, ranks = list[Any](), list[int]()
         for owner in range(world.size):
             lacking = [rank for rank in range(world.size) if step not in steps[rank].get(owner, ())]
             if lacking:
                 having = next(rank for rank in range(world.size) if step in steps[rank].get(owner, ()))
                 raw = calls.handles[having].snapshot.remote(owner, step)
                 refs += [calls.handles[rank].receive_snapshot.remote(owner, raw) for rank in lacking]
-        calls.gather(refs, "fetching snapshots", [0] * len(refs))
+                ranks += lacking
+        calls.gather(refs, "fetching snapshots", ranks)
 
 
 def _unguarded(call: Callable[[], list[Any]]) -> list[Any]:

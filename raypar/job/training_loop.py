@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import closing, suppress
 from functools import partial
@@ -17,11 +16,11 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.types import DeviceKind, format_watched
 from raypar.checkpoint.background_save import Saver
 from raypar.checkpoint.find import newest
-from raypar.cluster.calls import Calls
 from raypar.cluster.interrupts import patience
 from raypar.config.run import zero_actions_of
 from raypar.config.schedule import programs_of, with_zero
 from raypar.errors import ConfigError, JobError
+from raypar.job.ahead import Ahead
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
 from raypar.paths import CHECKPOINTS, absolute
@@ -37,59 +36,6 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 _SAVE_SECONDS = 10.0  # that a save under way gets to complete, after a failure
-
-
-class Ahead:
-    """Hands steps to the actors before the report of the current one has arrived, so that they never wait.
-
-    Args:
-        calls: Calls to the actors.
-        most: How many steps may be handed over beyond the current one.
-        epoch: Epoch of the steps; see ``Lifetime``.
-    """
-
-    def __init__(self, calls: Calls, most: int, epoch: int) -> None:
-        self._calls, self._most, self._epoch = calls, most, epoch
-        self._handed: deque[tuple[int, list[Any]]] = deque()
-        self._since = time.perf_counter()
-
-    def hand_over(self, first: int, stop: int) -> None:
-        """Hand over as many steps as allowed.
-
-        Args:
-            first: Number of the step whose report comes next.
-            stop: Number of the first step that must not be handed over yet.
-        """
-        if not self._handed:
-            self._since = time.perf_counter()
-        for number in range(first + len(self._handed), min(stop, first + self._most + 1)):
-            self._handed.append((number, self._calls.submit("run", "train", number, self._epoch)))
-
-    def collect(self) -> tuple[list[Any], float]:
-        """Wait for the oldest step that was handed over.
-
-        Returns:
-            The results by rank, and the step's duration in seconds: since the step before it was collected, or since
-            this one was handed over, but at least as long as the slowest actor took.
-
-        Raises:
-            NonFiniteError: The gradients are not finite. No later steps are left, because the actors refuse them.
-            Exception: Other errors of ``Calls.gather``.
-        """
-        number, refs = self._handed.popleft()
-        try:
-            results = self._calls.gather(refs, f"step {number + 1}")
-        except NonFiniteError:
-            while self._handed:
-                self._calls.drop(self._handed.popleft()[1])
-            raise
-        before, self._since = self._since, time.perf_counter()
-        seconds = max([self._since - before, *[result.span for result in results]])
-        self._calls.deadline.learn(seconds)
-        return results, seconds
-
-    def __len__(self) -> int:
-        return len(self._handed)
 
 
 class TrainingLoop:
@@ -206,9 +152,7 @@ class TrainingLoop:
         start, losses, counts = time.perf_counter(), list[float](), list[int]()
         for number in range(count):
             call = partial(calls.all, "run", "evaluate", number, what=f"evaluation step {number + 1}")
-            while (results := self._lifetime.guard(partial(self._surviving, call))) is None:
-                pass
-            found = losses_of(results)
+            found = losses_of(self._after_this_step(call))
             losses += found[0]
             counts += found[1]
         evaluation = Evaluation(self.next_step, mean_loss(losses, counts), sum(counts), time.perf_counter() - start)
@@ -218,6 +162,8 @@ class TrainingLoop:
     def save(self, folder: Path, keep_last: int | None) -> Path:
         """Save a checkpoint now and return its path, as ``Job.save`` does. Raises CheckpointError."""
         self.demand_ready()
+        if self.loaded.run.max_failures:  # an actor that has died since the last step is replaced
+            self._after_this_step(partial(self.loaded.calls.all, "progress", what="saving a checkpoint"))
         return self._lifetime.guard(partial(self._saver.save, folder, self.next_step, keep_last))
 
     def stepper(self) -> Stepper:
@@ -302,7 +248,7 @@ class TrainingLoop:
                     except NonFiniteError as error:
                         if self.loaded.run.nonfinite != "rewind":
                             raise
-                        self._lifetime.guard(partial(self._rewind, error))
+                        self._lifetime.guard(partial(self._surviving, partial(self._rewind, error)))
                         report = None
                 if report is None:
                     ahead = self._ahead = Ahead(self.loaded.calls, most, self._lifetime.epoch)
@@ -315,8 +261,8 @@ class TrainingLoop:
                 if every and self.next_step % every == 0 and self.next_step < self.loaded.run.steps:
                     yield self.evaluate()
         finally:  # the caller may have stopped early, but the actors still complete the steps they have
-            if len(ahead) and self._lifetime.failure is None:
-                self._lifetime.guard(partial(self._settle, ahead))
+            if len(ahead) and self._lifetime.failure is None:  # of a failure, the next call takes the steps again
+                self._lifetime.guard(partial(self._surviving, partial(self._settle, ahead)))
 
     @property
     def _has_no_validation(self) -> bool:
@@ -335,7 +281,17 @@ class TrainingLoop:
         except JobError as error:
             self._saver.settle(_SAVE_SECONDS)
             self.next_step = self._recover(self.next_step + 1, error)
+            self._saver.again(self.next_step)
             return None
+
+    def _after_this_step(self, call: Callable[[], T]) -> T:
+        """Call the actors in the state after this step; after a failure, lost steps are taken again first."""
+        step = self.next_step
+        while (answer := self._lifetime.guard(partial(self._surviving, call))) is None:
+            while self.next_step < step:
+                again = Ahead(self.loaded.calls, 0, self._lifetime.epoch)
+                self._lifetime.guard(partial(self._surviving, partial(self._next, again, step)))
+        return answer
 
     def _rewind(self, error: NonFiniteError) -> None:
         """Go back to the newest checkpoint of the run, and leave out the data from there to the step under way.

@@ -1,0 +1,68 @@
+"""Steps that are handed to the actors before the report of the current one has arrived."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from raypar.actors.errors import NonFiniteError
+from raypar.cluster.calls import Calls
+from raypar.errors import JobError
+
+
+class Ahead:
+    """Hands steps to the actors before the report of the current one has arrived, so that they never wait.
+
+    Args:
+        calls: Calls to the actors.
+        most: How many steps may be handed over beyond the current one.
+        epoch: Epoch of the steps; see ``Lifetime``.
+    """
+
+    def __init__(self, calls: Calls, most: int, epoch: int) -> None:
+        self._calls, self._most, self._epoch = calls, most, epoch
+        self._handed: deque[tuple[int, list[Any]]] = deque()
+        self._since = time.perf_counter()
+
+    def hand_over(self, first: int, stop: int) -> None:
+        """Hand over as many steps as allowed.
+
+        Args:
+            first: Number of the step whose report comes next.
+            stop: Number of the first step that must not be handed over yet.
+        """
+        if not self._handed:
+            self._since = time.perf_counter()
+        for number in range(first + len(self._handed), min(stop, first + self._most + 1)):
+            self._handed.append((number, self._calls.submit("run", "train", number, self._epoch)))
+
+    def collect(self) -> tuple[list[Any], float]:
+        """Wait for the oldest step that was handed over.
+
+        Returns:
+            The results by rank, and the step's duration in seconds: since the step before it was collected, or since
+            this one was handed over, but at least as long as the slowest actor took.
+
+        Raises:
+            NonFiniteError: The gradients are not finite. No later steps are left, because the actors refuse them.
+            JobError: An actor failed. No later steps are left either.
+            Exception: Other errors of ``Calls.gather``.
+        """
+        number, refs = self._handed.popleft()
+        try:
+            results = self._calls.gather(refs, f"step {number + 1}")
+        except JobError:
+            self._handed.clear()  # the actors refuse them, or are gone
+            raise
+        except NonFiniteError:
+            while self._handed:
+                self._calls.drop(self._handed.popleft()[1])
+            raise
+        before, self._since = self._since, time.perf_counter()
+        seconds = max([self._since - before, *[result.span for result in results]])
+        self._calls.deadline.learn(seconds)
+        return results, seconds
+
+    def __len__(self) -> int:
+        return len(self._handed)
