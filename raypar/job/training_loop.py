@@ -251,6 +251,7 @@ class TrainingLoop:
                         self._lifetime.guard(partial(self._surviving, partial(self._rewind, error)))
                         report = None
                 if report is None:
+                    ctrl_c.heed()
                     ahead = self._ahead = Ahead(self.loaded.calls, most, self._lifetime.epoch)
                     continue
                 try:
