@@ -43,6 +43,12 @@ class LoadedRun:
         """Ray handles of the actors, by rank."""
         return self.calls.handles
 
+    @property
+    def _patient(self) -> Calls:
+        """Calls that give actors time to start, build and connect, and only those up at once that do not answer."""
+        seconds = max(self.run.timeout, _LAUNCH_SECONDS)
+        return Calls(self.handles, self.world, seconds, replaces=self.run.max_failures > 0)
+
     def start(self, plans: Sequence[Plan], found: Found | None, guard: Guard) -> list[dict[str, Shard]]:
         """Make the actors build their parts of the run, and load a checkpoint if there is one.
 
@@ -55,7 +61,7 @@ class LoadedRun:
             By rank, the shard that the rank holds of each of its logical parameters.
         """
         refs = [handle.start.remote(plan) for handle, plan in zip(self.handles, plans, strict=True)]
-        launch = Calls(self.handles, self.world, max(self.run.timeout, _LAUNCH_SECONDS))
+        launch = self._patient
         holds = guard(lambda: launch.gather(refs, "the launch"))
         if found is not None:
             guard(lambda: self.load(found))
@@ -63,6 +69,5 @@ class LoadedRun:
 
     def load(self, found: Found) -> list[Any]:
         """Make the actors load a checkpoint."""
-        launch = Calls(self.handles, self.world, max(self.run.timeout, _LAUNCH_SECONDS))
         state = str(found.path), found.manifest.tensors
-        return launch.all("load", *state, what=f"loading {found.path.name}")
+        return self._patient.all("load", *state, what=f"loading {found.path.name}")

@@ -20,9 +20,9 @@ from raypar.cluster.interrupts import patience
 from raypar.config.run import zero_actions_of
 from raypar.config.schedule import programs_of, with_zero
 from raypar.errors import ConfigError, JobError
-from raypar.job.ahead import Ahead
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
+from raypar.job.steps_ahead import Ahead
 from raypar.paths import CHECKPOINTS, absolute
 from raypar.reporting.progress import display
 from raypar.reporting.record import Record

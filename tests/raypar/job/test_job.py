@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import raypar as rp
-from raypar.job.ahead import Ahead
+from raypar.job.steps_ahead import Ahead
 from raypar.reporting.run_folder.read import read
 from raypar.schedules import build, text
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action
