@@ -43,25 +43,22 @@ class LoadedRun:
         """Ray handles of the actors, by rank."""
         return self.calls.handles
 
-    @property
-    def _patient(self) -> Calls:
-        """Calls that give actors time to start, build and connect, and only those up at once that do not answer."""
-        seconds = max(self.run.timeout, _LAUNCH_SECONDS)
-        return Calls(self.handles, self.world, seconds, replaces=self.run.max_failures > 0)
-
-    def start(self, plans: Sequence[Plan], found: Found | None, guard: Guard) -> list[dict[str, Shard]]:
+    def start(
+        self, plans: Sequence[Plan], found: Found | None, guard: Guard, *, again: bool = False
+    ) -> list[dict[str, Shard]]:
         """Make the actors build their parts of the run, and load a checkpoint if there is one.
 
         Args:
             plans: The actors' plans, by rank.
             found: The checkpoint; None for a new run.
             guard: Ends the job if a call fails.
+            again: Whether all actors have answered before, so that one that does not is given up sooner.
 
         Returns:
             By rank, the shard that the rank holds of each of its logical parameters.
         """
         refs = [handle.start.remote(plan) for handle, plan in zip(self.handles, plans, strict=True)]
-        launch = self._patient
+        launch = self._patient(again)
         holds = guard(lambda: launch.gather(refs, "the launch"))
         if found is not None:
             guard(lambda: self.load(found))
@@ -70,4 +67,8 @@ class LoadedRun:
     def load(self, found: Found) -> list[Any]:
         """Make the actors load a checkpoint."""
         state = str(found.path), found.manifest.tensors
-        return self._patient.all("load", *state, what=f"loading {found.path.name}")
+        return self._patient().all("load", *state, what=f"loading {found.path.name}")
+
+    def _patient(self, again: bool = False) -> Calls:
+        """Return calls that give actors time to start, build and connect."""
+        return Calls(self.handles, self.world, max(self.run.timeout, _LAUNCH_SECONDS), replaces=again)

@@ -170,7 +170,7 @@ class Starter:
         """Make the actors join new groups and build the run, and load a checkpoint if there is one."""
         self._generation += 1
         plans = plans_of(loaded.run, self._programs, self._job, self._generation, self._device, self._faults)
-        return loaded.start(plans, found, guard)
+        return loaded.start(plans, found, guard, again=guard is _unguarded)
 
     def _hold(self) -> list[dict[int, tuple[int, ...]]]:
         """Make every process hold the snapshots of all actors of its node. Returns which steps it has then, by rank."""
