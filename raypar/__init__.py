@@ -111,9 +111,17 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'raypar' has no attribute {name!r}")
+        raise AttributeError(f"module 'raypar' has no attribute {name!r}{_meant(name)}")
     module, there = _HOME_OF[name]
     return getattr(importlib.import_module(module), there)
+
+
+def _meant(name: str) -> str:
+    """Name the nearest public name, if one is near."""
+    from raypar.schedules.nearest_name import nearest  # only after a mistake
+
+    meant = None if name.startswith("_") else nearest(name, __all__)
+    return "" if meant is None else f": it has {meant!r}"
 
 
 def __dir__() -> list[str]:

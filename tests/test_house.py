@@ -320,7 +320,7 @@ MAY_IMPORT = {
         "actors/data_parallel actors/expert_parallel actors/inspect actors/mesh actors/models actors/optim "
         "actors/pipeline actors/specs actors/tensor_parallel actors/tensor_parallel/grid schedules"
     ),
-    "raypar": "actors",
+    "raypar": "actors schedules",
     "raypar/checkpoint": (
         "actors actors/checkpoint actors/mesh actors/optim actors/specs raypar raypar/cluster raypar/config "
         "raypar/config/validate schedules"

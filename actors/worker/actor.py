@@ -115,23 +115,13 @@ class Hosted:
         try:
             result = member.run(program, step, epoch)
             if program == "train":
-                self._finish(member, step)
+                _keep(member, self._keeper, step)
         except (NonFiniteError, StaleError):
             raise
         except Exception:
             self._has_failed = True
             raise
         return result
-
-    def _finish(self, member: Worker | Server, step: int) -> None:
-        """Take the snapshot that is due after a step."""
-        try:
-            member.faults.reach("end", step)
-            if self._keeper is not None:
-                self._keeper.after(step + 1, member.state)
-            member.faults.reach("report", step)
-        except Exception as error:
-            raise member.seat.failed("snapshot after the step", None, error) from None
 
     def open(self, step: int) -> None:
         """Begin a training step by hand."""
@@ -323,6 +313,17 @@ def _kept(keeper: SnapshotKeeper | None) -> SnapshotKeeper:
     if keeper is None:
         raise RuntimeError("this actor keeps no snapshots: its run has none, or it has not started")
     return keeper
+
+
+def _keep(member: Worker | Server, keeper: SnapshotKeeper | None, step: int) -> None:
+    """Take the snapshot that is due after a step."""
+    try:
+        member.faults.reach("end", step)
+        if keeper is not None:
+            keeper.after(step + 1, member.state)
+        member.faults.reach("report", step)
+    except Exception as error:
+        raise member.seat.failed("snapshot after the step", None, error) from None
 
 
 def _there(member: Worker | Server | None) -> Worker | Server:

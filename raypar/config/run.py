@@ -111,7 +111,6 @@ def _with_backward(run: Run, programs: Programs) -> Programs:
 _WRITTEN = {
     "mesh": "; such as rp.Mesh(pp=2)",
     "optim": "; such as rp.AdamW(lr=1e-3)",
-    "precision": "; such as rp.Precision('bf16')",
 }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from raypar.actors.collective.ledger import Entry
+from raypar.errors import UnknownNameError
 
 _BOX = "max-width: 100%; overflow-x: auto"
 _COUNTED = ("actor", "axis", "op", "calls", "bytes", "seconds")
@@ -53,6 +54,9 @@ class Totals(dict[str, dict[tuple[str, str], Entry]]):
 
     def _repr_html_(self) -> str:
         return box(table(self._rows, _COUNTED))
+
+    def __missing__(self, actor: str) -> dict[tuple[str, str], Entry]:
+        raise UnknownNameError(f"no actor is called {actor!r}: there are {', '.join(self)}")
 
     @property
     def _rows(self) -> list[Sequence[str]]:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import raypar as rp
+from raypar.actors.checkpoint.assembler import ShardFolder
 from raypar.actors.models.tile_names import tile_of, untiled
 from raypar.checkpoint.manifest import manifest_of
 from raypar.errors import ConfigError
@@ -132,7 +133,7 @@ def test_a_checkpoint_goes_from_any_tiling_to_any_other(tmp_path, before, after,
     teams = [Tiled.of(rp.Run(**fields, tile=tile)) for tile in (before, after)]
     tensors = saved(teams[0], tmp_path)
     assert set(tensors) == {untiled(name) for name in tensors}
-    done = teams[1].each(lambda actor: actor.member.state.load(str(tmp_path), tensors))
+    done = teams[1].each(lambda actor: actor.member.state.load(ShardFolder(tmp_path), tensors))
     assert done == [None, None]
     held = [team.weights() for team in teams]
     assert all(held[0][name].equal(held[1][name]) for name in held[0] | held[1])

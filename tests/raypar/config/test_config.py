@@ -268,7 +268,7 @@ def test_a_text_in_the_place_of_a_model_or_data_is_understood(tiny):
         "model is Linear(in_features=2, out_features=2, bias=True): it must be a GPT or a Llama or a Layers; "
         "modules of yours are rp.Layers(lambda: [...], loss=...)",
         f"data is {faults_of!r}: it must be a Text or a Batches; a function of yours is rp.Batches(function)",
-        "precision is 'bf16': it must be a Precision; such as rp.Precision('bf16')",
+        "precision is 'bf16': it must be a Precision, such as rp.Precision('bf16')",
     ]
     assert "models of Hugging Face are not read" in faults_of(replace(tiny, model="gpt2"))[0]
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+import raypar as rp
 from raypar.actors.collective.ledger import Entry
 from raypar.reporting.notebook import Totals, box, table
 from raypar.reporting.report import Evaluation, Report
@@ -59,3 +62,12 @@ def test_a_ledger_prints_as_a_table():
         "pp=0   pp    send  3      1,024  0.500",
     ]
     assert repr(Totals()) == "actor  axis  op  calls  bytes  seconds"
+    with pytest.raises(KeyError, match="no actor is called 'pp=7': there are pp=0"):
+        totals["pp=7"]
+
+
+def test_a_name_that_raypar_does_not_have_is_answered_with_the_nearest():
+    with pytest.raises(AttributeError, match="'raypar' has no attribute 'recipees': it has 'recipe'"):
+        rp.recipees  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute '__nothing__'$"):
+        rp.__nothing__  # noqa: B018
