@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raypar.actors.errors import first_line
@@ -79,18 +79,24 @@ class Actors:
         """
         assert self.create is not None
         _try(ray.kill, self.handles[rank])
-        freed = self.homes[rank]
-        is_lost = bool(freed.node) and not is_alive(freed.node)
+        freed, silent = [self.homes[rank]], list[tuple[Any, Home]]()
         while self.spares:
             handle, home = self.spares.pop(0)
-            if _lives(handle):
-                if not is_lost:
-                    self.spares.append((self.create(f"{name} spare", freed), freed))
+            if (lives := _lives(handle)) is None:
+                silent.append((handle, home))  # it may be starting
+            elif lives:
                 self.handles[rank], self.homes[rank] = handle, home
-                return handle
-        if is_lost:
-            return self.relocate(rank, name)
-        self.handles[rank] = self.create(name, self.homes[rank])
+                break
+            else:
+                freed.append(home)  # a spare that has died is replaced too, by which nothing is lost
+        else:
+            if _is_lost(freed[0]):
+                self.relocate(rank, name)
+            else:
+                self.handles[rank] = self.create(name, freed[0])
+            freed = freed[1:]
+        self.spares += silent
+        self.spares += [(self.create(f"{name} spare", home), home) for home in freed if not _is_lost(home)]
         return self.handles[rank]
 
     def relocate(self, rank: int, name: str) -> Any:
@@ -142,13 +148,19 @@ def driver_id() -> str:
     return str(ray.get_runtime_context().get_worker_id())
 
 
-def _lives(handle: Any) -> bool:
-    """Return whether an actor answers."""
+def _is_lost(home: Home) -> bool:
+    """Return whether the node of a home is known, and is there no more."""
+    return bool(home.node) and not is_alive(home.node)
+
+
+def _lives(handle: Any) -> bool | None:
+    """Return whether an actor answers, or has died; None if it does neither."""
     answered, _ = ray.wait([ref := handle.progress.options(concurrency_group="ctl").remote()], timeout=_HEARD)
-    if answered:
-        with suppress(RayActorError):
-            ray.get(ref)
-            return True
+    if not answered:
+        return None
+    with suppress(RayError):
+        ray.get(ref)
+        return True
     return False
 
 

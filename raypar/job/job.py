@@ -82,7 +82,7 @@ class Job:
         self._starter = Starter(self._lifetime, name, self.device, chaos)
         loaded = self._loaded(run, programs, skeleton)
         self._loop = TrainingLoop(self._lifetime, self.device, loaded, record, self._starter.recover)
-        self._inspection = Inspection(self._lifetime, loaded, self._start(loaded, programs, found))
+        self._inspection = Inspection(self._lifetime, self._loop.read, loaded, self._start(loaded, programs, found))
 
     @property
     def run(self) -> Run:
@@ -115,7 +115,7 @@ class Job:
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """The failures that this run has survived."""
+        """The failures that this run has survived. After a reset they are those of the new run."""
         return tuple(self._starter.failures.survived)
 
     def __repr__(self) -> str:
@@ -383,7 +383,7 @@ class Job:
         except BaseException:
             record.close()
             raise
-        self._inspection = Inspection(self._lifetime, loaded, self._start(loaded, programs, found))
+        self._inspection = Inspection(self._lifetime, self._loop.read, loaded, self._start(loaded, programs, found))
 
     def _loaded(self, run: Run, programs: Programs, skeleton: Skeleton) -> LoadedRun:
         """Return a run with the actors that it needs, without calling them yet."""

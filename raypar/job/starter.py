@@ -20,8 +20,7 @@ from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import Guard, LoadedRun
 from raypar.job.plans import plans_of
 from raypar.paths import CHECKPOINTS, absolute
-from raypar.recovery.failures import Failure, Failures, reason_of
-from raypar.recovery.processes import Processes
+from raypar.recovery.failures import Failure, Failures, death_in, reason_of, told
 
 log = logging.getLogger(__name__)
 _HEARD = 2.5  # seconds in which an actor that lives answers: a GIL may be held for 2 s
@@ -44,7 +43,7 @@ class Starter:
     def __init__(self, lifetime: Lifetime, job: str, device: DeviceKind, faults: Sequence[InjectedFault]) -> None:
         self._lifetime, self._job, self._device, self._faults = lifetime, job, device, faults
         self._generation = 0
-        self._held, self._processes = Held(place()), Processes()
+        self._held, self._processes = Held(place()), lifetime.processes
         self.failures = Failures(0)
 
     def start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> Sequence[Mapping[str, Shard]]:
@@ -66,8 +65,8 @@ class Starter:
         self._lifetime.guard(partial(self._begin, 0 if found is None else found.manifest.step), patient=False)
         return holds
 
-    def recover(self, step: int, error: JobError) -> int:
-        """Bring the run back after a failure, and return the number of steps taken that it goes on after.
+    def recover(self, step: int, error: JobError, lost: Callable[[int], float]) -> Failure:
+        """Bring the run back after a failure, and return what has failed, and where the run goes on.
 
         All actors go back to the newest snapshots that all of them have taken, or else to the newest checkpoint. Those
         that do not answer are replaced. A failure in the meantime counts as another one.
@@ -75,15 +74,16 @@ class Starter:
         Args:
             step: The step under way, counted from 1.
             error: What failed.
+            lost: Returns the seconds that the failure has cost until now, if the run goes back to so many steps.
 
         Raises:
             JobError: It is one failure too many, or no node has room for another actor.
         """
         start, replaced = time.monotonic(), list[str]()
-        reason = reason_of(error)
+        reason, death = reason_of(error), death_in(error)
         while True:
             self.failures.count(step, error)
-            log.warning("%s", reason_of(error))
+            log.warning("%s", told(error))
             gone = self._clear(_JOINING if replaced else _FREE)
             replaced += [self._loaded.world.label(rank) for rank in gone]
             try:
@@ -96,15 +96,15 @@ class Starter:
                 error = next_error
                 continue
             break
-        failure = Failure(step, reason, tuple(dict.fromkeys(replaced)), back_to, source, time.monotonic() - start)
+        seconds, names = time.monotonic() - start, tuple(dict.fromkeys(replaced))
+        failure = Failure(step, reason, names, back_to, source, seconds, lost(back_to), death)
         self.failures.survived.append(failure)
         log.warning("%s", failure)
-        return back_to
+        return failure
 
     def close(self) -> None:
         """Let go of the snapshots. A second call does nothing."""
         self._held.close()
-        self._processes.close()
 
     def _clear(self, seconds: float) -> list[int]:
         """Make the actors leave their groups. Returns those that are dead or do not get free in so many seconds."""
@@ -170,17 +170,18 @@ class Starter:
         """Make the actors join new groups and build the run, and load a checkpoint if there is one."""
         self._generation += 1
         plans = plans_of(loaded.run, self._programs, self._job, self._generation, self._device, self._faults)
-        return loaded.start(plans, found, guard, again=guard is _unguarded)
+        holds = loaded.start(plans, found, guard, again=guard is _unguarded)
+        located = loaded.calls.answers(range(loaded.world.size), "located", seconds=_HEARD, group="ctl")
+        self._processes.know({rank: at for rank, at in located.items() if at.place == place() != ""})
+        return holds
 
     def _hold(self) -> list[dict[int, tuple[int, ...]]]:
         """Make every process hold the snapshots of all actors of its node. Returns which steps it has then, by rank."""
         calls = self._loaded.calls
         if not self._takes_snapshots:
             return [{} for _ in calls.handles]
-        told = calls.all("snapshot_addresses", what="sharing snapshots")
-        addresses = [address for of_one in told for address in of_one]
-        here = [address for address in addresses if address.is_own and address.place == place() != ""]
-        self._processes.know({address.rank: address.pid for address in here})
+        shared = calls.all("snapshot_addresses", what="sharing snapshots")
+        addresses = [address for of_one in shared for address in of_one]
         calls.all("hold_snapshots", [*addresses, *self._held.addresses()], what="sharing snapshots")
         self._held.expect_new()
         self._held.hold(addresses)

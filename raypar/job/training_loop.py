@@ -19,14 +19,16 @@ from raypar.checkpoint.find import newest
 from raypar.cluster.interrupts import patience
 from raypar.config.run import zero_actions_of
 from raypar.config.schedule import programs_of, with_zero
-from raypar.errors import ConfigError, JobError
+from raypar.errors import ConfigError, JobError, StepLostError
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
 from raypar.job.steps_ahead import Ahead
 from raypar.paths import CHECKPOINTS, absolute
+from raypar.recovery.failures import Failure
 from raypar.reporting.progress import display
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report, losses_of, mean_loss, report_of
+from raypar.reporting.step_times import StepTimes
 from raypar.reporting.stragglers import Stragglers
 from raypar.schedules.schedule import Schedule
 from raypar.stepping.recording import Recorder
@@ -60,7 +62,7 @@ class TrainingLoop:
         device: DeviceKind,
         loaded: LoadedRun,
         record: Record,
-        recover: Callable[[int, JobError], int],
+        recover: Callable[[int, JobError, Callable[[int], float]], Failure],
     ) -> None:
         self._lifetime, self._device, self._recover = lifetime, device, recover
         self._training = threading.RLock()  # held while a thread takes steps
@@ -70,14 +72,14 @@ class TrainingLoop:
         self._is_finished = False
         self.loaded, self.next_step = loaded, 0
         self._record, self._saver = record, Saver(loaded.run, loaded.calls, loaded.world)
-        self._stragglers = Stragglers(loaded.world)
+        self._stragglers, self._times = Stragglers(loaded.world), StepTimes()
 
     def exchange(self, loaded: LoadedRun, record: Record) -> None:
         """Replace the run by another one, from its first step. The present one must be closed already."""
         self._stepper, self.last = None, None
         self.loaded, self.next_step = loaded, 0
         self._record, self._saver = record, Saver(loaded.run, loaded.calls, loaded.world)
-        self._stragglers = Stragglers(loaded.world)
+        self._stragglers, self._times = Stragglers(loaded.world), StepTimes()
         self._is_finished = False
 
     def leave(self, folder: str | None) -> None:
@@ -161,9 +163,7 @@ class TrainingLoop:
 
     def save(self, folder: Path, keep_last: int | None) -> Path:
         """Save a checkpoint now and return its path, as ``Job.save`` does. Raises CheckpointError."""
-        self.demand_ready()
-        if self.loaded.run.max_failures:  # an actor that has died since the last step is replaced
-            self._after_this_step(partial(self.loaded.calls.all, "progress", what="saving a checkpoint"))
+        self._demand_alive("saving a checkpoint")
         return self._lifetime.guard(partial(self._saver.save, folder, self.next_step, keep_last))
 
     def stepper(self) -> Stepper:
@@ -171,7 +171,7 @@ class TrainingLoop:
         self._lifetime.demand_open()
         if self._stepper is not None and self._stepper.midway and self._stepper.done:
             return self._stepper
-        self.demand_ready()
+        self._demand_alive("a step by hand")
         loaded = self.loaded
         self._stepper = Stepper(
             loaded.schedule,
@@ -179,7 +179,7 @@ class TrainingLoop:
             loaded.world,
             loaded.handles,
             loaded.calls,
-            guard=self._lifetime.guard,
+            guard=self._by_hand,
             commit=partial(self._commit, by_hand=True),
             lowered=self._lowered,
             recorder=Recorder(loaded.run, self._device, loaded.world, loaded.calls),
@@ -190,7 +190,8 @@ class TrainingLoop:
         """Raise JobError if the job is over, or in the middle of a step."""
         self._lifetime.demand_open()
         if self._stepper is not None and self._stepper.midway and not self._stepper.done:
-            self._stepper.abort()  # it has done no action yet, so nothing is lost
+            with suppress(StepLostError):
+                self._stepper.abort()  # it has done no action yet, so nothing is lost
         if self._stepper is not None and self._stepper.midway:
             raise JobError("job.stepper() is in the middle of this step: call its finish() or abort() first")
         if self._ahead is not None and len(self._ahead):
@@ -250,7 +251,7 @@ class TrainingLoop:
                             raise
                         self._lifetime.guard(partial(self._surviving, partial(self._rewind, error)))
                         report = None
-                if report is None:
+                if not isinstance(report, Report):
                     ctrl_c.heed()
                     ahead = self._ahead = Ahead(self.loaded.calls, most, self._lifetime.epoch)
                     continue
@@ -275,24 +276,70 @@ class TrainingLoop:
         ahead.hand_over(self.next_step, stop)
         return self._commit(*ahead.collect())
 
-    def _surviving(self, call: Callable[[], T]) -> T | None:
-        """Call the actors; after a failure bring the run back, and return None. Raises JobError if that is too late."""
+    def _surviving(self, call: Callable[[], T]) -> T | Failure:
+        """Call the actors; after a failure bring the run back, and return it. Raises JobError if that is too late."""
+        start = time.perf_counter()
         try:
             return call()
         except JobError as error:
             self._saver.settle(_SAVE_SECONDS)
-            self.next_step = self._recover(self.next_step + 1, error)
+            step, lost = self.next_step + 1, partial(self._times.lost, start)
+            try:
+                failure = self._recover(step, error, lost)
+            except JobError as end:
+                self._record.failed(Failure.ending(step, end, lost(step - 1)).to_dict())
+                raise
+            self._record.failed(failure.to_dict())
+            self._times.go_back(failure.back_to)
+            self.next_step = failure.back_to
             self._saver.again(self.next_step)
-            return None
+            if self._ahead is not None:
+                self._ahead.drop()
+            return failure
 
     def _after_this_step(self, call: Callable[[], T]) -> T:
         """Call the actors in the state after this step; after a failure, lost steps are taken again first."""
         step = self.next_step
-        while (answer := self._lifetime.guard(partial(self._surviving, call))) is None:
+        while isinstance(answer := self._lifetime.guard(partial(self._surviving, call)), Failure):
             while self.next_step < step:
                 again = Ahead(self.loaded.calls, 0, self._lifetime.epoch)
                 self._lifetime.guard(partial(self._surviving, partial(self._next, again, step)))
         return answer
+
+    def read(self, call: Callable[[], list[Any]]) -> list[Any]:
+        """Call the actors, to read of the state after this step, or of a step by hand; survive a failure.
+
+        Raises:
+            StepLostError: The step by hand is lost.
+            JobError: The job is over; or another thread takes steps, and goes on after a failure.
+        """
+        if self._stepper is not None and self._stepper.midway:
+            return self._by_hand(call)
+        if not self.loaded.run.max_failures:
+            return self._lifetime.guard(call)
+        if not self._training.acquire(blocking=False):
+            self._lifetime.demand_open()
+            return call()
+        try:
+            return self._after_this_step(call)
+        finally:
+            self._training.release()
+
+    def _by_hand(self, call: Callable[[], T]) -> T:
+        """Call the actors in a step by hand. Raises StepLostError after a failure that the run has survived."""
+        answer = self._lifetime.guard(partial(self._surviving, call))
+        if not isinstance(answer, Failure):
+            return answer
+        lost = StepLostError(f"{answer.reason}: {answer}; job.stepper() begins step {self.next_step + 1}")
+        if self._stepper is not None and self._stepper.midway:
+            self._stepper.lose(lost)
+        raise lost
+
+    def _demand_alive(self, what: str) -> None:
+        """Raise JobError if the job is over, or in the middle of a step; replace an actor that has died since."""
+        self.demand_ready()
+        if self.loaded.run.max_failures:
+            self._after_this_step(partial(self.loaded.calls.all, "progress", what=what))
 
     def _rewind(self, error: NonFiniteError) -> None:
         """Go back to the newest checkpoint of the run, and leave out the data from there to the step under way.
@@ -334,6 +381,7 @@ class TrainingLoop:
         if not by_hand:
             for told in self._stragglers.of(report.steps_taken, [result.busy for result in results]):
                 log.warning("%s", told)
+        self._times.keep(self.next_step, seconds)
         self.next_step += 1
         self.last = report
         self._record.write(report)
