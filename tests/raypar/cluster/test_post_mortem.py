@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RaySystemError
@@ -21,6 +22,7 @@ from raypar.cluster.processes import Exit, Processes
 from raypar.paths import FAILURES
 from raypar.reporting.run_folder.read import read
 from tests.support.kernel import TELLS_EXITS
+from tests.support.process_tree import lives
 
 CRASH = """:job_id:01000000
 :actor_name:Hosted
@@ -136,7 +138,12 @@ def test_a_crash_and_an_exit_are_told_in_the_failure_the_folder_and_the_error(tm
     batches = rp.Batches(lambda step, microbatch, dp: 2 * (__import__("torch").ones(3, 4),))
     with rp.launch(rp.Run(model=model, data=batches, **fields)) as job:
         (tmp_path / "now-term").touch()
+        pid = job.who()[1].pid
         job.step()  # whoever gets a SIGTERM ends its step first
+        for _ in range(200):
+            if not lives(pid):
+                break
+            time.sleep(0.05)
         (tmp_path / "now-crash").touch()
         job.step()
         (tmp_path / "now-exit").touch()
