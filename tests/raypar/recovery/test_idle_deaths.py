@@ -33,7 +33,7 @@ def test_reads_and_steps_by_hand_survive_and_change_no_bit():
         found.append(report.loss)
         if report.step == 1:
             end_of(job)
-            name = next(iter(job.parameters))
+            name = [*job.parameters][-1]  # of the last stage
             seen.append((name, job.param(name).shape))  # while the next step is under way
 
     with rp.launch(RUN) as job:
@@ -53,9 +53,7 @@ def test_reads_and_steps_by_hand_survive_and_change_no_bit():
         found.append(job.step().loss)
         end_of(job, 0)
         weights = dict(job.weights().items())
-        first, *others = [failure.back_to for failure in job.failures]
-        assert first in (1, 2), "the step that was under way had ended on both actors, or not"
-        assert others == [3, 6]
+        assert [failure.back_to for failure in job.failures] == [2, 3, 6]
     assert found == losses
     assert [shape for name, shape in seen] == [whole[name].shape for name, _ in seen]
     assert all(torch.equal(weights[name], weight) for name, weight in whole.items())
