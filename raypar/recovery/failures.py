@@ -99,8 +99,10 @@ def death_in(error: JobError) -> Death | None:
 
 def told(error: JobError) -> str:
     """Return in one line what failed and, of a process that died, why."""
-    death = death_in(error)
-    return reason_of(error) if death is None else f"{reason_of(error)}: {str(death).partition(' Its log, ')[0]}"
+    if (death := death_in(error)) is None:
+        return reason_of(error)
+    why = str(death).partition(" Its log, ")[0].removesuffix(".")
+    return f"{reason_of(error)}: {why[0].lower()}{why[1:]}"
 
 
 def reason_of(error: JobError) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import raypar as rp
-from raypar.recovery.failures import Failures
+from raypar.errors import Death
+from raypar.recovery.failures import Failure, Failures, told
 
 DIED = rp.ActorDiedError("actor pp=1 died during step 4; seen from the others: this differs from time to time")
 
@@ -33,3 +34,13 @@ def test_without_max_failures_nothing_is_added():
     with pytest.raises(rp.JobError) as caught:
         Failures(0).count(1, rp.JobError("x"))
     assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_death_is_told_in_one_line_with_its_reason():
+    death = Death("ended by SIGSEGV", None, "SIGSEGV", False, "1F0 of step 4", ("Fatal",), "/logs/a.err")
+    error = rp.ActorDiedError("actor pp=1 died during step 4; seen from the others: this", death)
+    assert told(error) == (
+        "actor pp=1 died during step 4: it was ended by SIGSEGV; the last action that it began was 1F0 of step 4"
+    )
+    assert told(DIED) == "actor pp=1 died during step 4"
+    assert str(Failure.ending(4, error, 1.0)) == "the run has ended: actor pp=1 died during step 4"
