@@ -36,16 +36,14 @@ def trace() -> str:
     """Format the traceback of the exception being handled, from the user's code on.
 
     It begins with the first frame of the user's code, or else with the line of the user's that ``blame`` has named,
-    before the frames below raypar's. Without either it is whole.
+    before the frames below raypar's. Without either it begins below raypar's frames, and is whole if there are none.
     """
     kind, error, whole = sys.exc_info()
     assert kind is not None and error is not None
     line: FrameSummary | None = getattr(error, _BLAMED, None)
     theirs = _outside(whole, _ours())
-    if theirs is not None or line is None:
-        shown = traceback.TracebackException(kind, error, theirs or whole)
-    else:
-        shown = traceback.TracebackException(kind, error, _outside(whole, _ours()[:1]) or whole)
+    shown = traceback.TracebackException(kind, error, theirs or _outside(whole, _ours()[:1]) or whole)
+    if theirs is None and line is not None:
         shown.stack.insert(0, line)
     text = "".join(shown.format())
     return text if len(text) <= 4 * _LONGEST else text[-4 * _LONGEST :]

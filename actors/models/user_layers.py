@@ -105,7 +105,11 @@ class LayersModel(Model):
 
     def loss(self, output: Values, target: Values) -> Tensor:
         """Call the user's loss function. Raises ValueError if it does not return one floating number."""
-        loss: Tensor = self._spec.loss(unwrap(output), unwrap(target))
+        try:
+            loss: Tensor = self._spec.loss(unwrap(output), unwrap(target))
+        except Exception as error:
+            error.add_note("(in the loss)")
+            raise
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(

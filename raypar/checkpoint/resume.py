@@ -184,7 +184,7 @@ def demand_latest(run: Run, step: int) -> None:
     except CheckpointError as error:
         raise ConfigError([f"folder: {fault}" for fault in error.faults]) from error
     if later is not None:
-        fix = "resume from it, or give another folder"
+        fix = "resume from it (end the run that writes there first, if one does), or give another folder"
         raise ConfigError([f"folder {str(folder)!r} has {later.name!r}, and this run begins at step {step + 1}: {fix}"])
 
 

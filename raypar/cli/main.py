@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from raypar.reporting.needs import Rows
 
 OK, DIFFERENT, MISTAKE, FAILED, NOT_FINITE, INTERRUPTED, TERMINATED = 0, 1, 2, 4, 6, 130, 143
-_MORE = "bytes and seconds of this layout and of others: raypar plan"
+_MORE = "raypar plan tells bytes and seconds, and compares levels of ZeRO"
 
 HELP = """\
 usage: raypar COMMAND [...]

@@ -35,6 +35,7 @@ _WORDS = _RANGES | {
     "callable_type": "a function",
     "literal_error": "{expected}",
     "iterable_type": "a list",
+    "sequence_str": "a list",
     "Predicate str.isprintable failed": "of characters that can be printed, without line ends and tabs",
     "Predicate is_grid failed": "a grid of equal sides, as '2d:2x2', '2.5d:2x2x1' (depth last) or '3d:2x2x2'",
 }

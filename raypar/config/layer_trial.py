@@ -25,8 +25,12 @@ from raypar.actors.tensors import Values, as_values
 from raypar.config.expert_trial import call_faults
 from raypar.config.skeleton import Skeleton
 
-_OF_SHAPES = re.compile(r"(?i)\b(shapes?|sizes?|dim|dims|dimensions?|channels?|features?|elements?)\b")
+_OF_SHAPES = re.compile(
+    r"(?i)\b(shapes?|sizes?|dim|dims|dimensions?|channels?|features?|elements?|batch_size|bounds)\b"
+    "|must be one floating number"
+)
 _MOST_TRIED = 1 << 24  # elements of the weights and values that are made in the user's process
+_MOST_COMPUTED = 1 << 20  # the same where nothing is suspected, and only the loss is tried
 
 
 def layer_faults(run: Run, skeleton: Skeleton) -> list[str]:
@@ -54,6 +58,8 @@ def layer_faults(run: Run, skeleton: Skeleton) -> list[str]:
             return []
         with torch.no_grad():
             last, size = _suspected(skeleton, _on_meta(inputs), _on_meta(target))
+        if last is None and size <= _MOST_COMPUTED:
+            last = len(skeleton.model.skeleton)  # shapes alone do not show whether targets fit the loss
         wrong = [] if last is None or size > _MOST_TRIED else _computed(run, last, inputs, target)
         few = sum(_elements(layer.parameters()) for layer in skeleton.model.skeleton) + size <= _MOST_TRIED
         return wrong if wrong or not run.mesh.expert_actors or not few else call_faults(run, inputs)

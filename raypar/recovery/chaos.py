@@ -21,6 +21,7 @@ from raypar.actors.mesh.world import World
 from raypar.actors.specs.injected_fault import POINTS, FaultKind, InjectedFault
 from raypar.config.fields import field_faults, value_faults
 from raypar.errors import ConfigError
+from raypar.schedules.nearest_name import nearest
 from raypar.schedules.schedule import Schedule
 
 _MOST = 1 << 20  # bytes of a file of faults
@@ -167,3 +168,11 @@ def _point(at: str, rank: int, world: World, schedule: Schedule) -> str | None:
     """Return the action or point of a rank that is meant; None if it has none."""
     there = {*_row(rank, world, schedule), *POINTS}
     return next((one for one in (at, at.replace("B", "I")) if one in there), None)
+
+
+def __getattr__(name: str) -> object:
+    kinds = ("corrupt", "delay", "drop_node", "kill", "raise_", "stop")
+    meant = None if name.startswith("_") else nearest(name, kinds)
+    raise AttributeError(
+        f"rp.chaos has no {name!r}: " + (f"it has {meant!r}" if meant else f"it has {', '.join(kinds)}")
+    )

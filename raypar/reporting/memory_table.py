@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
+from raypar.errors import UnknownNameError
 from raypar.planner.memory import Memory, others_memory, worker_memory
 from raypar.planner.prediction import from_flops
 from raypar.reporting.needs import counts_of, size
@@ -41,6 +42,9 @@ class MemoryTable(dict[str, dict[str, Figure]]):
     ``offloaded`` to host memory or to files is not a part of the peak. A REPL and a notebook show a table, whose cells
     are the formula and the measurement.
     """
+
+    def __missing__(self, actor: str) -> dict[str, Figure]:
+        raise UnknownNameError(f"no actor is called {actor!r}: there are {', '.join(self)}")
 
     def __repr__(self) -> str:
         cells = [self._head, *([str(figures.get(kind, "")) for kind in self._head] for figures in self.values())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from inspect import signature
 from traceback import extract_tb
@@ -10,23 +11,25 @@ from typing import Any
 from raypar.actors.data.batches import pair_of
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
+from raypar.planner.host import starts_own_ray
 
-_MISTAKES = (TypeError, NameError, AttributeError, IndexError, ZeroDivisionError)
+_MISTAKES: tuple[type[Exception], ...] = (TypeError, NameError, AttributeError, IndexError, ZeroDivisionError)
 
 
 def batches_faults(data: Batches) -> Iterator[str]:
     """Yield a fault for each batch function whose first microbatch is no pair of tensors, or tuples of tensors.
 
-    A mistake in a function is a fault too. Other exceptions of it are none here: its files may be where only the
-    actors are.
+    An exception of a function is a fault too. Where actors may run elsewhere only a mistake is one, such as a
+    NameError: a file may be missing here and be there.
     """
+    fatal = _MISTAKES if _is_connected() or not starts_own_ray() else Exception
     for name, fn in (("data.fn", data.fn), ("data.validate", data.validate)):
         if fn is not None and not takes(fn, 3):
             yield f"{name} can't be called with (step, microbatch, dp): give a function of these three"
             continue
         try:
             batch = None if fn is None else fn(0, 0, 0)
-        except _MISTAKES as error:
+        except fatal as error:
             at = extract_tb(error.__traceback__)[-1]
             yield f"{name} fails at {at.filename}:{at.lineno}, {type(error).__name__}: {error}"
             continue
@@ -37,6 +40,12 @@ def batches_faults(data: Batches) -> Iterator[str]:
                 pair_of(batch)
             except TypeError as error:
                 yield f"{name}: {error}"
+
+
+def _is_connected() -> bool:
+    """Return whether this process uses a Ray already, which may be a cluster's."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:

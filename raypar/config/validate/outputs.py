@@ -72,6 +72,8 @@ def _faults(path: Path, resumed: Path | None, overwrite: bool) -> Iterator[str]:
     above = new[0].parent if new else path
     if not above.is_dir():
         yield f"can't be made: {str(above)!r} is no folder: give another path"
+    elif not os.statvfs(above).f_blocks:
+        yield f"can't be made: {str(above)!r} is on no disk: give another path"
     elif not os.access(above, os.W_OK | os.X_OK):
         yield f"can't be written: there is no permission for {str(above)!r}: give another path"
     if not new:

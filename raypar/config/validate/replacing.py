@@ -33,14 +33,15 @@ def replacing_faults(path: Path) -> Iterator[str]:
     there = sorted(os.listdir(path))  # noqa: PTH208  (names, not paths)
     if not there:
         return
+    if LOG in there and _is_plain(path / LOG) and _is_locked(path / LOG):
+        yield "is that of a run that is under way: end that one first, or give another folder"
+        return
     if RUN not in there or not _is_plain(path / RUN) or not (path / RUN).read_bytes().startswith(_HEAD):
         yield f"is no run folder of raypar (it has no {RUN} that raypar wrote): give another folder"
         return
     strangers = [name for name in there if not _is_ours(path / name)]
     if strangers:
         yield f"has {brief(strangers[0])} in it, which no run has written: move it away, or give another folder"
-    if LOG in there and _is_plain(path / LOG) and _is_locked(path / LOG):
-        yield "is that of a run that is under way: end that one first, or give another folder"
 
 
 def _is_ours(path: Path) -> bool:

@@ -249,6 +249,20 @@ def test_a_mistake_in_a_batch_function_is_told_with_its_line(tiny):
     assert fault == f"data.fn fails at {__file__}:{line}, IndexError: list index out of range"
 
 
+def test_any_exception_of_a_batch_function_is_told_where_actors_run_here(tiny, monkeypatch):
+    def absent(step, microbatch, dp):
+        raise ValueError("no file today")
+
+    run = replace(tiny, model=Layers(lambda: [nn.Linear(4, 4), nn.Linear(4, 4)], loss=max), data=Batches(absent))
+    monkeypatch.setattr("raypar.config.validate.batches._is_connected", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (fault,) = faults_of(run)
+    assert fault.startswith("data.fn fails at ")
+    assert fault.endswith(", ValueError: no file today")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    check_run(run)
+
+
 def test_what_has_no_effect_is_told(tiny):
     data = Batches(lambda *_: (torch.zeros(2, 4), torch.zeros(2, 4)))
     idle = [*idle_fields(replace(tiny, steps=5, eval_every=2, data=data, optim=AdamW(warmup=9), context="ulysses"))]

@@ -140,6 +140,22 @@ def test_a_loss_that_does_not_fit_is_told():
     assert fault.startswith("model.loss can't take what layers.0 makes, (3, 5), and the targets, (3, 2): The size of")
 
 
+def test_targets_and_losses_that_shapes_alone_do_not_show_are_tried():
+    def labels(count, most):
+        return lambda step, microbatch, dp: (torch.randn(7, 4), torch.arange(count) % most)
+
+    def of(data, loss):
+        model = rp.Layers(lambda: [nn.Linear(4, 3)], loss)
+        return layer_faults(rp.Run(model=model, data=rp.Batches(data)), Skeleton(model, 0))
+
+    assert of(labels(7, 3), nn.functional.cross_entropy) == []
+    (lengths,) = of(labels(5, 3), nn.functional.cross_entropy)
+    assert "makes, (7, 3), and the targets, (5,): Expected input batch_size (7) to match" in lengths
+    assert "Target 3 is out of bounds" in of(labels(7, 4), nn.functional.cross_entropy)[0]
+    (vector,) = of(labels(7, 3), nn.CrossEntropyLoss(reduction="none"))
+    assert "the loss must be one floating number, it is (7,): return the mean over the microbatch" in vector
+
+
 @pytest.mark.parametrize(
     "fn",
     [

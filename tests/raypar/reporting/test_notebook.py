@@ -8,6 +8,7 @@ import pytest
 
 import raypar as rp
 from raypar.actors.collective.ledger import Entry
+from raypar.reporting.memory_table import MemoryTable
 from raypar.reporting.notebook import Totals, box, table
 from raypar.reporting.report import Evaluation, Report
 
@@ -67,6 +68,12 @@ def test_a_ledger_prints_as_a_table():
 
 
 def test_a_name_that_raypar_does_not_have_is_answered_with_the_nearest():
+    with pytest.raises(AttributeError, match=r"rp\.chaos has no 'kil': it has 'kill'"):
+        rp.chaos.kil  # noqa: B018
+    with pytest.raises(KeyError, match="no actor is called 'pp=7': there are pp=0"):
+        MemoryTable({"pp=0": {}})["pp=7"]
+    with pytest.raises(rp.ConfigError, match=r"chaos is 'kill': it must be a list"):
+        rp.launch(rp.recipe("gpt-tiny"), chaos="kill")
     with pytest.raises(AttributeError, match="'raypar' has no attribute 'recipees': it has 'recipe'"):
         rp.recipees  # noqa: B018
     with pytest.raises(AttributeError, match=r"no attribute '__nothing__'$"):
