@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.mesh.world import World
@@ -41,17 +41,12 @@ class Lifetime:
         self._calls: Calls | None = None
         self._close, self._saved = close, saved
 
-    def handles(self, count: int) -> list[Any]:
-        """Return the handles of the first ``count`` actors. Raises JobError if the job is over."""
+    @property
+    def actors(self) -> Actors:
+        """The actors. Raises JobError if the job is over."""
         self.demand_open()
         assert self._actors is not None
-        return self._actors.handles[:count]
-
-    def replace(self, rank: int, name: str, *, elsewhere: bool = False) -> Any:
-        """Replace the actor of a rank; see ``Actors.replace`` and ``relocate``. Raises JobError if the job is over."""
-        self.demand_open()
-        assert self._actors is not None
-        return (self._actors.relocate if elsewhere else self._actors.replace)(rank, name)
+        return self._actors
 
     def calls_on(self, world: World, timeout: float, *, replaces: bool = False) -> Calls:
         """Return Calls to the actors of a world. From now on, a failure aborts these.
@@ -64,7 +59,7 @@ class Lifetime:
         Raises:
             JobError: The job is over.
         """
-        self._calls = Calls(self.handles(world.size), world, timeout, replaces=replaces)
+        self._calls = Calls(self.actors.handles[: world.size], world, timeout, replaces=replaces)
         return self._calls
 
     def demand_open(self) -> None:

@@ -11,17 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raypar.actors.errors import NonFiniteError
+from raypar.actors.errors import CheckpointError, NonFiniteError
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.types import DeviceKind, format_watched
 from raypar.checkpoint.background_save import Saver
 from raypar.checkpoint.find import newest
+from raypar.checkpoint.resume import find
 from raypar.cluster.interrupts import patience
 from raypar.config.run import zero_actions_of
 from raypar.config.schedule import programs_of, with_zero
 from raypar.errors import ConfigError, JobError
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
+from raypar.job.rebalance import put_aside
+from raypar.job.starter import Starter
 from raypar.job.steps_ahead import Ahead
 from raypar.paths import CHECKPOINTS, absolute
 from raypar.reporting.progress import display
@@ -46,7 +49,7 @@ class TrainingLoop:
         device: Device that the actors compute on.
         loaded: The run.
         record: Record of the run's reports and evaluations.
-        recover: Brings the run back after a failure; see ``Starter.recover``.
+        starter: Brings the run back after a failure, and lets it go on with more replicas where it has lost some.
 
     Attributes:
         loaded: The run.
@@ -60,9 +63,9 @@ class TrainingLoop:
         device: DeviceKind,
         loaded: LoadedRun,
         record: Record,
-        recover: Callable[[int, JobError], int],
+        starter: Starter,
     ) -> None:
-        self._lifetime, self._device, self._recover = lifetime, device, recover
+        self._lifetime, self._device, self._starter = lifetime, device, starter
         self._training = threading.RLock()  # held while a thread takes steps
         self._ahead: Ahead | None = None
         self._stepper: Stepper | None = None
@@ -79,6 +82,13 @@ class TrainingLoop:
         self._record, self._saver = record, Saver(loaded.run, loaded.calls, loaded.world)
         self._stragglers = Stragglers(loaded.world)
         self._is_finished = False
+
+    def move(self, loaded: LoadedRun) -> None:
+        """Go on with the run in another layout, between two steps."""
+        self._stepper, self.loaded = None, loaded
+        self._saver.move(loaded.calls, loaded.world)
+        self._record.move(loaded.schedule)
+        self._stragglers = Stragglers(loaded.world)
 
     def leave(self, folder: str | None) -> None:
         """Finish the run if its folder is this one, in which another run is to go on: it has one writer at a time."""
@@ -145,14 +155,14 @@ class TrainingLoop:
             ConfigError: The run has no validation data.
         """
         self.demand_ready()
-        run, calls = self.loaded.run, self.loaded.calls
+        run = self.loaded.run
         if self._has_no_validation:
             raise ConfigError(["data has no validation batches: give Batches a validate function"])
         count = run.eval_steps if steps is None else steps
         start, losses, counts = time.perf_counter(), list[float](), list[int]()
         for number in range(count):
-            call = partial(calls.all, "run", "evaluate", number, what=f"evaluation step {number + 1}")
-            found = losses_of(self._after_this_step(call))
+            what = f"evaluation step {number + 1}"
+            found = losses_of(self._after_this_step("run", "evaluate", number, what=what))
             losses += found[0]
             counts += found[1]
         evaluation = Evaluation(self.next_step, mean_loss(losses, counts), sum(counts), time.perf_counter() - start)
@@ -163,7 +173,7 @@ class TrainingLoop:
         """Save a checkpoint now and return its path, as ``Job.save`` does. Raises CheckpointError."""
         self.demand_ready()
         if self.loaded.run.max_failures:  # an actor that has died since the last step is replaced
-            self._after_this_step(partial(self.loaded.calls.all, "progress", what="saving a checkpoint"))
+            self._after_this_step("progress", what="saving a checkpoint")
         return self._lifetime.guard(partial(self._saver.save, folder, self.next_step, keep_last))
 
     def stepper(self) -> Stepper:
@@ -239,9 +249,15 @@ class TrainingLoop:
         try:
             while self.next_step < last:
                 self._lifetime.demand_open()
+                is_growing = self._starter.can_grow()
+                if is_growing and not len(ahead):
+                    self._lifetime.guard(partial(self._surviving, self._grow))
+                    ahead = self._ahead = Ahead(self.loaded.calls, most, self._lifetime.epoch)
                 every = 0 if self._has_no_validation else self.loaded.run.eval_every
                 stop = (self.next_step // every + 1) * every if every else last
                 stop = min(last, stop, self._saver.next_due(self.next_step, last))
+                if is_growing and len(ahead):
+                    stop = self.next_step + len(ahead)  # the actors complete what they have
                 with patience("the steps they have") as ctrl_c:
                     try:
                         report = self._lifetime.guard(partial(self._surviving, partial(self._next, ahead, stop)))
@@ -281,13 +297,32 @@ class TrainingLoop:
             return call()
         except JobError as error:
             self._saver.settle(_SAVE_SECONDS)
-            self.next_step = self._recover(self.next_step + 1, error)
+            self.next_step = self._starter.recover(self.next_step + 1, error)
             self._saver.again(self.next_step)
             return None
 
-    def _after_this_step(self, call: Callable[[], T]) -> T:
+    def _grow(self) -> None:
+        """Go on with more replicas, from this step: from snapshots, or else from a checkpoint that is saved for it."""
+        self._saver.settle()
+        run, step = self.loaded.run, self.next_step
+        if run.snapshot_every:
+            self.next_step = self._starter.grow(step)
+            return
+        with put_aside(run) as folder:
+            try:
+                found = find(self._saver.save(folder, step, run.keep_last))
+            except CheckpointError as error:
+                log.warning("the run does not grow, as no checkpoint was saved:\n%s", error)
+                return
+            self.next_step = self._starter.grow(step, found)
+
+    def _after_this_step(self, method: str, *args: object, what: str) -> list[Any]:
         """Call the actors in the state after this step; after a failure, lost steps are taken again first."""
         step = self.next_step
+
+        def call() -> list[Any]:
+            return self.loaded.calls.all(method, *args, what=what)  # a recovery may have changed the layout
+
         while (answer := self._lifetime.guard(partial(self._surviving, call))) is None:
             while self.next_step < step:
                 again = Ahead(self.loaded.calls, 0, self._lifetime.epoch)

@@ -21,6 +21,7 @@ class Failure:
         back_to: Number of steps taken before the point that the run went back to.
         source: Where the state came from: "memory", or the name of a checkpoint; "" if the run began anew.
         seconds: How long it took from the failure on until all actors could go on.
+        size: With how many replicas it goes on, if these are fewer than before; else "".
     """
 
     step: int
@@ -29,9 +30,11 @@ class Failure:
     back_to: int
     source: str
     seconds: float
+    size: str = ""
 
     def __str__(self) -> str:
         who = f", with {' and '.join(self.replaced)} replaced" if self.replaced else ""
+        who = f", with {self.size}" if self.size else who
         after = f"after step {self.back_to} (from {self.source})" if self.back_to else "from the start"
         return f"the run goes on {after}{who}, {self.seconds:.1f} s after the failure"
 
