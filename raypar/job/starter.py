@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 _HEARD = 2.5  # seconds in which an actor that lives answers: a GIL may be held for 2 s
 _FREE = 5.0  # seconds in which an actor whose groups were aborted gets out of its step
 _JOINING = 1.0  # the same of an actor that joins groups, which it does not leave as long as others may come
+_NAMED = 4  # lost actors that a message names
 _LOOK = 5.0  # seconds between two looks whether there is room for actors that are missing
 
 
@@ -131,8 +132,9 @@ class Starter:
     def _size_told(self, lost: Sequence[str]) -> str:
         """Say how many replicas the run goes on with, without which actors."""
         run, whole = self._layout.run, self.run
-        each = f"{run.microbatches} microbatches each instead of {whole.microbatches}"
-        return f"dp={run.mesh.dp} instead of {whole.mesh.dp}, {each}, without {' and '.join(dict.fromkeys(lost))}"
+        each, who = f"{run.microbatches} microbatches each instead of {whole.microbatches}", [*dict.fromkeys(lost)]
+        more = f" and {len(who) - _NAMED} more" if len(who) > _NAMED else ""
+        return f"dp={run.mesh.dp} instead of {whole.mesh.dp}, {each}, without {' and '.join(who[:_NAMED])}{more}"
 
     def can_grow(self) -> bool:
         """Return whether there are actors for more replicas than the run goes on with. It looks from time to time."""

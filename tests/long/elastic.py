@@ -1,9 +1,10 @@
 """Runs that lose two of four replicas for twenty steps and get them back: the losses must be those without the loss.
 
-    python -m tests.long.elastic [LAYOUT ...] [--steps N] [--no-hosts]
+    python -m tests.long.elastic [LAYOUT ...] [--steps N] [--events N] [--seed N] [--no-hosts]
 
-Each layout runs on a Ray of two nodes, of which one is removed after step 10 and added again after step 30. Both are on
-this machine, so snapshots in memory outlive a node. Then the same happens with hosts of their own, whose snapshots are
+Each layout runs on a Ray of two nodes, of which one is removed after step 10, and added again when twenty steps were
+taken with half the replicas. Both are on this machine, so snapshots in memory outlive a node. Then one run loses and gets nodes and actors at random, also while
+it loses and gets others (``--events``; the events are drawn anew from the seed). Then the same happens with hosts of their own, whose snapshots are
 lost with them, so that the run goes back to its last checkpoint. Exit code 1 if anything is not so.
 """
 
@@ -14,12 +15,17 @@ import logging
 import re
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from random import Random
 
 import ray
 from ray.cluster_utils import Cluster
 
 import raypar as rp
+from raypar.cluster import vacancies
 from raypar.config.run import world_of
 from raypar.job import starter
 from raypar.job.layouts import with_replicas
@@ -30,7 +36,8 @@ from tests.support.hosts import missing
 DENSE = rp.GPT(layers=4, hidden=64, heads=4, seq=32, dropout=0.1)
 EXPERTS = replace(DENSE, moe=rp.MoE(experts=4, top_k=2))
 LAYOUTS = {
-    **{f"dp4-zero{zero}": rp.Run(model=DENSE, mesh=rp.Mesh(dp=4), zero=zero) for zero in (0, 1, 2, 3)},
+    "dp4-zero0": rp.Run(model=DENSE, mesh=rp.Mesh(dp=4), zero=0),
+    "dp4-zero2": rp.Run(model=DENSE, mesh=rp.Mesh(dp=4), zero=2),
     "pp2-dp4": rp.Run(model=DENSE, mesh=rp.Mesh(pp=2, dp=4)),
     "pp2-dp4-zero3": rp.Run(model=DENSE, mesh=rp.Mesh(pp=2, dp=4), zero=3),
     "tp2-dp4": rp.Run(model=DENSE, mesh=rp.Mesh(tp=2, dp=4)),
@@ -38,8 +45,59 @@ LAYOUTS = {
     "expert-actors": rp.Run(model=EXPERTS, mesh=rp.Mesh(dp=4, expert_actors=2)),
     "servers": rp.Run(model=DENSE, mesh=rp.Mesh(pp=2, dp=4), data_parallel="parameter_server"),
 }
-LOST, BACK = 10, 30  # steps taken before
+LOST, FEWER = 10, 20  # steps taken before, and with half the replicas
 CLOSE = 1e-6  # relative
+
+
+class Nodes:
+    """A Ray of several nodes, all on this machine.
+
+    Args:
+        head: CPUs of the node that stays.
+        others: CPUs of the others.
+
+    Attributes:
+        others: The nodes that may go.
+    """
+
+    def __init__(self, head: int, others: list[int]) -> None:
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head, "include_dashboard": False})
+        self.others = [self._cluster.add_node(num_cpus=cpus) for cpus in others]
+        ray.init(address=self._cluster.address, namespace="raypar", log_to_driver=False, logging_level="ERROR")
+
+    def remove(self) -> None:
+        """End the last node with all that runs on it."""
+        self._cluster.remove_node(self.others.pop(), allow_graceful=False)
+
+    def add(self, cpus: int) -> None:
+        """Start another node."""
+        self.others.append(self._cluster.add_node(num_cpus=cpus))
+
+    def close(self) -> None:
+        """End all of it."""
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+@contextmanager
+def nodes_of(head: int, others: list[int]) -> Iterator[Nodes]:
+    """Make a Ray of several nodes for the time of the context."""
+    nodes = Nodes(head, others)
+    try:
+        yield nodes
+    finally:
+        nodes.close()
+
+
+@contextmanager
+def heard() -> Iterator[Told]:
+    """Listen to what runs log within the context."""
+    told = Told()
+    logging.getLogger("raypar").addHandler(told)
+    try:
+        yield told
+    finally:
+        logging.getLogger("raypar").removeHandler(told)
 
 
 class Told(logging.Handler):
@@ -68,38 +126,62 @@ def farthest(one: list[float], other: list[float]) -> float:
 def is_elastic(name: str, run: rp.Run) -> bool:
     """Train a layout with a node that goes and comes back, and without; return whether the losses agree."""
     world, half = world_of(run), world_of(with_replicas(run, 2)).size
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": half, "include_dashboard": False})
-    nodes = [cluster.add_node(num_cpus=world.size - half)]
-    told = Told()
-    logging.getLogger("raypar").addHandler(told)
-    ray.init(address=cluster.address, namespace="raypar", log_to_driver=False, logging_level="ERROR")
     smaller = list[int]()
-    try:
-        with rp.launch(run) as job:
+    with nodes_of(half, [world.size - half]) as cluster, heard() as told, rp.launch(run) as job:
 
-            def watch(outcome: rp.Report | rp.Evaluation) -> None:
-                taken = job.next_step
-                if job.schedule.num_microbatches > run.microbatches:
-                    smaller.append(taken)
-                if taken == LOST and nodes:
-                    cluster.remove_node(nodes.pop(), allow_graceful=False)
-                elif taken == BACK and not nodes:
-                    nodes.append(cluster.add_node(num_cpus=world.size - half))
-                    wait_for_actors(job, world.size)
+        def watch(outcome: rp.Report | rp.Evaluation) -> None:
+            if job.schedule.num_microbatches > run.microbatches:
+                smaller.append(job.next_step)
+            if job.next_step == LOST and cluster.others:
+                cluster.remove()
+            elif len(smaller) == FEWER and not cluster.others:
+                cluster.add(world.size - half)
+                wait_for_actors(job, world.size)
 
-            losses = [report.loss for report in job.train(on=watch)]
-            failures = list(map(str, job.failures))
-            job.reset(run)
-            whole = [report.loss for report in job.train()]
-    finally:
-        logging.getLogger("raypar").removeHandler(told)
-        ray.shutdown()
-        cluster.shutdown()
+        losses = [report.loss for report in job.train(on=watch)]
+        failures = list(map(str, job.failures))
+        job.reset(run)
+        whole = [report.loss for report in job.train()]
     grown = [line for line in told.lines if "the run is whole again" in line]
     apart = farthest(losses, whole)
     what = f"{name}: losses apart by {apart:.1e}, {len(smaller)} steps with half the replicas; {'; '.join(failures)}"
     told_all = "\n".join([*told.lines, f"{losses}", f"{whole}"])
-    return check(f"{what}; {''.join(grown)}", apart <= CLOSE and len(smaller) >= BACK - LOST and bool(grown), told_all)
+    return check(f"{what}; {''.join(grown)}", apart <= CLOSE and len(smaller) == FEWER and bool(grown), told_all)
+
+
+def is_storm_survived(run: rp.Run, events: int, seed: int) -> bool:
+    """Let nodes come and go and actors die at random, and return whether the losses are those of a calm run."""
+    world, draw = world_of(run), Random(seed)
+    spots = [(step, draw.choice(["node", "node", "kill"])) for step in range(5, 5 + 7 * events, 7)]
+    run = replace(run, steps=spots[-1][0] + 10, max_failures=10 * events)
+    labels = [world.label(rank) for rank in range(world.size)]
+    chaos = [rp.chaos.kill(draw.choice(labels), at="STEP", step=step) for step, kind in spots if kind == "kill"]
+    chaos += [rp.chaos.kill(labels[-1], at="start", step=step) for step in range(3, events, 3)]  # in moves too
+    with (
+        nodes_of(world.size // 2, [world.size - world.size // 2]) as cluster,
+        heard() as told,
+        rp.launch(run, chaos=chaos) as job,
+    ):
+        sizes = Counter[int]()
+
+        def watch(outcome: rp.Report | rp.Evaluation) -> None:
+            sizes[job.schedule.num_microbatches] += 1
+            if (job.next_step, "node") in spots:
+                if cluster.others:
+                    cluster.remove()
+                else:
+                    cluster.add(world.size - world.size // 2)
+                    if draw.random() < 0.7:  # else actors come while the run goes on
+                        wait_for_actors(job, world.size)
+
+        losses = [report.loss for report in job.train(on=watch)]
+        count = len(job.failures)
+        job.reset(replace(run, mesh=replace(run.mesh, dp=1), microbatches=run.microbatches * run.mesh.dp))
+        whole = [report.loss for report in job.train()]
+    apart, grown = farthest(losses, whole), sum("the run is whole again" in line for line in told.lines)
+    what = f"{events} events at random: losses apart by {apart:.1e}, {count} failures, whole again {grown} times, "
+    what += ", ".join(f"{steps} steps with {size} microbatches a replica" for size, steps in sorted(sizes.items()))
+    return check(what, apart <= CLOSE and count > 0 and grown > 0, "\n".join(told.lines))
 
 
 DRIVER = """
@@ -162,12 +244,17 @@ def start_again(cluster: HostCluster) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"of {', '.join(LAYOUTS)}")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--events", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-hosts", action="store_true")
     chosen = parser.parse_args()
-    starter._LOOK = 0.0
+    starter._LOOK, vacancies._ROOM = 0.0, 2.0
     settings = {"steps": chosen.steps, "microbatches": 2, "max_failures": 3, "timeout": 30.0}
     holds = [is_elastic(name, replace(LAYOUTS[name], **settings)) for name in chosen.layouts or LAYOUTS]
+    if chosen.events:
+        run = replace(LAYOUTS["pp2-dp4"], mesh=rp.Mesh(pp=1, dp=4), **settings)
+        holds.append(is_storm_survived(run, chosen.events, chosen.seed))
     if lacks := missing():
         print(f"hosts skipped: {lacks}")
     elif not chosen.no_hosts:

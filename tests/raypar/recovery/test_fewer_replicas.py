@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 import raypar as rp
+from raypar.checkpoint.resume import find
 from raypar.paths import LOG
 from raypar.reporting.html.happenings import happenings
 from raypar.reporting.html.page import page
@@ -25,24 +26,27 @@ def kills(*actors, step=4):
 def test_two_of_four_replicas_are_lost_and_come_back(tmp_path, caplog, monkeypatch):
     """One run: two die in step 4, there is room again after step 9, and the losses are those of all the time four."""
     monkeypatch.setattr("raypar.job.starter._LOOK", 0.0)
-    run, seen = replace(RUN, folder=str(tmp_path / "run"), eval_every=5, save_every=6), []
+    run = replace(RUN, folder=str(tmp_path / "run"), eval_every=5, save_every=6)
+    seen, losses, whole = [], [], []
     with rp.launch(run, chaos=kills("dp=1", "dp=3")) as job, without_room() as cluster:
 
         def watch(outcome):
+            losses.append(outcome.loss)
             if isinstance(outcome, rp.Report):
                 seen.append((job.schedule.num_microbatches, [row.action for row in job.who()].count("no room")))
                 if outcome.step == 9:
                     cluster.make_room()
                     wait_for_actors(job, 4)
 
-        losses = [report.loss for report in job.train(on=watch)]
+        job.train(on=watch)
         assert job.run.mesh.dp == 4 and job.run.microbatches == 2
         assert [rows for rows in seen if rows != (2, 0)] == [(4, 2)] * 7
         (failure,) = job.failures
         assert (failure.step, failure.back_to, failure.source, failure.replaced) == (4, 3, "memory", ())
         assert failure.size == "dp=2 instead of 4, 4 microbatches each instead of 2, without pp=0 dp=1 and pp=0 dp=3"
         job.reset(replace(RUN, eval_every=5))
-        assert losses == pytest.approx([report.loss for report in job.train()], rel=1e-6)
+        job.train(on=lambda outcome: whole.append(outcome.loss))
+        assert losses == pytest.approx(whole, rel=1e-6), "of steps and of evaluations"
     assert "the run is whole again after step 10, with dp=4 of 4, in " in caplog.text
     marks = [(mark.step, mark.text) for mark in happenings(read(tmp_path / "run")) if mark.kind == "resume"]
     assert [step for step, _ in marks] == [3, 10]
@@ -77,6 +81,7 @@ def test_without_snapshots_it_goes_on_and_grows_from_checkpoints(tmp_path, monke
         losses = [report.loss for report in job.train(on=watch)]
         assert (job.failures[0].back_to, job.failures[0].source) == (2, "step-00000002")
         assert job.schedule.num_microbatches == 2
+        assert find(job.saved.with_name("step-00000004")).manifest.run["mesh"]["dp"] == 2, "saved by one replica"
         job.reset(run)
         assert losses == pytest.approx([report.loss for report in job.train()], rel=1e-6)
 
