@@ -23,7 +23,7 @@ _HUGE = (1 << 31) - 1
 
 ALL_BLOCKS = 1 << 30  # for ``keep_freed_memory``
 SMALL_BLOCKS = 1 << 18
-BLOCKS_OF_A_STEP = 1 << 21  # with sharded weights or gradients, which are larger or few
+BLOCKS_OF_A_STEP = 1 << 22  # with sharded weights or gradients, which are larger or few
 
 
 def keep_freed_memory(below: int) -> None:

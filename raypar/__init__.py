@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from raypar.cli.repl import tab_completion
     from raypar.config.layouts import layout
     from raypar.config.recipes import recipe
-    from raypar.errors import ActorDiedError, ConfigError, JobError, StalledError
+    from raypar.errors import ActorDiedError, ConfigError, JobError, StalledError, StepLostError
     from raypar.job.before_launch import faults
     from raypar.job.job import Job
     from raypar.job.launch import launch
@@ -51,7 +51,7 @@ _HOMES = {
     "raypar.cli.repl": ("tab_completion",),
     "raypar.config.layouts": ("layout",),
     "raypar.config.recipes": ("recipe",),
-    "raypar.errors": ("ActorDiedError", "ConfigError", "JobError", "StalledError"),
+    "raypar.errors": ("ActorDiedError", "ConfigError", "JobError", "StalledError", "StepLostError"),
     "raypar.job.before_launch": ("faults",),
     "raypar.job.job": ("Job",),
     "raypar.job.launch": ("launch",),
@@ -92,6 +92,7 @@ __all__ = [
     "RouterLoad",
     "Run",
     "StalledError",
+    "StepLostError",
     "Stepper",
     "Text",
     "Verdict",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from raypar.actors.errors import FaultsError
 
 TO_GO_ON = "To go on, "  # how a note of a job's error begins that says how Python goes on; commands say their own
@@ -26,12 +28,61 @@ class JobError(RuntimeError):
     """The run cannot continue. The text names the actor, its action and the cause. The job's actors have ended."""
 
 
+@dataclass(frozen=True)
+class Death:
+    """What is known of the end of an actor's process.
+
+    Attributes:
+        cause: Why it ended, in words; "" if that is not known, as of a process on another node that tells nothing.
+        exit_code: Its exit code; None if it ended by a signal, or if that is not known.
+        signal: The signal that ended it, such as "SIGKILL"; "" if none did, or if that is not known.
+        out_of_memory: Whether it was ended because its node was short of memory.
+        last_action: The last action that it began, such as "1B3 of step 4"; "" if it is not known.
+        log: The last lines of its log, or those of a crash; none if they are on another node.
+        log_file: The file that they are from; "" if there is none here.
+    """
+
+    cause: str = ""
+    exit_code: int | None = None
+    signal: str = ""
+    out_of_memory: bool = False
+    last_action: str = ""
+    log: tuple[str, ...] = ()
+    log_file: str = ""
+
+    def __str__(self) -> str:
+        told = f"It was {self.cause}" if self.cause else "Why it died is known on its node only"
+        told += f"; the last action that it began was {self.last_action}." if self.last_action else "."
+        if self.log:
+            told += f" Its log, {self.log_file}, ends with:\n" + "\n".join(f"    {line}" for line in self.log)
+        return told
+
+
 class ActorDiedError(JobError):
-    """An actor's process or node died."""
+    """An actor's process or node died.
+
+    Args:
+        text: The actor, and during what.
+        death: What is known of it, which becomes a note; None if nothing is.
+    """
+
+    def __init__(self, text: str, death: Death | None = None) -> None:
+        super().__init__(text)
+        self.death = death
+        if death is not None:
+            self.add_note(str(death))
 
 
 class StalledError(JobError):
     """An actor made no progress for the run's timeout."""
+
+
+class StepLostError(JobError):
+    """A step by hand was lost in a failure that the run has survived. The job goes on with ``job.stepper()``."""
+
+
+class MovedError(RuntimeError):
+    """What was asked of a job's actors can't be told: they have other ranks now. The job goes on, and can be asked."""
 
 
 class NoRoomError(JobError):

@@ -43,6 +43,7 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 RUN = "run.toml"  # the resolved run
 METRICS = "metrics.jsonl"  # one line per step and per evaluation: their ``to_dict``
+FAILURES = "failures.jsonl"  # one line per failure that the run has survived, or that has ended it
 MOST_METRICS = 1 << 30  # bytes: the largest metrics file that a resumed run accepts
 SCHEDULE = "schedule.csv"  # the lowered training schedule, in torch's format
 TIMELINE = "timeline.json"  # {"step": n, "timelines": [{"actions": [[rank, actor, "1F0", start, end, bytes, bucket]]}]}
@@ -56,7 +57,7 @@ COMPARISON = "comparison.html"  # the page of raypar report with several runs, i
 TRACE = "trace.json"  # the trace of raypar trace
 
 TRAINING_FILES = (RUN, METRICS, SCHEDULE, TIMELINE, LEDGER)  # with any of these, a folder holds a run
-RUN_FILES = (*TRAINING_FILES, PROVENANCE, LOG)  # all files that a run itself writes into its folder
+RUN_FILES = (*TRAINING_FILES, FAILURES, PROVENANCE, LOG)  # all files that a run itself writes into its folder
 
 RUNS = "runs"  # where the folder "auto" makes a new run folder
 AUTO = "auto"

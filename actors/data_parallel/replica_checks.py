@@ -121,11 +121,12 @@ def _bytes_of(tensor: Tensor, numbers: Tensor) -> Tensor:
     return numbers.as_strided((*tensor.shape, size), (*strides, 1), size * tensor.storage_offset())
 
 
-_WORDS = 4  # int64s in a sha256 digest
-
-
 class UnequalReplicasError(RuntimeError):
-    """The replicas do not have the same weights."""
+    """The replicas do not have the same weights, or have not made the same of the same microbatch."""
+
+
+class OtherInputsError(UnequalReplicasError):
+    """A replica has got other inputs than others that compute the same microbatch: the cause is elsewhere."""
 
 
 def digest(weights: Mapping[str, Tensor]) -> bytes:
@@ -135,6 +136,14 @@ def digest(weights: Mapping[str, Tensor]) -> bytes:
         total.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
         total.update(weight.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
     return total.digest()
+
+
+def gathered(own: bytes, group: Group) -> list[bytes]:
+    """Return the bytes of every member of a group, which are as many as the own ones, a multiple of 8."""
+    words = torch.frombuffer(bytearray(own), dtype=torch.int64)
+    found = torch.empty(group.size * len(words), dtype=torch.int64)
+    group.host.all_gather(found, words).wait()
+    return [row.numpy().tobytes() for row in found.view(group.size, len(words))]
 
 
 def demand_equal(digests: Iterable[bytes], group: Group, labels: Sequence[str], step: int | None = None) -> None:
@@ -150,10 +159,7 @@ def demand_equal(digests: Iterable[bytes], group: Group, labels: Sequence[str], 
         UnequalReplicasError: The weights of some members are not those of most others, or of rank 0 if there is no
             majority. Every member raises it.
     """
-    words = torch.frombuffer(bytearray(hashlib.sha256(b"".join(digests)).digest()), dtype=torch.int64)
-    found = torch.empty(group.size * _WORDS, dtype=torch.int64)
-    group.host.all_gather(found, words).wait()
-    rows = [tuple(row) for row in found.view(group.size, _WORDS).tolist()]
+    rows = gathered(hashlib.sha256(b"".join(digests)).digest(), group)
     ((usual, count),) = Counter(rows).most_common(1)
     is_majority = 2 * count > group.size
     right = usual if is_majority else rows[0]

@@ -11,7 +11,7 @@ from raypar.actors.known_fields import known_fields
 
 FaultKind = Literal["kill", "stop", "delay", "raise", "corrupt", "drop_node"]
 """kill: SIGKILL to the actor's process; stop: SIGSTOP; delay: it sleeps; raise: an exception; corrupt: a bit of a
-weight flips; drop_node: SIGKILL to Ray on the actor's node, with which all actors there end"""
+weight or of an activation flips; drop_node: SIGKILL to Ray on the actor's node, with which all actors there end"""
 
 POINTS = ("start", "end", "snapshot", "report")
 """points of an actor's life besides the actions of its row: it joins its groups, which is in no step; its step is over;
@@ -30,6 +30,7 @@ class InjectedFault:
         step: The step, counted from 1. At "start": 1 for the launch, 2 for the first recovery, and so on.
         seconds: How long a delay takes.
         times: How often it happens, if the step is taken again.
+        of: What a bit flips in: a weight; or, in a forward such as "1F0", what the first layer of the stage gives.
     """
 
     kind: FaultKind
@@ -38,7 +39,9 @@ class InjectedFault:
     step: Annotated[int, Ge(1)] = 1
     seconds: Annotated[float, Ge(0.0), Le(1e6)] = 0.0
     times: Annotated[int, Ge(1), Le(10**6)] = 1
+    of: Literal["weight", "activation"] = "weight"
 
     def __str__(self) -> str:
         often = f", {self.times} times" if self.times > 1 else ""
-        return f"{self.kind} {self.actor!r} at {self.at} of step {self.step}{often}"
+        what = " an activation of" if self.of == "activation" else ""
+        return f"{self.kind}{what} {self.actor!r} at {self.at} of step {self.step}{often}"

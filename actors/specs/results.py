@@ -163,6 +163,22 @@ class StepResult:
     shadows: tuple[Shadowed, ...] = ()
 
 
+class Located(NamedTuple):
+    """Where an actor is.
+
+    Attributes:
+        machine: The name of its machine.
+        pid: Its process there.
+        place: What processes have in common that can open one another's files; see ``shm.links.place``.
+        last_action: The descriptor in it of the file with its last action (``LastAction``); -1 if there is none.
+    """
+
+    machine: str
+    pid: int
+    place: str = ""
+    last_action: int = -1
+
+
 @dataclass(frozen=True)
 class Progress:
     """How far an actor is in a step.

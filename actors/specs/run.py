@@ -135,6 +135,9 @@ class Run:
     check_every: Steps = 0
     """before the update of every check_every-th step, replicas compare digests of their weights, which a flipped bit
     makes unequal; 0: only before the first step"""
+    recheck_every: Steps = 0
+    """in every recheck_every-th step, other replicas compute one microbatch of each replica again, and all that comes
+    of it is compared, which a bit that flips while an actor computes makes unequal; 0: never"""
     overflow_every: Steps = 0
     """in every overflow_every-th step, count the activations and gradients that overflow or underflow; 0: never"""
     overflow_format: Format | None = None

@@ -19,6 +19,7 @@ from raypar.actors.checkpoint.snapshot import Written
 from raypar.actors.collective import ray_groups
 from raypar.actors.collective.group import Group
 from raypar.actors.collective.ledger import Ledger
+from raypar.actors.collective.shm import links
 from raypar.actors.device import (
     ALL_BLOCKS,
     BLOCKS_OF_A_STEP,
@@ -31,9 +32,10 @@ from raypar.actors.device import (
 from raypar.actors.errors import NonFiniteError, StaleError
 from raypar.actors.inspect.activations import Sight, Spot
 from raypar.actors.inspect.step import Held, Seen
+from raypar.actors.last_action import LastAction
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.injected_fault import InjectedFault
-from raypar.actors.specs.results import Progress, Span, StepResult
+from raypar.actors.specs.results import Located, Progress, Span, StepResult
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.parameter_server import Server
@@ -54,6 +56,7 @@ class Hosted:
         self._member: Worker | Server | None = None  # None between two runs
         self._joined: dict[str, Group] = {}
         self._keeper: SnapshotKeeper | None = None
+        self._last_action = LastAction()
         self._has_failed = False  # in a step; later ones, which were handed over already, are refused
         gc.freeze()  # exclude torch's objects from garbage collection
         self._process = resident_memory()
@@ -76,6 +79,7 @@ class Hosted:
         keep_freed_memory(SMALL_BLOCKS)
         ledger, place, faults = Ledger(), place_of(plan.device), FaultInjector(plan.faults, partial(_claim, plan.job))
         place.enter()
+        self._last_action.forget()
         faults.reach("start", plan.generation - 1)
         for key, axis, name, members in plan.world.memberships(plan.rank):
             rank, full_name = members.index(plan.rank), f"{plan.name}/{name}"
@@ -85,6 +89,8 @@ class Hosted:
         ray_groups.close_together(self._joined)
         self._member = member_of(plan, self._joined, place)
         self._member.faults, faults.weights = faults, self._member.state.parameters
+        faults.layers = {number: stage.modules[0] for number, stage in self._member.state.stages.items()}
+        self._member.last_action = self._last_action
         if plan.run.max_failures and plan.run.snapshot_every:
             taken = partial(faults.reach, "snapshot")
             self._keeper = self._keeper or SnapshotKeeper(plan, taken)
@@ -217,9 +223,9 @@ class Hosted:
         """Return how far this actor is in its step."""
         return Progress(-1, 0, None) if self._member is None else self._member.probe.progress()
 
-    def located(self) -> tuple[str, int]:
-        """Return the name of this actor's machine, and its process."""
-        return socket.gethostname(), os.getpid()
+    def located(self) -> Located:
+        """Return where this actor is."""
+        return Located(socket.gethostname(), os.getpid(), links.place(), self._last_action.share())
 
     def abort(self) -> None:
         """Abort all communication under way."""

@@ -125,12 +125,12 @@ def overflow_of(plan: Plan, model: Model, parallelizer: Parallelizer) -> Overflo
 def _halved(plan: Plan) -> dict[int, set[int]]:
     """Return the microbatches whose backwards are split, by stage.
 
-    Microbatches are numbered over the whole step and all replicas.
+    Microbatches are numbered over the whole step and all replicas. Those of other replicas may be computed again here.
     """
-    dp, found = plan.world.at(plan.rank)["dp"], defaultdict[int, set[int]](set)
+    dp, found = plan.run.mesh.dp, defaultdict[int, set[int]](set)
     for stage, op, microbatch in plan.programs["train"].rows[plan.world.pp(plan.rank)]:
         if op is Op.I and stage is not None and microbatch is not None:
-            found[stage].add(microbatch * plan.run.mesh.dp + dp)
+            found[stage].update(range(microbatch * dp, (microbatch + 1) * dp))
     return found
 
 

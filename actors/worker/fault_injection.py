@@ -6,11 +6,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raypar.actors.specs.injected_fault import InjectedFault
+from raypar.actors.tensors import as_values
+from raypar.schedules.action import Action
 
 Claim = Callable[[InjectedFault], bool]
 """asks whether a fault is still to happen, and counts it; what it counts outlives the actor"""
@@ -29,10 +32,12 @@ class FaultInjector:
 
     Attributes:
         weights: The actor's weights by logical name, of which one is corrupted.
+        layers: The first layer of each of its stages, of whose outputs one is.
     """
 
     def __init__(self, faults: Sequence[InjectedFault] = (), claim: Claim = lambda fault: True) -> None:
         self.weights: Mapping[str, Tensor] = {}
+        self.layers: Mapping[int, nn.Module] = {}
         self._faults: dict[tuple[int, str], list[InjectedFault]] = {}
         for fault in faults:
             self._faults.setdefault((fault.step, fault.at), []).append(fault)
@@ -51,9 +56,9 @@ class FaultInjector:
         if self._faults:
             for fault in self._faults.get((step + 1, str(point)), ()):
                 if self._claim(fault):
-                    self._happen(fault)
+                    self._happen(fault, point)
 
-    def _happen(self, fault: InjectedFault) -> None:
+    def _happen(self, fault: InjectedFault, point: object) -> None:
         if fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind == "stop":
@@ -63,6 +68,9 @@ class FaultInjector:
             time.sleep(60)
         elif fault.kind == "delay":
             time.sleep(fault.seconds)
+        elif fault.of == "activation":
+            assert isinstance(point, Action) and point.stage is not None, "injectable has demanded a forward"
+            corrupt_next_outputs(self.layers[point.stage])
         elif fault.kind == "corrupt":
             flip_bit(self.weights.values())
         else:
@@ -70,9 +78,22 @@ class FaultInjector:
 
 
 def flip_bit(tensors: Iterable[Tensor]) -> None:
-    """Flip the lowest bit of the first element of the first tensor that has elements: the number stays finite."""
+    """Flip the lowest bit of the largest element of the first tensor that has elements: the number stays finite.
+
+    Autograd does not see it, as it does not see a real one.
+    """
     for tensor in tensors:
         if tensor.numel():
-            with torch.no_grad():
-                tensor.detach().reshape(-1)[:1].view(torch.uint8)[0] ^= 1
+            largest = torch.unravel_index(tensor.detach().abs().argmax(), tensor.shape)
+            tensor.data[largest].reshape(1).view(torch.uint8)[0] ^= 1
             return
+
+
+def corrupt_next_outputs(layer: nn.Module) -> None:
+    """Flip a bit of what a layer gives the next time."""
+
+    def corrupt(module: nn.Module, inputs: object, outputs: Any) -> None:
+        handle.remove()
+        flip_bit(value for value in as_values(outputs) if value.is_floating_point())
+
+    handle = layer.register_forward_hook(corrupt)

@@ -86,7 +86,7 @@ class TokenFlow:
         """Return what a forward takes; the first stage reads inputs of the batch, the last one targets."""
         step, (stage, microbatch) = self._step, numbers_of(action)
         number = step.number + self._scaler.left_out if step.is_train else step.number
-        batch = step.program, number, microbatch, self._seat.dp
+        batch = step.program, number, microbatch, self._seat.replica(step.further)
         inputs = self._take(action) or self._place.to(self.source.inputs(*batch))
         if not self._stages[stage].is_last:
             return inputs, ()

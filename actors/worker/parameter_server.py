@@ -12,6 +12,7 @@ from raypar.actors.collective.group import Group
 from raypar.actors.device import Place
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
+from raypar.actors.last_action import LastAction
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import ballot_of
 from raypar.actors.specs.results import Span, StepResult
@@ -45,6 +46,7 @@ class Server:
         state: Its weights and optimizer state.
         probe: Its inspection.
         faults: Faults that are injected on purpose.
+        last_action: Notes its actions, for after its death.
 
     Raises:
         UnequalReplicasError: A replica has made other weights of the same plan.
@@ -63,7 +65,7 @@ class Server:
         self.probe = Probe(seat, self.state, part.model.names, part.outputs)
         self._step = self.probe.step
         self._epoch = 0  # number of steps refused for non-finite gradients
-        self.faults = FaultInjector()
+        self.faults, self.last_action = FaultInjector(), LastAction()
         self._group = groups[f"ps{index}"]
         self._buckets = buckets_of(plan, part, own)
         self._counts_votes = index == 0 and train.placement[-1] == seat.pp  # see Reducer.total
@@ -105,6 +107,7 @@ class Server:
         step, place = self._step, self.seat.place
         place.enter()
         try:
+            self.last_action.begin(step.number, action)
             self.faults.reach(action, step.number)
             ballot = self._pushed()
             self.seat.synchronize()

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
-from raypar.actors.data_parallel.replica_checks import demand_equal
+from raypar.actors.data_parallel.replica_checks import OtherInputsError, demand_equal
 from raypar.actors.device import Place
 from raypar.actors.errors import ActionError, StaleError, described, trace
 from raypar.actors.mesh.world import Membership, World
@@ -57,6 +57,10 @@ class Seat:
     def dp(self) -> int:
         """Data-parallel coordinate of a worker; 0 for an expert actor or a server."""
         return self._coordinate[0]
+
+    def replica(self, further: int) -> int:
+        """Return the data-parallel coordinate that is so many further, after the last one again the first."""
+        return (self.dp + further) % self.world.mesh.dp
 
     @cached_property
     def cp(self) -> int:
@@ -143,7 +147,8 @@ class Seat:
         for group in self.groups.values():
             group.abort()
         if not isinstance(error, GroupError):
-            return ActionError(self.label, action, peer, described(error), False, trace())
+            follows = isinstance(error, OtherInputsError)
+            return ActionError(self.label, action, peer, described(error), follows, "" if follows else trace())
         groups = self.world.memberships(self.plan.rank)
         joined = next((one for one in groups if self._is_of(one, error)), None)
         if joined is None or peer is not None:

@@ -22,6 +22,7 @@ class Step:
         program: Name of the program.
         number: Number of the step; -1 before the first one.
         is_train: Whether the step has backwards.
+        further: Of the replica that is so many further its microbatches are; 0: of the actor's own.
         notes: Notes of a step taken by hand; None in a compiled step.
         now: The action under way; None between two.
         num_bytes: Bytes that this action has moved.
@@ -38,6 +39,7 @@ class Step:
     program: ProgramName = "train"
     number: int = -1
     is_train: bool = False
+    further: int = 0
     notes: Notes | None = None
     now: Action | None = None
     num_bytes: int = 0

@@ -16,6 +16,7 @@ from raypar.actors.data_parallel.stage_weights import Windows
 from raypar.actors.device import Place
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
+from raypar.actors.last_action import LastAction
 from raypar.actors.optim.step import ballot_of
 from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.specs.results import Kind, Span, StepResult
@@ -26,6 +27,7 @@ from raypar.actors.worker.flow import numbers_of
 from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.probe import Probe
 from raypar.actors.worker.program import Program
+from raypar.actors.worker.recheck import Recheck
 from raypar.actors.worker.routers import Routers
 from raypar.actors.worker.seat import Seat
 from raypar.actors.worker.state import WorkerState
@@ -50,6 +52,7 @@ class Worker:
         state: Its weights, optimizer state and buffers.
         probe: Its inspection.
         faults: Faults that are injected on purpose.
+        last_action: Notes its actions, for after its death.
         program: The program under way.
 
     Raises:
@@ -67,7 +70,7 @@ class Worker:
         self._place, self._stages, self._step = place, part.stages, self.probe.step
         self._routers = Routers(seat, part)
         self._epoch = 0  # number of steps refused for non-finite gradients
-        self.faults = FaultInjector()
+        self.faults, self.last_action = FaultInjector(), LastAction()
         self._methods: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -93,6 +96,9 @@ class Worker:
             for name, schedule in plan.programs.items()
         }
         self.program = self._programs["train"]
+        self._recheck = Recheck(
+            seat, self.program.row, {number: one.parameters() for number, one in part.stages.items()}
+        )
         self._rehearsed: set[ProgramName] = set()  # programs that have run before
         self._memory: dict[Kind, int] = {}  # by kind, once a training step has made it
         seat.connect(part.ties)
@@ -116,6 +122,8 @@ class Worker:
             NonFiniteError: The gradients are not finite; no weight was changed.
         """
         self._epoch = self.seat.demand_current(epoch, self._epoch)
+        if program == "train":
+            self._compute_again(step)
         self.begin(program, step)
         row = self.program.row
         receives = (action for action in row if action.op in RECVS)
@@ -128,13 +136,13 @@ class Worker:
         self._rehearsed.add(program)
         return self.end()
 
-    def begin(self, program: ProgramName, step: int) -> None:
-        """Begin a step of a program."""
+    def begin(self, program: ProgramName, step: int, further: int = 0) -> None:
+        """Begin a step of a program, of the replica that is so many ``further``: 0 is the own one."""
         self._place.enter()
         torch.set_grad_enabled(True)  # a setting per thread, and this thread is not the one of __init__
         self.program = self._programs[program]
         train = not self.program.schedule.forward_only
-        self._step = self.probe.step = Step(program, step, is_train=train)
+        self._step = self.probe.step = Step(program, step, is_train=train, further=further)
         if train:
             self.state.zero_grad()
             if self.parts.reducer is not None:
@@ -171,7 +179,8 @@ class Worker:
         start = place.mark()
         step.now, step.num_bytes = action, 0
         try:
-            if step.is_train:
+            if step.is_train and not step.further:
+                self.last_action.begin(step.number, action)
                 self.faults.reach(action, step.number)
             self._methods[action.op](action)
         except NonFiniteError:
@@ -239,6 +248,8 @@ class Worker:
         step = self._step
         inputs, target = self._flow.inputs(action)
         outputs = self._stages[number].forward(step.number, self._in_all(microbatch), inputs, target)
+        took, data = ((), (*inputs, *target)) if number == 0 else (inputs, target)
+        self._recheck.note(step.further, action, took, outputs, data)
         self._flow.made(action, outputs)
         in_flight = sum([len(stage.in_flight) for stage in self._stages.values()])
         step.in_flight = max(step.in_flight, in_flight)
@@ -251,6 +262,7 @@ class Worker:
         backward = stage.backward if whole else stage.backward_input
         with self._watched(action) if whole else nullcontext():
             inputs = backward(step.number, self._in_all(microbatch), gradients)
+        self._recheck.note(step.further, action, gradients, inputs)
         self._flow.passed(action, inputs)
 
     def _backward_weight(self, action: Action) -> None:
@@ -259,6 +271,7 @@ class Worker:
         stage, microbatch = self._stages[number], self._in_all(microbatch)
         with self._watched(action, stage.owed(microbatch)):
             stage.backward_weight(microbatch)
+        self._recheck.note(self._step.further, action, (), ())
 
     def _reduce(self, action: Action) -> None:
         """Start the reduction of all buckets of a stage that has not started yet. STEP waits for it."""
@@ -270,6 +283,7 @@ class Worker:
         step, parts, ballot = self._step, self.parts, self._flow.ballot()
         if (every := self.seat.plan.run.check_every) and (step.number + 1) % every == 0:
             self._compare(step.number + 1)
+        self._recheck.compare(step.number + 1)
         if parts.reducer is not None:
             parts.reducer.finish()
             if ballot is not None:
@@ -293,6 +307,18 @@ class Worker:
 
     # --- helpers ---
 
+    def _compute_again(self, step: int) -> None:
+        """Compute a microbatch of other replicas, if that is due before this step, and keep digests of all it gives."""
+        for further in (others := self._recheck.begin(step)):
+            self._recheck.watch(further)
+            self.begin("train", step, further)
+            for action in self._recheck.row:
+                self.perform(action)
+            for stage in self._stages.values():
+                stage.settle(taken=False)
+        if others:
+            self._recheck.watch(0)
+
     def _compare(self, step: int | None) -> None:
         """Compare the weights of all replicas: before a step's update, counted from 1, or before the first step."""
         owners = self.parts.part.owners
@@ -311,16 +337,17 @@ class Worker:
 
     def _in_all(self, microbatch: int) -> int:
         """Return a microbatch's number in the whole step, over all replicas, as a single process would count it."""
-        return microbatch * self.seat.world.mesh.dp + self.seat.dp
+        return microbatch * self.seat.world.mesh.dp + self.seat.replica(self._step.further)
 
     def _watched(self, action: Action, left: Collection[Tensor] | None = None) -> AbstractContextManager[None]:
         """Return a context for a backward, in which the Reducer watches gradients if it is a round's first or last one.
 
-        In a step by hand it watches none, as they come in any order and nothing is reduced before REDUCE_GRAD. ``left``
-        are the parameters whose gradients a W adds; None for a B.
+        In a step by hand it watches none, as they come in any order and nothing is reduced before REDUCE_GRAD; nor in a
+        backward whose gradients are compared first. ``left`` are the parameters whose gradients a W adds; None for a B.
         """
         reducer, first, last = self.parts.reducer, action in self._first, action in self._last
-        if reducer is None or self._step.notes is not None or not (first or last):
+        apart = self._step.notes is not None or self._recheck.watches(action)
+        if reducer is None or apart or not (first or last):
             return nullcontext()
         if first:
             self._stages[_stage(action)].begin_round()

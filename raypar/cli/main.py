@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from raypar.reporting.needs import Rows
 
 OK, DIFFERENT, MISTAKE, FAILED, NOT_FINITE, INTERRUPTED, TERMINATED = 0, 1, 2, 4, 6, 130, 143
+_MORE = "bytes and seconds of this layout and of others: raypar plan"
 
 HELP = """\
 usage: raypar COMMAND [...]
@@ -194,7 +195,9 @@ def _with_actors(command: str, words: list[str]) -> int:
             return OK
         outcome = train.train(words, terminal=sys.stdout.isatty())
         if isinstance(outcome, train.Plan):
-            return _say(f"{outcome.picture}\n\n{_table(outcome.rows)}\n\n{outcome.verdict}; no actor was started")
+            return _say(
+                f"{outcome.picture}\n\n{_table(outcome.rows)}\n\n{outcome.verdict}; no actor was started\n{_MORE}"
+            )
         said = _say(_table(outcome.rows))
         return _fail(outcome.lost, FAILED) if outcome.lost else said
     except ConfigError as error:

@@ -35,7 +35,7 @@ from raypar.recovery.chaos import faults_in, injectable
 from raypar.reporting.expert_table import expert_table
 from raypar.reporting.needs import TOO_MUCH, Rows, memory_faults
 from raypar.reporting.report import Evaluation, Report
-from raypar.reporting.summary import closing_rows, plan_rows, planned_grid
+from raypar.reporting.summary import closing_rows, failures_told, plan_rows, planned_grid
 from raypar.schedules.drawing.chrome_trace import chrome_trace
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.user_code import names_code
@@ -246,8 +246,7 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None,
         files = {"log": args.log, "trace": args.trace, "folder": Path(run.folder) if run.folder else None}
         rows = closing_rows(run, schedule, reports, evaluation, launched, wall, files, overlay)
         if job.failures:
-            lost = sum(failure.seconds for failure in job.failures)
-            rows = [*rows, ("failures survived", f"{len(job.failures)}, {lost:.1f} s until all actors could go on")]
+            rows = [*rows, ("failures survived", failures_told(reports, [failure.lost for failure in job.failures]))]
         if job.saved is not None:
             rows = [*rows, ("newest checkpoint", str(job.saved))]
         return Finished(rows, "" if job.lost is None else _told_lost(job))

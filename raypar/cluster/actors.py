@@ -59,14 +59,17 @@ class Actors:
             number: The actor's rank, or place among those that have none.
             name: The new actor's name in Ray's dashboard, to which numbers are added.
         """
-        assert self.create is not None and self.claim is not None
         _try(ray.kill, self.handles[number])
         home = self.homes[number]
         is_lost = bool(home.node) and not is_alive(home.node)
+        self._vacate(number, name, None if is_lost else home)
+
+    def _vacate(self, number: int, name: str, home: Home | None, starting: Any = None) -> None:
+        """Let an actor come to the place of one; see ``Vacancy``."""
+        assert self.create is not None and self.claim is not None
         self.handles[number] = None
         self._vacated += 1
-        name = f"{name} {self._vacated}"
-        self.vacancies.append(Vacancy(name, None if is_lost else home, self.create, self.claim))
+        self.vacancies.append(Vacancy(f"{name} {self._vacated}", home, self.create, self.claim, starting))
 
     def look(self) -> None:
         """Let actors that have started be among those without a rank. Returns at once."""
@@ -84,7 +87,7 @@ class Actors:
             self.look()
 
     def demand_answers(self, first: int, name: str) -> None:
-        """End those of the actors without a rank that do not answer, and let others start.
+        """Let others start for those actors without a rank that have died; those that do not answer may be starting.
 
         Args:
             first: The number of the first of them.
@@ -94,7 +97,9 @@ class Actors:
         asked = {number: self.handles[number].progress.options(concurrency_group="ctl").remote() for number in numbers}
         answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_HEARD) if asked else ([], [])
         for number, ref in asked.items():
-            if ref not in answered or not succeeded(ref):
+            if ref not in answered:
+                self._vacate(number, name, self.homes[number], starting=self.handles[number])
+            elif not succeeded(ref):
                 self.vacate(number, name)
 
     def seat(self, numbers: Sequence[int]) -> None:

@@ -8,12 +8,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raypar.actors.errors import ActionError, NonFiniteError, RouterError
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import Progress
 from raypar.cluster.deadline import SILENT, Deadline
+from raypar.cluster.post_mortem import death_of
+from raypar.cluster.processes import Processes
 from raypar.errors import ActorDiedError, JobError, StalledError
 from raypar.schedules.action import Action
 
@@ -29,14 +31,24 @@ class Calls:
         world: The ranks, for the actors' names in messages.
         timeout: How long an actor may stay in one action, in seconds.
         replaces: Whether another actor takes the place of one that is given up.
+        processes: The actors' processes on this node, of which one that dies is told more.
 
     Attributes:
         deadline: How long an actor may stay in one action, or be silent.
     """
 
-    def __init__(self, handles: Sequence[Any], world: World, timeout: float, *, replaces: bool = False) -> None:
+    def __init__(
+        self,
+        handles: Sequence[Any],
+        world: World,
+        timeout: float,
+        *,
+        replaces: bool = False,
+        processes: Processes | None = None,
+    ) -> None:
         self._handles, self._world, self._timeout = list(handles), world, timeout
         self.deadline = Deadline(timeout, replaces=replaces)
+        self._processes = processes or Processes()
 
     @property
     def handles(self) -> Sequence[Any]:
@@ -165,7 +177,7 @@ class Calls:
             return list(ray.get(list(refs), timeout=_LOOK))
         except GetTimeoutError:
             pass  # a long step or a fault: watch the actors while they work
-        except (RayActorError, RayTaskError):
+        except RayError:
             pass  # the first error may be a consequence of another one: wait for the others too
         owners = list(range(len(refs))) if ranks is None else list(ranks)
         pending = list(dict.fromkeys(refs))
@@ -233,8 +245,9 @@ class Calls:
         seen = [str(cause) for other in errors.values() if (cause := _cause(other)) is not other]
         after = f"; seen from the others: {seen[0]}" if seen else ""
         for rank, error in errors.items():
-            if isinstance(error, RayActorError):
-                return ActorDiedError(f"actor {self._world.label(rank)} died during {what}{after}")
+            if isinstance(error, RayError) and not isinstance(error, RayTaskError):
+                text = f"actor {self._world.label(rank)} died during {what}{after}"
+                return ActorDiedError(text, death_of(error, rank, self._processes))
         causes = [_cause(error) for error in errors.values()]
         if silent and all(isinstance(cause, ActionError) and cause.secondary for cause in causes):
             names = " and ".join(self._world.label(rank) for rank in silent)
@@ -291,7 +304,7 @@ def _error(ref: Any) -> Exception | None:
     """Return the exception of a finished call, or None if it succeeded."""
     try:
         ray.get(ref)
-    except (RayActorError, RayTaskError) as error:
+    except RayError as error:
         return error
     return None
 

@@ -98,6 +98,7 @@ def start_actors(
         claim = _claim(world, nodes, share, grows=wait_for_nodes > 0).with_spares(spares, share)
         with patience("their placement") as ctrl_c:  # a claim that nobody knows would stay pending
             group = claim.made(job)
+            log.info("starting %d actors", world.size + spares)
         try:
             ctrl_c.heed()
             demand_alike(claim.nodes)

@@ -28,6 +28,7 @@ _LOOPBACK = "127.0.0.1"
 _RESOLVE = "resolve_ip_for_localhost"
 _FREE = "available_resources_per_node"
 _DASHBOARD = "get_dashboard_url"
+_NODE = "_global_node"
 _LOADER = "AuthenticationTokenLoader"
 _PRINTED = "stdout_deduplicator"  # Ray prints errors of the cluster to standard output
 _DEATH = re.compile("A worker died or was killed while executing a task")
@@ -85,6 +86,16 @@ def namespace() -> int:
 def ray_folder() -> Path:
     """Return the folder in which Ray makes its sessions' folders on this machine."""
     return Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray"
+
+
+def logs_folder() -> Path | None:
+    """Return the folder in which Ray keeps the logs of this node's workers; None if this Ray does not tell it.
+
+    What an actor wrote before it died is in a file there. The public state API needs a dashboard. Retry at upgrades.
+    """
+    node: Any = getattr(ray._private.worker, _NODE, None)
+    tell: Any = getattr(node, "get_logs_dir_path", None)
+    return None if tell is None else Path(tell())
 
 
 def dashboard_address() -> str:

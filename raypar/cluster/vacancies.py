@@ -48,12 +48,13 @@ class Vacancy:
         home: The home of the actor before, if its node lives.
         create: Creates actors.
         claim: Claims homes.
+        starting: An actor that is started in the home already; None to start one.
 
     Attributes:
         awaited: The object ref of what is waited for: a home, or the first answer of an actor.
     """
 
-    def __init__(self, name: str, home: Home | None, create: Create, claim: Claim) -> None:
+    def __init__(self, name: str, home: Home | None, create: Create, claim: Claim, starting: Any = None) -> None:
         self._name, self._create, self._claim = name, create, claim
         self._handle: Any = None
         self._claimed: PlacementGroup | None = None  # elsewhere than in the home of the actor before
@@ -62,7 +63,7 @@ class Vacancy:
         if home is None:
             self._search()
         else:
-            self._start(home, _STARTED)
+            self._start(home, _STARTED, starting)
 
     @property
     def has_room(self) -> bool:
@@ -97,9 +98,10 @@ class Vacancy:
         self._claimed = self._claim(self._name)
         self.awaited, self._in_time = self._claimed.ready(), min(self._in_time, time.monotonic() + _ROOM)
 
-    def _start(self, home: Home, seconds: float) -> None:
+    def _start(self, home: Home, seconds: float, starting: Any = None) -> None:
         self._tries += 1
-        self._home, self._handle = home, self._create(f"{self._name} {self._tries}", home)
+        self._home = home
+        self._handle = self._create(f"{self._name} {self._tries}", home) if starting is None else starting
         self.awaited = self._handle.progress.options(concurrency_group="ctl").remote()
         self._until = time.monotonic() + seconds
 

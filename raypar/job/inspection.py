@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from raypar.actors.inspect.activations import Sight, Spot
 
 
+Read = Callable[[Callable[[], list[Any]]], list[Any]]
+
 _HEARD = 2.5  # seconds in which an actor answers
 
 
@@ -39,13 +41,14 @@ class Inspection:
 
     Args:
         lifetime: The life of the job's actors.
+        read: Makes a call to the actors, and handles its failure as the job does.
         loaded: The run that the actors have.
         holds: By rank, the shard that the rank holds of each of its logical parameters.
     """
 
-    def __init__(self, lifetime: Lifetime, loaded: LoadedRun, holds: Sequence[Mapping[str, Shard]]) -> None:
+    def __init__(self, lifetime: Lifetime, read: Read, loaded: LoadedRun, holds: Sequence[Mapping[str, Shard]]) -> None:
         self._lifetime, self._holds = lifetime, holds
-        self._guard, self._demand_open = lifetime.guard, lifetime.demand_open
+        self._guard, self._demand_open = read, lifetime.demand_open
         self._run, self._world, self._calls = loaded.run, loaded.world, loaded.calls
         self._schedule, self._skeleton = loaded.schedule, loaded.skeleton
 

@@ -115,7 +115,7 @@ class Job:
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """The failures that this run has survived."""
+        """The failures that this run has survived. After a reset they are those of the new run."""
         return tuple(self._starter.failures.survived)
 
     def __repr__(self) -> str:
@@ -387,12 +387,12 @@ class Job:
 
     def _start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> None:
         holds = self._starter.start(loaded, programs, found)
-        self._inspection = Inspection(self._lifetime, loaded, holds)
+        self._inspection = Inspection(self._lifetime, self._loop.read, loaded, holds)
         self._loop.begin(0 if found is None else found.manifest.step, self._name)
 
     def _moved(self, loaded: LoadedRun, holds: Holds) -> None:
         """Go on with the run in another layout."""
-        self._inspection = Inspection(self._lifetime, loaded, holds)
+        self._inspection = Inspection(self._lifetime, self._loop.read, loaded, holds)
         self._loop.move(loaded)
 
     def _told(self) -> str:

@@ -10,7 +10,6 @@ from raypar.actors.checkpoint.memory_snapshot import Address, Held, Share
 from raypar.actors.collective.shm.links import place
 from raypar.cluster.calls import Calls
 from raypar.job.loaded_run import LoadedRun
-from raypar.recovery.processes import Processes
 
 _HEARD = 5.0  # seconds in which an actor that takes no part in the run answers
 
@@ -20,15 +19,12 @@ Steps = Sequence[Mapping[Share, Sequence[int]]]  # by actor, the steps of which 
 class Snapshots:
     """The snapshots of a run's actors, of all layouts in which it goes on.
 
-    Args:
-        processes: The processes of actors on this node, which it learns from the addresses of snapshots.
-
     Attributes:
         source: All shares of the layout in which the last snapshots were taken that all ranks have begun with.
     """
 
-    def __init__(self, processes: Processes) -> None:
-        self._held, self._processes = Held(place()), processes
+    def __init__(self) -> None:
+        self._held = Held(place())
         self.source: tuple[Share, ...] = ()
 
     def close(self) -> None:
@@ -36,12 +32,11 @@ class Snapshots:
         self._held.close()
         self.source = ()
 
-    def share(self, loaded: LoadedRun, layout: int, others: Calls) -> Steps:
+    def share(self, loaded: LoadedRun, others: Calls) -> Steps:
         """Make every process hold the snapshots of all actors of its node.
 
         Args:
             loaded: The run; its actors have joined it.
-            layout: The number of its layout.
             others: Calls to actors that have no rank in it. They may have had one in the layout before.
 
         Returns:
@@ -54,8 +49,6 @@ class Snapshots:
         beside = self._asked(others, "snapshot_addresses")
         addresses: list[Address] = [address for of_one in told for address in of_one]
         addresses += [replace(address, is_own=False) for of_one in beside for address in of_one or ()]
-        here = [one for one in addresses if one.is_own and one.share.layout == layout and one.place == place() != ""]
-        self._processes.know({address.share.rank: address.pid for address in here})
         calls.all("hold_snapshots", [*addresses, *self._held.addresses()], what="sharing snapshots")
         self._held.expect_new()
         self._held.hold(addresses)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from raypar.actors.collective.shm.links import place
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
@@ -23,8 +24,7 @@ from raypar.job.loaded_run import Guard, LoadedRun, loaded_on
 from raypar.job.plans import plans_of
 from raypar.job.snapshots import Snapshots, takes_snapshots
 from raypar.paths import CHECKPOINTS, absolute
-from raypar.recovery.failures import Failure, Failures, reason_of
-from raypar.recovery.processes import Processes
+from raypar.recovery.failures import Failure, Failures, death_in, reason_of, told
 from raypar.recovery.seats import seats_of
 
 Holds = Sequence[Mapping[str, Shard]]  # by rank, the shard of each of its logical parameters
@@ -58,8 +58,7 @@ class Starter:
     ) -> None:
         self._lifetime, self._job, self._device, self._faults, self._moved = lifetime, job, device, faults, moved
         self._generation = self._number = 0  # how often actors have joined groups, and the layout has changed
-        self._processes = Processes()
-        self._snapshots = Snapshots(self._processes)
+        self._snapshots, self._processes = Snapshots(), lifetime.processes
         self._next_look = 0.0
         self.failures = Failures(0)
 
@@ -81,7 +80,7 @@ class Starter:
         self.failures = Failures(loaded.run.max_failures)
         self._snapshots.close()
         holds = self._join(found, partial(self._lifetime.guard, patient=False))
-        share = partial(self._snapshots.share, loaded, self._number, self._others)
+        share = partial(self._snapshots.share, loaded, self._others)
         self._lifetime.guard(share, patient=False)
         self._lifetime.guard(partial(self._begin, 0 if found is None else found.manifest.step), patient=False)
         return holds
@@ -91,8 +90,8 @@ class Starter:
         """The run, with all its replicas."""
         return self._layouts.whole.run
 
-    def recover(self, step: int, error: JobError) -> int:
-        """Bring the run back after a failure, and return the number of steps taken that it goes on after.
+    def recover(self, step: int, error: JobError, lost: Callable[[int], float]) -> Failure:
+        """Bring the run back after a failure, and return what has failed, and where the run goes on.
 
         All actors go back to the newest snapshots that all of them have taken, or else to the newest checkpoint. Those
         that do not answer are replaced; where there is no room for others, the run goes on with fewer replicas. A
@@ -101,19 +100,20 @@ class Starter:
         Args:
             step: The step under way, counted from 1.
             error: What failed.
+            lost: Returns the seconds that the failure has cost until now, if the run goes back to so many steps.
 
         Raises:
             JobError: It is one failure too many, or there are too few actors.
         """
-        start, lost = time.monotonic(), list[str]()
-        reason, before = reason_of(error), self._layout
+        start, gone = time.monotonic(), list[str]()
+        reason, death, before = reason_of(error), death_in(error), self._layout
         while True:
             self.failures.count(step, error)
-            log.warning("%s", reason_of(error))
-            gone = self._clear(_JOINING if lost else _FREE)
-            lost += [self._loaded.world.label(rank) for rank in gone]
+            log.warning("%s", told(error))
+            ranks = self._clear(_JOINING if gone else _FREE)
+            gone += [self._loaded.world.label(rank) for rank in ranks]
             try:
-                self._replace(gone)
+                self._replace(ranks)
                 back_to, source = self._again(step - 1)
             except NoRoomError as end:
                 end.add_note(f"It was lost so: {reason}.")
@@ -122,12 +122,12 @@ class Starter:
                 error = next_error
                 continue
             break
-        without = self._size_told(lost) if self._layout.world.mesh.dp < before.world.mesh.dp else ""
-        replaced = () if without else tuple(dict.fromkeys(lost))
-        failure = Failure(step, reason, replaced, back_to, source, time.monotonic() - start, without)
+        size = self._size_told(gone) if self._layout.world.mesh.dp < before.world.mesh.dp else ""
+        replaced, seconds = () if size else tuple(dict.fromkeys(gone)), time.monotonic() - start
+        failure = Failure(step, reason, replaced, back_to, source, seconds, lost(back_to), death, size=size)
         self.failures.survived.append(failure)
         log.warning("%s", failure)
-        return back_to
+        return failure
 
     def _size_told(self, lost: Sequence[str]) -> str:
         """Say how many replicas the run goes on with, without which actors."""
@@ -176,7 +176,6 @@ class Starter:
     def close(self) -> None:
         """Let go of the snapshots. A second call does nothing."""
         self._snapshots.close()
-        self._processes.close()
 
     @property
     def _others(self) -> Calls:
@@ -243,7 +242,7 @@ class Starter:
         found = found or self._newest()
         saved = 0 if found is None else found.manifest.step
         holds = self._join(None, _unguarded)
-        steps = self._snapshots.share(loaded, self._number, others)
+        steps = self._snapshots.share(loaded, others)
         common = self._snapshots.common(steps, taken)
         from_memory = common is not None and common >= saved
         if common is not None and from_memory:
@@ -270,9 +269,12 @@ class Starter:
     def _join(self, found: Found | None, guard: Guard) -> Holds:
         """Make the actors join new groups and build the run, and load a checkpoint if there is one."""
         self._generation += 1
-        programs, at = self._layout.programs, (self._job, self._generation, self._device)
-        plans = plans_of(self._loaded.run, programs, *at, self._faults, self._number)
-        return self._loaded.start(plans, found, guard, again=guard is _unguarded)
+        loaded, named = self._loaded, (self._job, self._generation, self._device)
+        plans = plans_of(loaded.run, self._layout.programs, *named, self._faults, self._number)
+        holds = loaded.start(plans, found, guard, again=guard is _unguarded)
+        located = loaded.calls.answers(range(loaded.world.size), "located", seconds=_HEARD, group="ctl")
+        self._processes.know({rank: at for rank, at in located.items() if at.place == place() != ""})
+        return holds
 
     def _begin(self, step: int) -> None:
         self._snapshots.begin(self._loaded, self._number, self._others, step)

@@ -53,7 +53,7 @@ class Ahead:
         try:
             results = self._calls.gather(refs, f"step {number + 1}")
         except JobError:
-            self._handed.clear()  # the actors refuse them, or are gone
+            self.drop()
             raise
         except NonFiniteError:
             while self._handed:
@@ -63,6 +63,10 @@ class Ahead:
         seconds = max([self._since - before, *[result.span for result in results]])
         self._calls.deadline.learn(seconds)
         return results, seconds
+
+    def drop(self) -> None:
+        """Forget the steps that were handed over: after a failure the actors refuse them."""
+        self._handed.clear()
 
     def __len__(self) -> int:
         return len(self._handed)

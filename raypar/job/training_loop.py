@@ -11,27 +11,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raypar.actors.errors import CheckpointError, NonFiniteError
+from raypar.actors.errors import NonFiniteError
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.types import DeviceKind, format_watched
 from raypar.checkpoint.background_save import Saver
-from raypar.checkpoint.find import newest
-from raypar.checkpoint.resume import find
 from raypar.cluster.interrupts import patience
-from raypar.config.run import zero_actions_of
-from raypar.config.schedule import programs_of, with_zero
-from raypar.errors import ConfigError, JobError
+from raypar.config.run import lowered_step
+from raypar.errors import ConfigError, JobError, MovedError, StepLostError
+from raypar.job.growth import grown
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
-from raypar.job.rebalance import put_aside
+from raypar.job.rewind import rewound
 from raypar.job.starter import Starter
 from raypar.job.steps_ahead import Ahead
-from raypar.paths import CHECKPOINTS, absolute
+from raypar.recovery.failures import Failure
 from raypar.reporting.progress import display
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report, losses_of, mean_loss, report_of
+from raypar.reporting.step_times import StepTimes
 from raypar.reporting.stragglers import Stragglers
-from raypar.schedules.schedule import Schedule
 from raypar.stepping.recording import Recorder
 from raypar.stepping.stepper import Stepper
 
@@ -70,22 +68,19 @@ class TrainingLoop:
         self._ahead: Ahead | None = None
         self._stepper: Stepper | None = None
         self.last: Report | None = None
-        self._is_finished = False
-        self.loaded, self.next_step = loaded, 0
-        self._record, self._saver = record, Saver(loaded.run, loaded.calls, loaded.world)
-        self._stragglers = Stragglers(loaded.world)
+        self.exchange(loaded, record)
 
     def exchange(self, loaded: LoadedRun, record: Record) -> None:
         """Replace the run by another one, from its first step. The present one must be closed already."""
         self._stepper, self.last = None, None
         self.loaded, self.next_step = loaded, 0
         self._record, self._saver = record, Saver(loaded.run, loaded.calls, loaded.world)
-        self._stragglers = Stragglers(loaded.world)
+        self._stragglers, self._times = Stragglers(loaded.world), StepTimes()
         self._is_finished = False
 
     def move(self, loaded: LoadedRun) -> None:
         """Go on with the run in another layout, between two steps."""
-        self._stepper, self.loaded = None, loaded
+        self.loaded = loaded
         self._saver.move(loaded.calls, loaded.world)
         self._record.move(loaded.schedule)
         self._stragglers = Stragglers(loaded.world)
@@ -162,7 +157,7 @@ class TrainingLoop:
         start, losses, counts = time.perf_counter(), list[float](), list[int]()
         for number in range(count):
             what = f"evaluation step {number + 1}"
-            found = losses_of(self._after_this_step("run", "evaluate", number, what=what))
+            found = losses_of(self._after_this_step(partial(self._all, "run", "evaluate", number, what=what)))
             losses += found[0]
             counts += found[1]
         evaluation = Evaluation(self.next_step, mean_loss(losses, counts), sum(counts), time.perf_counter() - start)
@@ -171,9 +166,7 @@ class TrainingLoop:
 
     def save(self, folder: Path, keep_last: int | None) -> Path:
         """Save a checkpoint now and return its path, as ``Job.save`` does. Raises CheckpointError."""
-        self.demand_ready()
-        if self.loaded.run.max_failures:  # an actor that has died since the last step is replaced
-            self._after_this_step("progress", what="saving a checkpoint")
+        self._demand_alive("saving a checkpoint")
         return self._lifetime.guard(partial(self._saver.save, folder, self.next_step, keep_last))
 
     def stepper(self) -> Stepper:
@@ -181,7 +174,7 @@ class TrainingLoop:
         self._lifetime.demand_open()
         if self._stepper is not None and self._stepper.midway and self._stepper.done:
             return self._stepper
-        self.demand_ready()
+        self._demand_alive("a step by hand")
         loaded = self.loaded
         self._stepper = Stepper(
             loaded.schedule,
@@ -189,9 +182,9 @@ class TrainingLoop:
             loaded.world,
             loaded.handles,
             loaded.calls,
-            guard=self._lifetime.guard,
+            guard=self._by_hand,
             commit=partial(self._commit, by_hand=True),
-            lowered=self._lowered,
+            lowered=partial(lowered_step, loaded.run),
             recorder=Recorder(loaded.run, self._device, loaded.world, loaded.calls),
         )
         return self._stepper
@@ -200,7 +193,8 @@ class TrainingLoop:
         """Raise JobError if the job is over, or in the middle of a step."""
         self._lifetime.demand_open()
         if self._stepper is not None and self._stepper.midway and not self._stepper.done:
-            self._stepper.abort()  # it has done no action yet, so nothing is lost
+            with suppress(StepLostError):
+                self._stepper.abort()  # it has done no action yet, so nothing is lost
         if self._stepper is not None and self._stepper.midway:
             raise JobError("job.stepper() is in the middle of this step: call its finish() or abort() first")
         if self._ahead is not None and len(self._ahead):
@@ -266,7 +260,7 @@ class TrainingLoop:
                             raise
                         self._lifetime.guard(partial(self._surviving, partial(self._rewind, error)))
                         report = None
-                if report is None:
+                if not isinstance(report, Report):
                     ctrl_c.heed()
                     ahead = self._ahead = Ahead(self.loaded.calls, most, self._lifetime.epoch)
                     continue
@@ -291,67 +285,89 @@ class TrainingLoop:
         ahead.hand_over(self.next_step, stop)
         return self._commit(*ahead.collect())
 
-    def _surviving(self, call: Callable[[], T]) -> T | None:
-        """Call the actors; after a failure bring the run back, and return None. Raises JobError if that is too late."""
+    def _surviving(self, call: Callable[[], T]) -> T | Failure:
+        """Call the actors; after a failure bring the run back, and return it. Raises JobError if that is too late."""
+        start = time.perf_counter()
         try:
             return call()
         except JobError as error:
             self._saver.settle(_SAVE_SECONDS)
-            self.next_step = self._starter.recover(self.next_step + 1, error)
+            step, lost = self.next_step + 1, partial(self._times.lost, start)
+            try:
+                failure = self._starter.recover(step, error, lost)
+            except JobError as end:
+                self._record.failed(Failure.ending(step, end, lost(step - 1)).to_dict())
+                raise
+            self._record.failed(failure.to_dict())
+            self._times.go_back(failure.back_to)
+            self.next_step = failure.back_to
             self._saver.again(self.next_step)
-            return None
+            if self._ahead is not None:
+                self._ahead.drop()
+            return failure
 
     def _grow(self) -> None:
-        """Go on with more replicas, from this step: from snapshots, or else from a checkpoint that is saved for it."""
         self._saver.settle()
-        run, step = self.loaded.run, self.next_step
-        if run.snapshot_every:
-            self.next_step = self._starter.grow(step)
-            return
-        with put_aside(run) as folder:
-            try:
-                found = find(self._saver.save(folder, step, run.keep_last))
-            except CheckpointError as error:
-                log.warning("the run does not grow, as no checkpoint was saved:\n%s", error)
-                return
-            self.next_step = self._starter.grow(step, found)
+        self.next_step = grown(self._starter, self._saver, self.loaded.run, self.next_step)
 
-    def _after_this_step(self, method: str, *args: object, what: str) -> list[Any]:
+    def _after_this_step(self, call: Callable[[], T]) -> T:
         """Call the actors in the state after this step; after a failure, lost steps are taken again first."""
         step = self.next_step
-
-        def call() -> list[Any]:
-            return self.loaded.calls.all(method, *args, what=what)  # a recovery may have changed the layout
-
-        while (answer := self._lifetime.guard(partial(self._surviving, call))) is None:
+        while isinstance(answer := self._lifetime.guard(partial(self._surviving, call)), Failure):
             while self.next_step < step:
                 again = Ahead(self.loaded.calls, 0, self._lifetime.epoch)
                 self._lifetime.guard(partial(self._surviving, partial(self._next, again, step)))
         return answer
 
-    def _rewind(self, error: NonFiniteError) -> None:
-        """Go back to the newest checkpoint of the run, and leave out the data from there to the step under way.
-
-        Source: Chowdhery et al. 2022, "PaLM", section 5.1.
-
-        Args:
-            error: What the step has raised.
+    def read(self, call: Callable[[], list[Any]]) -> list[Any]:
+        """Call the actors, to read of the state after this step, or of a step by hand; survive a failure.
 
         Raises:
-            NonFiniteError: There is no checkpoint yet.
+            StepLostError: The step by hand is lost.
+            MovedError: The run goes on in another layout.
+            JobError: The job is over; or another thread takes steps, and goes on after a failure.
         """
-        folder, bad = self.loaded.run.folder, self.next_step
-        assert folder is not None, "checked with the run"
+        if self._stepper is not None and self._stepper.midway:
+            return self._by_hand(call)
+        if not self.loaded.run.max_failures:
+            return self._lifetime.guard(call)
+        if not self._training.acquire(blocking=False):
+            self._lifetime.demand_open()
+            return call()
+        try:
+            return self._after_this_step(partial(self._unmoved, self.loaded, call))
+        finally:
+            self._training.release()
+
+    def _unmoved(self, loaded: LoadedRun, call: Callable[[], T]) -> T:
+        """Call the actors of a layout. Raises MovedError if the run has gone on in another one."""
+        if self.loaded is not loaded:
+            raise MovedError(f"the run goes on with dp={self.loaded.run.mesh.dp} since then: ask again")
+        return call()
+
+    def _by_hand(self, call: Callable[[], T]) -> T:
+        """Call the actors in a step by hand. Raises StepLostError after a failure that the run has survived."""
+        answer = self._lifetime.guard(partial(self._surviving, call))
+        if not isinstance(answer, Failure):
+            return answer
+        lost = StepLostError(f"{answer.reason}: {answer}; job.stepper() begins step {self.next_step + 1}")
+        if self._stepper is not None and self._stepper.midway:
+            self._stepper.lose(lost)
+        raise lost
+
+    def _demand_alive(self, what: str) -> None:
+        """Raise JobError if the job is over, or in the middle of a step; replace an actor that has died since."""
+        self.demand_ready()
+        if self.loaded.run.max_failures:
+            self._after_this_step(partial(self._all, "progress", what=what))
+
+    def _all(self, method: str, *args: object, what: str) -> list[Any]:
+        """Call a method of all actors of the layout in which the run goes on now."""
+        return self.loaded.calls.all(method, *args, what=what)
+
+    def _rewind(self, error: NonFiniteError) -> None:
         self._saver.settle()
-        found = newest(absolute(folder) / CHECKPOINTS)
-        if found is None:
-            error.add_note("it can't be rewound: there is no checkpoint yet, let save_every be smaller")
-            raise error
-        step = found.manifest.step
-        log.warning("%s; back to step %d, and on with the data after step %d", error, step + 1, bad + 1)
-        state = str(found.path), found.manifest.tensors, step, bad
-        self.loaded.calls.all("rewind_to", *state, what=f"loading {found.path.name}")
-        self.next_step = step
+        self.next_step = rewound(self.loaded, error, self.next_step)
 
     def _settle(self, ahead: Ahead) -> None:
         while len(ahead):
@@ -369,15 +385,8 @@ class TrainingLoop:
         if not by_hand:
             for told in self._stragglers.of(report.steps_taken, [result.busy for result in results]):
                 log.warning("%s", told)
+        self._times.keep(self.next_step, seconds)
         self.next_step += 1
         self.last = report
         self._record.write(report)
         return report
-
-    def _lowered(self, schedule: str | Schedule) -> Schedule:
-        """Lower a schedule for a training step of this run, without splitting backwards. Raises ScheduleError."""
-        run = self.loaded.run
-        zero = zero_actions_of(run)
-        once = zero.reduce == "step"
-        programs = programs_of(schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=once)
-        return with_zero(programs, zero)["train"]

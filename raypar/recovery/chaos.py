@@ -7,11 +7,12 @@ every run, and it happens once, or as many ``times`` as it says, even if the ste
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.files import read_named, told
@@ -23,6 +24,7 @@ from raypar.errors import ConfigError
 from raypar.schedules.schedule import Schedule
 
 _MOST = 1 << 20  # bytes of a file of faults
+_FORWARD = re.compile(r"\d+F\d+")
 _NEEDED = {
     "kind": f"give one of {', '.join(get_args(FaultKind))}",
     "actor": 'name one as messages do, such as "pp=1"',
@@ -57,9 +59,20 @@ def raise_(actor: str, *, at: str, step: int = 1, times: int = 1) -> InjectedFau
     return InjectedFault("raise", actor, at, step, times=times)
 
 
-def corrupt(actor: str, *, at: str, step: int = 1, times: int = 1) -> InjectedFault:
-    """Return a flip of one bit in a weight of an actor. For the arguments see ``kill``."""
-    return InjectedFault("corrupt", actor, at, step, times=times)
+def corrupt(
+    actor: str, *, at: str, step: int = 1, times: int = 1, of: Literal["weight", "activation"] = "weight"
+) -> InjectedFault:
+    """Return a flip of one bit in an actor: of a weight, or of an activation.
+
+    Args:
+        actor: See ``kill``, as for ``step`` and ``times``.
+        at: The action before which the bit of a weight flips; for an activation the forward, such as "1F0", in which
+            what the stage's first layer gives is changed.
+        step: The step.
+        times: How often.
+        of: What the bit is of.
+    """
+    return InjectedFault("corrupt", actor, at, step, times=times, of=of)
 
 
 def drop_node(actor: str, *, at: str, step: int = 1, times: int = 1) -> InjectedFault:
@@ -138,6 +151,8 @@ def injectable(
         elif (at := _point(fault.at, labels[label], world, schedule)) is None:
             row = " ".join(_row(labels[label], world, schedule))
             wrong.append(f"chaos: {label!r} has no {fault.at!r}: its row is {row}, and any has {', '.join(POINTS)}")
+        elif fault.of == "activation" and (fault.kind != "corrupt" or not _FORWARD.fullmatch(at)):
+            wrong.append(f'chaos: {fault}: only corrupt changes an activation, in a forward such as "1F0"')
         else:
             found.append(replace(fault, actor=label, at=at))
     return found, wrong

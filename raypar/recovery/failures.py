@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from raypar.errors import JobError
+from raypar.errors import ActorDiedError, Death, JobError
 
 _SAME = 3  # times that the same fault may happen in one step: it is then no accident
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure that a run has survived.
+    """A failure that a run has survived, or that has ended it.
 
     Attributes:
         step: The step under way, counted from 1.
@@ -20,7 +21,11 @@ class Failure:
         replaced: The actors that were replaced, by name.
         back_to: Number of steps taken before the point that the run went back to.
         source: Where the state came from: "memory", or the name of a checkpoint; "" if the run began anew.
-        seconds: How long it took from the failure on until all actors could go on.
+        seconds: How long it took from the failure's being noticed until all actors could go on.
+        lost: Seconds that it has cost: those, those of the step under way until then, and those of the steps that are
+            taken again.
+        death: What is known of the actor's death; None if no process died.
+        is_end: Whether it has ended the run.
         size: With how many replicas it goes on, if these are fewer than before; else "".
     """
 
@@ -30,13 +35,27 @@ class Failure:
     back_to: int
     source: str
     seconds: float
+    lost: float = 0.0
+    death: Death | None = None
+    is_end: bool = False
     size: str = ""
 
     def __str__(self) -> str:
+        if self.is_end:
+            return f"the run has ended: {self.reason}"
         who = f", with {' and '.join(self.replaced)} replaced" if self.replaced else ""
         who = f", with {self.size}" if self.size else who
         after = f"after step {self.back_to} (from {self.source})" if self.back_to else "from the start"
         return f"the run goes on {after}{who}, {self.seconds:.1f} s after the failure"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values, for the run folder."""
+        return asdict(self)
+
+    @classmethod
+    def ending(cls, step: int, error: JobError, lost: float) -> Failure:
+        """Return the failure that has ended a run in a step, counted from 1, and cost so many seconds until then."""
+        return cls(step, reason_of(error), (), step - 1, "", 0.0, lost, death_in(error), is_end=True)
 
 
 class Failures:
@@ -74,6 +93,17 @@ class Failures:
         if self._same[step, what] >= _SAME:
             error.add_note(f"The same happened {_SAME} times in step {step}, so another try would not help.")
             raise error
+
+
+def death_in(error: JobError) -> Death | None:
+    """Return what is known of the death that an error tells of; None if it tells of none."""
+    return error.death if isinstance(error, ActorDiedError) else None
+
+
+def told(error: JobError) -> str:
+    """Return in one line what failed and, of a process that died, why."""
+    death = death_in(error)
+    return reason_of(error) if death is None else f"{reason_of(error)}: {str(death).partition(' Its log, ')[0]}"
 
 
 def reason_of(error: JobError) -> str:

@@ -77,7 +77,7 @@ def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline:
         rows.append((f"memory of {kind}", _kinds(max(others, key=lambda memory: memory.total))))
     total = _in_memory(run, lambda memory: memory.total)
     largest, needed = max(map(total, [*workers, *others])), _in_all(world, workers, others, total)
-    rows.append(("memory in all", f"{size(needed)} {_against(run, needed, largest, world.size)}"))
+    rows.append(("memory in all", f"about {size(needed)} {_against(run, needed, largest, world.size)}"))
     if run.folder is not None:
         one = checkpoint_bytes(run, counts, _whole(run, skeleton))
         rows.append(("checkpoints", _checkpoints(run, run.folder, one)))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from raypar.actors.errors import first_line
 from raypar.actors.mesh.world import World
@@ -80,6 +81,11 @@ class Record:
             self._folder.write(line | {"loads": None} if few else line)
         for tracker, sink in list(self._sinks.items()):
             self._tell(tracker, partial(sink.write, line, outcome.steps_taken))
+
+    def failed(self, failure: Mapping[str, Any]) -> None:
+        """Record a failure, as its ``to_dict`` makes it."""
+        if self._folder is not None:
+            self._folder.failed(failure)
 
     def _warn(self, report: Report) -> None:
         """Log what is wrong with the numbers of a step. One that was skipped has overflowed, as the scaler knows."""

@@ -20,6 +20,7 @@ from raypar.planner.prediction import Prediction, from_flops
 from raypar.reporting.experts import figures
 from raypar.reporting.needs import TOO_MUCH, Rows, actors_told, counts_of, need_rows
 from raypar.reporting.report import Evaluation, Report, unit_of
+from raypar.reporting.run_folder.failure_line import effective_share
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.drawing.text import grid, milliseconds
@@ -178,6 +179,17 @@ def closing_rows(
         ("wall time", f"{wall_seconds:.1f} s, of which launch {launch_seconds:.1f} s"),
         *((name, str(path)) for name, path in files.items() if path is not None),
     ]
+
+
+def failures_told(reports: Sequence[Report], lost: Sequence[float]) -> str:
+    """Say how many failures a run has survived, and what they have cost.
+
+    Args:
+        reports: The reports of the steps that were kept.
+        lost: Seconds that each failure has cost.
+    """
+    share = effective_share(sum(report.step_ms for report in reports) / 1e3, lost)
+    return f"{len(lost):,}, which cost {sum(lost):.1f} s: effective training time {share:.1%} (ETTR)"
 
 
 def _expert_rows(reports: Sequence[Report]) -> Rows:

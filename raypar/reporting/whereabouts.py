@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from raypar.actors.specs.results import Progress, Span
+from raypar.actors.specs.results import Located, Progress, Span
 from raypar.reporting.notebook import box, table
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.cells import lines
@@ -50,7 +50,7 @@ class Whereabouts(list[Actor]):
         return box(table([(one.actor, *_cells(one)) for one in self], ("actor", *_HEAD)))
 
 
-def actor_of(label: str, at: tuple[str, int] | None, progress: Progress | None, events: Sequence[Span]) -> Actor:
+def actor_of(label: str, at: Located | None, progress: Progress | None, events: Sequence[Span]) -> Actor:
     """Describe an actor.
 
     Args:
@@ -66,12 +66,14 @@ def actor_of(label: str, at: tuple[str, int] | None, progress: Progress | None, 
             seconds[spelled] = sum(spans) / len(spans)
     if at is None or progress is None:
         return Actor(label, "", 0, 0, "no answer", 0, seconds)
-    return Actor(label, *at, progress.step + 1, str(progress.action or ""), progress.done, seconds)
+    return Actor(label, at.machine, at.pid, progress.step + 1, str(progress.action or ""), progress.done, seconds)
 
 
-def without_rank(at: tuple[str, int] | None) -> Actor:
+def without_rank(at: Located | None) -> Actor:
     """Describe an actor that waits to take a rank. ``at`` is its machine and process; None if it does not answer."""
-    return Actor("spare", *(at or ("", 0)), 0, "" if at else "no answer", 0, {})
+    return (
+        Actor("spare", "", 0, 0, "no answer", 0, {}) if at is None else Actor("spare", at.machine, at.pid, 0, "", 0, {})
+    )
 
 
 def missing(*, has_room: bool) -> Actor:

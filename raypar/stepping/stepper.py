@@ -310,6 +310,10 @@ class Stepper:
             self._over = JobError(f"step {self.step + 1} was given up: job.stepper() begins the next one")
         ctrl_c.heed()
 
+    def lose(self, error: JobError) -> None:
+        """Give the step up because of a failure, with which all further moves fail. The job calls it."""
+        self._over = error
+
     # --- internals ---
 
     def _undo(self) -> None:
@@ -391,8 +395,6 @@ class Stepper:
 
     def _cursor(self) -> str:
         """Name what comes next."""
-        if self._over is not None:
-            return "nothing, the step is given up"
-        if self._report is not None:
-            return "nothing, the step is finished"
+        if not self.midway:
+            return f"nothing, the step is {'finished' if self._over is None else 'given up'}"
         return str(self._board.left[0]) if self._board.left else "finish()"

@@ -3,9 +3,10 @@
     python -m tests.long.elastic [LAYOUT ...] [--steps N] [--events N] [--seed N] [--no-hosts]
 
 Each layout runs on a Ray of two nodes, of which one is removed after step 10, and added again when twenty steps were
-taken with half the replicas. Both are on this machine, so snapshots in memory outlive a node. Then one run loses and gets nodes and actors at random, also while
-it loses and gets others (``--events``; the events are drawn anew from the seed). Then the same happens with hosts of their own, whose snapshots are
-lost with them, so that the run goes back to its last checkpoint. Exit code 1 if anything is not so.
+taken with half the replicas. Both are on this machine, so snapshots in memory outlive a node. Then one run loses and
+gets nodes and actors at random (``--events``, which are drawn anew from the seed), also while it loses and gets others.
+Then a node is lost with hosts of their own, whose snapshots are lost with them, so that the run goes back to its last
+checkpoint. Exit code 1 if anything is not so.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 
 Each actor limits its own memory when it builds the model: what it has then, and ALLOWED bytes more. Prints for each
 level what became of three steps of four replicas; then, of one actor alone with each kind of offload, in host memory
-or in files of a folder, and of a job that goes on from its checkpoint.
+or in files of a folder, and of a job that goes on from its checkpoint. Fails unless those train that shard or offload
+parameters, and no others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import re
 import resource
+import sys
 import tempfile
 from pathlib import Path
 
@@ -76,11 +78,18 @@ def main():
     parser.add_argument("levels", nargs="*", type=int, default=[3, 2, 0])
     parser.add_argument("--folder", help="folder of offloaded files; host memory without")
     told = parser.parse_args()
+    wrong = list[str]()
     for level in told.levels:
-        print(f"zero={level}: {outcome(zero=level)}")
+        print(f"zero={level}: {(became := outcome(zero=level))}", flush=True)
+        if isinstance(became, list) != (level == 3):
+            wrong.append(f"zero={level}")
     for offload in OFFLOADS:
         folder = {} if offload == "none" else {"offload_folder": told.folder}
-        print(f"one actor, offload={offload}: {outcome(dp=1, saves=True, offload=offload, **folder)}")
+        became = outcome(dp=1, saves=True, offload=offload, **folder)
+        print(f"one actor, offload={offload}: {became}", flush=True)
+        if (became[1:] == ("the same after a resume",)) != (offload == "parameters"):
+            wrong.append(f"offload={offload}")
+    sys.exit(f"not as it should be: {', '.join(wrong)}" if wrong else 0)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from torch import nn
 
 from raypar.actors.collective.local import local_groups
 from raypar.actors.device import place_of
+from raypar.actors.last_action import LastAction
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.sharding import join_shards
 from raypar.actors.specs.data import Batches
@@ -41,7 +42,7 @@ class Local(Hosted):
 
     def __init__(self):
         self._member, self._joined, self._process = None, {}, 0
-        self._keeper, self._has_failed = None, False
+        self._keeper, self._has_failed, self._last_action = None, False, LastAction()
 
     def join(self, plan, groups, place=None):
         place = place or place_of(plan.device)

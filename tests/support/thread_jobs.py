@@ -111,7 +111,7 @@ class TeamJob:
         self.schedule, team = self._hands.schedule, self._hands.team
         hands, skeleton = self._hands, Skeleton(run.model, run.seed)
         loaded = LoadedRun(run, hands.schedule, team.world, hands.calls, skeleton)
-        self._inspection = Inspection(Lasting(), loaded, [actor.holds() for actor in team.all])
+        self._inspection = Inspection(Lasting(), Lasting().guard, loaded, [actor.holds() for actor in team.all])
 
     @property
     def __class__(self):

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from inspect import signature
+from traceback import extract_tb
 from typing import Any
 
 from raypar.actors.data.batches import pair_of
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 
+_MISTAKES = (TypeError, NameError, AttributeError, IndexError, ZeroDivisionError)
+
 
 def batches_faults(data: Batches) -> Iterator[str]:
     """Yield a fault for each batch function whose first microbatch is no pair of tensors, or tuples of tensors.
 
-    A function that fails is no fault here: its files may be where only the actors are.
+    A mistake in a function is a fault too. Other exceptions of it are none here: its files may be where only the
+    actors are.
     """
     for name, fn in (("data.fn", data.fn), ("data.validate", data.validate)):
         if fn is not None and not takes(fn, 3):
@@ -22,6 +26,10 @@ def batches_faults(data: Batches) -> Iterator[str]:
             continue
         try:
             batch = None if fn is None else fn(0, 0, 0)
+        except _MISTAKES as error:
+            at = extract_tb(error.__traceback__)[-1]
+            yield f"{name} fails at {at.filename}:{at.lineno}, {type(error).__name__}: {error}"
+            continue
         except Exception:
             continue
         if fn is not None:

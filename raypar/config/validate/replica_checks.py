@@ -1,4 +1,4 @@
-"""Check how few replicas a run may have, their comparisons, and that its snapshots come after these."""
+"""Check how few replicas a run may have, and the comparisons of their weights and of what they compute."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def replica_check_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
     if right("min_dp", "mesh") and run.min_dp > run.mesh.dp:
         there = "is 1 replica" if run.mesh.dp == 1 else f"are {run.mesh.dp} replicas"
         yield f"min_dp is {run.min_dp}, but there {there}: set it to {run.mesh.dp} at most"
+    yield from _recheck_faults(run, right)
     if (
         not right("check_every", "mesh", "data_parallel", "zero", "offload", "max_failures", "snapshot_every")
         or not run.check_every
@@ -35,3 +36,21 @@ def replica_check_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
             f"snapshot_every is {run.snapshot_every}, and check_every {run.check_every}: a snapshot would hold what no "
             f"check has seen, so set snapshot_every to {run.check_every} or a multiple"
         )
+
+
+def _recheck_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
+    """Yield the reasons why no other actor can compute a microbatch again, each with its fix."""
+    if not right("recheck_every", "mesh", "data_parallel", "zero", "offload") or not run.recheck_every:
+        return
+    why = ""
+    if run.mesh.dp == 1:
+        why = "mesh.dp is 1, so no other actor has the same weights"
+    elif run.data_parallel == "parameter_server":
+        why = "replicas of servers do not talk to each other"
+    elif run.mesh.divides_experts:
+        why = "experts are divided over actors, which compute the tokens of several replicas together"
+    elif run.zero == 3 or run.offload == "parameters":
+        named = "zero is 3" if run.zero == 3 else "offload is 'parameters'"
+        why = f"{named}, so weights are on an actor only for a while"
+    if why:
+        yield f"recheck_every is {run.recheck_every}, but {why}: set it to 0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -11,6 +12,7 @@ from typing import Any
 
 from raypar.actors.specs.types import ELEMENTS
 from raypar.reporting.html.flops import actors_of, flops_per_token
+from raypar.reporting.run_folder.failure_line import effective_share
 from raypar.reporting.run_folder.read import Past
 
 Points = list[tuple[float, float]]
@@ -105,6 +107,10 @@ class History:
         """Return ``(number of steps taken before, loss)`` of every evaluation."""
         return [(line["step"], line["val_loss"]) for line in self.evaluations]
 
+    def effective(self, failures: Sequence[Mapping[str, Any]]) -> float:
+        """Return the share of effective training time: that of the steps that were kept, over it and what was lost."""
+        return effective_share(sum(time for _, time in self.points("step_ms")) / 1e3, [one["lost"] for one in failures])
+
     def median(self, name: str) -> float:
         """Return the median of a figure over all steps but the first, which also warms up."""
         return middle(self.points(name))
@@ -161,6 +167,8 @@ def headline(past: Past, history: History, *, skips: bool = False) -> list[tuple
             *([("time in steps", duration(sum(times) / 1e3))] if times else []),
             *([("stepped by hand", f"{history.by_hand:,}")] if history.by_hand else []),
         ]
+    if past.failures:
+        rows += [("failures", f"{len(past.failures):,}"), ("effective time", share(history.effective(past.failures)))]
     return rows
 
 

@@ -184,6 +184,39 @@ def events(marks: Sequence[Mark]) -> Markup:
     )
 
 
+def failures(past: Past, history: History) -> Markup:
+    """List the failures of the run, what they cost, and the share of its time that it trained; nothing without any."""
+    if not past.failures:
+        return Markup()
+    rows = [
+        [
+            f"{one['step']:,}",
+            one["reason"],
+            element("details", element("summary", _died(one["death"])), element("pre", "\n".join(one["death"]["log"])))
+            if one["death"] and one["death"]["log"]
+            else _died(one["death"]),
+            "ended the run" if one["is_end"] else f"went on after step {one['back_to']:,}",
+            ", ".join(one["replaced"]),
+            duration(one["lost"]),
+        ]
+        for one in past.failures
+    ]
+    heads = ["in step", "what", "how it died", "the run", "replaced", "lost"]
+    told = note(
+        f"Effective training time (ETTR): {share(history.effective(past.failures))}, the time of the steps that were "
+        "kept, over that and what failures have cost: the step under way, the steps taken again, and the recovery."
+    )
+    return section("Failures", table(heads, rows, [NUMBER, "", "", "", "", NUMBER]), told)
+
+
+def _died(death: dict[str, Any] | None) -> str:
+    """Say in a few words how a process died."""
+    if death is None:
+        return ""
+    told = death["cause"] or "not known here"
+    return f"{told}, in {death['last_action']}" if death["last_action"] else told
+
+
 def provenance(past: Past) -> Markup:
     """List where the run comes from."""
     rows = list(past.provenance.items())
@@ -241,6 +274,7 @@ def page(past: Past, *, faults: Sequence[str] = (), peak: float | None = None, e
         memory(history),
         messages(past),
         checkpoints(past),
+        failures(past, history),
         provenance(past),
         configuration(past),
     )

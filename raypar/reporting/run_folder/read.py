@@ -6,7 +6,7 @@ import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -22,6 +22,7 @@ from raypar.config.toml import parsed
 from raypar.errors import ConfigError
 from raypar.paths import (
     CHECKPOINTS,
+    FAILURES,
     LEDGER,
     LOG,
     METRICS,
@@ -32,6 +33,7 @@ from raypar.paths import (
     absolute,
     holds_run,
 )
+from raypar.reporting.run_folder.failure_line import FailureLine
 from raypar.reporting.run_folder.metrics_line import EvaluationLine, Figure, Number, StepLine, figures_of
 from raypar.schedules.action import Action, Op
 from raypar.schedules.checking.check import check
@@ -63,6 +65,7 @@ Ledger = dict[str, dict[str, Counts]]
 _MOST = {  # bytes
     RUN: 1 << 20,
     METRICS: 1 << 30,
+    FAILURES: 64 << 20,
     SCHEDULE: MOST_BYTES,
     TIMELINE: 1 << 30,
     LEDGER: 64 << 20,
@@ -91,6 +94,7 @@ class Past:
         log: The lines of the log.
         provenance: Where the run comes from, by name: versions, host, commit, command line; empty if not written.
         under_way: Whether a job is writing to the folder.
+        failures: One dict for each failure that the run has survived or ended with (``Failure.to_dict``).
     """
 
     folder: Path
@@ -104,6 +108,7 @@ class Past:
     log: list[str] = field(default_factory=list)
     provenance: dict[str, str] = field(default_factory=dict)
     under_way: bool = False
+    failures: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -196,8 +201,10 @@ def salvage(folder: Path) -> tuple[Past, list[str]]:
     ledger: Ledger = part(LEDGER, lambda raw: _json(raw, Ledger), {})
     log: list[str] = part(LOG, lambda raw: raw.decode(errors="replace").splitlines(), [])
     provenance: dict[str, str] = part(PROVENANCE, _provenance, {})
+    failures: list[dict[str, Any]] = part(FAILURES, partial(_lines, schema_of=lambda plain: FailureLine), [])
     checkpoints = _checkpoints(folder, faults)
-    return Past(folder, config, metrics, schedule, *latest, ledger, checkpoints, log, provenance, going), faults
+    past = Past(folder, config, metrics, schedule, *latest, ledger, checkpoints, log, provenance, going, failures)
+    return past, faults
 
 
 def _no_run(folder: Path) -> str:
@@ -282,13 +289,18 @@ def _schedule(raw: bytes, config: dict[str, Any]) -> Schedule:
 
 
 def _metrics(raw: bytes) -> list[dict[str, Any]]:
+    return _lines(raw, lambda plain: EvaluationLine if "val_loss" in plain else StepLine)
+
+
+def _lines(raw: bytes, schema_of: Callable[[dict[str, Any]], type]) -> list[dict[str, Any]]:
+    """Parse lines of JSON, each with the schema that it must have."""
     lines, faults = list[dict[str, Any]](), list[str]()
     for number, line in enumerate(raw.split(b"\n")[:-1], start=1):  # after the last newline a line may be incomplete
         try:
             if len(line) > _LONGEST:
                 raise _DamagedError(f"is longer than {_LONGEST} bytes")
             plain = _json(line, dict[str, Any])
-            _json(line, EvaluationLine if "val_loss" in plain else StepLine)
+            _json(line, schema_of(plain))
             lines.append(figures_of(plain))
         except _DamagedError as error:
             faults += [f"line {number} {fault}" for fault in error.faults]

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from raypar.actors.files import read_plain, sync_folder, told, write_whole
 from raypar.actors.specs.run import Run
 from raypar.config.toml import plain_of, toml_of
 from raypar.errors import ConfigError
-from raypar.paths import LEDGER, LOG, METRICS, MOST_METRICS, PROVENANCE, RUN, SCHEDULE, TIMELINE, absolute
+from raypar.paths import FAILURES, LEDGER, LOG, METRICS, MOST_METRICS, PROVENANCE, RUN, SCHEDULE, TIMELINE, absolute
 from raypar.reporting.run_folder.append import Lines, LogFile
 from raypar.reporting.run_folder.metrics_line import written
 from raypar.reporting.run_folder.provenance import renewed
@@ -77,6 +78,8 @@ class Folder:
             self._plan(schedule)
             _write(path / METRICS, kept(path / METRICS, step) if step else "")
             self._metrics = Lines(path / METRICS)
+            if not step:
+                (path / FAILURES).unlink(missing_ok=True)
             known = not (path / RUN).exists()
             _write(path / PROVENANCE, renewed(path / PROVENANCE, resumed=step > 0, known=known))
             _write(path / RUN, _HEAD.format(path) + toml_of(config))
@@ -98,6 +101,19 @@ class Folder:
         """Append a line to the metrics."""
         if (metrics := self._metrics) is not None:
             self._try(lambda: metrics.add(written(line)))
+
+    def failed(self, failure: Mapping[str, Any]) -> None:
+        """Append a line to the failures, with the time of now. The file is made with the first one."""
+
+        def add() -> None:
+            """Append the line."""
+            lines = Lines(self._path / FAILURES)
+            try:
+                lines.add(written({"at": datetime.now().astimezone().isoformat(timespec="seconds"), **failure}))
+            finally:
+                lines.close()
+
+        self._try(add)
 
     def measured(
         self, step: int, timelines: Sequence[Timeline], ledger: Mapping[str, Mapping[tuple[str, str], Entry]]

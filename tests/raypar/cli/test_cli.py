@@ -325,6 +325,7 @@ def test_a_dry_run_draws_and_starts_nothing(said, data, monkeypatch):
     assert code == 0, err
     assert out.startswith("rank 0  0F0 0F1 2F0")
     assert "layers of each stage:  2 2 2 2" in out
+    assert out.endswith("no actor was started\nbytes and seconds of this layout and of others: raypar plan\n")
     assert "20 of 4 microbatches x 2 samples x 32 tokens = 256 tokens" in out
 
 

@@ -118,13 +118,17 @@ def test_who_replaces_an_actor_of_a_lost_node_goes_wherever_there_is_room(fake, 
     assert [home for _, home in fake.created] == [old] * stays and actors.vacancies[0].has_room == stays
 
 
-def test_those_without_a_rank_that_do_not_answer_are_replaced(fake, monkeypatch):
+def test_a_spare_that_died_is_replaced_and_one_that_starts_is_kept(fake, monkeypatch):
     monkeypatch.setattr("raypar.cluster.actors.ray", fake)
     monkeypatch.setattr("raypar.cluster.actors.is_alive", lambda node: True)
-    monkeypatch.setattr("raypar.cluster.vacancies.ray", fake)
-    spares = [fake.create(name, None) for name in "bc"]
-    homes = [Home("group", bundle, "node") for bundle in range(3)]
-    actors = Actors(["a", *spares], "group", False, "me", "cpu", fake.create, fake.claim, homes)
-    fake.come.add(1)  # the answer of the first
+    alive, dead, starting = [fake.create(name, None) for name in "bcd"]
+    homes = [Home("group", bundle, "node") for bundle in range(4)]
+    actors = Actors(["a", alive, dead, starting], "group", False, "me", "cpu", fake.create, fake.claim, homes)
+    fake.come |= {1, 2}  # they have answered, the second by an error
+    fake.died.add(2)
     actors.demand_answers(1, "spare")
-    assert (actors.handles, actors.present, fake.killed) == (["a", spares[0], None], 2, [spares[1]])
+    assert (actors.handles, actors.present, fake.killed) == (["a", alive, None, None], 2, [dead])
+    assert fake.created[3:] == [("spare 1 1", homes[2])], "the home of the dead one"
+    fake.come.add(actors.vacancies[1].awaited)
+    actors.look()
+    assert actors.handles[4:] == [starting] and actors.homes[4:] == [homes[3]]

@@ -239,6 +239,16 @@ def test_a_batch_function_that_returns_no_pair_of_tensors_is_refused(tiny, batch
     assert [fault[: len(says)] for fault in faults] == [says]
 
 
+def test_a_mistake_in_a_batch_function_is_told_with_its_line(tiny):
+    def mistaken(step, microbatch, dp):
+        return [torch.zeros(2, 4)][microbatch + 1]
+
+    model = Layers(lambda: [nn.Linear(4, 4), nn.Linear(4, 4)], loss=max)
+    (fault,) = faults_of(replace(tiny, model=model, data=Batches(mistaken)))
+    line = mistaken.__code__.co_firstlineno + 1
+    assert fault == f"data.fn fails at {__file__}:{line}, IndexError: list index out of range"
+
+
 def test_what_has_no_effect_is_told(tiny):
     data = Batches(lambda *_: (torch.zeros(2, 4), torch.zeros(2, 4)))
     idle = [*idle_fields(replace(tiny, steps=5, eval_every=2, data=data, optim=AdamW(warmup=9), context="ulysses"))]

@@ -12,6 +12,7 @@ import torch
 import raypar as rp
 from raypar.paths import LOG
 from tests.support.full_cluster import without_room
+from tests.support.kernel import TELLS_EXITS
 
 pytestmark = pytest.mark.usefixtures("cluster")
 MODEL = rp.GPT(layers=2, hidden=32, heads=2, seq=16, dropout=0.1)
@@ -48,6 +49,9 @@ def test_kills_and_an_exception_change_no_bit(undisturbed, kept_actors):
     )
     assert alike(disturbed, undisturbed)
     survived = disturbed[2]
+    death = survived[0].death
+    assert (death.signal, death.last_action) == ("SIGKILL" * TELLS_EXITS, "1F2 of step 1")
+    assert survived[1].death is None
     assert [(failure.step, failure.back_to) for failure in survived] == [(1, 0), (3, 2), (3, 2), (5, 4)]
     assert [failure.replaced for failure in survived] == [("pp=1",), (), ("pp=0",), ("pp=0",)]
     assert str(survived[2]).startswith("the run goes on after step 2 (from memory), with pp=0 replaced, ")
@@ -107,12 +111,18 @@ def test_the_same_fault_thrice_ends_the_run_with_its_reason(kept_actors):
 
 
 def test_a_flipped_bit_is_found_named_and_undone(kept_actors):
-    run = replace(RUN, mesh=rp.Mesh(dp=3), microbatches=1, max_failures=0, check_every=2)
+    run = replace(RUN, mesh=rp.Mesh(dp=3), microbatches=1, max_failures=0)
     whole = trained(run)
-    flip = rp.chaos.corrupt("dp=1", at="STEP", step=4)
-    healed = trained(replace(run, max_failures=1, snapshot_every=2), [flip])
+    flips = [
+        rp.chaos.corrupt("dp=1", at="STEP", step=4),
+        rp.chaos.corrupt("dp=2", at="0F0", step=6, of="activation"),
+    ]
+    healed = trained(replace(run, max_failures=2, snapshot_every=2, check_every=2, recheck_every=3), flips)
     assert alike(healed, whole)
-    (failure,) = healed[2]
+    failure, other = healed[2]
+    assert "in step 6 the " in other.reason  # the outputs of 0F0 are the loss, in which a flip may be rounded away
+    assert " on pp=0 dp=2 are not those of all others that computed the same microbatch" in other.reason
+    assert (other.back_to, other.replaced) == (4, ())
     assert "in step 4 the weights of pp=0 dp=1 are not those of all others: a bit has flipped" in failure.reason
     assert (failure.back_to, failure.replaced) == (2, ())
 

@@ -13,7 +13,9 @@ from raypar.actors.specs.model import GPT
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
 from raypar.config.toml import plain_of, toml_of
+from raypar.errors import Death, JobError
 from raypar.planner.cost_model import costs_on_paper
+from raypar.recovery.failures import Failure
 from raypar.reporting.html.charts import Line, Mark, line_chart
 from raypar.reporting.html.compare import comparison
 from raypar.reporting.html.figures import History, duration, exp, rate, significant, smoothed
@@ -260,3 +262,16 @@ def test_short_times_are_not_0():
 def test_a_model_with_experts_says_so():
     config = plain_of(Run(model=GPT(moe=MoE(experts=8))))
     assert titled(past(config=config)).startswith("GPT of 8 layers, 256 hidden, 8 experts on ")
+
+
+def test_failures_are_listed_with_their_deaths_and_what_they_cost():
+    death = Death("ended by SIGSEGV", None, "SIGSEGV", False, "1F0 of step 2", ("Fatal <b>",), "/logs/a.err")
+    survived = Failure(2, "actor pp=1 died during step 2", ("pp=1",), 1, "memory", 0.4, 0.5, death)
+    end = Failure.ending(3, JobError("it raised\nwith a trace"), 0.536)
+    run = past(failures=[{"at": "now", **one.to_dict()} for one in (survived, end)])
+    shown = texts(page(run))
+    assert "| ended by SIGSEGV, in 1F0 of step 2 | Fatal <b> | went on after step 1 | pp=1 | 0.5 s |" in shown
+    assert "| 3 | it raised | ended the run | 0.5 s |" in shown
+    assert "ETTR): 59.7%" in shown  # 1.536 s of steps, and 1.036 s lost
+    assert {"failures", "effective time"} <= set(Reader(page(run)).texts)
+    assert "Failures" not in texts(page(past()))

@@ -1,0 +1,103 @@
+"""Processes that are ended by their descriptors, and what is read of those that have ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raypar.actors.last_action import LastAction, last_action_in, opened
+from raypar.actors.specs.results import Located
+from raypar.cluster.processes import Exit, Processes
+from raypar.schedules.action import STEP, Action, Op
+from tests.support.kernel import TELLS_EXITS
+
+# The child ends when it reads a line; its parent waits for it, as Ray's raylet does for its workers, and then says so.
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import os; print(os.getpid(), flush=True); input(); {}"])
+child.wait()
+print("over", flush=True)
+sys.stdin.read()
+"""
+
+
+def num_open():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_stopped_process_is_ended_and_a_dead_one_harms_nobody():
+    stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    before = num_open()
+    processes = Processes()
+    processes.know({0: Located("here", stopped.pid), 1: Located("here", dead.pid)})
+    os.kill(stopped.pid, signal.SIGSTOP)
+    for rank in (0, 1, 2, 0):
+        processes.kill(rank)
+    assert stopped.wait(10) == -signal.SIGKILL
+    processes.know({0: Located("here", os.getpid())})
+    assert processes.number(0) == os.getpid()
+    processes.close()
+    processes.kill(0)
+    assert num_open() == before
+    assert (processes.number(0), processes.exit_of(0), processes.last_action(0)) == (None, None, "")
+
+
+@pytest.mark.parametrize(
+    ("end", "exit_"),
+    [
+        ("os._exit(3)", Exit(3, "")),
+        ("os.kill(os.getpid(), 9)", Exit(None, "SIGKILL")),
+        ("import ctypes; ctypes.string_at(0)", Exit(None, "SIGSEGV")),
+    ],
+)
+def test_how_a_process_of_another_parent_has_ended(end, exit_):
+    text = PARENT.format(end)
+    with subprocess.Popen(
+        [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        processes = Processes()
+        processes.know({0: Located("here", int(parent.stdout.readline()))})
+        print(file=parent.stdin, flush=True)
+        assert parent.stdout.readline() == "over\n"
+        found = processes.exit_of(0)
+        processes.close()
+        parent.stdin.close()
+    assert found == (exit_ if TELLS_EXITS else None)
+
+
+def test_the_kernels_own_kills_are_counted_since_the_last_time(tmp_path):
+    file = tmp_path / "vmstat"
+    file.write_text("nr_free 7\noom_kill 4\n")
+    processes = Processes(file)
+    processes.know({})
+    assert processes.new_memory_kills() == 0
+    file.write_text("nr_free 7\noom_kill 6\n")
+    assert (processes.new_memory_kills(), processes.new_memory_kills()) == (2, 0)
+    missing = Processes(tmp_path / "none")
+    missing.know({})
+    assert missing.new_memory_kills() == 0
+
+
+def test_the_last_action_is_read_from_outside():
+    before, last = num_open(), LastAction()
+    last.begin(2, STEP)
+    fd = opened(os.getpid(), last.share())
+    assert last_action_in(fd) == "STEP of step 3"
+    last.begin(3, Action(11, Op.REDUCE_GRAD, None))
+    last.begin(3, Action(1, Op.B, 3))
+    assert last_action_in(fd) == "1B3 of step 4"
+    assert last.share() == last.share()
+    last.forget()
+    assert last_action_in(fd) == ""
+    os.close(fd)
+    os.close(last.share())
+    assert last_action_in(fd) == ""
+    del last
+    assert num_open() <= before + 1  # the mapping has a descriptor of its own
