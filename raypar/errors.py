@@ -81,5 +81,9 @@ class StepLostError(JobError):
     """A step by hand was lost in a failure that the run has survived. The job goes on with ``job.stepper()``."""
 
 
+class MovedError(RuntimeError):
+    """What was asked of a job's actors can't be told: they have other ranks now. The job goes on, and can be asked."""
+
+
 class NoRoomError(JobError):
     """No node has room for another actor in the place of one that is lost."""

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,19 +32,31 @@ _ALIGNMENT = 64  # bytes
 _Layout = tuple[tuple[str, torch.dtype, Shape], ...]
 
 
+class Share(NamedTuple):
+    """Whose snapshot it is.
+
+    Attributes:
+        layout: Number of the layout of the run: it has another one after it went on with other ranks.
+        rank: The rank in it.
+    """
+
+    layout: int
+    rank: int
+
+
 @dataclass(frozen=True)
 class Address:
     """Where other processes find memory files with snapshots of a rank.
 
     Attributes:
-        rank: The rank.
+        share: The rank, in its layout.
         place: What processes have in common that can open one another's files; see ``shm.links.place``.
         pid: A process that has the files open.
         files: Their descriptors in it.
         is_own: Whether that process is the rank's actor itself, which writes to them.
     """
 
-    rank: int
+    share: Share
     place: str
     pid: int
     files: tuple[int, ...]
@@ -117,7 +130,7 @@ class Held:
 
     def __init__(self, place: str) -> None:
         self._place = place
-        self._files: dict[int, dict[int, int]] = {}  # by rank and inode, the descriptor
+        self._files: dict[Share, dict[int, int]] = {}  # by share and inode, the descriptor
         self._written = set[int]()  # inodes of the files that living actors write to
 
     def hold(self, addresses: Iterable[Address]) -> None:
@@ -129,16 +142,21 @@ class Held:
                 for fd in _opened(address):
                     if address.is_own:
                         self._written.add(os.fstat(fd).st_ino)
-                    self._keep(address.rank, fd)
+                    self._keep(address.share, fd)
 
-    def receive(self, rank: int, raw: bytes) -> None:
+    def adopt(self, share: Share, files: Iterable[int]) -> None:
+        """Take files over to which this process has written itself, in a layout before."""
+        for fd in files:
+            self._keep(share, fd)
+
+    def receive(self, share: Share, raw: bytes) -> None:
         """Hold a copy of a snapshot that comes from another node. ``raw`` is the content of its file."""
         fd = os.memfd_create("raypar-snapshot")
         with FileIO(fd, "wb", closefd=False) as file:
             left = memoryview(raw)
             while left:
                 left = left[file.write(left) :]
-        self._keep(rank, fd)
+        self._keep(share, fd)
 
     def drop_old(self) -> None:
         """Let go of the files that nobody writes to any more: those of actors that were replaced, and copies."""
@@ -150,13 +168,13 @@ class Held:
         """Take all files for old ones, until their actors say that they write to them."""
         self._written.clear()
 
-    def files(self) -> dict[int, tuple[int, ...]]:
-        """Return the descriptors of all files that are held, by rank."""
-        return {rank: tuple(files.values()) for rank, files in self._files.items()}
+    def files(self) -> dict[Share, tuple[int, ...]]:
+        """Return the descriptors of all files that are held, by share."""
+        return {share: tuple(files.values()) for share, files in self._files.items() if files}
 
     def addresses(self) -> list[Address]:
         """Return where others find these files."""
-        return [Address(rank, self._place, os.getpid(), files) for rank, files in self.files().items()]
+        return [Address(share, self._place, os.getpid(), files) for share, files in self.files().items()]
 
     def close(self) -> None:
         """Let go of all files."""
@@ -164,8 +182,8 @@ class Held:
         self.drop_old()
         self._files.clear()
 
-    def _keep(self, rank: int, fd: int) -> None:
-        files, inode = self._files.setdefault(rank, {}), os.fstat(fd).st_ino
+    def _keep(self, share: Share, fd: int) -> None:
+        files, inode = self._files.setdefault(share, {}), os.fstat(fd).st_ino
         if inode in files:
             os.close(fd)
         else:
@@ -176,39 +194,40 @@ class SnapshotFiles:
     """Memory files of snapshots, as a source of shards: the file of rank 3 is named "3".
 
     Args:
-        files: For each rank, the descriptors of its files, of any steps.
+        files: For each share, the descriptors of its files, of any steps.
     """
 
-    def __init__(self, files: Mapping[int, Sequence[int]]) -> None:
-        found = {rank: {step: fd for fd in kept if (step := _step_of(fd)) is not None} for rank, kept in files.items()}
-        self._files = {rank: steps for rank, steps in found.items() if steps}
-        self._step = 0
+    def __init__(self, files: Mapping[Share, Sequence[int]]) -> None:
+        found = {one: {step: fd for fd in kept if (step := _step_of(fd)) is not None} for one, kept in files.items()}
+        self._files = {share: steps for share, steps in found.items() if steps}
+        self._chosen: dict[str, int] = {}  # by name, the descriptor
 
-    def steps(self) -> dict[int, tuple[int, ...]]:
-        """Return, by rank, the steps of which there is a whole snapshot."""
-        return {rank: tuple(sorted(steps)) for rank, steps in self._files.items()}
+    def steps(self) -> dict[Share, tuple[int, ...]]:
+        """Return, by share, the steps of which there is a whole snapshot."""
+        return {share: tuple(sorted(steps)) for share, steps in self._files.items()}
 
-    def raw(self, rank: int, step: int) -> bytes:
-        """Return the content of a rank's file. Raises KeyError if there is none of this step."""
-        fd = self._files[rank][step]
+    def raw(self, share: Share, step: int) -> bytes:
+        """Return the content of a file. Raises KeyError if there is none of this step."""
+        fd = self._files[share][step]
         return os.pread(fd, os.fstat(fd).st_size, 0)
 
-    def at(self, step: int, ranks: Iterable[int]) -> dict[str, Logical]:
+    def at(self, step: int, shares: Iterable[Share]) -> dict[str, Logical]:
         """Choose the snapshots of one step, which ``open`` and ``header`` then read.
 
         Args:
             step: Number of steps taken.
-            ranks: All ranks that have a share of the state.
+            shares: All shares of the state, of one layout.
 
         Returns:
             The logical tensors by name.
 
         Raises:
-            KeyError: A rank has no snapshot of this step here.
+            KeyError: A share has no snapshot of this step here.
         """
-        self._step, parts = step, dict[str, list[Logical]]()
-        for rank in ranks:
-            for name, part in _Header.of(self._files[rank][step]).tensors.items():
+        self._chosen = {str(share.rank): self._files[share][step] for share in shares}
+        parts = dict[str, list[Logical]]()
+        for fd in self._chosen.values():
+            for name, part in _Header.of(fd).tensors.items():
                 parts.setdefault(name, []).append(part)
         return {
             name: Logical(found[0].dtype, found[0].shape, tuple(one for part in found for one in part.slices))
@@ -217,11 +236,11 @@ class SnapshotFiles:
 
     def header(self, file: str) -> Mapping[str, tuple[str, Shape]]:
         """Return dtype and shape of each tensor of a rank's file."""
-        return _Header.of(self._files[int(file)][self._step]).kinds
+        return _Header.of(self._chosen[file]).kinds
 
     def open(self, file: str) -> FileIO:
         """Open a rank's file for reading."""
-        return (Path("/proc/self/fd") / str(self._files[int(file)][self._step])).open("rb", buffering=0)
+        return (Path("/proc/self/fd") / str(self._chosen[file])).open("rb", buffering=0)
 
 
 class _Slot:

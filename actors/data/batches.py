@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -62,6 +64,27 @@ class FunctionSource:
         if fn is None:
             raise ValueError("the run has no validation data: give Batches a validate function")
         return pair_of(fn(step, microbatch, dp))
+
+
+@dataclass(frozen=True)
+class Renumbered:
+    """A user's batch function where other replicas divide the microbatches of a step than those that it is made for.
+
+    Microbatches keep their numbers in the whole step: it is asked for the same ones.
+
+    Args:
+        fn: The function of (step, microbatch, dp).
+        made_for: Number of replicas that it is made for.
+        dp: Number of replicas that there are.
+    """
+
+    fn: Callable[[int, int, int], tuple[Any, Any]]
+    made_for: int
+    dp: int
+
+    def __call__(self, step: int, microbatch: int, dp: int) -> tuple[Any, Any]:
+        """Return the inputs and targets of a microbatch."""
+        return self.fn(step, *divmod(microbatch * self.dp + dp, self.made_for))
 
 
 def pair_of(batch: object) -> tuple[Values, Values]:

@@ -129,6 +129,9 @@ class Run:
     failure loses at the most; 0: never, so that the run goes back to its last checkpoint"""
     spares: Steps = 0
     """with max_failures, actors that wait with everything imported to take the place of one that fails"""
+    min_dp: Count = 1
+    """with max_failures, the fewest replicas with which the run goes on while no node has room for those that are lost:
+    with the same samples in a step, and until there is room again; mesh.dp: it does not"""
     check_every: Steps = 0
     """before the update of every check_every-th step, replicas compare digests of their weights, which a flipped bit
     makes unequal; 0: only before the first step"""

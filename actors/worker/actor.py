@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raypar.actors.checkpoint.assembler import ShardFolder
 from raypar.actors.checkpoint.logical import Logical
-from raypar.actors.checkpoint.memory_snapshot import Address
+from raypar.actors.checkpoint.memory_snapshot import Address, Share
 from raypar.actors.checkpoint.snapshot import Written
 from raypar.actors.collective import ray_groups
 from raypar.actors.collective.group import Group
@@ -91,8 +91,10 @@ class Hosted:
         self._member.faults, faults.weights = faults, self._member.state.parameters
         faults.layers = {number: stage.modules[0] for number, stage in self._member.state.stages.items()}
         self._member.last_action = self._last_action
-        if plan.run.max_failures and plan.run.snapshot_every and self._keeper is None:
-            self._keeper = SnapshotKeeper(plan, partial(faults.reach, "snapshot"))
+        if plan.run.max_failures and plan.run.snapshot_every:
+            taken = partial(faults.reach, "snapshot")
+            self._keeper = self._keeper or SnapshotKeeper(plan, taken)
+            self._keeper.join(plan, taken)
         keep_freed_memory(BLOCKS_OF_A_STEP if plan.world.lends else ALL_BLOCKS)
         return self._member.state.holds()
 
@@ -187,8 +189,8 @@ class Hosted:
         """Keep the snapshots of the other actors of this node, which are at these addresses."""
         _kept(self._keeper).hold(addresses)
 
-    def snapshot_steps(self) -> dict[int, tuple[int, ...]]:
-        """Return, by rank, the steps of which this actor has a snapshot."""
+    def snapshot_steps(self) -> dict[Share, tuple[int, ...]]:
+        """Return, by share, the steps of which this actor has a snapshot."""
         return {} if self._keeper is None else self._keeper.steps()
 
     def begin_snapshots(self, step: int) -> None:
@@ -201,19 +203,19 @@ class Hosted:
         """Let go of the snapshots of actors that were replaced."""
         _kept(self._keeper).drop_old()
 
-    def snapshot(self, rank: int, step: int) -> bytes:
-        """Return a rank's snapshot that this actor has, for another node."""
-        return _kept(self._keeper).raw(rank, step)
+    def snapshot(self, share: Share, step: int) -> bytes:
+        """Return a snapshot that this actor has, for another node."""
+        return _kept(self._keeper).raw(share, step)
 
-    def receive_snapshot(self, rank: int, raw: bytes) -> None:
-        """Keep a rank's snapshot that another node has."""
-        _kept(self._keeper).receive(rank, raw)
+    def receive_snapshot(self, share: Share, raw: bytes) -> None:
+        """Keep a snapshot that another node has."""
+        _kept(self._keeper).receive(share, raw)
 
-    def restore(self, step: int, ranks: int) -> None:
-        """Load the snapshots of a step that so many actors have taken."""
+    def restore(self, step: int, shares: Sequence[Share]) -> None:
+        """Load the snapshots of a step; see ``SnapshotKeeper.restore``."""
         member = _there(self._member)
         with member.probe.idle():
-            _kept(self._keeper).restore(step, ranks, member.state)
+            _kept(self._keeper).restore(step, shares, member.state)
 
     # --- called from another thread during a step ---
 

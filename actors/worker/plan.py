@@ -24,6 +24,7 @@ class Plan:
         programs: Lowered schedules by program name, in which only this actor's row is filled.
         device: Device that all actors of the run compute on.
         faults: Faults of this actor that are injected on purpose.
+        layout: Number of the run's layout, of which it has another one after it went on with other ranks.
     """
 
     run: Run
@@ -33,6 +34,7 @@ class Plan:
     programs: Mapping[ProgramName, Schedule]
     device: DeviceKind
     faults: tuple[InjectedFault, ...] = ()
+    layout: int = 0
 
     @property
     def name(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from raypar.actors.checkpoint.memory_snapshot import Address, Held, Slots, SnapshotFiles
+from raypar.actors.checkpoint.memory_snapshot import Address, Held, Share, Slots, SnapshotFiles
 from raypar.actors.collective.shm.links import place
 from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.state import WorkerState
@@ -20,8 +20,20 @@ class SnapshotKeeper:
     """
 
     def __init__(self, plan: Plan, taken: Callable[[int], None]) -> None:
-        self._rank, self._every, self._taken = plan.rank, plan.run.snapshot_every, taken
+        self._share, self._every, self._taken = Share(plan.layout, plan.rank), plan.run.snapshot_every, taken
         self._slots, self._held = Slots(plan.rank), Held(place())
+
+    def join(self, plan: Plan, taken: Callable[[int], None]) -> None:
+        """Take part in the run again, perhaps in another layout, in which snapshots begin anew.
+
+        Args:
+            plan: The actor's plan.
+            taken: See the class.
+        """
+        self._taken, share = taken, Share(plan.layout, plan.rank)
+        if share != self._share:
+            self._held.adopt(self._share, self._slots.files)  # to be read, until all have others
+            self._share, self._slots = share, Slots(plan.rank)
 
     def after(self, step: int, state: WorkerState) -> None:
         """Take a snapshot if one is due.
@@ -56,7 +68,7 @@ class SnapshotKeeper:
 
     def addresses(self) -> list[Address]:
         """Return where others find this actor's snapshots, and those of others that it keeps."""
-        own = Address(self._rank, place(), os.getpid(), self._slots.files, is_own=True)
+        own = Address(self._share, place(), os.getpid(), self._slots.files, is_own=True)
         return [own, *self._held.addresses()]
 
     def hold(self, addresses: Sequence[Address]) -> None:
@@ -64,24 +76,24 @@ class SnapshotKeeper:
         self._held.expect_new()
         self._held.hold(addresses)
 
-    def receive(self, rank: int, raw: bytes) -> None:
+    def receive(self, share: Share, raw: bytes) -> None:
         """Keep a copy of a snapshot that another node has."""
-        self._held.receive(rank, raw)
+        self._held.receive(share, raw)
 
-    def steps(self) -> dict[int, tuple[int, ...]]:
-        """Return, by rank, the steps of which this actor has a snapshot."""
+    def steps(self) -> dict[Share, tuple[int, ...]]:
+        """Return, by share, the steps of which this actor has a snapshot."""
         return self._files().steps()
 
-    def raw(self, rank: int, step: int) -> bytes:
+    def raw(self, share: Share, step: int) -> bytes:
         """Return a snapshot that this actor has, for another node."""
-        return self._files().raw(rank, step)
+        return self._files().raw(share, step)
 
-    def restore(self, step: int, ranks: int, state: WorkerState) -> None:
+    def restore(self, step: int, shares: Sequence[Share], state: WorkerState) -> None:
         """Load the snapshots of a step.
 
         Args:
             step: Number of steps taken.
-            ranks: How many actors have taken them.
+            shares: All shares of the state, of the layout in which they were taken.
             state: The actor's state.
 
         Raises:
@@ -89,7 +101,7 @@ class SnapshotKeeper:
             KeyError: One of them is not here.
         """
         files = self._files()
-        state.load(files, files.at(step, range(ranks)))
+        state.load(files, files.at(step, shares))
 
     def forget_after(self, step: int) -> None:
         """Forget this actor's snapshots of later steps, which are taken again."""
@@ -101,5 +113,5 @@ class SnapshotKeeper:
         self._slots.close()
 
     def _files(self) -> SnapshotFiles:
-        others: Mapping[int, Sequence[int]] = self._held.files()
-        return SnapshotFiles({**others, self._rank: (*others.get(self._rank, ()), *self._slots.files)})
+        others: Mapping[Share, Sequence[int]] = self._held.files()
+        return SnapshotFiles({**others, self._share: (*others.get(self._share, ()), *self._slots.files)})

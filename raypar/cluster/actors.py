@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raypar.actors.errors import first_line
 from raypar.actors.specs.types import DeviceKind
 from raypar.cluster.nodes import is_alive
+from raypar.cluster.vacancies import Claim, Create, Home, Vacancy, succeeded
 
 log = logging.getLogger(__name__)
 _HEARD = 2.5  # seconds in which an actor answers
-
-
-@dataclass(frozen=True)
-class Home:
-    """Where an actor has its resources.
-
-    Attributes:
-        group: A placement group.
-        bundle: The number of a bundle in it.
-        node: Ray's id of the node on which it is; "" if Ray has chosen it.
-    """
-
-    group: PlacementGroup
-    bundle: int
-    node: str = ""
+_LOOK = 0.5  # seconds of one wait: Ray ignores Ctrl-C while waiting
 
 
 @dataclass
@@ -40,15 +25,15 @@ class Actors:
     """A job's actors and what must be released with them.
 
     Attributes:
-        handles: The Ray actor handles, by rank.
+        handles: The Ray actor handles, by rank, and then those of actors without one; None where one is missing.
         group: The placement group.
         owns_cluster: Whether the job connected to Ray, and so has to disconnect.
         driver: This process's worker id in Ray, which tells one connection from another.
         device: The kind of device that the actors compute on.
         create: Creates an actor of a name in a home; None where none is replaced.
-        claim: Claims a home on any node, for an actor of a name. Raises NoRoomError.
-        homes: The actors' homes, by rank.
-        spares: Actors that have no rank yet, with their homes.
+        claim: Claims a home on any node, for an actor of a name.
+        homes: The actors' homes, in the order of their handles.
+        vacancies: The places of actors that are lost, as long as no other one has come.
     """
 
     handles: list[Any]
@@ -56,68 +41,77 @@ class Actors:
     owns_cluster: bool
     driver: str
     device: DeviceKind
-    create: Callable[[str, Home], Any] | None = None
-    claim: Callable[[str], Home] | None = None
+    create: Create | None = None
+    claim: Claim | None = None
     homes: list[Home] = field(default_factory=list)
-    spares: list[tuple[Any, Home]] = field(default_factory=list)
-    _claimed: list[PlacementGroup] = field(default_factory=list)
+    vacancies: list[Vacancy] = field(default_factory=list)
+    _vacated: int = 0
 
-    def replace(self, rank: int, name: str) -> Any:
-        """End the actor of a rank, and put a spare that lives in its place, or a new actor in the same home.
+    @property
+    def present(self) -> int:
+        """Number of actors that are there."""
+        return sum(handle is not None for handle in self.handles)
 
-        If the home's node is lost, the new actor gets another home; see ``relocate``.
-
-        Args:
-            rank: The rank.
-            name: The new actor's name in Ray's dashboard, if it is not a spare.
-
-        Returns:
-            The handle of the actor.
-
-        Raises:
-            NoRoomError: Its node is lost, and no other one has room.
-        """
-        assert self.create is not None
-        _try(ray.kill, self.handles[rank])
-        freed, silent = [self.homes[rank]], list[tuple[Any, Home]]()
-        while self.spares:
-            handle, home = self.spares.pop(0)
-            if (lives := _lives(handle)) is None:
-                silent.append((handle, home))  # it may be starting
-            elif lives:
-                self.handles[rank], self.homes[rank] = handle, home
-                break
-            else:
-                freed.append(home)  # a spare that has died is replaced too, by which nothing is lost
-        else:
-            if _is_lost(freed[0]):
-                self.relocate(rank, name)
-            else:
-                self.handles[rank] = self.create(name, freed[0])
-            freed = freed[1:]
-        self.spares += silent
-        self.spares += [(self.create(f"{name} spare", home), home) for home in freed if not _is_lost(home)]
-        return self.handles[rank]
-
-    def relocate(self, rank: int, name: str) -> Any:
-        """End the actor of a rank, and start another one on any node that has room.
+    def vacate(self, number: int, name: str) -> None:
+        """End an actor, and let another one start: in the same home, or if its node is lost on any that has room.
 
         Args:
-            rank: The rank.
-            name: The new actor's name in Ray's dashboard.
-
-        Returns:
-            The handle of the actor.
-
-        Raises:
-            NoRoomError: No node has room.
+            number: The actor's rank, or place among those that have none.
+            name: The new actor's name in Ray's dashboard, to which numbers are added.
         """
+        _try(ray.kill, self.handles[number])
+        home = self.homes[number]
+        is_lost = bool(home.node) and not is_alive(home.node)
+        self._vacate(number, name, None if is_lost else home)
+
+    def _vacate(self, number: int, name: str, home: Home | None, starting: Any = None) -> None:
+        """Let an actor come to the place of one; see ``Vacancy``."""
         assert self.create is not None and self.claim is not None
-        _try(ray.kill, self.handles[rank])
-        home = self.claim(name)
-        self._claimed.append(home.group)
-        self.handles[rank], self.homes[rank] = self.create(name, home), home
-        return self.handles[rank]
+        self.handles[number] = None
+        self._vacated += 1
+        self.vacancies.append(Vacancy(f"{name} {self._vacated}", home, self.create, self.claim, starting))
+
+    def look(self) -> None:
+        """Let actors that have started be among those without a rank. Returns at once."""
+        for vacancy in list(self.vacancies):
+            if (found := vacancy.look()) is not None:
+                self.vacancies.remove(vacancy)
+                self.handles.append(found[0])
+                self.homes.append(found[1])
+
+    def wait_for(self, count: int) -> None:
+        """Wait until so many actors are there, or until no more come in time."""
+        self.look()
+        while self.present < count and (hoped := [one for one in self.vacancies if not one.is_late]):
+            ray.wait([one.awaited for one in hoped], timeout=_LOOK)
+            self.look()
+
+    def demand_answers(self, first: int, name: str) -> None:
+        """Let others start for those actors without a rank that have died; those that do not answer may be starting.
+
+        Args:
+            first: The number of the first of them.
+            name: The new actors' name in Ray's dashboard.
+        """
+        numbers = [number for number in range(first, len(self.handles)) if self.handles[number] is not None]
+        asked = {number: self.handles[number].progress.options(concurrency_group="ctl").remote() for number in numbers}
+        answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_HEARD) if asked else ([], [])
+        for number, ref in asked.items():
+            if ref not in answered:
+                self._vacate(number, name, self.homes[number], starting=self.handles[number])
+            elif not succeeded(ref):
+                self.vacate(number, name)
+
+    def seat(self, numbers: Sequence[int]) -> None:
+        """Give ranks to actors.
+
+        Args:
+            numbers: The number that the actor of each rank has had. All others have no rank then.
+        """
+        chosen = set(numbers)
+        others = [number for number, handle in enumerate(self.handles) if handle is not None and number not in chosen]
+        order = [*numbers, *others]
+        self.handles, self.homes = [self.handles[one] for one in order], [self.homes[one] for one in order]
 
     def reachable(self) -> bool:
         """Return whether this process is still connected to the Ray that the actors live in."""
@@ -129,14 +123,16 @@ class Actors:
         What Ray fails to do is logged, so that it does not replace the error for which the job ends. A second call does
         nothing.
         """
-        handles, self.handles = self.handles, []
-        handles += [handle for handle, _ in self.spares]
+        (handles, self.handles), (vacancies, self.vacancies) = (self.handles, []), (self.vacancies, [])
         if not handles or not self.reachable():  # the actors ended with their Ray
             return
         try:
             for handle in handles:
-                _try(ray.kill, handle)
-            for group in (self.group, *self._claimed):
+                if handle is not None:
+                    _try(ray.kill, handle)
+            for vacancy in vacancies:
+                _try(Vacancy.close, vacancy)
+            for group in dict.fromkeys((self.group, *(home.group for home in self.homes))):
                 _try(remove_placement_group, group)
         finally:
             if self.owns_cluster:
@@ -146,22 +142,6 @@ class Actors:
 def driver_id() -> str:
     """Return this process's worker id in Ray, which changes at every ray.init."""
     return str(ray.get_runtime_context().get_worker_id())
-
-
-def _is_lost(home: Home) -> bool:
-    """Return whether the node of a home is known, and is there no more."""
-    return bool(home.node) and not is_alive(home.node)
-
-
-def _lives(handle: Any) -> bool | None:
-    """Return whether an actor answers, or has died; None if it does neither."""
-    answered, _ = ray.wait([ref := handle.progress.options(concurrency_group="ctl").remote()], timeout=_HEARD)
-    if not answered:
-        return None
-    with suppress(RayError):
-        ray.get(ref)
-        return True
-    return False
 
 
 def _try(release: Callable[..., object], what: object) -> None:

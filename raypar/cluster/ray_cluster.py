@@ -22,14 +22,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raypar.actors.errors import first_line
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.types import DeviceChoice
-from raypar.cluster.actors import Actors, Home, driver_id
+from raypar.cluster.actors import Actors, driver_id
 from raypar.cluster.address import demand_answer
 from raypar.cluster.devices import Share, demand_build, gpu_share
 from raypar.cluster.interrupts import patience
 from raypar.cluster.nodes import demand_alike, living_nodes
 from raypar.cluster.placement import Node, bundles_of, place, room_told, split_told, told, wants
 from raypar.cluster.ray_private import silence_deaths, start_on_loopback
-from raypar.errors import ConfigError, JobError, NoRoomError
+from raypar.cluster.vacancies import Home
+from raypar.errors import ConfigError, JobError
 from raypar.planner.host import num_cores, num_slots, room_faults, starts_own_ray
 
 T = TypeVar("T")
@@ -50,7 +51,6 @@ _QUIET = {
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
 _PLACEMENT_SECONDS = 60.0
-_ROOM_SECONDS = 10.0  # for one actor in the place of another
 _NODE_ID = "ray.io/node-id"  # the label that Ray gives each node
 _CPU = Share("cpu", 0.0)
 _TOO_SMALL = "use a smaller mesh or a larger cluster, or wait for its nodes"
@@ -104,8 +104,8 @@ def start_actors(
             demand_alike(claim.nodes)
             _await(group, world, share, max(wait_for_nodes, _PLACEMENT_SECONDS))
             create, homes = partial(_actor, hosted, share), claim.homes(group)
-            handles = [create(f"{job} {world.label(rank)}", home) for rank, home in enumerate(homes)]
-            spare = [(create(f"{job} spare {bundle}", one := Home(group, bundle)), one) for bundle in claim.spares]
+            names = [*map(world.label, range(world.size)), *(f"spare {bundle}" for bundle in claim.spares)]
+            handles = [create(f"{job} {name}", home) for name, home in zip(names, homes, strict=True)]
         except BaseException:
             remove_placement_group(group)
             raise
@@ -113,7 +113,7 @@ def start_actors(
         if owns:
             ray.shutdown()
         raise
-    return Actors(handles, group, owns, driver_id(), share.device, create, partial(_elsewhere, share), homes, spare)
+    return Actors(handles, group, owns, driver_id(), share.device, create, partial(_elsewhere, share), homes)
 
 
 def _await(group: PlacementGroup, world: World, share: Share, seconds: float) -> None:
@@ -216,8 +216,9 @@ class _Claim:
         return replace(self, bundles=[*self.bundles, *[wants(share)] * count], spares=range(first, first + count))
 
     def homes(self, group: PlacementGroup) -> list[Home]:
-        """Return the home of each rank in the placement group that was made."""
-        return [Home(group, bundle, self.pins[bundle].id if self.pins else "") for bundle in self.bundle]
+        """Return the home of each rank in the placement group that was made, and then those of spare actors."""
+        pinned = [Home(group, bundle, self.pins[bundle].id if self.pins else "") for bundle in self.bundle]
+        return [*pinned, *(Home(group, bundle) for bundle in self.spares)]
 
     def made(self, job: str) -> PlacementGroup:
         """Claim it of Ray."""
@@ -263,14 +264,15 @@ def _actor(cls: type, share: Share, name: str, home: Home) -> Any:
     return remote.options(name=name, scheduling_strategy=where).remote()
 
 
-def _elsewhere(share: Share, name: str) -> Home:
-    """Claim a home for one more actor on any node. Raises NoRoomError if none has any."""
-    group = placement_group([wants(share)], strategy="PACK", name=name)
-    if group.wait(_ROOM_SECONDS):
-        return Home(group, 0)
-    remove_placement_group(group)
-    have = "; ".join(f"{node.name} has {node.free.get('CPU', 0.0):g} free CPUs" for node in living_nodes())
-    raise NoRoomError(f"no node has room for another actor in the place of one that is lost: {have}")
+def _elsewhere(share: Share, name: str) -> PlacementGroup:
+    """Claim a home for one more actor on any node, without waiting for it."""
+    group: PlacementGroup = placement_group([wants(share)], strategy="PACK", name=name)
+    return group
+
+
+def free_told() -> str:
+    """Say how many CPUs are free on each node."""
+    return "; ".join(f"{node.name} has {node.free.get('CPU', 0.0):g} free CPUs" for node in living_nodes())
 
 
 def _connect() -> bool:

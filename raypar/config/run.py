@@ -146,6 +146,14 @@ def zero_actions_of(run: Run) -> ZeroActions:
     )
 
 
+def lowered_step(run: Run, schedule: str | Schedule) -> Schedule:
+    """Lower a schedule for a training step of a run, without splitting backwards. Raises ScheduleError."""
+    zero = zero_actions_of(run)
+    once = zero.reduce == "step"
+    programs = programs_of(schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=once)
+    return with_zero(programs, zero)["train"]
+
+
 def unrecorded(run: Run) -> Run:
     """Return the run without a folder, checkpoints and trackers."""
     return replace(run, folder=None, save_every=0, track=())

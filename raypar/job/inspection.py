@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from raypar.actors.collective.ledger import Entry
 from raypar.actors.sharding import Shard, join_shards
 from raypar.actors.specs.types import KEPT
+from raypar.cluster.calls import Calls
 from raypar.errors import ConfigError, UnknownNameError
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
@@ -19,7 +20,7 @@ from raypar.reporting.memory_table import MemoryTable, memory_table
 from raypar.reporting.needs import size
 from raypar.reporting.notebook import table
 from raypar.reporting.report import Report, ledger_of, timelines_of
-from raypar.reporting.whereabouts import Whereabouts, actor_of
+from raypar.reporting.whereabouts import Whereabouts, actor_of, missing, without_rank
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.nearest_name import near
 from raypar.schedules.timeline import Timeline
@@ -46,7 +47,8 @@ class Inspection:
     """
 
     def __init__(self, lifetime: Lifetime, read: Read, loaded: LoadedRun, holds: Sequence[Mapping[str, Shard]]) -> None:
-        self._guard, self._demand_open, self._holds = read, lifetime.demand_open, holds
+        self._lifetime, self._holds = lifetime, holds
+        self._guard, self._demand_open = read, lifetime.demand_open
         self._run, self._world, self._calls = loaded.run, loaded.world, loaded.calls
         self._schedule, self._skeleton = loaded.schedule, loaded.skeleton
 
@@ -217,9 +219,18 @@ class Inspection:
         progress = self._calls.answers(everyone, "progress", seconds=_HEARD, group="ctl")
         idle = [rank for rank, found in progress.items() if found.action is None]  # others would answer after the step
         events = self._calls.answers(idle, "events", seconds=_HEARD)
+        actors = self._lifetime.actors
+        spare = Calls(actors.handles[self._world.size :], self._world, self._run.timeout)
+        found = spare.answers(range(len(spare.handles)), "located", seconds=_HEARD, group="ctl")
         return Whereabouts(
-            actor_of(self._world.label(rank), at.get(rank), progress.get(rank), events.get(rank, []))
-            for rank in everyone
+            [
+                *(
+                    actor_of(self._world.label(rank), at.get(rank), progress.get(rank), events.get(rank, []))
+                    for rank in everyone
+                ),
+                *(without_rank(found.get(number)) for number in range(len(spare.handles))),
+                *(missing(has_room=vacancy.has_room) for vacancy in actors.vacancies),
+            ]
         )
 
     def memory(self) -> MemoryTable:

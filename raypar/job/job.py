@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from raypar.actors.bounds import Count, Steps
 from raypar.actors.collective.ledger import Entry
-from raypar.actors.sharding import Shard
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.find import Found
@@ -26,10 +25,10 @@ from raypar.errors import ConfigError
 from raypar.job.before_launch import look_ahead
 from raypar.job.inspection import Inspection
 from raypar.job.lifetime import Lifetime
-from raypar.job.loaded_run import LoadedRun
+from raypar.job.loaded_run import LoadedRun, loaded_on
 from raypar.job.rebalance import Loads, put_aside, rebalanced
 from raypar.job.run_folders import settled
-from raypar.job.starter import Starter
+from raypar.job.starter import Holds, Starter
 from raypar.job.training_loop import TrainingLoop
 from raypar.job.weights import Weights
 from raypar.recovery.failures import Failure
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from raypar.actors.inspect.activations import Sight, Spot
+    from raypar.actors.sharding import Shard
 
 _MOST_SHOWN = 200  # largest schedule, in actions, that a job's repr shows
 
@@ -76,18 +76,18 @@ class Job:
         found: Found | None = None,
         chaos: Sequence[InjectedFault] = (),
     ) -> None:
-        self.device, self.num_actors = actors.device, len(actors.handles)
+        self.device, self.num_actors = actors.device, world_of(run).size
         self._name = name
         self._lifetime = Lifetime(actors, self.close, lambda: self._loop.saved)
-        self._starter = Starter(self._lifetime, name, self.device, chaos)
-        loaded = self._loaded(run, programs, skeleton)
-        self._loop = TrainingLoop(self._lifetime, self.device, loaded, record, self._starter.recover)
-        self._inspection = Inspection(self._lifetime, self._loop.read, loaded, self._start(loaded, programs, found))
+        self._starter = Starter(self._lifetime, name, self.device, chaos, self._moved)
+        loaded = loaded_on(self._lifetime, run, programs, skeleton)
+        self._loop = TrainingLoop(self._lifetime, self.device, loaded, record, self._starter)
+        self._start(loaded, programs, found)
 
     @property
     def run(self) -> Run:
-        """The run that the actors perform."""
-        return self._loop.loaded.run
+        """The run, with all its replicas, also while it goes on with fewer."""
+        return self._starter.run
 
     @property
     def schedule(self) -> Schedule:
@@ -331,7 +331,7 @@ class Job:
         self._loop.demand_ready()
         programs, skeleton, found = prepared(run, resume)
         if faults := [
-            *reset_faults(run, self.num_actors, self.device),
+            *reset_faults(run, self._lifetime.actors.present, self.device),
             *memory_faults(run, programs["train"], skeleton, replaces=True),
         ]:
             raise ConfigError(faults)
@@ -377,24 +377,23 @@ class Job:
         self._loop.finish()
         try:
             self._loop.loaded.calls.all("leave", what="the end of the run before")
-            loaded = self._loaded(run, programs, skeleton)
+            loaded = loaded_on(self._lifetime, run, programs, skeleton)
             log_plan(run, programs["train"], skeleton, 0 if found is None else found.manifest.step)
             self._loop.exchange(loaded, record)
         except BaseException:
             record.close()
             raise
-        self._inspection = Inspection(self._lifetime, self._loop.read, loaded, self._start(loaded, programs, found))
+        self._start(loaded, programs, found)
 
-    def _loaded(self, run: Run, programs: Programs, skeleton: Skeleton) -> LoadedRun:
-        """Return a run with the actors that it needs, without calling them yet."""
-        world, schedule = world_of(run), programs["train"]
-        calls = self._lifetime.calls_on(world, run.timeout, replaces=run.max_failures > 0)
-        return LoadedRun(run, schedule, world, calls, skeleton)
-
-    def _start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> Sequence[Mapping[str, Shard]]:
+    def _start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> None:
         holds = self._starter.start(loaded, programs, found)
+        self._inspection = Inspection(self._lifetime, self._loop.read, loaded, holds)
         self._loop.begin(0 if found is None else found.manifest.step, self._name)
-        return holds
+
+    def _moved(self, loaded: LoadedRun, holds: Holds) -> None:
+        """Go on with the run in another layout."""
+        self._inspection = Inspection(self._lifetime, self._loop.read, loaded, holds)
+        self._loop.move(loaded)
 
     def _told(self) -> str:
-        return job_told(self.run, self.device, self.next_step, self._loop.last, self._lifetime.failure)
+        return job_told(self._loop.loaded.run, self.device, self.next_step, self._loop.last, self._lifetime.failure)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.mesh.world import World
@@ -44,17 +44,12 @@ class Lifetime:
         self._calls: Calls | None = None
         self._close, self._saved = close, saved
 
-    def handles(self, count: int) -> list[Any]:
-        """Return the handles of the first ``count`` actors. Raises JobError if the job is over."""
+    @property
+    def actors(self) -> Actors:
+        """The actors. Raises JobError if the job is over."""
         self.demand_open()
         assert self._actors is not None
-        return self._actors.handles[:count]
-
-    def replace(self, rank: int, name: str, *, elsewhere: bool = False) -> Any:
-        """Replace the actor of a rank; see ``Actors.replace`` and ``relocate``. Raises JobError if the job is over."""
-        self.demand_open()
-        assert self._actors is not None
-        return (self._actors.relocate if elsewhere else self._actors.replace)(rank, name)
+        return self._actors
 
     def calls_on(self, world: World, timeout: float, *, replaces: bool = False) -> Calls:
         """Return Calls to the actors of a world. From now on, a failure aborts these.
@@ -67,7 +62,7 @@ class Lifetime:
         Raises:
             JobError: The job is over.
         """
-        handles = self.handles(world.size)
+        handles = self.actors.handles[: world.size]
         self._calls = Calls(handles, world, timeout, replaces=replaces, processes=self.processes)
         return self._calls
 

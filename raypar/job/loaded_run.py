@@ -12,7 +12,10 @@ from raypar.actors.specs.run import Run
 from raypar.actors.worker.plan import Plan
 from raypar.checkpoint.find import Found
 from raypar.cluster.calls import Calls
+from raypar.config.run import world_of
+from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
+from raypar.job.lifetime import Lifetime
 from raypar.schedules.schedule import Schedule
 
 Guard = Callable[[Callable[[], list[Any]]], list[Any]]
@@ -72,3 +75,20 @@ class LoadedRun:
     def _patient(self, again: bool = False) -> Calls:
         """Return calls that give actors time to start, build and connect."""
         return Calls(self.handles, self.world, max(self.run.timeout, _LAUNCH_SECONDS), replaces=again)
+
+
+def loaded_on(lifetime: Lifetime, run: Run, programs: Programs, skeleton: Skeleton) -> LoadedRun:
+    """Return a run with the first actors of a job, as many as it needs, without calling them yet.
+
+    Args:
+        lifetime: The life of the job's actors.
+        run: The run.
+        programs: Its lowered schedules.
+        skeleton: The model without its weights.
+
+    Raises:
+        JobError: The job is over.
+    """
+    world = world_of(run)
+    calls = lifetime.calls_on(world, run.timeout, replaces=run.max_failures > 0)
+    return LoadedRun(run, programs["train"], world, calls, skeleton)

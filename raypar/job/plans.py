@@ -20,6 +20,7 @@ def plans_of(
     generation: int = 1,
     device: DeviceKind = "cpu",
     faults: Sequence[InjectedFault] = (),
+    layout: int = 0,
 ) -> list[Plan]:
     """Create the plan of every rank.
 
@@ -30,6 +31,7 @@ def plans_of(
         generation: How often its actors have joined groups, this time included.
         device: Device that all actors compute on.
         faults: Faults that are injected on purpose.
+        layout: Number of the run's layout; see ``Plan``.
 
     Returns:
         The plans by rank.
@@ -47,6 +49,7 @@ def plans_of(
             programs=own[world.pp(rank)],
             device=device,
             faults=tuple(fault for fault in faults if fault.actor == world.label(rank)),
+            layout=layout,
         )
         for rank in range(world.size)
     ]

@@ -1,4 +1,4 @@
-"""Start a run on a job's actors, and again, after a failure, with others in the place of those that failed."""
+"""Start a run on a job's actors, and again after a failure: with others in the place of those that failed, or fewer."""
 
 from __future__ import annotations
 
@@ -8,26 +8,33 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from raypar.actors.checkpoint.memory_snapshot import Held
 from raypar.actors.collective.shm.links import place
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.injected_fault import InjectedFault
+from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.find import Found, newest
+from raypar.cluster.calls import Calls
+from raypar.cluster.ray_cluster import free_told
 from raypar.config.schedule import Programs
 from raypar.errors import JobError, NoRoomError
+from raypar.job.layouts import Layout, Layouts
 from raypar.job.lifetime import Lifetime
-from raypar.job.loaded_run import Guard, LoadedRun
+from raypar.job.loaded_run import Guard, LoadedRun, loaded_on
 from raypar.job.plans import plans_of
+from raypar.job.snapshots import Snapshots, takes_snapshots
 from raypar.paths import CHECKPOINTS, absolute
 from raypar.recovery.failures import Failure, Failures, death_in, reason_of, told
+from raypar.recovery.seats import seats_of
+
+Holds = Sequence[Mapping[str, Shard]]  # by rank, the shard of each of its logical parameters
 
 log = logging.getLogger(__name__)
 _HEARD = 2.5  # seconds in which an actor that lives answers: a GIL may be held for 2 s
 _FREE = 5.0  # seconds in which an actor whose groups were aborted gets out of its step
-_STARTED = 30.0  # seconds in which a new actor starts on a node that lives
-_ELSEWHERE = 60.0  # the same where it has just been given a home
 _JOINING = 1.0  # the same of an actor that joins groups, which it does not leave as long as others may come
+_NAMED = 4  # lost actors that a message names
+_LOOK = 5.0  # seconds between two looks whether there is room for actors that are missing
 
 
 class Starter:
@@ -38,15 +45,24 @@ class Starter:
         job: The job's name.
         device: Device that the actors compute on.
         faults: Faults that are injected on purpose.
+        moved: Called when the run goes on in another layout, with the run and what its ranks hold.
     """
 
-    def __init__(self, lifetime: Lifetime, job: str, device: DeviceKind, faults: Sequence[InjectedFault]) -> None:
-        self._lifetime, self._job, self._device, self._faults = lifetime, job, device, faults
-        self._generation = 0
-        self._held, self._processes = Held(place()), lifetime.processes
+    def __init__(
+        self,
+        lifetime: Lifetime,
+        job: str,
+        device: DeviceKind,
+        faults: Sequence[InjectedFault],
+        moved: Callable[[LoadedRun, Holds], None],
+    ) -> None:
+        self._lifetime, self._job, self._device, self._faults, self._moved = lifetime, job, device, faults, moved
+        self._generation = self._number = 0  # how often actors have joined groups, and the layout has changed
+        self._snapshots, self._processes = Snapshots(), lifetime.processes
+        self._next_look = 0.0
         self.failures = Failures(0)
 
-    def start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> Sequence[Mapping[str, Shard]]:
+    def start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> Holds:
         """Make the actors build a run, and load a checkpoint if there is one.
 
         Args:
@@ -57,19 +73,29 @@ class Starter:
         Returns:
             By rank, the shard that the rank holds of each of its logical parameters.
         """
-        self._loaded, self._programs, self._found = loaded, programs, found
+        self._loaded = self._told = loaded
+        self._found = found
+        self._layouts = Layouts(Layout(loaded.run, programs), loaded.skeleton)
+        self._layout, self._number = self._layouts.whole, self._number + 1
         self.failures = Failures(loaded.run.max_failures)
-        self._held.close()
-        holds = self._join(loaded, found, partial(self._lifetime.guard, patient=False))
-        self._lifetime.guard(self._hold, patient=False)
+        self._snapshots.close()
+        holds = self._join(found, partial(self._lifetime.guard, patient=False))
+        share = partial(self._snapshots.share, loaded, self._others)
+        self._lifetime.guard(share, patient=False)
         self._lifetime.guard(partial(self._begin, 0 if found is None else found.manifest.step), patient=False)
         return holds
+
+    @property
+    def run(self) -> Run:
+        """The run, with all its replicas."""
+        return self._layouts.whole.run
 
     def recover(self, step: int, error: JobError, lost: Callable[[int], float]) -> Failure:
         """Bring the run back after a failure, and return what has failed, and where the run goes on.
 
         All actors go back to the newest snapshots that all of them have taken, or else to the newest checkpoint. Those
-        that do not answer are replaced. A failure in the meantime counts as another one.
+        that do not answer are replaced; where there is no room for others, the run goes on with fewer replicas. A
+        failure in the meantime counts as another one.
 
         Args:
             step: The step under way, counted from 1.
@@ -77,17 +103,17 @@ class Starter:
             lost: Returns the seconds that the failure has cost until now, if the run goes back to so many steps.
 
         Raises:
-            JobError: It is one failure too many, or no node has room for another actor.
+            JobError: It is one failure too many, or there are too few actors.
         """
-        start, replaced = time.monotonic(), list[str]()
-        reason, death = reason_of(error), death_in(error)
+        start, gone = time.monotonic(), list[str]()
+        reason, death, before = reason_of(error), death_in(error), self._layout
         while True:
             self.failures.count(step, error)
             log.warning("%s", told(error))
-            gone = self._clear(_JOINING if replaced else _FREE)
-            replaced += [self._loaded.world.label(rank) for rank in gone]
+            ranks = self._clear(_JOINING if gone else _FREE)
+            gone += [self._loaded.world.label(rank) for rank in ranks]
             try:
-                self._replace(gone)
+                self._replace(ranks)
                 back_to, source = self._again(step - 1)
             except NoRoomError as end:
                 end.add_note(f"It was lost so: {reason}.")
@@ -96,15 +122,66 @@ class Starter:
                 error = next_error
                 continue
             break
-        seconds, names = time.monotonic() - start, tuple(dict.fromkeys(replaced))
-        failure = Failure(step, reason, names, back_to, source, seconds, lost(back_to), death)
+        size = self._size_told(gone) if self._layout.world.mesh.dp < before.world.mesh.dp else ""
+        replaced, seconds = () if size else tuple(dict.fromkeys(gone)), time.monotonic() - start
+        failure = Failure(step, reason, replaced, back_to, source, seconds, lost(back_to), death, size=size)
         self.failures.survived.append(failure)
         log.warning("%s", failure)
         return failure
 
+    def _size_told(self, lost: Sequence[str]) -> str:
+        """Say how many replicas the run goes on with, without which actors."""
+        run, whole = self._layout.run, self.run
+        each, who = f"{run.microbatches} microbatches each instead of {whole.microbatches}", [*dict.fromkeys(lost)]
+        more = f" and {len(who) - _NAMED} more" if len(who) > _NAMED else ""
+        return f"dp={run.mesh.dp} instead of {whole.mesh.dp}, {each}, without {' and '.join(who[:_NAMED])}{more}"
+
+    def can_grow(self) -> bool:
+        """Return whether there are actors for more replicas than the run goes on with. It looks from time to time."""
+        if self._layout is self._layouts.whole:
+            return False
+        if time.monotonic() > self._next_look:
+            self._next_look = time.monotonic() + _LOOK
+            self._lifetime.actors.look()
+        return self._layouts.largest(self._lifetime.actors.present) is not self._layout
+
+    def grow(self, step: int, found: Found | None = None) -> int:
+        """Go on with more replicas. No step is lost.
+
+        Args:
+            step: Number of steps taken.
+            found: A checkpoint of this step; None where snapshots are taken.
+
+        Returns:
+            The number of steps taken that the run goes on after.
+
+        Raises:
+            JobError: It failed; the run can be recovered.
+        """
+        start, loaded = time.monotonic(), self._loaded
+        self._lifetime.actors.demand_answers(loaded.world.size, f"{self._job} spare")
+        layout = self._layouts.largest(self._lifetime.actors.present)
+        if layout is None or layout is self._layout:
+            return step
+        if takes_snapshots(loaded):
+            loaded.calls.all("begin_snapshots", step, what="taking snapshots")
+        loaded.calls.all("leave", True, what="leaving groups")
+        self._seat(layout, range(loaded.world.size))
+        back_to, _ = self._again(step, found)
+        whole, dp, seconds = self._layouts.whole, layout.run.mesh.dp, time.monotonic() - start
+        is_whole = "the run is whole again" if layout is whole else "the run has grown"
+        log.warning("%s after step %d, with dp=%d of %d, in %.1f s", is_whole, step, dp, whole.run.mesh.dp, seconds)
+        return back_to
+
     def close(self) -> None:
         """Let go of the snapshots. A second call does nothing."""
-        self._held.close()
+        self._snapshots.close()
+
+    @property
+    def _others(self) -> Calls:
+        """Calls to the actors that have no rank."""
+        world, timeout = self._loaded.world, self._loaded.run.timeout
+        return Calls(self._lifetime.actors.handles[world.size :], world, timeout)
 
     def _clear(self, seconds: float) -> list[int]:
         """Make the actors leave their groups. Returns those that are dead or do not get free in so many seconds."""
@@ -116,49 +193,72 @@ class Starter:
         return [rank for rank in everyone if rank not in free]
 
     def _replace(self, gone: Sequence[int]) -> None:
-        """Put other actors in the place of these. Raises NoRoomError if one does not start on any node."""
-        calls, world = self._loaded.calls, self._loaded.world
+        """Put other actors in the place of these, or go on with fewer replicas.
+
+        Raises:
+            NoRoomError: There are too few actors, and no others start on any node.
+        """
+        actors, world = self._lifetime.actors, self._loaded.world
+        if not gone:
+            return
         for rank in gone:
             self._processes.kill(rank)
-            name = f"{self._job} {world.label(rank)} {self._generation + 1}"
-            calls.replace(rank, self._lifetime.replace(rank, name))
-        started = calls.heard(gone, _STARTED)
-        lost = [rank for rank in gone if rank not in started]  # their nodes may be gone too
-        for rank in lost:
-            name = f"{self._job} {world.label(rank)} {self._generation + 1} elsewhere"
-            calls.replace(rank, self._lifetime.replace(rank, name, elsewhere=True))
-        started = calls.heard(lost, _ELSEWHERE)
-        if missing := [world.label(rank) for rank in lost if rank not in started]:
-            raise NoRoomError(f"no other actor starts in the place of {' and '.join(missing)}")
+            actors.vacate(rank, f"{self._job} {world.label(rank)}")
+        actors.demand_answers(world.size, f"{self._job} spare")
+        actors.wait_for(max(world.size, self._layouts.whole.world.size))
+        layout = self._layouts.largest(actors.present)
+        if layout is None:
+            starts = any(one.has_room for one in actors.vacancies)
+            what = "no other actor starts" if starts else f"no node has room for another actor ({free_told()})"
+            who = " and ".join(world.label(rank) for rank in gone)
+            raise NoRoomError(f"{what} in the place of {who}, and {self._layouts.why_none()}")
+        self._seat(layout, [rank for rank in range(world.size) if rank not in gone])
 
-    def _again(self, taken: int) -> tuple[int, str]:
+    def _seat(self, layout: Layout, present: Sequence[int]) -> None:
+        """Give the ranks of a layout to actors.
+
+        Args:
+            layout: The layout.
+            present: The ranks of the present layout whose actors are there.
+        """
+        actors, world = self._lifetime.actors, self._loaded.world
+        others = [number for number in range(world.size, len(actors.handles)) if actors.handles[number] is not None]
+        actors.seat(seats_of(world, layout.world, present, others))
+        if layout is self._layout:
+            for rank in range(world.size):
+                self._loaded.calls.replace(rank, actors.handles[rank])
+            return
+        self._layout, self._number = layout, self._number + 1
+        self._loaded = loaded_on(self._lifetime, layout.run, layout.programs, self._loaded.skeleton)
+
+    def _again(self, taken: int, found: Found | None = None) -> tuple[int, str]:
         """Start the run again on its actors. Returns after which step it goes on, and where its state is from.
 
         Args:
             taken: Number of steps that the driver has reports of. Actors may have taken another one.
+            found: The checkpoint to go back to if there are no snapshots; None for the newest.
         """
-        loaded = self._loaded
-        found = self._newest()
+        loaded, others = self._loaded, self._others
+        found = found or self._newest()
         saved = 0 if found is None else found.manifest.step
-        self._join(loaded, None, _unguarded)
-        steps = self._hold()
-        common = self._common(steps, taken)
-        if common is not None and common >= saved:
-            self._fetch(common, steps)
-            loaded.calls.all("restore", common, loaded.world.size, what=f"going back to step {common}")
-            self._begin(common)
-            return common, "memory"
-        if found is not None:
+        holds = self._join(None, _unguarded)
+        steps = self._snapshots.share(loaded, others)
+        common = self._snapshots.common(steps, taken)
+        from_memory = common is not None and common >= saved
+        if common is not None and from_memory:
+            self._snapshots.restore(loaded, others, steps, common)
+        elif found is not None:
             if not found.path.exists():
                 raise JobError(
                     f"the run began with {found.path}, which is there no more: nothing is left to go back to"
                 )
             loaded.load(found)
-        self._begin(saved)
-        return saved, self._name(found)
-
-    def _name(self, found: Found | None) -> str:
-        return "" if found is None else found.path.name
+        back_to = common if common is not None and from_memory else saved
+        self._begin(back_to)
+        if loaded is not self._told:
+            self._told = loaded
+            self._moved(loaded, holds)
+        return back_to, "memory" if from_memory else "" if found is None else found.path.name
 
     def _newest(self) -> Found | None:
         """Return the newest checkpoint of the run, or else the one that it began with."""
@@ -166,56 +266,18 @@ class Starter:
         saved = None if folder is None else newest(absolute(folder) / CHECKPOINTS)
         return saved or self._found
 
-    def _join(self, loaded: LoadedRun, found: Found | None, guard: Guard) -> Sequence[Mapping[str, Shard]]:
+    def _join(self, found: Found | None, guard: Guard) -> Holds:
         """Make the actors join new groups and build the run, and load a checkpoint if there is one."""
         self._generation += 1
-        plans = plans_of(loaded.run, self._programs, self._job, self._generation, self._device, self._faults)
+        loaded, named = self._loaded, (self._job, self._generation, self._device)
+        plans = plans_of(loaded.run, self._layout.programs, *named, self._faults, self._number)
         holds = loaded.start(plans, found, guard, again=guard is _unguarded)
         located = loaded.calls.answers(range(loaded.world.size), "located", seconds=_HEARD, group="ctl")
         self._processes.know({rank: at for rank, at in located.items() if at.place == place() != ""})
         return holds
 
-    def _hold(self) -> list[dict[int, tuple[int, ...]]]:
-        """Make every process hold the snapshots of all actors of its node. Returns which steps it has then, by rank."""
-        calls = self._loaded.calls
-        if not self._takes_snapshots:
-            return [{} for _ in calls.handles]
-        shared = calls.all("snapshot_addresses", what="sharing snapshots")
-        addresses = [address for of_one in shared for address in of_one]
-        calls.all("hold_snapshots", [*addresses, *self._held.addresses()], what="sharing snapshots")
-        self._held.expect_new()
-        self._held.hold(addresses)
-        return list(calls.all("snapshot_steps", what="sharing snapshots"))
-
-    @property
-    def _takes_snapshots(self) -> bool:
-        run = self._loaded.run
-        return run.max_failures > 0 and run.snapshot_every > 0
-
     def _begin(self, step: int) -> None:
-        """Make the actors go on after so many steps with a snapshot of it, and without those of actors replaced."""
-        if self._takes_snapshots:
-            self._loaded.calls.all("begin_snapshots", step, what="taking snapshots")
-            self._loaded.calls.all("drop_old_snapshots", what="taking snapshots")
-            self._held.drop_old()
-
-    def _common(self, steps: Sequence[Mapping[int, Sequence[int]]], most: int) -> int | None:
-        """Return the newest step, up to ``most``, of which there is a snapshot of every rank; None if there is none."""
-        there = [{step for of_one in steps for step in of_one.get(rank, ())} for rank in range(self._loaded.world.size)]
-        return max((step for step in set.intersection(*there) if step <= most), default=None)
-
-    def _fetch(self, step: int, steps: Sequence[Mapping[int, Sequence[int]]]) -> None:
-        """Bring snapshots to the actors that lack them, from actors of other nodes."""
-        calls, world = self._loaded.calls, self._loaded.world
-        refs, ranks = list[Any](), list[int]()
-        for owner in range(world.size):
-            lacking = [rank for rank in range(world.size) if step not in steps[rank].get(owner, ())]
-            if lacking:
-                having = next(rank for rank in range(world.size) if step in steps[rank].get(owner, ()))
-                raw = calls.handles[having].snapshot.remote(owner, step)
-                refs += [calls.handles[rank].receive_snapshot.remote(owner, raw) for rank in lacking]
-                ranks += lacking
-        calls.gather(refs, "fetching snapshots", ranks)
+        self._snapshots.begin(self._loaded, self._number, self._others, step)
 
 
 def _unguarded(call: Callable[[], list[Any]]) -> list[Any]:

@@ -15,22 +15,21 @@ from raypar.actors.errors import NonFiniteError
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.types import DeviceKind, format_watched
 from raypar.checkpoint.background_save import Saver
-from raypar.checkpoint.find import newest
 from raypar.cluster.interrupts import patience
-from raypar.config.run import zero_actions_of
-from raypar.config.schedule import programs_of, with_zero
-from raypar.errors import ConfigError, JobError, StepLostError
+from raypar.config.run import lowered_step
+from raypar.errors import ConfigError, JobError, MovedError, StepLostError
+from raypar.job.growth import grown
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
+from raypar.job.rewind import rewound
+from raypar.job.starter import Starter
 from raypar.job.steps_ahead import Ahead
-from raypar.paths import CHECKPOINTS, absolute
 from raypar.recovery.failures import Failure
 from raypar.reporting.progress import display
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report, losses_of, mean_loss, report_of
 from raypar.reporting.step_times import StepTimes
 from raypar.reporting.stragglers import Stragglers
-from raypar.schedules.schedule import Schedule
 from raypar.stepping.recording import Recorder
 from raypar.stepping.stepper import Stepper
 
@@ -48,7 +47,7 @@ class TrainingLoop:
         device: Device that the actors compute on.
         loaded: The run.
         record: Record of the run's reports and evaluations.
-        recover: Brings the run back after a failure; see ``Starter.recover``.
+        starter: Brings the run back after a failure, and lets it go on with more replicas where it has lost some.
 
     Attributes:
         loaded: The run.
@@ -62,17 +61,14 @@ class TrainingLoop:
         device: DeviceKind,
         loaded: LoadedRun,
         record: Record,
-        recover: Callable[[int, JobError, Callable[[int], float]], Failure],
+        starter: Starter,
     ) -> None:
-        self._lifetime, self._device, self._recover = lifetime, device, recover
+        self._lifetime, self._device, self._starter = lifetime, device, starter
         self._training = threading.RLock()  # held while a thread takes steps
         self._ahead: Ahead | None = None
         self._stepper: Stepper | None = None
         self.last: Report | None = None
-        self._is_finished = False
-        self.loaded, self.next_step = loaded, 0
-        self._record, self._saver = record, Saver(loaded.run, loaded.calls, loaded.world)
-        self._stragglers, self._times = Stragglers(loaded.world), StepTimes()
+        self.exchange(loaded, record)
 
     def exchange(self, loaded: LoadedRun, record: Record) -> None:
         """Replace the run by another one, from its first step. The present one must be closed already."""
@@ -81,6 +77,13 @@ class TrainingLoop:
         self._record, self._saver = record, Saver(loaded.run, loaded.calls, loaded.world)
         self._stragglers, self._times = Stragglers(loaded.world), StepTimes()
         self._is_finished = False
+
+    def move(self, loaded: LoadedRun) -> None:
+        """Go on with the run in another layout, between two steps."""
+        self.loaded = loaded
+        self._saver.move(loaded.calls, loaded.world)
+        self._record.move(loaded.schedule)
+        self._stragglers = Stragglers(loaded.world)
 
     def leave(self, folder: str | None) -> None:
         """Finish the run if its folder is this one, in which another run is to go on: it has one writer at a time."""
@@ -147,14 +150,14 @@ class TrainingLoop:
             ConfigError: The run has no validation data.
         """
         self.demand_ready()
-        run, calls = self.loaded.run, self.loaded.calls
+        run = self.loaded.run
         if self._has_no_validation:
             raise ConfigError(["data has no validation batches: give Batches a validate function"])
         count = run.eval_steps if steps is None else steps
         start, losses, counts = time.perf_counter(), list[float](), list[int]()
         for number in range(count):
-            call = partial(calls.all, "run", "evaluate", number, what=f"evaluation step {number + 1}")
-            found = losses_of(self._after_this_step(call))
+            what = f"evaluation step {number + 1}"
+            found = losses_of(self._after_this_step(partial(self._all, "run", "evaluate", number, what=what)))
             losses += found[0]
             counts += found[1]
         evaluation = Evaluation(self.next_step, mean_loss(losses, counts), sum(counts), time.perf_counter() - start)
@@ -181,7 +184,7 @@ class TrainingLoop:
             loaded.calls,
             guard=self._by_hand,
             commit=partial(self._commit, by_hand=True),
-            lowered=self._lowered,
+            lowered=partial(lowered_step, loaded.run),
             recorder=Recorder(loaded.run, self._device, loaded.world, loaded.calls),
         )
         return self._stepper
@@ -240,9 +243,15 @@ class TrainingLoop:
         try:
             while self.next_step < last:
                 self._lifetime.demand_open()
+                is_growing = self._starter.can_grow()
+                if is_growing and not len(ahead):
+                    self._lifetime.guard(partial(self._surviving, self._grow))
+                    ahead = self._ahead = Ahead(self.loaded.calls, most, self._lifetime.epoch)
                 every = 0 if self._has_no_validation else self.loaded.run.eval_every
                 stop = (self.next_step // every + 1) * every if every else last
                 stop = min(last, stop, self._saver.next_due(self.next_step, last))
+                if is_growing and len(ahead):
+                    stop = self.next_step + len(ahead)  # the actors complete what they have
                 with patience("the steps they have") as ctrl_c:
                     try:
                         report = self._lifetime.guard(partial(self._surviving, partial(self._next, ahead, stop)))
@@ -285,7 +294,7 @@ class TrainingLoop:
             self._saver.settle(_SAVE_SECONDS)
             step, lost = self.next_step + 1, partial(self._times.lost, start)
             try:
-                failure = self._recover(step, error, lost)
+                failure = self._starter.recover(step, error, lost)
             except JobError as end:
                 self._record.failed(Failure.ending(step, end, lost(step - 1)).to_dict())
                 raise
@@ -296,6 +305,10 @@ class TrainingLoop:
             if self._ahead is not None:
                 self._ahead.drop()
             return failure
+
+    def _grow(self) -> None:
+        self._saver.settle()
+        self.next_step = grown(self._starter, self._saver, self.loaded.run, self.next_step)
 
     def _after_this_step(self, call: Callable[[], T]) -> T:
         """Call the actors in the state after this step; after a failure, lost steps are taken again first."""
@@ -311,6 +324,7 @@ class TrainingLoop:
 
         Raises:
             StepLostError: The step by hand is lost.
+            MovedError: The run goes on in another layout.
             JobError: The job is over; or another thread takes steps, and goes on after a failure.
         """
         if self._stepper is not None and self._stepper.midway:
@@ -321,9 +335,15 @@ class TrainingLoop:
             self._lifetime.demand_open()
             return call()
         try:
-            return self._after_this_step(call)
+            return self._after_this_step(partial(self._unmoved, self.loaded, call))
         finally:
             self._training.release()
+
+    def _unmoved(self, loaded: LoadedRun, call: Callable[[], T]) -> T:
+        """Call the actors of a layout. Raises MovedError if the run has gone on in another one."""
+        if self.loaded is not loaded:
+            raise MovedError(f"the run goes on with dp={self.loaded.run.mesh.dp} since then: ask again")
+        return call()
 
     def _by_hand(self, call: Callable[[], T]) -> T:
         """Call the actors in a step by hand. Raises StepLostError after a failure that the run has survived."""
@@ -339,31 +359,15 @@ class TrainingLoop:
         """Raise JobError if the job is over, or in the middle of a step; replace an actor that has died since."""
         self.demand_ready()
         if self.loaded.run.max_failures:
-            self._after_this_step(partial(self.loaded.calls.all, "progress", what=what))
+            self._after_this_step(partial(self._all, "progress", what=what))
+
+    def _all(self, method: str, *args: object, what: str) -> list[Any]:
+        """Call a method of all actors of the layout in which the run goes on now."""
+        return self.loaded.calls.all(method, *args, what=what)
 
     def _rewind(self, error: NonFiniteError) -> None:
-        """Go back to the newest checkpoint of the run, and leave out the data from there to the step under way.
-
-        Source: Chowdhery et al. 2022, "PaLM", section 5.1.
-
-        Args:
-            error: What the step has raised.
-
-        Raises:
-            NonFiniteError: There is no checkpoint yet.
-        """
-        folder, bad = self.loaded.run.folder, self.next_step
-        assert folder is not None, "checked with the run"
         self._saver.settle()
-        found = newest(absolute(folder) / CHECKPOINTS)
-        if found is None:
-            error.add_note("it can't be rewound: there is no checkpoint yet, let save_every be smaller")
-            raise error
-        step = found.manifest.step
-        log.warning("%s; back to step %d, and on with the data after step %d", error, step + 1, bad + 1)
-        state = str(found.path), found.manifest.tensors, step, bad
-        self.loaded.calls.all("rewind_to", *state, what=f"loading {found.path.name}")
-        self.next_step = step
+        self.next_step = rewound(self.loaded, error, self.next_step)
 
     def _settle(self, ahead: Ahead) -> None:
         while len(ahead):
@@ -386,11 +390,3 @@ class TrainingLoop:
         self.last = report
         self._record.write(report)
         return report
-
-    def _lowered(self, schedule: str | Schedule) -> Schedule:
-        """Lower a schedule for a training step of this run, without splitting backwards. Raises ScheduleError."""
-        run = self.loaded.run
-        zero = zero_actions_of(run)
-        once = zero.reduce == "step"
-        programs = programs_of(schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=once)
-        return with_zero(programs, zero)["train"]

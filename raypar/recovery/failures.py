@@ -26,6 +26,7 @@ class Failure:
             taken again.
         death: What is known of the actor's death; None if no process died.
         is_end: Whether it has ended the run.
+        size: With how many replicas it goes on, if these are fewer than before; else "".
     """
 
     step: int
@@ -37,11 +38,13 @@ class Failure:
     lost: float = 0.0
     death: Death | None = None
     is_end: bool = False
+    size: str = ""
 
     def __str__(self) -> str:
         if self.is_end:
             return f"the run has ended: {self.reason}"
         who = f", with {' and '.join(self.replaced)} replaced" if self.replaced else ""
+        who = f", with {self.size}" if self.size else who
         after = f"after step {self.back_to} (from {self.source})" if self.back_to else "from the start"
         return f"the run goes on {after}{who}, {self.seconds:.1f} s after the failure"
 

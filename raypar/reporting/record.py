@@ -63,6 +63,12 @@ class Record:
         for tracker in run.track:
             self._tell(tracker, partial(self._add, tracker, title, run, step))
 
+    def move(self, schedule: Schedule) -> None:
+        """Record that the run goes on in another layout, with another schedule of a training step."""
+        self._step = None
+        if self._folder is not None:
+            self._folder.move(schedule)
+
     def write(self, outcome: Report | Evaluation) -> None:
         """Record a step's report or an evaluation."""
         line = outcome.to_dict()

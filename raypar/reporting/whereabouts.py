@@ -18,11 +18,11 @@ class Actor(NamedTuple):
     """An actor now.
 
     Attributes:
-        actor: Its name.
+        actor: Its name; "spare" if it has no rank, "missing" if it is lost and no other one has come yet.
         node: The name of its machine; "" if it does not answer.
         pid: Its process there; 0 if it does not answer.
         step: The step that it is in, or was in last, counted from 1; 0 before the first, or if it does not answer.
-        action: The action under way; "" between two; "no answer".
+        action: The action under way; "" between two; "no answer"; of one that is missing "starts" or "no room".
         done: Number of actions of that step that are done.
         seconds: Mean seconds of a forward (F), a backward or its first half (B), and a second half (W), in the latest
             step that was measured; of those that it has.
@@ -67,6 +67,18 @@ def actor_of(label: str, at: Located | None, progress: Progress | None, events: 
     if at is None or progress is None:
         return Actor(label, "", 0, 0, "no answer", 0, seconds)
     return Actor(label, at.machine, at.pid, progress.step + 1, str(progress.action or ""), progress.done, seconds)
+
+
+def without_rank(at: Located | None) -> Actor:
+    """Describe an actor that waits to take a rank. ``at`` is its machine and process; None if it does not answer."""
+    return (
+        Actor("spare", "", 0, 0, "no answer", 0, {}) if at is None else Actor("spare", at.machine, at.pid, 0, "", 0, {})
+    )
+
+
+def missing(*, has_room: bool) -> Actor:
+    """Describe an actor that is lost, and for which another one starts if a node has room."""
+    return Actor("missing", "", 0, 0, "starts" if has_room else "no room", 0, {})
 
 
 def _cells(one: Actor) -> list[str]:

@@ -56,6 +56,9 @@ class Lent(Actors):
     pool: Pool
 
     def end(self):
-        handles, homes, self.handles, self.homes = self.handles, self.homes, [], []
-        ray.get([handle.leave.remote() for handle in handles], timeout=30)
-        self.pool.idle += zip(handles, homes, strict=True)
+        there = [one for one in zip(self.handles, self.homes, strict=True) if one[0] is not None]
+        self.handles, self.homes = [], []
+        while self.vacancies:
+            self.vacancies.pop().close()
+        ray.get([handle.leave.remote() for handle, _ in there], timeout=30)
+        self.pool.idle += there

@@ -29,7 +29,7 @@ def idle_fields(run: Run) -> Iterator[str]:
         told = f"optim.warmup is {run.optim.warmup} steps, and steps is {run.steps}"
         yield f"{told}: the learning rate never reaches optim.lr; give less warmup, or more steps"
     if not run.max_failures:
-        given = {"spares": run.spares, "snapshot_every": run.snapshot_every}
+        given = {"spares": run.spares, "snapshot_every": run.snapshot_every, "min_dp": run.min_dp}
         for name in (name for name, value in given.items() if value != getattr(Run, name)):
             yield f"{name} {given[name]} has no effect without max_failures: give max_failures, or leave it out"
 

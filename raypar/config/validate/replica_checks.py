@@ -1,4 +1,4 @@
-"""Check the comparisons of a run's replicas, of their weights and of what they compute."""
+"""Check how few replicas a run may have, and the comparisons of their weights and of what they compute."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from raypar.actors.specs.run import Run
 
 
 def replica_check_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:
-    """Yield the reasons why replicas can't be compared as the run says, each with its fix.
+    """Yield the reasons why there can't be so few replicas, or why they can't be compared, as the run says.
 
     Args:
         run: The run.
         right: Returns whether some fields have their declared types and ranges.
     """
+    if right("min_dp", "mesh") and run.min_dp > run.mesh.dp:
+        there = "is 1 replica" if run.mesh.dp == 1 else f"are {run.mesh.dp} replicas"
+        yield f"min_dp is {run.min_dp}, but there {there}: set it to {run.mesh.dp} at most"
     yield from _recheck_faults(run, right)
     if (
         not right("check_every", "mesh", "data_parallel", "zero", "offload", "max_failures", "snapshot_every")

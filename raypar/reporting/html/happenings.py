@@ -14,6 +14,7 @@ from raypar.reporting.run_folder.read import Past
 _LINE = re.compile(r"\S+ ([A-Z]+) (.*)")
 _STARTING = re.compile(r"starting \d+ actors?|actors: \d+.*")  # the first is of an older raypar, ahead of the other
 _SURVIVED = re.compile(r"the run goes on (?:after step (\d{1,15})|from the start)\b.*")
+_GROWN = re.compile(r"the run (?:is whole again|has grown) after step (\d{1,15})\b.*")
 _STEP = re.compile(r"step +(\d[\d,]{0,14})/(\d[\d,]{0,14}) ")
 
 
@@ -27,7 +28,8 @@ class _Session:
         total: The number of steps after which it was to end.
         halted: What ended it, Ctrl-C or SIGTERM; "" if neither did.
         errors: Its errors.
-        survived: The failures that it survived: the steps taken before the point that it went back to, and why.
+        survived: The failures that it survived, and when it got replicas back: the steps taken before the point that it
+            went on from, and why.
     """
 
     first: int | None = None
@@ -98,6 +100,8 @@ def _sessions(log: list[str]) -> list[_Session]:
             session.first = session.last if session.first is None else session.first
         elif survived := _SURVIVED.fullmatch(text):
             session.survived.append((int(survived[1] or 0), f"{before}: {text}"))
+        elif grown := _GROWN.fullmatch(text):
+            session.survived.append((int(grown[1]), text))
         elif level in ("ERROR", "CRITICAL"):
             session.errors.append(text)
         elif text.startswith(("Ctrl-C", "SIGTERM", "interrupted")):

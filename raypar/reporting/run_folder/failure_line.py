@@ -40,6 +40,7 @@ class FailureLine:
     lost: Figure
     death: DeathLine | None
     is_end: bool
+    size: str = ""
 
 
 def effective_share(kept: float, lost: Sequence[float]) -> float:

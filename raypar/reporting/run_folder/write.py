@@ -75,9 +75,7 @@ class Folder:
             del config["folder"]  # another run with this configuration needs another folder
             if not isinstance(run.schedule, str):
                 config["schedule"] = str(path / SCHEDULE)
-            for name in (TIMELINE, LEDGER):  # their steps will be repeated, perhaps with another schedule
-                (path / name).unlink(missing_ok=True)
-            _write(path / SCHEDULE, to_csv(schedule))
+            self._plan(schedule)
             _write(path / METRICS, kept(path / METRICS, step) if step else "")
             self._metrics = Lines(path / METRICS)
             if not step:
@@ -88,6 +86,16 @@ class Folder:
             sync_folder(path)
 
         self._try(write)
+
+    def move(self, schedule: Schedule) -> None:
+        """Write the schedule with which the run goes on in another layout."""
+        self._try(lambda: self._plan(schedule))
+
+    def _plan(self, schedule: Schedule) -> None:
+        """Write the schedule anew, and remove the times of steps that may have had another one."""
+        for name in (TIMELINE, LEDGER):
+            (self._path / name).unlink(missing_ok=True)
+        _write(self._path / SCHEDULE, to_csv(schedule))
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append a line to the metrics."""

@@ -7,16 +7,19 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from raypar.actors.checkpoint.assembler import Assembler
-from raypar.actors.checkpoint.memory_snapshot import Address, Held, Slots, SnapshotFiles
+from raypar.actors.checkpoint.memory_snapshot import Address, Held, Share, Slots, SnapshotFiles
 from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.actors.worker.snapshot_keeper import SnapshotKeeper
 from tests.support.team import Team, linears
+
+SHARE = Share(0, 0)
 
 
 def take(slots, step, tensors, shards=None, copied=lambda: None):
@@ -33,15 +36,15 @@ def numbers(step):
 
 
 def read(slots, step, rank=0):
-    files = SnapshotFiles({rank: slots.files})
-    return {name: Assembler(files).read(logical) for name, logical in files.at(step, [rank]).items()}
+    files = SnapshotFiles({Share(0, rank): slots.files})
+    return {name: Assembler(files).read(logical) for name, logical in files.at(step, [Share(0, rank)]).items()}
 
 
 def test_the_last_two_snapshots_are_there_with_all_bits():
     slots = Slots(0)
     for step in (1, 2, 3):
         take(slots, step, numbers(step))
-    assert SnapshotFiles({0: slots.files}).steps() == {0: (2, 3)}
+    assert SnapshotFiles({SHARE: slots.files}).steps() == {SHARE: (2, 3)}
     for step in (2, 3):
         found = read(slots, step)
         assert found.keys() == numbers(step).keys()
@@ -52,12 +55,12 @@ def test_a_snapshot_that_is_not_marked_is_none_and_the_one_before_is_whole():
     slots, seen = Slots(0), []
     take(slots, 1, numbers(1))
     take(slots, 2, numbers(2))
-    take(slots, 3, numbers(3), copied=lambda: seen.append(SnapshotFiles({0: slots.files}).steps()))
-    assert seen == [{0: (2,)}]
+    take(slots, 3, numbers(3), copied=lambda: seen.append(SnapshotFiles({SHARE: slots.files}).steps()))
+    assert seen == [{SHARE: (2,)}]
     slots.forget_after(2)
-    assert SnapshotFiles({0: slots.files}).steps() == {0: (2,)}
+    assert SnapshotFiles({SHARE: slots.files}).steps() == {SHARE: (2,)}
     take(slots, 3, numbers(3))
-    assert SnapshotFiles({0: slots.files}).steps() == {0: (2, 3)}, "the forgotten one was written over"
+    assert SnapshotFiles({SHARE: slots.files}).steps() == {SHARE: (2, 3)}, "the forgotten one was written over"
 
 
 def test_other_tensors_get_other_room():
@@ -74,12 +77,12 @@ def test_slices_of_several_ranks_are_one_tensor():
     for rank, slots in enumerate(halves):
         shard = Shard((4, 3), Sharding({0: Pieces.at(rank, 2)}))
         take(slots, 7, {"w": whole[2 * rank : 2 * rank + 2]}, {"w": shard})
-    files = SnapshotFiles({rank: slots.files for rank, slots in enumerate(halves)})
-    tensors = files.at(7, [0, 1])
+    files = SnapshotFiles({Share(0, rank): slots.files for rank, slots in enumerate(halves)})
+    tensors = files.at(7, [Share(0, 0), Share(0, 1)])
     assert torch.equal(Assembler(files).read(tensors["w"]), whole)
     assert torch.equal(Assembler(files).read(tensors["w"], Sharding({1: Pieces.at(2, 3)})), whole[:, 2:])
     with pytest.raises(KeyError):
-        files.at(8, [0, 1])
+        files.at(8, [Share(0, 0), Share(0, 1)])
 
 
 WRITER = """
@@ -99,28 +102,30 @@ def test_a_snapshot_outlives_the_process_that_took_it():
     try:
         files = tuple(map(int, writer.stdout.readline().split()))
         held = Held("here")
-        held.hold([Address(0, "here", writer.pid, files, is_own=True), Address(1, "elsewhere", writer.pid, files)])
-        held.hold([Address(0, "here", writer.pid, files)])
+        far = Address(Share(0, 1), "far", writer.pid, files)
+        held.hold([Address(SHARE, "here", writer.pid, files, is_own=True), far])
+        held.hold([Address(SHARE, "here", writer.pid, files)])
     finally:
         writer.send_signal(signal.SIGKILL)
         writer.wait()
-    assert {rank: len(fds) for rank, fds in held.files().items()} == {0: 2}, "nothing twice, nothing of elsewhere"
+    assert {share: len(fds) for share, fds in held.files().items()} == {SHARE: 2}, "nothing twice, nothing of elsewhere"
     found = SnapshotFiles(held.files())
-    assert torch.equal(Assembler(found).read(found.at(5, [0])["w"]), torch.full((1000,), 5.0))
-    held.hold([Address(0, "here", writer.pid, files)])  # of a process that is no more
+    assert torch.equal(Assembler(found).read(found.at(5, [SHARE])["w"]), torch.full((1000,), 5.0))
+    held.hold([Address(SHARE, "here", writer.pid, files)])  # of a process that is no more
     held.drop_old()
-    assert len(held.files()[0]) == 2, "they are those of an actor that was alive"
+    assert len(held.files()[SHARE]) == 2, "they are those of an actor that was alive"
     held.expect_new()
     held.drop_old()
-    assert held.files() == {0: ()}
+    assert held.files() == {}
 
 
 def test_a_copy_from_another_node_is_read_like_any():
     slots, held = Slots(3), Held("there")
     take(slots, 2, numbers(2))
-    held.receive(3, SnapshotFiles({3: slots.files}).raw(3, 2))
+    share = Share(4, 3)
+    held.receive(share, SnapshotFiles({share: slots.files}).raw(share, 2))
     files = SnapshotFiles(held.files())
-    assert torch.equal(Assembler(files).read(files.at(2, [3])["w"]), numbers(2)["w"])
+    assert torch.equal(Assembler(files).read(files.at(2, [share])["w"]), numbers(2)["w"])
     before = len(list(Path("/proc/self/fd").iterdir()))
     held.close()
     slots.close()
@@ -140,12 +145,36 @@ def test_a_team_goes_back_to_a_snapshot_with_all_bits(layout):
     weights = team.weights()
     losses = [result.losses for result in team.step(3)]
     other = Team(linears(), pp=2, m=8 // (2 * layout["dp"]) * 2, max_failures=1, **layout)
-    files = SnapshotFiles({rank: keeper._slots.files for rank, keeper in enumerate(keepers)})
-    tensors = files.at(3, range(len(keepers)))
+    files = SnapshotFiles({Share(0, rank): keeper._slots.files for rank, keeper in enumerate(keepers)})
+    tensors = files.at(3, [Share(0, rank) for rank in range(len(keepers))])
     assert other.each(lambda actor: actor.member.state.load(files, tensors)) == [None] * len(other.all)
     assert all(torch.equal(other.weights()[name], weight) for name, weight in weights.items())
     if layout == {"dp": 2}:
         assert [result.losses for result in other.step(3)] == losses
+
+
+def test_in_another_layout_snapshots_begin_anew_and_the_old_ones_are_there_until_all_have_begun():
+    """Actor 1 of the first layout is actor 0 of the second one."""
+    team = Team(linears(), pp=2, max_failures=1)
+    keepers, before = [], len(list(Path("/proc/self/fd").iterdir()))
+    for actor in team.all:
+        keepers.append(SnapshotKeeper(actor.member.seat.plan, lambda step: None))
+        keepers[-1].after(1, actor.member.state)
+    seat = replace(team.all[0].member.seat.plan, layout=1)
+    keeper = keepers[1]
+    for _ in range(2):  # the second time nothing changes
+        keeper.join(seat, lambda step: None)
+        assert keeper.steps() == {Share(0, 1): (1,)}
+    assert [one.share for one in keeper.addresses() if one.is_own] == [Share(1, 0)]
+    keeper.begin(1, team.all[0].member.state)
+    keeper.hold([])
+    assert keeper.steps() == {Share(0, 1): (1,), Share(1, 0): (1,)}
+    keeper.drop_old()
+    assert keeper.steps() == {Share(1, 0): (1,)}
+    for one in keepers:
+        one.close()
+    del keepers, keeper, one  # what is mapped is open too
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_taking_a_snapshot_is_fast():

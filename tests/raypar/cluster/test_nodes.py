@@ -9,8 +9,8 @@ import pytest
 
 import raypar as rp
 from raypar.actors.mesh.world import World
-from raypar.cluster import actors, ray_cluster
 from raypar.cluster import nodes as cluster_nodes
+from raypar.cluster import ray_cluster
 from raypar.cluster.devices import Share
 from raypar.cluster.nodes import asked, demand_alike, living_nodes, versions_teller
 from raypar.cluster.placement import Node
@@ -88,17 +88,6 @@ def test_a_split_tensor_group_is_claimed_actor_by_actor_and_warned_of_once(caplo
     assert "no node has room for its 2 actors" in warning.getMessage()
     busy = ray_cluster._claim(world, [node("a", 1.0, 0.0), node("b", 3.0)], CPU, grows=False)
     assert busy.bundles == [{"CPU": 1.0}] * 4, "whole tensor groups would wait forever"
-
-
-@pytest.mark.parametrize(("alive", "pinned", "stays"), [(True, "n", True), (False, "n", False), (False, "", True)])
-def test_who_replaces_an_actor_of_a_lost_node_goes_wherever_there_is_room(monkeypatch, alive, pinned, stays):
-    """A bundle that is pinned to a node would wait for it forever; one that Ray has placed moves by itself."""
-    monkeypatch.setattr(actors, "ray", SimpleNamespace(kill=lambda handle: None))
-    monkeypatch.setattr(actors, "is_alive", lambda node: alive)
-    old, new = actors.Home("group", 0, pinned), actors.Home("another", 0)
-    job = actors.Actors(["dead"], "group", False, "me", "cpu", lambda name, home: (name, home), lambda name: new, [old])
-    assert job.replace(0, "a") == ("a", old if stays else new) == job.handles[0]
-    assert job.homes == [old if stays else new]
 
 
 def test_plan_says_what_would_wait(monkeypatch):

@@ -298,7 +298,7 @@ def test_a_text_in_the_place_of_a_model_or_data_is_understood(tiny):
 
 
 @pytest.mark.parametrize("positions", ["learned", "rope", "alibi"])
-def test_batches_longer_than_the_model_are_refused(tiny, positions):
+def test_batches_longer_than_the_model_are_refused(tiny, positions, monkeypatch):
     def tokens(step, microbatch, dp):
         return torch.zeros(2, 40, dtype=torch.int64), torch.zeros(2, 40, dtype=torch.int64)
 
@@ -312,6 +312,7 @@ def test_batches_longer_than_the_model_are_refused(tiny, positions):
         f"data.validate {long}",
     ]
     check_run(replace(tiny, model=replace(model, seq=40), data=Batches(tokens)))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     check_run(replace(tiny, model=model, data=Batches(broken)))
 
 

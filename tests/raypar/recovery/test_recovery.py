@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import raypar as rp
-from raypar.errors import NoRoomError
 from raypar.paths import LOG
+from tests.support.full_cluster import without_room
 from tests.support.kernel import TELLS_EXITS
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -77,19 +77,14 @@ def test_a_failure_in_the_recovery_and_a_spare(undisturbed):
 
 def test_an_actor_that_does_not_start_where_it_was_gets_a_home_elsewhere(undisturbed, kept_actors, monkeypatch):
     """As if its node were gone: nobody waits for the one in the old home."""
-    monkeypatch.setattr("raypar.job.starter._STARTED", 0.0)
+    monkeypatch.setattr("raypar.cluster.vacancies._STARTED", 0.0)
     disturbed = trained(RUN, [rp.chaos.kill("pp=1", at="STEP", step=3)])
     assert alike(disturbed, undisturbed) and disturbed[2][0].replaced == ("pp=1",)
 
 
-def test_without_room_elsewhere_the_run_ends_with_that_reason(kept_actors, monkeypatch):
-    def claim(share, name):
-        raise NoRoomError("no node has room for another actor in the place of one that is lost: a has 0 free CPUs")
-
-    monkeypatch.setattr("raypar.job.starter._STARTED", 0.0)
-    monkeypatch.setattr("raypar.cluster.actors.Actors.relocate", lambda self, rank, name: claim(None, name))
-    chaos = [rp.chaos.kill("pp=1", at="STEP", step=3)]
-    with rp.launch(RUN, chaos=chaos) as job, pytest.raises(rp.JobError, match="no node has room") as caught:
+def test_without_room_elsewhere_the_run_ends_with_that_reason(kept_actors):
+    chaos, why = [rp.chaos.kill("pp=1", at="STEP", step=3)], r"no node has room for another actor .* place of pp=1"
+    with rp.launch(RUN, chaos=chaos) as job, without_room(), pytest.raises(rp.JobError, match=why) as caught:
         job.train()
     assert "It was lost so: actor pp=1 died during step 3." in caught.value.__notes__
 

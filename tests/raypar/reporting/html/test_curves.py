@@ -177,6 +177,9 @@ def test_a_run_that_is_over_before_its_last_step_says_how_it_ended():
     survived = log("INFO actors: 2", "INFO step 1/9  loss", "WARNING actor pp=1 died during step 4", f"WARNING {told}")
     (mark,) = happenings(past(log=[*survived, *log("INFO step 9/9  loss")]))
     assert (mark.kind, mark.step, mark.text) == ("resume", 3, f"actor pp=1 died during step 4: {told}")
+    grown = "the run is whole again after step 5, with dp=4 of 4, in 0.6 s"
+    (mark,) = happenings(past(log=[*survived[:2], *log(f"WARNING {grown}", "INFO step 9/9  loss")]))
+    assert (mark.kind, mark.step, mark.text) == ("resume", 5, grown)
     assert happenings(past(log=log("INFO starting 1 actors", "INFO step 3/3  loss"))) == []
 
 

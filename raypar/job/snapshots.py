@@ -1,0 +1,110 @@
+"""The driver's part in snapshots: who holds which, the newest step of which all are there, and going back to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from raypar.actors.checkpoint.memory_snapshot import Address, Held, Share
+from raypar.actors.collective.shm.links import place
+from raypar.cluster.calls import Calls
+from raypar.job.loaded_run import LoadedRun
+
+_HEARD = 5.0  # seconds in which an actor that takes no part in the run answers
+
+Steps = Sequence[Mapping[Share, Sequence[int]]]  # by actor, the steps of which it has snapshots
+
+
+class Snapshots:
+    """The snapshots of a run's actors, of all layouts in which it goes on.
+
+    Attributes:
+        source: All shares of the layout in which the last snapshots were taken that all ranks have begun with.
+    """
+
+    def __init__(self) -> None:
+        self._held = Held(place())
+        self.source: tuple[Share, ...] = ()
+
+    def close(self) -> None:
+        """Let go of all snapshots."""
+        self._held.close()
+        self.source = ()
+
+    def share(self, loaded: LoadedRun, others: Calls) -> Steps:
+        """Make every process hold the snapshots of all actors of its node.
+
+        Args:
+            loaded: The run; its actors have joined it.
+            others: Calls to actors that have no rank in it. They may have had one in the layout before.
+
+        Returns:
+            The steps that each has then, by rank, and then of the others.
+        """
+        calls = loaded.calls
+        if not takes_snapshots(loaded):
+            return []
+        told = calls.all("snapshot_addresses", what="sharing snapshots")
+        beside = self._asked(others, "snapshot_addresses")
+        addresses: list[Address] = [address for of_one in told for address in of_one]
+        addresses += [replace(address, is_own=False) for of_one in beside for address in of_one or ()]
+        calls.all("hold_snapshots", [*addresses, *self._held.addresses()], what="sharing snapshots")
+        self._held.expect_new()
+        self._held.hold(addresses)
+        steps = calls.all("snapshot_steps", what="sharing snapshots")
+        return [*steps, *(found or {} for found in self._asked(others, "snapshot_steps"))]
+
+    def common(self, steps: Steps, most: int) -> int | None:
+        """Return the newest step, up to ``most``, of which all shares are there; None if there is none."""
+        if not self.source:
+            return None
+        there = [{step for of_one in steps for step in of_one.get(share, ())} for share in self.source]
+        return max((step for step in set.intersection(*there) if step <= most), default=None)
+
+    def restore(self, loaded: LoadedRun, others: Calls, steps: Steps, step: int) -> None:
+        """Bring the snapshots of a step to the actors of the run that lack some, and make all go back to it.
+
+        Args:
+            loaded: The run.
+            others: Calls to actors without a rank.
+            steps: What ``share`` returned.
+            step: Number of steps taken.
+        """
+        calls, everyone = loaded.calls, [*loaded.calls.handles, *others.handles]
+        refs, ranks = list[Any](), list[int]()
+        for share in self.source:
+            lacking = [rank for rank in range(loaded.world.size) if step not in steps[rank].get(share, ())]
+            if lacking:
+                having = next(number for number, has in enumerate(steps) if step in has.get(share, ()))
+                raw = everyone[having].snapshot.remote(share, step)
+                refs += [calls.handles[rank].receive_snapshot.remote(share, raw) for rank in lacking]
+                ranks += lacking
+        calls.gather(refs, "fetching snapshots", ranks)
+        calls.all("restore", step, self.source, what=f"going back to step {step}")
+
+    def begin(self, loaded: LoadedRun, layout: int, others: Calls, step: int) -> None:
+        """Make the actors go on after a step with snapshots of it, and let go of those of others and of layouts before.
+
+        Args:
+            loaded: The run.
+            layout: The number of its layout.
+            others: Calls to actors without a rank.
+            step: Number of steps taken.
+        """
+        if takes_snapshots(loaded):
+            loaded.calls.all("begin_snapshots", step, what="taking snapshots")
+            self.source = tuple(Share(layout, rank) for rank in range(loaded.world.size))
+            loaded.calls.all("drop_old_snapshots", what="taking snapshots")
+            self._held.drop_old()
+            others.answers(range(len(others.handles)), "leave", seconds=_HEARD)
+
+    def _asked(self, others: Calls, method: str) -> list[Any]:
+        """Ask the actors that have no rank; None for those that do not answer, or have no snapshots."""
+        answers = others.answers(range(len(others.handles)), method, seconds=_HEARD)
+        return [answers.get(number) for number in range(len(others.handles))]
+
+
+def takes_snapshots(loaded: LoadedRun) -> bool:
+    """Return whether the actors of a run take snapshots."""
+    return loaded.run.max_failures > 0 and loaded.run.snapshot_every > 0
