@@ -23,6 +23,6 @@ head="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 address="$head:6379"
 
 # One task a node: the one on the head starts Ray's head and then the driver, the others start workers and wait.
-srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --kill-on-bad-exit=1 \
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     env RAY_ADDRESS="$address" ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" \
     --num-cpus="$SLURM_CPUS_PER_TASK" --disable-usage-stats --dashboard-host=127.0.0.1 -- raypar train "$@"

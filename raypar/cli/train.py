@@ -275,8 +275,8 @@ def _told_lost(job: Job) -> str:
     """Describe a run whose last checkpoint is missing."""
     lost = f"the run took all its steps, but its weights after step {job.run.steps} are not saved (see above)"
     if job.saved is None:
-        return f"{lost}, and no others are: free some room and train again"
-    return f"{lost}: free some room and go on from {job.saved.name} with raypar train --resume {job.run.folder}"
+        return f"{lost}, and no others are: mend that and train again"
+    return f"{lost}: mend that and go on from {job.saved.name} with raypar train --resume {job.run.folder}"
 
 
 def _keep(job: Job) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
+from ray.exceptions import AuthenticationError
 
 from raypar.cluster.ray_private import own_token
 from raypar.errors import ConfigError
@@ -31,7 +32,8 @@ def demand_answer(address: str) -> None:
 
     Raises:
         OSError: Nothing answers there.
-        ConfigError: The cluster demands a token, and refuses the one of this process; or the address is Ray Client's.
+        ConfigError: The cluster demands a token, and refuses the one of this process, or the file of it can't be read;
+            or the address is Ray Client's.
     """
     if address.startswith(_CLIENT):
         raise ConfigError([_through_a_proxy(address)])
@@ -80,10 +82,23 @@ def _answer(address: str, token: str) -> Any:
 
 
 def _token() -> str | None:
-    """Return the token that Ray would send; "" without one, None if that is not known."""
-    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+    """Return the token that Ray would send; "" without one, None if that is not known.
+
+    Raises:
+        ConfigError: RAY_AUTH_TOKEN_PATH names a file that can't be read, or holds nothing.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":  # unset, a driver of a cluster sends none
         return ""
-    return own_token()
+    try:
+        return own_token()
+    except AuthenticationError as error:
+        path = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
+        raise ConfigError(
+            [
+                f"RAY_AUTH_TOKEN_PATH is {path!r}, which can't be read or holds no token: name a file with the "
+                "cluster's token, or unset it to use ~/.ray/auth_token; ray get-auth-token prints the token on the head"
+            ]
+        ) from error
 
 
 def _through_a_proxy(address: str) -> str:

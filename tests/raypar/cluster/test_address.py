@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
+import ray
 
 from raypar.cluster import address, ray_cluster
 from raypar.errors import ConfigError
@@ -44,11 +45,14 @@ def head():
         ("token", "ffff", "refuses the token of this process"),
         ("token", "", "demands a token, and this process has none"),
         ("disabled", TOKEN, "demands a token, and this process has none"),
+        ("", TOKEN, "demands a token, and this process has none"),
     ],
 )
 def test_a_cluster_that_refuses_a_token_is_told_with_what_mends_it(head, monkeypatch, mode, token, says):
     monkeypatch.setenv("RAY_ADDRESS", head)
-    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if mode:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
     monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(address, "own_token", lambda: token)
     start = time.monotonic()
@@ -62,6 +66,18 @@ def test_a_cluster_that_refuses_a_token_is_told_with_what_mends_it(head, monkeyp
 def test_a_token_that_fits_is_accepted(head, monkeypatch):
     monkeypatch.setattr(address, "_token", lambda: TOKEN)
     address.demand_answer(head)
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_a_token_file_that_is_missing_or_empty_is_named(head, monkeypatch, tmp_path, content):
+    if content is not None:
+        (tmp_path / "token").write_text(content)
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+    with pytest.raises(ConfigError, match=f"RAY_AUTH_TOKEN_PATH is '{tmp_path}/token', which can't be"):
+        address.demand_answer(head)
 
 
 @pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o640, True), (0o604, True)])

@@ -88,7 +88,7 @@ def test_a_function_that_is_gone_is_told_and_ray_starts_without_it(started, capl
 
 
 def test_a_token_that_can_no_longer_be_read_is_told_and_not_checked(started, caplog, monkeypatch):
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setattr(address.socket, "create_connection", lambda *_, **__: SimpleNamespace(close=lambda: None))
     with caplog.at_level(logging.WARNING, "raypar"):
         address.demand_answer("127.0.0.1:6379")
