@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import ray
@@ -73,22 +75,43 @@ def asked(nodes: Sequence[Node], tells: Callable[[], dict[str, Any]]) -> dict[st
     return answers
 
 
-def demand_alike(nodes: Sequence[Node]) -> None:
-    """Refuse nodes whose Python, Ray, torch or raypar is another one than this process's.
+def demand_alike(nodes: Sequence[Node], folder: Path | None = None) -> None:
+    """Refuse nodes whose Python, Ray, torch or raypar is another one than this process's, or that lack its folder.
 
     Args:
         nodes: The nodes that are to get actors.
+        folder: A folder into which all of them are to write, which is there; None without one.
 
     Raises:
-        ConfigError: Some differ, or do not answer; each is named, with what to install.
+        ConfigError: Some differ, or do not answer; each is named, with what to do.
     """
     others = [node for node in nodes if node.id != own_node()]
     if not others:
         return
     own = versions_teller()()
     answers = asked(others, versions_teller())
-    if faults := [fault for node in others for fault in version_faults(node, own, answers[node.id])]:
+    faults = [fault for node in others for fault in version_faults(node, own, answers[node.id])]
+    if folder is not None and not faults:
+        with NamedTemporaryFile(dir=folder, prefix=".seen-") as mark:
+            seen = asked(others, _sight_teller(mark.name))
+        faults = [
+            f"node {node} does not see the folder {str(folder)!r}: give one that all nodes share, such as one on NFS"
+            for node in others
+            if seen[node.id] != {"is_seen": True}
+        ]
+    if faults:
         raise ConfigError(faults)
+
+
+def _sight_teller(path: str) -> Callable[[], dict[str, Any]]:
+    """Return a function that returns whether there is a file where it runs; nested, so that it is sent as code."""
+
+    def tell() -> dict[str, Any]:
+        import os
+
+        return {"is_seen": os.path.exists(path)}  # noqa: PTH110  (a node has no raypar to import from)
+
+    return tell
 
 
 def versions_teller() -> Callable[[], dict[str, Any]]:

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -58,7 +59,13 @@ _LOOK = 0.5  # seconds between two checks of the placement group
 
 
 def start_actors(
-    hosted: type, world: World, device: DeviceChoice, job: str, wait_for_nodes: float = 0.0, spares: int = 0
+    hosted: type,
+    world: World,
+    device: DeviceChoice,
+    job: str,
+    wait_for_nodes: float = 0.0,
+    spares: int = 0,
+    folder: Path | None = None,
 ) -> Actors:
     """Start one actor for each rank of the world, all of them or none.
 
@@ -73,12 +80,13 @@ def start_actors(
         wait_for_nodes: Seconds to wait for a cluster that is too small. The pending placement group makes Ray's
             autoscaler add nodes.
         spares: Number of further actors, which take the places of those that fail.
+        folder: The run's folder, which all nodes with actors must see; None without one.
 
     Returns:
         The actors.
 
     Raises:
-        ConfigError: If there is no room, or no GPU where one is demanded.
+        ConfigError: If there is no room, no GPU where one is demanded, or a node that lacks what the run needs.
         JobError: If Ray does not start.
     """
     built = torch.backends.cuda.is_built()  # the actors' torch is the same build
@@ -101,7 +109,7 @@ def start_actors(
             log.info("starting %d actors", world.size + spares)
         try:
             ctrl_c.heed()
-            demand_alike(claim.nodes)
+            demand_alike(claim.nodes, folder)
             _await(group, world, share, max(wait_for_nodes, _PLACEMENT_SECONDS))
             create, homes = partial(_actor, hosted, share), claim.homes(group)
             names = [*map(world.label, range(world.size)), *(f"spare {bundle}" for bundle in claim.spares)]

@@ -20,6 +20,7 @@ from raypar.errors import ConfigError
 from raypar.job.before_launch import look_ahead
 from raypar.job.job import Job
 from raypar.job.run_folders import replaced, settled
+from raypar.paths import absolute
 from raypar.recovery.chaos import injectable
 from raypar.reporting.needs import memory_faults
 from raypar.reporting.progress import on_screen
@@ -78,7 +79,8 @@ def _launched(
     try:
         with on_screen():
             log_plan(run, programs["train"], skeleton, 0 if found is None else found.manifest.step)
-        actors = start_actors(Hosted, world, run.device, name, wait_for_nodes, run.spares)
+        folder = None if run.folder is None else absolute(run.folder)
+        actors = start_actors(Hosted, world, run.device, name, wait_for_nodes, run.spares, folder)
         try:
             return Job(run, programs, skeleton, actors, name, record, found, chaos)
         except BaseException:

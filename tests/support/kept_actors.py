@@ -24,7 +24,7 @@ class Pool:
     def __init__(self):
         self.idle, self._started = [], []
 
-    def start(self, hosted, world, device, job, wait_for_nodes=0.0, spares=0):
+    def start(self, hosted, world, device, job, wait_for_nodes=0.0, spares=0, folder=None):
         """Instead of ``start_actors``; without spares."""
         missing = world.size - len(self.idle)
         if missing > 0:

@@ -36,6 +36,21 @@ def test_nodes_that_differ_or_do_not_answer_are_refused_all_at_once(monkeypatch)
     demand_alike([node("a", 1.0), node("d", 1.0)])
 
 
+def test_nodes_that_do_not_see_the_runs_folder_are_refused(monkeypatch, tmp_path):
+    def asked_of(nodes, tells):
+        told = tells()
+        return {one.id: {"is_seen": False} if one.name == "c" and "is_seen" in told else told for one in nodes}
+
+    monkeypatch.setattr(cluster_nodes, "own_node", lambda: "id of a")
+    monkeypatch.setattr(cluster_nodes, "asked", asked_of)
+    demand_alike([node(name, 1.0) for name in "abc"])
+    with pytest.raises(ConfigError) as caught:
+        demand_alike([node(name, 1.0) for name in "abc"], tmp_path)
+    (fault,) = caught.value.faults
+    assert fault.startswith(f"node c (10.0.0.1) does not see the folder {str(tmp_path)!r}: give one that all nodes")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_nobody_is_asked_where_all_actors_are_on_the_drivers_node(monkeypatch):
     monkeypatch.setattr(cluster_nodes, "own_node", lambda: "id of a")
     monkeypatch.setattr(cluster_nodes, "asked", None)

@@ -40,14 +40,18 @@ for layout in LAYOUTS:
     losses.append([report.loss for report in job.train()])
 job.close()
 ray.init(address="auto", namespace="raypar", log_to_driver=False, logging_level="ERROR")
-full = []
+full, unseen = [], []
+try:
+    rp.launch(rp.recipe("gpt-tiny", mesh=rp.Mesh(dp=2), folder="/tmp/run"))  # each host has a /tmp of its own
+except rp.ConfigError as error:
+    unseen = error.faults
 try:
     rp.launch(rp.recipe("gpt-tiny", mesh=rp.Mesh(dp=3)))
 except rp.ConfigError as error:
     full = error.faults
 plans = printed("plan", "gpt-tiny", "--mesh.pp", "1", "--mesh.tp", "2"), printed("plan", "gpt-tiny", "--mesh.pp", "4")
 code, found = printed("doctor", "--json", "--no-times")
-told = {"losses": losses, "warned": warned, "full": full, "plans": [text for _, text in plans]}
+told = {"losses": losses, "warned": warned, "full": full, "unseen": unseen, "plans": [text for _, text in plans]}
 print(json.dumps(told | {"code": code, "doctor": json.loads(found)}))
 """
 
@@ -87,6 +91,12 @@ def test_the_doctor_examines_every_node_and_finds_the_head_open(found):
     assert dangers == ["whoever reaches the head 10.77.0.1:6379 can run code there, without a token"]
     assert found["code"] == 1
     assert sum(one["subject"] == "versions" and one["level"] == "ok" for one in found["doctor"]) == 2
+
+
+def test_a_folder_that_a_node_does_not_see_is_refused(found):
+    assert found["unseen"] == [
+        "node second (10.77.0.2) does not see the folder '/tmp/run': give one that all nodes share, such as one on NFS"
+    ]
 
 
 def test_a_world_that_has_no_room_is_told_node_by_node(found):
