@@ -96,17 +96,15 @@ def start_actors(
     with _own_sigterm():
         owns = _connect()
     try:
-        nodes = living_nodes()
+        nodes = _roomy(world, world.size + spares, grows=wait_for_nodes > 0)
         gpus = int(sum(node.total.get("GPU", 0.0) for node in nodes))
-        if wait_for_nodes <= 0 and sum(node.total.get("CPU", 0.0) for node in nodes) < world.size + spares:
-            raise ConfigError([_no_room(world, nodes, _TOO_SMALL, _CPU)])
         share = gpu_share(device, world.size + spares, gpus, built=built, grows=wait_for_nodes > 0)
-        if owns and starts_own_ray() and world.size > (cores := num_cores()):
-            log.warning("%d actors share the %d cores of this machine", world.size, cores)
         claim = _claim(world, nodes, share, grows=wait_for_nodes > 0).with_spares(spares, share)
         with patience("their placement") as ctrl_c:  # a claim that nobody knows would stay pending
             group = claim.made(job)
-            log.info("starting %d actors", world.size + spares)
+            crowds = owns and starts_own_ray() and world.size > num_cores()
+            which = f", which share the {num_cores()} cores of this machine" if crowds else ""
+            log.info("starting %d actors%s", world.size + spares, which)
         try:
             ctrl_c.heed()
             demand_alike(claim.nodes, folder)
@@ -122,6 +120,14 @@ def start_actors(
             ray.shutdown()
         raise
     return Actors(handles, group, owns, driver_id(), share.device, create, partial(_elsewhere, share), homes)
+
+
+def _roomy(world: World, actors: int, *, grows: bool) -> list[Node]:
+    """Return the living nodes. Raises ConfigError if they have too few CPUs, and no other nodes are to come."""
+    nodes = living_nodes()
+    if not grows and sum(node.total.get("CPU", 0.0) for node in nodes) < actors:
+        raise ConfigError([_no_room(world, nodes, _TOO_SMALL, _CPU)])
+    return nodes
 
 
 def _await(group: PlacementGroup, world: World, share: Share, seconds: float) -> None:
