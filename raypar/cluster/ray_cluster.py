@@ -56,6 +56,7 @@ _NODE_ID = "ray.io/node-id"  # the label that Ray gives each node
 _CPU = Share("cpu", 0.0)
 _TOO_SMALL = "use a smaller mesh or a larger cluster, or wait for its nodes"
 _LOOK = 0.5  # seconds between two checks of the placement group
+_SHARING = f", which share the {num_cores()} cores of this machine"
 
 
 def start_actors(
@@ -77,8 +78,7 @@ def start_actors(
         world: The ranks.
         device: The run's setting: "auto", "cpu" or "cuda".
         job: The job's name, which begins the actors' names.
-        wait_for_nodes: Seconds to wait for a cluster that is too small. The pending placement group makes Ray's
-            autoscaler add nodes.
+        wait_for_nodes: Seconds to wait for a cluster that is too small, to which Ray's autoscaler then adds nodes.
         spares: Number of further actors, which take the places of those that fail.
         folder: The run's folder, which all nodes with actors must see; None without one.
 
@@ -103,8 +103,7 @@ def start_actors(
         with patience("their placement") as ctrl_c:  # a claim that nobody knows would stay pending
             group = claim.made(job)
             crowds = owns and starts_own_ray() and world.size > num_cores()
-            which = f", which share the {num_cores()} cores of this machine" if crowds else ""
-            log.info("starting %d actors%s", world.size + spares, which)
+            log.info("starting %d actors%s", world.size + spares, _SHARING if crowds else "")
         try:
             ctrl_c.heed()
             demand_alike(claim.nodes, folder)
