@@ -61,7 +61,8 @@ class Actors:
         """
         _try(ray.kill, self.handles[number])
         home = self.homes[number]
-        is_lost = bool(home.node) and not is_alive(home.node)
+        if is_lost := bool(home.node) and not is_alive(home.node):
+            _try(Home.give_back, home)
         self._vacate(number, name, None if is_lost else home)
 
     def _vacate(self, number: int, name: str, home: Home | None, starting: Any = None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 _STARTED = 30.0  # seconds in which a new actor starts on a node that lives
 _ELSEWHERE = 60.0  # the same where it has just been given a home
@@ -26,11 +26,18 @@ class Home:
         group: A placement group.
         bundle: The number of a bundle in it.
         node: Ray's id of the node on which it is; "" if Ray has chosen it.
+        is_claimed: Whether the group is of this actor alone, and so is given back with the home.
     """
 
     group: PlacementGroup
     bundle: int
     node: str = ""
+    is_claimed: bool = False
+
+    def give_back(self) -> None:
+        """Give the home back, if it was claimed for this actor: Ray would keep it, also for no one, and move it."""
+        if self.is_claimed:
+            remove_placement_group(self.group)
 
 
 Create = Callable[[str, Home], Any]  # creates an actor of a name in a home
@@ -57,7 +64,7 @@ class Vacancy:
     def __init__(self, name: str, home: Home | None, create: Create, claim: Claim, starting: Any = None) -> None:
         self._name, self._create, self._claim = name, create, claim
         self._handle: Any = None
-        self._claimed: PlacementGroup | None = None  # elsewhere than in the home of the actor before
+        self._claimed: PlacementGroup | None = None  # as long as it is not a home yet
         self._in_time = math.inf  # when it is late
         self._had_room, self._tries = False, 0
         if home is None:
@@ -80,7 +87,8 @@ class Vacancy:
         has_come = bool(ray.wait([self.awaited], timeout=0)[0])
         if self._handle is None:
             if has_come and self._claimed is not None:
-                self._start(Home(self._claimed, 0), _ELSEWHERE)
+                (node,) = placement_group_table(self._claimed)["bundles_to_node_id"].values()
+                self._start(Home(self._claimed, 0, node, is_claimed=True), _ELSEWHERE)
                 self._in_time = self._in_time if self._had_room else self._until
                 self._had_room = True
         elif has_come and succeeded(self.awaited):
@@ -109,7 +117,8 @@ class Vacancy:
         with suppress(RayError):
             if self._handle is not None:
                 ray.kill(self._handle)
-            if self._claimed is not None:
+                self._home.give_back()
+            elif self._claimed is not None:
                 remove_placement_group(self._claimed)
         self._handle = self._claimed = None
 

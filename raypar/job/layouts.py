@@ -108,8 +108,8 @@ def with_replicas(run: Run, dp: int) -> Run:
         changes["data"] = _renumbered(run.data, run.mesh.dp, dp)
     if mesh.shards == 1 and (run.zero or 0) > 1:
         changes |= {"zero": None} | ({} if run.offload == "parameters" else _GATHERS_NONE)
-    if mesh.dp * mesh.cp == 1:
-        changes["check_every"] = 0
+    if mesh.dp == 1:
+        changes |= {"recheck_every": 0} | ({"check_every": 0} if mesh.cp == 1 else {})
     if not mesh.divides_experts:
         changes |= {"expert_shadows": 0, "expert_rounds": 1, "expert_order": {}}
     return replace(run, **changes)  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ def without_room(seconds: float = 0.3) -> Iterator[FullCluster]:
             patch.stop()
 
 
-def wait_for_actors(job, count: int, seconds: float = 60.0) -> None:
+def wait_for_actors(job, count: int, seconds: float = 120.0) -> None:
     """Wait until so many actors of a job are there, those that come too late for a recovery too."""
     end, actors = time.monotonic() + seconds, job._lifetime.actors
     while actors.present < count:

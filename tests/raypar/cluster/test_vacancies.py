@@ -47,6 +47,7 @@ def fake(monkeypatch):
     cluster = Cluster()
     monkeypatch.setattr(vacancies, "ray", cluster)
     monkeypatch.setattr(vacancies, "remove_placement_group", cluster.removed.append)
+    monkeypatch.setattr(vacancies, "placement_group_table", lambda group: {"bundles_to_node_id": {0: "new"}})
     monkeypatch.setattr(vacancies, "time", SimpleNamespace(monotonic=lambda: cluster.now))
     return cluster
 
@@ -74,7 +75,8 @@ def test_where_nothing_is_heard_of_it_another_home_is_looked_for(fake):
     fake.come.add(vacancy.awaited)
     assert vacancy.look() is None and vacancy.has_room
     fake.come.add(vacancy.awaited)
-    assert vacancy.look()[1].bundle == 0
+    _, home = vacancy.look()
+    assert (home.bundle, home.node, home.is_claimed) == (0, "new", True)
 
 
 def test_one_that_dies_before_it_answers_is_tried_again_and_late_at_last(fake):
@@ -116,6 +118,22 @@ def test_who_replaces_an_actor_of_a_lost_node_goes_wherever_there_is_room(fake, 
     actors = Actors(["dead"], "group", False, "me", "cpu", fake.create, fake.claim, [old])
     actors.vacate(0, "a")
     assert [home for _, home in fake.created] == [old] * stays and actors.vacancies[0].has_room == stays
+    assert not fake.removed, "it is one of the job's bundles"
+
+
+def test_a_home_that_was_claimed_is_given_back_with_its_node(fake, monkeypatch):
+    """Ray would move it to the next node with room, and keep that for nobody."""
+    monkeypatch.setattr("raypar.cluster.actors.ray", fake)
+    monkeypatch.setattr("raypar.cluster.actors.is_alive", lambda node: node != "gone")
+    homes = [Home("one", 0, "gone", is_claimed=True), Home("two", 0, "there", is_claimed=True)]
+    actors = Actors(["a", "b"], "group", False, "me", "cpu", fake.create, fake.claim, homes)
+    actors.vacate(0, "x")
+    assert fake.removed == ["one"] and not actors.vacancies[0].has_room
+    actors.vacate(1, "x")
+    assert fake.removed == ["one"] and actors.vacancies[1].has_room
+    fake.now = 31.0
+    actors.look()
+    assert fake.removed == ["one", "two"] and not actors.vacancies[1].has_room
 
 
 def test_a_spare_that_died_is_replaced_and_one_that_starts_is_kept(fake, monkeypatch):

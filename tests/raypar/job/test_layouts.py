@@ -67,9 +67,12 @@ def test_what_replicas_share_out_is_shared_out_among_those_that_are_left():
     assert (alone.zero, alone.zero_gather, alone.zero_resident) == (None, "microbatch", None)
     assert (with_replicas(zero, 2).zero, with_replicas(zero, 2).microbatches) == (3, 4)
     assert with_replicas(replace(RUN, mesh=rp.Mesh(dp=6, shard=2)), 3).mesh.shard == 3
-    experts = replace(RUN, model=MOE, mesh=rp.Mesh(dp=4, ep=4), expert_shadows=1, check_every=2)
+    checked = replace(RUN, check_every=1, recheck_every=1)
+    assert [with_replicas(checked, dp).recheck_every for dp in (2, 1)] == [1, 0]
+    assert [with_replicas(checked, dp).check_every for dp in (2, 1)] == [1, 0]
+    experts = replace(RUN, model=MOE, mesh=rp.Mesh(dp=4, ep=4), expert_shadows=1)
     assert [with_replicas(experts, dp).mesh.ep for dp in (2, 1)] == [2, 1]
-    assert (with_replicas(experts, 1).expert_shadows, with_replicas(experts, 1).check_every) == (0, 0)
+    assert with_replicas(experts, 1).expert_shadows == 0
     assert with_replicas(replace(experts, mesh=rp.Mesh(dp=2, tp=2, ep=4, etp=1)), 1).mesh.ep == 2
 
 
