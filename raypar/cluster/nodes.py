@@ -37,6 +37,13 @@ def living_nodes() -> list[Node]:
     return sorted(found, key=lambda node: (node.id != own, _by_address(node.address), node.id))
 
 
+def lost_nodes() -> list[str]:
+    """Return the nodes that Ray has lost, as "host (address)", unless another one is alive at the address."""
+    here = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    lost = {one["NodeManagerAddress"]: one["NodeManagerHostname"] for one in ray.nodes() if not one["Alive"]}
+    return [f"{name} ({address})" for address, name in sorted(lost.items()) if address not in here]
+
+
 def is_alive(node_id: str) -> bool:
     """Return whether Ray still reaches a node."""
     return any(one["NodeID"] == node_id and one["Alive"] for one in ray.nodes())

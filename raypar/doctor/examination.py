@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from raypar.cluster.nodes import asked, version_faults, versions_teller
+from raypar.cluster.nodes import asked, lost_nodes, version_faults, versions_teller
 from raypar.cluster.placement import Node
 from raypar.cluster.ray_cluster import connected
 from raypar.cluster.ray_private import dashboard_address
@@ -53,6 +53,8 @@ def cluster_findings(address: str, nodes: Sequence[Node]) -> Iterator[Finding]:
     )
     has = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}, {total['CPU']:g} CPUs, {total['GPU']:g} GPUs"
     yield Finding("ok", "ray", f"{where}: {has}")
+    for lost in lost_nodes():
+        yield Finding("note", "ray", f"{lost} is lost", "start its Ray again, if it is meant to be there")
     for node in nodes:
         if not node.total.get("CPU"):
             yield Finding("note", "ray", f"{node} has no CPU to give: no actor lands there")

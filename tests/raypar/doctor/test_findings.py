@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import ray
 
 from raypar.cluster.nodes import version_faults, versions_teller
 from raypar.cluster.placement import Node
@@ -192,11 +193,17 @@ def test_others_are_not():
     assert not any(map(is_loopback, ("10.0.0.1:8265", "0.0.0.0:8265", "head.example:8265")))
 
 
-def test_the_cluster_is_told_and_a_node_that_gives_no_cpu(monkeypatch):
+def test_the_cluster_is_told_a_lost_node_and_one_that_gives_no_cpu(monkeypatch):
+    of_ray = [
+        {"NodeManagerAddress": f"10.0.0.{last}", "NodeManagerHostname": f"n{last}", "Alive": alive}
+        for last, alive in ((1, True), (1, False), (2, False))
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: of_ray)
     monkeypatch.setattr(examination, "exposure_findings", lambda head, dashboard: [])
     monkeypatch.setattr(examination, "dashboard_address", lambda: "")
-    ray, head = cluster_findings("10.0.0.1:6379", [node_with(total={}), NODE])
-    assert ray.text == "the cluster at 10.0.0.1:6379: 2 nodes, 8 CPUs, 0 GPUs"
+    where, lost, head = cluster_findings("10.0.0.1:6379", [node_with(total={}), NODE])
+    assert where.text == "the cluster at 10.0.0.1:6379: 2 nodes, 8 CPUs, 0 GPUs"
+    assert (lost.level, lost.text) == ("note", "n2 (10.0.0.2) is lost")
     assert (head.level, head.text) == ("note", "n1 (10.0.0.1) has no CPU to give: no actor lands there")
 
 
