@@ -6,6 +6,7 @@ import logging
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
-from raypar.planner.prediction import Prediction, from_flops
+from raypar.planner.prediction import IN_SLOTS, Prediction, from_flops
 from raypar.reporting.experts import figures
 from raypar.reporting.needs import TOO_MUCH, Rows, actors_told, counts_of, need_rows
 from raypar.reporting.report import Evaluation, Report, unit_of
@@ -61,11 +62,20 @@ def plan_rows(
         rows.append(("backwards in halves", f"{_each(halves)}: their weights' gradients (W) fill waits"))
     if world.reduces and (exchanged := _exchange_told(prediction)):
         rows.append(("between replicas", exchanged))
+    if prediction.source != IN_SLOTS:
+        rows.append(("time", _time_told(run, prediction)))
     return [
         *rows,
         ("bubble", prediction.bubble),
         ("activations in flight", f"{_each(prediction.timeline.in_flight)} predicted"),
     ]
+
+
+def _time_told(run: Run, prediction: Prediction) -> str:
+    """Say how long the computing takes at least; what each action and message costs besides is not known before."""
+    step = prediction.timeline.makespan
+    whole = timedelta(seconds=round(run.steps * step))
+    return f"{whole} and more: {run.steps:,} steps of {milliseconds(step)} and more, predicted {prediction.source}"
 
 
 def _exchange_told(prediction: Prediction) -> str:
