@@ -248,8 +248,8 @@ def test_a_run_does_not_save_below_checkpoints_of_another_one(trained):
         "(in Python launch(run, resume=...)), replace it with --overwrite, or give another folder",
     ]
     assert faults_of(tiny(folder=str(run)), resume=trained[0] / "step-00000003") == [
-        f"folder {str(trained[0])!r} has 'step-00000006', and this run begins at step 4: resume from it, "
-        "or give another folder"
+        f"folder {str(trained[0])!r} has 'step-00000006', and this run begins at step 4: resume from it "
+        "(end the run that writes there first, if one does), or give another folder"
     ]
 
 
