@@ -55,7 +55,9 @@ def plan_rows(
         rows.append(("parameter servers", f"{run.servers} for each of {run.mesh.pp} pipeline ranks"))
     if isinstance(run.model, Transformer):
         layers = split_layers(run.split, transformer_costs(run.model), schedule.num_stages)
-        rows.append(("layers of each stage", _each(map(len, layers))))
+    else:
+        layers = skeleton.model.stages(run.split, schedule.num_stages)
+    rows.append(("layers of each stage", _each(map(len, layers))))
     rows += need_rows(run, schedule, skeleton, prediction.timeline)
     halves = [sum(action.op is Op.I for action in row) for row in schedule.rows]
     if any(halves):

@@ -20,6 +20,7 @@ from raypar.reporting.needs import counts_of
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.summary import closing_rows, log_plan, plan_rows, planned_grid
 from raypar.schedules.drawing.overlay import Overlay
+from raypar.schedules.drawing.text import milliseconds
 
 
 def predicted(run, schedule):
@@ -43,6 +44,7 @@ def test_of_own_layers_the_bubble_is_in_slots():
     run = Run(model=layers, data=Batches(lambda *_: (torch.ones(2, 4), torch.ones(2, 4))), mesh=Mesh(pp=2))
     told = dict(plan_rows(run, check_run(run)["train"]))
     assert told["bubble"].endswith("predicted in slots")
+    assert told["layers of each stage"] == "1 1" and "time" not in told, "of own layers no FLOPs are known"
     assert "weights 80 B, gradients 80 B" in told["memory, pp=0"]
 
 
@@ -69,6 +71,8 @@ def test_a_log_begins_with_what_the_run_needs(caplog):
         log_plan(run, check_run(run)["train"], Skeleton(run.model, run.seed))
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("raypar.reporting")]
     assert lines[0] == "actors: 2 = pp 2"
+    step = predicted(run, check_run(run)["train"]).timeline.makespan
+    assert f"time: 0:00:00 and more: 20 steps of {milliseconds(step)} and more, predicted from FLOPs and bytes" in lines
     assert {"parameters", "memory, pp=0", "memory, pp=1", "memory in all", "bubble"} <= {
         line.partition(":")[0] for line in lines
     }
