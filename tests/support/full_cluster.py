@@ -17,6 +17,10 @@ class FullCluster:
     def __init__(self) -> None:
         cpus = int(ray.cluster_resources()["CPU"])
         self._groups = [placement_group([{"CPU": 1}]) for _ in range(cpus)]  # those that do not fit wait for their turn
+        end = time.monotonic() + 30
+        while ray.available_resources().get("CPU", 0) >= 1:
+            assert time.monotonic() < end, "there is still room"
+            time.sleep(0.05)
 
     def make_room(self) -> None:
         """Give the CPUs back."""

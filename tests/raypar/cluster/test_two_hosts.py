@@ -42,15 +42,15 @@ job.close()
 ray.init(address="auto", namespace="raypar", log_to_driver=False, logging_level="ERROR")
 full, unseen = [], []
 try:
-    rp.launch(rp.recipe("gpt-tiny", mesh=rp.Mesh(dp=2), folder="/tmp/run"))  # each host has a /tmp of its own
-except rp.ConfigError as error:
-    unseen = error.faults
-try:
     rp.launch(rp.recipe("gpt-tiny", mesh=rp.Mesh(dp=3)))
 except rp.ConfigError as error:
     full = error.faults
 plans = printed("plan", "gpt-tiny", "--mesh.pp", "1", "--mesh.tp", "2"), printed("plan", "gpt-tiny", "--mesh.pp", "4")
 code, found = printed("doctor", "--json", "--no-times")
+try:
+    rp.launch(rp.recipe("gpt-tiny", mesh=rp.Mesh(dp=2), folder="/tmp/run"))  # each host has a /tmp of its own
+except rp.ConfigError as error:
+    unseen = error.faults
 told = {"losses": losses, "warned": warned, "full": full, "unseen": unseen, "plans": [text for _, text in plans]}
 print(json.dumps(told | {"code": code, "doctor": json.loads(found)}))
 """
