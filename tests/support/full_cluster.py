@@ -10,17 +10,24 @@ from unittest import mock
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from raypar.cluster.vacancies import Home
+
 
 class FullCluster:
-    """All CPUs of a cluster that are free or get free, in the hands of nobody, until ``make_room``."""
+    """All CPUs of a cluster that are free or are given back, in the hands of nobody, until ``make_room``."""
 
     def __init__(self) -> None:
         cpus = int(ray.cluster_resources()["CPU"])
-        self._groups = [placement_group([{"CPU": 1}]) for _ in range(cpus)]  # those that do not fit wait for their turn
+        self._groups = [placement_group([{"CPU": 1}]) for _ in range(cpus)]  # those that do not fit wait
         end = time.monotonic() + 30
         while ray.available_resources().get("CPU", 0) >= 1:
             assert time.monotonic() < end, "there is still room"
             time.sleep(0.05)
+
+    def keep(self, home) -> None:
+        """Take the place of a home that is given back; Ray might give it to whoever asks next."""
+        if home.is_claimed:
+            self._groups.append(home.group)
 
     def make_room(self) -> None:
         """Give the CPUs back."""
@@ -38,6 +45,7 @@ def without_room(seconds: float = 0.3) -> Iterator[FullCluster]:
     cluster = FullCluster()
     limits = {"raypar.cluster.vacancies._STARTED": 0.0, "raypar.cluster.vacancies._ROOM": seconds}
     patches = [mock.patch(name, limit) for name, limit in limits.items()]
+    patches.append(mock.patch.object(Home, "give_back", lambda home: cluster.keep(home)))
     for patch in patches:
         patch.start()
     try:
