@@ -100,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _hush()
     except KeyboardInterrupt as pressed:
-        return _fail("interrupted", INTERRUPTED, pressed)
+        goes_on = bool(getattr(pressed, "__notes__", ()))  # they say how
+        return _fail("interrupted" if goes_on else "interrupted: the same command begins anew", INTERRUPTED, pressed)
 
 
 def _command(words: list[str]) -> int:

@@ -319,6 +319,15 @@ def test_a_full_disk_under_standard_output_is_told():
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
+def test_an_interrupted_command_says_how_to_go_on(said, monkeypatch):
+    def pressed(words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("raypar.cli.main._command", pressed)
+    code, _, err = said("train", "gpt-tiny")
+    assert (code, err) == (130, "raypar: interrupted: the same command begins anew\n")
+
+
 def test_a_dry_run_draws_and_starts_nothing(said, data, monkeypatch):
     monkeypatch.setitem(sys.modules, "raypar.job.launch", None)
     code, out, err = said("train", "gpt-tiny", *data, "--schedule", "interleaved", "--dry-run")
