@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
-from raypar.errors import UnknownNameError
 from raypar.planner.memory import Memory, others_memory, worker_memory
 from raypar.planner.prediction import from_flops
 from raypar.reporting.needs import counts_of, size
-from raypar.reporting.notebook import box, table
+from raypar.reporting.notebook import box, table, unknown_actor
 from raypar.schedules.drawing.cells import lines
 from raypar.schedules.schedule import Schedule
 
@@ -44,7 +43,7 @@ class MemoryTable(dict[str, dict[str, Figure]]):
     """
 
     def __missing__(self, actor: str) -> dict[str, Figure]:
-        raise UnknownNameError(f"no actor is called {actor!r}: there are {', '.join(self)}")
+        raise unknown_actor(actor, self)
 
     def __repr__(self) -> str:
         cells = [self._head, *([str(figures.get(kind, "")) for kind in self._head] for figures in self.values())]

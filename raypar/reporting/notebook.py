@@ -46,6 +46,11 @@ def _row(kind: str, cells: Sequence[object]) -> str:
     return f"<tr>{inside}</tr>"
 
 
+def unknown_actor(actor: str, known: Iterable[str]) -> UnknownNameError:
+    """Return the error for an actor that a table does not have."""
+    return UnknownNameError(f"no actor is called {actor!r}: there are {', '.join(known)}")
+
+
 class Totals(dict[str, dict[tuple[str, str], Entry]]):
     """Communication totals: by actor, then by (axis, op), calls, bytes and seconds; a table in REPLs and notebooks."""
 
@@ -56,7 +61,7 @@ class Totals(dict[str, dict[tuple[str, str], Entry]]):
         return box(table(self._rows, _COUNTED))
 
     def __missing__(self, actor: str) -> dict[tuple[str, str], Entry]:
-        raise UnknownNameError(f"no actor is called {actor!r}: there are {', '.join(self)}")
+        raise unknown_actor(actor, self)
 
     @property
     def _rows(self) -> list[Sequence[str]]:
