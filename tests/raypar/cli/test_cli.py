@@ -505,7 +505,11 @@ def test_a_run_whose_weights_are_lost_is_summed_up_and_failed(said, monkeypatch)
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (JobError("actor pp=1: action 1F0 failed: boom\nTraceback\n  x"), 4, "actor pp=1: action 1F0 failed: boom"),
+        (
+            JobError("actor pp=1: action 1F0 failed: boom\nTraceback (most recent call last):\n"),
+            4,
+            "actor pp=1: action 1F0 failed: boom",
+        ),
         (NonFiniteError("the gradients of step 3 are not finite"), 6, "the gradients of step 3 are not finite"),
         (KeyboardInterrupt(), 130, "interrupted: the same command begins anew"),
     ],
