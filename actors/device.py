@@ -94,10 +94,12 @@ class Place(ABC):
     Attributes:
         kind: Kind of device, as a plan spells it.
         device: Device of the actor's tensors.
+        clock_offset: Seconds to add to this machine's clock to get that of the driver's machine.
     """
 
     kind: DeviceKind
     device: torch.device
+    clock_offset: float = 0.0
 
     @abstractmethod
     def enter(self) -> None:
@@ -141,7 +143,7 @@ class Place(ABC):
 
     @abstractmethod
     def spans(self, marked: list[Span]) -> list[Span]:
-        """Convert spans between marks to spans of time."""
+        """Convert spans between marks to spans of time, by the clock of the driver's machine."""
 
     @abstractmethod
     def peak(self) -> int:
@@ -183,7 +185,8 @@ class Host(Place):
         return mark
 
     def spans(self, marked: list[Span]) -> list[Span]:
-        return marked
+        ahead = self.clock_offset
+        return [span._replace(start=span.start + ahead, end=span.end + ahead) for span in marked] if ahead else marked
 
     def peak(self) -> int:
         return self._memory.read()
@@ -244,7 +247,8 @@ class Cuda(Place):
         return self._times[int(mark)]
 
     def spans(self, marked: list[Span]) -> list[Span]:
-        return [span._replace(start=self.seconds(span.start), end=self.seconds(span.end)) for span in marked]
+        times, ahead = self.seconds, self.clock_offset
+        return [span._replace(start=times(span.start) + ahead, end=times(span.end) + ahead) for span in marked]
 
     def peak(self) -> int:
         return int(torch.cuda.max_memory_allocated(self.device))

@@ -117,8 +117,7 @@ class Timeline:
     def bubble(self) -> float:
         """The part of all ranks' time in which nothing is computed: 0 is a full pipeline, 1 an idle one.
 
-        Every rank's time is the makespan. A report's bubble counts each actor's own time, from its first action to its
-        last, and is up to 0.2 points less, because actors begin a step within a millisecond or two.
+        Every rank's time is the makespan.
         """
         whole = self.num_ranks * self.makespan
         return 1 - self.busy() / whole if whole else 0.0

@@ -20,7 +20,7 @@ class Span(NamedTuple):
     Attributes:
         action: The action. REDUCE_GRAD with a bucket is the reduction of that bucket, and UNSHARD with one is the
             gather of a unit of weights; both run beside the row.
-        start: In seconds of the machine's monotonic clock.
+        start: In seconds of the clock of the driver's machine (``time.perf_counter``).
         end: Likewise.
         bytes: Number of bytes moved; 0 if not known.
         bucket: Index of the reduced bucket or gathered unit; None for an action of the row.
@@ -127,7 +127,8 @@ class StepResult:
         grad_norm: Global norm of the gradients before clipping, the same on every actor; None in an evaluation.
         lr: Learning rate of the update; None in an evaluation, and from an actor that updates nothing.
         busy: Seconds of compute.
-        span: Seconds from the start of the first action to the end of the last.
+        start: When the first action began, in seconds of the clock of the driver's machine; 0 of a parameter server.
+        end: When the last action ended, likewise.
         overlap: Share of the gradient reduction that ran behind compute; None if there was none.
         in_flight: Largest number of microbatches between forward and backward at a time, over all stages of the actor.
         peak_memory: Peak memory during the step, in bytes: of the process on a CPU (0 if the system does not report
@@ -149,7 +150,8 @@ class StepResult:
     grad_norm: float | None
     lr: float | None
     busy: float
-    span: float
+    start: float
+    end: float
     overlap: float | None
     in_flight: int
     peak_memory: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -226,6 +227,14 @@ class Hosted:
     def located(self) -> Located:
         """Return where this actor is."""
         return Located(socket.gethostname(), os.getpid(), links.place(), self._last_action.share())
+
+    def now(self) -> float:
+        """Return the time of this machine's clock, in seconds."""
+        return time.perf_counter()
+
+    def set_clock(self, offset: float) -> None:
+        """Add so many seconds to this machine's clock wherever times are reported; see ``Place``."""
+        _there(self._member).seat.place.clock_offset = offset
 
     def abort(self) -> None:
         """Abort all communication under way."""

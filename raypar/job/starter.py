@@ -18,6 +18,7 @@ from raypar.cluster.calls import Calls
 from raypar.cluster.ray_cluster import free_told
 from raypar.config.schedule import Programs
 from raypar.errors import JobError, NoRoomError
+from raypar.job.clocks import align
 from raypar.job.layouts import Layout, Layouts
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import Guard, LoadedRun, loaded_on
@@ -274,6 +275,7 @@ class Starter:
         holds = loaded.start(plans, found, guard, again=guard is _unguarded)
         located = loaded.calls.answers(range(loaded.world.size), "located", seconds=_HEARD, group="ctl")
         self._processes.know({rank: at for rank, at in located.items() if at.place == place() != ""})
+        align(loaded.calls, located)
         return holds
 
     def _begin(self, step: int) -> None:

@@ -60,7 +60,7 @@ class Ahead:
                 self._calls.drop(self._handed.popleft()[1])
             raise
         before, self._since = self._since, time.perf_counter()
-        seconds = max([self._since - before, *[result.span for result in results]])
+        seconds = max([self._since - before, *[result.end - result.start for result in results]])
         self._calls.deadline.learn(seconds)
         return results, seconds
 

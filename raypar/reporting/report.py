@@ -82,8 +82,10 @@ class Report:
         lr: Learning rate of the update; 0 of a step that was skipped.
         tokens: Number of target elements of the step.
         tokens_per_s: Tokens a second, by the driver's clock.
-        step_ms: Duration in milliseconds, by the driver's clock.
-        bubble: Share of the actors' time in which they computed nothing, 0 to 1.
+        step_ms: Duration in milliseconds, by the driver's clock: since the report of the step before. Where an actor
+            begins its next step while others end this one, it is a little less than the length of the timeline.
+        bubble: Share of the actors' time in which they computed nothing, 0 to 1, from the first action on any of them
+            to the last; as in the timeline, if there is one replica.
         overlap: Share of the gradient reduction that was hidden behind compute: 1 - (seconds that an actor spent on
             starting it and waiting for it) / (seconds in which it was under way), mean over the actors. None with one
             replica, and with servers, where actors wait for weights as well.
@@ -263,7 +265,7 @@ def report_of(
     losses, counts = losses_of(results)
     tokens = sum(counts)
     workers = results[: world.mesh.size]
-    idle = [1.0 - result.busy / result.span for result in workers if result.span > 0]
+    whole = len(workers) * makespan(workers)
     overlaps = [result.overlap for result in workers if result.overlap is not None]
     ranks = [[results[rank] for rank in world.trainers_of(pp)] for pp in range(world.mesh.pp)]
     return Report(
@@ -274,7 +276,7 @@ def report_of(
         tokens=tokens,
         tokens_per_s=tokens / seconds,
         step_ms=seconds * 1e3,
-        bubble=sum(idle) / len(idle) if idle else 0.0,
+        bubble=1.0 - sum(result.busy for result in workers) / whole if whole else 0.0,
         overlap=sum(overlaps) / len(overlaps) if overlaps else None,
         in_flight=tuple(max(result.in_flight for result in replicas) for replicas in ranks),
         peak_memory=tuple(max(result.peak_memory for result in replicas) for replicas in ranks),
@@ -291,6 +293,12 @@ def report_of(
         loads=loads_of(results),
         shadows=shadows_of(results),
     )
+
+
+def makespan(results: Sequence[StepResult]) -> float:
+    """Return the seconds from the first action of any actor in a step to the last of any."""
+    took = [result for result in results if result.end > result.start]
+    return max(result.end for result in took) - min(result.start for result in took) if took else 0.0
 
 
 def losses_of(results: Sequence[StepResult]) -> tuple[list[float], list[int]]:

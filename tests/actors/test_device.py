@@ -83,6 +83,15 @@ def test_marks_are_events_that_are_timed_when_the_step_is_over(gpu):
     gpu.finish()
     assert gpu.calls == ["synchronize"]
     assert gpu.spans(spans) == [Span(STEP, 960.0, 970.0), Span(STEP, 980.0, 990.0, 5, 2)]
+    gpu.clock_offset = 7.0
+    assert gpu.spans(spans) == [Span(STEP, 967.0, 977.0), Span(STEP, 987.0, 997.0, 5, 2)], "of the driver's clock"
+
+
+def test_a_cpus_spans_are_on_the_drivers_clock():
+    host = Host()
+    assert host.spans([Span(STEP, 1.0, 2.0)]) == [Span(STEP, 1.0, 2.0)]
+    host.clock_offset = -0.5
+    assert host.spans([Span(STEP, 1.0, 2.0, 5, 2)]) == [Span(STEP, 0.5, 1.5, 5, 2)]
 
 
 def test_every_step_has_its_own_marks_and_peak(gpu):

@@ -249,7 +249,7 @@ def times():
     return {
         "within": all(before <= span.start <= span.end <= time.perf_counter() for span in spans),
         "buckets": sum(span.bucket is not None for span in spans),
-        "busy": all(0 < result.busy <= result.span for result in results),
+        "busy": all(0 < result.busy <= result.end - result.start for result in results),
         "overlap": all(0 <= result.overlap <= 1 for result in results),
         "peak": results[0].peak_memory,
     }

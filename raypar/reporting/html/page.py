@@ -34,7 +34,7 @@ from raypar.schedules.drawing.overlay import Overlay
 
 _NONE = "No step was taken yet."
 _BUBBLE = (
-    "The share of an actor's own time, from its first action of a step to its last, in which it computes nothing. "
+    "The share of the actors' time, from the first action of a step to the last, in which they compute nothing. "
     "Medians leave out the first step, which also warms up."
 )
 

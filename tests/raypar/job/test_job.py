@@ -168,6 +168,7 @@ def test_reports_and_progress(job, caplog):
     assert reports[-1].tokens == 4 * B * S
     assert reports[-1].loss < reports[0].loss
     assert all(0 < report.bubble < 1 for report in reports)
+    assert reports[-1].bubble == pytest.approx(job.timeline().bubble, abs=1e-9), "one figure, whoever tells it"
     assert sum("loss" in message for message in caplog.messages) == 8
     assert job.train() == [], "the run is over"
 
@@ -483,7 +484,7 @@ def test_a_step_by_hand_has_the_bits_of_a_compiled_one_whatever_is_done_on_its_w
 
 def test_a_step_takes_no_less_than_it_took_its_actors():
     """The driver may come so late to a report that the next one is there already."""
-    results, learned = [SimpleNamespace(span=0.25), SimpleNamespace(span=7.5)], []
+    results, learned = [SimpleNamespace(start=0.0, end=0.25), SimpleNamespace(start=0.5, end=8.0)], []
     deadline = SimpleNamespace(learn=learned.append)
     calls = SimpleNamespace(submit=lambda *told: [told], gather=lambda refs, what: results, deadline=deadline)
     ahead = Ahead(calls, 1, 0)

@@ -20,7 +20,7 @@ from raypar.reporting.trackers.tracker import scalars
 from tests.support.routed import routed
 from tests.support.team import Team
 
-NOTHING = StepResult((2.0,), (4,), 1.0, 0.1, 1.0, 2.0, None, 1, 0)
+NOTHING = StepResult((2.0,), (4,), 1.0, 0.1, 1.0, 0.0, 2.0, None, 1, 0)
 
 
 def result(factor=1.0, tokens=(3, 1), dropped=(0, 0), layers=(2, 10)):

@@ -18,7 +18,7 @@ from raypar.reporting.report import report_of
 from raypar.reporting.trackers.tracker import scalars
 from tests.support.team import Team
 
-NOTHING = StepResult((2.0,), (4,), 1.0, 0.1, 1.0, 2.0, None, 1, 0)
+NOTHING = StepResult((2.0,), (4,), 1.0, 0.1, 1.0, 0.0, 2.0, None, 1, 0)
 
 
 def world(**axes):
