@@ -100,17 +100,23 @@ def open_tokens(setting: str, path: str, tokenizer: str | None, cache: str | Non
         _make_folder(folder, faults)
         if faults or encoder is None:
             raise TextError(faults)
-        count = "1 file" if len(files) == 1 else f"{len(files)} files"
-        size = sum(file.size for file in files)
-        log.info("converting %s %r to tokens, once: %s, %s bytes", setting, path, count, f"{size:,}")
         try:
-            facts = _scan(files[0]) if is_bin else _convert(files, encoder, tokenizer_sha or "", data)
+            taken = files if is_bin else [file for file in files if file.size and _is_text(file)]
+            log.info("converting %s %r to tokens, once: %s", setting, path, _told(files, taken))
+            facts = _scan(files[0]) if is_bin else _convert(taken, encoder, tokenizer_sha or "", data)
             write_whole(folder / f"{key}.json", [memoryview(json.dumps(asdict(facts), indent=1).encode())])
         except (OSError, ValueError) as error:
             raise TextError([f"{setting}: {path!r} cannot be converted ({error}): repair that"]) from error
     if not facts.count:
         raise TextError([f"{setting}: {path!r} is empty ({_SKIPPED}): give files with text in them"])
     return np.memmap(data, np.dtype(facts.dtype), mode="r"), facts
+
+
+def _told(files: list[_File], taken: list[_File]) -> str:
+    """Say how many files and bytes are converted, and how many files are left out."""
+    count = "1 file" if len(taken) == 1 else f"{len(taken)} files"
+    skipped = f" ({len(files) - len(taken)} without text skipped)" if len(taken) < len(files) else ""
+    return f"{count}, {sum(file.size for file in taken):,} bytes{skipped}"
 
 
 def _sources(setting: str, path: str, cache: Path, faults: list[str]) -> list[_File]:
@@ -249,13 +255,12 @@ def _encoder(tokenizer: str | None, faults: list[str]) -> _Encoder | None:
 
 
 def _convert(files: list[_File], encoder: _Encoder, tokenizer_sha: str, data: Path) -> Facts:
-    """Write the tokens of all text files, one after the other, to ``data``. Needs memory for a few chunks only."""
+    """Write the tokens of text files, one after the other, to ``data``. Needs memory for a few chunks only."""
     sources, tokens, count, max_id = hashlib.sha256(tokenizer_sha.encode()), hashlib.sha256(), 0, 0
-    texts = [file for file in files if file.size and _is_text(file)]
     with WholeFile(data) as out:
-        for number, file in enumerate(texts):
+        for number, file in enumerate(files):
             sources.update(repr((file.name, file.size)).encode())
-            for chunk in _chunks(file, sources, last=number == len(texts) - 1):
+            for chunk in _chunks(file, sources, last=number == len(files) - 1):
                 ids = encoder.encode(chunk)
                 out.write(ids.tobytes())
                 tokens.update(ids.tobytes())

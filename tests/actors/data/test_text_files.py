@@ -61,6 +61,15 @@ def test_folder_is_its_text_files_in_order_with_newlines_between(folder, tmp_pat
     assert text_of(folder, tmp_path) == "bravo\nalpha\nzulu"
 
 
+def test_what_is_converted_is_said(folder, tmp_path, caplog):
+    with caplog.at_level("INFO", logger="raypar"):
+        tokens_of(folder, tmp_path)
+        tokens_of(folder / "z.txt", tmp_path)
+    (all_of, one) = caplog.messages
+    assert all_of.endswith("to tokens, once: 3 files, 15 bytes (2 without text skipped)")
+    assert one.endswith("to tokens, once: 1 file, 4 bytes")
+
+
 def test_glob_finds_files_at_every_depth(folder, tmp_path, monkeypatch):
     assert text_of(folder / "**" / "*.txt", tmp_path) == "bravo\nalpha\nzulu"
     assert text_of(folder / "*.txt", tmp_path) == "bravo\nzulu"
