@@ -94,6 +94,7 @@ class Tasks(Executor):
         return _Begun(step, [0] * len(self._rows), last)
 
     def results(self, begun: _Begun, what: str) -> list[StepResult]:
+        """Submit tasks as those that they need are done, and return the actors' results; see ``Executor``."""
         while self._submit(begun):
             refs = list(begun.sends)
             done, has_failed = self._calls.first(refs, what, [begun.sends[ref][0] for ref in refs])
