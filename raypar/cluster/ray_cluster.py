@@ -321,8 +321,9 @@ def _connect() -> bool:
     except Exception as error:  # Ray raises many types, Exception itself among them
         ray.shutdown()
         raise JobError(
-            f"Ray does not start on this machine ({first_line(error)}): "
-            "see that /tmp (or RAY_TMPDIR) has room, and that no broken Ray is left running (ray stop)"
+            f"Ray does not start on this machine ({first_line(error)}): try again if the machine is busy "
+            f"(load {os.getloadavg()[0]:.0f} on {num_cores()} cores); else see that /tmp (or RAY_TMPDIR) has room, and "
+            "that no broken Ray of yours is left running"
         ) from error
     except BaseException:  # Ctrl-C: parts of Ray are running already
         ray.shutdown()

@@ -6,7 +6,7 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from raypar.config.fields import brief
@@ -15,6 +15,8 @@ from raypar.paths import CHECKPOINTS, COMPARISON, LOG, REPORT, RUN, RUN_FILES, T
 _UNFINISHED = re.compile(r"\.[0-9a-f]{32}")  # what a WholeFile leaves behind if its process is killed
 _EVENTS = re.compile(r"events\.out\.tfevents\..*")
 _SHARDS = re.compile(r"manifest\.json|.*\.safetensors")
+_PLANNED = re.compile(rb"^\S+ INFO actors: \d+", re.MULTILINE)  # in every log, when a launch begins
+_MOST_READ = 1 << 16  # bytes of a log
 _HEAD = b"# The run with all its defaults, for raypar train"  # with which run.toml begins
 
 
@@ -36,12 +38,22 @@ def replacing_faults(path: Path) -> Iterator[str]:
     if LOG in there and _is_plain(path / LOG) and _is_locked(path / LOG):
         yield "is that of a run that is under way: end that one first, or give another folder"
         return
+    if RUN not in there and _was_begun(path, there):
+        return
     if RUN not in there or not _is_plain(path / RUN) or not (path / RUN).read_bytes().startswith(_HEAD):
         yield f"is no run folder of raypar (it has no {RUN} that raypar wrote): give another folder"
         return
     strangers = [name for name in there if not _is_ours(path / name)]
     if strangers:
         yield f"has {brief(strangers[0])} in it, which no run has written: move it away, or give another folder"
+
+
+def _was_begun(path: Path, there: Sequence[str]) -> bool:
+    """Return whether a folder holds only what a launch leaves that ended before its run began, which is no loss."""
+    if LOG not in there or set(there) - {LOG, CHECKPOINTS} or not all(_is_ours(path / name) for name in there):
+        return False
+    saved = [one.name for one in (path / CHECKPOINTS).iterdir()] if CHECKPOINTS in there else []
+    return saved in ([], [".lock"]) and bool(_PLANNED.search((path / LOG).read_bytes()[:_MOST_READ]))
 
 
 def _is_ours(path: Path) -> bool:

@@ -67,11 +67,9 @@ class History:
     def seen(self) -> Points:
         """Return ``(number of steps taken, units seen until then)`` of every step.
 
-        Steps that are missing at the start, because the run goes on from another folder, count as the first one here.
+        Steps that are missing at the start are in another folder, and not counted: they may have been of other sizes.
         """
-        if not self.steps:
-            return []
-        total, points = self.count(self.steps[0]) * self.steps[0]["step"], Points()
+        total, points = 0, Points()
         for line in self.steps:
             total += self.count(line)
             points.append((line["step"] + 1, total))
@@ -162,7 +160,7 @@ def headline(past: Past, history: History, *, skips: bool = False) -> list[tuple
         times = [time for _, time in history.points("step_ms")]
         speed = (f"{history.unit}/s, median", f"{middle(history.throughput()):,.0f}")
         rows += [
-            (f"{history.unit} seen", f"{history.seen()[-1][1]:,.0f}"),
+            (f"{history.unit} seen{_since(history)}", f"{history.seen()[-1][1]:,.0f}"),
             *([speed, ("bubble, median", share(history.median("bubble")))] if times else []),
             ("peak memory of a rank", size(max(history.peaks(), default=0))),
             *([("time in steps", duration(sum(times) / 1e3))] if times else []),
@@ -187,6 +185,12 @@ def smoothed(points: Points) -> Points:
             value = mean / weight
         found.append((step, value))
     return found
+
+
+def _since(history: History) -> str:
+    """Say after which step a folder begins, if the steps before it are in another one."""
+    first = history.steps[0]["step"]
+    return f" since step {first:,}" if first else ""
 
 
 def exp(loss: float) -> float:

@@ -127,8 +127,8 @@ def memory(history: History) -> Markup:
     return section("Peak memory", bars(rows, size) if rows else note(_NONE))
 
 
-def messages(past: Past) -> Markup:
-    """Show the ledger: seconds by axis and op, and the calls and bytes of every actor."""
+def messages(past: Past, marks: Sequence[Mark]) -> Markup:
+    """Show the ledger of the last launch: seconds by axis and op, and the calls and bytes of every actor."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for counted in past.ledger.values():
         for kind, counts in counted.items():
@@ -147,6 +147,8 @@ def messages(past: Past) -> Markup:
         if timed
         else "Sums over all actors. This folder is of a raypar that did not write the seconds."
     )
+    if resumed := [mark.step for mark in marks if mark.kind == "resume"]:
+        told += f" They are of the last session, after step {resumed[-1]:,}, with its evaluations."
     shown = bars([(kind, seconds) for kind, (_, _, seconds) in ordered], duration) if timed else Markup()
     whole = table(["axis and op", "calls", "bytes", "seconds"], rows, ["", NUMBER, NUMBER, NUMBER])
     each = [
@@ -272,7 +274,7 @@ def page(past: Past, *, faults: Sequence[str] = (), peak: float | None = None, e
         overflow(history),
         steps(past),
         memory(history),
-        messages(past),
+        messages(past, marks),
         checkpoints(past),
         failures(past, history),
         provenance(past),

@@ -102,6 +102,15 @@ def test_overwrite_touches_nothing_but_a_run_folder(kept_actors):
     Path("mine").mkdir()
     Path("mine/run.toml").write_text("steps = 3\n")
     assert "no run folder of raypar" in faults("mine")
+    Path("mine/run.toml").unlink()
+    Path("mine/log.txt").write_text("my own log\n")
+    assert "no run folder of raypar" in faults("mine")
+    Path("mine/log.txt").write_text("2026-11-25T18:38:28+0000 INFO actors: 2 = pp 2\n")
+    Path("mine/checkpoints").mkdir()
+    Path("mine/checkpoints/.lock").touch()
+    check_run(replace(RUN, folder="mine"), overwrite=True)  # what an interrupted launch leaves is no run
+    Path("mine/checkpoints/step-00000001").mkdir()
+    assert "no run folder of raypar" in faults("mine")
     for name in ("notes.txt", "checkpoints/mine", "checkpoints/step-00000001/notes.txt"):
         Path("runs/a", name).write_text("keep me")
         assert "which no run has written" in faults("runs/a"), name

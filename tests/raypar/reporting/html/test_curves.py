@@ -58,10 +58,12 @@ def test_a_loss_that_is_no_cross_entropy_has_no_perplexity():
     assert (exp(0.0), exp(1e6), math.isnan(exp(math.nan))) == (1.0, math.inf, True)
 
 
-def test_tokens_are_counted_over_the_whole_run_also_where_it_goes_on_from_another_folder():
+def test_tokens_are_counted_over_the_steps_of_the_folder_and_others_are_told():
     assert History.of(past()).seen() == [(1, 512), (2, 1024), (3, 1536)]
     later = past()
-    assert History.of(replace(later, metrics=later.metrics[2:])).seen() == [(3, 1536)]
+    assert History.of(replace(later, metrics=later.metrics[2:])).seen() == [(3, 512)]
+    assert "tokens seen since step 2" in texts(page(replace(later, metrics=later.metrics[2:])))
+    assert "tokens seen" in texts(page(past()))
 
 
 def test_what_has_no_tokens_is_counted_in_samples_and_else_in_targets():
