@@ -197,13 +197,14 @@ class Updater:
             return
         pairs = zip(self._names, tally.norms.tolist(), strict=True)
         bad = [name for name, norm in pairs if not norm < float("inf")]
-        if tally.against and not bad:
-            raise NonFiniteError(f"step {step + 1}: the loss is not finite; no weight was changed: look at the batch")
+        if tally.against:
+            nor = f", nor are the gradients of {len(bad)} of {len(self._names)} parameters ({bad[0]})" if bad else ""
+            or_lower = ", or lower the learning rate" if bad else ""
+            told = f"step {step + 1}: the loss is not finite{nor}; no weight was changed: look at the batch{or_lower}"
+            raise NonFiniteError(told)
         fix = "lower the learning rate or clip"
         if self._scaler.is_on:
             fix = f"the scale of the loss, {self._scaler.scale:g}, is at its floor: lower loss_scale.floor, or {fix}"
-        if tally.against:
-            fix = "nor is the loss: look at the batch, or lower the learning rate"
         raise NonFiniteError(
             f"step {step + 1}: the gradient of {bad[0] if bad else 'the whole model'} is not finite "
             f"({len(bad)} of {len(self._names)} parameters); no weight was changed: {fix}"

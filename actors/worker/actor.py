@@ -149,7 +149,7 @@ class Hosted:
         self._refusal = None
         if self._has_failed:
             raise StaleError(f"{_there(self._member).seat.label} has failed in a step before this one")
-        self._attempt(lambda member: member.start("train", step, epoch))
+        _attempt(self, lambda member: member.start("train", step, epoch))
 
     def act(self, action: Action, *after: None) -> None:
         """Perform the next action of the row in the step that ``start_step`` began.
@@ -158,26 +158,13 @@ class Hosted:
             action: The action.
             *after: What the tasks have returned that had to be done before.
         """
-        self._attempt(lambda member: member.perform(action))
+        _attempt(self, lambda member: member.perform(action))
 
     def end_step(self, step: int) -> StepResult:
         """End the step that ``start_step`` began; it has this number."""
-        result = self._attempt(lambda member: member.end())
+        result = _attempt(self, lambda member: member.end())
         _keep(_there(self._member), self._keeper, step)
         return result
-
-    def _attempt(self, call: Callable[[Worker], T]) -> T:
-        """Make a call of a step. After one that has failed, all others of the step fail in the same way."""
-        if self._refusal is not None:
-            raise self._refusal.with_traceback(None)
-        member = _there(self._member)
-        assert isinstance(member, Worker)
-        try:
-            return call(member)
-        except Exception as error:
-            self._refusal = error
-            self._has_failed = not isinstance(error, NonFiniteError | StaleError)
-            raise
 
     def open(self, step: int) -> None:
         """Begin a training step by hand."""
@@ -394,3 +381,17 @@ def _there(member: Worker | Server | None) -> Worker | Server:
     if member is None:
         raise RuntimeError("this actor takes no part in a run: start it with a plan")
     return member
+
+
+def _attempt(host: Hosted, call: Callable[[Worker], T]) -> T:
+    """Make a call of a step. After one that has failed, all others of the step fail in the same way."""
+    if host._refusal is not None:
+        raise host._refusal.with_traceback(None)
+    member = _there(host._member)
+    assert isinstance(member, Worker)
+    try:
+        return call(member)
+    except Exception as error:
+        host._refusal = error
+        host._has_failed = not isinstance(error, NonFiniteError | StaleError)
+        raise

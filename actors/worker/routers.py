@@ -79,7 +79,8 @@ class Routers:
             action = Action(number, Op.F, microbatch // dp)
             raise RouterError(
                 f"step {step + 1}: the router of {name} gave scores that are not finite in {action} on actor "
-                f"{self._seat.label}; no weight was changed: lower the learning rate, clip, or add a z-loss"
+                f"{self._seat.label}; no weight was changed: look at the batch, lower the "
+                "learning rate, clip, or add a z-loss"
             ) from error
 
     def losses(self) -> tuple[AddedLoss, ...]:

@@ -31,6 +31,8 @@ _WORDS = _RANGES | {
     "tuple_type": "a tuple (in TOML a list)",
     "dict_type": "a dictionary",
     "missing": "longer",
+    "too_short": "a list of {min_length} at least",
+    "string_too_short": "a text of {min_length} or more characters",
     "too_long": "of {max_length} at most",
     "callable_type": "a function",
     "literal_error": "{expected}",
@@ -151,7 +153,8 @@ def _told(errors: list[ErrorDetails], path: str, *, mapping: bool) -> Iterator[F
 
     def items(error: ErrorDetails) -> str:
         if mapping:
-            return "".join(f"[{key!r}]" for key in error["loc"][1:2])
+            keys = [key for key in error["loc"][1:] if not str(key).startswith(("dict[", "[key]"))]
+            return "".join(f"[{key!r}]" for key in keys[:1])
         return "".join(f".{index}" for index in error["loc"] if isinstance(index, int))
 
     near = [error for error in errors if error["type"] in _RANGES] or errors

@@ -115,7 +115,7 @@ def test_a_router_that_is_not_finite_is_named_with_actor_and_action():
     named = [str(error) for error in errors if isinstance(error, RouterError)]
     assert named == [
         "step 2: the router of layers.2 gave scores that are not finite in 1F0 on actor pp=1 dp=0; no weight was "
-        "changed: lower the learning rate, clip, or add a z-loss"
+        "changed: look at the batch, lower the learning rate, clip, or add a z-loss"
     ]
 
 

@@ -91,7 +91,7 @@ def test_a_loss_that_is_not_finite_on_one_replica_changes_nothing_and_the_job_go
     job = job_of(small(lambda: [nn.Linear(4, 4)], data=rp.Batches(poisoned), data_parallel=mode))
     job.step()
     before = dict(job.weights())
-    with pytest.raises(rp.NonFiniteError, match=r"step 2: the gradient of layers\.0\.weight is not finite"):
+    with pytest.raises(rp.NonFiniteError, match=r"step 2: the loss is not finite, nor are the gradients of"):
         job.step()
     for dp in range(2):
         assert all(torch.equal(weight, before[name]) for name, weight in job.weights(dp).items())
