@@ -17,6 +17,7 @@ from raypar.actors.checkpoint.assembler import ShardFolder
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.memory_snapshot import Address, Share
 from raypar.actors.checkpoint.snapshot import Written
+from raypar.actors.checkpoint.snapshot_copy import Recipient
 from raypar.actors.collective import ray_groups
 from raypar.actors.collective.group import Group
 from raypar.actors.collective.ledger import Ledger
@@ -36,7 +37,7 @@ from raypar.actors.inspect.step import Held, Seen
 from raypar.actors.last_action import LastAction
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.injected_fault import InjectedFault
-from raypar.actors.specs.results import Located, Progress, Span, StepResult
+from raypar.actors.specs.results import Copied, Located, Progress, Span, StepResult
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.parameter_server import Server
@@ -106,9 +107,11 @@ class Hosted:
             comes_back: Whether it joins new groups of the same run next, and so keeps snapshots.
         """
         self._member, self._has_failed = None, False
-        if self._keeper is not None and not comes_back:
-            self._keeper.close()
-            self._keeper = None
+        if self._keeper is not None:
+            self._keeper.stop_copies()
+            if not comes_back:
+                self._keeper.close()
+                self._keeper = None
         for group in self._joined.values():
             ray_groups.leave(group.name)
         self._joined = {}
@@ -116,15 +119,25 @@ class Hosted:
 
     # --- steps ---
 
-    def run(self, program: ProgramName, step: int, epoch: int | None = None) -> StepResult:
-        """Perform this actor's row of a program; see ``Worker.run``. Raises StaleError after a step that failed."""
+    def run(self, program: ProgramName, step: int, epoch: int | None = None, copy_within: int = 0) -> StepResult:
+        """Perform this actor's row of a program, and take the snapshot that is due.
+
+        Args:
+            program: Name of the program.
+            step: Number of the step.
+            epoch: Epoch of the call; None to accept it in any case.
+            copy_within: See ``SnapshotKeeper.after``.
+
+        Raises:
+            StaleError: A step before this one has failed, or see ``Worker.run`` for this and other errors.
+        """
         member = _there(self._member)
         if self._has_failed:
             raise StaleError(f"{member.seat.label} has failed in a step before this one")
         try:
             result = member.run(program, step, epoch)
             if program == "train":
-                _keep(member, self._keeper, step)
+                result = replace(result, copied=_keep(member, self._keeper, step, copy_within))
         except (NonFiniteError, StaleError):
             raise
         except Exception:
@@ -178,7 +191,7 @@ class Hosted:
         with member.probe.idle():
             member.state.rewind_to(folder, tensors, step, bad)
         if self._keeper is not None:
-            self._keeper.forget_after(step)
+            self._keeper.forget_after(step - 1)  # one after ``step`` steps knows of no data that is left out
 
     # --- snapshots in memory ---
 
@@ -205,12 +218,21 @@ class Hosted:
         _kept(self._keeper).drop_old()
 
     def snapshot(self, share: Share, step: int) -> bytes:
-        """Return a snapshot that this actor has, for another node."""
+        """Return a snapshot that this actor has, for another node that goes back to it."""
         return _kept(self._keeper).raw(share, step)
 
     def receive_snapshot(self, share: Share, raw: bytes) -> None:
         """Keep a snapshot that another node has."""
         _kept(self._keeper).receive(share, raw)
+
+    def expect_copies(self, expected: Mapping[str, Share], files: int) -> tuple[str, int, list[Address]]:
+        """Get ready for copies from other nodes; see ``SnapshotKeeper.expect_copies``. Returns its address too."""
+        host = ray_groups.node_address()
+        return (host, *_kept(self._keeper).expect_copies(host, expected, files))
+
+    def begin_copies(self, to: Recipient | None, step: int, addresses: Sequence[Address], patience: float) -> None:
+        """Begin to send copies to another node; see ``SnapshotKeeper.begin_copies``."""
+        _kept(self._keeper).begin_copies(to, step, addresses, patience)
 
     def restore(self, step: int, shares: Sequence[Share]) -> None:
         """Load the snapshots of a step; see ``SnapshotKeeper.restore``."""
@@ -240,6 +262,8 @@ class Hosted:
         """Abort all communication under way."""
         for group in list(self._joined.values()):
             group.abort()
+        if self._keeper is not None:
+            self._keeper.interrupt_copies()
 
     # --- looking inside ---
 
@@ -332,13 +356,15 @@ def _kept(keeper: SnapshotKeeper | None) -> SnapshotKeeper:
     return keeper
 
 
-def _keep(member: Worker | Server, keeper: SnapshotKeeper | None, step: int) -> None:
-    """Take the snapshot that is due after a step."""
+def _keep(member: Worker | Server, keeper: SnapshotKeeper | None, step: int, copy_within: int) -> Copied:
+    """Take the snapshot that is due after a step, and return what there is to tell of copies."""
+    copied = Copied()
     try:
         member.faults.reach("end", step)
         if keeper is not None:
-            keeper.after(step + 1, member.state)
+            copied = keeper.after(step + 1, member.state, copy_within)
         member.faults.reach("report", step)
+        return copied
     except Exception as error:
         raise member.seat.failed("snapshot after the step", None, error) from None
 

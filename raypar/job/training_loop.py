@@ -239,14 +239,14 @@ class TrainingLoop:
         last = self.next_step + count
         # With servers, replicas do not learn that a step was refused, so steps handed over ahead would still run.
         most = 0 if self.loaded.world.servers else most
-        ahead = self._ahead = Ahead(self.loaded.calls, most, self._lifetime.epoch)
+        ahead = self._ahead = self._handing(most)
         try:
             while self.next_step < last:
                 self._lifetime.demand_open()
                 is_growing = self._starter.can_grow()
                 if is_growing and not len(ahead):
                     self._lifetime.guard(partial(self._surviving, self._grow))
-                    ahead = self._ahead = Ahead(self.loaded.calls, most, self._lifetime.epoch)
+                    ahead = self._ahead = self._handing(most)
                 every = 0 if self._has_no_validation else self.loaded.run.eval_every
                 stop = (self.next_step // every + 1) * every if every else last
                 stop = min(last, stop, self._saver.next_due(self.next_step, last))
@@ -262,7 +262,7 @@ class TrainingLoop:
                         report = None
                 if not isinstance(report, Report):
                     ctrl_c.heed()
-                    ahead = self._ahead = Ahead(self.loaded.calls, most, self._lifetime.epoch)
+                    ahead = self._ahead = self._handing(most)
                     continue
                 try:
                     yield report
@@ -279,6 +279,9 @@ class TrainingLoop:
     def _has_no_validation(self) -> bool:
         data = self.loaded.run.data
         return isinstance(data, Batches) and data.validate is None
+
+    def _handing(self, most: int) -> Ahead:
+        return Ahead(self.loaded.calls, most, self._lifetime.epoch, self._starter.copy_within)
 
     def _next(self, ahead: Ahead, stop: int) -> Report:
         """Hand over steps before ``stop``, then wait for the oldest one and commit it."""
@@ -315,7 +318,7 @@ class TrainingLoop:
         step = self.next_step
         while isinstance(answer := self._lifetime.guard(partial(self._surviving, call)), Failure):
             while self.next_step < step:
-                again = Ahead(self.loaded.calls, 0, self._lifetime.epoch)
+                again = self._handing(0)
                 self._lifetime.guard(partial(self._surviving, partial(self._next, again, step)))
         return answer
 
@@ -368,6 +371,7 @@ class TrainingLoop:
     def _rewind(self, error: NonFiniteError) -> None:
         self._saver.settle()
         self.next_step = rewound(self.loaded, error, self.next_step)
+        self._starter.go_on_after(self.next_step)
 
     def _settle(self, ahead: Ahead) -> None:
         while len(ahead):
@@ -386,6 +390,7 @@ class TrainingLoop:
             for told in self._stragglers.of(report.steps_taken, [result.busy for result in results]):
                 log.warning("%s", told)
         self._times.keep(self.next_step, seconds)
+        self._starter.learn(results, seconds)
         self.next_step += 1
         self.last = report
         self._record.write(report)
