@@ -12,6 +12,7 @@ from raypar.actors.checkpoint.snapshot_copy import SILENCE, Recipient
 from raypar.actors.collective.shm.links import place
 from raypar.cluster.calls import Calls
 from raypar.job.loaded_run import LoadedRun
+from raypar.planner.snapshots import kept_copies
 from raypar.recovery.buddies import CopyPace, buddies_of
 
 _HEARD = 5.0  # seconds in which an actor that takes no part in the run answers
@@ -115,8 +116,7 @@ class Snapshots:
             return
         tokens = [secrets.token_hex(16) for _ in ranks]
         expected = [{tokens[rank]: self.source[rank] for rank in ranks if buddies[rank] == buddy} for buddy in ranks]
-        files = 3 if self.pace.every == 1 else 2  # one more where the next copy comes before all others are whole
-        refs = [calls.handles[rank].expect_copies.remote(expected[rank], files) for rank in ranks]
+        refs = [calls.handles[rank].expect_copies.remote(expected[rank], kept_copies(run)) for rank in ranks]
         opened = calls.gather(refs, "expecting copies of snapshots")
         addresses = [address for *_, of_one in opened for address in of_one]
         to = [
