@@ -393,5 +393,6 @@ def _opened(address: Address) -> tuple[int, ...]:
             opened.append(os.open(f"/proc/{address.pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
         return tuple(opened)
     except OSError:
-        list(map(os.close, opened))
+        for one in opened:
+            os.close(one)
         raise

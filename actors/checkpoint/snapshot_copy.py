@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import cycle
 from typing import NamedTuple
@@ -26,7 +26,8 @@ _TOKEN = 32  # bytes
 _ACK = b"!"
 _NOT_WHOLE = bytes(_LENGTH.size)
 _PIECE = 1 << 22  # bytes that are sent at a time
-_ENDING = 2.0  # seconds in which a thread ends whose connection is closed
+_HELLO = 2.0  # seconds in which who connects says who he is
+_ENDING = 2.5  # seconds in which a thread ends whose connection is closed
 
 
 class Recipient(NamedTuple):
@@ -85,30 +86,25 @@ class CopyReceiver:
                     os.close(room.fd)
         self._rooms = {}
 
-    def _start(self, work: object, *args: object) -> None:
-        thread = threading.Thread(target=work, args=args, name="raypar-copies", daemon=True)  # type: ignore[arg-type]
+    def _start(self, work: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=work, args=args, name="raypar-copies", daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def _accept(self) -> None:
+        """Start a thread for each connection that is expected, until all have come or the receiver is closed."""
         waiting = dict(self._rooms)
-        with self._listener:
+        with self._listener, suppress(OSError):
             while waiting:
-                try:
-                    connection, _ = self._listener.accept()
-                    connection.settimeout(SILENCE)
-                    token = bytes(_exactly(connection, _TOKEN)).decode(errors="replace")
-                except OSError:
-                    if self._is_closed:
-                        return
-                    continue
+                connection, _ = self._listener.accept()
+                token = _token_of(connection)
                 with self._lock:
                     rooms = None if self._is_closed else waiting.pop(token, None)
                     if rooms is None:
                         connection.close()
-                        continue
-                    self._connections.append(connection)
-                self._start(_receive, connection, rooms)
+                    else:
+                        self._connections.append(connection)
+                        self._start(_receive, connection, rooms)
 
 
 class CopySender:
@@ -164,6 +160,8 @@ class CopySender:
             _shut(self._socket)
         if self._thread is not None:
             self._thread.join(_ENDING)
+        if self._socket is not None and not self.is_sending:
+            self._socket.close()
 
     def _run(self, file: int) -> None:
         try:
@@ -214,6 +212,15 @@ class _Room:
         connection.sendall(_ACK)
         os.pwrite(self.fd, _exactly(connection, _LENGTH.size), 0)
         connection.sendall(_ACK)
+
+
+def _token_of(connection: socket.socket) -> str:
+    """Receive the token of who has connected; "" if he tells none."""
+    connection.settimeout(_HELLO)
+    try:
+        return _exactly(connection, _TOKEN).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _receive(connection: socket.socket, rooms: tuple[_Room, ...]) -> None:

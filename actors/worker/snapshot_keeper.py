@@ -132,8 +132,8 @@ class SnapshotKeeper:
 
     def interrupt_copies(self) -> None:
         """Let no step wait for a copy any more. It may be called from another thread."""
-        if self._outgoing is not None:
-            self._outgoing.close()
+        if (outgoing := self._outgoing) is not None:
+            outgoing.close()
 
     def stop_copies(self) -> None:
         """Send and receive no more copies. Those that are whole stay."""

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from contextlib import closing, nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +33,10 @@ def steps_of(receiver):
 
 def content(file):
     return os.pread(file, os.fstat(file).st_size, 0)
+
+
+def num_opened():
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.fixture
@@ -147,7 +152,8 @@ def test_an_actor_has_what_belongs_to_the_last_whole_copy_and_two_snapshots_more
 def test_a_node_that_is_lost_costs_at_most_the_steps_between_two_copies(layout):
     """Each half of the actors is a node, and every actor's buddy is on the other one; the second node is lost."""
     team = Team(linears(), **{"pp": 1, **layout}, max_failures=1, buddy_every=2)
-    plans = [actor.member.seat.plan for actor in team.all]
+    other = Team(linears(), **{"pp": 1, **layout}, max_failures=1)
+    plans, before = [actor.member.seat.plan for actor in team.all], num_opened()
     keepers, size, weights = [SnapshotKeeper(plan, lambda step: None) for plan in plans], len(plans), []
     shares, half = [Share(0, rank) for rank in range(size)], size // 2
     ports = [keeper.expect_copies(HERE, {TOKEN: shares[rank - half]}, 2)[0] for rank, keeper in enumerate(keepers)]
@@ -163,8 +169,9 @@ def test_a_node_that_is_lost_costs_at_most_the_steps_between_two_copies(layout):
     assert common in (3, 4, 5), "copies were begun of 1, 3 and 5"
     there = [address for keeper in keepers[:half] for address in keeper.addresses()]
     files = SnapshotFiles({share: [fd for one in there if one.share == share for fd in one.files] for share in shares})
-    other = Team(linears(), **{"pp": 1, **layout}, max_failures=1)
     assert other.each(lambda actor: actor.member.state.load(files, files.at(common, shares))) == [None] * size
     assert all(torch.equal(other.weights()[name], weight) for name, weight in weights[common - 1].items())
     for keeper in keepers:
         keeper.close()
+    del keepers, keeper  # what is mapped is open too
+    assert num_opened() == before
