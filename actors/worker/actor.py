@@ -6,10 +6,11 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -37,14 +38,16 @@ from raypar.actors.inspect.step import Held, Seen
 from raypar.actors.last_action import LastAction
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.injected_fault import InjectedFault
-from raypar.actors.specs.results import Copied, Located, Progress, Span, StepResult
+from raypar.actors.specs.results import Located, Progress, Span, StepResult
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.parameter_server import Server
 from raypar.actors.worker.plan import Plan
-from raypar.actors.worker.snapshot_keeper import SnapshotKeeper
+from raypar.actors.worker.snapshot_keeper import SnapshotKeeper, keep_after, kept
 from raypar.actors.worker.worker import Worker
 from raypar.schedules.action import Action
+
+T = TypeVar("T")
 
 
 class Hosted:
@@ -60,6 +63,7 @@ class Hosted:
         self._keeper: SnapshotKeeper | None = None
         self._last_action = LastAction()
         self._has_failed = False  # in a step; later ones, which were handed over already, are refused
+        self._refusal: Exception | None = None  # of all other calls of a step in which one has failed
         gc.freeze()  # exclude torch's objects from garbage collection
         self._process = resident_memory()
 
@@ -137,13 +141,55 @@ class Hosted:
         try:
             result = member.run(program, step, epoch)
             if program == "train":
-                result = replace(result, copied=_keep(member, self._keeper, step, copy_within))
+                result = replace(result, copied=keep_after(member, self._keeper, step, copy_within))
         except (NonFiniteError, StaleError):
             raise
         except Exception:
             self._has_failed = True
             raise
         return result
+
+    def start_step(self, step: int, epoch: int) -> None:
+        """Begin a training step, each of whose actions is a call of its own.
+
+        Args:
+            step: Number of the step.
+            epoch: Epoch of the call.
+
+        Raises:
+            StaleError: An earlier step has failed, or the call is of an earlier epoch.
+        """
+        self._refusal = None
+        if self._has_failed:
+            raise StaleError(f"{_there(self._member).seat.label} has failed in a step before this one")
+        self._attempt(lambda member: member.start("train", step, epoch))
+
+    def act(self, action: Action, *after: None) -> None:
+        """Perform the next action of the row in the step that ``start_step`` began.
+
+        Args:
+            action: The action.
+            *after: What the tasks have returned that had to be done before.
+        """
+        self._attempt(lambda member: member.perform(action))
+
+    def end_step(self, step: int, copy_within: int = 0) -> StepResult:
+        """End the step that ``start_step`` began; it has this number. See ``run`` for ``copy_within``."""
+        result = self._attempt(lambda member: member.end())
+        return replace(result, copied=keep_after(_there(self._member), self._keeper, step, copy_within))
+
+    def _attempt(self, call: Callable[[Worker], T]) -> T:
+        """Make a call of a step. After one that has failed, all others of the step fail in the same way."""
+        if self._refusal is not None:
+            raise self._refusal.with_traceback(None)
+        member = _there(self._member)
+        assert isinstance(member, Worker)
+        try:
+            return call(member)
+        except Exception as error:
+            self._refusal = error
+            self._has_failed = not isinstance(error, NonFiniteError | StaleError)
+            raise
 
     def open(self, step: int) -> None:
         """Begin a training step by hand."""
@@ -197,11 +243,11 @@ class Hosted:
 
     def snapshot_addresses(self) -> list[Address]:
         """Return where other processes find this actor's snapshots, and those of others that it keeps."""
-        return _kept(self._keeper).addresses()
+        return kept(self._keeper).addresses()
 
     def hold_snapshots(self, addresses: Sequence[Address]) -> None:
         """Keep the snapshots of the other actors of this node, which are at these addresses."""
-        _kept(self._keeper).hold(addresses)
+        kept(self._keeper).hold(addresses)
 
     def snapshot_steps(self) -> dict[Share, tuple[int, ...]]:
         """Return, by share, the steps of which this actor has a snapshot."""
@@ -211,34 +257,33 @@ class Hosted:
         """Have a snapshot of the step that the run goes on after; see ``SnapshotKeeper.begin``."""
         member = _there(self._member)
         with member.probe.idle():
-            _kept(self._keeper).begin(step, member.state)
+            kept(self._keeper).begin(step, member.state)
 
     def drop_old_snapshots(self) -> None:
         """Let go of the snapshots of actors that were replaced."""
-        _kept(self._keeper).drop_old()
+        kept(self._keeper).drop_old()
 
     def snapshot(self, share: Share, step: int) -> bytes:
         """Return a snapshot that this actor has, for another node that goes back to it."""
-        return _kept(self._keeper).raw(share, step)
+        return kept(self._keeper).raw(share, step)
 
     def receive_snapshot(self, share: Share, raw: bytes) -> None:
         """Keep a snapshot that another node has."""
-        _kept(self._keeper).receive(share, raw)
+        kept(self._keeper).receive(share, raw)
 
     def expect_copies(self, expected: Mapping[str, Share], files: int) -> tuple[str, int, list[Address]]:
-        """Get ready for copies from other nodes; see ``SnapshotKeeper.expect_copies``. Returns its address too."""
-        host = ray_groups.node_address()
-        return (host, *_kept(self._keeper).expect_copies(host, expected, files))
+        """Get ready for copies from other nodes; see ``SnapshotKeeper.expect_copies``."""
+        return kept(self._keeper).expect_copies(ray_groups.node_address(), expected, files)
 
     def begin_copies(self, to: Recipient | None, step: int, addresses: Sequence[Address], patience: float) -> None:
         """Begin to send copies to another node; see ``SnapshotKeeper.begin_copies``."""
-        _kept(self._keeper).begin_copies(to, step, addresses, patience)
+        kept(self._keeper).begin_copies(to, step, addresses, patience)
 
     def restore(self, step: int, shares: Sequence[Share]) -> None:
         """Load the snapshots of a step; see ``SnapshotKeeper.restore``."""
         member = _there(self._member)
         with member.probe.idle():
-            _kept(self._keeper).restore(step, shares, member.state)
+            kept(self._keeper).restore(step, shares, member.state)
 
     # --- called from another thread during a step ---
 
@@ -311,8 +356,7 @@ class Hosted:
     def held(self) -> Held:
         """Return the sizes of everything that this actor holds now."""
         member = _there(self._member)
-        on_cpu = member.seat.place.kind == "cpu"
-        return replace(member.probe.held(), process=self._process if on_cpu else 0)
+        return replace(member.probe.held(), process=self._process if member.seat.place.kind == "cpu" else 0)
 
     def record(self, stage: int) -> None:
         """Start recording a stage in the step that was opened."""
@@ -348,25 +392,6 @@ def member_of(plan: Plan, groups: Mapping[str, Group], place: Place) -> Worker |
 def _claim(job: str, fault: InjectedFault) -> bool:
     """Count a fault that is about to happen, in Ray's key-value store; return whether it may."""
     return ray_groups.claim(f"{job}/{fault}", fault.times)
-
-
-def _kept(keeper: SnapshotKeeper | None) -> SnapshotKeeper:
-    if keeper is None:
-        raise RuntimeError("this actor keeps no snapshots: its run has none, or it has not started")
-    return keeper
-
-
-def _keep(member: Worker | Server, keeper: SnapshotKeeper | None, step: int, copy_within: int) -> Copied:
-    """Take the snapshot that is due after a step, and return what there is to tell of copies."""
-    copied = Copied()
-    try:
-        member.faults.reach("end", step)
-        if keeper is not None:
-            copied = keeper.after(step + 1, member.state, copy_within)
-        member.faults.reach("report", step)
-        return copied
-    except Exception as error:
-        raise member.seat.failed("snapshot after the step", None, error) from None
 
 
 def _there(member: Worker | Server | None) -> Worker | Server:

@@ -10,8 +10,10 @@ from raypar.actors.checkpoint.snapshot_copy import CopyReceiver, Recipient
 from raypar.actors.collective.shm.links import place
 from raypar.actors.specs.results import Copied
 from raypar.actors.worker.outgoing_copies import OutgoingCopies
+from raypar.actors.worker.parameter_server import Server
 from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.state import WorkerState
+from raypar.actors.worker.worker import Worker
 
 _COPIED_FILES = 3  # one with what has been copied, one with what is being copied, and one for what comes next
 
@@ -94,7 +96,7 @@ class SnapshotKeeper:
 
     # --- copies on other nodes ---
 
-    def expect_copies(self, host: str, expected: Mapping[str, Share], files: int) -> tuple[int, list[Address]]:
+    def expect_copies(self, host: str, expected: Mapping[str, Share], files: int) -> tuple[str, int, list[Address]]:
         """Get ready for copies of the snapshots of actors of other nodes.
 
         Args:
@@ -103,7 +105,7 @@ class SnapshotKeeper:
             files: Number of memory files for each.
 
         Returns:
-            The port to send them to, and where others of this node find them.
+            The address and the port to send them to, and where others of this node find them.
 
         Raises:
             OSError: It can't listen there.
@@ -113,7 +115,7 @@ class SnapshotKeeper:
         arriving = self._receiver.files()
         for share, fds in arriving.items():
             self._held.adopt(share, map(os.dup, fds))
-        return self._receiver.port, [self._written(share, fds) for share, fds in arriving.items()]
+        return host, self._receiver.port, [self._written(share, fds) for share, fds in arriving.items()]
 
     def begin_copies(self, to: Recipient | None, step: int, addresses: Sequence[Address], patience: float) -> None:
         """Begin to send copies, and keep those that arrive at this node.
@@ -186,3 +188,36 @@ class SnapshotKeeper:
     def _files(self) -> SnapshotFiles:
         others: Mapping[Share, Sequence[int]] = self._held.files()
         return SnapshotFiles({**others, self._share: (*others.get(self._share, ()), *self._slots.files)})
+
+
+def kept(keeper: SnapshotKeeper | None) -> SnapshotKeeper:
+    """Return the keeper of an actor. Raises RuntimeError if it has none."""
+    if keeper is None:
+        raise RuntimeError("this actor keeps no snapshots: its run has none, or it has not started")
+    return keeper
+
+
+def keep_after(member: Worker | Server, keeper: SnapshotKeeper | None, step: int, copy_within: int) -> Copied:
+    """Take the snapshot that is due after a step, if the actor keeps any.
+
+    Args:
+        member: The worker or parameter server.
+        keeper: Its snapshots; None if its run has none.
+        step: Number of the step, from 0.
+        copy_within: See ``SnapshotKeeper.after``.
+
+    Returns:
+        What there is to tell of copies.
+
+    Raises:
+        ActionError: It can't be taken.
+    """
+    copied = Copied()
+    try:
+        member.faults.reach("end", step)
+        if keeper is not None:
+            copied = keeper.after(step + 1, member.state, copy_within)
+        member.faults.reach("report", step)
+        return copied
+    except Exception as error:
+        raise member.seat.failed("snapshot after the step", None, error) from None

@@ -18,6 +18,7 @@ from raypar.checkpoint.background_save import Saver
 from raypar.cluster.interrupts import patience
 from raypar.config.run import lowered_step
 from raypar.errors import ConfigError, JobError, MovedError, StepLostError
+from raypar.job.executors import executor_of
 from raypar.job.growth import grown
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
@@ -237,8 +238,9 @@ class TrainingLoop:
     def _steps(self, count: int, most: int) -> Generator[Report | Evaluation]:
         self.demand_ready()
         last = self.next_step + count
-        # With servers, replicas do not learn that a step was refused, so steps handed over ahead would still run.
-        most = 0 if self.loaded.world.servers else most
+        # With servers, replicas do not learn that a step was refused, so steps handed over ahead would still run. Tasks
+        # are submitted while the driver waits for the step that they are of.
+        most = 0 if self.loaded.world.servers or self.loaded.run.executor == "tasks" else most
         ahead = self._ahead = self._handing(most)
         try:
             while self.next_step < last:
@@ -281,7 +283,8 @@ class TrainingLoop:
         return isinstance(data, Batches) and data.validate is None
 
     def _handing(self, most: int) -> Ahead:
-        return Ahead(self.loaded.calls, most, self._lifetime.epoch, self._starter.copy_within)
+        loaded, copy_within = self.loaded, self._starter.copy_within
+        return Ahead(loaded.calls, executor_of(loaded), most, self._lifetime.epoch, copy_within)
 
     def _next(self, ahead: Ahead, stop: int) -> Report:
         """Hand over steps before ``stop``, then wait for the oldest one and commit it."""

@@ -156,7 +156,7 @@ def test_a_node_that_is_lost_costs_at_most_the_steps_between_two_copies(layout):
     plans, before = [actor.member.seat.plan for actor in team.all], num_opened()
     keepers, size, weights = [SnapshotKeeper(plan, lambda step: None) for plan in plans], len(plans), []
     shares, half = [Share(0, rank) for rank in range(size)], size // 2
-    ports = [keeper.expect_copies(HERE, {TOKEN: shares[rank - half]}, 2)[0] for rank, keeper in enumerate(keepers)]
+    ports = [keeper.expect_copies(HERE, {TOKEN: shares[rank - half]}, 2)[1] for rank, keeper in enumerate(keepers)]
     for rank, keeper in enumerate(keepers):
         keeper.begin_copies(Recipient(HERE, ports[rank - half], TOKEN), 0, [], 5.0)
     for step in range(5):
