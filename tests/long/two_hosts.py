@@ -161,8 +161,9 @@ def is_loss_survived(fields: dict[str, object], actor: str, lost_in: int, hosts:
     with cluster_of_hosts(*names, cpus=(1,) * hosts) as cluster:
         calm = {name: value for name, value in fields.items() if name in ("mesh", "zero")}
         told = [json.dumps(one) for one in ([calm, actor, 0], [fields, actor, lost_in])]
-        said = [cluster.drive("-c", LOST, one, timeout=250).splitlines()[-1] for one in told]
-    (whole, _), (losses, failures) = map(json.loads, said)
+        said = [cluster.drive("-c", LOST, one, timeout=250) for one in told]
+    answers = [next(line for line in one.splitlines() if line.startswith("[[")) for one in said]  # Ray prints others
+    (whole, _), (losses, failures) = map(json.loads, answers)
     every = int(str(fields["buddy_every"]))
     (step, back_to, source, text), *more = failures
     as_far = step - 1 - back_to <= every and source == "memory" if every else back_to == 0
