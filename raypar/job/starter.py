@@ -139,16 +139,17 @@ class Starter:
         more = f" and {len(who) - _NAMED} more" if len(who) > _NAMED else ""
         return f"dp={run.mesh.dp} instead of {whole.mesh.dp}, {each}, without {' and '.join(who[:_NAMED])}{more}"
 
-    def go_on_after(self, step: int) -> None:
-        """Begin snapshots anew where the actors have gone back to a step by themselves.
+    def go_on_after(self, step: int) -> int:
+        """Begin snapshots anew where the actors have gone back to a step by themselves, and return that step.
 
         Raises:
             JobError: It failed; the run can be recovered.
         """
         self._snapshots.share(self._loaded, self._others)
         self._begin(step)
+        return step
 
-    def copy_within(self, step: int) -> int:
+    def copy_due(self, step: int) -> int:
         """Return in how many steps a copy of the snapshots after a step should be on other nodes; 0: there is none."""
         return 0 if self._snapshots.pace is None else self._snapshots.pace.within(step)
 

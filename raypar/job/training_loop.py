@@ -285,8 +285,7 @@ class TrainingLoop:
         return isinstance(data, Batches) and data.validate is None
 
     def _handing(self, most: int) -> Ahead:
-        loaded, copy_within = self.loaded, self._starter.copy_within
-        return Ahead(loaded.calls, executor_of(loaded), most, self._lifetime.epoch, copy_within)
+        return Ahead(self.loaded.calls, executor_of(self.loaded), most, self._lifetime.epoch, self._starter.copy_due)
 
     def _next(self, ahead: Ahead, stop: int) -> Report:
         """Hand over steps before ``stop``, then wait for the oldest one and commit it."""
@@ -375,8 +374,7 @@ class TrainingLoop:
 
     def _rewind(self, error: NonFiniteError) -> None:
         self._saver.settle()
-        self.next_step = rewound(self.loaded, error, self.next_step)
-        self._starter.go_on_after(self.next_step)
+        self.next_step = self._starter.go_on_after(rewound(self.loaded, error, self.next_step))
 
     def _settle(self, ahead: Ahead) -> None:
         while len(ahead):
