@@ -53,26 +53,30 @@ class Address:
         place: What processes have in common that can open one another's files; see ``shm.links.place``.
         pid: A process that has the files open.
         files: Their descriptors in it.
-        is_own: Whether that process is the rank's actor itself, which writes to them.
+        is_written: Whether that process writes to them: the rank's actor itself, or one that gets copies of its own.
     """
 
     share: Share
     place: str
     pid: int
     files: tuple[int, ...]
-    is_own: bool = False
+    is_written: bool = False
 
 
 class Slots:
-    """An actor's own snapshots, in two memory files in turn: the one before is whole while the next one is written.
+    """An actor's own snapshots, in memory files in turn: the one before is whole while the next one is written.
 
     Args:
         rank: The actor's rank.
+        files: Number of files: two, and one more where two may be ``pinned``. It takes memory once it is needed.
+
+    Attributes:
+        pinned: Steps whose snapshots are not written over, as they belong to copies on other nodes.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._slots = (_Slot(), _Slot())
+    def __init__(self, rank: int, files: int = 2) -> None:
+        self._rank, self.pinned = rank, frozenset[int]()
+        self._slots = tuple(_Slot() for _ in range(files))
 
     def take(
         self,
@@ -82,7 +86,7 @@ class Slots:
         at: AtHand,
         copied: Callable[[], None] = lambda: None,
     ) -> None:
-        """Copy tensors into the older slot.
+        """Copy tensors into the oldest slot that is not pinned; into the newest one only if all others are pinned.
 
         Args:
             step: Number of steps taken.
@@ -94,7 +98,9 @@ class Slots:
         Raises:
             OSError: There is no memory left for it.
         """
-        older = min(self._slots, key=lambda slot: -1 if slot.step is None else slot.step)
+        newest = max(self.steps, default=0)
+        free = [slot for slot in self._slots if slot.step not in self.pinned]
+        older = min(free, key=lambda slot: (slot.step == newest, not slot.has_room, slot.step or 0))
         older.fill(self._rank, dict(tensors), shards, at)
         copied()
         older.finish(step)
@@ -108,12 +114,16 @@ class Slots:
     @property
     def steps(self) -> set[int]:
         """The steps of which there is a whole snapshot."""
-        return {slot.step for slot in self._slots if slot.step is not None}
+        return {slot.step for slot in self._slots if slot.step}
 
     def close(self) -> None:
         """Let go of the files."""
         for slot in self._slots:
             os.close(slot.fd)
+
+    def file(self, step: int) -> int:
+        """Return the descriptor of the file with the whole snapshot of a step."""
+        return next(slot.fd for slot in self._slots if slot.step == step)
 
     @property
     def files(self) -> tuple[int, ...]:
@@ -140,12 +150,12 @@ class Held:
                 continue
             with suppress(OSError):  # the process has just died
                 for fd in _opened(address):
-                    if address.is_own:
+                    if address.is_written:
                         self._written.add(os.fstat(fd).st_ino)
                     self._keep(address.share, fd)
 
     def adopt(self, share: Share, files: Iterable[int]) -> None:
-        """Take files over to which this process has written itself, in a layout before."""
+        """Take over files to which this process writes itself, or has written in a layout before."""
         for fd in files:
             self._keep(share, fd)
 
@@ -270,6 +280,11 @@ class _Slot:
             with at([tensor]):
                 self._room[name].copy_(tensor.detach())
 
+    @property
+    def has_room(self) -> bool:
+        """Whether it takes memory already."""
+        return self._map is not None
+
     def finish(self, step: int) -> None:
         """Mark the snapshot as that after ``step`` steps."""
         self._mark(f"{step:015}")
@@ -338,7 +353,7 @@ class _Header:
         about = plain.pop("__metadata__")
         kinds = {name: (one["dtype"], tuple(one["shape"])) for name, one in plain.items()}
         tensors = {
-            name: Logical(dtype, tuple(shape), tuple(_stored(*one) for one in slices))
+            name: Logical(dtype, tuple(shape), tuple(Stored(*one[:2], *map(tuple, one[2:])) for one in slices))
             for name, (dtype, shape, slices) in json.loads(about["tensors"]).items()
         }
         step = None if about["step"] == _UNFINISHED else int(about["step"])
@@ -358,19 +373,16 @@ class _Header:
         return text, text.index(_UNFINISHED.encode())
 
 
-def _stored(file: str, key: str, offset: Sequence[int], shape: Sequence[int]) -> Stored:
-    return Stored(file, key, tuple(offset), tuple(shape))
-
-
 def _text_of(fd: int) -> bytes:
     return os.pread(fd, int.from_bytes(os.pread(fd, 8, 0), "little"), 8)
 
 
 def _step_of(fd: int) -> int | None:
-    """Return the step of the snapshot in a memory file; None if there is no whole one."""
-    if not os.fstat(fd).st_size:
-        return None
-    return _Header.of(fd).step
+    """Return the step of the snapshot in a memory file; None if there is no whole one, as of a copy under way."""
+    with suppress(ValueError):  # which the header is while another copy arrives
+        step = _Header.of(fd).step
+        return step if any(os.pread(fd, 8, 0)) else None
+    return None
 
 
 def _opened(address: Address) -> tuple[int, ...]:
@@ -379,8 +391,8 @@ def _opened(address: Address) -> tuple[int, ...]:
     try:
         for fd in address.files:
             opened.append(os.open(f"/proc/{address.pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+        return tuple(opened)
     except OSError:
         for one in opened:
             os.close(one)
         raise
-    return tuple(opened)

@@ -245,7 +245,7 @@ class RayparCpu(_Translated):
         return bool(dist.is_available() and dist.is_gloo_available())
 
     def _connected(self, name: str, rank: int, size: int, store: KVStore) -> Group:
-        return cpu_group(name, rank, size, store, _address())
+        return cpu_group(name, rank, size, store, node_address())
 
 
 class RayparGpu(_Translated):
@@ -265,7 +265,7 @@ class RayparGpu(_Translated):
 
     def _connected(self, name: str, rank: int, size: int, store: KVStore) -> Group:
         device = torch.device("cuda", torch.cuda.current_device())
-        return gpu_group(name, rank, size, store, _address(), device, capability(device))
+        return gpu_group(name, rank, size, store, node_address(), device, capability(device))
 
 
 def _op(options: Any) -> ReduceOp:
@@ -277,6 +277,6 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
-def _address() -> str:
+def node_address() -> str:
     """Return this node's own IP address, not loopback: members may be on other nodes."""
     return str(ray.util.get_node_ip_address())

@@ -117,6 +117,18 @@ class Shadowed(NamedTuple):
     having: float
 
 
+class Copied(NamedTuple):
+    """What an actor tells, after a step, of the copies of its snapshots on another node.
+
+    Attributes:
+        waited: Seconds that it has waited for one.
+        lost: Why it sends no more; "" as long as it does, or if it sends none.
+    """
+
+    waited: float = 0.0
+    lost: str = ""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What one actor reports about one step.
@@ -143,6 +155,7 @@ class StepResult:
             from the first rank of a tensor group.
         loads: Tokens of the actor by layer and expert, likewise.
         shadows: Experts that were shadowed, from the first of a group of actors that share experts out.
+        copied: What there is to tell of copies of its snapshots.
     """
 
     losses: tuple[float, ...]
@@ -163,6 +176,7 @@ class StepResult:
     auxiliary: tuple[AddedLoss, ...] = ()
     loads: tuple[ExpertLoad, ...] = ()
     shadows: tuple[Shadowed, ...] = ()
+    copied: Copied = field(default_factory=Copied)
 
 
 class Located(NamedTuple):

@@ -132,6 +132,10 @@ class Run:
     snapshot_every: Steps = 1
     """with max_failures, actors copy their state in host memory after every snapshot_every steps, which are what a
     failure loses at the most; 0: never, so that the run goes back to its last checkpoint"""
+    buddy_every: Steps = 10
+    """with max_failures and actors on several nodes, snapshots are copied to another node after every buddy_every
+    steps, which are what the loss of a node costs at the most, besides those that a copy takes; 0: never, so that it
+    costs all since the last checkpoint"""
     spares: Steps = 0
     """with max_failures, actors that wait with everything imported to take the place of one that fails"""
     min_dp: Count = 1

@@ -6,11 +6,10 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from raypar.actors.checkpoint.assembler import ShardFolder
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.memory_snapshot import Address, Share
 from raypar.actors.checkpoint.snapshot import Written
+from raypar.actors.checkpoint.snapshot_copy import Recipient
 from raypar.actors.collective import ray_groups
 from raypar.actors.collective.group import Group
 from raypar.actors.collective.ledger import Ledger
@@ -31,7 +31,6 @@ from raypar.actors.device import (
     place_of,
     resident_memory,
 )
-from raypar.actors.errors import NonFiniteError, StaleError
 from raypar.actors.inspect.activations import Sight, Spot
 from raypar.actors.inspect.step import Held, Seen
 from raypar.actors.last_action import LastAction
@@ -42,11 +41,10 @@ from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.parameter_server import Server
 from raypar.actors.worker.plan import Plan
-from raypar.actors.worker.snapshot_keeper import SnapshotKeeper
+from raypar.actors.worker.refusals import Refusals
+from raypar.actors.worker.snapshot_keeper import SnapshotKeeper, keep_after, kept
 from raypar.actors.worker.worker import Worker
 from raypar.schedules.action import Action
-
-T = TypeVar("T")
 
 
 class Hosted:
@@ -61,8 +59,7 @@ class Hosted:
         self._joined: dict[str, Group] = {}
         self._keeper: SnapshotKeeper | None = None
         self._last_action = LastAction()
-        self._has_failed = False  # in a step; later ones, which were handed over already, are refused
-        self._refusal: Exception | None = None  # of all other calls of a step in which one has failed
+        self._refusals = Refusals()
         gc.freeze()  # exclude torch's objects from garbage collection
         self._process = resident_memory()
 
@@ -109,10 +106,12 @@ class Hosted:
         Args:
             comes_back: Whether it joins new groups of the same run next, and so keeps snapshots.
         """
-        self._member, self._has_failed = None, False
-        if self._keeper is not None and not comes_back:
-            self._keeper.close()
-            self._keeper = None
+        self._member, self._refusals = None, Refusals()
+        if self._keeper is not None:
+            self._keeper.stop_copies()
+            if not comes_back:
+                self._keeper.close()
+                self._keeper = None
         for group in self._joined.values():
             ray_groups.leave(group.name)
         self._joined = {}
@@ -120,21 +119,28 @@ class Hosted:
 
     # --- steps ---
 
-    def run(self, program: ProgramName, step: int, epoch: int | None = None) -> StepResult:
-        """Perform this actor's row of a program; see ``Worker.run``. Raises StaleError after a step that failed."""
+    def run(self, program: ProgramName, step: int, epoch: int | None = None, copy_within: int = 0) -> StepResult:
+        """Perform this actor's row of a program, and take the snapshot that is due.
+
+        Args:
+            program: Name of the program.
+            step: Number of the step.
+            epoch: Epoch of the call; None to accept it in any case.
+            copy_within: See ``SnapshotKeeper.after``.
+
+        Raises:
+            StaleError: A step before this one has failed, or see ``Worker.run`` for this and other errors.
+        """
         member = _there(self._member)
-        if self._has_failed:
-            raise StaleError(f"{member.seat.label} has failed in a step before this one")
-        try:
+        self._refusals.begin(member.seat.label)
+
+        def run() -> StepResult:
             result = member.run(program, step, epoch)
-            if program == "train":
-                _keep(member, self._keeper, step)
-        except (NonFiniteError, StaleError):
-            raise
-        except Exception:
-            self._has_failed = True
-            raise
-        return result
+            if program != "train":
+                return result
+            return replace(result, copied=keep_after(member, self._keeper, step, copy_within))
+
+        return self._refusals.attempt(run)
 
     def start_step(self, step: int, epoch: int) -> None:
         """Begin a training step, each of whose actions is a call of its own.
@@ -146,10 +152,9 @@ class Hosted:
         Raises:
             StaleError: An earlier step has failed, or the call is of an earlier epoch.
         """
-        self._refusal = None
-        if self._has_failed:
-            raise StaleError(f"{_there(self._member).seat.label} has failed in a step before this one")
-        _attempt(self, lambda member: member.start("train", step, epoch))
+        worker = _worker(self._member)
+        self._refusals.begin(worker.seat.label)
+        self._refusals.attempt(lambda: worker.start("train", step, epoch))
 
     def act(self, action: Action, *after: None) -> None:
         """Perform the next action of the row in the step that ``start_step`` began.
@@ -158,13 +163,12 @@ class Hosted:
             action: The action.
             *after: What the tasks have returned that had to be done before.
         """
-        _attempt(self, lambda member: member.perform(action))
+        self._refusals.attempt(lambda: _worker(self._member).perform(action))
 
-    def end_step(self, step: int) -> StepResult:
-        """End the step that ``start_step`` began; it has this number."""
-        result = _attempt(self, lambda member: member.end())
-        _keep(_there(self._member), self._keeper, step)
-        return result
+    def end_step(self, step: int, copy_within: int = 0) -> StepResult:
+        """End the step that ``start_step`` began; it has this number. See ``run`` for ``copy_within``."""
+        result = self._refusals.attempt(lambda: _worker(self._member).end())
+        return replace(result, copied=keep_after(_there(self._member), self._keeper, step, copy_within))
 
     def open(self, step: int) -> None:
         """Begin a training step by hand."""
@@ -212,17 +216,17 @@ class Hosted:
         with member.probe.idle():
             member.state.rewind_to(folder, tensors, step, bad)
         if self._keeper is not None:
-            self._keeper.forget_after(step)
+            self._keeper.forget_after(step - 1)  # one after ``step`` steps knows of no data that is left out
 
     # --- snapshots in memory ---
 
     def snapshot_addresses(self) -> list[Address]:
         """Return where other processes find this actor's snapshots, and those of others that it keeps."""
-        return _kept(self._keeper).addresses()
+        return kept(self._keeper).addresses()
 
     def hold_snapshots(self, addresses: Sequence[Address]) -> None:
         """Keep the snapshots of the other actors of this node, which are at these addresses."""
-        _kept(self._keeper).hold(addresses)
+        kept(self._keeper).hold(addresses)
 
     def snapshot_steps(self) -> dict[Share, tuple[int, ...]]:
         """Return, by share, the steps of which this actor has a snapshot."""
@@ -232,25 +236,33 @@ class Hosted:
         """Have a snapshot of the step that the run goes on after; see ``SnapshotKeeper.begin``."""
         member = _there(self._member)
         with member.probe.idle():
-            _kept(self._keeper).begin(step, member.state)
+            kept(self._keeper).begin(step, member.state)
 
     def drop_old_snapshots(self) -> None:
         """Let go of the snapshots of actors that were replaced."""
-        _kept(self._keeper).drop_old()
+        kept(self._keeper).drop_old()
 
     def snapshot(self, share: Share, step: int) -> bytes:
-        """Return a snapshot that this actor has, for another node."""
-        return _kept(self._keeper).raw(share, step)
+        """Return a snapshot that this actor has, for another node that goes back to it."""
+        return kept(self._keeper).raw(share, step)
 
     def receive_snapshot(self, share: Share, raw: bytes) -> None:
         """Keep a snapshot that another node has."""
-        _kept(self._keeper).receive(share, raw)
+        kept(self._keeper).receive(share, raw)
+
+    def expect_copies(self, expected: Mapping[str, Share], files: int) -> tuple[str, int, list[Address]]:
+        """Get ready for copies from other nodes; see ``SnapshotKeeper.expect_copies``."""
+        return kept(self._keeper).expect_copies(ray_groups.node_address(), expected, files)
+
+    def begin_copies(self, to: Recipient | None, step: int, addresses: Sequence[Address], patience: float) -> None:
+        """Begin to send copies to another node; see ``SnapshotKeeper.begin_copies``."""
+        kept(self._keeper).begin_copies(to, step, addresses, patience)
 
     def restore(self, step: int, shares: Sequence[Share]) -> None:
         """Load the snapshots of a step; see ``SnapshotKeeper.restore``."""
         member = _there(self._member)
         with member.probe.idle():
-            _kept(self._keeper).restore(step, shares, member.state)
+            kept(self._keeper).restore(step, shares, member.state)
 
     # --- called from another thread during a step ---
 
@@ -274,6 +286,8 @@ class Hosted:
         """Abort all communication under way."""
         for group in list(self._joined.values()):
             group.abort()
+        if self._keeper is not None:
+            self._keeper.interrupt_copies()
 
     # --- looking inside ---
 
@@ -321,8 +335,7 @@ class Hosted:
     def held(self) -> Held:
         """Return the sizes of everything that this actor holds now."""
         member = _there(self._member)
-        on_cpu = member.seat.place.kind == "cpu"
-        return replace(member.probe.held(), process=self._process if on_cpu else 0)
+        return replace(member.probe.held(), process=self._process if member.seat.place.kind == "cpu" else 0)
 
     def record(self, stage: int) -> None:
         """Start recording a stage in the step that was opened."""
@@ -360,38 +373,13 @@ def _claim(job: str, fault: InjectedFault) -> bool:
     return ray_groups.claim(f"{job}/{fault}", fault.times)
 
 
-def _kept(keeper: SnapshotKeeper | None) -> SnapshotKeeper:
-    if keeper is None:
-        raise RuntimeError("this actor keeps no snapshots: its run has none, or it has not started")
-    return keeper
-
-
-def _keep(member: Worker | Server, keeper: SnapshotKeeper | None, step: int) -> None:
-    """Take the snapshot that is due after a step."""
-    try:
-        member.faults.reach("end", step)
-        if keeper is not None:
-            keeper.after(step + 1, member.state)
-        member.faults.reach("report", step)
-    except Exception as error:
-        raise member.seat.failed("snapshot after the step", None, error) from None
+def _worker(member: Worker | Server | None) -> Worker:
+    """Return the worker that takes part in a run."""
+    assert isinstance(member, Worker)
+    return member
 
 
 def _there(member: Worker | Server | None) -> Worker | Server:
     if member is None:
         raise RuntimeError("this actor takes no part in a run: start it with a plan")
     return member
-
-
-def _attempt(host: Hosted, call: Callable[[Worker], T]) -> T:
-    """Make a call of a step. After one that has failed, all others of the step fail in the same way."""
-    if host._refusal is not None:
-        raise host._refusal.with_traceback(None)
-    member = _there(host._member)
-    assert isinstance(member, Worker)
-    try:
-        return call(member)
-    except Exception as error:
-        host._refusal = error
-        host._has_failed = not isinstance(error, NonFiniteError | StaleError)
-        raise

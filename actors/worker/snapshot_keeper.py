@@ -1,4 +1,4 @@
-"""An actor's part in the snapshots of a run: it takes its own, and keeps those of the other actors of its node."""
+"""An actor's part in the snapshots of a run: it takes its own, and keeps those of its node and copies of others."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from raypar.actors.checkpoint.memory_snapshot import Address, Held, Share, Slots, SnapshotFiles
+from raypar.actors.checkpoint.snapshot_copy import CopyReceiver, Recipient
 from raypar.actors.collective.shm.links import place
+from raypar.actors.specs.results import Copied
+from raypar.actors.worker.outgoing_copies import OutgoingCopies
+from raypar.actors.worker.parameter_server import Server
 from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.state import WorkerState
+from raypar.actors.worker.worker import Worker
+
+_COPIED_FILES = 3  # one with what has been copied, one with what is being copied, and one for what comes next
 
 
 class SnapshotKeeper:
@@ -21,7 +28,10 @@ class SnapshotKeeper:
 
     def __init__(self, plan: Plan, taken: Callable[[int], None]) -> None:
         self._share, self._every, self._taken = Share(plan.layout, plan.rank), plan.run.snapshot_every, taken
-        self._slots, self._held = Slots(plan.rank), Held(place())
+        self._files_each = _COPIED_FILES if plan.run.buddy_every else 2
+        self._slots, self._held = Slots(plan.rank, self._files_each), Held(place())
+        self._receiver: CopyReceiver | None = None
+        self._outgoing: OutgoingCopies | None = None
 
     def join(self, plan: Plan, taken: Callable[[int], None]) -> None:
         """Take part in the run again, perhaps in another layout, in which snapshots begin anew.
@@ -33,20 +43,25 @@ class SnapshotKeeper:
         self._taken, share = taken, Share(plan.layout, plan.rank)
         if share != self._share:
             self._held.adopt(self._share, self._slots.files)  # to be read, until all have others
-            self._share, self._slots = share, Slots(plan.rank)
+            self._share, self._slots = share, Slots(plan.rank, self._files_each)
 
-    def after(self, step: int, state: WorkerState) -> None:
-        """Take a snapshot if one is due.
+    def after(self, step: int, state: WorkerState, copy_within: int = 0) -> Copied:
+        """Take a snapshot if one is due, and begin to copy it to the buddy if that is.
 
         Args:
             step: Number of steps taken.
             state: The actor's state.
+            copy_within: In how many steps the copy should be whole there; 0: there is none of this step.
 
         Raises:
             OSError: There is no memory left for it.
         """
+        waited = 0.0 if self._outgoing is None else self._outgoing.after_step()
         if step % self._every == 0:
             state.keep(self._slots, step, lambda: self._taken(step - 1))
+            if copy_within and self._outgoing is not None:
+                self._outgoing.begin(step, copy_within)
+        return Copied(waited, "" if self._outgoing is None else self._outgoing.lost)
 
     def begin(self, step: int, state: WorkerState) -> None:
         """Have a snapshot of the step that the run goes on after, and none of later ones, which are taken again.
@@ -68,8 +83,7 @@ class SnapshotKeeper:
 
     def addresses(self) -> list[Address]:
         """Return where others find this actor's snapshots, and those of others that it keeps."""
-        own = Address(self._share, place(), os.getpid(), self._slots.files, is_own=True)
-        return [own, *self._held.addresses()]
+        return [self._written(self._share, self._slots.files), *self._held.addresses()]
 
     def hold(self, addresses: Sequence[Address]) -> None:
         """Keep the snapshots of other actors of this node, those that are at these addresses."""
@@ -79,6 +93,60 @@ class SnapshotKeeper:
     def receive(self, share: Share, raw: bytes) -> None:
         """Keep a copy of a snapshot that another node has."""
         self._held.receive(share, raw)
+
+    # --- copies on other nodes ---
+
+    def expect_copies(self, host: str, expected: Mapping[str, Share], files: int) -> tuple[str, int, list[Address]]:
+        """Get ready for copies of the snapshots of actors of other nodes.
+
+        Args:
+            host: The address of this node that others reach.
+            expected: Whose come, by their tokens.
+            files: Number of memory files for each.
+
+        Returns:
+            The address and the port to send them to, and where others of this node find them.
+
+        Raises:
+            OSError: It can't listen there.
+        """
+        self.stop_copies()
+        self._receiver = CopyReceiver(host, expected, files)
+        arriving = self._receiver.files()
+        for share, fds in arriving.items():
+            self._held.adopt(share, map(os.dup, fds))
+        return host, self._receiver.port, [self._written(share, fds) for share, fds in arriving.items()]
+
+    def begin_copies(self, to: Recipient | None, step: int, addresses: Sequence[Address], patience: float) -> None:
+        """Begin to send copies, and keep those that arrive at this node.
+
+        Args:
+            to: The buddy; None if this actor has none.
+            step: The step that the run goes on after, whose snapshot is the first that is sent, if it is not 0.
+            addresses: Where copies arrive.
+            patience: The most seconds that a step waits for a copy.
+        """
+        self._held.hold(addresses)
+        if to is not None:
+            self._outgoing = OutgoingCopies(to, self._slots, patience)
+            if step:
+                self._outgoing.begin(step, 1)
+
+    def interrupt_copies(self) -> None:
+        """Let no step wait for a copy any more. It may be called from another thread."""
+        if (outgoing := self._outgoing) is not None:
+            outgoing.close()
+
+    def stop_copies(self) -> None:
+        """Send and receive no more copies. Those that are whole stay."""
+        if self._outgoing is not None:
+            self._outgoing.close()
+            self._slots.pinned, self._outgoing = frozenset(), None
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    # --- going back ---
 
     def steps(self) -> dict[Share, tuple[int, ...]]:
         """Return, by share, the steps of which this actor has a snapshot."""
@@ -104,14 +172,52 @@ class SnapshotKeeper:
         state.load(files, files.at(step, shares))
 
     def forget_after(self, step: int) -> None:
-        """Forget this actor's snapshots of later steps, which are taken again."""
+        """Forget this actor's snapshots of later steps, which are taken again, and send no more of them."""
+        self.stop_copies()
         self._slots.forget_after(step)
 
     def close(self) -> None:
         """Let go of all snapshots."""
+        self.stop_copies()
         self._held.close()
         self._slots.close()
+
+    def _written(self, share: Share, files: tuple[int, ...]) -> Address:
+        return Address(share, place(), os.getpid(), files, is_written=True)
 
     def _files(self) -> SnapshotFiles:
         others: Mapping[Share, Sequence[int]] = self._held.files()
         return SnapshotFiles({**others, self._share: (*others.get(self._share, ()), *self._slots.files)})
+
+
+def kept(keeper: SnapshotKeeper | None) -> SnapshotKeeper:
+    """Return the keeper of an actor. Raises RuntimeError if it has none."""
+    if keeper is None:
+        raise RuntimeError("this actor keeps no snapshots: its run has none, or it has not started")
+    return keeper
+
+
+def keep_after(member: Worker | Server, keeper: SnapshotKeeper | None, step: int, copy_within: int) -> Copied:
+    """Take the snapshot that is due after a step, if the actor keeps any.
+
+    Args:
+        member: The worker or parameter server.
+        keeper: Its snapshots; None if its run has none.
+        step: Number of the step, from 0.
+        copy_within: See ``SnapshotKeeper.after``.
+
+    Returns:
+        What there is to tell of copies.
+
+    Raises:
+        ActionError: It can't be taken.
+    """
+    copied = Copied()
+    try:
+        member.faults.reach("end", step)
+        if keeper is not None:
+            copied = keeper.after(step + 1, member.state, copy_within)
+        member.faults.reach("report", step)
+        return copied
+    except Exception as error:
+        raise member.seat.failed("snapshot after the step", None, error) from None

@@ -17,12 +17,13 @@ class Executor(ABC):
     """Makes the actors of a run take training steps."""
 
     @abstractmethod
-    def begin(self, step: int, epoch: int) -> Any:
+    def begin(self, step: int, epoch: int, copy_within: int) -> Any:
         """Hand a step to the actors, without waiting for them.
 
         Args:
             step: Its number, counted from 0.
             epoch: The job's epoch; see ``Lifetime``.
+            copy_within: In how many steps a copy of its snapshots should be on other nodes; 0: none is made.
 
         Returns:
             What ``results`` and ``drop`` take.
@@ -52,8 +53,8 @@ class Compiled(Executor):
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
 
-    def begin(self, step: int, epoch: int) -> list[Any]:
-        return self._calls.submit("run", "train", step, epoch)
+    def begin(self, step: int, epoch: int, copy_within: int) -> list[Any]:
+        return self._calls.submit("run", "train", step, epoch, copy_within)
 
     def results(self, begun: list[Any], what: str) -> list[StepResult]:
         return self._calls.gather(begun, what)
@@ -86,12 +87,12 @@ class Tasks(Executor):
                     self._needs[rank, action] = world.trainers_of(rank_of(need, schedule))[beside], need
         self._awaited = frozenset(self._needs.values())
 
-    def begin(self, step: int, epoch: int) -> _Begun:
+    def begin(self, step: int, epoch: int, copy_within: int) -> _Begun:
         last = [
-            handle.start_step.remote(step, epoch) if row else handle.run.remote("train", step, epoch)
+            handle.start_step.remote(step, epoch) if row else handle.run.remote("train", step, epoch, copy_within)
             for row, handle in zip(self._rows, self._calls.handles, strict=True)
         ]
-        return _Begun(step, [0] * len(self._rows), last)
+        return _Begun(step, copy_within, [0] * len(self._rows), last)
 
     def results(self, begun: _Begun, what: str) -> list[StepResult]:
         """Submit tasks as those that they need are done, and return the actors' results; see ``Executor``."""
@@ -123,7 +124,7 @@ class Tasks(Executor):
                     begun.sends[begun.last[rank]] = rank, action
                 begun.at[rank] += 1
                 if begun.at[rank] == len(row):
-                    begun.last[rank] = handle.end_step.remote(begun.number)
+                    begun.last[rank] = handle.end_step.remote(begun.number, begun.copy_within)
             left = left or begun.at[rank] < len(row)
         return left
 
@@ -134,6 +135,7 @@ class _Begun:
 
     Attributes:
         number: Its number, counted from 0.
+        copy_within: See ``Executor.begin``.
         at: By rank, how many of its actions were submitted.
         last: By rank, the object ref of its latest call.
         sends: The rank and the action of those for which another rank waits.
@@ -141,6 +143,7 @@ class _Begun:
     """
 
     number: int
+    copy_within: int
     at: list[int]
     last: list[Any]
     sends: dict[Any, tuple[int, Action]] = field(default_factory=dict)

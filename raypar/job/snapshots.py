@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from raypar.actors.checkpoint.memory_snapshot import Address, Held, Share
+from raypar.actors.checkpoint.snapshot_copy import SILENCE, Recipient
 from raypar.actors.collective.shm.links import place
 from raypar.cluster.calls import Calls
 from raypar.job.loaded_run import LoadedRun
+from raypar.planner.snapshots import kept_copies
+from raypar.recovery.buddies import CopyPace, buddies_of
 
 _HEARD = 5.0  # seconds in which an actor that takes no part in the run answers
 
@@ -21,16 +25,18 @@ class Snapshots:
 
     Attributes:
         source: All shares of the layout in which the last snapshots were taken that all ranks have begun with.
+        pace: How often they are copied to other nodes; None if they are not.
     """
 
     def __init__(self) -> None:
         self._held = Held(place())
         self.source: tuple[Share, ...] = ()
+        self.pace: CopyPace | None = None
 
     def close(self) -> None:
         """Let go of all snapshots."""
         self._held.close()
-        self.source = ()
+        self.source, self.pace = (), None
 
     def share(self, loaded: LoadedRun, others: Calls) -> Steps:
         """Make every process hold the snapshots of all actors of its node.
@@ -48,7 +54,7 @@ class Snapshots:
         told = calls.all("snapshot_addresses", what="sharing snapshots")
         beside = self._asked(others, "snapshot_addresses")
         addresses: list[Address] = [address for of_one in told for address in of_one]
-        addresses += [replace(address, is_own=False) for of_one in beside for address in of_one or ()]
+        addresses += [replace(address, is_written=False) for of_one in beside for address in of_one or ()]
         calls.all("hold_snapshots", [*addresses, *self._held.addresses()], what="sharing snapshots")
         self._held.expect_new()
         self._held.hold(addresses)
@@ -83,7 +89,7 @@ class Snapshots:
         calls.gather(refs, "fetching snapshots", ranks)
         calls.all("restore", step, self.source, what=f"going back to step {step}")
 
-    def begin(self, loaded: LoadedRun, layout: int, others: Calls, step: int) -> None:
+    def begin(self, loaded: LoadedRun, layout: int, others: Calls, step: int, places: Sequence[str]) -> None:
         """Make the actors go on after a step with snapshots of it, and let go of those of others and of layouts before.
 
         Args:
@@ -91,6 +97,7 @@ class Snapshots:
             layout: The number of its layout.
             others: Calls to actors without a rank.
             step: Number of steps taken.
+            places: By rank, the place of its actor (see ``Located``); "" if it is not known.
         """
         if takes_snapshots(loaded):
             loaded.calls.all("begin_snapshots", step, what="taking snapshots")
@@ -98,6 +105,28 @@ class Snapshots:
             loaded.calls.all("drop_old_snapshots", what="taking snapshots")
             self._held.drop_old()
             others.answers(range(len(others.handles)), "leave", seconds=_HEARD)
+            self._copy(loaded, step, places)
+
+    def _copy(self, loaded: LoadedRun, step: int, places: Sequence[str]) -> None:
+        """Choose a buddy on another node for each actor, and let copies of snapshots begin with that of a step."""
+        run, calls, ranks = loaded.run, loaded.calls, range(loaded.world.size)
+        buddies = buddies_of(places) if run.buddy_every else ()
+        self.pace = CopyPace(run) if any(buddy is not None for buddy in buddies) else None
+        if self.pace is None:
+            return
+        tokens = [secrets.token_hex(16) for _ in ranks]
+        expected = [{tokens[rank]: self.source[rank] for rank in ranks if buddies[rank] == buddy} for buddy in ranks]
+        refs = [calls.handles[rank].expect_copies.remote(expected[rank], kept_copies(run)) for rank in ranks]
+        opened = calls.gather(refs, "expecting copies of snapshots")
+        addresses = [address for *_, of_one in opened for address in of_one]
+        to = [
+            None if buddy is None else Recipient(opened[buddy][0], opened[buddy][1], tokens[rank])
+            for rank, buddy in enumerate(buddies)
+        ]
+        rest = step, addresses, min(SILENCE, run.timeout / 3)
+        refs = [calls.handles[rank].begin_copies.remote(to[rank], *rest) for rank in ranks]
+        calls.gather(refs, "beginning copies of snapshots")
+        self._held.hold(addresses)
 
     def _asked(self, others: Calls, method: str) -> list[Any]:
         """Ask the actors that have no rank; None for those that do not answer, or have no snapshots."""

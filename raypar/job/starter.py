@@ -11,6 +11,7 @@ from typing import Any
 from raypar.actors.collective.shm.links import place
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.injected_fault import InjectedFault
+from raypar.actors.specs.results import StepResult
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.find import Found, newest
@@ -60,6 +61,7 @@ class Starter:
         self._lifetime, self._job, self._device, self._faults, self._moved = lifetime, job, device, faults, moved
         self._generation = self._number = 0  # how often actors have joined groups, and the layout has changed
         self._snapshots, self._processes = Snapshots(), lifetime.processes
+        self._places = list[str]()  # by rank
         self._next_look = 0.0
         self.failures = Failures(0)
 
@@ -136,6 +138,26 @@ class Starter:
         each, who = f"{run.microbatches} microbatches each instead of {whole.microbatches}", [*dict.fromkeys(lost)]
         more = f" and {len(who) - _NAMED} more" if len(who) > _NAMED else ""
         return f"dp={run.mesh.dp} instead of {whole.mesh.dp}, {each}, without {' and '.join(who[:_NAMED])}{more}"
+
+    def go_on_after(self, step: int) -> int:
+        """Begin snapshots anew where the actors have gone back to a step by themselves, and return that step.
+
+        Raises:
+            JobError: It failed; the run can be recovered.
+        """
+        self._snapshots.share(self._loaded, self._others)
+        self._begin(step)
+        return step
+
+    def copy_due(self, step: int) -> int:
+        """Return in how many steps a copy of the snapshots after a step should be on other nodes; 0: there is none."""
+        return 0 if self._snapshots.pace is None else self._snapshots.pace.within(step)
+
+    def learn(self, results: Sequence[StepResult], seconds: float) -> None:
+        """Note the results of a step, by rank, and its duration."""
+        if self._snapshots.pace is not None:
+            world = self._loaded.world
+            self._snapshots.pace.learn(results, seconds, [world.label(rank) for rank in range(world.size)])
 
     def can_grow(self) -> bool:
         """Return whether there are actors for more replicas than the run goes on with. It looks from time to time."""
@@ -274,12 +296,13 @@ class Starter:
         plans = plans_of(loaded.run, self._layout.programs, *named, self._faults, self._number)
         holds = loaded.start(plans, found, guard, again=guard is _unguarded)
         located = loaded.calls.answers(range(loaded.world.size), "located", seconds=_HEARD, group="ctl")
+        self._places = [located[rank].place if rank in located else "" for rank in range(loaded.world.size)]
         self._processes.know({rank: at for rank, at in located.items() if at.place == place() != ""})
         align(loaded.calls, located)
         return holds
 
     def _begin(self, step: int) -> None:
-        self._snapshots.begin(self._loaded, self._number, self._others, step)
+        self._snapshots.begin(self._loaded, self._number, self._others, step, self._places)
 
 
 def _unguarded(call: Callable[[], list[Any]]) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from raypar.actors.errors import NonFiniteError
@@ -20,10 +21,14 @@ class Ahead:
         executor: Makes the actors take a step.
         most: How many steps may be handed over beyond the current one.
         epoch: Epoch of the steps; see ``Lifetime``.
+        copy_within: Returns in how many steps a copy of the snapshots after a step should be on other nodes.
     """
 
-    def __init__(self, calls: Calls, executor: Executor, most: int, epoch: int) -> None:
+    def __init__(
+        self, calls: Calls, executor: Executor, most: int, epoch: int, copy_within: Callable[[int], int]
+    ) -> None:
         self._calls, self._executor, self._most, self._epoch = calls, executor, most, epoch
+        self._copy_within = copy_within
         self._handed: deque[tuple[int, Any]] = deque()
         self._since = time.perf_counter()
 
@@ -37,7 +42,8 @@ class Ahead:
         if not self._handed:
             self._since = time.perf_counter()
         for number in range(first + len(self._handed), min(stop, first + self._most + 1)):
-            self._handed.append((number, self._executor.begin(number, self._epoch)))
+            begun = self._executor.begin(number, self._epoch, self._copy_within(number))
+            self._handed.append((number, begun))
 
     def collect(self) -> tuple[list[Any], float]:
         """Wait for the oldest step that was handed over.

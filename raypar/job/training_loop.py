@@ -285,8 +285,7 @@ class TrainingLoop:
         return isinstance(data, Batches) and data.validate is None
 
     def _handing(self, most: int) -> Ahead:
-        """Return what hands steps over to the actors, up to so many ahead of the current one."""
-        return Ahead(self.loaded.calls, executor_of(self.loaded), most, self._lifetime.epoch)
+        return Ahead(self.loaded.calls, executor_of(self.loaded), most, self._lifetime.epoch, self._starter.copy_due)
 
     def _next(self, ahead: Ahead, stop: int) -> Report:
         """Hand over steps before ``stop``, then wait for the oldest one and commit it."""
@@ -375,7 +374,7 @@ class TrainingLoop:
 
     def _rewind(self, error: NonFiniteError) -> None:
         self._saver.settle()
-        self.next_step = rewound(self.loaded, error, self.next_step)
+        self.next_step = self._starter.go_on_after(rewound(self.loaded, error, self.next_step))
 
     def _settle(self, ahead: Ahead) -> None:
         while len(ahead):
@@ -394,6 +393,7 @@ class TrainingLoop:
             for told in self._stragglers.of(report.steps_taken, [result.busy for result in results]):
                 log.warning("%s", told)
         self._times.keep(self.next_step, seconds)
+        self._starter.learn(results, seconds)
         self.next_step += 1
         self.last = report
         self._record.write(report)

@@ -34,6 +34,7 @@ from raypar.actors.specs.optim import SGD, Muon
 from raypar.actors.specs.run import Run
 from raypar.planner.activations import ELEMENT_BYTES, most_kept
 from raypar.planner.parameters import Units
+from raypar.planner.snapshots import snapshot_counts
 from raypar.schedules.action import Action, Op
 from raypar.schedules.rules import MAKES_GRADIENTS, USES_WEIGHTS, streamed
 from raypar.schedules.simulation.memory import peaks
@@ -44,7 +45,6 @@ WORKING = 0.4  # of activations, what comes and goes beside them (gpt-small and 
 # Bytes of shared memory that a member of a group on one node fills for the others at the most: 16 segments of 1 MiB,
 # and 8 of the operation that exceeds them (actors/collective/shm/mailbox.py). What was filled once stays.
 _FILLED = 24 << 20
-_SNAPSHOTS = 2  # in turn, of what an actor updates
 _UNDER_WAY = 2  # buckets that are being reduced, beside those that are filled
 
 
@@ -106,10 +106,10 @@ class Memory:
         process: What its process takes without a run.
         working: What comes and goes within an action.
         twice: Bytes of gradients that are in buckets first, and so are counted twice.
-        shared: Memory of other actors that it reads their tensors from. It counts in the size of each process, but the
-            machine has it once.
+        shared: Memory of other actors that it reads. It counts in the size of each process; the machine has it once.
         offloaded: What it keeps in host memory or in files. It does not count in the size of its process.
         snapshots: Copies of what it updates, which a run that survives failures goes back to.
+        copies: What comes to the snapshots where actors are on several nodes; see ``snapshot_counts``.
     """
 
     weights: int
@@ -124,6 +124,7 @@ class Memory:
     shared: int = 0
     offloaded: int = 0
     snapshots: int = 0
+    copies: int = 0
 
     @property
     def state(self) -> int:
@@ -163,7 +164,7 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
     activations = [None] * world.mesh.pp if isinstance(run.model, Layers) else most_kept(run, run.model, timeline)
     whole = peaks(timeline, [each.weight * count for count in _gathered(timeline, counts)], [0] * len(counts.units))
     lent = [_Lent(run, world, counts, row) for row in timeline.schedule.rows]
-    found, copies = [], _SNAPSHOTS if run.max_failures and run.snapshot_every else 0
+    found, (snapshots, copies) = [], snapshot_counts(run)
     for rank, (count, state) in enumerate(zip(counts.held, states_of(run, counts), strict=True)):
         experts = counts.experts[rank] if counts.experts else 0
         own, lends = _owned(world, count, experts), lent[rank].is_lent
@@ -175,6 +176,7 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
         gathered = whole[rank].weights if world.unshards else 0
         buckets = lent[rank].most() if lends else 0
         waits = buckets >= each.gradient * count > 0 and lent[rank].waits
+        saved = optimizer + (0 if each.master else own * each.weight)
         found.append(
             Memory(
                 weights=0 if world.offload == "parameters" else kept,
@@ -187,7 +189,8 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
                 twice=gradients if waits else 0,
                 shared=_filled(world, buckets, gathered) + _read(world, each.weight, count, experts, lends=lends),
                 offloaded=_offloaded(world, each, own, kept, optimizer),
-                snapshots=copies * (optimizer + (0 if each.master else own * each.weight)),
+                snapshots=snapshots * saved,
+                copies=copies * saved,
             )
         )
     return found
@@ -279,8 +282,7 @@ def others_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
 def expert_memory(run: Run, world: World, counts: Counts, timeline: Timeline) -> list[Memory]:
     """Estimate the memory of an expert actor of each pipeline rank at an even load; empty if the run has none.
 
-    What passes through its device if its experts are offloaded is left out. The arguments are those of
-    ``worker_memory``.
+    What passes through its device if its experts are offloaded is left out. Arguments: see ``worker_memory``.
     """
     if (own := counts.apart) is None:
         return []
@@ -361,8 +363,7 @@ class _Lent:
         """
         rounds = self._rounds()
         now = most = 0
-        at = dict.fromkeys(rounds, 0)
-        opened = set[int]()
+        at, opened = dict.fromkeys(rounds, 0), set[int]()
         for stage, op, _ in self._row:
             if stage is None or stage not in rounds:
                 continue
@@ -390,8 +391,7 @@ class _Lent:
 
     def _rounds(self) -> dict[int, list[int]]:
         """Return by stage how many backwards each of its rounds of reductions has."""
-        found: dict[int, list[int]] = {}
-        left: dict[int, int] = {}
+        found, left = dict[int, list[int]](), dict[int, int]()
         for stage, op, _ in self._row:
             if stage is not None and op in MAKES_GRADIENTS:
                 left[stage] = left.get(stage, 0) + 1

@@ -296,7 +296,8 @@ def kinds_of(memory: Memory) -> dict[str, str]:
     told["activations"] = "unknown" if memory.activations is None else size(memory.activations)
     others = {"working": memory.working, "shared": memory.shared}
     told |= {kind: size(held) for kind, held in others.items() if held} | {"process": size(memory.process)}
-    others = {"snapshots": memory.snapshots, "offloaded": memory.offloaded}
+    away = "copies of snapshots, on several nodes"
+    others = {"snapshots": memory.snapshots, away: memory.copies, "offloaded": memory.offloaded}
     return told | {kind: size(count) for kind, count in others.items() if count}
 
 

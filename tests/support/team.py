@@ -18,6 +18,7 @@ from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import SGD
 from raypar.actors.specs.run import Run
 from raypar.actors.worker.actor import Hosted, member_of
+from raypar.actors.worker.refusals import Refusals
 from raypar.config.run import check_run
 from raypar.job.plans import plans_of
 
@@ -42,7 +43,7 @@ class Local(Hosted):
 
     def __init__(self):
         self._member, self._joined, self._process = None, {}, 0
-        self._keeper, self._has_failed, self._last_action = None, False, LastAction()
+        self._keeper, self._refusals, self._last_action = None, Refusals(), LastAction()
 
     def join(self, plan, groups, place=None):
         place = place or place_of(plan.device)

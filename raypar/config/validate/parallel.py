@@ -29,9 +29,12 @@ def idle_fields(run: Run) -> Iterator[str]:
         told = f"optim.warmup is {run.optim.warmup} steps, and steps is {run.steps}"
         yield f"{told}: the learning rate never reaches optim.lr; give less warmup, or more steps"
     if not run.max_failures:
-        given = {"spares": run.spares, "snapshot_every": run.snapshot_every, "min_dp": run.min_dp}
-        for name in (name for name, value in given.items() if value != getattr(Run, name)):
-            yield f"{name} {given[name]} has no effect without max_failures: give max_failures, or leave it out"
+        names = ("spares", "snapshot_every", "buddy_every", "min_dp")
+        for name, value in ((name, getattr(run, name)) for name in names):
+            if value != getattr(Run, name):
+                yield f"{name} {value} has no effect without max_failures: give max_failures, or leave it out"
+    elif not run.snapshot_every and run.buddy_every not in (0, Run.buddy_every):
+        yield f"buddy_every {run.buddy_every} has no effect with snapshot_every 0: give snapshot_every, or leave it out"
 
 
 def context_faults(model: GPT | Llama | Layers, mesh: Mesh, context: Context, *, sequence: bool) -> Iterator[str]:

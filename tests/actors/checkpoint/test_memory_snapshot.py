@@ -103,7 +103,7 @@ def test_a_snapshot_outlives_the_process_that_took_it():
         files = tuple(map(int, writer.stdout.readline().split()))
         held = Held("here")
         far = Address(Share(0, 1), "far", writer.pid, files)
-        held.hold([Address(SHARE, "here", writer.pid, files, is_own=True), far])
+        held.hold([Address(SHARE, "here", writer.pid, files, is_written=True), far])
         held.hold([Address(SHARE, "here", writer.pid, files)])
     finally:
         writer.send_signal(signal.SIGKILL)
@@ -165,7 +165,7 @@ def test_in_another_layout_snapshots_begin_anew_and_the_old_ones_are_there_until
     for _ in range(2):  # the second time nothing changes
         keeper.join(seat, lambda step: None)
         assert keeper.steps() == {Share(0, 1): (1,)}
-    assert [one.share for one in keeper.addresses() if one.is_own] == [Share(1, 0)]
+    assert [one.share for one in keeper.addresses() if one.is_written] == [Share(1, 0)]
     keeper.begin(1, team.all[0].member.state)
     keeper.hold([])
     assert keeper.steps() == {Share(0, 1): (1,), Share(1, 0): (1,)}

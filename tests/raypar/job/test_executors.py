@@ -63,7 +63,7 @@ def test_a_task_is_submitted_once_the_one_of_another_rank_is_done(name):
     calls = Refs(run)
     run_loaded = loaded(run, calls)
     tasks = Tasks(run_loaded)
-    begun = tasks.begin(3, 0)
+    begun = tasks.begin(3, 0, 0)
     assert all(got == [("start_step", (3, 0))] for got in calls.got)
     ends = tasks.results(begun, "step 4")
     assert ends == [f"{rank} end_step" for rank in range(4)]
@@ -172,6 +172,6 @@ def test_only_actions_of_rows_are_tasks():
     run = replace(TINY, mesh=rp.Mesh(dp=2), data_parallel="parameter_server", microbatches=1)
     calls = Refs(run)
     tasks = Tasks(loaded(run, calls))
-    tasks.results(tasks.begin(0, 0), "step 1")
-    assert calls.got[-1] == [("run", ("train", 0, 0))], "a server's step is one action"
+    tasks.results(tasks.begin(0, 0, 4), "step 1")
+    assert calls.got[-1] == [("run", ("train", 0, 0, 4))], "a server's step is one action"
     assert ("act", (Action.parse("STEP"),)) in calls.got[0]

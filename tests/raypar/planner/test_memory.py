@@ -20,6 +20,7 @@ from raypar.config.skeleton import Skeleton
 from raypar.planner import host
 from raypar.planner.memory import Counts, Memory, server_memory, worker_memory
 from raypar.planner.prediction import from_flops
+from raypar.planner.snapshots import snapshot_counts
 from raypar.reporting.needs import actors_told, counts_of
 from raypar.reporting.summary import log_plan, plan_rows
 from tests.support.kept_activations import (  # noqa: F401  (fixtures that hold for every test)
@@ -209,3 +210,16 @@ def test_own_layers_are_counted_from_their_skeleton():
     rows = dict(plan_rows(run, check_run(run)["train"]))
     assert rows["parameters"] == "24; an actor holds 8 to 16"
     assert "activations unknown" in rows["memory, pp=0"]
+
+
+def test_snapshots_and_their_copies_count_where_a_run_survives_failures():
+    survives = replace(recipe("gpt-tiny", mesh=Mesh(pp=2)), max_failures=1)
+    runs = [survives, *(replace(survives, **more) for more in ({"buddy_every": 1}, {"buddy_every": 0}))]
+    assert [snapshot_counts(run) for run in runs] == [(2, 3), (2, 4), (2, 0)]
+    assert [snapshot_counts(replace(survives, **{name: 0})) for name in ("max_failures", "snapshot_every")] == [
+        (0, 0)
+    ] * 2
+    plain, kept = (memory_of(run)[0] for run in (replace(survives, max_failures=0), survives))
+    assert kept.snapshots == 2 * (kept.weights + kept.optimizer) == kept.total - plain.total
+    assert kept.copies == 3 * (kept.weights + kept.optimizer)
+    assert dict(plan_rows(survives, check_run(survives)["train"]))["memory, pp=0"].count("on several nodes") == 1

@@ -23,7 +23,9 @@ EXPERTS = replace(RUN, model=replace(MODEL, moe=rp.MoE(experts=4, top_k=2)), mes
 
 def end_of(job, rank=1):
     """Kill an actor from outside, while nobody calls it."""
-    address = next(one for one in job._loop.loaded.calls.one(rank, "snapshot_addresses", what="a test") if one.is_own)
+    address = next(
+        one for one in job._loop.loaded.calls.one(rank, "snapshot_addresses", what="a test") if one.is_written
+    )
     os.kill(address.pid, signal.SIGKILL)
     time.sleep(0.2)
 
@@ -101,13 +103,13 @@ def test_a_run_whose_checkpoint_is_gone_goes_on_from_memory():
 
 
 def test_files_of_actors_that_were_replaced_are_let_go():
-    """The driver has two files of each actor, and an actor those of the other: none more after three failures."""
+    """The driver has three files of each actor, and an actor those of the other: none more after three failures."""
     chaos = [rp.chaos.kill("pp=1", at=at, step=step) for step, at in ((1, "1F1"), (3, "STEP"), (4, "snapshot"))]
     with rp.launch(RUN, chaos=chaos) as job:
         job.train()
         assert len(job.failures) == 3
-        pids = [one.pid for one in job._loop.loaded.calls.one(0, "snapshot_addresses", what="a test") if one.is_own]
-        assert [len(held()), *[len(held(pid)) for pid in pids]] == [4, 4]
+        pids = [one.pid for one in job._loop.loaded.calls.one(0, "snapshot_addresses", what="a test") if one.is_written]
+        assert [len(held()), *[len(held(pid)) for pid in pids]] == [6, 6]
 
 
 def test_steps_that_nobody_waits_for_any_more_survive_a_failure():

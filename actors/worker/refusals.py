@@ -1,0 +1,39 @@
+"""What an actor refuses after a call that has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from raypar.actors.errors import NonFiniteError, StaleError
+
+T = TypeVar("T")
+
+
+class Refusals:
+    """Refuses calls after a failure: of steps that were handed over already, and of the rest of a step.
+
+    Attributes:
+        has_failed: Whether a step has failed, so that later ones are refused. A step that is not finite has not.
+    """
+
+    def __init__(self) -> None:
+        self.has_failed = False
+        self._of_step: Exception | None = None  # with which all other calls of the step fail
+
+    def begin(self, label: str) -> None:
+        """Begin a step. Raises StaleError if one before it has failed."""
+        if self.has_failed:
+            raise StaleError(f"{label} has failed in a step before this one")
+        self._of_step = None
+
+    def attempt(self, call: Callable[[], T]) -> T:
+        """Make a call of the step. After one that has failed, all others of the step fail in the same way."""
+        if self._of_step is not None:
+            raise self._of_step.with_traceback(None)
+        try:
+            return call()
+        except Exception as error:
+            self._of_step = error
+            self.has_failed = not isinstance(error, NonFiniteError | StaleError)
+            raise

@@ -1,0 +1,91 @@
+"""Buddies: which actor of another node keeps a copy of an actor's snapshots, and how often copies are made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from raypar.actors.specs.results import StepResult
+from raypar.actors.specs.run import Run
+
+log = logging.getLogger(__name__)
+# Share of the time of steps, and seconds, that waiting for copies may take; then they are made less often.
+_SHARE, _SECONDS = 0.05, 1.0
+
+
+def buddies_of(places: Sequence[str]) -> tuple[int | None, ...]:
+    """Choose for each rank a rank of another node that keeps a copy of its snapshots.
+
+    The nodes are a ring, the largest first, and each copy goes as many ranks further as that one has. So every rank
+    keeps one copy, unless one node has more than half of all: then the others share out its copies evenly.
+
+    Args:
+        places: By rank, what tells its node; "" if that is not known.
+
+    Returns:
+        By rank, its buddy; None if there is no other node, or if its own is not known.
+    """
+    nodes = dict[str, list[int]]()
+    for rank, place in enumerate(places):
+        if place:
+            nodes.setdefault(place, []).append(rank)
+    ring = [rank for node in sorted(nodes.values(), key=lambda ranks: (-len(ranks), ranks)) for rank in node]
+    buddies: list[int | None] = [None] * len(places)
+    if len(nodes) < 2:
+        return tuple(buddies)
+    largest = max(map(len, nodes.values()))
+    others = ring[largest:]
+    for at, rank in enumerate(ring):
+        further = ring[(at + largest) % len(ring)]
+        buddies[rank] = further if places[further] != places[rank] else others[at % len(others)]
+    return tuple(buddies)
+
+
+class CopyPace:
+    """How often snapshots are copied to buddies: as the run says, or less often where steps have to wait for copies.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.every = -(-run.buddy_every // run.snapshot_every) * run.snapshot_every
+        self._waited = self._seconds = 0.0  # at the present pace
+        self._lost = set[int]()
+
+    def within(self, step: int) -> int:
+        """Return in how many steps a copy should be whole that begins after a step; 0: none begins.
+
+        The next one begins a step later, when every actor knows that this one is whole.
+
+        Args:
+            step: Number of the step, from 0.
+        """
+        return max(1, self.every - 1) if (step + 1) % self.every == 0 else 0
+
+    def learn(self, results: Sequence[StepResult], seconds: float, labels: Sequence[str]) -> None:
+        """Note what the actors tell of copies after a step; warn of what is new.
+
+        Args:
+            results: The step's results by rank.
+            seconds: The step's duration.
+            labels: The actors' names by rank.
+        """
+        self._waited += max((result.copied.waited for result in results), default=0.0)
+        self._seconds += seconds
+        if self._waited > max(_SECONDS, _SHARE * self._seconds):
+            told = self._waited, self._seconds, 2 * self.every
+            self.every, self._waited, self._seconds = 2 * self.every, 0.0, 0.0
+            log.warning(
+                "steps waited %.1f s of %.1f s for copies of snapshots on other nodes, which are made after every %d "
+                "steps from now on: set buddy_every to that, or to 0 for no copies",
+                *told,
+            )
+        for rank, result in enumerate(results):
+            if (why := result.copied.lost) and rank not in self._lost:
+                self._lost.add(rank)
+                log.warning(
+                    "the snapshots of %s are copied to another node no more (%s): if its own node is lost, the run "
+                    "goes back to its last checkpoint",
+                    *(labels[rank], why),
+                )
