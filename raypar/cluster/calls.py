@@ -247,7 +247,7 @@ class Calls:
         for rank, error in errors.items():
             if isinstance(error, RayError) and not isinstance(error, RayTaskError):
                 text = f"actor {self._world.label(rank)} died during {what}{after}"
-                return ActorDiedError(text, death_of(error, rank, self._processes))
+                return ActorDiedError(text, death_of(error, rank, self._processes), rank)
         causes = [_cause(error) for error in errors.values()]
         if silent and all(isinstance(cause, ActionError) and cause.secondary for cause in causes):
             names = " and ".join(self._world.label(rank) for rank in silent)

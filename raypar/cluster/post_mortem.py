@@ -56,6 +56,7 @@ def death_of(error: RayError, rank: int, processes: Processes) -> Death:
         last_action,
         log,
         str(file) if log else "",
+        getattr(error, "preempted", False),
     )
 
 
@@ -74,6 +75,8 @@ def _cause(error: RayError, told: str, exit_: Exit | None, kills: int) -> tuple[
         return f"ended by Ray's memory monitor, because its node was short of memory{amount}", True
     if getattr(error, "preempted", False):
         return "on a node that was taken away (preempted)", False
+    if "terminated expectedly: received SIGTERM" in told:
+        return "on a node whose Ray was ended by SIGTERM", False
     if "node has died" in told or "node was terminated" in told:
         return "on a node that died", False
     if "receives a SIGTERM" in told:

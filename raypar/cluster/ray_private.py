@@ -11,6 +11,7 @@ and raypar does without it. The names are those of Ray 2.60.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ OWNER_FILE = "raypar-owner"
 _LOOPBACK = "127.0.0.1"
 _RESOLVE = "resolve_ip_for_localhost"
 _FREE = "available_resources_per_node"
+_DRAINING = "get_draining_nodes"
 _DASHBOARD = "get_dashboard_url"
 _NODE = "_global_node"
 _LOADER = "AuthenticationTokenLoader"
@@ -140,6 +142,19 @@ def free_resources() -> dict[str, dict[str, float]] | None:
         log.warning("this Ray has no %s: actors are placed as if all nodes were free", _FREE)
         return None
     return {str(node): dict(resources) for node, resources in tell().items()}
+
+
+def draining_nodes() -> dict[str, float]:
+    """Return the nodes that Ray drains, by id, and when each is gone: seconds since the epoch; inf if that is not told.
+
+    Ray starts nothing on such a node any more. No public call tells it without a dashboard: ``ray.nodes`` says that the
+    node is alive. Ray Train asks the same. Retry at upgrades.
+    """
+    tell: Any = getattr(getattr(getattr(ray._private, "state", None), "state", None), _DRAINING, None)
+    if tell is None:
+        log.warning("this Ray has no %s: a node that is taken away is noticed when it is gone", _DRAINING)
+        return {}
+    return {str(node): deadline / 1e3 if deadline else math.inf for node, deadline in tell().items()}
 
 
 def own_token() -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from raypar.actors.checkpoint.memory_snapshot import Address, Held, Share
 from raypar.actors.collective.shm.links import place
+from raypar.actors.specs.run import Run
 from raypar.cluster.calls import Calls
 from raypar.job.loaded_run import LoadedRun
 
@@ -43,7 +44,7 @@ class Snapshots:
             The steps that each has then, by rank, and then of the others.
         """
         calls = loaded.calls
-        if not takes_snapshots(loaded):
+        if not takes_snapshots(loaded.run):
             return []
         told = calls.all("snapshot_addresses", what="sharing snapshots")
         beside = self._asked(others, "snapshot_addresses")
@@ -92,7 +93,7 @@ class Snapshots:
             others: Calls to actors without a rank.
             step: Number of steps taken.
         """
-        if takes_snapshots(loaded):
+        if takes_snapshots(loaded.run):
             loaded.calls.all("begin_snapshots", step, what="taking snapshots")
             self.source = tuple(Share(layout, rank) for rank in range(loaded.world.size))
             loaded.calls.all("drop_old_snapshots", what="taking snapshots")
@@ -105,6 +106,6 @@ class Snapshots:
         return [answers.get(number) for number in range(len(others.handles))]
 
 
-def takes_snapshots(loaded: LoadedRun) -> bool:
+def takes_snapshots(run: Run) -> bool:
     """Return whether the actors of a run take snapshots."""
-    return loaded.run.max_failures > 0 and loaded.run.snapshot_every > 0
+    return run.max_failures > 0 and run.snapshot_every > 0
