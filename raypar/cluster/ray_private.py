@@ -33,7 +33,9 @@ _DASHBOARD = "get_dashboard_url"
 _NODE = "_global_node"
 _LOADER = "AuthenticationTokenLoader"
 _PRINTED = "stdout_deduplicator"  # Ray prints errors of the cluster to standard output
-_DEATH = re.compile("A worker died or was killed while executing a task")
+_DEATH = re.compile(
+    "A worker died or was killed while executing a task|Raylet is terminated|has been marked dead because the detector"
+)
 
 
 def start_on_loopback(**settings: Any) -> None:
@@ -53,14 +55,14 @@ def start_on_loopback(**settings: Any) -> None:
 
 
 def silence_deaths() -> None:
-    """Let Ray not print that a worker died, unless a RAY_DEDUP_LOGS_SKIP_REGEX of the user's says what it skips.
+    """Let Ray not print that a worker or node died, unless the user's RAY_DEDUP_LOGS_SKIP_REGEX says what it skips.
 
-    Ray's text would stand before raypar's sentence, which says which actor it was, and why. Ray reads the public
-    variable when it is imported, which may be before raypar is. Retry at upgrades.
+    Ray's text, of a node with 20 lines of its log, would stand before raypar's sentence, which says which actor it was,
+    and why. Ray reads the public variable when it is imported, which may be before raypar is. Retry at upgrades.
     """
     printed: Any = getattr(getattr(ray._private, "ray_logging", None), _PRINTED, None)
     if not hasattr(printed, "skip_re"):
-        log.warning("this Ray has no %s: it prints a text of its own when an actor dies", _PRINTED)
+        log.warning("this Ray has no %s: it prints a text of its own when an actor or node dies", _PRINTED)
     elif printed.skip_re is None:
         printed.skip_re = _DEATH
 

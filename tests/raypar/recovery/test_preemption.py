@@ -1,4 +1,4 @@
-"""A node that is taken away with notice: the run goes on elsewhere, with fewer replicas, or ends with its state saved."""
+"""A node is taken away with notice: the run goes on elsewhere, with fewer replicas, or is saved and ends."""
 
 from __future__ import annotations
 
