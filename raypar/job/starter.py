@@ -61,7 +61,7 @@ class Starter:
     ) -> None:
         self._lifetime, self._job, self._device, self._faults, self._moved = lifetime, job, device, faults, moved
         self._generation = self._number = 0  # how often actors have joined groups, and the layout has changed
-        self._snapshots, self._processes = Snapshots(), lifetime.processes
+        self._snapshots, self._witnesses = Snapshots(), lifetime.witnesses
         self._next_look, self._notices, self._stays_told = 0.0, Notices(), False
         self.failures = Failures(0)
 
@@ -82,6 +82,8 @@ class Starter:
         self._layout, self._number = self._layouts.whole, self._number + 1
         self.failures = Failures(loaded.run.max_failures)
         self._snapshots.close()
+        here, homes = own_node(), self._lifetime.actors.homes[: loaded.world.size]
+        self._witnesses.attend({home.where() for home in homes} - {here, ""})  # they start while the actors do
         holds = self._join(found, partial(self._lifetime.guard, patient=False))
         share = partial(self._snapshots.share, loaded, self._others)
         self._lifetime.guard(share, patient=False)
@@ -272,7 +274,7 @@ class Starter:
         if not gone:
             return
         for rank in gone:
-            self._processes.kill(rank)
+            self._witnesses.kill(rank)
             actors.vacate(rank, f"{self._job} {world.label(rank)}")
         actors.demand_answers(world.size, f"{self._job} spare")
         actors.wait_for(max(world.size, self._layouts.whole.world.size))
@@ -341,7 +343,9 @@ class Starter:
         plans = plans_of(loaded.run, self._layout.programs, *named, self._faults, self._number)
         holds = loaded.start(plans, found, guard, again=guard is _unguarded)
         located = loaded.calls.answers(range(loaded.world.size), "located", seconds=_HEARD, group="ctl")
-        self._processes.know({rank: at for rank, at in located.items() if at.place == place() != ""})
+        homes, here = self._lifetime.actors.homes, place()
+        elsewhere = {rank: homes[rank].where() for rank, at in located.items() if at.place != here}
+        self._witnesses.know({rank: at for rank, at in located.items() if at.place}, elsewhere)
         align(loaded.calls, located)
         return holds
 

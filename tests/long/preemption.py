@@ -69,7 +69,7 @@ class Told:
 def trained(
     cluster: HostCluster,
     mesh: dict[str, int],
-    takes: Callable[[Host], None] | None = None,
+    takes: Callable[[Host], threading.Timer | None] | None = None,
     *,
     failures: int = 1,
     folder: str | None = None,
@@ -79,7 +79,7 @@ def trained(
     words = {"mesh": mesh, "steps": STEPS, "max_failures": failures, "pause": pause, "folder": folder}
     command = [sys.executable, "-u", "-c", DRIVER, json.dumps(words)]
     driver = cluster.head.start(*command, env=cluster.driver_env)
-    told = Told()
+    told, dies = Told(), None
     ends = threading.Timer(200.0, driver.kill)
     ends.start()
     assert driver.stdout is not None
@@ -87,23 +87,26 @@ def trained(
         told.lines.append(line.rstrip())
         if line.startswith("ready") and takes is not None:
             name = line.rpartition("'")[0].rpartition("'")[2]
-            takes(next(host for host in cluster.network.hosts if host.name == name))
+            dies = takes(next(host for host in cluster.network.hosts if host.name == name))
     ends.cancel()
+    if dies is not None:
+        dies.cancel()
     told.lines.append(f"exit code {driver.wait()}")
     return told
 
 
-def drained(cluster: HostCluster, seconds: int = NOTICE, *, dies: bool = True) -> Callable[[Host], None]:
+def drained(cluster: HostCluster) -> Callable[[Host], threading.Timer]:
     """Return what drains a host, and kills it when its time is over."""
 
-    def take(host: Host) -> None:
+    def take(host: Host) -> threading.Timer:
         where = f"--address={cluster.head.address}:{PORT}"
         node = cluster.drive("-c", NODE, host.name).split()[-1]
         why = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot"]
-        when = f"--deadline-remaining-seconds={seconds}"
+        when = f"--deadline-remaining-seconds={NOTICE}"
         cluster.head.run(RAY, "drain-node", where, f"--node-id={node}", *why, when, env=cluster.env)
-        if dies:
-            threading.Timer(seconds, host.die).start()
+        dies = threading.Timer(NOTICE, host.die)
+        dies.start()
+        return dies
 
     return take
 
