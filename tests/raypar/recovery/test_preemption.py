@@ -10,6 +10,7 @@ import pytest
 
 import raypar as rp
 from raypar.cluster import notices
+from raypar.cluster.nodes import own_node
 from raypar.cluster.notices import Notices
 from raypar.cluster.vacancies import Home
 from raypar.paths import FAILURES
@@ -30,7 +31,7 @@ class TakenAway:
         patch.setattr(notices, "draining_nodes", lambda: dict(self.draining))
         patch.setattr(notices, "_LOOK", 0.0)
         patch.setattr("raypar.job.starter._LOOK", 0.0)
-        patch.setattr(Home, "where", lambda home: "gone" if home in self.homes else "here")
+        patch.setattr(Home, "where", lambda home: "gone" if home in self.homes else own_node())
 
     def now(self, job, *ranks, seconds=math.inf):
         self.homes = [job._lifetime.actors.homes[rank] for rank in ranks]
@@ -117,11 +118,9 @@ def test_what_can_be_neither_moved_nor_saved_goes_on(taken, caplog):
 
 
 def test_the_drivers_own_node_is_left_with_all_saved(taken, tmp_path, monkeypatch):
-    monkeypatch.setattr("raypar.job.starter.own_node", lambda: "gone")
-    with (
-        rp.launch(replace(RUN, folder=str(tmp_path / "run"))) as job,
-        pytest.raises(rp.JobError, match="gone is taken away, and the driver is on it: saved as step-00000004"),
-    ):
+    told = "gone is taken away, and the driver is on it: saved as step-00000004"
+    with rp.launch(replace(RUN, folder=str(tmp_path / "run"))) as job, pytest.raises(rp.JobError, match=told):
+        monkeypatch.setattr("raypar.job.starter.own_node", lambda: "gone")
         losses_of(job, taken)
 
 
