@@ -53,7 +53,7 @@ class Death:
     is_preempted: bool = False
 
     def __str__(self) -> str:
-        told = f"It was {self.cause}" if self.cause else "Why it died is known on its node only"
+        told = f"It was {self.cause}" if self.cause else "Why it died is not known"
         told += f"; the last action that it began was {self.last_action}." if self.last_action else "."
         if self.log:
             told += f" Its log, {self.log_file}, ends with:\n" + "\n".join(f"    {line}" for line in self.log)

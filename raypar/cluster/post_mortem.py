@@ -39,6 +39,8 @@ def death_of(error: RayError, rank: int, witnesses: Witnesses) -> Death:
     if exit_ is None and (code := _EXIT_CODE.search(told)) is not None:
         exit_ = Exit(int(code[1]), "")
     cause, is_short = _cause(error, told, exit_, seen.memory_kills)
+    if not cause and seen.is_silent:
+        cause = "lost with its node, it seems, from which nothing is heard"
     log = shown(seen.log)
     return Death(
         cause,

@@ -57,6 +57,7 @@ class Seen:
         memory_kills: How many processes the node's kernel has ended since the last question, for want of memory.
         log_file: Its log; "" if there is none.
         log: The end of the log's text.
+        is_silent: Whether nothing is heard of its node.
     """
 
     last_action: str = ""
@@ -64,6 +65,7 @@ class Seen:
     memory_kills: int = 0
     log_file: str = ""
     log: str = ""
+    is_silent: bool = False
 
 
 @dataclass(frozen=True)

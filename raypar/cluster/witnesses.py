@@ -79,13 +79,13 @@ class Witnesses:
         if node is None:
             return self._own.seen(rank, number)
         if not node_lives or node not in self._there:
-            return Seen()
+            return Seen(is_silent=True)
         try:
             seen: Seen = ray.get(self._there[node].seen.remote(rank), timeout=_ANSWER)
         except RayError as error:
             log.debug("its node tells nothing of it: %s", error)
             self._end(node)  # another one comes when the actors are known anew
-            return Seen()
+            return Seen(is_silent=True)
         return seen
 
     def kill(self, rank: int) -> None:

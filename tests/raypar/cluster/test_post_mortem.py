@@ -18,7 +18,7 @@ from raypar.actors.mesh.world import World
 from raypar.cluster import worker_logs
 from raypar.cluster.calls import Calls
 from raypar.cluster.post_mortem import death_of
-from raypar.cluster.processes import Exit, Processes
+from raypar.cluster.processes import Exit, Processes, Seen
 from raypar.cluster.witnesses import Witnesses
 from raypar.paths import FAILURES
 from raypar.reporting.run_folder.read import read
@@ -94,7 +94,21 @@ def test_each_end_is_told_by_its_name():
         assert death.cause.startswith(cause), death
         assert bool(death.cause) == bool(cause)
         assert death.out_of_memory is is_short
-    assert str(death_of(lost, 0, ended())) == "Why it died is known on its node only."
+    assert str(death_of(lost, 0, ended())) == "Why it died is not known."
+
+
+def test_a_node_that_does_not_answer_is_told(monkeypatch):
+    witnesses = Witnesses()
+    monkeypatch.setattr(witnesses, "seen", lambda *_: Seen(is_silent=True))
+    assert str(death_of(died("End of file"), 0, witnesses)) == (
+        "It was lost with its node, it seems, from which nothing is heard."
+    )
+    assert death_of(died("because its node has died"), 0, witnesses).cause == "on a node that died"
+    ended_so = died("the actor's node was terminated expectedly: received SIGTERM because its node has died")
+    assert death_of(ended_so, 0, witnesses).cause == "on a node whose Ray was ended by SIGTERM"
+    ended_so._preempted = True  # as Ray makes it
+    death = death_of(ended_so, 0, witnesses)
+    assert death.is_preempted and death.cause == "on a node that was taken away (preempted)"
 
 
 def test_a_log_is_told_without_rays_lines_and_a_crash_from_its_innermost_frame(tmp_path, monkeypatch):

@@ -43,7 +43,7 @@ def test_a_witness_tells_how_a_process_ended_and_ends_one_that_is_stopped(childr
     children[1].wait()
     seen = witnesses.seen(1, node_lives=True)
     assert seen.exit == (Exit(None, "SIGKILL") if TELLS_EXITS else None)
-    assert witnesses.seen(1, node_lives=False) == Seen(), "a node that is gone is not asked"
+    assert witnesses.seen(1, node_lives=False) == Seen(is_silent=True), "a node that is gone is not asked"
     monkeypatch.setattr(module, "_ANSWER", 0.2)
     witness = witnesses._there[node]
     ray.kill(witness)
@@ -52,7 +52,7 @@ def test_a_witness_tells_how_a_process_ended_and_ends_one_that_is_stopped(childr
             ray.get(witness.kill.remote(7), timeout=10)
             time.sleep(0.05)
     before = time.monotonic()
-    assert witnesses.seen(1, node_lives=True) == Seen() and time.monotonic() - before < 2
+    assert witnesses.seen(1, node_lives=True) == Seen(is_silent=True) and time.monotonic() - before < 2
     assert not witnesses._there, "another one is started when actors join again"
     witnesses.close()
 
