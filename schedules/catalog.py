@@ -8,7 +8,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from raypar.schedules.generators import forward_only, gpipe, interleaved, naive, one_f_one_b
+from raypar.schedules.generators import (
+    forward_only,
+    gpipe,
+    interleaved,
+    naive,
+    one_f_one_b,
+    v_shape,
+    zero_bubble,
+)
 from raypar.schedules.generators.entry import Entry, Sizes, failure, name_of
 from raypar.schedules.nearest_name import near
 from raypar.schedules.schedule import Schedule, ScheduleError
@@ -28,6 +36,17 @@ _TABLE = {  # ``register`` adds to it, in this process only
         interleaved.SIZES,
         default_chunks=2,
     ),
+    "zb-h1": Entry(
+        zero_bubble.zb_h1, "1f1b with split backwards: its memory, a third of its bubble", zero_bubble.SIZES
+    ),
+    "zb-h2": Entry(zero_bubble.zb_h2, "zb-h1 with twice the memory and next to no bubble", zero_bubble.SIZES),
+    "zb-v": Entry(
+        v_shape.zb_v, "two stages a rank in a V: the memory of 1f1b, next to no bubble", v_shape.SIZES, default_chunks=2
+    ),
+    "v-half": Entry(
+        v_shape.v_half, "the V with half the memory of 1f1b and half its bubble", v_shape.SIZES, default_chunks=2
+    ),
+    "v-min": Entry(v_shape.v_min, "the V with a third of the memory of 1f1b", v_shape.SIZES, default_chunks=2),
     "forward": Entry(forward_only.forward, "forwards only, for evaluation", forward_only.SIZES, forward_only=True),
 }
 
@@ -160,7 +179,5 @@ def _unknown(word: str, known: Iterable[str]) -> ScheduleError:
     every = list(dict.fromkeys(known))
     close = near(word.lower(), every)
     guess = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
-    if word.lower().startswith("zb"):
-        guess = "zero-bubble schedules have no name yet, but one of your own may split its backwards into I and W; "
     files = "; a file is a table, FILE.csv, or a function, FILE.py:FUNCTION" if Path(word).suffix else ""
     return ScheduleError(f"there is no schedule {word!r}: {guess}known are {', '.join(every)}{files}")

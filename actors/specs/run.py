@@ -17,7 +17,7 @@ from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.precision import LossScale, Nonfinite, Precision
 from raypar.actors.specs.recompute import Recompute
-from raypar.actors.specs.types import Backward, Context, DeviceChoice, Format, Split, Tracker
+from raypar.actors.specs.types import Backward, Context, DeviceChoice, ExecutorName, Format, Split, Tracker
 from raypar.schedules.passes.gather_weights import GatherWhen, ReshardAfterForward
 from raypar.schedules.passes.reduce_gradients import ReduceWhen
 from raypar.schedules.schedule import Schedule
@@ -33,7 +33,8 @@ class Run:
     mesh: Mesh = field(default_factory=Mesh)
     """how the work is split; ``Mesh(pp=2)`` is two pipeline ranks"""
     schedule: str | Schedule = "1f1b"
-    """a name (naive, gpipe, 1f1b, interleaved, registered ones), a CSV file, code as my.py:function, or a Schedule"""
+    """a name (1f1b, interleaved, zb-v and the others of the catalog, registered ones),
+    a CSV file, code as my.py:function, or a Schedule"""
     chunks: Count | None = None
     """stages on each rank; None is the schedule's own default (2 for interleaved, else 1)"""
     backward: Backward = "auto"
@@ -121,6 +122,9 @@ class Run:
     """save a checkpoint in the folder after every save_every steps, and at the end; 0: only at the end"""
     keep_last: Count | None = None
     """number of checkpoints to keep, the newest ones; None keeps all"""
+    executor: ExecutorName = "compiled"
+    """how the driver runs a training step: compiled: one call to each actor, which performs its row; tasks: one Ray
+    task for each action, named like it, which Ray's dashboard and timeline show"""
     max_failures: Steps = 0
     """how often the run may go on after an actor has died, hung or failed: from the last snapshot, with another actor
     in its place; 0: a failure ends the run"""

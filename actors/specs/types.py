@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 ProgramName = Literal["train", "evaluate"]
+ExecutorName = Literal["compiled", "tasks"]
 DeviceKind = Literal["cpu", "cuda"]
 DeviceChoice = Literal["auto", DeviceKind]
 Backward = Literal["auto", "whole", "split"]  # which backwards are split into I and W

@@ -6,10 +6,11 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -45,6 +46,8 @@ from raypar.actors.worker.snapshot_keeper import SnapshotKeeper
 from raypar.actors.worker.worker import Worker
 from raypar.schedules.action import Action
 
+T = TypeVar("T")
+
 
 class Hosted:
     """Hosts a worker or a parameter server inside a Ray actor.
@@ -59,6 +62,7 @@ class Hosted:
         self._keeper: SnapshotKeeper | None = None
         self._last_action = LastAction()
         self._has_failed = False  # in a step; later ones, which were handed over already, are refused
+        self._refusal: Exception | None = None  # of all other calls of a step in which one has failed
         gc.freeze()  # exclude torch's objects from garbage collection
         self._process = resident_memory()
 
@@ -131,6 +135,49 @@ class Hosted:
             self._has_failed = True
             raise
         return result
+
+    def start_step(self, step: int, epoch: int) -> None:
+        """Begin a training step, each of whose actions is a call of its own.
+
+        Args:
+            step: Number of the step.
+            epoch: Epoch of the call.
+
+        Raises:
+            StaleError: An earlier step has failed, or the call is of an earlier epoch.
+        """
+        self._refusal = None
+        if self._has_failed:
+            raise StaleError(f"{_there(self._member).seat.label} has failed in a step before this one")
+        self._attempt(lambda member: member.start("train", step, epoch))
+
+    def act(self, action: Action, *after: None) -> None:
+        """Perform the next action of the row in the step that ``start_step`` began.
+
+        Args:
+            action: The action.
+            *after: What the tasks have returned that had to be done before.
+        """
+        self._attempt(lambda member: member.perform(action))
+
+    def end_step(self, step: int) -> StepResult:
+        """End the step that ``start_step`` began; it has this number."""
+        result = self._attempt(lambda member: member.end())
+        _keep(_there(self._member), self._keeper, step)
+        return result
+
+    def _attempt(self, call: Callable[[Worker], T]) -> T:
+        """Make a call of a step. After one that has failed, all others of the step fail in the same way."""
+        if self._refusal is not None:
+            raise self._refusal.with_traceback(None)
+        member = _there(self._member)
+        assert isinstance(member, Worker)
+        try:
+            return call(member)
+        except Exception as error:
+            self._refusal = error
+            self._has_failed = not isinstance(error, NonFiniteError | StaleError)
+            raise
 
     def open(self, step: int) -> None:
         """Begin a training step by hand."""

@@ -121,10 +121,7 @@ class Worker:
             ActionError: An action failed.
             NonFiniteError: The gradients are not finite; no weight was changed.
         """
-        self._epoch = self.seat.demand_current(epoch, self._epoch)
-        if program == "train":
-            self._compute_again(step)
-        self.begin(program, step)
+        self.start(program, step, epoch)
         row = self.program.row
         receives = (action for action in row if action.op in RECVS)
         ahead = self._place.ahead(rehearsed=program in self._rehearsed)
@@ -135,6 +132,13 @@ class Worker:
                 self._expect(islice(receives, 1))
         self._rehearsed.add(program)
         return self.end()
+
+    def start(self, program: ProgramName, step: int, epoch: int | None = None) -> None:
+        """Begin a step, whose actions are performed next. Arguments and errors are those of ``run``."""
+        self._epoch = self.seat.demand_current(epoch, self._epoch)
+        if program == "train":
+            self._compute_again(step)
+        self.begin(program, step)
 
     def begin(self, program: ProgramName, step: int, further: int = 0) -> None:
         """Begin a step of a program, of the replica that is so many ``further``: 0 is the own one."""

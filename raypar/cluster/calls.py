@@ -198,6 +198,27 @@ class Calls:
             raise self._verdict(errors, [rank for rank in sorted(late) if watch.silence(rank) > SILENT], what)
         return list(ray.get(list(refs)))
 
+    def first(self, refs: Sequence[Any], what: str, ranks: Sequence[int]) -> tuple[list[Any], bool]:
+        """Wait until one of some calls is done.
+
+        Args:
+            refs: The object refs of the calls.
+            what: What is going on, for messages.
+            ranks: The rank that each call went to.
+
+        Returns:
+            The object refs of all calls that are done, and whether one of them has failed.
+
+        Raises:
+            StalledError: An actor does not answer, or has been in one action for too long.
+        """
+        watch, late = _Watch(ranks), set(ranks)
+        while not (done := ray.wait(list(refs), num_returns=1, timeout=_LOOK)[0]):
+            self._listen(watch, late)
+            self._demand_progress(watch, late, what)
+        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+        return done, any(_error(ref) is not None for ref in done)
+
     def abort(self) -> None:
         """Tell every actor to stop whatever it waits for. Waits only briefly for confirmation."""
         refs = [handle.abort.options(concurrency_group="ctl").remote() for handle in self._handles]

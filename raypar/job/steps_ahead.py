@@ -9,6 +9,7 @@ from typing import Any
 from raypar.actors.errors import NonFiniteError
 from raypar.cluster.calls import Calls
 from raypar.errors import JobError
+from raypar.job.executors import Executor
 
 
 class Ahead:
@@ -16,13 +17,14 @@ class Ahead:
 
     Args:
         calls: Calls to the actors.
+        executor: Makes the actors take a step.
         most: How many steps may be handed over beyond the current one.
         epoch: Epoch of the steps; see ``Lifetime``.
     """
 
-    def __init__(self, calls: Calls, most: int, epoch: int) -> None:
-        self._calls, self._most, self._epoch = calls, most, epoch
-        self._handed: deque[tuple[int, list[Any]]] = deque()
+    def __init__(self, calls: Calls, executor: Executor, most: int, epoch: int) -> None:
+        self._calls, self._executor, self._most, self._epoch = calls, executor, most, epoch
+        self._handed: deque[tuple[int, Any]] = deque()
         self._since = time.perf_counter()
 
     def hand_over(self, first: int, stop: int) -> None:
@@ -35,7 +37,7 @@ class Ahead:
         if not self._handed:
             self._since = time.perf_counter()
         for number in range(first + len(self._handed), min(stop, first + self._most + 1)):
-            self._handed.append((number, self._calls.submit("run", "train", number, self._epoch)))
+            self._handed.append((number, self._executor.begin(number, self._epoch)))
 
     def collect(self) -> tuple[list[Any], float]:
         """Wait for the oldest step that was handed over.
@@ -49,15 +51,15 @@ class Ahead:
             JobError: An actor failed. No later steps are left either.
             Exception: Other errors of ``Calls.gather``.
         """
-        number, refs = self._handed.popleft()
+        number, begun = self._handed.popleft()
         try:
-            results = self._calls.gather(refs, f"step {number + 1}")
+            results = self._executor.results(begun, f"step {number + 1}")
         except JobError:
             self.drop()
             raise
         except NonFiniteError:
             while self._handed:
-                self._calls.drop(self._handed.popleft()[1])
+                self._executor.drop(self._handed.popleft()[1])
             raise
         before, self._since = self._since, time.perf_counter()
         seconds = max([self._since - before, *[result.end - result.start for result in results]])

@@ -18,6 +18,7 @@ from raypar.checkpoint.background_save import Saver
 from raypar.cluster.interrupts import patience
 from raypar.config.run import lowered_step
 from raypar.errors import ConfigError, JobError, MovedError, StepLostError
+from raypar.job.executors import executor_of
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
 from raypar.job.rearrangement import rearranged
@@ -237,16 +238,17 @@ class TrainingLoop:
     def _steps(self, count: int, most: int) -> Generator[Report | Evaluation]:
         self.demand_ready()
         last = self.next_step + count
-        # With servers, replicas do not learn that a step was refused, so steps handed over ahead would still run.
-        most = 0 if self.loaded.world.servers else most
-        ahead = self._ahead = Ahead(self.loaded.calls, most, self._lifetime.epoch)
+        # With servers, replicas do not learn that a step was refused, so steps handed over ahead would still run. Tasks
+        # are submitted while the driver waits for the step that they are of.
+        most = 0 if self.loaded.world.servers or self.loaded.run.executor == "tasks" else most
+        ahead = self._ahead = self._handing(most)
         try:
             while self.next_step < last:
                 self._lifetime.demand_open()
                 is_due = self._starter.is_due()
                 if is_due and not len(ahead):
                     self._lifetime.guard(partial(self._surviving, self._rearrange))
-                    ahead = self._ahead = Ahead(self.loaded.calls, most, self._lifetime.epoch)
+                    ahead = self._ahead = self._handing(most)
                 every = 0 if self._has_no_validation else self.loaded.run.eval_every
                 stop = (self.next_step // every + 1) * every if every else last
                 stop = min(last, stop, self._saver.next_due(self.next_step, last))
@@ -262,7 +264,7 @@ class TrainingLoop:
                         report = None
                 if not isinstance(report, Report):
                     ctrl_c.heed()
-                    ahead = self._ahead = Ahead(self.loaded.calls, most, self._lifetime.epoch)
+                    ahead = self._ahead = self._handing(most)
                     continue
                 try:
                     yield report
@@ -279,6 +281,10 @@ class TrainingLoop:
     def _has_no_validation(self) -> bool:
         data = self.loaded.run.data
         return isinstance(data, Batches) and data.validate is None
+
+    def _handing(self, most: int) -> Ahead:
+        """Return what hands steps over to the actors, up to so many ahead of the current one."""
+        return Ahead(self.loaded.calls, executor_of(self.loaded), most, self._lifetime.epoch)
 
     def _next(self, ahead: Ahead, stop: int) -> Report:
         """Hand over steps before ``stop``, then wait for the oldest one and commit it."""
@@ -315,7 +321,7 @@ class TrainingLoop:
         step = self.next_step
         while isinstance(answer := self._lifetime.guard(partial(self._surviving, call)), Failure):
             while self.next_step < step:
-                again = Ahead(self.loaded.calls, 0, self._lifetime.epoch)
+                again = self._handing(0)
                 self._lifetime.guard(partial(self._surviving, partial(self._next, again, step)))
         return answer
 

@@ -143,11 +143,12 @@ def _works(
 ) -> list[_Work]:
     """Compute the work of every stage.
 
-    A backward can leave the weight gradients of linear layers for W if the layers are not sharded (``whole_layers``)
-    and are not recomputed one by one.
+    A backward can leave the weight gradients of linear layers for W if the layers are not sharded (``whole_layers``),
+    are not recomputed one by one, and of the user's own if they are said to be in halves.
     """
     if not isinstance(model, Transformer):
-        return [_Work(1.0, 1.0 if recompute == "full" else 0.0, 1.0 if whole_layers else 0.0)] * num_stages
+        later = 1.0 if whole_layers and model.halves else 0.0
+        return [_Work(1.0, 1.0 if recompute == "full" else 0.0, later)] * num_stages
     costs, body, core = transformer_costs(model), range(model.layers), core_cost(model)
     scores = model.attention == "materialised" or model.dropout > 0  # else the kernel recomputes them anyway
     words = [word_of(recompute, body, layer) for layer in body]
@@ -156,8 +157,8 @@ def _works(
         for word, cost in zip(words, costs, strict=True)
     ]
     alone = [word == "full" and recompute != "full" for word in words]
-    later = [cost - core if whole_layers and not own else 0.0 for cost, own in zip(costs, alone, strict=True)]
+    of_weights = [cost - core if whole_layers and not own else 0.0 for cost, own in zip(costs, alone, strict=True)]
     return [
-        _Work(*(sum(each[layer] for layer in layers) for each in (costs, again, later)))
+        _Work(*(sum(each[layer] for layer in layers) for each in (costs, again, of_weights)))
         for layers in split_layers(split, costs, num_stages)
     ]

@@ -13,7 +13,7 @@ from typing import Any
 from raypar.actors.data.token_batches import token_counts
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.data import Batches, Text
-from raypar.actors.specs.model import Transformer
+from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
@@ -61,7 +61,7 @@ def plan_rows(
     rows += need_rows(run, schedule, skeleton, prediction.timeline)
     halves = [sum(action.op is Op.I for action in row) for row in schedule.rows]
     if any(halves):
-        rows.append(("backwards in halves", f"{_each(halves)}: their weights' gradients (W) fill waits"))
+        rows.append(("backwards in halves", f"{_each(halves)}: {_halves_told(run)}"))
     if world.reduces and (exchanged := _exchange_told(prediction)):
         rows.append(("between replicas", exchanged))
     if prediction.source != IN_SLOTS:
@@ -78,6 +78,15 @@ def _time_told(run: Run, prediction: Prediction) -> str:
     step = prediction.timeline.makespan
     whole = timedelta(seconds=round(run.steps * step))
     return f"{whole} and more: {run.steps:,} steps of {milliseconds(step)} and more, predicted {prediction.source}"
+
+
+def _halves_told(run: Run) -> str:
+    """Say what a split backward leaves for later."""
+    if run.mesh.tensor_ranks > 1:
+        return f"but nothing is left for W, as mesh.tp {run.mesh.tp} divides layers, whose gradients are made at once"
+    if isinstance(run.model, Layers) and not run.model.halves:
+        return "but nothing is left for W, as your own Layers are split only with Layers(halves=True)"
+    return "their weights' gradients (W) fill waits"
 
 
 def _exchange_told(prediction: Prediction) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import raypar as rp
+from raypar.actors.specs.types import ExecutorName
 
 _WARM = 20  # steps before those that count
 _TIMEOUT = 60.0  # seconds
@@ -23,12 +24,16 @@ _MEMORY = "import torch; from raypar.actors.device import PeakMemory; print(Peak
 class Overhead:
     """
     step_ms         milliseconds of each step of an empty model, pp=2, m=8
+    tasks_ms        likewise, where each action is a Ray task
+    num_tasks       how many tasks such a step is
     launch          seconds from launch to the end of the first step of that model, in a Ray that is there already
     actor_memory    bytes: the most that an idle Ray actor has held that has imported torch
     process_memory  bytes: the same of a plain process
     """
 
     step_ms: list[float]
+    tasks_ms: list[float]
+    num_tasks: int
     launch: float
     actor_memory: int
     process_memory: int
@@ -56,12 +61,19 @@ def measure_overhead(steps: int) -> Overhead:
     with rp.launch(_empty()) as job:
         job.step()
         launch = time.perf_counter() - start
-        for _ in range(_WARM):
-            job.step()
-        return Overhead([job.step().step_ms for _ in range(steps)], launch, actor_memory, int(alone.stdout))
+        took = [_measured(job, steps)]
+        job.reset(_empty("tasks"))
+        took.append(_measured(job, steps))
+        return Overhead(*took, job.schedule.num_actions, launch, actor_memory, int(alone.stdout))
 
 
-def _empty() -> rp.Run:
+def _measured(job: rp.Job, steps: int) -> list[float]:
+    for _ in range(_WARM):
+        job.step()
+    return [job.step().step_ms for _ in range(steps)]
+
+
+def _empty(executor: ExecutorName = "compiled") -> rp.Run:
     nothing = torch.zeros(1)
     return rp.Run(
         model=rp.Layers(lambda: [nn.Identity(), nn.Identity()], loss=lambda output, _: output),
@@ -70,4 +82,5 @@ def _empty() -> rp.Run:
         data=rp.Batches(lambda step, microbatch, dp: (nothing, nothing)),
         optim=rp.SGD(lr=1e-4),
         device="cpu",
+        executor=executor,
     )

@@ -136,9 +136,12 @@ def group_table(samples: Sequence[Sample]) -> Table:
 
 def overhead_line(found: Overhead) -> str:
     """What raypar and Ray cost by themselves."""
+    apiece = (statistics.median(found.tasks_ms) - statistics.median(found.step_ms)) / max(1, found.num_tasks)
     return (
         f"An empty model's step (pp=2, m=8) takes {statistics.median(found.step_ms):.2f} ms (median of "
-        f"{len(found.step_ms)}, least {min(found.step_ms):.2f}); its launch, in a Ray that runs, {found.launch:.1f} s. "
+        f"{len(found.step_ms)}, least {min(found.step_ms):.2f}), and as {found.num_tasks} Ray tasks "
+        f"{statistics.median(found.tasks_ms):.1f} ms (least {min(found.tasks_ms):.1f}), that is {1e3 * apiece:,.0f} us "
+        f"more an action; its launch, in a Ray that runs, {found.launch:.1f} s. "
         f"With torch imported and nothing else, a Ray actor holds {_mib([found.actor_memory])} MiB, a plain process "
         f"{_mib([found.process_memory])} MiB."
     )

@@ -125,14 +125,21 @@ def main() -> int:
     chosen = parser.parse_args()
     logging.getLogger("raypar").handlers = [logging.NullHandler()]
     os.environ["RAY_AUTH_MODE"] = "disabled"
+    with tempfile.TemporaryDirectory() as folder:  # nobody else writes to it
+        os.environ["TMPDIR"], tempfile.tempdir = folder, folder
+        return counted(chosen.times, chosen.warm)
+
+
+def counted(times: int, warm: int) -> int:
+    """Launch so many jobs, and count what is left after those that warm up and after all. Returns an exit code."""
     own = rays_own()
     print(
         f"each start of Ray and an actor alone leaves { ({name: own[name] for name in ('descriptors', 'tasks')}) }",
         flush=True,
     )
     sessions, before, start = list[str](), dict[str, int](), time.monotonic()
-    for number in range(chosen.warm + chosen.times):
-        if number == chosen.warm:
+    for number in range(warm + times):
+        if number == warm:
             awaited(lambda: not descendants(os.getpid()))
             before = left()
             print(f"after {number} launches: {before}", flush=True)
@@ -140,8 +147,8 @@ def main() -> int:
             sessions.append(Path(trained(number, f"{folder}/run")).name or "no session")
     awaited(lambda: not descendants(os.getpid()) and not naming(sessions))
     after = left()
-    print(f"after {chosen.times} more, {time.monotonic() - start:.0f} s: {after}")
-    grown = {name: after[name] - count - chosen.times * own[name] for name, count in before.items()}
+    print(f"after {times} more, {time.monotonic() - start:.0f} s: {after}")
+    grown = {name: after[name] - count - times * own[name] for name, count in before.items()}
     more = {name: count for name, count in grown.items() if count > 0 and name not in ("MiB", "tasks")}
     more |= {"processes of Ray": len(there)} if (there := naming(sessions)) else {}
     print(f"more than before, without what Ray alone leaves: {more or 'nothing'}")

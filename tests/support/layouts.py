@@ -137,9 +137,11 @@ def layouts(draw):
     mesh = draw(meshes())
     if mesh.dp * mesh.cp == 4:
         mesh = replace(mesh, shard=draw(st.sampled_from([None, 2])))
-    schedule = draw(st.sampled_from(["1f1b", "gpipe", "interleaved", "naive"]))
-    interleaved = schedule == "interleaved"
-    layers = draw(st.integers(max(2, mesh.pp * (1 + interleaved)), 8 if interleaved else 4))
+    schedule = draw(
+        st.sampled_from(["1f1b", "gpipe", "interleaved", "naive", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"])
+    )
+    interleaved, in_chunks = schedule == "interleaved", schedule in ("interleaved", "zb-v", "v-half", "v-min")
+    layers = draw(st.integers(max(2, mesh.pp * (1 + in_chunks)), 8 if in_chunks else 4))
     divided, grid = mesh.tensor_ranks > 1, isinstance(mesh.tp, str)
     model, optim = draw(models(mesh, layers)), draw(st.sampled_from(OPTIMIZERS))
     if model.moe and optim.kind == "muon":  # of an expert with few tokens it blows rounding up

@@ -37,7 +37,8 @@ def spelled(schedule):
 @st.composite
 def catalog_schedules(draw):
     """One of the catalog: 1 to 4 ranks, 1 to 8 microbatches, 1 to 3 stages a rank; sometimes in halves, or forwards."""
-    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "forward", "halves"]))
+    names = ["gpipe", "1f1b", "interleaved", "forward", "halves", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"]
+    name = draw(st.sampled_from(names))
     ranks, microbatches, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 8)), draw(st.integers(1, 3))
     if name == "interleaved":
         return build(name, ranks, max(1, microbatches // ranks) * ranks, max(2, chunks))

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import raypar as rp
+from raypar.job.executors import Compiled
 from raypar.job.steps_ahead import Ahead
 from raypar.reporting.run_folder.read import read
 from raypar.schedules import build, text
@@ -487,6 +488,6 @@ def test_a_step_takes_no_less_than_it_took_its_actors():
     results, learned = [SimpleNamespace(start=0.0, end=0.25), SimpleNamespace(start=0.5, end=8.0)], []
     deadline = SimpleNamespace(learn=learned.append)
     calls = SimpleNamespace(submit=lambda *told: [told], gather=lambda refs, what: results, deadline=deadline)
-    ahead = Ahead(calls, 1, 0)
+    ahead = Ahead(calls, Compiled(calls), 1, 0)
     ahead.hand_over(0, 2)
     assert [ahead.collect()[1] for _ in range(2)] == [7.5, 7.5] == learned

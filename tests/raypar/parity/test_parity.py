@@ -47,6 +47,7 @@ CASES = [
     for schedule in ("naive", "gpipe", "1f1b", "interleaved")
     for m in allowed(schedule, pp)
 ]
+SPLIT = [(pp, schedule, 4) for pp in (1, 2, 3, 4) for schedule in ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")]
 LLAMAS = [(1, "1f1b"), (2, "gpipe"), (2, "interleaved"), (3, "1f1b"), (4, "1f1b"), (4, "interleaved")]
 ON_ACTORS = [  # the other layouts have threads for actors
     ("gpt-tiny", 1, "1f1b", 2),
@@ -57,10 +58,12 @@ ON_ACTORS = [  # the other layouts have threads for actors
     ("gpt-tiny", 3, "1f1b", 4),
     ("gpt-tiny", 4, "1f1b", 8),
     ("gpt-tiny", 4, "interleaved", 8),
+    ("gpt-tiny", 2, "zb-v", 4),
+    ("gpt-tiny", 4, "zb-h2", 4),
     ("llama-tiny", 2, "interleaved", 4),
     ("llama-tiny", 4, "1f1b", 4),
 ]
-MODELS = [("gpt-tiny", *case) for case in CASES] + [("llama-tiny", *case, 4) for case in LLAMAS]
+MODELS = [("gpt-tiny", *case) for case in CASES + SPLIT] + [("llama-tiny", *case, 4) for case in LLAMAS]
 
 
 def test_the_cases_cover_what_the_schedules_allow():
@@ -181,7 +184,7 @@ def test_another_order_of_microbatches_is_another_order_of_additions(job_on):
     assert verdict.worst <= 1e-6
 
 
-@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-v"])
 def test_stepped_equals_compiled(job_on, schedule):
     job, run = job_on(2), tiny(2, schedule=schedule)
     job.reset(run)

@@ -80,6 +80,9 @@ def test_a_dry_run_tells_of_backwards_that_are_done_in_halves():
     halved = [sum(action.op is Op.I for action in row) for row in schedule.rows]
     assert any(halved)
     assert dict(plan_rows(run, schedule))["backwards in halves"].startswith(" ".join(map(str, halved)) + ": ")
+    divided = replace(run, mesh=Mesh(pp=2, tp=2), schedule="zb-v")
+    told = dict(plan_rows(divided, check_run(divided)["train"]))["backwards in halves"]
+    assert told.startswith("8 8: but nothing is left for W, as mesh.tp 2 divides layers")
     alone = replace(run, mesh=Mesh(pp=1))
     assert "backwards in halves" not in dict(plan_rows(alone, check_run(alone)["train"]))
 

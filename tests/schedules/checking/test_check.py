@@ -16,7 +16,8 @@ from raypar.schedules.schedule import MOST_SHOWN
 
 @st.composite
 def right_schedules(draw, lowered=None, min_ranks=1):
-    name = draw(st.sampled_from(["naive", "gpipe", "1f1b", "interleaved", "forward"]))
+    names = ["naive", "gpipe", "1f1b", "interleaved", "forward", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"]
+    name = draw(st.sampled_from(names))
     ranks = draw(st.integers(min_ranks, 4))
     microbatches = ranks * draw(st.integers(1, 2)) if name == "interleaved" else draw(st.integers(1, 5))
     schedule = build(name, ranks, microbatches)

@@ -8,15 +8,23 @@ from raypar.schedules.action import COMPUTE, Action, Op
 RANKS = range(1, 9)
 TF, TB = 3.0, 5.0
 COSTS = Costs(f=TF, b=TB)
+SPLIT = "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"
+V = SPLIT[2:]
 
 
 def sizes(name, ranks):
     """All (microbatches, chunks) of the grid that the generator takes."""
-    chunks = {"interleaved": (2, 3, 4), "forward": (1, 2, 3, 4)}.get(name, (1,))
+    chunks = {"interleaved": (2, 3, 4), "forward": (1, 2, 3, 4)}.get(name, (2,) if name in V else (1,))
     return [(m, v) for m in range(1, 17) for v in chunks if name != "interleaved" or m % ranks == 0]
 
 
 GRID = [(name, ranks) for name in names() for ranks in RANKS]
+WHOLE = [(name, ranks) for name, ranks in GRID if name not in ("forward", *SPLIT)]
+
+
+def ranks_of(ranks, chunks, name):
+    """The rank of each stage."""
+    return (*range(ranks), *reversed(range(ranks))) if name in V else tuple(range(ranks)) * chunks
 
 
 @pytest.mark.parametrize(("name", "ranks"), GRID)
@@ -24,7 +32,7 @@ def test_every_size_passes_the_check_before_and_after_lowering(name, ranks):
     for microbatches, chunks in sizes(name, ranks):
         schedule = build(name, ranks, microbatches, chunks)
         assert (schedule.num_ranks, schedule.num_microbatches) == (ranks, microbatches)
-        assert schedule.placement == tuple(range(ranks)) * chunks
+        assert schedule.placement == ranks_of(ranks, chunks, name)
         assert {action.op for row in schedule for action in row} <= COMPUTE
         assert schedule.forward_only == CATALOG[name].forward_only
         check(schedule)
@@ -40,8 +48,9 @@ def test_backwards_of_every_stage_run_in_the_order_of_microbatches(name, ranks):
         schedule = build(name, ranks, microbatches, chunks)
         for stage in range(schedule.num_stages):
             row = schedule.rows[schedule.placement[stage]]
-            order = [action.microbatch for action in row if action.stage == stage and action.op is Op.B]
-            assert order == list(range(microbatches))
+            for op in (Op.I, Op.W) if name in SPLIT else (Op.B,):
+                order = [action.microbatch for action in row if action.stage == stage and action.op is op]
+                assert order == list(range(microbatches))
 
 
 def makespan(name, p, m, v):
@@ -62,7 +71,7 @@ def in_flight(name, p, m, v):
     }[name]
 
 
-@pytest.mark.parametrize(("name", "ranks"), [(name, ranks) for name, ranks in GRID if name != "forward"])
+@pytest.mark.parametrize(("name", "ranks"), WHOLE)
 def test_makespan_bubble_and_memory_equal_the_closed_forms(name, ranks):
     for microbatches, chunks in sizes(name, ranks):
         schedule = build(name, ranks, microbatches, chunks)
@@ -75,6 +84,57 @@ def test_makespan_bubble_and_memory_equal_the_closed_forms(name, ranks):
         check(schedule, max_in_flight=max(held))
         with pytest.raises(ScheduleError, match="in flight"):
             check(schedule, max_in_flight=max(held) - 1)
+
+
+def idle(schedule, costs):
+    """The share of idle time of the rank that takes longest, from its first action to its last."""
+    rows = [
+        [event for event in simulate(schedule, costs).events if event.rank == rank]
+        for rank in range(schedule.num_ranks)
+    ]
+    longest = max(row[-1].end - row[0].start for row in rows)
+    stages = schedule.num_stages // schedule.num_ranks
+    return 1 - schedule.num_microbatches * stages * (costs.f + costs.i + costs.w) / longest
+
+
+@pytest.mark.parametrize(
+    ("costs", "ranks", "microbatches", "rates"),
+    [
+        (Costs(f=18.522, b=27.423, i=18.086, w=9.337, link=0.601), 8, 24, (0.2431, 0.1585, 0.1083)),
+        (Costs(f=11.347, b=19.38, i=11.248, w=8.132, link=0.377), 16, 48, (0.2552, 0.1397, 0.0672)),
+    ],
+)
+def test_idle_time_is_that_of_the_paper(costs, ranks, microbatches, rates):
+    """Qi et al. 2023, Table 5."""
+    found = [idle(build(name, ranks, microbatches), costs) for name in ("1f1b", "zb-h1", "zb-h2")]
+    assert [round(rate, 4) for rate in found] == list(rates)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_zero_bubble_schedules_where_all_halves_last_equally_long(ranks):
+    def held(name):
+        return set(simulate(build(name, ranks, microbatches)).in_flight)
+
+    microbatches = 2 * ranks + 3
+    h1 = simulate(build("zb-h1", ranks, microbatches))
+    assert h1.makespan == 3 * microbatches + ranks - 1
+    assert held("zb-h1") == {ranks}
+    assert held("zb-h2") == {2 * ranks - 1}
+    assert held("zb-v") == {2 * ranks}
+    assert idle(build("zb-h2", ranks, microbatches), Costs()) == 0
+    assert idle(build("zb-v", ranks, microbatches), Costs()) == 0
+
+
+@pytest.mark.parametrize("ranks", [4, 6, 8, 9, 16, 32])
+def test_vs_with_less_memory(ranks):
+    microbatches = 3 * ranks
+    whole = 6 * microbatches
+    bubble = 6 * (ranks - 1)  # of 1F1B, in slots of a chunk
+    half, least = (simulate(build(name, ranks, microbatches)) for name in ("v-half", "v-min"))
+    assert max(half.in_flight) <= ranks + 3
+    assert max(least.in_flight) <= 2 * ranks / 3 + 3
+    assert half.makespan - whole <= bubble / 2 + 3
+    assert least.makespan - whole <= bubble * 2 / 3 + 3
 
 
 @pytest.mark.parametrize("ranks", RANKS)

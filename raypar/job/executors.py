@@ -1,0 +1,152 @@
+"""Two ways to make actors take a training step: one call to each of them, or one Ray task for each action."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+from raypar.actors.specs.results import StepResult
+from raypar.cluster.calls import Calls
+from raypar.job.loaded_run import LoadedRun
+from raypar.schedules.action import Action
+from raypar.schedules.rules import awaited, rank_of
+
+
+class Executor(ABC):
+    """Makes the actors of a run take training steps."""
+
+    @abstractmethod
+    def begin(self, step: int, epoch: int) -> Any:
+        """Hand a step to the actors, without waiting for them.
+
+        Args:
+            step: Its number, counted from 0.
+            epoch: The job's epoch; see ``Lifetime``.
+
+        Returns:
+            What ``results`` and ``drop`` take.
+        """
+
+    @abstractmethod
+    def results(self, begun: Any, what: str) -> list[StepResult]:
+        """Wait for a step, and return the actors' results by rank. Raises what ``Calls.gather`` raises.
+
+        Args:
+            begun: What ``begin`` has returned.
+            what: What is going on, for messages.
+        """
+
+    @abstractmethod
+    def drop(self, begun: Any) -> None:
+        """Wait for a step whose results do not matter."""
+
+
+class Compiled(Executor):
+    """One call to each actor, which performs its row by itself.
+
+    Args:
+        calls: Calls to the actors.
+    """
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def begin(self, step: int, epoch: int) -> list[Any]:
+        return self._calls.submit("run", "train", step, epoch)
+
+    def results(self, begun: list[Any], what: str) -> list[StepResult]:
+        return self._calls.gather(begun, what)
+
+    def drop(self, begun: list[Any]) -> None:
+        self._calls.drop(begun)
+
+
+class Tasks(Executor):
+    """One Ray task for each action, named like it: ``1F0``.
+
+    An actor performs its tasks in the order in which it gets them. A task that needs what another rank provides, a
+    RECV, gets the other one's object ref, and is submitted when that is there: as long as a call waits for a ref, Ray
+    holds back all calls behind it, also those that ask an actor whether it is alive. All others are submitted without
+    waiting. Parameter servers, whose step is one action, get one call.
+
+    Args:
+        loaded: The run.
+    """
+
+    def __init__(self, loaded: LoadedRun) -> None:
+        self._calls, self._world = loaded.calls, loaded.world
+        schedule, world = loaded.schedule, loaded.world
+        self._rows = [() if rank in world.server_ranks else schedule.rows[world.pp(rank)] for rank in range(world.size)]
+        self._needs: dict[tuple[int, Action], tuple[int, Action]] = {}  # by rank and action, those of another rank
+        for rank, row in enumerate(self._rows):
+            for action in row:
+                if (need := awaited(action, schedule)) is not None:
+                    beside = world.trainers_of(world.pp(rank)).index(rank)
+                    self._needs[rank, action] = world.trainers_of(rank_of(need, schedule))[beside], need
+        self._awaited = frozenset(self._needs.values())
+
+    def begin(self, step: int, epoch: int) -> _Begun:
+        last = [
+            handle.start_step.remote(step, epoch) if row else handle.run.remote("train", step, epoch)
+            for row, handle in zip(self._rows, self._calls.handles, strict=True)
+        ]
+        return _Begun(step, [0] * len(self._rows), last)
+
+    def results(self, begun: _Begun, what: str) -> list[StepResult]:
+        """Submit tasks as those that they need are done, and return the actors' results; see ``Executor``."""
+        while self._submit(begun):
+            refs = list(begun.sends)
+            done, has_failed = self._calls.first(refs, what, [begun.sends[ref][0] for ref in refs])
+            if has_failed:
+                break
+            begun.done |= {begun.sends.pop(ref): ref for ref in done}
+        # After a failure the other calls of that actor fail like the one that did, and those behind are not submitted.
+        return self._calls.gather(begun.last, what)
+
+    def drop(self, begun: _Begun) -> None:
+        self._calls.drop(begun.last)
+
+    def _submit(self, begun: _Begun) -> bool:
+        """Submit all tasks whose needs are there. Returns whether some are left."""
+        left = False
+        for rank, row in enumerate(self._rows):
+            handle = self._calls.handles[rank]
+            while begun.at[rank] < len(row):
+                action = row[begun.at[rank]]
+                need = self._needs.get((rank, action))
+                if need is not None and need not in begun.done:
+                    break
+                after = () if need is None else (begun.done[need],)
+                begun.last[rank] = handle.act.options(name=str(action)).remote(action, *after)
+                if (rank, action) in self._awaited:
+                    begun.sends[begun.last[rank]] = rank, action
+                begun.at[rank] += 1
+                if begun.at[rank] == len(row):
+                    begun.last[rank] = handle.end_step.remote(begun.number)
+            left = left or begun.at[rank] < len(row)
+        return left
+
+
+@dataclass
+class _Begun:
+    """A step that was handed to the actors.
+
+    Attributes:
+        number: Its number, counted from 0.
+        at: By rank, how many of its actions were submitted.
+        last: By rank, the object ref of its latest call.
+        sends: The rank and the action of those for which another rank waits.
+        done: The object refs of those of them that are done, by rank and action.
+    """
+
+    number: int
+    at: list[int]
+    last: list[Any]
+    sends: dict[Any, tuple[int, Action]] = field(default_factory=dict)
+    done: dict[tuple[int, Action], Any] = field(default_factory=dict)
+
+
+def executor_of(loaded: LoadedRun) -> Executor:
+    """Return what makes the actors of a run take steps, as the run says."""
+    return Tasks(loaded) if loaded.run.executor == "tasks" else Compiled(loaded.calls)
