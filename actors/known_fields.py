@@ -57,11 +57,12 @@ def unknown_faults(name: str, given: Iterable[str]) -> Iterator[str]:
         if field in names:
             continue
         others = [other for other, theirs in _FIELDS.items() if field in theirs]
+        close = nearest(field, names)
         if field in instead:
             guess = f"it has {instead[field]}"
-        elif others:
+        elif others and (close is None or close.strip("s") != field.strip("s")):
             guess = f"{' and '.join(others)} {'has' if len(others) == 1 else 'have'} one"
-        elif close := nearest(field, names):
+        elif close:
             guess = f"did you mean {close}?"
         else:
             guess = f"its fields are {', '.join(names)}"

@@ -68,7 +68,8 @@ def as_values(output: object, giver: str = "a layer") -> Values:
         if np.ndarray in kinds
         else "return a tensor or a tuple of tensors"
     )
-    raise TypeError(f"{giver} returned {type(output).__name__}: {fix}")
+    inside = " and ".join(sorted(kind.__name__ for kind in kinds)) if isinstance(output, (tuple, list)) else ""
+    raise TypeError(f"{giver} returned {type(output).__name__}{f' with {inside}' if inside else ''}: {fix}")
 
 
 def unwrap(values: Values) -> Tensor | Values:

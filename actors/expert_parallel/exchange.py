@@ -167,7 +167,7 @@ class ExpertShard(DividedExperts, Anchored, Routed):
         asked[:, list(shadows)] = 0
         away = [place for place in range(len(counts)) if place not in shadows]
         there, here = self._splits(asked)
-        gone_ND = self.anchored(torch.cat([parts[place] for place in away]))
+        gone_ND = self.anchored(torch.cat([rows_ND[:0], *(parts[place] for place in away)]))
         visits = [(place // len(self), self._weights_of(place, rows_ND)) for place in shadows]
         came_ND, weights = dispatch(gone_ND, group, there, here, visits)
         back_ND = exchange_rows(self._computed(came_ND, asked[:, self._own]), group, here, there)

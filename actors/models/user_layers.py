@@ -144,7 +144,8 @@ def _demand_fit(built: Sequence[object]) -> None:
     """Raise UnfitLayersError unless these are one or more modules, all of which know their sizes."""
     modules = [module for module in built if isinstance(module, nn.Module)]
     if not built or len(modules) < len(built):
-        raise UnfitLayersError(_NO_LAYERS)
+        kinds = ", ".join(dict.fromkeys(type(one).__name__ for one in built)) or "nothing"
+        raise UnfitLayersError(f"{_NO_LAYERS}, and its list has {kinds}")
     if unsized := [*_unsized(modules)]:
         raise UnfitLayersError("\n".join(unsized))
 
@@ -166,7 +167,7 @@ def _build_real(layers: Layers, seed: int) -> list[nn.Module]:
     with noted_lines(), seeded(derive(seed, "build")):
         built = layers.fn()
     if not isinstance(built, Iterable):
-        raise UnfitLayersError(_NO_LAYERS)
+        raise UnfitLayersError(f"{_NO_LAYERS}, and it returns {type(built).__name__}")
     modules = list(built)
     _demand_fit(modules)
     return modules

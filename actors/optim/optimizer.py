@@ -122,14 +122,22 @@ def keep(optimizer: Optimizer, kind: str, parameters: Mapping[str, nn.Parameter]
         before, state = optimizer.state.pop(parameter, {}), {}
         for key in keys:
             if (value := read(name, key)) is not None:
-                state[key] = value.to(parameter.device) if key == "step" else value.to(parameter)
+                state[key] = value.to(parameter.device) if key == "step" else _laid_out(value, parameter)
                 if home.is_apart and key != "step":
                     state[key] = home.moved(state[key], before.get(key))
         if state:
             optimizer.state[parameter] = state
 
 
+def _laid_out(value: Tensor, parameter: Tensor) -> Tensor:
+    """Return a value with dtype, device and strides of a parameter: torch's fused kernels walk memory in its order."""
+    if value.stride() == parameter.stride():
+        return value.to(parameter)
+    return torch.empty_like(parameter).copy_(value)
+
+
 def gradient_norm(gradient: Tensor) -> Tensor:
-    """Return the 2-norm of a gradient: () float32, on the gradient's device."""
-    norm: Tensor = torch.linalg.vector_norm(gradient).float()
+    """Return the 2-norm of a gradient: () float32, on its device; of half precision it is summed in float32."""
+    is_half = gradient.dtype in (torch.bfloat16, torch.float16)
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32 if is_half else None).float()
     return norm

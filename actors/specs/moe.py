@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -111,8 +112,8 @@ class MoE:
         every = (self.experts,) if isinstance(self.experts, int) else self.experts
         fewest = min(every)
         if not blocks:
-            told = f"every {self.every}" if self.first is None else f"first {self.first}"
-            yield f"{path}.{told} leaves no block of {layers} with experts: set it to {max(0, layers - 1) or 1} at most"
+            told, most = (f"every {self.every}", layers) if self.first is None else (f"first {self.first}", layers - 1)
+            yield f"{path}.{told} leaves no block of {layers} with experts: set it to {most} at most"
         elif not isinstance(self.experts, int) and len(self.experts) != len(blocks):
             what = f"{path}.experts has {len(self.experts)} numbers, and {len(blocks)} blocks have experts"
             yield f"{what}: give one number, or {len(blocks)}"
@@ -123,7 +124,7 @@ class MoE:
             left, least = self.capacity * seq * self.top_k / most, most / (seq * self.top_k)
             yield (
                 f"{path}.capacity {self.capacity:g} leaves {left:.2g} tokens of a sequence for an expert (of {seq} "
-                f"tokens, top_k {self.top_k}, {most} experts): set it to {least:.2g} at least, or to None"
+                f"tokens, top_k {self.top_k}, {most} experts): set it to {_rounded_up(least):g} at least, or to None"
             )
 
     def _gate_faults(self, fewest: int, every: tuple[int, ...]) -> Iterator[str]:
@@ -133,7 +134,8 @@ class MoE:
             other = "switch" if self.top_k == 1 else "softmax"
             yield f"{path}.top_k is {self.top_k}, but gate {self.gate!r} chooses {choices}: set it, or use {other!r}"
         if self.noise and self.gate not in _NOISY:
-            yield f"{path}.noise is {self.noise:g}, but gate {self.gate!r} has its own: leave it out, or use 'softmax'"
+            has = "none" if self.gate == "sigmoid" else "its own"
+            yield f"{path}.noise is {self.noise:g}, but gate {self.gate!r} has {has}: leave it out, or use 'softmax'"
         if self.bias_rate and self.gate not in _BIASED:
             yield f"{path}.bias_rate is {self.bias_rate:g}, but gate {self.gate!r} has no bias: use 'sigmoid', say"
         if self.normalise is False and self.gate == "shazeer":
@@ -161,3 +163,10 @@ class MoE:
 def orders_of(written: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """Read the orders of experts, which are written as "0 2 1 3", by the name of the list."""
     return {name: tuple(map(int, words.split())) for name, words in written.items()}
+
+
+def _rounded_up(number: float) -> float:
+    """Return a positive number with two digits, and not less than it is."""
+    digits = 1 - math.floor(math.log10(number))
+    scale: float = 10.0**digits
+    return math.ceil(number * scale) / scale

@@ -112,7 +112,8 @@ class Run:
     steps: Count = 100
     """number of steps, over which the learning rate decays"""
     eval_every: Steps = 0
-    """evaluate after every eval_every steps, and at the end; 0: only at the end"""
+    """evaluate after every eval_every steps, but the last; 0: never. At the end raypar train always evaluates, and in
+    Python job.evaluate() does"""
     eval_steps: Count = 4
     """steps of an evaluation, each of ``microbatches`` microbatches"""
     folder: str | None = None

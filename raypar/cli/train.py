@@ -27,6 +27,7 @@ from raypar.cli.resuming import finished, how_to_go_on, its_run, misfits
 from raypar.config.fields import Fault, field_faults, right_fields
 from raypar.config.recipes import RECIPES
 from raypar.config.run import check_run, unrecorded, world_of
+from raypar.config.validate.device import device_faults
 from raypar.config.validate.parallel import idle_fields
 from raypar.errors import TO_GO_ON, ConfigError, JobError
 from raypar.paths import absolute, checkpoints_in
@@ -154,7 +155,7 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
     if args.dry_run:
         for idle in idle_fields(run):
             logging.getLogger("raypar").warning("%s", idle)
-        rows = plan_rows(run, schedule, origins=origins)
+        rows = plan_rows(run, schedule, origins=origins, step=0 if begun is None else begun.manifest.step)
         pictures = planned_grid(schedule, dict(rows)["bubble"], color=terminal), expert_table(run)
         return Plan("\n\n".join(filter(None, pictures)), rows)
     for axis, origin in origins.items():  # the log says later how many actors that makes
@@ -196,6 +197,7 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
     if begun is not None and right("steps") and begun.manifest.step >= run.steps:
         faults.append(finished(begun, run.steps, is_told=is_told))
     faults += injected(args.chaos, run, schedule)[1]
+    faults += device_faults(run.device) if right("device") else ()
     if not 0 <= args.wait_for_nodes < math.inf:
         faults.append(f"--wait-for-nodes is {args.wait_for_nodes}: it must be a number of seconds, 0 or more")
     if right("mesh", "data_parallel", "servers", "zero", "spares"):
@@ -249,7 +251,7 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None,
             rows = [*rows, ("failures survived", failures_told(reports, [failure.lost for failure in job.failures]))]
         if job.saved is not None:
             rows = [*rows, ("newest checkpoint", str(job.saved))]
-        return Finished(rows, "" if job.lost is None else _told_lost(job))
+        return Finished(rows, "" if job.lost is None else _told_lost(job, begun))
 
 
 def injected(file: Path | None, run: Run, schedule: Schedule | None) -> tuple[list[InjectedFault], list[str]]:
@@ -271,12 +273,15 @@ def injected(file: Path | None, run: Run, schedule: Schedule | None) -> tuple[li
     return found, [*wrong, *(f"chaos: {one} never happens: the run has {run.steps} steps" for one in late)]
 
 
-def _told_lost(job: Job) -> str:
-    """Describe a run whose last checkpoint is missing."""
+def _told_lost(job: Job, begun: Found | None) -> str:
+    """Describe a run whose last checkpoint is missing, and which began with a checkpoint or without one."""
     lost = f"the run took all its steps, but its weights after step {job.run.steps} are not saved (see above)"
-    if job.saved is None:
+    saved, folder = job.saved, job.run.folder
+    if saved is None and begun is not None and folder is not None:
+        saved = begun.path if begun.path.is_relative_to(absolute(folder)) else None
+    if saved is None:
         return f"{lost}, and no others are: mend that and train again"
-    return f"{lost}: mend that and go on from {job.saved.name} with raypar train --resume {job.run.folder}"
+    return f"{lost}: mend that and go on from {saved.name} with raypar train --resume {folder}"
 
 
 def _keep(job: Job) -> None:

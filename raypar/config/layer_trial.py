@@ -29,6 +29,10 @@ _OF_SHAPES = re.compile(
     r"(?i)\b(shapes?|sizes?|dim|dims|dimensions?|channels?|features?|elements?|batch_size|bounds)\b"
     "|must be one floating number"
 )
+_OF_DTYPES = re.compile(r"(?i)\b(dtypes?|scalar type|floating point|integral type|not implemented for '\w+')")
+_NO_GRADIENT = (
+    "model.loss returns a loss without a gradient: compute it from the last layer's output, without detach or no_grad"
+)
 _MOST_TRIED = 1 << 24  # elements of the weights and values that are made in the user's process
 _MOST_COMPUTED = 1 << 20  # the same where nothing is suspected, and only the loss is tried
 
@@ -36,9 +40,9 @@ _MOST_COMPUTED = 1 << 20  # the same where nothing is suspected, and only the lo
 def layer_faults(run: Run, skeleton: Skeleton) -> list[str]:
     """Return why the layers can't compute the loss of the first batch, if that shows in the shapes.
 
-    Only shapes are looked at, in fp32 and on CPUs; with expert actors, also how layers call their experts. What can't
-    be tried is no fault: the actors will see. Layers and loss are called, so that what they keep of their calls
-    changes.
+    Only shapes and dtypes are looked at, in fp32 and on CPUs; with expert actors, also how layers call their experts.
+    What can't be tried is no fault: the actors will see. Layers and loss are called, so that what they keep of their
+    calls changes.
 
     Args:
         run: The run, checked, with a model and data that no actor gets.
@@ -56,6 +60,8 @@ def layer_faults(run: Run, skeleton: Skeleton) -> list[str]:
             inputs, target = source.inputs("train", 0, 0, 0), source.targets("train", 0, 0, 0)
         except Exception:  # its files may be where only the actors are
             return []
+        if not _elements(inputs):
+            return [f"data.fn gives no samples in its first batch, inputs of {_shapes(inputs)}: give one at least"]
         with torch.no_grad():
             last, size = _suspected(skeleton, _on_meta(inputs), _on_meta(target))
         if last is None and size <= _MOST_COMPUTED:
@@ -93,18 +99,28 @@ def _suspected(skeleton: Skeleton, values: Values, target: Values) -> tuple[int 
 def _computed(run: Run, last: int, values: Values, target: Values) -> list[str]:
     """Compute the first batch with weights, up to a layer or the loss; return the error that shows a misfit."""
     model, giver = build_model(run.model, run.seed), "data.fn gives"
-    what, taken = "model.fn", ""
+    what, taken, met = "model.fn", "", Values()
     try:
         made = model.materialize([*range(min(last + 1, len(model.names)))], run.seed)
         for name, layer in zip(model.names, made, strict=False):
-            what, taken = f"model: {name}", f"what {giver}, {_shapes(values)}"
-            values, giver = as_values(layer(*values)), f"{name} makes"
+            what, taken, met = f"model: {name}", f"what {giver}, {_shapes(values)}", (*layer.parameters(),)
+            output, giver = layer(*values), f"{name} makes"
+            try:
+                values = as_values(output, name)
+            except TypeError as error:
+                return [f"model: {error}"]
         if last == len(model.names):
-            what, taken = "model.loss", f"what {giver}, {_shapes(values)}, and the targets, {_shapes(target)}"
-            model.loss(values, target)
+            both = f"{_shapes(values)}, and the targets, {_shapes(target)}"
+            what, taken, met = "model.loss", f"what {giver}, {both}", target
+            loss = model.loss(values, target)
+            if any(value.requires_grad for value in values) and not loss.requires_grad:
+                return [_NO_GRADIENT]
     except (RuntimeError, ValueError, IndexError) as error:
-        if type(error) in (RuntimeError, ValueError, IndexError) and _OF_SHAPES.search(str(error)):
-            return [f"{what} can't take {taken}: {_told(error)}"]
+        of_dtypes = _OF_DTYPES.search(str(error))
+        if type(error) in (RuntimeError, ValueError, IndexError) and (of_dtypes or _OF_SHAPES.search(str(error))):
+            one, other = _dtypes(values), _dtypes(met)
+            cast = f"; {one} meets {other}: cast one of them" if one != other else "; cast what is of the other"
+            return [f"{what} can't take {taken}: {_told(error)}{cast if of_dtypes else ''}"]
     except Exception:  # the user's own, or it is no matter of shapes: the actors tell it
         return []
     return []
@@ -123,6 +139,10 @@ def _elements(tensors: Iterable[Tensor]) -> int:
 
 def _on_meta(values: Values) -> Values:
     return tuple(value.to("meta") for value in values)
+
+
+def _dtypes(values: Values) -> str:
+    return " and ".join(dict.fromkeys(str(value.dtype).removeprefix("torch.") for value in values))
 
 
 def _shapes(values: tuple[Tensor, ...]) -> str:

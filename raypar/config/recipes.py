@@ -100,10 +100,15 @@ def recipe(name: str, layout: str | None = None, **changes: Any) -> Run:
         **changes: Fields of the run to change.
 
     Raises:
-        ConfigError: There is no such recipe, or no such layout.
+        ConfigError: There is no such recipe, or no such layout, or a field is given that the layout sets.
     """
     if name not in [*RECIPES]:
         close = nearest(str(name), RECIPES)
         guess = f"did you mean {close!r}? " if close else ""
         raise ConfigError([f"there is no recipe {name!r}: {guess}known are {', '.join(RECIPES)}"])
-    return replace(RECIPES[name](), **({} if layout is None else fields_of(layout)), **changes)
+    laid_out = {} if layout is None else fields_of(layout)
+    if both := [field for field in laid_out if field in changes]:
+        raise ConfigError(
+            [f"layout {layout!r} sets {field}, which is given too: leave one of them out" for field in both]
+        )
+    return replace(RECIPES[name](), **laid_out, **changes)

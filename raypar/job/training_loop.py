@@ -26,6 +26,7 @@ from raypar.job.rewind import rewound
 from raypar.job.starter import Starter
 from raypar.job.steps_ahead import Ahead
 from raypar.recovery.failures import Failure
+from raypar.reporting.perplexity import is_cross_entropy
 from raypar.reporting.progress import display
 from raypar.reporting.record import Record
 from raypar.reporting.report import Evaluation, Report, losses_of, mean_loss, report_of
@@ -161,7 +162,8 @@ class TrainingLoop:
             found = losses_of(self._after_this_step(partial(self._all, "run", "evaluate", number, what=what)))
             losses += found[0]
             counts += found[1]
-        evaluation = Evaluation(self.next_step, mean_loss(losses, counts), sum(counts), time.perf_counter() - start)
+        loss, seconds = mean_loss(losses, counts), time.perf_counter() - start
+        evaluation = Evaluation(self.next_step, loss, sum(counts), seconds, is_cross_entropy(run))
         self._record.write(evaluation)
         return evaluation
 

@@ -22,7 +22,7 @@ from raypar.actors.models.build import build_model
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.masters import masters_of
-from raypar.actors.optim.optimizer import build_optimizer, set_lr
+from raypar.actors.optim.optimizer import build_optimizer, gradient_norm, set_lr
 from raypar.actors.rng import derive
 from raypar.actors.sharding import Sharding
 from raypar.actors.specs.run import Run
@@ -159,7 +159,10 @@ class _Plain:
             counts.append(count)
         self._masters.take_gradients(1.0 / self._scaler.scale)
         _scale(parameters, correction(sum(counts), num_dp * self._mean.expected))
-        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), run.clip or float("inf"), foreach=False)
+        norms = [gradient_norm(weight.grad) for weight in parameters.values() if weight.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        if run.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters.values(), run.clip, norm, foreach=False)
         if run.counts_skips and not torch.isfinite(norm):
             self._scaler.skipped += 1
             self._scaler.fall()

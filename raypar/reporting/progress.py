@@ -135,6 +135,5 @@ def _short(value: float, digits: int) -> str:
 
 
 def _validation(evaluation: Evaluation) -> str:
-    return (
-        f"after step {evaluation.step}: validation loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}"
-    )
+    perplexity = "" if evaluation.perplexity is None else f", perplexity {evaluation.perplexity:.2f}"
+    return f"after step {evaluation.step}: validation loss {evaluation.loss:.4f}{perplexity}"

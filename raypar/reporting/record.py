@@ -47,6 +47,7 @@ class Record:
         self._overflow, self._scale = OverflowWarnings(), ScaleWarnings(run.loss_scale)
         self._loads_every = max(1, run.steps // _LOADS)
         self._step: int | None = None  # the latest compiled step, if its times are not recorded yet
+        self._last: int | None = None  # the same, also if they are
 
     def begin(self, run: Run, schedule: Schedule, step: int, name: str) -> None:
         """Record that the run starts or continues.
@@ -65,7 +66,7 @@ class Record:
 
     def move(self, schedule: Schedule) -> None:
         """Record that the run goes on in another layout, with another schedule of a training step."""
-        self._step = None
+        self._step = self._last = None
         if self._folder is not None:
             self._folder.move(schedule)
 
@@ -75,7 +76,8 @@ class Record:
         if isinstance(outcome, Report):
             self._warn(outcome)
         if isinstance(outcome, Report) and not outcome.by_hand:
-            self._step = outcome.step
+            self._last = outcome.step
+        self._step = self._last  # an evaluation moves bytes as well
         if self._folder is not None:
             few = "loads" in line and outcome.steps_taken % self._loads_every
             self._folder.write(line | {"loads": None} if few else line)

@@ -201,13 +201,14 @@ class Evaluation:
         loss: Mean over the tokens of the validation data; in nats a token for text.
         tokens: Number of target elements.
         seconds: Duration in seconds.
-        perplexity: exp(loss).
+        is_cross_entropy: Whether the loss is known to be a cross-entropy.
     """
 
     step: int
     loss: float
     tokens: int
     seconds: float
+    is_cross_entropy: bool = True
 
     @property
     def steps_taken(self) -> int:
@@ -215,9 +216,9 @@ class Evaluation:
         return self.step
 
     @property
-    def perplexity(self) -> float:
-        """The exponential of the loss, at most that of 700, which is still finite."""
-        return math.exp(min(self.loss, 700.0))
+    def perplexity(self) -> float | None:
+        """The exponential of the loss, at most that of 700, which is still finite; None if it says nothing."""
+        return math.exp(min(self.loss, 700.0)) if self.is_cross_entropy else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and ``steps_taken`` as a dict, for a line of JSON."""
@@ -226,14 +227,15 @@ class Evaluation:
 
     def __repr__(self) -> str:
         """Return the figures in words."""
-        figures = f"loss {self.loss!r}, perplexity {self.perplexity!r}, {self.tokens:,} tokens, {self.seconds:.3g} s"
-        return f"<Evaluation after step {self.step}: {figures}>"
+        perplexity = [] if self.perplexity is None else [f"perplexity {self.perplexity!r}"]
+        figures = [f"loss {self.loss!r}", *perplexity, f"{self.tokens:,} tokens", f"{self.seconds:.3g} s"]
+        return f"<Evaluation after step {self.step}: {', '.join(figures)}>"
 
     def _repr_html_(self) -> str:
         rows = [
             ("steps taken", self.step),
             ("validation loss", f"{self.loss:.4f}"),
-            ("perplexity", f"{self.perplexity:.4g}"),
+            *([] if self.perplexity is None else [("perplexity", f"{self.perplexity:.4g}")]),
             ("tokens", f"{self.tokens:,}"),
             ("time", f"{self.seconds:.1f} s"),
         ]

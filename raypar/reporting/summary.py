@@ -32,7 +32,11 @@ log = logging.getLogger(__name__)
 
 
 def plan_rows(
-    run: Run, schedule: Schedule, skeleton: Skeleton | None = None, origins: Mapping[str, str] | None = None
+    run: Run,
+    schedule: Schedule,
+    skeleton: Skeleton | None = None,
+    origins: Mapping[str, str] | None = None,
+    step: int = 0,
 ) -> Rows:
     """Summarize what a run would do, and what it needs.
 
@@ -42,13 +46,15 @@ def plan_rows(
         skeleton: The run's model without weights, from which the user's own Layers are counted; None builds it for
             them.
         origins: By axis of the mesh, what set it if that was not the user: "recipe gpt-small".
+        step: The steps that the checkpoint has taken from which it goes on; 0 for a new run.
 
     Returns:
         Rows of a name and a figure.
     """
     skeleton, world = skeleton or Skeleton(run.model, run.seed), world_of(run)
     prediction = from_flops(run, world, counts_of(run, schedule, skeleton), schedule)
-    rows = [("actors", actors_told(run, origins)), ("steps", f"{run.steps:,} of {_batch_told(run)}")]
+    left = f"; it goes on after step {step:,}, with {run.steps - step:,} left" if step else ""
+    rows = [("actors", actors_told(run, origins)), ("steps", f"{run.steps:,} of {_batch_told(run)}{left}")]
     if isinstance(run.data, Text) and run.model.seq is not None:
         rows.append(("data", _passes_told(run, run.data, run.model.seq)))
     if world.servers:
@@ -65,7 +71,7 @@ def plan_rows(
     if world.reduces and (exchanged := _exchange_told(prediction)):
         rows.append(("between replicas", exchanged))
     if prediction.source != IN_SLOTS:
-        rows.append(("time", _time_told(run, prediction)))
+        rows.append(("time", _time_told(run.steps - step, prediction)))
     return [
         *rows,
         ("bubble", prediction.bubble),
@@ -73,11 +79,11 @@ def plan_rows(
     ]
 
 
-def _time_told(run: Run, prediction: Prediction) -> str:
+def _time_told(steps: int, prediction: Prediction) -> str:
     """Say how long the computing takes at least; what each action and message costs besides is not known before."""
     step = prediction.timeline.makespan
-    whole = timedelta(seconds=round(run.steps * step))
-    return f"{whole} and more: {run.steps:,} steps of {milliseconds(step)} and more, predicted {prediction.source}"
+    whole = timedelta(seconds=round(steps * step))
+    return f"{whole} and more: {steps:,} steps of {milliseconds(step)} and more, predicted {prediction.source}"
 
 
 def _halves_told(run: Run) -> str:
@@ -130,9 +136,7 @@ def log_plan(run: Run, schedule: Schedule, skeleton: Skeleton, step: int = 0) ->
         skeleton: The run's model without weights.
         step: The steps that the checkpoint has taken from which it goes on; 0 for a new run.
     """
-    if step:
-        log.info("goes on after step %d", step)
-    for name, figure in plan_rows(run, schedule, skeleton):
+    for name, figure in plan_rows(run, schedule, skeleton, step=step):
         log.log(logging.WARNING if TOO_MUCH in figure else logging.INFO, "%s: %s", name, figure)
 
 
@@ -190,7 +194,7 @@ def closing_rows(
         ("train loss", f"{last.loss:.4f}"),
         *_expert_rows(reports),
         ("validation loss", f"{evaluation.loss:.4f}"),
-        ("perplexity", f"{evaluation.perplexity:.2f}"),
+        *([] if evaluation.perplexity is None else [("perplexity", f"{evaluation.perplexity:.2f}")]),
         (f"{unit}/s", f"{speed:,.0f} (median)"),
         ("bubble", f"{bubble:.1%} measured (median), {prediction.bubble}{measured}"),
         ("why they differ", prediction.leaves_out),

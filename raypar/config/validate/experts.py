@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from raypar.actors.models.partition import split_layers, transformer_costs
@@ -44,12 +45,22 @@ def expert_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> I
         yield f"expert_rounds is {run.expert_rounds}, but {few}: set it to {fewest}{' or less' if fewest > 1 else ''}"
     if run.data_parallel == "parameter_server":
         yield f"{field} is {parts}, but servers hold all weights of a replica: set data_parallel to 'all_reduce'"
+    shared = _shared(skeleton) if own else set[int]()
     for name, experts in skeleton.model.expert_lists.items() if own else ():
+        if any(id(parameter) in shared for parameter in experts.parameters()):
+            yield f"{field} is {parts}, but experts of {name} share a weight: give each one its own, or {off}"
         if any(True for _ in experts.buffers()):
             why = "which checkpoints have by replica, and not by expert"
             yield f"{field} is {parts}, but the experts of {name} have buffers, {why}: make them parameters, or {off}"
     if own and mesh.tensor_ranks > 1:
         yield f"{field} is {parts}, and mesh.tp {mesh.tp}: experts of your own layers need mesh.tp 1"
+
+
+def _shared(skeleton: Skeleton) -> set[int]:
+    """Return the ids of the parameters that several modules of a model have."""
+    parts = dict.fromkeys(part for layer in skeleton.model.skeleton for part in layer.modules())
+    held = Counter(id(parameter) for part in parts for parameter in part.parameters(recurse=False))
+    return {parameter for parameter, times in held.items() if times > 1}
 
 
 def idle_expert_faults(run: Run, skeleton: Skeleton, placement: Sequence[int]) -> Iterator[str]:

@@ -36,14 +36,18 @@ def _of(heads: int, hidden: int) -> str:
 
 
 def length_faults(model: GPT | Llama | Layers, data: Batches) -> Iterator[str]:
-    """Yield a fault if the first batch of the user's functions has longer sequences than the model's ``seq``."""
+    """Yield a fault if the first batch of the user's functions has sequences longer than ``seq``, or no whole ids."""
     if not isinstance(model, Transformer):
         return
     for name, fn in (("data.fn", data.fn), ("data.validate", data.validate)):
         try:
             inputs: Any = fn(0, 0, 0)[0] if fn is not None else ()
-            lengths = [value.shape[1] for value in (inputs if isinstance(inputs, tuple) else (inputs,))]
+            ids = inputs if isinstance(inputs, tuple) else (inputs,)
+            lengths = [value.shape[1] for value in ids]
+            broken = next((value.dtype for value in ids if value.is_floating_point()), None)
         except Exception:  # here its files may be missing; an actor reports the error with its traceback
             continue
+        if broken is not None:
+            yield f"{name} returns {str(broken).removeprefix('torch.')} as token ids: make them int64, with .long()"
         if (longest := max(lengths, default=0)) > model.seq:
             yield f"{name} returns sequences of {longest} tokens, but model.seq is {model.seq}: set it to {longest}"

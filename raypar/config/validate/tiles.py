@@ -40,6 +40,9 @@ def tile_faults(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> Ite
         for path, linear in linears_of(name, module)
     }
     tied = {name.rpartition(".")[0] for pair in model.ties for name in pair}
+    if not found:
+        yield f"tile is {run.tile!r}, but the model has no nn.Linear that is trained: leave it out"
+        return
     for pattern in patterns:
         if not any(tile_count({pattern: 2}, path) > 1 for path in found):
             yield f"tile: {pattern!r} matches no nn.Linear that is trained: did you mean {names_near(pattern, found)}?"

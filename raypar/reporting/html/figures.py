@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
+from raypar.actors.specs.loss_name import names_cross_entropy
 from raypar.actors.specs.types import ELEMENTS
 from raypar.reporting.html.flops import actors_of, flops_per_token
 from raypar.reporting.run_folder.failure_line import effective_share
@@ -57,7 +58,7 @@ class History:
     def is_cross_entropy(self) -> bool:
         """Whether the loss is a cross-entropy, so that exp(loss) is a perplexity."""
         model = self.config.get("model", {})
-        return "layers" in model or "crossentropy" in str(model.get("loss")).lower().replace("_", "")
+        return "layers" in model or names_cross_entropy(str(model.get("loss")))
 
     def count(self, line: dict[str, Any]) -> int:
         """Return how many of its units a step had."""

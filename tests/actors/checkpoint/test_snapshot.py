@@ -86,6 +86,29 @@ def test_a_run_that_only_stops_hands_on_which_data_were_left_out_before(tmp_path
     assert again.keys() == tensors.keys()
 
 
+class Turned(nn.Module):
+    """A layer whose weight is not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4).t())
+
+    def forward(self, x):
+        return (x @ self.weight).tanh()
+
+
+@pytest.mark.parametrize("changes", [{}, {"dp": 2, "zero": 3}, {"dp": 2, "zero": 1}])
+def test_weights_that_are_not_contiguous_go_on_bitwise(changes, tmp_path):
+    """Fused kernels walk the memory of a weight and of its state in one order."""
+
+    settings = {"layers": lambda: [Turned(), Turned()], "optim": AdamW(lr=0.01), **changes}
+    team = team_of(**settings)
+    outcome(team, range(2))
+    tensors = saved(team, tmp_path)
+    wanted = outcome(team, range(2, 4))
+    same(outcome(loaded(team_of(**settings), tmp_path, tensors), range(2, 4)), wanted)
+
+
 def test_the_comparison_can_fail(tmp_path):
     team = team_of()
     outcome(team, range(2))

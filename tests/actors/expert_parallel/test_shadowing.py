@@ -53,6 +53,14 @@ def test_shadows_change_no_numbers(layout, slow_products):
     assert all(moved["broadcast"][0] == moved["reduce"][0] * (2 if layout.get("recompute") else 1) for moved in ledger)
 
 
+def test_all_experts_may_be_shadowed(slow_products):
+    team = Team.of(replace(RUN, mesh=Mesh(dp=2, ep=2), expert_shadows=4, seed=9))
+    with tilted("even"):
+        agrees(team, 2e-5)
+        reports = [report_of(step, 1.0, team.step(step), team.world) for step in (2, 3, 4)]
+    assert (2, 2, 2, 2) in {one.times for report in reports for one in report.shadows}
+
+
 def test_nothing_is_shadowed_where_it_does_not_pay():
     team = Team.of(replace(RUN, mesh=Mesh(dp=2, ep=2)))
     report = report_of(0, 1.0, team.step(), team.world)

@@ -95,7 +95,8 @@ def test_train_leaves_a_folder_and_goes_on_in_it(said, kept_actors, tmp_path, mo
     assert [line["step"] for line in whole.metrics] == [0, 1, 2, 3, 4]
     assert (whole.step, whole.config["steps"], [line.step for line in whole.checkpoints]) == (3, 4, [4, 2])
     assert {event.actor for event in whole.timelines[0].events} == set(whole.ledger) == {"pp=0", "pp=1"}
-    assert whole.ledger["pp=0"]["pp send"][0] == 4 * 4, "microbatches x steps"
+    steps = 4 + whole.config["eval_steps"]
+    assert whole.ledger["pp=0"]["pp send"][0] == 4 * steps, "microbatches x steps, with those of the last evaluation"
     assert (tmp_path / "a" / "run" / "log.txt").read_text().count("actors: ") == 1
     assert "INFO actors: 2 = pp 2\n" in (tmp_path / "a" / "run" / "log.txt").read_text()
     assert err.count("actors: ") == 1

@@ -341,11 +341,14 @@ def test_layers_that_have_no_sizes_yet_are_told_all_at_once(tiny):
     ]
 
 
-@pytest.mark.parametrize("layers", [list, lambda: [3], lambda: 3])
-def test_a_function_that_gives_no_modules_is_told_in_one_sentence(tiny, layers):
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [(list, "its list has nothing"), (lambda: [nn.ReLU(), 3], "its list has ReLU, int"), (lambda: 3, "it returns int")],
+)
+def test_a_function_that_gives_no_modules_is_told_in_one_sentence(tiny, layers, says):
     data = Batches(lambda *_: (torch.zeros(2, 4), torch.zeros(2, 2)))
     faults = rp.faults(replace(tiny, model=Layers(layers, nn.functional.mse_loss), data=data))
-    assert faults == ["model.fn must return a list of nn.Modules, one or more"]
+    assert faults == [f"model.fn must return a list of nn.Modules, one or more, and {says}"]
 
 
 def test_layers_that_do_not_fit_the_data_are_among_the_faults(tiny):
@@ -709,10 +712,10 @@ def test_a_run_says_how_backwards_are_split(tiny):
         ops[backward] = [{action.op for action in row if action.op in (Op.B, Op.I, Op.W)} for row in train.rows]
     assert ops == {"auto": [{Op.B}, {Op.I, Op.W}], "whole": [{Op.B}] * 2, "split": [{Op.I, Op.W}] * 2}
     own = Layers(lambda: [torch.nn.Linear(4, 4) for _ in range(2)], torch.nn.functional.mse_loss)
-    run = replace(run, data=Batches(lambda *_: (torch.ones(1, 4), torch.ones(1, 4))))
+    plain, run = run, replace(run, data=Batches(lambda *_: (torch.ones(1, 4), torch.ones(1, 4))))
     (fault,) = faults_of(replace(run, backward="split", model=own))
     assert "your own Layers are not to be split: give Layers(halves=True), or let backward be auto or whole" in fault
-    assert check_run(replace(run, model=own))["train"] == check_run(replace(run, backward="whole"))["train"]
+    assert check_run(replace(run, model=own))["train"] == check_run(replace(plain, backward="whole"))["train"]
     assert len(faults_of(replace(tiny, backward="split", mesh=Mesh(pp=2, tp=2)))) == 1
     assert len(faults_of(replace(tiny, backward="half"))) == 1
 

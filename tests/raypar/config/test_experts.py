@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 import raypar as rp
 from raypar.cli.expert_flags import read_experts
@@ -39,7 +41,9 @@ def run_with(**settings):
             {"gate": "shazeer", "noise": 0.5, "bias_rate": 0.1, "normalise": False},
             ["noise is 0.5", "bias_rate is 0.1", "normalise is false"],
         ),
-        ({"every": 5}, ["every 5 leaves no block of 4 with experts: set it to"]),
+        ({"every": 5}, ["every 5 leaves no block of 4 with experts: set it to 4 at most"]),
+        ({"experts": 9, "capacity": 0.01}, ["set it to 0.29 at least"]),
+        ({"gate": "sigmoid", "noise": 0.1}, ["noise is 0.1, but gate 'sigmoid' has none"]),
         ({"first": 4}, ["first 4 leaves no block of 4 with experts: set it to 3 at most"]),
         ({"loss": "none", "alpha": 0.5}, ["alpha is 0.5, but loss is 'none'"]),
         ({"experts": 0, "top_k": True}, ["model.moe.experts is 0: it must be at least 1", "model.moe.top_k is True"]),
@@ -56,6 +60,30 @@ def test_numbers_of_experts_that_do_not_fit_the_blocks_are_told_beside_those_tha
     model = rp.GPT(layers=4, hidden=8, heads=2, seq=8, moe=rp.MoE(experts=(4, 9)))
     told = rp.faults(rp.Run(model=model, mesh=rp.Mesh(dp=2, ep=2)))
     assert ["experts has 2 numbers" in told[0], "does not divide the 9 experts" in told[1]] == [True, True]
+
+
+def test_the_fixes_are_right():
+    assert not rp.faults(run_with(every=4))
+    assert not rp.faults(run_with(experts=9, capacity=0.29))
+
+
+def test_a_field_that_a_layout_sets_is_not_given_too():
+    with pytest.raises(ConfigError, match="layout 'ep2_dp2' sets mesh, which is given too: leave one of them out"):
+        rp.recipe("moe-tiny", layout="ep2_dp2", mesh=rp.Mesh(dp=2))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.experts[2].weight = self.experts[0].weight
+
+
+@pytest.mark.parametrize("mesh", [{"ep": 2}, {"expert_actors": 2}])
+def test_experts_that_actors_divide_share_no_weights(mesh):
+    model = rp.Layers(lambda: [Tied()], nn.functional.mse_loss, plan={"layers.0.experts": "expert"})
+    run = rp.Run(model=model, mesh=rp.Mesh(dp=2, **mesh), data=rp.Batches(lambda *_: (torch.ones(2, 4),) * 2))
+    assert any("but experts of layers.0.experts share a weight: give each one its own" in one for one in rp.faults(run))
 
 
 def test_a_grid_does_not_divide_experts():

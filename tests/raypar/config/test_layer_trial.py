@@ -172,6 +172,40 @@ def test_what_fits_or_is_not_known_passes(fn):
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+class Both(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), {"seen": 1}
+
+
+CROSS = nn.functional.cross_entropy
+NUMBERS = torch.randn(5, 4), torch.zeros(5, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("data", "loss", "first", "says"),
+    [
+        ((NUMBERS[0], torch.zeros(5)), CROSS, nn.Linear, "got Float; cast what is of the other"),
+        ((NUMBERS[0].double(), NUMBERS[1]), CROSS, nn.Linear, "; float64 meets float32: cast one of them"),
+        (NUMBERS, CROSS, Both, "model: layers.0 returned tuple with Tensor and dict: return a tensor or a tuple"),
+        (NUMBERS, lambda out, to: CROSS(out, to).detach(), nn.Linear, "model.loss returns a loss without a gradient"),
+        ((NUMBERS[0][:0], NUMBERS[1][:0]), CROSS, nn.Linear, "no samples in its first batch, inputs of (0, 4)"),
+    ],
+    ids=["dtype of targets", "dtype of inputs", "outputs", "gradient", "empty"],
+)
+def test_dtypes_outputs_gradients_and_empty_batches_are_told(data, loss, first, says):
+    model = rp.Layers(lambda: [first(4, 8), nn.Linear(8, 3)], loss)
+    (fault,) = rp.faults(rp.Run(model=model, data=rp.Batches(lambda *_: data), mesh=rp.Mesh(pp=2)))
+    assert says in fault
+
+
+def test_ids_are_whole_numbers():
+    data = rp.Batches(lambda *_: (torch.rand(2, 8), torch.zeros(2, 8).long()))
+    model = rp.GPT(layers=2, hidden=16, heads=2, seq=8, vocab=11)
+    assert rp.faults(rp.Run(model=model, data=data)) == [
+        "data.fn returns float32 as token ids: make them int64, with .long()"
+    ]
+
+
 @pytest.mark.parametrize("kind", [Selects, Demands, Slopes])
 def test_a_layer_that_takes_data_and_no_zeros_passes(kind):
     assert faults_of(lambda: [kind(), nn.Linear(4, 2)]) == []
