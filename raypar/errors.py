@@ -40,6 +40,7 @@ class Death:
         last_action: The last action that it began, such as "1B3 of step 4"; "" if it is not known.
         log: The last lines of its log, or those of a crash; none if they are on another node.
         log_file: The file that they are from; "" if there is none here.
+        is_preempted: Whether its node was taken away, with notice.
     """
 
     cause: str = ""
@@ -49,9 +50,10 @@ class Death:
     last_action: str = ""
     log: tuple[str, ...] = ()
     log_file: str = ""
+    is_preempted: bool = False
 
     def __str__(self) -> str:
-        told = f"It was {self.cause}" if self.cause else "Why it died is known on its node only"
+        told = f"It was {self.cause}" if self.cause else "Why it died is not known"
         told += f"; the last action that it began was {self.last_action}." if self.last_action else "."
         if self.log:
             told += f" Its log, {self.log_file}, ends with:\n" + "\n".join(f"    {line}" for line in self.log)
@@ -64,17 +66,22 @@ class ActorDiedError(JobError):
     Args:
         text: The actor, and during what.
         death: What is known of it, which becomes a note; None if nothing is.
+        rank: Its rank; None if it is not known.
     """
 
-    def __init__(self, text: str, death: Death | None = None) -> None:
+    def __init__(self, text: str, death: Death | None = None, rank: int | None = None) -> None:
         super().__init__(text)
-        self.death = death
+        self.death, self.rank = death, rank
         if death is not None:
             self.add_note(str(death))
 
 
 class StalledError(JobError):
     """An actor made no progress for the run's timeout."""
+
+
+class PreemptedError(JobError):
+    """Nodes are taken away, and the run can't go on without them. It was saved, if it has a folder."""
 
 
 class StepLostError(JobError):

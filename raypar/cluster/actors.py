@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -12,7 +12,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raypar.actors.errors import first_line
 from raypar.actors.specs.types import DeviceKind
-from raypar.cluster.nodes import is_alive
+from raypar.cluster.nodes import is_lasting
 from raypar.cluster.vacancies import Claim, Create, Home, Vacancy, succeeded
 
 log = logging.getLogger(__name__)
@@ -49,8 +49,12 @@ class Actors:
 
     @property
     def present(self) -> int:
-        """Number of actors that are there."""
-        return sum(handle is not None for handle in self.handles)
+        """Number of actors that are there and stay."""
+        return sum(map(self.stays, range(len(self.handles))))
+
+    def stays(self, number: int) -> bool:
+        """Return whether an actor is there, and not to be left."""
+        return self.handles[number] is not None and not self.homes[number].is_left
 
     def vacate(self, number: int, name: str) -> None:
         """End an actor, and let another one start: in the same home, or if its node is lost on any that has room.
@@ -61,14 +65,46 @@ class Actors:
         """
         _try(ray.kill, self.handles[number])
         home = self.homes[number]
-        if is_lost := bool(home.node) and not is_alive(home.node):
+        if home.is_left:  # another one is on its way
+            _try(Home.give_back, home)
+            self.handles[number] = None
+            return
+        if is_lost := bool(home.node) and not is_lasting(home.node):
             _try(Home.give_back, home)
         self._vacate(number, name, None if is_lost else home)
 
+    def leave(self, nodes: Collection[str], name: str) -> None:
+        """Let another actor start elsewhere for each that is on nodes that are taken away. Those go on meanwhile.
+
+        Args:
+            nodes: Ray's ids of the nodes.
+            name: The new actors' name in Ray's dashboard, to which numbers are added.
+        """
+        for number, home in enumerate(self.homes):
+            if self.stays(number) and home.where() in nodes:
+                self.homes[number] = replace(home, is_left=True)
+                self._claim_for(name, None)
+
+    def dismiss(self, first: int) -> None:
+        """End the actors that are left and have no rank.
+
+        Args:
+            first: The number of the first actor without one.
+        """
+        for number in reversed(range(first, len(self.handles))):
+            if self.handles[number] is not None and self.homes[number].is_left:
+                _try(ray.kill, self.handles[number])
+                _try(Home.give_back, self.homes[number])
+                del self.handles[number], self.homes[number]
+
     def _vacate(self, number: int, name: str, home: Home | None, starting: Any = None) -> None:
-        """Let an actor come to the place of one; see ``Vacancy``."""
-        assert self.create is not None and self.claim is not None
+        """Let an actor come to the place of one."""
         self.handles[number] = None
+        self._claim_for(name, home, starting)
+
+    def _claim_for(self, name: str, home: Home | None, starting: Any = None) -> None:
+        """Let an actor start; see ``Vacancy``."""
+        assert self.create is not None and self.claim is not None
         self._vacated += 1
         self.vacancies.append(Vacancy(f"{name} {self._vacated}", home, self.create, self.claim, starting))
 
@@ -94,7 +130,7 @@ class Actors:
             first: The number of the first of them.
             name: The new actors' name in Ray's dashboard.
         """
-        numbers = [number for number in range(first, len(self.handles)) if self.handles[number] is not None]
+        numbers = [number for number in range(first, len(self.handles)) if self.stays(number)]
         asked = {number: self.handles[number].progress.options(concurrency_group="ctl").remote() for number in numbers}
         answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_HEARD) if asked else ([], [])
         for number, ref in asked.items():

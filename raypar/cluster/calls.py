@@ -15,7 +15,7 @@ from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import Progress
 from raypar.cluster.deadline import SILENT, Deadline
 from raypar.cluster.post_mortem import death_of
-from raypar.cluster.processes import Processes
+from raypar.cluster.witnesses import Witnesses
 from raypar.errors import ActorDiedError, JobError, StalledError
 from raypar.schedules.action import Action
 
@@ -31,7 +31,7 @@ class Calls:
         world: The ranks, for the actors' names in messages.
         timeout: How long an actor may stay in one action, in seconds.
         replaces: Whether another actor takes the place of one that is given up.
-        processes: The actors' processes on this node, of which one that dies is told more.
+        witnesses: The actors' processes, of which one that dies is told more.
 
     Attributes:
         deadline: How long an actor may stay in one action, or be silent.
@@ -44,11 +44,11 @@ class Calls:
         timeout: float,
         *,
         replaces: bool = False,
-        processes: Processes | None = None,
+        witnesses: Witnesses | None = None,
     ) -> None:
         self._handles, self._world, self._timeout = list(handles), world, timeout
         self.deadline = Deadline(timeout, replaces=replaces)
-        self._processes = processes or Processes()
+        self._witnesses = witnesses or Witnesses()
 
     @property
     def handles(self) -> Sequence[Any]:
@@ -268,7 +268,7 @@ class Calls:
         for rank, error in errors.items():
             if isinstance(error, RayError) and not isinstance(error, RayTaskError):
                 text = f"actor {self._world.label(rank)} died during {what}{after}"
-                return ActorDiedError(text, death_of(error, rank, self._processes))
+                return ActorDiedError(text, death_of(error, rank, self._witnesses), rank)
         causes = [_cause(error) for error in errors.values()]
         if silent and all(isinstance(cause, ActionError) and cause.secondary for cause in causes):
             names = " and ".join(self._world.label(rank) for rank in silent)

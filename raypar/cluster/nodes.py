@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypar.cluster.placement import RACK, Node
 from raypar.cluster.probes import reason_of
-from raypar.cluster.ray_private import free_resources
+from raypar.cluster.ray_private import draining_nodes, free_resources
 from raypar.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -24,12 +24,13 @@ _PACKAGES = ("raypar", "torch", "ray")
 
 
 def living_nodes() -> list[Node]:
-    """Return the nodes that are alive, this process's own first and then by address."""
-    free, own = free_resources(), own_node()
+    """Return the nodes that are alive and stay, this process's own first and then by address."""
+    free, own, leaving = free_resources(), own_node(), draining_nodes()
     found = []
     for node in ray.nodes():
-        if node["Alive"]:
-            its, total = node["NodeID"], dict(node["Resources"])
+        its = node["NodeID"]
+        if node["Alive"] and (its == own or its not in leaving):
+            total = dict(node["Resources"])
             labels = node.get("Labels") or {}
             left = total if free is None else free.get(its, {})
             name, address = node["NodeManagerHostname"], node["NodeManagerAddress"]
@@ -44,9 +45,15 @@ def lost_nodes() -> list[str]:
     return [f"{name} ({address})" for address, name in sorted(lost.items()) if address not in here]
 
 
-def is_alive(node_id: str) -> bool:
-    """Return whether Ray still reaches a node."""
-    return any(one["NodeID"] == node_id and one["Alive"] for one in ray.nodes())
+def is_lasting(node_id: str) -> bool:
+    """Return whether Ray still reaches a node, and has not been told that it is taken away."""
+    return any(one["NodeID"] == node_id and one["Alive"] for one in ray.nodes()) and node_id not in draining_nodes()
+
+
+def named(node_id: str) -> str:
+    """Return a node's name, as "host (address)"."""
+    found = (one for one in ray.nodes() if one["NodeID"] == node_id)
+    return next((f"{one['NodeManagerHostname']} ({one['NodeManagerAddress']})" for one in found), node_id)
 
 
 def own_node() -> str:

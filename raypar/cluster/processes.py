@@ -15,6 +15,7 @@ from pathlib import Path
 
 from raypar.actors.last_action import last_action_in, opened
 from raypar.actors.specs.results import Located
+from raypar.cluster.worker_logs import log_of
 
 _ENDED = 1.0  # seconds in which a process whose connections are closed has ended
 _INFO = struct.Struct("<Q52xi")  # of Linux's struct pidfd_info: mask and exit_code
@@ -44,6 +45,27 @@ class Exit:
         with suppress(ValueError):
             return cls(None, signal.Signals(number).name)
         return cls(None, f"signal {number}")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What its node tells of an actor that has died.
+
+    Attributes:
+        last_action: The last action that it began; "" if it is not known.
+        exit: How its process ended; None if it is not known.
+        memory_kills: How many processes the node's kernel has ended since the last question, for want of memory.
+        log_file: Its log; "" if there is none.
+        log: The end of the log's text.
+        is_silent: Whether nothing is heard of its node.
+    """
+
+    last_action: str = ""
+    exit: Exit | None = None
+    memory_kills: int = 0
+    log_file: str = ""
+    log: str = ""
+    is_silent: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,6 +135,17 @@ class Processes:
         """Return how many processes of this machine the kernel has ended for want of memory since the last call."""
         before, self._kills = self._kills, self._count_kills()
         return self._kills - before
+
+    def seen(self, rank: int, number: int | None = None) -> Seen:
+        """Return what is known of an actor that has died.
+
+        Args:
+            rank: Its rank.
+            number: The number of its process, if that is told otherwise, and known to be of this node.
+        """
+        known = self.number(rank)
+        log_file, log = log_of(number if known is None else known)
+        return Seen(self.last_action(rank), self.exit_of(rank), self.new_memory_kills(), log_file, log)
 
     def kill(self, rank: int) -> None:
         """End the process of an actor, if it is known, and know it no more."""

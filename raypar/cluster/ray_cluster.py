@@ -108,7 +108,7 @@ def start_actors(
             ctrl_c.heed()
             demand_alike(claim.nodes, folder)
             _await(group, world, share, max(wait_for_nodes, _PLACEMENT_SECONDS))
-            create, homes = partial(_actor, hosted, share), claim.homes(group)
+            create, homes = partial(_actor, _remote(hosted, share)), claim.homes(group)
             names = [*map(world.label, range(world.size)), *(f"spare {bundle}" for bundle in claim.spares)]
             handles = [create(f"{job} {name}", home) for name, home in zip(names, homes, strict=True)]
         except BaseException:
@@ -267,12 +267,16 @@ def _claim(world: World, nodes: Sequence[Node], share: Share, *, grows: bool) ->
     return _Claim([wants(share)] * world.size, range(world.size), pins, used)
 
 
-def _actor(cls: type, share: Share, name: str, home: Home) -> Any:
-    """Create an actor in its home."""
+def _remote(cls: type, share: Share) -> Any:
+    """Return the class of the actors as Ray has it; made once, because each one that is made is pickled and sent."""
     decorate: Any = ray.remote  # its type annotations lack concurrency groups
     # No retries: a retried backward would add its gradients twice. The driver does the recovery.
     kept = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"ctl": 2, "disk": 1}}
-    remote = decorate(num_cpus=1, num_gpus=share.gpus, **kept)(cls)
+    return decorate(num_cpus=1, num_gpus=share.gpus, **kept)(cls)
+
+
+def _actor(remote: Any, name: str, home: Home) -> Any:
+    """Create an actor in its home."""
     where = PlacementGroupSchedulingStrategy(home.group, home.bundle)
     return remote.options(name=name, scheduling_strategy=where).remote()
 

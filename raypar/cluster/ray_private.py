@@ -11,6 +11,7 @@ and raypar does without it. The names are those of Ray 2.60.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -27,11 +28,14 @@ OWNER_FILE = "raypar-owner"
 _LOOPBACK = "127.0.0.1"
 _RESOLVE = "resolve_ip_for_localhost"
 _FREE = "available_resources_per_node"
+_DRAINING = "get_draining_nodes"
 _DASHBOARD = "get_dashboard_url"
 _NODE = "_global_node"
 _LOADER = "AuthenticationTokenLoader"
 _PRINTED = "stdout_deduplicator"  # Ray prints errors of the cluster to standard output
-_DEATH = re.compile("A worker died or was killed while executing a task")
+_DEATH = re.compile(
+    "A worker died or was killed while executing a task|Raylet is terminated|has been marked dead because the detector"
+)
 
 
 def start_on_loopback(**settings: Any) -> None:
@@ -51,14 +55,14 @@ def start_on_loopback(**settings: Any) -> None:
 
 
 def silence_deaths() -> None:
-    """Let Ray not print that a worker died, unless a RAY_DEDUP_LOGS_SKIP_REGEX of the user's says what it skips.
+    """Let Ray not print that a worker or node died, unless the user's RAY_DEDUP_LOGS_SKIP_REGEX says what it skips.
 
-    Ray's text would stand before raypar's sentence, which says which actor it was, and why. Ray reads the public
-    variable when it is imported, which may be before raypar is. Retry at upgrades.
+    Ray's text, of a node with 20 lines of its log, would stand before raypar's sentence, which says which actor it was,
+    and why. Ray reads the public variable when it is imported, which may be before raypar is. Retry at upgrades.
     """
     printed: Any = getattr(getattr(ray._private, "ray_logging", None), _PRINTED, None)
     if not hasattr(printed, "skip_re"):
-        log.warning("this Ray has no %s: it prints a text of its own when an actor dies", _PRINTED)
+        log.warning("this Ray has no %s: it prints a text of its own when an actor or node dies", _PRINTED)
     elif printed.skip_re is None:
         printed.skip_re = _DEATH
 
@@ -140,6 +144,19 @@ def free_resources() -> dict[str, dict[str, float]] | None:
         log.warning("this Ray has no %s: actors are placed as if all nodes were free", _FREE)
         return None
     return {str(node): dict(resources) for node, resources in tell().items()}
+
+
+def draining_nodes() -> dict[str, float]:
+    """Return the nodes that Ray drains, by id, and when each is gone: seconds since the epoch; inf if that is not told.
+
+    Ray starts nothing on such a node any more. No public call tells it without a dashboard: ``ray.nodes`` says that the
+    node is alive. Ray Train asks the same. Retry at upgrades.
+    """
+    tell: Any = getattr(getattr(getattr(ray._private, "state", None), "state", None), _DRAINING, None)
+    if tell is None:
+        log.warning("this Ray has no %s: a node that is taken away is noticed when it is gone", _DRAINING)
+        return {}
+    return {str(node): deadline / 1e3 if deadline else math.inf for node, deadline in tell().items()}
 
 
 def own_token() -> str | None:

@@ -27,12 +27,21 @@ class Home:
         bundle: The number of a bundle in it.
         node: Ray's id of the node on which it is; "" if Ray has chosen it.
         is_claimed: Whether the group is of this actor alone, and so is given back with the home.
+        is_left: Whether its node is taken away, and so another actor is to come elsewhere in the place of this one.
     """
 
     group: PlacementGroup
     bundle: int
     node: str = ""
     is_claimed: bool = False
+    is_left: bool = False
+
+    def where(self) -> str:
+        """Return Ray's id of the node on which it is now; "" if there is none."""
+        if self.node:
+            return self.node
+        found: str = placement_group_table(self.group)["bundles_to_node_id"].get(self.bundle, "")
+        return found
 
     def give_back(self) -> None:
         """Give the home back, if it was claimed for this actor: Ray would keep it, also for no one, and move it."""

@@ -13,7 +13,7 @@ from raypar.actors.mesh.world import World
 from raypar.cluster.actors import Actors
 from raypar.cluster.calls import Calls
 from raypar.cluster.interrupts import CtrlC, patience
-from raypar.cluster.processes import Processes
+from raypar.cluster.witnesses import Witnesses
 from raypar.errors import TO_GO_ON, JobError
 
 T = TypeVar("T")
@@ -33,13 +33,13 @@ class Lifetime:
         failure: Why the job is over; None while it is alive.
         epoch: Number of steps so far that were refused for non-finite gradients. Actors refuse calls of an earlier
             epoch.
-        processes: The actors' processes on this node.
+        witnesses: The actors' processes.
     """
 
     def __init__(self, actors: Actors, close: Callable[[], None], saved: Callable[[], Path | None]) -> None:
         self.failure: str | None = None
         self.epoch = 0
-        self.processes = Processes()
+        self.witnesses = Witnesses()
         self._actors: Actors | None = actors
         self._calls: Calls | None = None
         self._close, self._saved = close, saved
@@ -63,7 +63,7 @@ class Lifetime:
             JobError: The job is over.
         """
         handles = self.actors.handles[: world.size]
-        self._calls = Calls(handles, world, timeout, replaces=replaces, processes=self.processes)
+        self._calls = Calls(handles, world, timeout, replaces=replaces, witnesses=self.witnesses)
         return self._calls
 
     def demand_open(self) -> None:
@@ -118,7 +118,7 @@ class Lifetime:
         try:
             let_go(failure is not None)
         finally:
-            self.processes.close()
+            self.witnesses.close()
             actors.end()
 
     def _fail(self, error: KeyboardInterrupt | SystemExit | JobError) -> None:

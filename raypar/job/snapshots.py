@@ -10,6 +10,7 @@ from typing import Any
 from raypar.actors.checkpoint.memory_snapshot import Address, Held, Share
 from raypar.actors.checkpoint.snapshot_copy import SILENCE, Recipient
 from raypar.actors.collective.shm.links import place
+from raypar.actors.specs.run import Run
 from raypar.cluster.calls import Calls
 from raypar.job.loaded_run import LoadedRun
 from raypar.planner.snapshots import kept_copies
@@ -49,7 +50,7 @@ class Snapshots:
             The steps that each has then, by rank, and then of the others.
         """
         calls = loaded.calls
-        if not takes_snapshots(loaded):
+        if not takes_snapshots(loaded.run):
             return []
         told = calls.all("snapshot_addresses", what="sharing snapshots")
         beside = self._asked(others, "snapshot_addresses")
@@ -99,7 +100,7 @@ class Snapshots:
             step: Number of steps taken.
             places: By rank, the place of its actor (see ``Located``); "" if it is not known.
         """
-        if takes_snapshots(loaded):
+        if takes_snapshots(loaded.run):
             loaded.calls.all("begin_snapshots", step, what="taking snapshots")
             self.source = tuple(Share(layout, rank) for rank in range(loaded.world.size))
             loaded.calls.all("drop_old_snapshots", what="taking snapshots")
@@ -134,6 +135,6 @@ class Snapshots:
         return [answers.get(number) for number in range(len(others.handles))]
 
 
-def takes_snapshots(loaded: LoadedRun) -> bool:
+def takes_snapshots(run: Run) -> bool:
     """Return whether the actors of a run take snapshots."""
-    return loaded.run.max_failures > 0 and loaded.run.snapshot_every > 0
+    return run.max_failures > 0 and run.snapshot_every > 0

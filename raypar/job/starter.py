@@ -16,6 +16,8 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.find import Found, newest
 from raypar.cluster.calls import Calls
+from raypar.cluster.nodes import own_node
+from raypar.cluster.notices import Notices
 from raypar.cluster.ray_cluster import free_told
 from raypar.config.schedule import Programs
 from raypar.errors import JobError, NoRoomError
@@ -60,9 +62,9 @@ class Starter:
     ) -> None:
         self._lifetime, self._job, self._device, self._faults, self._moved = lifetime, job, device, faults, moved
         self._generation = self._number = 0  # how often actors have joined groups, and the layout has changed
-        self._snapshots, self._processes = Snapshots(), lifetime.processes
+        self._snapshots, self._witnesses = Snapshots(), lifetime.witnesses
         self._places = list[str]()  # by rank
-        self._next_look = 0.0
+        self._next_look, self._notices, self._stays_told = 0.0, Notices(), False
         self.failures = Failures(0)
 
     def start(self, loaded: LoadedRun, programs: Programs, found: Found | None) -> Holds:
@@ -82,6 +84,8 @@ class Starter:
         self._layout, self._number = self._layouts.whole, self._number + 1
         self.failures = Failures(loaded.run.max_failures)
         self._snapshots.close()
+        here, homes = own_node(), self._lifetime.actors.homes[: loaded.world.size]
+        self._witnesses.attend({home.where() for home in homes} - {here, ""})  # they start while the actors do
         holds = self._join(found, partial(self._lifetime.guard, patient=False))
         share = partial(self._snapshots.share, loaded, self._others)
         self._lifetime.guard(share, patient=False)
@@ -111,13 +115,15 @@ class Starter:
         start, gone = time.monotonic(), list[str]()
         reason, death, before = reason_of(error), death_in(error), self._layout
         while True:
-            self.failures.count(step, error)
+            self._heed_notices()
+            self.failures.count(step, error, is_foreseen=getattr(error, "rank", None) in self._left)
             log.warning("%s", told(error))
             ranks = self._clear(_JOINING if gone else _FREE)
             gone += [self._loaded.world.label(rank) for rank in ranks]
             try:
                 self._replace(ranks)
                 back_to, source = self._again(step - 1)
+                self._lifetime.actors.dismiss(self._layout.world.size)
             except NoRoomError as end:
                 end.add_note(f"It was lost so: {reason}.")
                 raise
@@ -159,17 +165,43 @@ class Starter:
             world = self._loaded.world
             self._snapshots.pace.learn(results, seconds, [world.label(rank) for rank in range(world.size)])
 
-    def can_grow(self) -> bool:
-        """Return whether there are actors for more replicas than the run goes on with. It looks from time to time."""
-        if self._layout is self._layouts.whole:
-            return False
-        if time.monotonic() > self._next_look:
-            self._next_look = time.monotonic() + _LOOK
-            self._lifetime.actors.look()
-        return self._layouts.largest(self._lifetime.actors.present) is not self._layout
+    def is_due(self) -> bool:
+        """Return whether the run is to go on with other actors: with more replicas, or away from nodes taken away.
 
-    def grow(self, step: int, found: Found | None = None) -> int:
-        """Go on with more replicas. No step is lost.
+        It looks from time to time. Of a node that is taken away, the first half of the time that is left is for others
+        to come.
+        """
+        self._heed_notices()
+        actors, left = self._lifetime.actors, self._left
+        if self._is_driver_left:
+            return self._may_end()
+        if self._layout is self._layouts.whole and not left:
+            return False
+        if left and not takes_snapshots(self.run) and self.run.folder is None:
+            return self._may_end()
+        if left or time.monotonic() > self._next_look:
+            self._next_look = time.monotonic() + _LOOK
+            actors.look()
+        largest = self._layouts.largest(actors.present)
+        if not left:
+            return largest is not self._layout
+        if largest is not None and largest.run.mesh.dp >= self._layout.run.mesh.dp:
+            return True
+        if not self._notices.is_urgent and not all(one.is_late for one in actors.vacancies):
+            return False
+        return largest is not None or self._may_end()
+
+    def why_end(self) -> str:
+        """Return why the run can't go on, now that it is due to go on with other actors; "" if it can."""
+        if self._is_driver_left:
+            return f"{self._notices} is taken away, and the driver is on it"
+        if self._left and self._layouts.largest(self._lifetime.actors.present) is None:
+            who, room = " and ".join(map(self._loaded.world.label, self._left)), self._why_no_room()
+            return f"{self._notices} is taken away, {room} in the place of {who}, and {self._layouts.why_none()}"
+        return ""
+
+    def rearrange(self, step: int, found: Found | None = None) -> int:
+        """Go on with more replicas, or away from nodes that are taken away. No step is lost.
 
         Args:
             step: Number of steps taken.
@@ -181,20 +213,59 @@ class Starter:
         Raises:
             JobError: It failed; the run can be recovered.
         """
-        start, loaded = time.monotonic(), self._loaded
-        self._lifetime.actors.demand_answers(loaded.world.size, f"{self._job} spare")
-        layout = self._layouts.largest(self._lifetime.actors.present)
-        if layout is None or layout is self._layout:
+        start, loaded, before, left = time.monotonic(), self._loaded, self._layout, self._left
+        actors, size = self._lifetime.actors, self._loaded.world.size
+        actors.demand_answers(size, f"{self._job} spare")
+        layout = self._layouts.largest(actors.present)
+        if layout is None or (layout is before and not left):
             return step
-        if takes_snapshots(loaded):
+        if takes_snapshots(loaded.run):
             loaded.calls.all("begin_snapshots", step, what="taking snapshots")
         loaded.calls.all("leave", True, what="leaving groups")
-        self._seat(layout, range(loaded.world.size))
+        self._seat(layout, [rank for rank in range(size) if rank not in left])
         back_to, _ = self._again(step, found)
-        whole, dp, seconds = self._layouts.whole, layout.run.mesh.dp, time.monotonic() - start
-        is_whole = "the run is whole again" if layout is whole else "the run has grown"
-        log.warning("%s after step %d, with dp=%d of %d, in %.1f s", is_whole, step, dp, whole.run.mesh.dp, seconds)
+        whole, dp = self._layouts.whole, layout.run.mesh.dp
+        who = [loaded.world.label(rank) for rank in left]
+        how = f"with dp={dp} of {whole.run.mesh.dp}"
+        if left:
+            what = "the run has moved"
+            how = f"with {self._size_told(who)}" if dp < before.run.mesh.dp else f"with {' and '.join(who)} elsewhere"
+        else:
+            what = "the run is whole again" if layout is whole else "the run has grown"
+        log.warning("%s after step %d, %s, in %.1f s", what, step, how, time.monotonic() - start)
+        actors.dismiss(layout.world.size)
         return back_to
+
+    @property
+    def _left(self) -> list[int]:
+        """The ranks whose actors are on nodes that are taken away."""
+        return [rank for rank in range(self._loaded.world.size) if not self._lifetime.actors.stays(rank)]
+
+    @property
+    def _is_driver_left(self) -> bool:
+        """Whether the driver's own node is taken away."""
+        return bool(self._notices.names) and own_node() in self._notices.names
+
+    def _may_end(self) -> bool:
+        """Return whether the run can be saved, and so may end before its nodes do; warn once if it can't."""
+        if self.run.folder is None and not self._stays_told:
+            self._stays_told = True
+            log.warning("the run goes on there until then: it has no folder to be saved in")
+        return self.run.folder is not None
+
+    def _heed_notices(self) -> None:
+        """Look for nodes that are taken away, and let others start in the place of actors there."""
+        if not self._notices.look():
+            return
+        actors = self._lifetime.actors
+        actors.leave(self._notices.names, f"{self._job} spare")
+        actors.dismiss(self._loaded.world.size)
+
+    def _why_no_room(self) -> str:
+        """Say why no other actor comes."""
+        if any(one.has_room for one in self._lifetime.actors.vacancies):
+            return "no other actor starts"
+        return f"no node has room for another actor ({free_told()})"
 
     def close(self) -> None:
         """Let go of the snapshots. A second call does nothing."""
@@ -225,27 +296,25 @@ class Starter:
         if not gone:
             return
         for rank in gone:
-            self._processes.kill(rank)
+            self._witnesses.kill(rank)
             actors.vacate(rank, f"{self._job} {world.label(rank)}")
         actors.demand_answers(world.size, f"{self._job} spare")
         actors.wait_for(max(world.size, self._layouts.whole.world.size))
         layout = self._layouts.largest(actors.present)
         if layout is None:
-            starts = any(one.has_room for one in actors.vacancies)
-            what = "no other actor starts" if starts else f"no node has room for another actor ({free_told()})"
             who = " and ".join(world.label(rank) for rank in gone)
-            raise NoRoomError(f"{what} in the place of {who}, and {self._layouts.why_none()}")
-        self._seat(layout, [rank for rank in range(world.size) if rank not in gone])
+            raise NoRoomError(f"{self._why_no_room()} in the place of {who}, and {self._layouts.why_none()}")
+        self._seat(layout, [rank for rank in range(world.size) if actors.stays(rank)])
 
     def _seat(self, layout: Layout, present: Sequence[int]) -> None:
         """Give the ranks of a layout to actors.
 
         Args:
             layout: The layout.
-            present: The ranks of the present layout whose actors are there.
+            present: The ranks of the present layout whose actors are there, and stay.
         """
         actors, world = self._lifetime.actors, self._loaded.world
-        others = [number for number in range(world.size, len(actors.handles)) if actors.handles[number] is not None]
+        others = [number for number in range(world.size, len(actors.handles)) if actors.stays(number)]
         actors.seat(seats_of(world, layout.world, present, others))
         if layout is self._layout:
             for rank in range(world.size):
@@ -297,7 +366,9 @@ class Starter:
         holds = loaded.start(plans, found, guard, again=guard is _unguarded)
         located = loaded.calls.answers(range(loaded.world.size), "located", seconds=_HEARD, group="ctl")
         self._places = [located[rank].place if rank in located else "" for rank in range(loaded.world.size)]
-        self._processes.know({rank: at for rank, at in located.items() if at.place == place() != ""})
+        homes, here = self._lifetime.actors.homes, place()
+        elsewhere = {rank: homes[rank].where() for rank, at in located.items() if at.place != here}
+        self._witnesses.know({rank: at for rank, at in located.items() if at.place}, elsewhere)
         align(loaded.calls, located)
         return holds
 

@@ -19,9 +19,9 @@ from raypar.cluster.interrupts import patience
 from raypar.config.run import lowered_step
 from raypar.errors import ConfigError, JobError, MovedError, StepLostError
 from raypar.job.executors import executor_of
-from raypar.job.growth import grown
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
+from raypar.job.rearrangement import rearranged
 from raypar.job.rewind import rewound
 from raypar.job.starter import Starter
 from raypar.job.steps_ahead import Ahead
@@ -49,7 +49,7 @@ class TrainingLoop:
         device: Device that the actors compute on.
         loaded: The run.
         record: Record of the run's reports and evaluations.
-        starter: Brings the run back after a failure, and lets it go on with more replicas where it has lost some.
+        starter: Brings the run back after a failure, and lets it go on with other actors.
 
     Attributes:
         loaded: The run.
@@ -247,14 +247,14 @@ class TrainingLoop:
         try:
             while self.next_step < last:
                 self._lifetime.demand_open()
-                is_growing = self._starter.can_grow()
-                if is_growing and not len(ahead):
-                    self._lifetime.guard(partial(self._surviving, self._grow))
+                is_due = self._starter.is_due()
+                if is_due and not len(ahead):
+                    self._lifetime.guard(partial(self._surviving, self._rearrange))
                     ahead = self._ahead = self._handing(most)
                 every = 0 if self._has_no_validation else self.loaded.run.eval_every
                 stop = (self.next_step // every + 1) * every if every else last
                 stop = min(last, stop, self._saver.next_due(self.next_step, last))
-                if is_growing and len(ahead):
+                if is_due and len(ahead):
                     stop = self.next_step + len(ahead)  # the actors complete what they have
                 with patience("the steps they have") as ctrl_c:
                     try:
@@ -313,9 +313,9 @@ class TrainingLoop:
                 self._ahead.drop()
             return failure
 
-    def _grow(self) -> None:
+    def _rearrange(self) -> None:
         self._saver.settle()
-        self.next_step = grown(self._starter, self._saver, self.loaded.run, self.next_step)
+        self.next_step = rearranged(self._starter, self._saver, self.loaded.run, self.next_step)
 
     def _after_this_step(self, call: Callable[[], T]) -> T:
         """Call the actors in the state after this step; after a failure, lost steps are taken again first."""

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raypar.errors import ActorDiedError, Death, JobError
+from raypar.errors import ActorDiedError, Death, JobError, PreemptedError
 
 _SAME = 3  # times that the same fault may happen in one step: it is then no accident
 
@@ -73,16 +73,22 @@ class Failures:
         self._most, self._count = most, 0
         self._same = Counter[tuple[int, str]]()
 
-    def count(self, step: int, error: JobError) -> None:
-        """Count a failure.
+    def count(self, step: int, error: JobError, *, is_foreseen: bool = False) -> None:
+        """Count a failure, unless it is the end of a node that was taken away with notice.
 
         Args:
             step: The step under way, counted from 1.
             error: What failed.
+            is_foreseen: Whether there was a notice that the node of the actor that failed is taken away.
 
         Raises:
-            JobError: The same error with a note that says why, if it is one too many.
+            JobError: The same error, if it ends the run; with a note that says why, if it is one too many.
         """
+        if isinstance(error, PreemptedError):
+            raise error
+        death = death_in(error)
+        if self._most and (is_foreseen or (death is not None and death.is_preempted)):
+            return
         self._count += 1
         what = reason_of(error)
         self._same[step, what] += 1

@@ -1,9 +1,11 @@
 """Runs whose actors are killed again and again: losses and weights must have the bits of the undisturbed run.
 
     python -m tests.long.recovery_kills [LAYOUT ...] [--kills N] [--steps N] [--seed N] [--kinds kill,stop,raise,delay]
+        [--spares N [--warm]]
 
 Faults are drawn anew from the seed: of any actor, at any action of its row or between two steps. Prints how long
-recoveries took, from the failure's being known until all actors could go on.
+recoveries took, from the failure's being known until all actors could go on. With ``--warm`` the next step waits until
+all spares are there again, so that each failure finds them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 import raypar as rp
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.config.run import check_run, world_of
+from tests.support.full_cluster import wait_for_actors
 
 DENSE = rp.GPT(layers=4, hidden=64, heads=4, seq=32, dropout=0.1)
 EXPERTS = rp.GPT(layers=4, hidden=64, heads=4, seq=32, dropout=0.1, moe=rp.MoE(experts=4, top_k=2))
@@ -46,10 +49,12 @@ def drawn(run: rp.Run, kinds: list[str], count: int, draw: Random) -> Iterator[I
 
 
 def trained(
-    run: rp.Run, chaos: list[InjectedFault]
+    run: rp.Run, chaos: list[InjectedFault], *, warm: bool = False
 ) -> tuple[list[float], dict[str, torch.Tensor], tuple[rp.Failure, ...]]:
     with rp.launch(run, chaos=chaos) as job:
-        losses = [report.loss for report in job.train()]
+        actors = world_of(run).size + run.spares
+        on = (lambda _: wait_for_actors(job, actors)) if warm else None
+        losses = [report.loss for report in job.train(on=on)]
         return losses, dict(job.weights().items()), job.failures
 
 
@@ -60,6 +65,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--spares", type=int, default=0)
+    parser.add_argument("--warm", action="store_true")
     parser.add_argument("--kinds", default="kill")
     chosen = parser.parse_args()
     logging.getLogger("raypar").setLevel(logging.ERROR)
@@ -70,7 +76,7 @@ def main() -> int:
         faults = list(drawn(run, chosen.kinds.split(","), chosen.kills, Random(f"{chosen.seed} {name}")))
         losses, weights, _ = trained(run, [])
         start = time.monotonic()
-        found, kept, failures = trained(run, faults)
+        found, kept, failures = trained(run, faults, warm=chosen.warm)
         seconds = [failure.seconds for failure in failures]
         redone = max((failure.step - 1 - failure.back_to for failure in failures), default=0)
         same = found == losses and all(torch.equal(weights[key], kept[key]) for key in weights)

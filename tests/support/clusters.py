@@ -59,7 +59,11 @@ class HostCluster:
 
 @contextmanager
 def cluster_of_hosts(
-    *names: str, cpus: Sequence[int], env: Mapping[str, str] = ENV, head: Sequence[str] = ("--include-dashboard=false",)
+    *names: str,
+    cpus: Sequence[int],
+    env: Mapping[str, str] = ENV,
+    head: Sequence[str] = ("--include-dashboard=false",),
+    blocks: Sequence[str] = (),
 ) -> Iterator[HostCluster]:
     """Start Ray on hosts that are made for it; all of it ends with them.
 
@@ -68,6 +72,7 @@ def cluster_of_hosts(
         cpus: The number of CPUs that each tells Ray it has.
         env: Environment variables of Ray's processes.
         head: Further options of ``ray start --head``.
+        blocks: The hosts, but the head, whose ``ray start`` stays in the foreground, as a container's first process.
     """
     with hosts_on_a_network(*names) as network:
         first = network.hosts[0]
@@ -77,7 +82,13 @@ def cluster_of_hosts(
 
         def start(host: Host, count: int, *options: str) -> None:
             its = f"--node-ip-address={host.address}"
-            host.run(RAY, "start", its, f"--num-cpus={count}", *_SMALL, *options, env=env)
+            command = [RAY, "start", its, f"--num-cpus={count}", *_SMALL, *options]
+            if host.name not in blocks:
+                host.run(*command, env=env)
+                return
+            started = host.start(*command, "--block", env=env)
+            assert started.stdout is not None
+            assert any("Ray runtime started" in line for line in started.stdout), f"{host.name}: Ray did not start"
 
         start(first, cpus[0], "--head", f"--port={PORT}", *head)
         with ThreadPoolExecutor() as all_at_once:

@@ -15,10 +15,11 @@ from torch import nn
 
 import raypar as rp
 from raypar.actors.mesh.world import World
-from raypar.cluster import post_mortem
+from raypar.cluster import worker_logs
 from raypar.cluster.calls import Calls
 from raypar.cluster.post_mortem import death_of
-from raypar.cluster.processes import Exit, Processes
+from raypar.cluster.processes import Exit, Processes, Seen
+from raypar.cluster.witnesses import Witnesses
 from raypar.paths import FAILURES
 from raypar.reporting.run_folder.read import read
 from tests.support.kernel import TELLS_EXITS
@@ -38,6 +39,13 @@ Stack (most recent call first):
   File "/x/torch/module.py", line 1 in call
 Extension modules: msgpack._cmsgpack (total: 15)
 """
+
+
+def ended(*how, **known):
+    """What knows processes of which one has ended in a given way."""
+    witnesses = Witnesses()
+    witnesses._own = Ended(*how, **known)
+    return witnesses
 
 
 class Ended(Processes):
@@ -82,22 +90,36 @@ def test_each_end_is_told_by_its_name():
         (memory, None, 0, "ended by Ray's memory monitor, because its node was short of memory (4.93GB of", True),
         (RaySystemError("broken"), None, 0, "lost (RaySystemError: ", False),
     ):
-        death = death_of(error, 0, Ended(exit_, kills))
+        death = death_of(error, 0, ended(exit_, kills))
         assert death.cause.startswith(cause), death
         assert bool(death.cause) == bool(cause)
         assert death.out_of_memory is is_short
-    assert str(death_of(lost, 0, Ended())) == "Why it died is known on its node only."
+    assert str(death_of(lost, 0, ended())) == "Why it died is not known."
+
+
+def test_a_node_that_does_not_answer_is_told(monkeypatch):
+    witnesses = Witnesses()
+    monkeypatch.setattr(witnesses, "seen", lambda *_: Seen(is_silent=True))
+    assert str(death_of(died("End of file"), 0, witnesses)) == (
+        "It was lost with its node, it seems, from which nothing is heard."
+    )
+    assert death_of(died("because its node has died"), 0, witnesses).cause == "on a node that died"
+    ended_so = died("the actor's node was terminated expectedly: received SIGTERM because its node has died")
+    assert death_of(ended_so, 0, witnesses).cause == "on a node whose Ray was ended by SIGTERM"
+    ended_so._preempted = True  # as Ray makes it
+    death = death_of(ended_so, 0, witnesses)
+    assert death.is_preempted and death.cause == "on a node that was taken away (preempted)"
 
 
 def test_a_log_is_told_without_rays_lines_and_a_crash_from_its_innermost_frame(tmp_path, monkeypatch):
-    monkeypatch.setattr(post_mortem, "logs_folder", lambda: tmp_path)
+    monkeypatch.setattr(worker_logs, "logs_folder", lambda: tmp_path)
     (tmp_path / "worker-abc-01-77.out").write_text(":job_id:01\nhello\n")
     (tmp_path / "worker-abc-01-77.err").write_text(":job_id:01\n")
-    assert death_of(died(""), 0, Ended(number=77)).log == ("hello",)
+    assert death_of(died(""), 0, ended(number=77)).log == ("hello",)
     (tmp_path / "worker-abc-01-77.err").write_text("".join(f"line {i}\n" for i in range(10_000)))
-    assert death_of(died(""), 0, Ended(number=77)).log == tuple(f"line {i}" for i in range(9988, 10_000))
+    assert death_of(died(""), 0, ended(number=77)).log == tuple(f"line {i}" for i in range(9988, 10_000))
     (tmp_path / "worker-abc-01-77.err").write_text(CRASH)
-    death = death_of(died(""), 0, Ended(number=77))
+    death = death_of(died(""), 0, ended(number=77))
     assert death.signal == "SIGSEGV"
     assert death.log == (
         "Fatal Python error: Segmentation fault",
@@ -106,14 +128,14 @@ def test_a_log_is_told_without_rays_lines_and_a_crash_from_its_innermost_frame(t
         '  File "/x/torch/module.py", line 1 in call',
     )
     assert f"Its log, {tmp_path}/worker-abc-01-77.err, ends with:\n    Fatal Python error" in str(death)
-    assert not death_of(died("\tpid: 77\n\tip: 9.9.9.9\n"), 0, Ended()).log, "another node's process"
-    monkeypatch.setattr(post_mortem, "logs_folder", lambda: None)
-    assert not death_of(died(""), 0, Ended(number=77)).log
+    assert not death_of(died("\tpid: 77\n\tip: 9.9.9.9\n"), 0, ended()).log, "another node's process"
+    monkeypatch.setattr(worker_logs, "logs_folder", lambda: None)
+    assert not death_of(died(""), 0, ended(number=77)).log
 
 
 def test_an_actor_that_rays_memory_monitor_ends_has_died():
     memory = OutOfMemoryError("Memory on the node was 4.93GB used / 23.54GB limit (0.2)\nObject store: ...")
-    verdict = Calls([], World(rp.Mesh(pp=2)), 1.0, processes=Ended())._verdict({1: memory}, [], "step 3")
+    verdict = Calls([], World(rp.Mesh(pp=2)), 1.0, witnesses=ended())._verdict({1: memory}, [], "step 3")
     assert isinstance(verdict, rp.ActorDiedError)
     assert str(verdict) == "actor pp=1 died during step 3"
     assert verdict.__notes__[0].startswith("It was ended by Ray's memory monitor")

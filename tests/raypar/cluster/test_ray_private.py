@@ -33,19 +33,35 @@ def started(monkeypatch, tmp_path):
 def test_this_ray_has_the_names():
     assert callable(ray_private.ray._private.services.resolve_ip_for_localhost)
     assert callable(ray_private.ray._raylet.AuthenticationTokenLoader.instance)
+    assert callable(ray_private.ray._private.state.state.get_draining_nodes)
+
+
+def test_nodes_that_ray_drains_are_told_with_their_deadlines(monkeypatch, caplog):
+    state = SimpleNamespace(get_draining_nodes=lambda: {"a": 12500, "b": 0})
+    monkeypatch.setattr(ray_private.ray._private.state, "state", state)
+    assert ray_private.draining_nodes() == {"a": 12.5, "b": float("inf")}
+    del state.get_draining_nodes
+    assert ray_private.draining_nodes() == {} and "is noticed when it is gone" in caplog.text
 
 
 DEATH = "(raylet) A worker died or was killed while executing a task by an unexpected system error."
+NODES_DEATH = """Raylet is terminated. Termination is unexpected. Possible reasons include: (1) SIGKILL by the
+user or system OOM killer. Last 20 lines of the Raylet logs:
+    [state-dump]"""  # and what the head says of a node that no longer answers
+SILENT_NODE = (
+    "The node with node id: 1 and name: b has been marked dead because the detector has missed too many heartbeats"
+)
 
 
 def printed(deduplicator):
-    """The lines that Ray prints of its text for a dead actor and another one."""
-    return [line for batch in deduplicator.deduplicate({"lines": [DEATH, "mine"], "pid": 1}) for line in batch["lines"]]
+    """The lines that Ray prints of its texts for a dead actor, two dead nodes, and another one."""
+    lines = [DEATH, NODES_DEATH, SILENT_NODE, "mine"]
+    return [line for batch in deduplicator.deduplicate({"lines": lines, "pid": 1}) for line in batch["lines"]]
 
 
-def test_what_ray_says_of_dead_actors_is_silenced_and_nothing_else(monkeypatch):
+def test_what_ray_says_of_dead_actors_and_nodes_is_silenced_and_nothing_else(monkeypatch):
     mine = LogDeduplicator(5, None, None)
-    assert printed(mine) == [DEATH, "mine"]
+    assert printed(mine) == [DEATH, NODES_DEATH, SILENT_NODE, "mine"]
     monkeypatch.setattr(ray_private.ray._private.ray_logging, "stdout_deduplicator", mine)
     ray_private.silence_deaths()
     assert printed(mine) == ["mine"]
@@ -55,7 +71,7 @@ def test_what_the_user_lets_ray_skip_is_kept(monkeypatch):
     users = LogDeduplicator(5, None, "mine")
     monkeypatch.setattr(ray_private.ray._private.ray_logging, "stdout_deduplicator", users)
     ray_private.silence_deaths()
-    assert printed(users) == [DEATH]
+    assert printed(users) == [DEATH, NODES_DEATH, SILENT_NODE]
 
 
 def test_a_variable_of_the_user_s_is_kept_in_a_fresh_process():

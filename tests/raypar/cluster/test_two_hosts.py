@@ -12,16 +12,20 @@ import pytest
 import raypar as rp
 from tests.support.clusters import cluster_of_hosts
 from tests.support.hosts import missing
+from tests.support.kernel import TELLS_EXITS
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(300)]
 
 LAYOUTS = ({"tp": 2}, {"pp": 2}, {"dp": 2})  # the first one is launched, the others take its actors
 DRIVER = """
 import contextlib, io, json, logging
+from dataclasses import asdict
 import ray
 import raypar as rp
 from raypar.cli.main import main
+from raypar.cluster import witnesses
 
+witnesses._ANSWER = 20.0  # of a busy machine
 warned = []
 class Kept(logging.Handler):
     def emit(self, record): warned.append(record.getMessage())
@@ -33,11 +37,13 @@ def printed(*words):
         code = main(list(words))
     return code, said.getvalue()
 
-losses, job = [], None
+losses, deaths, job = [], [], None
 for layout in LAYOUTS:
-    run = rp.recipe("gpt-tiny", steps=3, mesh=rp.Mesh(**layout))
-    job = rp.launch(run) if job is None else job.reset(run) or job
+    run = rp.recipe("gpt-tiny", steps=3, mesh=rp.Mesh(**layout), max_failures=0 if losses else 1)
+    kill = [rp.chaos.kill("tp=1", at="STEP", step=2)]
+    job = rp.launch(run, chaos=kill) if job is None else job.reset(run) or job
     losses.append([report.loss for report in job.train()])
+    deaths = [asdict(failure.death) for failure in job.failures] or deaths
 job.close()
 ray.init(address="auto", namespace="raypar", log_to_driver=False, logging_level="ERROR")
 full, unseen = [], []
@@ -51,7 +57,8 @@ try:
     rp.launch(rp.recipe("gpt-tiny", mesh=rp.Mesh(dp=2), folder="/tmp/run"))  # each host has a /tmp of its own
 except rp.ConfigError as error:
     unseen = error.faults
-told = {"losses": losses, "warned": warned, "full": full, "unseen": unseen, "plans": [text for _, text in plans]}
+losses = {"deaths": deaths, "losses": losses}
+told = losses | {"warned": warned, "full": full, "unseen": unseen, "plans": [text for _, text in plans]}
 print(json.dumps(told | {"code": code, "doctor": json.loads(found)}))
 """
 
@@ -67,6 +74,14 @@ def test_losses_are_those_of_one_host_bit_by_bit(found, job_of):
     for layout, across in zip(LAYOUTS, found["losses"], strict=True):
         job = job_of(rp.recipe("gpt-tiny", steps=3, mesh=rp.Mesh(**layout)))
         assert [report.loss for report in job.train()] == across, layout
+
+
+@pytest.mark.skipif(not TELLS_EXITS, reason="this kernel does not tell how a process ended")
+def test_how_an_actor_on_another_host_has_ended_is_told(found):
+    """It was killed in its second step, and the run went on with the same bits."""
+    (death,) = found["deaths"]
+    assert (death["signal"], death["last_action"]) == ("SIGKILL", "STEP of step 2")
+    assert death["cause"] == "ended by SIGKILL"
 
 
 def test_a_tensor_group_that_no_node_has_room_for_is_split_with_one_warning(found):

@@ -94,7 +94,7 @@ def test_one_that_dies_before_it_answers_is_tried_again_and_late_at_last(fake):
 
 def test_actors_that_come_have_no_rank_until_they_are_seated(fake, monkeypatch):
     monkeypatch.setattr("raypar.cluster.actors.ray", fake)
-    monkeypatch.setattr("raypar.cluster.actors.is_alive", lambda node: True)
+    monkeypatch.setattr("raypar.cluster.actors.is_lasting", lambda node: True)
     homes = [Home("group", bundle, "node") for bundle in range(3)]
     actors = Actors(["a", "b", "c"], "group", False, "me", "cpu", fake.create, fake.claim, homes)
     actors.vacate(1, "another")
@@ -113,7 +113,7 @@ def test_actors_that_come_have_no_rank_until_they_are_seated(fake, monkeypatch):
 def test_who_replaces_an_actor_of_a_lost_node_goes_wherever_there_is_room(fake, monkeypatch, alive, pinned, stays):
     """A bundle that is pinned to a node would wait for it forever; one that Ray has placed moves by itself."""
     monkeypatch.setattr("raypar.cluster.actors.ray", fake)
-    monkeypatch.setattr("raypar.cluster.actors.is_alive", lambda node: alive)
+    monkeypatch.setattr("raypar.cluster.actors.is_lasting", lambda node: alive)
     old = Home("group", 0, pinned)
     actors = Actors(["dead"], "group", False, "me", "cpu", fake.create, fake.claim, [old])
     actors.vacate(0, "a")
@@ -124,7 +124,7 @@ def test_who_replaces_an_actor_of_a_lost_node_goes_wherever_there_is_room(fake, 
 def test_a_home_that_was_claimed_is_given_back_with_its_node(fake, monkeypatch):
     """Ray would move it to the next node with room, and keep that for nobody."""
     monkeypatch.setattr("raypar.cluster.actors.ray", fake)
-    monkeypatch.setattr("raypar.cluster.actors.is_alive", lambda node: node != "gone")
+    monkeypatch.setattr("raypar.cluster.actors.is_lasting", lambda node: node != "gone")
     homes = [Home("one", 0, "gone", is_claimed=True), Home("two", 0, "there", is_claimed=True)]
     actors = Actors(["a", "b"], "group", False, "me", "cpu", fake.create, fake.claim, homes)
     actors.vacate(0, "x")
@@ -138,7 +138,7 @@ def test_a_home_that_was_claimed_is_given_back_with_its_node(fake, monkeypatch):
 
 def test_a_spare_that_died_is_replaced_and_one_that_starts_is_kept(fake, monkeypatch):
     monkeypatch.setattr("raypar.cluster.actors.ray", fake)
-    monkeypatch.setattr("raypar.cluster.actors.is_alive", lambda node: True)
+    monkeypatch.setattr("raypar.cluster.actors.is_lasting", lambda node: True)
     alive, dead, starting = [fake.create(name, None) for name in "bcd"]
     homes = [Home("group", bundle, "node") for bundle in range(4)]
     actors = Actors(["a", alive, dead, starting], "group", False, "me", "cpu", fake.create, fake.claim, homes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import raypar as rp
-from raypar.errors import Death
+from raypar.errors import Death, PreemptedError
 from raypar.recovery.failures import Failure, Failures, told
 
 DIED = rp.ActorDiedError("actor pp=1 died during step 4; seen from the others: this differs from time to time")
@@ -34,6 +34,18 @@ def test_without_max_failures_nothing_is_added():
     with pytest.raises(rp.JobError) as caught:
         Failures(0).count(1, rp.JobError("x"))
     assert not hasattr(caught.value, "__notes__")
+
+
+def test_the_end_of_a_node_that_was_announced_does_not_count():
+    failures, announced = Failures(1), rp.ActorDiedError("actor pp=1 died", Death(is_preempted=True))
+    for _ in range(4):
+        failures.count(4, announced)
+        failures.count(4, DIED, is_foreseen=True)
+    failures.count(4, DIED)
+    with pytest.raises(rp.ActorDiedError):
+        Failures(0).count(4, announced)
+    with pytest.raises(PreemptedError):
+        failures.count(4, PreemptedError("second is taken away"))
 
 
 def test_a_death_is_told_in_one_line_with_its_reason():
