@@ -213,7 +213,7 @@ class Job:
         return self._inspection.param(name)
 
     def weights(self, dp: int | None = None) -> Weights:
-        """Return the weights that the optimizer has, or the layers' of a replica: a mapping from name to whole tensor.
+        """Return the optimizer's weights, or a replica's: by name, each fetched as it is when one looks; dict() keeps.
 
         Args:
             dp: Index of the data-parallel replica; None for the optimizer's weights, which in fp32 are the same.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from raypar.actors.specs.types import Tracker
 from raypar.config.fields import brief
-from raypar.config.validate.replacing import replacing_faults
+from raypar.config.validate.replacing import is_under_way, replacing_faults
 from raypar.paths import AUTO, CHECKPOINTS, METRICS, MOST_METRICS, RUN_FILES, RUNS, TRAINING_FILES, absolute, home_of
 
 _PACKAGES: dict[Tracker, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
@@ -84,7 +84,9 @@ def _faults(path: Path, resumed: Path | None, overwrite: bool) -> Iterator[str]:
         yield from replacing_faults(path)
     elif not new and not _is_home(path, resumed):
         taken = [name for name in TRAINING_FILES if os.path.lexists(path / name)]
-        if taken:
+        if taken and is_under_way(path):
+            yield "holds a run that is under way: end that one first, or give another folder"
+        elif taken:
             how = f"--resume {path} (in Python launch(run, resume=...))"
             fix = f"resume it with {how}, replace it with --overwrite, or give another folder"
             yield f"holds a run already ({taken[0]}): {fix}"

@@ -35,7 +35,7 @@ def replacing_faults(path: Path) -> Iterator[str]:
     there = sorted(os.listdir(path))  # noqa: PTH208  (names, not paths)
     if not there:
         return
-    if LOG in there and _is_plain(path / LOG) and _is_locked(path / LOG):
+    if is_under_way(path):
         yield "is that of a run that is under way: end that one first, or give another folder"
         return
     if RUN not in there and _was_begun(path, there):
@@ -46,6 +46,12 @@ def replacing_faults(path: Path) -> Iterator[str]:
     strangers = [name for name in there if not _is_ours(path / name)]
     if strangers:
         yield f"has {brief(strangers[0])} in it, which no run has written: move it away, or give another folder"
+
+
+def is_under_way(path: Path) -> bool:
+    """Return whether a run writes to a folder now. Raises OSError if its log can't be read."""
+    log = path / LOG
+    return os.path.lexists(log) and _is_plain(log) and _is_locked(log)
 
 
 def _was_begun(path: Path, there: Sequence[str]) -> bool:

@@ -122,6 +122,8 @@ def test_overwrite_touches_nothing_but_a_run_folder(kept_actors):
     with rp.launch(replace(RUN, folder="runs/busy")) as job:
         job.train()
         assert "under way" in faults("runs/busy")
+        with pytest.raises(rp.ConfigError, match="holds a run that is under way: end that one first"):
+            check_run(replace(RUN, folder="runs/busy"))
     assert Path("runs/a/run.toml").exists()
 
 
