@@ -46,6 +46,7 @@ CASES = [
     for pp in (1, 2, 3, 4)
     for schedule in ("naive", "gpipe", "1f1b", "interleaved")
     for m in allowed(schedule, pp)
+    if schedule != "naive" or m == 4
 ]
 SPLIT = [(pp, schedule, 4) for pp in (1, 2, 3, 4) for schedule in ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")]
 LLAMAS = [(1, "1f1b"), (2, "gpipe"), (2, "interleaved"), (3, "1f1b"), (4, "1f1b"), (4, "interleaved")]
@@ -67,7 +68,7 @@ MODELS = [("gpt-tiny", *case) for case in CASES + SPLIT] + [("llama-tiny", *case
 
 
 def test_the_cases_cover_what_the_schedules_allow():
-    assert len(CASES) == 57
+    assert len(CASES) == 45
     assert set(ON_ACTORS) < set(MODELS)
     assert {(pp, m) for pp, schedule, m in CASES if schedule == "1f1b"} == {
         (p, m) for p in (1, 2, 3, 4) for m in MICROBATCHES
