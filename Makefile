@@ -9,11 +9,13 @@ install := $(python) -m pip install -qq --disable-pip-version-check --constraint
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train test test-long bench docs pictures lint types clean
+.PHONY: help install train test test-long bench docs pictures lint types clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo 'Variables: ARGS="..." for raypar train (make train), pytest (make test) or the bench, PYTHON=python3.12 for a new .venv'
+
+install: $(venv)/.installed ## fill .venv, so that .venv/bin/raypar and .venv/bin/python are there
 
 train: $(venv)/.installed ## train the small GPT on this machine; it leaves a folder below runs/
 	@$(venv)/bin/raypar train gpt-small --folder runs/$$(date +%Y-%m-%d-%H%M%S) $(ARGS)

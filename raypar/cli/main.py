@@ -35,6 +35,7 @@ without actors, in no time:
   raypar draw SCHEDULE|FILE.csv [flags]         draw a schedule: text, SVG, CSV, Chrome trace
   raypar check SCHEDULE|FILE.csv [flags]        prove that a schedule can run
   raypar simulate SCHEDULE|FILE.csv [flags]     how long a schedule takes, and how much of it is bubble
+  raypar gallery [-o schedules.html]            all schedules side by side: what each takes and holds
   SCHEDULE may be code of yours: my.py:function or package.module:function
 
 checkpoints, which raypar train --folder FOLDER writes:
@@ -74,7 +75,7 @@ exit codes:
 _PAPER = ("draw", "check", "simulate")
 _RUNS = ("train", "step", "verify", "plan")
 _DISK = ("ckpt", "report", "trace")
-_COMMANDS = (*_PAPER, *_RUNS, *_DISK, "recipes", "doctor")
+_COMMANDS = (*_PAPER, *_RUNS, *_DISK, "gallery", "recipes", "doctor")
 _MEANT = {"repl": "step", "shell": "step", "resume": "train", "run": "train"}
 
 
@@ -117,6 +118,8 @@ def _command(words: list[str]) -> int:
         return _on_disk(command, rest)
     if command == "recipes":
         return _recipes(rest)
+    if command == "gallery":
+        return _gallery(rest)
     if command == "doctor":
         return _doctor(rest)
     if command in ("-h", "--help", "help"):
@@ -140,6 +143,16 @@ def _on_paper(command: str, words: list[str]) -> int:
         return _say(schedules.prove(words) if command == "check" else schedules.measure(words))
     except ScheduleError as error:
         return _fail(str(error), MISTAKE)
+
+
+def _gallery(words: list[str]) -> int:
+    from raypar.cli.gallery import gallery
+    from raypar.errors import ConfigError
+
+    try:
+        return _say(gallery(words))
+    except ConfigError as error:
+        return _fail(_mistakes(error.faults), MISTAKE)
 
 
 def _recipes(words: list[str]) -> int:
