@@ -232,11 +232,16 @@ def _checkpoints(run: Run, folder: str, one: int) -> str:
     saved = -(-run.steps // run.save_every) if run.save_every else 1
     kept = min(saved, run.keep_last or saved)
     place = next(path for path in (expanded(folder), *expanded(folder).absolute().parents) if path.exists())
-    free, count = free_disk(place), "1" if kept == 1 else f"{kept:,} of about {size(one)} each"
+    free, count = free_disk(place), "1" if kept == 1 else f"{kept:,} of about {_finer(one)} each"
     told = f"about {size(kept * one)}: {count}" + ("" if free is None else f"; the disk has {size(free)} free")
     if free is not None and kept * one > free:
         return f"{told}: {TOO_MUCH}: set keep_last, or give a folder of another disk"
     return told
+
+
+def _finer(count: int) -> str:
+    """Format bytes so that many times as much is not far from what it says."""
+    return f"{count / 2**20:.1f} MiB" if 2**20 <= count < 10 * 2**20 else size(count)
 
 
 def muon_parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> list[int]:

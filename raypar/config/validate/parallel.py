@@ -28,6 +28,10 @@ def idle_fields(run: Run) -> Iterator[str]:
     if isinstance(run.optim, OptimizerSettings) and run.optim.warmup > run.steps:
         told = f"optim.warmup is {run.optim.warmup} steps, and steps is {run.steps}"
         yield f"{told}: the learning rate never reaches optim.lr; give less warmup, or more steps"
+    falls = run.optim.decay_steps if isinstance(run.optim, OptimizerSettings) and run.optim.decay == "wsd" else None
+    if falls is not None and falls > run.steps:
+        told = f"optim.decay_steps is {falls} steps, and steps is {run.steps}"
+        yield f"{told}: the learning rate falls right after its warm-up; give fewer, or more steps"
     if not run.max_failures:
         names = ("spares", "snapshot_every", "buddy_every", "min_dp")
         for name, value in ((name, getattr(run, name)) for name in names):
