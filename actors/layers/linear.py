@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +58,35 @@ class Products(NamedTuple):
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     inner: Callable[[Tensor, Tensor], Tensor]
+
+
+class Postponer(Protocol):
+    """Leaves the gradients of the weights of linear layers for later than those of their inputs.
+
+    Attributes:
+        anchor: A tensor with a gradient, which makes outputs that do not depend on the weights parts of a graph.
+    """
+
+    anchor: Tensor
+
+    def wants(self, x: Tensor, *layers: nn.Linear) -> bool:
+        """Return whether the layers are to leave the gradients of their weights for later, and can for this input."""
+
+    def product(self, products: Products, x: Tensor, pairs: Sequence[Pair]) -> tuple[Tensor, ...]:
+        """Return x (..., in) by each weight (out, in), plus its bias: (..., out) each."""
+
+    def owe(self, weight: Tensor, bias: Tensor | None, use: Use) -> None:
+        """Leave the gradients of a weight and a bias for later, in a backward."""
+
+
+class Postponable(nn.Module):
+    """A module of linear layers of its own kind that asks a postponer, once it has one.
+
+    Attributes:
+        postponer: Takes over the gradients of the weights; None where a backward computes them.
+    """
+
+    postponer: Postponer | None = None
 
 
 class Linear(nn.Linear):

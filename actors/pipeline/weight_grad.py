@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -15,6 +15,7 @@ from raypar.actors.layers.linear import (
     Fan,
     Linear,
     Pair,
+    Postponable,
     Product,
     Products,
     Use,
@@ -95,6 +96,7 @@ class Linears:
 
     Attributes:
         owed: What the backward under way leaves for later.
+        anchor: Makes the outputs of halved layers parts of a graph.
         places: Functions that return tensors for first gradients, by weight; each is removed when it is used.
     """
 
@@ -111,8 +113,13 @@ class Linears:
             and not any(p in shared for p in part.parameters(recurse=False))
         ]
         self._fans = [part for part in parts if type(part) is Fan]
+        self._postponable = [
+            part
+            for part in parts
+            if isinstance(part, Postponable) and not any(p in shared for p in part.parameters(recurse=False))
+        ]
         self._halves = False
-        self._anchor = torch.empty(0, requires_grad=True)  # makes the outputs of halved layers parts of a graph
+        self.anchor = torch.empty(0, requires_grad=True)
         self.owed: Owed | None = None
         self._wanted: Mapping[Tensor, Callable[[], Tensor]] = {}
         self.places: Places = {}
@@ -133,6 +140,8 @@ class Linears:
         replace_modules(self._root, replacements)
         self._layers = [replacements.get(layer, layer) for layer in self._layers]  # type: ignore[misc]
         self._fans = []
+        for part in self._postponable:
+            part.postponer = self
 
     def halve(self, halves: bool) -> None:
         """Set whether the replaced layers compute the gradients of their weights later, from now on.
@@ -182,13 +191,21 @@ class Linears:
 
     def call(self, x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
         """Return the outputs of layers of one kind for one input; their weights' gradients are ours to compute."""
-        products, pairs = products_of(layers[0]), [(layer.weight, layer.bias) for layer in layers]
+        return self.product(products_of(layers[0]), x, [(layer.weight, layer.bias) for layer in layers])
+
+    def product(self, products: Products, x: Tensor, pairs: Sequence[Pair]) -> tuple[Tensor, ...]:
+        """Return the outputs for weights and biases of layers of one kind; see ``Postponer``."""
         outs: tuple[Tensor, ...]
         if self._halves:
-            outs = _Halved.apply(self, products, pairs, x, self._anchor)  # type: ignore[no-untyped-call]
+            outs = _Halved.apply(self, products, pairs, x, self.anchor)  # type: ignore[no-untyped-call]
         else:
             outs = Product.apply(products, self._place, x, *chain.from_iterable(pairs))  # type: ignore[no-untyped-call]
         return outs
+
+    def owe(self, weight: Tensor, bias: Tensor | None, use: Use) -> None:
+        """Leave the gradients of a weight and its bias for later, in a backward that is postponed."""
+        if self.owed is not None:
+            self.owed.add(weight, bias, use)
 
     def _place(self, weight: Tensor) -> Tensor | None:
         return _place(self.places, weight)
@@ -254,7 +271,7 @@ class _Halved(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, linears: Linears, products: Products, pairs: list[Pair], x: Tensor, anchor: Tensor
+        ctx: Any, linears: Linears, products: Products, pairs: Sequence[Pair], x: Tensor, anchor: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.linears, ctx.products, ctx.biases = linears, products, [bias for _, bias in pairs]
         ctx.save_for_backward(x, *(weight for weight, _ in pairs))
@@ -264,9 +281,8 @@ class _Halved(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         rows = [gradient.flatten(0, -2) for gradient in gradients]
-        if ctx.linears.owed is not None:
-            for weight, bias, of_output in zip(weights, ctx.biases, rows, strict=True):
-                ctx.linears.owed.add(weight, bias, (x.detach().flatten(0, -2), of_output))
+        for weight, bias, of_output in zip(weights, ctx.biases, rows, strict=True):
+            ctx.linears.owe(weight, bias, (x.detach().flatten(0, -2), of_output))
         inner = of_input(ctx.products, rows, weights).view(x.shape) if ctx.needs_input_grad[3] else None
         return None, None, None, inner, None
 

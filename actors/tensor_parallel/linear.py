@@ -16,12 +16,12 @@ from raypar.actors.autograd.recompute import SelectiveRecompute
 from raypar.actors.autograd.torch_private import demand_later
 from raypar.actors.collective.autograd import Move, all_gathered, begin_sum
 from raypar.actors.collective.group import Group
-from raypar.actors.layers.linear import Fan
+from raypar.actors.layers.linear import TORCH, Fan, Pair, Postponable, Postponer
 from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.actors.tensor_parallel.plan_guard import mark
 
 
-class ColumnParallelLinear(nn.Linear):
+class ColumnParallelLinear(nn.Linear, Postponable):
     """A linear layer sharded by outputs: (..., in) -> (..., own outputs).
 
     Its input must have passed ``copy_to``, which sums the members' gradients of the input.
@@ -36,7 +36,7 @@ class ColumnParallelLinear(nn.Linear):
         super().__init__(inputs, outputs, whole.bias is not None, dtype=whole.weight.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        return mark(super().forward(input), divided=True)
+        return mark(_product(self, input, self.bias), divided=True)
 
 
 class SharedLinear(nn.Linear):
@@ -57,7 +57,7 @@ class SharedLinear(nn.Linear):
         return F.linear(x, *own_outputs(self))
 
 
-class RowParallelLinear(nn.Linear):
+class RowParallelLinear(nn.Linear, Postponable):
     """A linear layer sharded by inputs, whose products are summed over the members: (..., own inputs) -> (..., out).
 
     Args:
@@ -79,7 +79,7 @@ class RowParallelLinear(nn.Linear):
                 f"{self.label} of {self.whole} inputs has {self.in_features} of them here and is given "
                 f"{input.shape[-1]}: give it what a column linear layer of {self.whole} outputs has made"
             )
-        out = self.leave(F.linear(input, self.weight))
+        out = self.leave(_product(self, input, None))
         return mark(out if self.bias is None else out.add_(self.bias), divided=False)  # in place: nothing else uses it
 
 
@@ -113,6 +113,15 @@ class VocabParallelEmbedding(nn.Embedding):
         return self.leave(own.masked_fill(foreign.unsqueeze(-1), 0.0))
 
 
+def _product(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply by this member's part of a layer's weight; its gradient may be left for later."""
+    later = layer.postponer
+    if later is None or not later.wants(x, layer):
+        return F.linear(x, layer.weight, bias)
+    (out,) = later.product(TORCH, x, [(layer.weight, bias)])
+    return out
+
+
 def own_outputs(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """Return the weight (own out, in) and the bias (own out,) with which a layer computes its outputs."""
     if not isinstance(linear, SharedLinear):
@@ -131,7 +140,7 @@ def shard_of(whole: Sequence[int], dim: int, group: Group) -> Shard:
     return Shard(tuple(whole), Sharding({dim: Pieces.at(group.rank, group.size)}))
 
 
-class ColumnParallelFan(Fan, SelectiveRecompute):
+class ColumnParallelFan(Fan, Postponable, SelectiveRecompute):
     """A Fan of layers that are sharded by outputs, with one message for the input of all of them.
 
     With selective recomputation it keeps only its own part of a sharded input, and gathers it again in the backward
@@ -147,11 +156,21 @@ class ColumnParallelFan(Fan, SelectiveRecompute):
         self.group, self.dim = group, dim
 
     def forward(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-        return columns(x, [own_outputs(linear) for linear in linears], self.group, self.dim, again=self.recomputes)
+        later = self.postponer
+        if later is not None and (any(map(_is_shared, linears)) or not later.wants(x, *linears)):
+            later = None
+        pairs = [own_outputs(linear) for linear in linears]
+        return columns(x, pairs, self.group, self.dim, again=self.recomputes, later=later)
 
 
 def columns(
-    x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]], group: Group, dim: int | None, *, again: bool = False
+    x: Tensor,
+    layers: Sequence[Pair],
+    group: Group,
+    dim: int | None,
+    *,
+    again: bool = False,
+    later: Postponer | None = None,
 ) -> tuple[Tensor, ...]:
     """Apply several linear layers, sharded by outputs, to one input.
 
@@ -164,25 +183,39 @@ def columns(
         group: The members.
         dim: The dim along which the input is sharded; None if it is replicated.
         again: Keep only the part of the input, and gather it again in the backward.
+        later: Takes over the gradients of the weights; None computes them in the backward.
 
     Returns:
         The outputs (B, ..., own out) of each layer.
     """
-    weights, biases = [weight for weight, _ in layers], [bias for _, bias in layers]
-    outs: tuple[Tensor, ...] = _Columns.apply(group, dim, again, x, *weights, *biases)  # type: ignore[no-untyped-call]
+    seen = [weight for weight, _ in layers] + [bias for _, bias in layers] if later is None else [later.anchor]
+    outs: tuple[Tensor, ...] = _Columns.apply(group, dim, again, later, layers, x, *seen)  # type: ignore[no-untyped-call]
     return outs
 
 
+def _is_shared(linear: nn.Linear) -> bool:
+    return isinstance(linear, SharedLinear)
+
+
 class _Columns(torch.autograd.Function):
-    """The layers of ``columns``. ``tensors`` are their weights, followed by as many biases."""
+    """The layers of ``columns``. ``seen`` are their weights, followed by as many biases; or the anchor of ``later``."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, dim: int | None, again: bool, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-        weights, biases = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+    def forward(
+        ctx: Any,
+        group: Group,
+        dim: int | None,
+        again: bool,
+        later: Postponer | None,
+        layers: Sequence[Pair],
+        x: Tensor,
+        *seen: Any,
+    ) -> tuple[Tensor, ...]:
         whole = x if dim is None else all_gathered(group, dim, x)
         ctx.group, ctx.dim, ctx.again = group, dim, again and dim is not None
-        ctx.save_for_backward(x if ctx.again else whole, *weights)
-        return tuple([F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)])
+        ctx.later, ctx.biases = later, [bias for _, bias in layers]
+        ctx.save_for_backward(x if ctx.again else whole, *(weight for weight, _ in layers))
+        return tuple([F.linear(whole, weight, bias) for weight, bias in layers])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -193,10 +226,14 @@ class _Columns(torch.autograd.Function):
             total.addmm_(gradient, weight)
         handle, summed = begin_sum(ctx.group, total.view(*gradients[0].shape[:-1], -1), ctx.dim)
         whole = all_gathered(ctx.group, ctx.dim, kept) if ctx.again else kept
-        inputs, wanted = whole.flatten(0, -2), ctx.needs_input_grad[4:]
-        made: list[Tensor | None] = [
-            gradient.t() @ inputs if wants else None for gradient, wants in zip(rows, wanted, strict=False)
-        ]
-        made += [gradient.sum(0) if wants else None for gradient, wants in zip(rows, wanted[len(rows) :], strict=True)]
+        inputs, wanted = whole.detach().flatten(0, -2), ctx.needs_input_grad[6:]
+        made: list[Tensor | None] = [None] * len(wanted)
+        if ctx.later is not None:
+            for weight, bias, gradient in zip(weights, ctx.biases, rows, strict=True):
+                ctx.later.owe(weight, bias, (inputs, gradient))
+        else:
+            made = [gradient.t() @ inputs if wants else None for gradient, wants in zip(rows, wanted, strict=False)]
+            biases = zip(rows, wanted[len(rows) :], strict=True)
+            made += [gradient.sum(0) if wants else None for gradient, wants in biases]
         handle.wait()
-        return None, None, None, summed, *made
+        return None, None, None, None, None, summed, *made

@@ -90,8 +90,8 @@ def _behind_update(run: Run, world: World, counts: Counts, rates: Rates, stages:
 
 def costs_of_run(run: Run, num_stages: int) -> Costs:
     """Return the estimated durations of the compute actions of a run's training step, in FLOPs per token."""
-    ranks = run.mesh.tensor_ranks
-    return costs_on_paper(run.model, num_stages, split=run.split, recompute=run.recompute, tensor_ranks=ranks)
+    on_grid = run.mesh.grid is not None
+    return costs_on_paper(run.model, num_stages, split=run.split, recompute=run.recompute, on_grid=on_grid)
 
 
 class _Work(NamedTuple):
@@ -114,7 +114,7 @@ def costs_on_paper(
     *,
     split: Split = "even",
     recompute: Recompute = "none",
-    tensor_ranks: int = 1,
+    on_grid: bool = False,
 ) -> Costs:
     """Predict the costs of the compute actions of every stage.
 
@@ -126,13 +126,13 @@ def costs_on_paper(
         num_stages: Number of pipeline stages, at most the number of layers.
         split: How the layers are split into stages.
         recompute: What a backward recomputes.
-        tensor_ranks: Number of tensor-parallel ranks. If there are several, a backward leaves nothing for W.
+        on_grid: Whether layers are divided on a grid. Then a backward leaves nothing for W.
 
     Returns:
         The costs of F, B, I and W of every stage, in FLOPs per token; for Layers, in forwards of a stage.
     """
     of_stage: dict[tuple[int, Op], float] = {}
-    for stage, (forward, again, later) in enumerate(_works(model, num_stages, split, recompute, tensor_ranks == 1)):
+    for stage, (forward, again, later) in enumerate(_works(model, num_stages, split, recompute, not on_grid)):
         backward = {Op.B: 2 * forward + again, Op.I: 2 * forward + again - later, Op.W: later}
         of_stage |= {(stage, op): cost for op, cost in ({Op.F: forward} | backward).items()}
     return Costs(of_stage=of_stage)

@@ -88,8 +88,8 @@ def _time_told(steps: int, prediction: Prediction) -> str:
 
 def _halves_told(run: Run) -> str:
     """Say what a split backward leaves for later."""
-    if run.mesh.tensor_ranks > 1:
-        return f"but nothing is left for W, as mesh.tp {run.mesh.tp} divides layers, whose gradients are made at once"
+    if run.mesh.grid is not None:
+        return f"but nothing is left for W, as layers on the grid {run.mesh.tp} make their gradients at once"
     if isinstance(run.model, Layers) and not run.model.halves:
         return "but nothing is left for W, as your own Layers are split only with Layers(halves=True)"
     return "their weights' gradients (W) fill waits"

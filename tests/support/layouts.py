@@ -164,6 +164,7 @@ def layouts(draw):
         optim=optim,
         clip=draw(st.sampled_from([None, 0.5])),
         recompute=draw(recomputes(layers)),
+        backward=draw(st.sampled_from(["auto", "split"])),
         tile=1 if whole else draw(st.sampled_from([1, {"blocks.*.mlp.*": 4}, TILED_HEAD[model.tied]])),
         steps=2,
         timeout=60.0,  # a loaded machine is no fault

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from raypar.actors.errors import ActionError
+from raypar.actors.pipeline.weight_grad import Owed
 from raypar.actors.specs.model import Llama, Positions
 from raypar.actors.specs.optim import AdamW
 from raypar.parity.verify import train_plainly
@@ -44,6 +45,30 @@ def test_a_llama_with_few_heads_of_keys_and_values(tp, kv_heads, sequence):
     """Fewer than members are shared: each computes what its queries ask for."""
     model = Llama(layers=2, hidden=16, heads=4, kv_heads=kv_heads, ffn=24, seq=8, vocab=11)
     agrees(team_of(tp, pp=2, model=model, data=longer, sequence_parallel=sequence, steps=3))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize(
+    "model", [replace(TINY, seq=8), Llama(layers=4, hidden=16, heads=4, kv_heads=2, seq=8, vocab=11)]
+)
+def test_backwards_in_halves_have_the_bits_of_whole_ones(model, sequence, recompute, monkeypatch):
+    """All linear layers that are divided leave the gradients of their weights for W."""
+    owed, add = [], Owed.add
+    monkeypatch.setattr(Owed, "add", lambda self, weight, *rest: owed.append(weight) or add(self, weight, *rest))
+    weights = {}
+    for backward in ("whole", "split"):
+        settings = {"data": longer, "sequence_parallel": sequence, "recompute": recompute, "backward": backward}
+        team = team_of(2, pp=2, m=3, model=model, **settings)
+        for step in range(2):
+            team.step(step)
+        weights[backward] = team.weights()
+        assert bool(owed) == (backward == "split")
+    assert all(torch.equal(weight, weights["whole"][name]) for name, weight in weights["split"].items())
+    if recompute == "none":
+        linear = sum(name.endswith(".weight") and weight.dim() == 2 for name, weight in weights["split"].items())
+        embeddings = sum(name.startswith("embed.") for name in weights["split"])
+        assert len({id(weight) for weight in owed}) == 2 * (linear - embeddings), "on both members"
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])

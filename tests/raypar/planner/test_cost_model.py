@@ -58,10 +58,17 @@ def test_the_fused_kernel_runs_nothing_again_on_account_of_selective():
 
 @pytest.mark.parametrize(
     ("recompute", "tp", "later"),
-    [("none", 1, 2), ("full", 1, 2), ("selective", 1, 2), (("none", "none", "full", "none"), 1, 1), ("none", 2, 0)],
+    [
+        ("none", 1, 2),
+        ("full", 1, 2),
+        ("selective", 1, 2),
+        (("none", "none", "full", "none"), 1, 1),
+        ("none", 2, 2),
+        ("none", "2d:2x2", 0),
+    ],
 )
 def test_a_step_is_shorter_on_account_of_what_backwards_leave_for_later(recompute, tp, later):
-    """Weights of blocks, but not of those that are run again by themselves or divided; their cores have none."""
+    """Weights of blocks, but not of those that are run again by themselves or on a grid; their cores have none."""
     model = replace(GPTS, vocab=0)
     run = Run(model=model, mesh=Mesh(pp=2, tp=tp), schedule="1f1b", microbatches=2, recompute=recompute)
     whole, core = max(transformer_costs(model)), core_cost(model)
@@ -80,9 +87,9 @@ def test_a_dry_run_tells_of_backwards_that_are_done_in_halves():
     halved = [sum(action.op is Op.I for action in row) for row in schedule.rows]
     assert any(halved)
     assert dict(plan_rows(run, schedule))["backwards in halves"].startswith(" ".join(map(str, halved)) + ": ")
-    divided = replace(run, mesh=Mesh(pp=2, tp=2), schedule="zb-v")
+    divided = replace(run, mesh=Mesh(pp=2, tp="2d:2x2"), schedule="zb-v")
     told = dict(plan_rows(divided, check_run(divided)["train"]))["backwards in halves"]
-    assert told.startswith("8 8: but nothing is left for W, as mesh.tp 2 divides layers")
+    assert told.startswith("8 8: but nothing is left for W, as layers on the grid 2d:2x2 make")
     alone = replace(run, mesh=Mesh(pp=1))
     assert "backwards in halves" not in dict(plan_rows(alone, check_run(alone)["train"]))
 
