@@ -55,7 +55,7 @@ class RunArgs(Run):
 
     model: GPT | Llama = field(default_factory=GPT)
     schedule: str = "1f1b"
-    """naive, gpipe, 1f1b, interleaved, a CSV file, or code of yours as my.py:function; see raypar draw --help"""
+    """1f1b, interleaved, zb-v, or another of raypar gallery; a CSV file, or code of yours as my.py:function"""
     data: Text = field(default_factory=Text)
     optim: AnyOptimizer = field(default_factory=AdamW)
     base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE|FILE.toml")] = ""
