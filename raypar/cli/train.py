@@ -35,6 +35,7 @@ from raypar.planner.host import room_faults, starts_own_ray
 from raypar.recovery.chaos import faults_in, injectable
 from raypar.reporting.expert_table import expert_table
 from raypar.reporting.needs import TOO_MUCH, Rows, memory_faults
+from raypar.reporting.progress import validation_told
 from raypar.reporting.report import Evaluation, Report
 from raypar.reporting.summary import closing_rows, failures_told, plan_rows, planned_grid
 from raypar.schedules.drawing.chrome_trace import chrome_trace
@@ -244,6 +245,7 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None,
         overlay = job.overlay()
         evaluation = job.evaluate()
         write(evaluation)
+        logging.getLogger("raypar").info("%s", validation_told(evaluation))
         wall = time.perf_counter() - began
         files = {"log": args.log, "trace": args.trace, "folder": Path(run.folder) if run.folder else None}
         rows = closing_rows(run, schedule, reports, evaluation, launched, wall, files, overlay)

@@ -81,7 +81,7 @@ class _Bar:
         if isinstance(outcome, Report):
             self._progress.update(self._task, completed=outcome.step + 1, figures=_figures(outcome, self._unit))
         else:
-            self._progress.console.print(_validation(outcome), highlight=False)
+            self._progress.console.print(validation_told(outcome), highlight=False)
 
 
 class _Lines:
@@ -93,7 +93,7 @@ class _Lines:
 
     def show(self, outcome: Report | Evaluation) -> None:
         if isinstance(outcome, Evaluation):
-            log.info("%s", _validation(outcome))
+            log.info("%s", validation_told(outcome))
             return
         self._recent.append(outcome.step_ms)
         if outcome.step % self._every == 0 or outcome.step + 1 == self._steps:
@@ -134,6 +134,7 @@ def _short(value: float, digits: int) -> str:
     return f"{value:.{digits}f}" if abs(value) < 1e4 else f"{value:.3g}"
 
 
-def _validation(evaluation: Evaluation) -> str:
+def validation_told(evaluation: Evaluation) -> str:
+    """Return a line that tells an evaluation."""
     perplexity = "" if evaluation.perplexity is None else f", perplexity {evaluation.perplexity:.2f}"
     return f"after step {evaluation.step}: validation loss {evaluation.loss:.4f}{perplexity}"
