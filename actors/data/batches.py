@@ -90,7 +90,8 @@ class Renumbered:
 def pair_of(batch: object) -> tuple[Values, Values]:
     """Return the inputs and targets that a user's batch function has returned. Raises TypeError for anything else."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise TypeError(f"a batch function must return (inputs, targets), it returned {type(batch).__name__}")
+        of_many = f" of {len(batch)}" if isinstance(batch, tuple) else ""
+        raise TypeError(f"a batch function must return (inputs, targets), it returned {type(batch).__name__}{of_many}")
     return as_values(batch[0], "as inputs a batch function"), as_values(batch[1], "as targets a batch function")
 
 

@@ -118,12 +118,25 @@ def _computed(run: Run, last: int, values: Values, target: Values) -> list[str]:
     except (RuntimeError, ValueError, IndexError) as error:
         of_dtypes = _OF_DTYPES.search(str(error))
         if type(error) in (RuntimeError, ValueError, IndexError) and (of_dtypes or _OF_SHAPES.search(str(error))):
-            one, other = _dtypes(values), _dtypes(met)
-            cast = f"; {one} meets {other}: cast one of them" if one != other else "; cast what is of the other"
-            return [f"{what} can't take {taken}: {_told(error)}{cast if of_dtypes else ''}"]
+            fix = _cast(values, met, what) if of_dtypes else _fix(str(error))
+            return [f"{what} can't take {taken}: {_told(error)}{fix}"]
     except Exception:  # the user's own, or it is no matter of shapes: the actors tell it
         return []
     return []
+
+
+def _cast(values: Values, met: Values, what: str) -> str:
+    """Say what to cast, where dtypes do not fit."""
+    if what == "model.loss":
+        return "; cast the targets: classes are int64, with .long()"
+    return f"; {_dtypes(values)} meets {_dtypes(met)}: cast one of them"
+
+
+def _fix(told: str) -> str:
+    """Return the fix for targets that do not fit the outputs in number or in value; "" for others."""
+    if "out of bounds" in told:
+        return " Classes count from 0, so give fewer, or a last layer of more outputs."
+    return " Give a target for each sample." if "batch_size" in told else ""
 
 
 def _told(error: Exception) -> str:

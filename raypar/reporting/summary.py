@@ -188,9 +188,10 @@ def closing_rows(
     hidden = [report.overlap for report in steady if report.overlap is not None]
     measured = "" if overlay is None else f"; {overlay.predicted.bubble:.1%} predicted {overlay.source}"
     skipped = sum(report.skipped for report in reports)
+    since = f" in this session, after step {reports[0].step:,}" if reports[0].step else ""
     named = (f"pp={rank} {size / 2**20:,.0f} MiB" for rank, size in enumerate(memory))
     return [
-        ("steps", f"{len(reports):,}" + (f", of which {skipped:,} skipped" if skipped else "")),
+        ("steps", f"{len(reports):,}{since}" + (f", of which {skipped:,} skipped" if skipped else "")),
         ("train loss", f"{last.loss:.4f}"),
         *_expert_rows(reports),
         ("validation loss", f"{evaluation.loss:.4f}"),
