@@ -242,11 +242,14 @@ def test_there_has_to_be_one(tmp_path):
 
 def test_a_run_does_not_save_below_checkpoints_of_another_one(trained):
     run = trained[0].parent
-    assert faults_of(tiny(folder=str(run), steps=0)) == [
-        "steps is 0: it must be at least 1",
-        f"folder {str(run)!r} holds a run already (run.toml): resume it with --resume {run} "
-        "(in Python launch(run, resume=...)), replace it with --overwrite, or give another folder",
-    ]
+    steps, taken = faults_of(tiny(folder=str(run), steps=0))
+    assert steps == "steps is 0: it must be at least 1"
+    told = (
+        "that is under way: end that one first, or give another folder",  # by the job of these tests
+        f"already (run.toml): resume it with --resume {run} (in Python launch(run, resume=...)), replace it with "
+        "--overwrite, or give another folder",
+    )
+    assert taken in [f"folder {str(run)!r} holds a run {rest}" for rest in told]
     assert faults_of(tiny(folder=str(run)), resume=trained[0] / "step-00000003") == [
         f"folder {str(trained[0])!r} has 'step-00000006', and this run begins at step 4: resume from it "
         "(end the run that writes there first, if one does), or give another folder"
