@@ -226,11 +226,11 @@ class _Columns(torch.autograd.Function):
             total.addmm_(gradient, weight)
         handle, summed = begin_sum(ctx.group, total.view(*gradients[0].shape[:-1], -1), ctx.dim)
         whole = all_gathered(ctx.group, ctx.dim, kept) if ctx.again else kept
-        inputs, wanted = whole.detach().flatten(0, -2), ctx.needs_input_grad[6:]
+        inputs, wanted = whole.flatten(0, -2), ctx.needs_input_grad[6:]
         made: list[Tensor | None] = [None] * len(wanted)
         if ctx.later is not None:
             for weight, bias, gradient in zip(weights, ctx.biases, rows, strict=True):
-                ctx.later.owe(weight, bias, (inputs, gradient))
+                ctx.later.owe(weight, bias, (inputs.detach(), gradient))
         else:
             made = [gradient.t() @ inputs if wants else None for gradient, wants in zip(rows, wanted, strict=False)]
             biases = zip(rows, wanted[len(rows) :], strict=True)
