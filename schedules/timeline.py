@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,6 +121,19 @@ class Timeline:
         """
         whole = self.num_ranks * self.makespan
         return 1 - self.busy() / whole if whole else 0.0
+
+    @property
+    def happened(self) -> Schedule:
+        """The schedule with its rows in the order in which the actions came: another one where arrival decides.
+
+        Of several actors of a rank it is that of the first. It can be saved, checked and run as any other one.
+        """
+        rows: list[list[Action]] = [[] for _ in self.schedule.rows]
+        actors: dict[int, str] = {}
+        for event in self.events:
+            if event.bucket is None and actors.setdefault(event.rank, event.actor) == event.actor:
+                rows[event.rank].append(event.action)
+        return replace(self.schedule, rows=tuple(map(tuple, rows)))
 
     @property
     def in_flight(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.precision import LossScale, Nonfinite, Precision
 from raypar.actors.specs.recompute import Recompute
-from raypar.actors.specs.types import Backward, Context, DeviceChoice, ExecutorName, Format, Split, Tracker
+from raypar.actors.specs.types import Backward, Context, DeviceChoice, ExecutorName, Format, Split, TaskOrder, Tracker
 from raypar.schedules.passes.gather_weights import GatherWhen, ReshardAfterForward
 from raypar.schedules.passes.reduce_gradients import ReduceWhen
 from raypar.schedules.schedule import Schedule
@@ -126,6 +126,9 @@ class Run:
     executor: ExecutorName = "compiled"
     """how the driver runs a training step: compiled: one call to each actor, which performs its row; tasks: one Ray
     task for each action, named like it, which Ray's dashboard and timeline show"""
+    order: TaskOrder = "row"
+    """with executor tasks, what an actor does next: row: the next action of its row; dynamic: of those that are ready
+    the first one of its row, so that a value that comes late is not waited for"""
     max_failures: Steps = 0
     """how often the run may go on after an actor has died, hung or failed: from the last snapshot, with another actor
     in its place; 0: a failure ends the run"""

@@ -6,6 +6,7 @@ from typing import Literal
 
 ProgramName = Literal["train", "evaluate"]
 ExecutorName = Literal["compiled", "tasks"]
+TaskOrder = Literal["row", "dynamic"]
 DeviceKind = Literal["cpu", "cuda"]
 DeviceChoice = Literal["auto", DeviceKind]
 Backward = Literal["auto", "whole", "split"]  # which backwards are split into I and W

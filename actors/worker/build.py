@@ -37,6 +37,7 @@ from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.seat import Seat
 from raypar.actors.worker.updates import buckets_of, shared_update, updater_of
 from raypar.schedules.action import Action, Op
+from raypar.schedules.rules import MAKES_GRADIENTS
 
 
 def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: int | None = None) -> Part:
@@ -134,20 +135,29 @@ def _halved(plan: Plan) -> dict[int, set[int]]:
     return found
 
 
-def ends_of_rounds(row: Sequence[Action]) -> tuple[set[Action], set[Action]]:
-    """Return the first and the last backwards (B or W) of each round of reductions in a row.
+def ends_of_rounds(row: Sequence[Action]) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+    """Return which backwards (B or W) of each stage are the first and the last ones of a round of reductions.
 
     A round of a stage ends with its REDUCE_GRAD, or with the row.
+
+    Args:
+        row: The row of the actor's pipeline rank.
+
+    Returns:
+        The first ones and the last ones: each the stage, and how many of its backwards come before it in the step.
     """
-    first, last, latest = set[Action](), set[Action](), dict[int, Action]()
+    first, last, begun, counts = set[tuple[int, int]](), set[tuple[int, int]](), set[int](), Counter[int]()
     for action in row:
-        if action.stage is not None and action.op in (Op.B, Op.W):
-            if action.stage not in latest:
-                first.add(action)
-            latest[action.stage] = action
-        elif action.op is Op.REDUCE_GRAD and action.stage in latest:
-            last.add(latest.pop(action.stage))
-    return first, last | set(latest.values())
+        stage = action.stage
+        if stage is not None and action.op in MAKES_GRADIENTS:
+            if stage not in begun:
+                first.add((stage, counts[stage]))
+                begun.add(stage)
+            counts[stage] += 1
+        elif stage in begun and action.op is Op.REDUCE_GRAD:
+            last.add((stage, counts[stage] - 1))
+            begun.discard(stage)
+    return first, last | {(stage, counts[stage] - 1) for stage in begun}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +34,7 @@ class Step:
         counts: By microbatch, the number of target elements.
         samples: Number of samples so far.
         in_flight: Largest number of microbatches between forward and backward so far.
+        backwards: By stage, how many backwards (B or W) were begun.
         updated: Gradient norm and learning rate, once the update is made.
     """
 
@@ -50,6 +52,7 @@ class Step:
     counts: dict[int, int] = field(default_factory=dict)
     samples: int = 0
     in_flight: int = 0
+    backwards: Counter[int] = field(default_factory=Counter)
     updated: Updated = field(default_factory=Updated)
 
     def read_losses(self) -> None:

@@ -350,7 +350,9 @@ class Worker:
         In a step by hand it watches none, as they come in any order and nothing is reduced before REDUCE_GRAD; nor in a
         backward whose gradients are compared first. ``left`` are the parameters whose gradients a W adds; None for a B.
         """
-        reducer, first, last = self.parts.reducer, action in self._first, action in self._last
+        reducer, at = self.parts.reducer, (_stage(action), self._step.backwards[_stage(action)])
+        self._step.backwards[_stage(action)] += 1
+        first, last = at in self._first, at in self._last
         apart = self._step.notes is not None or self._recheck.watches(action)
         if reducer is None or apart or not (first or last):
             return nullcontext()

@@ -26,6 +26,7 @@ from raypar.config.validate.experts import expert_faults, idle_expert_faults
 from raypar.config.validate.model import length_faults
 from raypar.config.validate.offload import offload_faults
 from raypar.config.validate.optim import group_faults
+from raypar.config.validate.order import order_faults, order_on
 from raypar.config.validate.outputs import folder_faults, track_faults
 from raypar.config.validate.parallel import batch_faults, context_faults, tensor_faults
 from raypar.config.validate.precision import precision_faults
@@ -67,7 +68,7 @@ def check_run(
     if isinstance(run.mesh, Mesh):
         faults += run.mesh.faults(right)
     faults += [*_server_faults(run, right), *_zero_faults(run, right)]
-    faults += [*offload_faults(run, right), *replica_check_faults(run, right)]
+    faults += [*offload_faults(run, right), *replica_check_faults(run, right), *order_faults(run, right)]
     faults += precision_faults(run, right)
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
         faults += tensor_faults(run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel)
@@ -171,6 +172,7 @@ def reset_faults(run: Run, actors: int, device: DeviceKind) -> Iterator[str]:
         yield f"reset keeps the actors: the run needs {wanted}, there are {actors}; launch anew for more"
     if run.device not in ("auto", device):
         yield f"reset keeps the actors: device must stay {device!r}; launch anew for {run.device!r}"
+    yield from order_on(run, device)
 
 
 def _server_faults(run: Run, right: Callable[..., bool]) -> Iterator[str]:

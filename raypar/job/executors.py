@@ -1,15 +1,20 @@
-"""Two ways to make actors take a training step: one call to each of them, or one Ray task for each action."""
+"""Ways to make actors take a training step: one call to each of them, or one Ray task for each action, in the order of
+the rows or as values arrive."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import StepResult
+from raypar.actors.specs.types import SEND_WINDOW
 from raypar.cluster.calls import Calls
 from raypar.job.loaded_run import LoadedRun
 from raypar.schedules.action import Action
+from raypar.schedules.dynamic_order import DynamicOrder
 from raypar.schedules.rules import awaited, rank_of
 
 
@@ -88,10 +93,7 @@ class Tasks(Executor):
         self._awaited = frozenset(self._needs.values())
 
     def begin(self, step: int, epoch: int, copy_within: int) -> _Begun:
-        last = [
-            handle.start_step.remote(step, epoch) if row else handle.run.remote("train", step, epoch, copy_within)
-            for row, handle in zip(self._rows, self._calls.handles, strict=True)
-        ]
+        last = _started(self._calls, self._world, step, epoch, copy_within)
         return _Begun(step, copy_within, [0] * len(self._rows), last)
 
     def results(self, begun: _Begun, what: str) -> list[StepResult]:
@@ -129,6 +131,82 @@ class Tasks(Executor):
         return left
 
 
+class Dynamic(Executor):
+    """One Ray task for each action, which is submitted when it is ready: arrival decides, not the row.
+
+    All actors of a pipeline rank get the same actions in the same order, so that their collectives agree. What comes
+    next is decided when all of them have done what they compute.
+
+    Args:
+        loaded: The run. Its schedule gathers no weights, and its groups have tags.
+    """
+
+    def __init__(self, loaded: LoadedRun) -> None:
+        self._calls, self._world, self._schedule = loaded.calls, loaded.world, loaded.schedule
+        self._members = [loaded.world.trainers_of(pp) for pp in range(loaded.schedule.num_ranks)]
+
+    def begin(self, step: int, epoch: int, copy_within: int) -> _UnderWay:
+        last = _started(self._calls, self._world, step, epoch, copy_within)
+        return _UnderWay(step, copy_within, DynamicOrder(self._schedule, SEND_WINDOW), last)
+
+    def results(self, begun: _UnderWay, what: str) -> list[StepResult]:
+        """Submit tasks as they become ready, and return the actors' results; see ``Executor``."""
+        for pp in range(len(self._members)):
+            self._submit(begun, pp)
+        while not begun.order.is_over:
+            refs = list(begun.tasks)
+            done, has_failed = self._calls.first(refs, what, [begun.tasks[ref][0] for ref in refs])
+            if has_failed:  # the other calls of that actor fail like the one that did
+                return self._calls.gather(begun.last, what)
+            for ref in done:
+                self._note(begun, *begun.tasks.pop(ref))
+            for pp in range(len(self._members)):
+                self._submit(begun, pp)
+        for rank, handle in enumerate(self._calls.handles):
+            if rank not in self._world.server_ranks:
+                begun.last[rank] = handle.end_step.remote(begun.number, begun.copy_within)
+        return self._calls.gather(begun.last, what)
+
+    def drop(self, begun: _UnderWay) -> None:
+        self._calls.drop(begun.last)
+
+    def _submit(self, begun: _UnderWay, pp: int) -> None:
+        """Submit what the actors of a pipeline rank are given now."""
+        for action in begun.order.take(pp):
+            for rank in self._members[pp]:
+                begun.last[rank] = self._calls.handles[rank].act.options(name=str(action)).remote(action)
+                begun.tasks[begun.last[rank]] = rank, action
+
+    def _note(self, begun: _UnderWay, rank: int, action: Action) -> None:
+        """Note that an actor has done an action, and its pipeline rank, if all its actors have."""
+        pp = self._world.pp(rank)
+        begun.num_done[pp, action] += 1
+        if begun.num_done[pp, action] == len(self._members[pp]):
+            begun.order.done(pp, action)
+
+
+@dataclass
+class _UnderWay:
+    """A step whose order arrival decides.
+
+    Attributes:
+        number: Its number, counted from 0.
+        copy_within: See ``Executor.begin``.
+        order: Its order.
+        last: By rank, the object ref of its latest call.
+        tasks: The rank and the action of each task that is not done, by object ref.
+        num_done: By pipeline rank and action, how many of its actors have done it. Equal actions count together: only
+            those of one microbatch are waited for.
+    """
+
+    number: int
+    copy_within: int
+    order: DynamicOrder
+    last: list[Any]
+    tasks: dict[Any, tuple[int, Action]] = field(default_factory=dict)
+    num_done: Counter[tuple[int, Action]] = field(default_factory=Counter)
+
+
 @dataclass
 class _Begun:
     """A step that was handed to the actors.
@@ -150,6 +228,18 @@ class _Begun:
     done: dict[tuple[int, Action], Any] = field(default_factory=dict)
 
 
+def _started(calls: Calls, world: World, step: int, epoch: int, copy_within: int) -> list[Any]:
+    """Begin a step on all workers, and perform it on all servers. Returns the object refs by rank."""
+    return [
+        handle.run.remote("train", step, epoch, copy_within)
+        if rank in world.server_ranks
+        else handle.start_step.remote(step, epoch)
+        for rank, handle in enumerate(calls.handles)
+    ]
+
+
 def executor_of(loaded: LoadedRun) -> Executor:
     """Return what makes the actors of a run take steps, as the run says."""
-    return Tasks(loaded) if loaded.run.executor == "tasks" else Compiled(loaded.calls)
+    if loaded.run.executor == "compiled":
+        return Compiled(loaded.calls)
+    return Dynamic(loaded) if loaded.run.order == "dynamic" else Tasks(loaded)

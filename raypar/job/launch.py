@@ -13,7 +13,7 @@ from raypar.checkpoint.find import Found
 from raypar.checkpoint.resume import prepared
 from raypar.cluster.ray_cluster import start_actors
 from raypar.config.arguments import checked_arguments
-from raypar.config.run import world_of
+from raypar.config.run import reset_faults, world_of
 from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
 from raypar.errors import ConfigError
@@ -82,6 +82,8 @@ def _launched(
         folder = None if run.folder is None else absolute(run.folder)
         actors = start_actors(Hosted, world, run.device, name, wait_for_nodes, run.spares, folder)
         try:
+            if faults := [*reset_faults(run, actors.present, actors.device)]:
+                raise ConfigError(faults)
             return Job(run, programs, skeleton, actors, name, record, found, chaos)
         except BaseException:
             actors.end()

@@ -299,7 +299,8 @@ def _in_fp32(run: Run, schedule: Schedule, tied: bool) -> Bounds:
         return Bounds(*map(max, DIVIDED, ON_GPUS)) if divides else ON_GPUS
     if divides:
         return DIVIDED
-    if (run.mesh.dp > 1 and run.microbatches * run.mesh.dp > 2) or not _in_order(schedule):
+    replicas = run.mesh.dp > 1 and run.microbatches * run.mesh.dp > 2
+    if replicas or run.order == "dynamic" or not _in_order(schedule):
         return REPLICAS
     return TIED if tied else BITWISE
 

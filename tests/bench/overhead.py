@@ -1,19 +1,25 @@
-"""What raypar and Ray cost by themselves: a step without work, a launch without a model, an actor without a task."""
+"""What raypar and Ray cost by themselves: a step without work, a launch without a model, an actor without a task.
+
+python -m tests.bench.overhead
+"""
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import ray
 import torch
 from torch import nn
 
 import raypar as rp
-from raypar.actors.specs.types import ExecutorName
+from raypar.actors.specs.types import ExecutorName, TaskOrder
+from tests.bench.local_ray import local_ray
+from tests.bench.tables import Table
 
 _WARM = 20  # steps before those that count
 _TIMEOUT = 60.0  # seconds
@@ -25,6 +31,7 @@ class Overhead:
     """
     step_ms         milliseconds of each step of an empty model, pp=2, m=8
     tasks_ms        likewise, where each action is a Ray task
+    dynamic_ms      likewise, where arrival decides which task comes next
     num_tasks       how many tasks such a step is
     launch          seconds from launch to the end of the first step of that model, in a Ray that is there already
     actor_memory    bytes: the most that an idle Ray actor has held that has imported torch
@@ -33,6 +40,7 @@ class Overhead:
 
     step_ms: list[float]
     tasks_ms: list[float]
+    dynamic_ms: list[float]
     num_tasks: int
     launch: float
     actor_memory: int
@@ -62,9 +70,22 @@ def measure_overhead(steps: int) -> Overhead:
         job.step()
         launch = time.perf_counter() - start
         took = [_measured(job, steps)]
-        job.reset(_empty("tasks"))
-        took.append(_measured(job, steps))
+        for order in get_args(TaskOrder):
+            job.reset(_empty("tasks", order))
+            took.append(_measured(job, steps))
         return Overhead(*took, job.schedule.num_actions, launch, actor_memory, int(alone.stdout))
+
+
+def executor_table(found: Overhead) -> Table:
+    """What an action costs that is a Ray task, beside one of a compiled step."""
+    compiled, rows = statistics.median(found.step_ms), []
+    named = {"compiled": found.step_ms, "tasks": found.tasks_ms, "tasks, dynamic order": found.dynamic_ms}
+    for name, took in named.items():
+        more = 1e3 * (statistics.median(took) - compiled) / max(1, found.num_tasks)
+        apiece = f"{1e3 * compiled / max(1, found.num_tasks):,.0f}" if took is found.step_ms else f"+{more:,.0f}"
+        rows.append([name, f"{statistics.median(took):.2f}", f"{min(took):.2f}", apiece])
+    title = f"A step of an empty model (pp=2, m=8) of {found.num_tasks} actions, {len(found.step_ms)} times"
+    return Table(title, ["executor", "median ms", "least ms", "us an action"], rows)
 
 
 def _measured(job: rp.Job, steps: int) -> list[float]:
@@ -73,7 +94,7 @@ def _measured(job: rp.Job, steps: int) -> list[float]:
     return [job.step().step_ms for _ in range(steps)]
 
 
-def _empty(executor: ExecutorName = "compiled") -> rp.Run:
+def _empty(executor: ExecutorName = "compiled", order: TaskOrder = "row") -> rp.Run:
     nothing = torch.zeros(1)
     return rp.Run(
         model=rp.Layers(lambda: [nn.Identity(), nn.Identity()], loss=lambda output, _: output),
@@ -83,4 +104,10 @@ def _empty(executor: ExecutorName = "compiled") -> rp.Run:
         optim=rp.SGD(lr=1e-4),
         device="cpu",
         executor=executor,
+        order=order,
     )
+
+
+if __name__ == "__main__":
+    with local_ray():
+        print(executor_table(measure_overhead(200)).text())

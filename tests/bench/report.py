@@ -13,7 +13,7 @@ from tests.bench.contestants import CONTESTANTS, REFERENCE, Contestant
 from tests.bench.figures import median_ratio, worst_difference
 from tests.bench.group_speed import KIB, MIB, Sample
 from tests.bench.machine import Machine
-from tests.bench.overhead import Overhead
+from tests.bench.overhead import Overhead, executor_table
 from tests.bench.rounds import Track
 from tests.bench.tables import Table
 from tests.bench.workload import Size
@@ -56,6 +56,7 @@ class Findings:
             if table.rows
         ]
         tables += [group_table(self.groups)] if self.groups else []
+        tables += [] if self.overhead is None else [executor_table(self.overhead)]
         drawn = [table.markdown() if markdown else table.text() for table in tables]
         overhead = [] if self.overhead is None else [overhead_line(self.overhead)]
         about = " ".join([str(self.machine), _LEGEND, *calm_line(self.heats)])
@@ -136,12 +137,8 @@ def group_table(samples: Sequence[Sample]) -> Table:
 
 def overhead_line(found: Overhead) -> str:
     """What raypar and Ray cost by themselves."""
-    apiece = (statistics.median(found.tasks_ms) - statistics.median(found.step_ms)) / max(1, found.num_tasks)
     return (
-        f"An empty model's step (pp=2, m=8) takes {statistics.median(found.step_ms):.2f} ms (median of "
-        f"{len(found.step_ms)}, least {min(found.step_ms):.2f}), and as {found.num_tasks} Ray tasks "
-        f"{statistics.median(found.tasks_ms):.1f} ms (least {min(found.tasks_ms):.1f}), that is {1e3 * apiece:,.0f} us "
-        f"more an action; its launch, in a Ray that runs, {found.launch:.1f} s. "
+        f"A launch of an empty model, in a Ray that runs, takes {found.launch:.1f} s. "
         f"With torch imported and nothing else, a Ray actor holds {_mib([found.actor_memory])} MiB, a plain process "
         f"{_mib([found.process_memory])} MiB."
     )

@@ -279,11 +279,12 @@ def test_a_table_as_text_and_as_markdown():
 
 
 def test_findings_are_json_and_a_busy_machine_is_named():
-    overhead = Overhead([4.0, 5.0, 6.0], [20.0, 25.0, 30.0], 66, 3.0, 270 * MIB, 220 * MIB)
+    overhead = Overhead([4.0, 5.0, 6.0], [20.0, 25.0, 30.0], [30.0, 35.0, 40.0], 66, 3.0, 270 * MIB, 220 * MIB)
     found = Findings(Machine(load=2.0), [heat()], overhead)
     assert json.loads(json.dumps(found.to_dict()))["heats"][0]["tracks"]["plain"]["launches"] == [5.0, 4.0, 6.0]
     assert "not to be published" in found.text()
-    assert "as 66 Ray tasks 25.0 ms (least 20.0), that is 303 us more an action" in found.text()
+    assert "| tasks | 25.00 | 20.00 | +303 |" in found.text(markdown=True)
+    assert "| compiled | 5.00 | 4.00 | 76 |" in found.text(markdown=True)
     assert "a Ray actor holds 270 MiB, a plain process 220 MiB" in found.text(markdown=True)
     assert "not to be published" not in Findings(Machine(load=0.1)).text()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 import time
 from collections import Counter
 from dataclasses import replace
@@ -13,10 +15,12 @@ import torch
 from torch import nn
 
 import raypar as rp
-from raypar.config.run import check_run, world_of
+from raypar.actors.specs.types import SEND_WINDOW
+from raypar.config.run import check_run, reset_faults, world_of
 from raypar.errors import JobError
-from raypar.job.executors import Tasks
+from raypar.job.executors import Dynamic, Tasks
 from raypar.schedules.action import Action
+from raypar.schedules.checking.check import check
 
 pytestmark = pytest.mark.usefixtures("by_value")
 
@@ -27,7 +31,8 @@ EXPERTS = replace(TINY, model=rp.recipe("moe-tiny").model)
 class Refs:
     """Actors that note the calls that they get, and a Ray in which calls are done when a test says so."""
 
-    def __init__(self, run):
+    def __init__(self, run, drawn=None):
+        self.drawn = drawn or SimpleNamespace(choice=lambda refs: refs[0])
         self.got = [[] for _ in range(world_of(run).size)]
         self.handles = [SimpleNamespace(**self._methods(rank)) for rank in range(len(self.got))]
         self.done = []
@@ -46,8 +51,8 @@ class Refs:
 
     def first(self, refs, what, ranks):
         assert [int(ref.split()[0]) for ref in refs] == ranks
-        self.done.append(refs[0])
-        return refs[:1], False
+        self.done.append(self.drawn.choice(refs))
+        return self.done[-1:], False
 
     def gather(self, refs, what):
         return refs
@@ -99,6 +104,54 @@ def test_tasks_have_the_bits_of_compiled_steps(job_of, run):
         found[executor] = [report.loss for report in reports], dict(job.weights())
     assert found["tasks"][0] == found["compiled"][0]
     assert all(torch.equal(weight, found["compiled"][1][name]) for name, weight in found["tasks"][1].items())
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_actors_of_a_rank_get_what_is_ready_in_one_order(seed):
+    run = replace(TINY, schedule="interleaved", mesh=rp.Mesh(pp=2, dp=2), executor="tasks", order="dynamic")
+    calls = Refs(run, random.Random(seed))
+    run_loaded = loaded(run, calls)
+    ends = (dynamic := Dynamic(run_loaded)).results(dynamic.begin(3, 0, 0), "step 4")
+    assert ends == [f"{rank} end_step" for rank in range(4)]
+    got = [[args[0] for name, args in each if name == "act"] for each in calls.got]
+    for pp, row in enumerate(run_loaded.schedule.rows):
+        first, other = (got[rank] for rank in run_loaded.world.trainers_of(pp))
+        assert first == other, "so that their collectives agree"
+        assert sorted(map(str, first)) == sorted(map(str, row))
+    leaders = [run_loaded.world.trainers_of(pp)[0] for pp in range(2)]
+    check(replace(run_loaded.schedule, rows=tuple(got[rank] for rank in leaders)), send_capacity=SEND_WINDOW)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        replace(TINY, schedule="zb-v", backward="split"),
+        replace(TINY, mesh=rp.Mesh(pp=2, dp=2), zero=2),
+        replace(TINY, mesh=rp.Mesh(pp=2, tp=2), schedule="interleaved"),
+    ],
+    ids=["zb-v", "zero 2", "tp"],
+)
+def test_what_happened_in_a_dynamic_order_is_a_schedule_of_the_same_bits(job_of, tmp_path, run):
+    job = job_of(replace(run, executor="tasks", order="dynamic", steps=1))
+    (report,), happened = job.train(), job.timeline().happened
+    weights = dict(job.weights())
+    check(happened, send_capacity=SEND_WINDOW)
+    for row, planned in zip(happened.rows, job.schedule.rows, strict=True):
+        assert sorted(map(str, row)) == sorted(map(str, planned))
+    path = happened.save(tmp_path / "happened.csv")
+    job = job_of(replace(run, schedule=str(path), chunks=None, backward="whole", steps=1))
+    assert [report.loss] == [again.loss for again in job.train()]
+    assert all(torch.equal(weight, weights[name]) for name, weight in job.weights().items())
+
+
+def test_a_dynamic_order_that_can_not_be_is_refused():
+    run = replace(TINY, mesh=rp.Mesh(dp=2), zero=3, order="dynamic")
+    assert [re.sub(":.*", "", fault) for fault in rp.faults(run)] == [
+        "order is 'dynamic', but executor is 'compiled', and its actors follow their rows by themselves",
+        "order is 'dynamic', but zero is 3, and weights come for use in the order of the rows",
+    ]
+    (fault,) = reset_faults(replace(TINY, executor="tasks", order="dynamic"), 2, "cuda")
+    assert "messages of NCCL have no tags on GPUs: set order to 'row', or device to 'cpu'" in fault
 
 
 def test_rays_timeline_shows_the_schedule(job_of):
@@ -154,7 +207,7 @@ def test_a_step_that_is_not_finite(job_of, nonfinite):
 
 
 def test_actors_that_die_or_fail_are_survived(cluster):
-    run = replace(TINY, steps=4, executor="tasks", max_failures=2, timeout=60.0)
+    run = replace(TINY, steps=4, executor="tasks", order="dynamic", max_failures=2, timeout=60.0)
     chaos = [
         rp.chaos.kill("pp=1", at="1B1", step=2),
         rp.chaos.raise_("pp=0", at="0F2", step=3),
@@ -163,7 +216,7 @@ def test_actors_that_die_or_fail_are_survived(cluster):
         found = [report.loss for report in job.train()]
         assert len(job.failures) == 2, job.failures
         weights = dict(job.weights())
-        job.reset(replace(run, executor="compiled"))
+        job.reset(replace(run, executor="compiled", order="row"))
         assert [report.loss for report in job.train()] == found
         assert all(torch.equal(weight, weights[name]) for name, weight in job.weights().items())
 
