@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from raypar.schedules.generators import (
+    dual_pipe,
     forward_only,
     gpipe,
     interleaved,
@@ -36,10 +37,22 @@ _TABLE = {  # ``register`` adds to it, in this process only
         interleaved.SIZES,
         default_chunks=2,
     ),
+    "looped-bfs": Entry(
+        interleaved.looped_bfs,
+        "gpipe over several stages a rank, all microbatches through one after the other",
+        interleaved.SIZES,
+        default_chunks=2,
+    ),
     "zb-h1": Entry(
         zero_bubble.zb_h1, "1f1b with split backwards: its memory, a third of its bubble", zero_bubble.SIZES
     ),
     "zb-h2": Entry(zero_bubble.zb_h2, "zb-h1 with twice the memory and next to no bubble", zero_bubble.SIZES),
+    "zb-interleaved": Entry(
+        interleaved.zb_interleaved,
+        "interleaved with split backwards: a third of its bubble, the same memory on every rank",
+        interleaved.SIZES,
+        default_chunks=2,
+    ),
     "zb-v": Entry(
         v_shape.zb_v, "two stages a rank in a V: the memory of 1f1b, next to no bubble", v_shape.SIZES, default_chunks=2
     ),
@@ -47,6 +60,12 @@ _TABLE = {  # ``register`` adds to it, in this process only
         v_shape.v_half, "the V with half the memory of 1f1b and half its bubble", v_shape.SIZES, default_chunks=2
     ),
     "v-min": Entry(v_shape.v_min, "the V with a third of the memory of 1f1b", v_shape.SIZES, default_chunks=2),
+    "dualpipe-v": Entry(
+        dual_pipe.dualpipe_v,
+        "a V in which a forward of one microbatch stands beside a backward of another",
+        dual_pipe.SIZES,
+        default_chunks=2,
+    ),
     "forward": Entry(forward_only.forward, "forwards only, for evaluation", forward_only.SIZES, forward_only=True),
 }
 

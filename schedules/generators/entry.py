@@ -18,13 +18,11 @@ class Sizes:
     Attributes:
         min_chunks: The fewest stages that a rank can hold.
         max_chunks: The most stages that a rank can hold, or None for no limit.
-        whole_rounds: Whether the number of microbatches must be a multiple of the number of ranks.
         hint: What the error message advises when the number of chunks does not fit.
     """
 
     min_chunks: int = 1
     max_chunks: int | None = 1
-    whole_rounds: bool = False
     hint: str = "leave chunks out, or use 'interleaved'"
 
     def demand(self, name: str, ranks: int, microbatches: int, chunks: int = 1) -> None:
@@ -48,13 +46,6 @@ class Sizes:
             faults.append(f"chunks={chunks}: {name} takes {self.min_chunks} or more stages a rank: {self.hint}")
         if self.max_chunks is not None and chunks > self.max_chunks:
             faults.append(f"chunks={chunks}: {name} takes at most {self.max_chunks} stage a rank: {self.hint}")
-        if self.whole_rounds and ranks >= 1 and microbatches >= 1 and microbatches % ranks:
-            below, above = microbatches // ranks * ranks, (microbatches // ranks + 1) * ranks
-            fitting = f"{below} or {above}" if below else f"{above}"
-            faults.append(
-                f"microbatches={microbatches}: {name} runs whole rounds of {ranks} microbatches, one a rank: "
-                f"set microbatches to {fitting}"
-            )
         if faults:
             raise ScheduleError(f"schedule {name!r} cannot be made: " + "; ".join(faults))
 

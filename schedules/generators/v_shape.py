@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from raypar.schedules.action import Action, Op
 from raypar.schedules.generators.entry import Sizes
+from raypar.schedules.generators.v_steps import VSteps
 from raypar.schedules.rules import HOLDS
 from raypar.schedules.schedule import Schedule
 
@@ -104,28 +105,8 @@ def v_min(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedul
     return _repeated("v-min", _Hops(1, 1, 1, 1), num_ranks, num_microbatches)
 
 
-class _Steps:
-    """The row of one rank, written action by action: the next microbatch of a stage, as long as there is one."""
-
-    def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
-        self.row: list[Action] = []
-        self._stages, self._most = (rank, 2 * num_ranks - 1 - rank), num_microbatches
-        self._next = dict.fromkeys(product((0, 1), (Op.F, Op.I, Op.W)), 0)
-
-    def add(self, chunk: int, *ops: Op) -> None:
-        """Add actions of the stage that goes down the V (0) or of the one that comes back up (1)."""
-        for op in ops:
-            if (microbatch := self._next[chunk, op]) < self._most:
-                self.row.append(Action(self._stages[chunk], op, microbatch))
-                self._next[chunk, op] += 1
-
-    def left(self, chunk: int, op: Op) -> int:
-        """Return how many microbatches are to come."""
-        return self._most - self._next[chunk, op]
-
-
 def _zero_bubble_row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    steps, behind = _Steps(rank, num_ranks, num_microbatches), num_ranks - rank
+    steps, behind = VSteps(rank, num_ranks, num_microbatches), num_ranks - rank
     # 1. Forwards down the V, until the first microbatch is back.
     for _ in range(2 * behind - 1):
         steps.add(0, Op.F)

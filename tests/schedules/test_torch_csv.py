@@ -56,9 +56,32 @@ def test_gpipe_is_torchs(ranks):
 @pytest.mark.parametrize("ranks", range(1, 6))
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_interleaved_is_torchs(ranks, chunks):
-    for microbatches in range(ranks, 13, ranks):
+    for microbatches in range(1, 13):
+        if microbatches % max(1, microbatches // ranks):
+            continue  # torch wants rounds of one size
         rows = make(theirs.ScheduleInterleaved1F1B, ranks, microbatches, chunks).pipeline_order
         assert spelled(build("interleaved", ranks, microbatches, chunks)) == compute(rows)
+        rows = make(theirs.ScheduleInterleavedZeroBubble, ranks, microbatches, chunks).pipeline_order
+        assert spelled(build("zb-interleaved", ranks, microbatches, chunks)) == compute(rows)
+
+
+@pytest.mark.parametrize("ranks", range(1, 6))
+def test_looped_breadth_first_is_torchs_but_for_the_order_of_backwards(ranks):
+    """Torch goes through the microbatches of a stage backwards then, which adds up gradients in another order."""
+    for microbatches in range(1, 9):
+        rows = compute(make(theirs.ScheduleLoopedBFS, ranks, microbatches).pipeline_order)
+        half = 2 * microbatches
+        for ours, their in zip(spelled(build("looped-bfs", ranks, microbatches)), rows, strict=True):
+            assert ours == [*their[:half], *their[half : half + microbatches][::-1], *their[-microbatches:][::-1]]
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_dualpipe_v_is_torchs(ranks, tmp_path):
+    for microbatches in (2 * ranks, 2 * ranks + 1, 3 * ranks + 2):  # torch demands two a rank
+        their = make(theirs.ScheduleDualPipeV, ranks, microbatches)
+        their._dump_csv(tmp_path / "their.csv", format="compute_only")
+        ours = build("dualpipe-v", ranks, microbatches)
+        assert ours.rows == from_csv((tmp_path / "their.csv").read_text(), "their").rows
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))

@@ -28,6 +28,7 @@ from raypar.errors import ConfigError
 from tests.support.thread_jobs import TeamJob
 
 MOST_ACTORS = 8
+IN_CHUNKS = "interleaved", "looped-bfs", "zb-interleaved", "zb-v", "v-half", "v-min", "dualpipe-v"
 CONTEXTS = get_args(Context)
 SEQ, VOCAB = 8, 11
 TILED_HEAD = {"blocks.0.mlp.down": 2, "head.out": 11}, {"blocks.0.mlp.down": 2}  # not tied, and tied
@@ -137,10 +138,8 @@ def layouts(draw):
     mesh = draw(meshes())
     if mesh.dp * mesh.cp == 4:
         mesh = replace(mesh, shard=draw(st.sampled_from([None, 2])))
-    schedule = draw(
-        st.sampled_from(["1f1b", "gpipe", "interleaved", "naive", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"])
-    )
-    interleaved, in_chunks = schedule == "interleaved", schedule in ("interleaved", "zb-v", "v-half", "v-min")
+    schedule = draw(st.sampled_from(["1f1b", "gpipe", "naive", "zb-h1", "zb-h2", *IN_CHUNKS]))
+    in_chunks = schedule in IN_CHUNKS
     layers = draw(st.integers(max(2, mesh.pp * (1 + in_chunks)), 8 if in_chunks else 4))
     divided, grid = mesh.tensor_ranks > 1, isinstance(mesh.tp, str)
     model, optim = draw(models(mesh, layers)), draw(st.sampled_from(OPTIMIZERS))
@@ -153,7 +152,7 @@ def layouts(draw):
         model=model,
         mesh=mesh,
         schedule=schedule,
-        microbatches=draw(st.sampled_from([1, 2, 3])) * (mesh.pp if interleaved else 1),
+        microbatches=draw(st.sampled_from([1, 2, 3])),
         data=rp.Batches(more_tokens if grid else tokens),
         data_parallel=data_parallel,
         **({} if served else draw(offloads())),

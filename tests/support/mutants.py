@@ -12,17 +12,18 @@ from raypar.schedules.passes.gather_weights import gather_weights
 from raypar.schedules.passes.reduce_gradients import reduce_gradients
 
 Rows = list[list[Action]]
-SPLIT = "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"
+SPLIT = "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"
+LOOPED = "interleaved", "looped-bfs", "zb-interleaved"
 ONE_MICROBATCH = [Op.F, Op.B, Op.I, Op.W, Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B]
 WHOLE_STAGE = [Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD]
 
 
 def random_schedule(draw: Random) -> Schedule:
     """Of a generator or of nobody's, compute-only or lowered in one of the two orders."""
-    name = draw.choice(["naive", "gpipe", "1f1b", "interleaved", "forward", *SPLIT, "at random", "at random"])
+    name = draw.choice(["naive", "gpipe", "1f1b", *LOOPED, "forward", *SPLIT, "at random", "at random"])
     ranks, microbatches, chunks = draw.randint(1, 6), draw.randint(1, 10), draw.randint(1, 3)
-    if name == "interleaved":
-        schedule = build(name, ranks, max(1, microbatches // ranks) * ranks, max(2, chunks))
+    if name in LOOPED:
+        schedule = build(name, ranks, microbatches, max(2, chunks))
     elif name == "forward":
         schedule = build(name, ranks, microbatches, chunks)
     elif name == "at random":

@@ -37,11 +37,12 @@ def spelled(schedule):
 @st.composite
 def catalog_schedules(draw):
     """One of the catalog: 1 to 4 ranks, 1 to 8 microbatches, 1 to 3 stages a rank; sometimes in halves, or forwards."""
-    names = ["gpipe", "1f1b", "interleaved", "forward", "halves", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"]
-    name = draw(st.sampled_from(names))
+    looped = ["interleaved", "looped-bfs", "zb-interleaved"]
+    others = ["gpipe", "1f1b", "forward", "halves", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"]
+    name = draw(st.sampled_from([*others, *looped]))
     ranks, microbatches, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 8)), draw(st.integers(1, 3))
-    if name == "interleaved":
-        return build(name, ranks, max(1, microbatches // ranks) * ranks, max(2, chunks))
+    if name in looped:
+        return build(name, ranks, microbatches, max(2, chunks))
     if name == "halves":
         return halved("1f1b", ranks, microbatches, draw(st.randoms(use_true_random=False)))
     return build(name, ranks, microbatches, chunks if name == "forward" else None)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from raypar.cli.gallery import gallery
 from raypar.errors import ConfigError
-from raypar.schedules import CATALOG, Costs, build, simulate
+from raypar.schedules import CATALOG, Costs, Entry, build, simulate
 
 
 def rows_of(*words):
@@ -26,10 +28,16 @@ def test_every_training_schedule_is_there_with_its_simulation():
     assert rows["v-min"][2] == "2", "half of what 1f1b holds; a stage of a V counts as half of a rank's"
 
 
-def test_sizes_that_a_schedule_does_not_take_are_told_in_its_row():
+def test_sizes_that_a_schedule_does_not_take_are_told_in_its_row(monkeypatch):
+    def even(num_ranks, num_microbatches):
+        raise ValueError(f"{num_microbatches} microbatches are not even: set microbatches to 6 or 8")
+
+    mine = {**CATALOG, "of the user": Entry.of(even)}
+    monkeypatch.setattr("raypar.cli.gallery.CATALOG", mine)
+    monkeypatch.setattr("raypar.cli.gallery.build", partial(build, catalog=mine))
     told = gallery(["--ranks", "3", "--microbatches", "7"])
-    (line,) = [line for line in told.splitlines() if line.startswith("interleaved")]
-    assert line.endswith("set microbatches to 6 or 9")
+    (line,) = [line for line in told.splitlines() if line.startswith("of the user")]
+    assert line.endswith("set microbatches to 6 or 8")
 
 
 def test_a_page_has_all_pictures(tmp_path):

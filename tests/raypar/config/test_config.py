@@ -111,7 +111,7 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         ({"bucket_mb": 1e308}, "bucket_mb is 1e+308: it must be at most 1e+06"),
         ({"schedule": "1f1f"}, "there is no schedule '1f1f': did you mean '1f1b'"),
         ({"schedule": "forward"}, "has no backward: it can evaluate but not train"),
-        ({"schedule": "interleaved", "microbatches": 5}, "set microbatches to 4 or 6"),
+        ({"schedule": "interleaved", "chunks": 1}, "set chunks to 2 or more, or use '1f1b'"),
         ({"schedule": "gpipe", "chunks": 2}, "gpipe takes at most 1 stage a rank"),
         ({"schedule": "gone.csv"}, "schedule file 'gone.csv' can't be read"),
         ({"schedule": build("1f1b", 4, 4)}, "is for 4 ranks: set mesh.pp to 4"),

@@ -49,6 +49,11 @@ CASES = [
     if schedule != "naive" or m == 4
 ]
 SPLIT = [(pp, schedule, 4) for pp in (1, 2, 3, 4) for schedule in ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")]
+CHUNKED = [
+    (pp, schedule, m + pp % 2)
+    for schedule, m in (("looped-bfs", 2), ("zb-interleaved", 5), ("dualpipe-v", 7))
+    for pp in (1, 2, 3, 4)
+]
 LLAMAS = [(1, "1f1b"), (2, "gpipe"), (2, "interleaved"), (3, "1f1b"), (4, "1f1b"), (4, "interleaved")]
 ON_ACTORS = [  # the other layouts have threads for actors
     ("gpt-tiny", 1, "1f1b", 2),
@@ -64,11 +69,11 @@ ON_ACTORS = [  # the other layouts have threads for actors
     ("llama-tiny", 2, "interleaved", 4),
     ("llama-tiny", 4, "1f1b", 4),
 ]
-MODELS = [("gpt-tiny", *case) for case in CASES + SPLIT] + [("llama-tiny", *case, 4) for case in LLAMAS]
+MODELS = [("gpt-tiny", *case) for case in CASES + SPLIT + CHUNKED] + [("llama-tiny", *case, 4) for case in LLAMAS]
 
 
 def test_the_cases_cover_what_the_schedules_allow():
-    assert len(CASES) == 45
+    assert len(CASES) == 52
     assert set(ON_ACTORS) < set(MODELS)
     assert {(pp, m) for pp, schedule, m in CASES if schedule == "1f1b"} == {
         (p, m) for p in (1, 2, 3, 4) for m in MICROBATCHES

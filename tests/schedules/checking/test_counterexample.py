@@ -64,7 +64,7 @@ def check_text(schedule, **options):
 
 def test_fewest_ranks_come_first_and_chunks_are_named(timeless):
     def generate(ranks, microbatches, chunks):
-        schedule = build("interleaved", ranks, microbatches, chunks)  # which raises for many sizes
+        schedule = build("interleaved", ranks, microbatches, chunks)  # which raises for one chunk
         return changed(schedule, 0, list.reverse) if chunks > 2 or ranks > 1 else schedule
 
     assert (
@@ -73,7 +73,7 @@ def test_fewest_ranks_come_first_and_chunks_are_named(timeless):
     )
     assert (
         error_of(generate(4, 4, 2), generate)[0]
-        == "It also fails with 2 ranks, 2 microbatches and 2 chunks, the smallest:"
+        == "It also fails with 2 ranks, 1 microbatch and 2 chunks, the smallest:"
     )
 
 

@@ -19,6 +19,9 @@ from raypar.schedules.schedule import MOST_DRAWN
 
 SVG = "{http://www.w3.org/2000/svg}"
 DRAWN = {"naive": (4, 2), "interleaved": (2, 4), "zb-h1": (4, 6), "zb-h2": (3, 6), "zb-v": (2, 4)} | {
+    "zb-interleaved": (2, 2),
+    "looped-bfs": (2, 3),
+    "dualpipe-v": (2, 4),
     "v-half": (3, 2),
     "v-min": (3, 2),
 }
