@@ -1,28 +1,12 @@
 """torch.distributed.pipelining as a second author: its rows, and its CSV files both ways."""
 
-from unittest import mock
-
 import pytest
 
 from raypar.schedules import Schedule, ScheduleError, build, check, from_csv, lower, to_csv
 from raypar.schedules.action import COMPUTE, STEP, Action, Op
+from tests.support.torch_schedules import make
 
 theirs = pytest.importorskip("torch.distributed.pipelining.schedules")
-stages = pytest.importorskip("torch.distributed.pipelining.stage")
-
-
-def stage(index, ranks, num_stages):
-    fake = mock.create_autospec(stages.PipelineStage, instance=True)
-    fake.group_size, fake.group_rank, fake.num_stages = ranks, index % ranks, num_stages
-    fake.stage_index, fake.is_last, fake.submod = index, index == num_stages - 1, None
-    return fake
-
-
-def make(kind, ranks, microbatches, chunks=2):
-    held = range(0, ranks * chunks, ranks)
-    if kind in (theirs.ScheduleZBVZeroBubble, theirs.ScheduleDualPipeV):
-        held = (0, ranks * chunks - 1)
-    return kind([stage(index, ranks, ranks * chunks) for index in held], microbatches, loss_fn=lambda *_: None)
 
 
 def single(kind, ranks, microbatches):
