@@ -19,6 +19,7 @@ from raypar.schedules.drawing.files import save_drawing
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.drawing.svg import svg
 from raypar.schedules.drawing.text import text
+from raypar.schedules.generators.automatic import automatic
 from raypar.schedules.generators.entry import Entry
 from raypar.schedules.passes.gather_weights import gather_weights
 from raypar.schedules.passes.lower import lower
@@ -43,6 +44,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Timeline",
+    "automatic",
     "build",
     "check",
     "chrome_trace",

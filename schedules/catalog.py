@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from raypar.schedules.generators import (
+    automatic,
     dual_pipe,
     forward_only,
     gpipe,
@@ -21,6 +22,7 @@ from raypar.schedules.generators import (
 from raypar.schedules.generators.entry import Entry, Sizes, failure, name_of
 from raypar.schedules.nearest_name import near
 from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.simulation.simulate import Costs
 from raypar.schedules.user_code import entry_of as entry_of_code
 from raypar.schedules.user_code import installed, names_code
 
@@ -47,6 +49,8 @@ _TABLE = {  # ``register`` adds to it, in this process only
         zero_bubble.zb_h1, "1f1b with split backwards: its memory, a third of its bubble", zero_bubble.SIZES
     ),
     "zb-h2": Entry(zero_bubble.zb_h2, "zb-h1 with twice the memory and next to no bubble", zero_bubble.SIZES),
+    "zb-1p": Entry(automatic.zb_1p, "a search for the costs of a run, with the memory of 1f1b", automatic.SIZES),
+    "zb-2p": Entry(automatic.zb_2p, "a search for the costs of a run, with twice the memory of 1f1b", automatic.SIZES),
     "zb-interleaved": Entry(
         interleaved.zb_interleaved,
         "interleaved with split backwards: a third of its bubble, the same memory on every rank",
@@ -161,7 +165,13 @@ def entry_of(word: str, catalog: Mapping[str, Entry] = CATALOG) -> Entry:
 
 
 def build(
-    name: str, ranks: int, microbatches: int, chunks: int | None = None, *, catalog: Mapping[str, Entry] = CATALOG
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    *,
+    costs: Costs | None = None,
+    catalog: Mapping[str, Entry] = CATALOG,
 ) -> Schedule:
     """Generate a schedule by name. The result usually has compute actions only; ``lower`` adds the others.
 
@@ -170,6 +180,7 @@ def build(
         ranks: Number of pipeline ranks.
         microbatches: Number of microbatches in a step.
         chunks: Number of stages on each rank, or None for the schedule's own default.
+        costs: How long actions last, for a schedule that depends on it (zb-1p, zb-2p); None for those of ``simulate``.
         catalog: The catalog to look in. It may hold the user's entries: ``build("mine", 4, 8, catalog={**CATALOG,
             "mine": Entry(...)})``.
 
@@ -180,7 +191,7 @@ def build(
         ScheduleError: If the name is unknown (the text suggests close names), or if the sizes are not accepted (the
             text lists all faults and the fix for each).
     """
-    return entry_of(name, catalog).build(name, ranks, microbatches, chunks)
+    return entry_of(name, catalog).build(name, ranks, microbatches, chunks, costs=costs)
 
 
 def _is_again(generate: Callable[..., Any], other: Callable[..., Any]) -> bool:

@@ -375,7 +375,7 @@ MAY_IMPORT = {
     "schedules": ("schedules/checking schedules/drawing schedules/generators schedules/passes schedules/simulation"),
     "schedules/checking": "schedules schedules/drawing schedules/passes schedules/simulation",
     "schedules/drawing": "schedules schedules/simulation",
-    "schedules/generators": "schedules",
+    "schedules/generators": "schedules schedules/simulation",
     "schedules/passes": "schedules schedules/simulation",
     "schedules/simulation": "schedules",
 }

@@ -36,7 +36,7 @@ class Run:
     """a name (1f1b, interleaved, zb-v and the others of the catalog, registered ones),
     a CSV file, code as my.py:function, or a Schedule"""
     chunks: Count | None = None
-    """stages on each rank; None is the schedule's own default (2 for interleaved, zb-v, v-half and v-min, else 1)"""
+    """stages on each rank; None is the schedule's own default (2 for interleaved ones and for a V, else 1)"""
     backward: Backward = "auto"
     """auto splits a backward into I (the gradients that the rank before waits for) and W (those of the weights) where W
     fills a wait of the pipeline; split splits every backward, whole none; the results have the same bits"""

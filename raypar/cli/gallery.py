@@ -115,13 +115,13 @@ def gallery(words: Sequence[str]) -> str:
 def _shown(name: str, args: GalleryArgs) -> list[Shown]:
     """Return a schedule of the catalog, and the same with backwards split where that makes it shorter."""
     what = CATALOG[name].summary
-    try:
-        schedule = build(name, args.ranks, args.microbatches)
-    except ScheduleError as error:
-        return [Shown(name, str(error).partition(": ")[2])]
-    chunks = schedule.num_stages // schedule.num_ranks
+    chunks = CATALOG[name].default_chunks
     f, i, w = (cost / chunks for cost in (args.f, args.i, args.w))
     costs = Costs(f=f, b=i + w, i=i, w=w, link=args.link)
+    try:
+        schedule = build(name, args.ranks, args.microbatches, costs=costs)
+    except ScheduleError as error:
+        return [Shown(name, str(error).partition(": ")[2])]
     split = split_backward(lower(schedule), costs)
     both = [_simulated(name, what, schedule, costs, chunks)]
     if split.rows != lower(schedule).rows:

@@ -209,7 +209,8 @@ def measure(words: Sequence[str]) -> str:
         SimulateArgs, words, "simulate", "Simulate a schedule: how long it takes, and how much of it is bubble."
     )
     given, sizes = args.durations(), (args.weights_mib, args.activations_mib)
-    loaded, costs = _load(args), Costs(**given, units=args.units)
+    costs = Costs(**given, units=args.units)
+    loaded = _load(args, costs)
     schedule = loaded.lowered(passes=_passes(args))
     found = outcome(schedule, costs, send_capacity=SEND_WINDOW)
     compared = placements(loaded.lowered(passes=_reductions(args)), costs, *sizes) if args.gather else []
@@ -236,7 +237,7 @@ def measure(words: Sequence[str]) -> str:
 
 def _parse(kind: type[A], words: Sequence[str], command: str, what: str) -> A:
     """Parse the words of a command. For help, tyro ends the process. Raises ScheduleError with all mistakes."""
-    known = "\n".join(f"  {name:<12} {entry.summary}" for name, entry in CATALOG.items())
+    known = "\n".join(f"  {name:<14} {entry.summary}" for name, entry in CATALOG.items())
     missing = f"a schedule is missing: give raypar {command} a name, such as 1f1b, or FILE.csv or FILE.py:FUNCTION"
     try:
         return parsed(kind(""), words, command, f"{what}\n\nSchedules:\n{known}", missing)
@@ -244,11 +245,14 @@ def _parse(kind: type[A], words: Sequence[str], command: str, what: str) -> A:
         raise ScheduleError("\n".join(error.faults)) from error
 
 
-def _load(args: PaperArgs) -> Loaded:
-    """Load the schedule. Raises ScheduleError, also if a file has other sizes than the flags ask for."""
+def _load(args: PaperArgs, costs: Costs | None = None) -> Loaded:
+    """Load the schedule, made for these costs if it depends on them.
+
+    Raises ScheduleError, also if a file has other sizes than the flags ask for.
+    """
     ranks = _RANKS if args.ranks is None else args.ranks
     microbatches = _MICROBATCHES if args.microbatches is None else args.microbatches
-    loaded = load(args.schedule, ranks, microbatches, args.chunks)
+    loaded = load(args.schedule, ranks, microbatches, args.chunks, costs)
     schedule = loaded.schedule
     faults = [
         f"schedule {schedule.name!r} has {has} {name}, not {wanted}: leave --{name} out for a file"

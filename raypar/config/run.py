@@ -20,7 +20,15 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.config.fields import Fault, field_faults, right_fields
 from raypar.config.recipes import RECIPES
-from raypar.config.schedule import Programs, ZeroActions, programs_of, schedule_faults, with_backward, with_zero
+from raypar.config.schedule import (
+    Programs,
+    ZeroActions,
+    programs_of,
+    schedule_faults,
+    takes_costs,
+    with_backward,
+    with_zero,
+)
 from raypar.config.skeleton import Skeleton
 from raypar.config.validate.experts import expert_faults, idle_expert_faults
 from raypar.config.validate.model import length_faults
@@ -97,7 +105,15 @@ def check_run(
     faults += _output_faults(run, resumed, right, overwrite=overwrite)
     if faults or programs is None:
         raise ConfigError(faults)
-    return with_zero(_with_backward(run, programs), zero_actions_of(run))
+    return with_zero(_with_backward(run, _searched(run, programs)), zero_actions_of(run))
+
+
+def _searched(run: Run, programs: Programs) -> Programs:
+    """Return the programs; those of a schedule that depends on costs are made again, for the costs of the run."""
+    if not takes_costs(run.schedule):
+        return programs
+    once, costs = zero_actions_of(run).reduce == "step", costs_of_run(run, programs["train"].num_stages)
+    return programs_of(run.schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=once, costs=costs)
 
 
 def _with_backward(run: Run, programs: Programs) -> Programs:

@@ -28,7 +28,13 @@ MOST_CELLS = 50_000  # most microbatches x stages; lowering and checking takes a
 
 
 def programs_of(
-    schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | None, *, reduce_grad: bool = False
+    schedule: str | Schedule,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None,
+    *,
+    reduce_grad: bool = False,
+    costs: Costs | None = None,
 ) -> Programs:
     """Return the lowered and checked programs of a run, which ``with_backward`` and ``with_zero`` may change.
 
@@ -41,11 +47,12 @@ def programs_of(
         chunks: Stages on each rank; None for the schedule's default.
         reduce_grad: Whether every stage reduces its gradients once a step, because there are replicas or parameter
             servers.
+        costs: How long actions last, for a schedule that depends on it; None for its default.
 
     Raises:
         ScheduleError: There is no such schedule, it does not fit the sizes, or it breaks a rule.
     """
-    loaded = load(schedule, ranks, microbatches, chunks)
+    loaded = load(schedule, ranks, microbatches, chunks, costs)
     train = loaded.schedule
     if train.forward_only:
         raise ScheduleError(f"schedule {train.name!r} has no backward: it can evaluate but not train; use 1f1b, say")
@@ -181,7 +188,9 @@ class Loaded:
         return lowered
 
 
-def load(schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | None) -> Loaded:
+def load(
+    schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | None, costs: Costs | None = None
+) -> Loaded:
     """Load a schedule, without lowering or checking it.
 
     Args:
@@ -190,6 +199,7 @@ def load(schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | 
             next two arguments do not matter.
         microbatches: Number of microbatches.
         chunks: Stages on each rank; None for the schedule's default.
+        costs: How long actions last, for a schedule that depends on it; None for its default.
 
     Raises:
         ScheduleError: There is no such schedule, it cannot have these sizes, the file can't be read, or the code fails.
@@ -201,7 +211,7 @@ def load(schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | 
         if ranks * microbatches * (chunks or 1) > MOST_CELLS:
             sizes = f"{ranks} ranks x {microbatches} microbatches x {chunks or 1} chunks"
             raise ScheduleError(f"schedule {schedule!r}: {sizes} are more than {MOST_CELLS}: use smaller numbers")
-        generate = partial(entry_of(schedule).build, schedule)
+        generate = partial(entry_of(schedule).build, schedule, costs=costs)
         return Loaded(generate(ranks, microbatches, chunks), generate)
     from raypar.actors.files import read_named
 
@@ -213,6 +223,11 @@ def load(schedule: str | Schedule, ranks: int, microbatches: int, chunks: int | 
         raise
     except (ValueError, csv.Error) as error:  # not UTF-8, or a NUL in the path
         raise ScheduleError(f"schedule file {schedule!r} is not a CSV text ({error}): write one with to_csv") from error
+
+
+def takes_costs(schedule: str | Schedule) -> bool:
+    """Return whether a right schedule depends on how long actions last."""
+    return isinstance(schedule, str) and Path(schedule).suffix != ".csv" and entry_of(schedule).takes_costs
 
 
 def schedule_faults(schedule: str | Schedule) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.simulation.simulate import Costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Entry:
     Attributes:
         generate: A function of ``(num_ranks, num_microbatches)``, or of ``(num_ranks, num_microbatches, num_chunks)``.
             It returns a Schedule (usually of compute actions only) or plain rows of Actions or of texts like "1F0".
+            If it has a keyword ``costs``, it is told how long actions last, or None.
         summary: One line that says what the schedule is good for.
         sizes: The sizes that the function accepts.
         default_chunks: Number of stages on each rank if the user gives none.
@@ -103,7 +105,14 @@ class Entry:
             sizes = Sizes(max_chunks=None) if third is not None else Sizes(default_chunks, default_chunks, hint=hint)
         return cls(generate, summary, sizes, default_chunks, forward_only)
 
-    def build(self, name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    @property
+    def takes_costs(self) -> bool:
+        """Whether the schedule depends on how long actions last."""
+        return "costs" in inspect.signature(self.generate).parameters
+
+    def build(
+        self, name: str, ranks: int, microbatches: int, chunks: int | None = None, *, costs: Costs | None = None
+    ) -> Schedule:
         """Call the generator and check that its result has the sizes that were asked for.
 
         Args:
@@ -111,6 +120,7 @@ class Entry:
             ranks: Number of pipeline ranks.
             microbatches: Number of microbatches in a step.
             chunks: Number of stages on each rank, or None for ``default_chunks``.
+            costs: How long actions last, for a generator that takes it; None if that is not known.
 
         Returns:
             The schedule.
@@ -125,7 +135,7 @@ class Entry:
         told = (ranks, microbatches) if third is None else (ranks, microbatches, stages_a_rank)
         call = f"{name_of(self.generate)}({', '.join(map(str, told))})"
         try:
-            made = self.generate(*told)
+            made = self.generate(*told, costs=costs) if self.takes_costs else self.generate(*told)
             schedule = made if isinstance(made, Schedule) else Schedule.of(name, made)
         except Exception as error:
             file = getattr(getattr(self.generate, "__code__", None), "co_filename", None)

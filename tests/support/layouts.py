@@ -138,7 +138,7 @@ def layouts(draw):
     mesh = draw(meshes())
     if mesh.dp * mesh.cp == 4:
         mesh = replace(mesh, shard=draw(st.sampled_from([None, 2])))
-    schedule = draw(st.sampled_from(["1f1b", "gpipe", "naive", "zb-h1", "zb-h2", *IN_CHUNKS]))
+    schedule = draw(st.sampled_from(["1f1b", "gpipe", "naive", "zb-h1", "zb-h2", "zb-1p", "zb-2p", *IN_CHUNKS]))
     in_chunks = schedule in IN_CHUNKS
     layers = draw(st.integers(max(2, mesh.pp * (1 + in_chunks)), 8 if in_chunks else 4))
     divided, grid = mesh.tensor_ranks > 1, isinstance(mesh.tp, str)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from raypar.schedules import Schedule, ScheduleError, build, lower
+from raypar.schedules import Costs, Schedule, ScheduleError, build, lower
 from raypar.schedules.action import STEP, Action, Op
 from raypar.schedules.passes.gather_weights import gather_weights
 from raypar.schedules.passes.reduce_gradients import reduce_gradients
@@ -20,7 +20,7 @@ WHOLE_STAGE = [Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD]
 
 def random_schedule(draw: Random) -> Schedule:
     """Of a generator or of nobody's, compute-only or lowered in one of the two orders."""
-    name = draw.choice(["naive", "gpipe", "1f1b", *LOOPED, "forward", *SPLIT, "at random", "at random"])
+    name = draw.choice(["naive", "gpipe", "1f1b", *LOOPED, "forward", "zb-2p", *SPLIT, "at random", "at random"])
     ranks, microbatches, chunks = draw.randint(1, 6), draw.randint(1, 10), draw.randint(1, 3)
     if name in LOOPED:
         schedule = build(name, ranks, microbatches, max(2, chunks))
@@ -28,6 +28,10 @@ def random_schedule(draw: Random) -> Schedule:
         schedule = build(name, ranks, microbatches, chunks)
     elif name == "at random":
         schedule = listed(draw)
+    elif name == "zb-2p":
+        f, i, w, link = (draw.uniform(0.1, 1) for _ in range(4))
+        costs = Costs(f=f, b=i + w, i=i, w=w, link=link)
+        schedule = build(name, min(4, ranks), min(6, microbatches), costs=costs)
     else:
         schedule = build(name, ranks, microbatches)
     return lowered(schedule, draw)

@@ -48,7 +48,9 @@ CASES = [
     for m in allowed(schedule, pp)
     if schedule != "naive" or m == 4
 ]
-SPLIT = [(pp, schedule, 4) for pp in (1, 2, 3, 4) for schedule in ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")]
+SPLIT = [
+    (pp, schedule, 4) for pp in (1, 2, 3, 4) for schedule in ("zb-h1", "zb-h2", "zb-2p", "zb-v", "v-half", "v-min")
+]
 CHUNKED = [
     (pp, schedule, m + pp % 2)
     for schedule, m in (("looped-bfs", 2), ("zb-interleaved", 5), ("dualpipe-v", 7))

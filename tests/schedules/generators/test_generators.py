@@ -10,7 +10,8 @@ from raypar.schedules.action import COMPUTE, Action, Op
 RANKS = range(1, 9)
 TF, TB = 3.0, 5.0
 COSTS = Costs(f=TF, b=TB)
-SPLIT = "zb-h1", "zb-h2", "zb-interleaved", "zb-v", "v-half", "v-min"
+SEARCHED = "zb-1p", "zb-2p"
+SPLIT = *SEARCHED, "zb-h1", "zb-h2", "zb-interleaved", "zb-v", "v-half", "v-min"
 V = "zb-v", "v-half", "v-min", "dualpipe-v"
 LOOPED = "interleaved", "looped-bfs", "zb-interleaved"
 
@@ -19,6 +20,8 @@ def sizes(name, ranks):
     """All (microbatches, chunks) of the grid that the generator takes."""
     if name in LOOPED:
         return [(m, 2 + m % 3) for m in range(1, 17)]
+    if name in SEARCHED:
+        return [(m, 1) for m in (1, 3, 2 * ranks)]
     chunks = (1, 2, 3, 4) if name == "forward" else (2,) if name in V else (1,)
     return [(m, v) for m in range(1, 17) for v in chunks]
 

@@ -1,0 +1,188 @@
+"""The automatic zero-bubble schedule: a search for the shortest step of measured costs, under a bound of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from raypar.schedules.action import Action, Op
+from raypar.schedules.generators.critical_path import Timed, shortened, timed
+from raypar.schedules.generators.entry import Sizes
+from raypar.schedules.generators.list_scheduling import Cost, Memory, Policy, Rows, scheduled
+from raypar.schedules.generators.one_f_one_b import one_f_one_b
+from raypar.schedules.generators.zero_bubble import zb_h1, zb_h2
+from raypar.schedules.schedule import Schedule, ScheduleError
+from raypar.schedules.simulation.simulate import Costs
+
+SIZES = Sizes()
+
+_BUDGET = 250_000  # actions that each half of a search may time: about half a second
+_ROUNDING = 1e-9  # of a length
+_POLICIES = tuple(
+    Policy(fits, tail, slope, extra)
+    for extra, slope, fits, tail in product((1, 2, 0, 3), (2, 1.5, 1), (0.0, 0.25, 0.5, 1.0), (0.25, 0.5, 1.0))
+)
+
+
+def zb_1p(num_ranks: int, num_microbatches: int, *, costs: Costs | None = None) -> Schedule:
+    """Search for the shortest step of the given costs in the memory of 1F1B: p microbatches a rank.
+
+    It is never longer than ``zb-h1`` and ``1f1b``. See ``automatic`` for other bounds.
+
+    Args:
+        num_ranks: Number of pipeline ranks p.
+        num_microbatches: Number of microbatches m in a step.
+        costs: How long F, I, W and the link last. A run gives the durations that its FLOPs and bytes predict. None:
+            those of ``simulate``.
+
+    Returns:
+        The schedule, of compute actions only.
+
+    Raises:
+        ScheduleError: If a size is not accepted.
+
+    Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 3.1, where it is called ZB-1p.
+
+    With 4 ranks, 8 microbatches::
+
+        rank 0  F0 F1 F2 F3          I0 W0 F4 I1 W1 F5 I2 W2 F6 I3 W3 F7 I4 W4 I5 W5 I6 W6 I7 W7
+        rank 1     F0 F1 F2       I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 F6 I4 W3 F7 I5 W4 I6 W5 I7 W6 W7
+        rank 2        F0 F1    I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 F6 I5 W3 F7 I6 W4 I7 W5 W6 W7
+        rank 3           F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7
+        zb-1p in slots: makespan 27, bubble 11.1%, in flight 4 4 4 4
+    """
+    SIZES.demand("zb-1p", num_ranks, num_microbatches)
+    return automatic(num_ranks, num_microbatches, costs or Costs(), num_ranks, name="zb-1p")
+
+
+def zb_2p(num_ranks: int, num_microbatches: int, *, costs: Costs | None = None) -> Schedule:
+    """Search for the shortest step of the given costs in twice the memory of 1F1B: 2p microbatches a rank.
+
+    It is never longer than ``zb-h2``, ``zb-h1`` and ``1f1b``. See ``automatic`` for other bounds.
+
+    Args:
+        num_ranks: Number of pipeline ranks p.
+        num_microbatches: Number of microbatches m in a step.
+        costs: How long F, I, W and the link last. A run gives the durations that its FLOPs and bytes predict. None:
+            those of ``simulate``.
+
+    Returns:
+        The schedule, of compute actions only.
+
+    Raises:
+        ScheduleError: If a size is not accepted.
+
+    Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 3.1, where it is called ZB-2p.
+
+    With 4 ranks, 8 microbatches::
+
+        rank 0  F0 F1 F2 F3          I0 W0 F4 I1 W1 F5 I2 W2 F6 I3 W3 F7 I4 W4 I5 W5 I6 W6 I7 W7
+        rank 1     F0 F1 F2       I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 F6 I4 W3 F7 I5 W4 I6 W5 I7 W6 W7
+        rank 2        F0 F1    I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 F6 I5 W3 F7 I6 W4 I7 W5 W6 W7
+        rank 3           F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7
+        zb-2p in slots: makespan 27, bubble 11.1%, in flight 4 4 4 4
+    """
+    SIZES.demand("zb-2p", num_ranks, num_microbatches)
+    return automatic(num_ranks, num_microbatches, costs or Costs(), 2 * num_ranks, name="zb-2p")
+
+
+def automatic(
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs,
+    most: float,
+    *,
+    kept: float = 1.0,
+    flush: bool = True,
+    name: str = "automatic",
+) -> Schedule:
+    """Search for the shortest schedule of one stage a rank under a bound of memory.
+
+    List scheduling makes one schedule for each of a grid of policies. The shortest of them, or of the hand-made ones
+    that the bound allows, is made shorter by moving W off its critical path. The same arguments give the same schedule.
+
+    Args:
+        num_ranks: Number of pipeline ranks p.
+        num_microbatches: Number of microbatches m in a step.
+        costs: How long F, I, W, a whole B and the link last, by stage and action where that is known; such as
+            ``costs_of(*job.timelines())`` of a run whose backwards are split.
+        most: Most activations that a rank may hold, in microbatches; 1 or more.
+        kept: The part of a microbatch's activations that a rank holds between I and W.
+        flush: Whether all ranks end a step together, as the optimizer's vote makes them: the step is as long as the
+            time from the first start to the last end. If not, it is as long as the longest span of a rank.
+        name: The name of the schedule.
+
+    Returns:
+        The schedule, of compute actions only.
+
+    Raises:
+        ScheduleError: If a size or the bound is not accepted, or if a cost is not known.
+
+    Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 3.1.
+    """
+    SIZES.demand(name, num_ranks, num_microbatches)
+    _demand(name, costs, most, kept)
+    memory, cost, link = Memory(most, kept), _table(num_ranks, num_microbatches, costs).__getitem__, costs.link
+
+    least, left = _least(num_ranks, num_microbatches, cost, link, flush=flush), _BUDGET
+    best: Timed | None = None
+    for rows in _candidates(num_ranks, num_microbatches, cost, link, memory):
+        found = timed(rows, cost, link)
+        if best is None or found.length(flush=flush) < best.length(flush=flush) * (1 - _ROUNDING):
+            best = found
+        left -= 2 * sum(map(len, rows))
+        if left < 0 or best.length(flush=flush) <= least * (1 + _ROUNDING):
+            break
+    assert best is not None
+    return Schedule.of(name, shortened(best, cost, link, memory, flush=flush, budget=_BUDGET).rows)
+
+
+def _least(num_ranks: int, num_microbatches: int, cost: Cost, link: float, *, flush: bool) -> float:
+    """Return a length that no schedule goes below.
+
+    A rank starts when the first microbatch has come to it and has all of its work to do. And when the slowest rank has
+    performed its F and I, the last gradient has to come back to the ranks before it, which make a W of it.
+    """
+    last = num_microbatches - 1
+    bound = start = 0.0
+    starts: list[float] = []
+    for rank in range(num_ranks):
+        halves = [sum(cost(Action(rank, op, at)) for at in range(num_microbatches)) for op in (Op.F, Op.I, Op.W)]
+        starts.append(start)
+        bound = max(bound, sum(halves) + start * flush)
+        done = start + halves[0] + halves[1]
+        for other in range(rank, -1, -1):
+            done += (cost(Action(other, Op.I, last)) + link) * (other < rank)
+            bound = max(bound, done + cost(Action(other, Op.W, last)) - starts[other] * (not flush))
+        start += cost(Action(rank, Op.F, 0)) + link
+    return bound
+
+
+def _candidates(num_ranks: int, num_microbatches: int, cost: Cost, link: float, memory: Memory) -> Iterator[Rows]:
+    """Yield the rows of the hand-made schedules that the bound allows, and then those of all policies."""
+    for generate in (one_f_one_b, zb_h1, zb_h2):
+        rows = [list(row) for row in generate(num_ranks, num_microbatches).rows]
+        if all(map(memory.allows, rows)):
+            yield rows
+    for policy in _POLICIES:
+        yield scheduled(num_ranks, num_microbatches, cost, link, memory, policy)
+
+
+def _table(num_ranks: int, num_microbatches: int, costs: Costs) -> dict[Action, float]:
+    every = product(range(num_ranks), (Op.F, Op.B, Op.I, Op.W), range(num_microbatches))
+    return {action: costs.of(action) for action in (Action(*one) for one in every)}
+
+
+def _demand(name: str, costs: Costs, most: float, kept: float) -> None:
+    """Raise ScheduleError if the search can't use its arguments, with all faults."""
+    faults = []
+    if most < 1:
+        faults.append(f"most={most}: a rank holds one microbatch at least, set most to 1 or more")
+    if not 0 <= kept <= 1:
+        faults.append(f"kept={kept}: it is a part of a microbatch's activations, set it from 0 to 1")
+    unknown = [op.value for op in (Op.F, Op.I) if costs.of(Action(0, op, 0)) <= 0]
+    if unknown:
+        which = " and ".join(unknown)
+        faults.append(f"costs say that {which} of stage 0 take no time: measure a schedule with split backwards")
+    if faults:
+        raise ScheduleError(f"schedule {name!r} cannot be made: " + "; ".join(faults))

@@ -1,0 +1,136 @@
+"""The critical path of rows: what makes a step as long as it is, and the W on it that can come later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from raypar.schedules.action import Action, Op
+from raypar.schedules.generators.list_scheduling import Cost, Memory, Rows
+
+_ROUNDING = 1e-9  # of a length
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Rows of one stage a rank, with the time of every action.
+
+    Attributes:
+        rows: The rows.
+        ends: When each action ends.
+        spans: How long each rank takes from its first start to its last end.
+        before: For each action, the one whose end it waited for; None for one that starts at once.
+    """
+
+    rows: Rows
+    ends: dict[Action, float]
+    spans: list[float]
+    before: dict[Action, Action | None]
+
+    @property
+    def makespan(self) -> float:
+        """When the last rank is done."""
+        return max(self.ends[row[-1]] for row in self.rows)
+
+    def length(self, *, flush: bool) -> float:
+        """Return what is to be short: when the last rank is done, or without ``flush`` the longest span of a rank."""
+        return self.makespan if flush else max(self.spans)
+
+
+def timed(rows: Rows, cost: Cost, link: float) -> Timed:
+    """Compute when each action of rows ends, every one as early as it can.
+
+    Args:
+        rows: Rows of F, B, I and W, of one stage a rank, free of deadlock.
+        cost: How long an action lasts.
+        link: Time from the end of an action to the arrival of its value on another rank, in the same unit.
+    """
+    ends: dict[Action, float] = {}
+    before: dict[Action, Action | None] = {}
+    places, now, starts = [0] * len(rows), [0.0] * len(rows), [0.0] * len(rows)
+    ready = list(range(len(rows)))
+    while ready:
+        number = ready.pop()
+        row = rows[number]
+        while places[number] < len(row):
+            action = row[places[number]]
+            need, away = _need(action, len(rows) - 1, ends)
+            if need is not None and need not in ends:
+                break
+            start, cause = now[number], row[places[number] - 1] if places[number] else None
+            if need is not None and away and ends[need] + link > start:
+                start, cause = ends[need] + link, need
+            if not places[number]:
+                starts[number] = start
+            before[action] = cause
+            ends[action] = now[number] = start + cost(action)
+            places[number] += 1
+            if action.op is not Op.W:
+                other = number + (1 if action.op is Op.F else -1)
+                if 0 <= other < len(rows):
+                    ready.append(other)
+    return Timed(rows, ends, [end - start for end, start in zip(now, starts, strict=True)], before)
+
+
+def _need(action: Action, last: int, ends: dict[Action, float]) -> tuple[Action | None, bool]:
+    """Return what an action waits for, and whether that comes from another rank."""
+    stage, op, microbatch = action
+    assert stage is not None
+    if op is Op.F:
+        return (Action(stage - 1, Op.F, microbatch), True) if stage else (None, False)
+    if op is Op.W:
+        return Action(stage, Op.I, microbatch), False
+    if stage == last:
+        return Action(stage, Op.F, microbatch), False
+    whole = Action(stage + 1, Op.B, microbatch)
+    return whole if whole in ends else Action(stage + 1, Op.I, microbatch), True
+
+
+def shortened(found: Timed, cost: Cost, link: float, memory: Memory, *, flush: bool, budget: int) -> Timed:
+    """Move W off the critical path, one after the other, as long as that makes the step no longer.
+
+    Where several paths are equally long, a move alone makes nothing shorter. A W only moves towards the end of its row,
+    so that there is an end to it.
+
+    Args:
+        found: The rows and their times.
+        cost: How long an action lasts.
+        link: The link between ranks, in the same unit.
+        memory: What a rank may hold.
+        flush: Whether all ranks end together; see ``Timed.length``.
+        budget: How many actions may be timed.
+
+    Returns:
+        Shorter rows, or those found.
+    """
+    refused: set[tuple[int, tuple[Action, ...]]] = set()
+    first, left = found, budget
+    moved = True
+    while moved:
+        moved = False
+        for number, row in _later_weights(found, flush=flush):
+            if left < 0:
+                break
+            if (number, tuple(row)) in refused or not memory.allows(row):
+                continue
+            left -= sum(map(len, found.rows))
+            other = timed([*found.rows[:number], row, *found.rows[number + 1 :]], cost, link)
+            if other.length(flush=flush) <= found.length(flush=flush) * (1 + _ROUNDING):
+                found, moved = other, True
+                break
+            refused.add((number, tuple(row)))
+    is_shorter = found.length(flush=flush) < first.length(flush=flush) * (1 - _ROUNDING)
+    return found if is_shorter else first
+
+
+def _later_weights(found: Timed, *, flush: bool) -> Iterator[tuple[int, list[Action]]]:
+    """Yield rows in which a W of the critical path comes after the action that waits for it, from the end on."""
+    lengths = [found.ends[row[-1]] for row in found.rows] if flush else found.spans
+    number = lengths.index(max(lengths))
+    behind = found.rows[number][-1]
+    while (action := found.before[behind]) is not None:
+        if action.op is Op.W and behind.op is not Op.W:
+            row = found.rows[behind.stage or 0]
+            at = row.index(behind)
+            yield behind.stage or 0, [*row[: at - 1], behind, action, *row[at + 1 :]]
+        behind = action
