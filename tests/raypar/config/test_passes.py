@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+import raypar as rp
+from raypar.config.run import check_run
 from raypar.config.schedule import ZeroActions, load, programs_of, with_backward, with_zero
-from raypar.schedules import Costs, ScheduleError, check
+from raypar.planner.cost_model import costs_of_run
+from raypar.schedules import Costs, ScheduleError, build, check, lower, simulate
 from raypar.schedules.action import Op
 from raypar.schedules.passes.gather_weights import gather_weights
 
@@ -37,3 +40,19 @@ def test_a_schedule_s_check_comes_after_its_last_pass_and_its_example_has_gone_t
 
     with pytest.raises(ScheduleError, match=r"(?s)weights: rank 0, action 0: stage 0 is still whole .* 1 microbatch"):
         load("1f1b", 4, 8, None).lowered(passes=[half])
+
+
+def test_an_automatic_schedule_is_searched_for_the_costs_of_the_run():
+    run = rp.recipe("gpt-small", mesh=rp.Mesh(pp=4), microbatches=8, schedule="zb-2p")
+    train = check_run(run)["train"]
+    costs = costs_of_run(run, 4)
+    assert train == lower(build("zb-2p", 4, 8, costs=costs))
+    assert train != lower(build("zb-2p", 4, 8)), "its last stage has the head"
+    assert simulate(train, costs).makespan < simulate(lower(build("zb-h1", 4, 8)), costs).makespan
+
+
+def test_backwards_that_are_not_split_leave_nothing_to_search_for():
+    run = rp.recipe("gpt-small", mesh=rp.Mesh(pp=2, tp="2d:2x2"), microbatches=4, schedule="zb-1p")
+    costs = costs_of_run(run, 2)
+    train = check_run(run)["train"]
+    assert simulate(train, costs).makespan == simulate(lower(build("1f1b", 2, 4)), costs).makespan

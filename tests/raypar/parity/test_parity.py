@@ -183,6 +183,20 @@ def test_backwards_in_halves(job_on, recompute):
     assert job_on(2).step().in_flight == (2, 2)
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ("0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1", "1F0 1F1 1B0 1B1"),
+        ("0F0 0F1 1F0 3F0 3I0 1F1 3F1 3B1 1B0 0B0 3W0 1B1 0B1", "2F0 2F1 2B0 2B1"),
+    ],
+)
+def test_ranks_may_hold_different_numbers_of_stages(monkeypatch, rows):
+    monkeypatch.setattr("raypar.parity.verify.train_plainly", trained_with_own_dice)
+    schedule = Schedule.of("uneven", [row.split() for row in rows])
+    verdict = verdict_of(tiny(2, schedule=schedule, microbatches=2, steps=2))
+    assert verdict.bitwise, str(verdict)
+
+
 def test_another_order_of_microbatches_is_another_order_of_additions(job_on):
     rows = ["0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0", "1F0 1F1 1F2 1F3 1B3 1B2 1B1 1B0"]
     schedule = Schedule.of("backwards", [row.split() for row in rows])
