@@ -352,7 +352,7 @@ MAY_IMPORT = {
         "actors/specs raypar raypar/config raypar/job raypar/reporting schedules"
     ),
     "raypar/planner": "actors/mesh actors/models actors/specs schedules schedules/simulation",
-    "raypar/recovery": "actors actors/mesh actors/specs raypar raypar/config schedules",
+    "raypar/recovery": "actors actors/checkpoint actors/mesh actors/specs raypar raypar/config schedules",
     "raypar/reporting": (
         "actors actors/collective actors/data actors/mesh actors/models actors/optim actors/specs actors/worker raypar "
         "raypar/config raypar/planner raypar/reporting/run_folder raypar/reporting/trackers schedules "

@@ -159,15 +159,6 @@ class Held:
         for fd in files:
             self._keep(share, fd)
 
-    def receive(self, share: Share, raw: bytes) -> None:
-        """Hold a copy of a snapshot that comes from another node. ``raw`` is the content of its file."""
-        fd = os.memfd_create("raypar-snapshot")
-        with FileIO(fd, "wb", closefd=False) as file:
-            left = memoryview(raw)
-            while left:
-                left = left[file.write(left) :]
-        self._keep(share, fd)
-
     def drop_old(self) -> None:
         """Let go of the files that nobody writes to any more: those of actors that were replaced, and copies."""
         for files in self._files.values():
@@ -216,10 +207,9 @@ class SnapshotFiles:
         """Return, by share, the steps of which there is a whole snapshot."""
         return {share: tuple(sorted(steps)) for share, steps in self._files.items()}
 
-    def raw(self, share: Share, step: int) -> bytes:
-        """Return the content of a file. Raises KeyError if there is none of this step."""
-        fd = self._files[share][step]
-        return os.pread(fd, os.fstat(fd).st_size, 0)
+    def file(self, share: Share, step: int) -> int:
+        """Return the descriptor of a file. Raises KeyError if there is none of this step."""
+        return self._files[share][step]
 
     def at(self, step: int, shares: Iterable[Share]) -> dict[str, Logical]:
         """Choose the snapshots of one step, which ``open`` and ``header`` then read.

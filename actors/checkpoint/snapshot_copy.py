@@ -190,6 +190,26 @@ class CopySender:
         _exactly(connection, len(_ACK))
 
 
+def send_copy(file: int, to: Recipient) -> None:
+    """Send one snapshot, and wait until it is whole there.
+
+    Args:
+        file: The memory file that it is in, which stays as it is meanwhile.
+        to: Who expects it.
+
+    Raises:
+        OSError: It did not arrive.
+    """
+    sender = CopySender(to)
+    sender.begin(file)
+    while sender.is_sending:
+        sender.wait(SILENCE)
+    lost = sender.lost
+    sender.close()
+    if lost:
+        raise ConnectionError(f"a snapshot did not arrive at {to.host}: {lost}")
+
+
 class _Room:
     """A memory file for copies.
 

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -239,16 +240,8 @@ class Hosted:
             kept(self._keeper).begin(step, member.state)
 
     def drop_old_snapshots(self) -> None:
-        """Let go of the snapshots of actors that were replaced."""
+        """Let go of the snapshots of actors that were replaced, and of those that came from other nodes."""
         kept(self._keeper).drop_old()
-
-    def snapshot(self, share: Share, step: int) -> bytes:
-        """Return a snapshot that this actor has, for another node that goes back to it."""
-        return kept(self._keeper).raw(share, step)
-
-    def receive_snapshot(self, share: Share, raw: bytes) -> None:
-        """Keep a snapshot that another node has."""
-        kept(self._keeper).receive(share, raw)
 
     def expect_copies(self, expected: Mapping[str, Share], files: int) -> tuple[str, int, list[Address]]:
         """Get ready for copies from other nodes; see ``SnapshotKeeper.expect_copies``."""
@@ -258,11 +251,23 @@ class Hosted:
         """Begin to send copies to another node; see ``SnapshotKeeper.begin_copies``."""
         kept(self._keeper).begin_copies(to, step, addresses, patience)
 
-    def restore(self, step: int, shares: Sequence[Share]) -> None:
-        """Load the snapshots of a step; see ``SnapshotKeeper.restore``."""
+    def send_snapshots(self, step: int, to: Sequence[tuple[Share, Recipient]]) -> None:
+        """Send snapshots of a step to other nodes, which go back to them; see ``SnapshotKeeper.send``."""
+        with nullcontext() if self._member is None else self._member.probe.idle():
+            kept(self._keeper).send(step, to)
+
+    def restore(self, step: int, shares: Sequence[Share], arrived: Sequence[Address], *sent: None) -> None:
+        """Load the snapshots of a step; see ``SnapshotKeeper.restore``.
+
+        Args:
+            step: Number of steps taken.
+            shares: All shares of the state.
+            arrived: Where those are that came from other nodes.
+            *sent: What ``send_snapshots`` has returned, which had to be done before.
+        """
         member = _there(self._member)
         with member.probe.idle():
-            kept(self._keeper).restore(step, shares, member.state)
+            kept(self._keeper).restore(step, shares, arrived, member.state)
 
     # --- called from another thread during a step ---
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from raypar.actors.checkpoint.memory_snapshot import Address, Held, Share, Slots, SnapshotFiles
-from raypar.actors.checkpoint.snapshot_copy import CopyReceiver, Recipient
+from raypar.actors.checkpoint.snapshot_copy import CopyReceiver, Recipient, send_copy
 from raypar.actors.collective.shm.links import place
 from raypar.actors.specs.results import Copied
 from raypar.actors.worker.outgoing_copies import OutgoingCopies
@@ -78,7 +78,8 @@ class SnapshotKeeper:
             state.keep(self._slots, step, lambda: None)
 
     def drop_old(self) -> None:
-        """Let go of the snapshots of actors that were replaced: all those that are there have begun with their own."""
+        """Let go of all snapshots that nobody writes to any more: all actors have begun with their own."""
+        self.stop_copies()
         self._held.drop_old()
 
     def addresses(self) -> list[Address]:
@@ -89,10 +90,6 @@ class SnapshotKeeper:
         """Keep the snapshots of other actors of this node, those that are at these addresses."""
         self._held.expect_new()
         self._held.hold(addresses)
-
-    def receive(self, share: Share, raw: bytes) -> None:
-        """Keep a copy of a snapshot that another node has."""
-        self._held.receive(share, raw)
 
     # --- copies on other nodes ---
 
@@ -152,22 +149,35 @@ class SnapshotKeeper:
         """Return, by share, the steps of which this actor has a snapshot."""
         return self._files().steps()
 
-    def raw(self, share: Share, step: int) -> bytes:
-        """Return a snapshot that this actor has, for another node."""
-        return self._files().raw(share, step)
+    def send(self, step: int, to: Sequence[tuple[Share, Recipient]]) -> None:
+        """Send snapshots of a step that this actor has, its own or those of others, one after the other.
 
-    def restore(self, step: int, shares: Sequence[Share], state: WorkerState) -> None:
+        Args:
+            step: Number of steps taken.
+            to: Whose snapshots, and to whom. He expects them; see ``expect_copies``.
+
+        Raises:
+            OSError: One of them did not arrive.
+            KeyError: One of them is not here.
+        """
+        files = self._files()
+        for share, recipient in to:
+            send_copy(files.file(share, step), recipient)
+
+    def restore(self, step: int, shares: Sequence[Share], arrived: Sequence[Address], state: WorkerState) -> None:
         """Load the snapshots of a step.
 
         Args:
             step: Number of steps taken.
             shares: All shares of the state, of the layout in which they were taken.
+            arrived: Where those are that came from other nodes to this one and to others.
             state: The actor's state.
 
         Raises:
             CheckpointError: They are not whole.
             KeyError: One of them is not here.
         """
+        self._held.hold(arrived)
         files = self._files()
         state.load(files, files.at(step, shares))
 

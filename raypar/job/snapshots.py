@@ -15,6 +15,7 @@ from raypar.cluster.calls import Calls
 from raypar.job.loaded_run import LoadedRun
 from raypar.planner.snapshots import kept_copies
 from raypar.recovery.buddies import CopyPace, buddies_of
+from raypar.recovery.transfers import transfers
 
 _HEARD = 5.0  # seconds in which an actor that takes no part in the run answers
 
@@ -69,26 +70,31 @@ class Snapshots:
         there = [{step for of_one in steps for step in of_one.get(share, ())} for share in self.source]
         return max((step for step in set.intersection(*there) if step <= most), default=None)
 
-    def restore(self, loaded: LoadedRun, others: Calls, steps: Steps, step: int) -> None:
-        """Bring the snapshots of a step to the actors of the run that lack some, and make all go back to it.
+    def restore(self, loaded: LoadedRun, others: Calls, steps: Steps, step: int, places: Sequence[str]) -> None:
+        """Send the snapshots of a step to the nodes that lack some, and make all actors go back to it.
 
         Args:
             loaded: The run.
             others: Calls to actors without a rank.
             steps: What ``share`` returned.
             step: Number of steps taken.
+            places: By rank, the place of its actor (see ``Located``); "" if it is not known.
         """
         calls, everyone = loaded.calls, [*loaded.calls.handles, *others.handles]
-        refs, ranks = list[Any](), list[int]()
-        for share in self.source:
-            lacking = [rank for rank in range(loaded.world.size) if step not in steps[rank].get(share, ())]
-            if lacking:
-                having = next(number for number, has in enumerate(steps) if step in has.get(share, ()))
-                raw = everyone[having].snapshot.remote(share, step)
-                refs += [calls.handles[rank].receive_snapshot.remote(share, raw) for rank in lacking]
-                ranks += lacking
-        calls.gather(refs, "fetching snapshots", ranks)
-        calls.all("restore", step, self.source, what=f"going back to step {step}")
+        going = {secrets.token_hex(16): one for one in transfers(places, steps, self.source, step)}
+        expected, sent = dict[int, dict[str, Share]](), dict[int, list[tuple[Share, Recipient]]]()
+        for token, one in going.items():
+            expected.setdefault(one.receiver, {})[token] = one.share
+        refs = [calls.handles[rank].expect_copies.remote(shares, 1) for rank, shares in expected.items()]
+        opened = dict(zip(expected, calls.gather(refs, "expecting snapshots", [*expected]), strict=True))
+        for token, one in going.items():
+            host, port, _ = opened[one.receiver]
+            sent.setdefault(one.giver, []).append((one.share, Recipient(host, port, token)))
+        done = {giver: everyone[giver].send_snapshots.remote(step, to) for giver, to in sent.items()}
+        ranked = [giver for giver in done if giver < loaded.world.size]  # the others' errors come with "restore"
+        calls.gather([done[giver] for giver in ranked], "sending snapshots", ranked)
+        arrived = [replace(address, is_written=False) for *_, of_one in opened.values() for address in of_one]
+        calls.all("restore", step, self.source, arrived, *done.values(), what=f"going back to step {step}")
 
     def begin(self, loaded: LoadedRun, layout: int, others: Calls, step: int, places: Sequence[str]) -> None:
         """Make the actors go on after a step with snapshots of it, and let go of those of others and of layouts before.

@@ -338,7 +338,7 @@ class Starter:
         common = self._snapshots.common(steps, taken)
         from_memory = common is not None and common >= saved
         if common is not None and from_memory:
-            self._snapshots.restore(loaded, others, steps, common)
+            self._snapshots.restore(loaded, others, steps, common, self._places)
         elif found is not None:
             if not found.path.exists():
                 raise JobError(

@@ -119,19 +119,6 @@ def test_a_snapshot_outlives_the_process_that_took_it():
     assert held.files() == {}
 
 
-def test_a_copy_from_another_node_is_read_like_any():
-    slots, held = Slots(3), Held("there")
-    take(slots, 2, numbers(2))
-    share = Share(4, 3)
-    held.receive(share, SnapshotFiles({share: slots.files}).raw(share, 2))
-    files = SnapshotFiles(held.files())
-    assert torch.equal(Assembler(files).read(files.at(2, [share])["w"]), numbers(2)["w"])
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    held.close()
-    slots.close()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before - 3
-
-
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"dp": 2, "zero": 3}, {"dp": 1}], ids=str)
 def test_a_team_goes_back_to_a_snapshot_with_all_bits(layout):
     """Whatever the mesh of those that took it."""

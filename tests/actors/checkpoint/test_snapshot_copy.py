@@ -175,3 +175,37 @@ def test_a_node_that_is_lost_costs_at_most_the_steps_between_two_copies(layout):
         keeper.close()
     del keepers, keeper  # what is mapped is open too
     assert num_opened() <= before  # what others have left may go meanwhile
+
+
+def test_a_node_gets_the_snapshots_of_another_once_and_all_its_actors_read_them():
+    """Of four actors two are on a node that has lost all: one of them receives each share, the other opens its file."""
+    team, other = (Team(linears(), pp=2, dp=2, zero=1, max_failures=1) for _ in range(2))
+    shares, before = [Share(0, rank) for rank in range(4)], num_opened()
+    keepers = [SnapshotKeeper(actor.member.seat.plan, lambda step: None) for actor in team.all]
+    for step in range(2):
+        team.step(step)
+        for actor, keeper in zip(team.all, keepers, strict=True):
+            keeper.after(step + 1, actor.member.state)
+    late = [SnapshotKeeper(actor.member.seat.plan, lambda step: None) for actor in other.all[:2]]
+    receiver, reader = late
+    tokens = {f"{share.rank}" * 32: share for share in shares}
+    _, port, arrived = receiver.expect_copies(HERE, tokens, 1)
+    for token, share in tokens.items():
+        keepers[share.rank].send(2, [(share, Recipient(HERE, port, token))])
+    with pytest.raises(KeyError):
+        keepers[0].send(7, [(shares[0], Recipient(HERE, port, "0" * 32))])
+    with pytest.raises(ConnectionError, match=f"a snapshot did not arrive at {HERE}: "):
+        keepers[0].send(2, [(shares[0], Recipient(HERE, port, "0" * 32))])  # all that were expected have come
+    # in one process there is no other to open files of, so the reader is given descriptors
+    for address in arrived:
+        reader._held.adopt(address.share, map(os.dup, address.files))
+    for actor, keeper in zip(other.all, (receiver, reader, reader, reader), strict=True):
+        keeper.restore(2, shares, arrived, actor.member.state)
+    assert all(torch.equal(other.weights()[name], weight) for name, weight in team.weights().items())
+    for keeper in late:
+        keeper.drop_old()
+        assert keeper.steps() == {}, "what has come is let go once all have begun with their own"
+    for keeper in (*keepers, *late):
+        keeper.close()
+    del keepers, late, keeper, receiver, reader
+    assert num_opened() <= before
