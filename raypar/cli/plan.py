@@ -9,7 +9,8 @@ from raypar.actors.mesh.world import Zero
 from raypar.actors.specs.run import Run
 from raypar.config.run import check_run, world_of
 from raypar.errors import ConfigError
-from raypar.planner.memory import others_memory, worker_memory
+from raypar.planner.memory import worker_memory
+from raypar.planner.other_actors import others_memory
 from raypar.planner.prediction import FROM_FLOPS, from_flops
 from raypar.planner.traffic import sent_bytes
 from raypar.reporting.expert_table import expert_table

@@ -176,7 +176,7 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
         gathered = whole[rank].weights if world.unshards else 0
         buckets = lent[rank].most() if lends else 0
         waits = buckets >= each.gradient * count > 0 and lent[rank].waits
-        saved = optimizer + (0 if each.master else own * each.weight)
+        saved = 0 if world.servers else saved_bytes(each, own, optimizer)
         found.append(
             Memory(
                 weights=0 if world.offload == "parameters" else kept,
@@ -188,7 +188,7 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
                 working=round(WORKING * (activations[rank] or 0)),
                 twice=gradients if waits else 0,
                 shared=_filled(world, buckets, gathered) + _read(world, each.weight, count, experts, lends=lends),
-                offloaded=_offloaded(world, each, own, kept, optimizer),
+                offloaded=offloaded_bytes(world, each, own, kept, optimizer),
                 snapshots=snapshots * saved,
                 copies=copies * saved,
             )
@@ -207,8 +207,19 @@ def _owned(world: World, count: int, experts: int) -> int:
     return -(-(count - experts) // world.owners) + (-(-experts // world.experts.owners) if world.experts else 0)
 
 
-def _offloaded(world: World, each: ElementBytes, own: int, weights: int, optimizer: int) -> int:
-    """Return the bytes that a worker keeps in host memory or in files.
+def saved_bytes(each: ElementBytes, own: int, optimizer: int) -> int:
+    """Return the bytes that an actor saves in a checkpoint or a snapshot.
+
+    Args:
+        each: The bytes of elements.
+        own: The number of parameters that it updates.
+        optimizer: The bytes of masters in another dtype, and of the optimizer's state.
+    """
+    return optimizer + (0 if each.master else own * each.weight)
+
+
+def offloaded_bytes(world: World, each: ElementBytes, own: int, weights: int, optimizer: int) -> int:
+    """Return the bytes that an actor keeps in host memory or in files.
 
     Args:
         world: The ranks of the run.
@@ -255,53 +266,6 @@ def _read(world: World, weight: int, count: int, experts: int, *, lends: bool) -
     others = (count - experts) * (group - 1) // group
     others += experts * (world.expert_replicas - 1) // world.expert_replicas if experts else 0
     return (1 if lends else 2) * weight * others
-
-
-def server_memory(run: Run, world: World, counts: Counts) -> list[Memory]:
-    """Estimate the memory of a parameter server of each pipeline rank; empty if the run has none.
-
-    The arguments are those of ``worker_memory``.
-    """
-    if not world.servers:
-        return []
-    each, servers = element_bytes(run), world.servers
-    return [
-        Memory(each.weight * share, each.gradient * share, each.state * -(-state // servers), 0)
-        for share, state in zip((-(-count // servers) for count in counts.held), states_of(run, counts), strict=True)
-    ]
-
-
-def others_memory(run: Run, world: World, counts: Counts, timeline: Timeline) -> list[Memory]:
-    """Estimate the memory of an expert actor or a server of each pipeline rank; empty if the run has only workers.
-
-    The arguments are those of ``worker_memory``.
-    """
-    return expert_memory(run, world, counts, timeline) or server_memory(run, world, counts)
-
-
-def expert_memory(run: Run, world: World, counts: Counts, timeline: Timeline) -> list[Memory]:
-    """Estimate the memory of an expert actor of each pipeline rank at an even load; empty if the run has none.
-
-    What passes through its device if its experts are offloaded is left out. Arguments: see ``worker_memory``.
-    """
-    if (own := counts.apart) is None:
-        return []
-    each = element_bytes(run)
-    kept = [None] * len(own.held) if isinstance(run.model, Layers) else most_kept(run, run.model, timeline, apart=True)
-    stays, found = world.offload == "none", []
-    for count, state, rows in zip(own.held, states_of(run, own), kept, strict=True):
-        weights, optimizer = each.weight * count, each.state * state + each.master * count
-        found.append(
-            Memory(
-                weights=0 if world.offload == "parameters" else weights,
-                gradients=each.gradient * count if stays else 0,
-                optimizer=optimizer if stays else 0,
-                activations=rows,
-                working=round(WORKING * (rows or 0)),
-                offloaded=_offloaded(world, each, count, weights, optimizer),
-            )
-        )
-    return found
 
 
 def states_of(run: Run, counts: Counts) -> list[int]:

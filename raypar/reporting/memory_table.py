@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from raypar.actors.specs.run import Run
 from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
-from raypar.planner.memory import Memory, others_memory, worker_memory
+from raypar.planner.memory import Memory, worker_memory
+from raypar.planner.other_actors import others_memory
 from raypar.planner.prediction import from_flops
 from raypar.reporting.needs import counts_of, size
 from raypar.reporting.notebook import box, table, unknown_actor

@@ -17,7 +17,8 @@ from raypar.config.run import world_of
 from raypar.config.skeleton import Skeleton
 from raypar.planner.checkpoint_size import checkpoint_bytes
 from raypar.planner.host import computes_here, free_disk, free_memory, total_memory
-from raypar.planner.memory import Counts, Memory, others_memory, worker_memory
+from raypar.planner.memory import Counts, Memory, worker_memory
+from raypar.planner.other_actors import others_memory
 from raypar.planner.parameters import (
     Units,
     active_parameters,

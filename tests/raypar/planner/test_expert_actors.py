@@ -13,7 +13,8 @@ from raypar.actors.specs.optim import Muon
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run, world_of
 from raypar.config.skeleton import Skeleton
-from raypar.planner.memory import others_memory, worker_memory
+from raypar.planner.memory import worker_memory
+from raypar.planner.other_actors import others_memory
 from raypar.planner.prediction import from_flops
 from raypar.planner.traffic import sent_bytes
 from raypar.reporting.needs import counts_of, need_rows

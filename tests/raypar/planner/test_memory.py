@@ -18,7 +18,8 @@ from raypar.config.recipes import recipe
 from raypar.config.run import check_run, world_of
 from raypar.config.skeleton import Skeleton
 from raypar.planner import host
-from raypar.planner.memory import Counts, Memory, server_memory, worker_memory
+from raypar.planner.memory import Counts, Memory, worker_memory
+from raypar.planner.other_actors import server_memory
 from raypar.planner.prediction import from_flops
 from raypar.planner.snapshots import snapshot_counts
 from raypar.reporting.needs import actors_told, counts_of
