@@ -28,7 +28,9 @@ _ASTRAY = (
     "link set astray0 up",
     "link set astray1 up",
 )
-_SMALL = ["--object-store-memory=80000000", "--disable-usage-stats"]
+# Of Ray's own processes, each of which takes seconds of a core to start, only those that a driver needs.
+_SMALL = ["--object-store-memory=80000000", "--disable-usage-stats", "--include-log-monitor=false"]
+_SMALL_HEAD = ["--no-monitor"]  # no autoscaler
 
 
 @dataclass
@@ -90,7 +92,7 @@ def cluster_of_hosts(
             assert started.stdout is not None
             assert any("Ray runtime started" in line for line in started.stdout), f"{host.name}: Ray did not start"
 
-        start(first, cpus[0], "--head", f"--port={PORT}", *head)
+        start(first, cpus[0], "--head", f"--port={PORT}", *_SMALL_HEAD, *head)
         with ThreadPoolExecutor() as all_at_once:
             joined = [
                 all_at_once.submit(start, host, count, f"--address={first.address}:{PORT}")
