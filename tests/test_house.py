@@ -326,10 +326,10 @@ MAY_IMPORT = {
         "raypar/config/validate schedules"
     ),
     "raypar/cli": (
-        "actors actors/mesh actors/specs raypar raypar/checkpoint raypar/cluster raypar/config raypar/config/validate "
-        "raypar/doctor raypar/job raypar/parity raypar/planner raypar/recovery raypar/reporting raypar/reporting/html "
-        "raypar/reporting/run_folder raypar/stepping schedules schedules/checking schedules/drawing "
-        "schedules/passes schedules/simulation"
+        "actors actors/data actors/mesh actors/specs raypar raypar/checkpoint raypar/cluster raypar/config "
+        "raypar/config/validate raypar/doctor raypar/job raypar/parity raypar/planner raypar/recovery raypar/reporting "
+        "raypar/reporting/html raypar/reporting/run_folder raypar/stepping schedules schedules/checking "
+        "schedules/drawing schedules/passes schedules/simulation"
     ),
     "raypar/cluster": "actors actors/mesh actors/specs raypar raypar/planner schedules",
     "raypar/config": (

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from raypar.actors.errors import FaultsError
 from raypar.actors.files import WholeFile, expanded, read_named, write_whole
+from raypar.actors.specs.data import Text
 
 log = logging.getLogger(__name__)
 Tokens: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
@@ -66,10 +67,35 @@ class _File:
 
 
 @dataclass(frozen=True)
+class _Entry:
+    """The place of a path's tokens in the cache."""
+
+    files: list[_File]
+    is_bin: bool  # already token ids: mapped in place; the cache keeps only their facts
+    tokenizer: str | None  # its sha256, "" for bytes; None if it can't be read
+    data: Path
+    facts: Path
+
+
+@dataclass(frozen=True)
 class _Encoder:
     encode: Callable[[bytes], Tokens]
     dtype: str
     vocab: int
+
+
+def is_converted(text: Text) -> bool:
+    """Return whether the cache has the tokens of a text, so that to open it writes nothing; True if it can't be opened.
+
+    Args:
+        text: The text.
+    """
+    for path in (text.path, *([] if text.val_path is None else [text.val_path])):
+        faults: list[str] = []
+        entry = _entry("", path, text.tokenizer, text.cache, faults)
+        if not faults and _read_facts(entry.facts, entry.data) is None:
+            return False
+    return True
 
 
 def open_tokens(setting: str, path: str, tokenizer: str | None, cache: str | None) -> tuple[Tokens, Facts]:
@@ -88,28 +114,35 @@ def open_tokens(setting: str, path: str, tokenizer: str | None, cache: str | Non
         TextError: All faults of path, tokenizer and cache folder.
     """
     faults: list[str] = []
-    folder = expanded(cache or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/raypar").absolute() / "tokens"
-    is_bin = path.endswith(".bin")  # already token ids: mapped in place; the cache keeps only its facts
-    files = _sources(setting, path, folder, faults)
-    tokenizer_sha = _tokenizer_sha(tokenizer, faults)
-    key = hashlib.sha256(repr((_FORMAT, files, is_bin or tokenizer_sha)).encode()).hexdigest()[:32]
-    data = files[0].path if is_bin and files else folder / f"{key}.bin"
-    facts = None if faults else _read_facts(folder / f"{key}.json", data)
+    entry = _entry(setting, path, tokenizer, cache, faults)
+    files, data = entry.files, entry.data
+    facts = None if faults else _read_facts(entry.facts, data)
     if facts is None:
-        encoder = None if tokenizer_sha is None else _encoder(tokenizer, faults)
-        _make_folder(folder, faults)
+        encoder = None if entry.tokenizer is None else _encoder(tokenizer, faults)
+        _make_folder(entry.facts.parent, faults)
         if faults or encoder is None:
             raise TextError(faults)
         try:
-            taken = files if is_bin else [file for file in files if file.size and _is_text(file)]
+            taken = files if entry.is_bin else [file for file in files if file.size and _is_text(file)]
             log.info("converting %s %r to tokens, once: %s", setting, path, _told(files, taken))
-            facts = _scan(files[0]) if is_bin else _convert(taken, encoder, tokenizer_sha or "", data)
-            write_whole(folder / f"{key}.json", [memoryview(json.dumps(asdict(facts), indent=1).encode())])
+            facts = _scan(files[0]) if entry.is_bin else _convert(taken, encoder, entry.tokenizer or "", data)
+            write_whole(entry.facts, [memoryview(json.dumps(asdict(facts), indent=1).encode())])
         except (OSError, ValueError) as error:
             raise TextError([f"{setting}: {path!r} cannot be converted ({error}): repair that"]) from error
     if not facts.count:
         raise TextError([f"{setting}: {path!r} is empty ({_SKIPPED}): give files with text in them"])
     return np.memmap(data, np.dtype(facts.dtype), mode="r"), facts
+
+
+def _entry(setting: str, path: str, tokenizer: str | None, cache: str | None, faults: list[str]) -> _Entry:
+    """Find where the cache has the tokens of a path. Faults are appended to ``faults``."""
+    folder = expanded(cache or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/raypar").absolute() / "tokens"
+    is_bin = path.endswith(".bin")
+    files = _sources(setting, path, folder, faults)
+    tokenizer_sha = _tokenizer_sha(tokenizer, faults)
+    key = hashlib.sha256(repr((_FORMAT, files, is_bin or tokenizer_sha)).encode()).hexdigest()[:32]
+    data = files[0].path if is_bin and files else folder / f"{key}.bin"
+    return _Entry(files, is_bin, tokenizer_sha, data, folder / f"{key}.json")
 
 
 def _told(files: list[_File], taken: list[_File]) -> str:

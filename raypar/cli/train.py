@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +20,7 @@ from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.run import Run
+from raypar.cli.dry_run import sparing_cache
 from raypar.cli.output_files import file_faults, growing_file, whole_file
 from raypar.cli.parsing import parse, values_of
 from raypar.cli.plan import compared, placed
@@ -151,14 +152,14 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
     if args.base in known and names_code(args.schedule) and not [*values_of("--schedule", words)]:
         text = f"schedule {args.schedule!r} is code, and the checkpoint alone can't make it run"
         wrong.append(Fault("schedule", f"{text}: if you trust it, say --schedule {args.schedule}", of_type=True))
-    schedule = _checked(run, args, begun, wrong, is_told=any(values_of("--steps", words)))
-    origins = _origins(args, words)
+    is_told = any(values_of("--steps", words))
     if args.dry_run:
-        for idle in idle_fields(run):
-            logging.getLogger("raypar").warning("%s", idle)
-        rows = plan_rows(run, schedule, origins=origins, step=0 if begun is None else begun.manifest.step)
-        pictures = planned_grid(schedule, dict(rows)["bubble"], color=terminal), expert_table(run)
-        return Plan("\n\n".join(filter(None, pictures)), rows)
+        with sparing_cache(run) as run:
+            schedule = _checked(run, args, begun, wrong, is_told=is_told)
+            taken = 0 if begun is None else begun.manifest.step
+            return _planned(run, schedule, _origins(args, words), taken, color=terminal)
+    schedule = _checked(run, args, begun, wrong, is_told=is_told)
+    origins = _origins(args, words)
     for axis, origin in origins.items():  # the log says later how many actors that makes
         logging.getLogger("raypar").info("mesh.%s is %s, from %s", axis, getattr(run.mesh, axis), origin)
     from raypar.job.run_folders import settled  # imports what mistakes and dry runs do not need
@@ -171,6 +172,15 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
             notes = [note for note in getattr(error, "__notes__", []) if not note.startswith(TO_GO_ON)]
             error.__notes__ = [*notes, how_to_go_on(run)]
         raise
+
+
+def _planned(run: Run, schedule: Schedule, origins: Mapping[str, str], step: int, *, color: bool) -> Plan:
+    """Make the plan of a run that was checked and goes on after a step; log what has no effect."""
+    for idle in idle_fields(run):
+        logging.getLogger("raypar").warning("%s", idle)
+    rows = plan_rows(run, schedule, origins=origins, step=step)
+    pictures = planned_grid(schedule, dict(rows)["bubble"], color=color), expert_table(run)
+    return Plan("\n\n".join(filter(None, pictures)), rows)
 
 
 def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fault], *, is_told: bool) -> Schedule:

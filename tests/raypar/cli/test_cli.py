@@ -359,6 +359,17 @@ def test_a_dry_run_does_not_say_ok_of_too_much_memory(said, data, monkeypatch):
     assert "ok:" not in out
 
 
+def test_a_dry_run_leaves_the_cache_as_it_is(said, tmp_path):
+    text, cache = tmp_path / "text", tmp_path / "cache"
+    text.write_text("the quick brown fox " * 500)
+    words = ("train", "gpt-tiny", "--data.path", text, "--data.cache", cache, "--dry-run")
+    code, out, _ = said(*words)
+    assert code == 0 and "9,000 tokens to train with" in out and not cache.exists()
+    cache.touch()
+    code, _, err = said(*words)
+    assert code == 2 and f"cache: {str(cache / 'tokens')!r} cannot be written to" in err
+
+
 def test_a_dry_run_predicts_once(said, data, monkeypatch):
     predicted = []
     predict = summaries.from_flops
