@@ -222,6 +222,23 @@ def test_the_reference_has_every_public_name():
     assert not missing
 
 
+def test_the_table_of_exceptions_has_all_that_a_user_can_catch():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    table = re.findall(r"^\| `([\w.]+Error)` \|", page, re.MULTILINE)
+    paths = [re.sub(r"^rp\.", "raypar.", name).rpartition(".") for name in table]
+    listed = {getattr(importlib.import_module(home), name) for home, _, name in paths}
+    errors, schedules = importlib.import_module("raypar.errors"), importlib.import_module("raypar.schedules")
+    own = [value for value in vars(errors).values() if getattr(value, "__module__", "") == errors.__name__]
+    public = [getattr(rp, name) for name in rp.__all__] + [getattr(schedules, name) for name in schedules.__all__]
+    board = importlib.import_module("raypar.schedules.step_board")
+    raised = {value for value in [*own, *public, *vars(board).values()] if _is_error(value)}
+    assert not (missing := raised - listed), missing
+
+
+def _is_error(value):
+    return isinstance(value, type) and issubclass(value, Exception) and value.__module__.startswith("raypar")
+
+
 def test_pages_are_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = re.findall(r"^ +- (\S+\.md)$", nav, re.MULTILINE)

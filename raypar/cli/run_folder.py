@@ -16,7 +16,8 @@ from raypar.errors import ConfigError
 from raypar.paths import COMPARISON, REPORT, TRACE
 from raypar.reporting.html.compare import comparison
 from raypar.reporting.html.live import EVERY, Live
-from raypar.reporting.html.page import page
+from raypar.reporting.html.markup import document
+from raypar.reporting.html.page import page, unread
 from raypar.reporting.run_folder.read import Past, read, salvage
 from raypar.schedules.drawing.chrome_trace import chrome_trace
 from raypar.schedules.drawing.files import write_text
@@ -113,7 +114,7 @@ def report(args: ReportArgs) -> str | Live:
     folders, peak = args.folders, args.peak
     if args.live:
         _page(folders, peak)
-        return Live(lambda: _page(folders, peak, EVERY)[0], args.port)
+        return Live(lambda: _served(folders, peak), args.port)
     name = REPORT if len(folders) == 1 else COMPARISON
     made, unread, home = _page(folders, peak)
     written = _written(args.out or home / name, args.out, made)
@@ -127,6 +128,14 @@ def trace(args: TraceArgs) -> str:
         raise ConfigError([f"run folder {str(past.folder)!r} has no measured step: train one"])
     made = json.dumps(chrome_trace(*past.timelines)) + "\n"
     return f"{_written(args.out or args.folder / TRACE, args.out, made)} (step {past.step + 1:,})"
+
+
+def _served(folders: tuple[Path, ...], peak: float | None) -> str:
+    """Make the page as it is served; it says so if no folder can be read any more, as after a launch that failed."""
+    try:
+        return _page(folders, peak, EVERY)[0]
+    except ConfigError as error:
+        return document("raypar", unread(error.faults), EVERY)
 
 
 def _page(folders: tuple[Path, ...], peak: float | None, every: int | None = None) -> tuple[str, list[str], Path]:

@@ -55,6 +55,12 @@ def happenings(past: Past) -> list[Mark]:
     return [*_of_log(past), *_of_metrics(past)]
 
 
+def ending(past: Past) -> str:
+    """Say how a run that is over ended before its last step, as "failed after step 8: ..."; "" if it took all."""
+    sessions = _sessions(past.log)
+    return next((mark.text for mark in _end(past, sessions[-1])), "")
+
+
 def _of_log(past: Past) -> Iterator[Mark]:
     found = [session for session in _sessions(past.log) if session.first is not None or session.errors]
     for session, then in pairwise([*found, None]):

@@ -25,7 +25,7 @@ from raypar.reporting.html.figures import (
     size,
     smoothed,
 )
-from raypar.reporting.html.happenings import happenings
+from raypar.reporting.html.happenings import ending, happenings
 from raypar.reporting.html.loss_scale import loss_scale
 from raypar.reporting.html.markup import NUMBER, VALUE, Markup, document, element, joined, note, section, table
 from raypar.reporting.html.overflow import overflow
@@ -286,10 +286,10 @@ def page(past: Past, *, faults: Sequence[str] = (), peak: float | None = None, e
 def state(past: Past, every: int | None) -> str:
     """Say whether the run goes on and, on a page that is served, whether the page follows it."""
     if past.under_way:
-        return (
-            "The run goes on." if every is None else f"The run goes on; this page loads itself every {every} seconds."
-        )
-    return "The run has ended." if every is None else "The run has ended; this page does not refresh any more."
+        told = "The run goes on" if past.metrics else "The run has not taken a step yet"
+        return f"{told}." if every is None else f"{told}; this page loads itself every {every} seconds."
+    told = f"The run {ending(past) or 'has ended'}".removesuffix(".")
+    return f"{told}." if every is None else f"{told}; this page does not refresh any more."
 
 
 def unread(faults: Sequence[str]) -> Markup:

@@ -169,7 +169,7 @@ def salvage(folder: Path) -> tuple[Past, list[str]]:
         metrics, sound lines stay), and the faults.
 
     Raises:
-        ConfigError: If it is no run folder.
+        ConfigError: If it is no run folder, nor one in which a run is being launched.
     """
     folder, faults = absolute(folder), list[str]()
 
@@ -190,7 +190,7 @@ def salvage(folder: Path) -> tuple[Past, list[str]]:
             faults.append(f"{name} can't be read ({why})")
         return missing
 
-    if "\0" in str(folder) or not holds_run(folder):
+    if "\0" in str(folder) or not (holds_run(folder) or under_way(folder)):
         raise ConfigError([_no_run(folder)])
     going = under_way(folder)
     config: dict[str, Any] = part(RUN, _config, {})

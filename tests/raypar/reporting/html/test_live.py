@@ -15,6 +15,7 @@ from threading import Thread
 
 import pytest
 
+from raypar.cli import run_folder
 from raypar.cli.main import main
 from raypar.errors import ConfigError
 from raypar.reporting.html.live import EVERY, Live
@@ -26,8 +27,7 @@ from tests.raypar.reporting.html.test_report import report
 
 
 @contextmanager
-def served(made):
-    live = Live(made, 0)
+def serving(live):
     thread = Thread(target=live.serve)
     thread.start()
     try:
@@ -36,6 +36,10 @@ def served(made):
         live.stop()
         thread.join(timeout=10)
         assert not thread.is_alive()
+
+
+def served(made):
+    return serving(Live(made, 0))
 
 
 def asked(port, path="/", method="GET", host=None):
@@ -106,6 +110,24 @@ def test_a_page_refreshes_while_the_run_goes_on_and_says_when_it_has_ended(tmp_p
     over = page(read(folder), every=EVERY)
     assert "http-equiv" not in over
     assert "The run has ended; this page does not refresh any more." in over
+
+
+def test_a_run_that_is_being_launched_has_a_page_that_says_so(tmp_path):
+    lines = Lines(tmp_path / "log.txt")
+    lines.lock()
+    live = run_folder.report(run_folder.ReportArgs((tmp_path,), live=True, port=0))
+    with serving(live) as port:
+        assert f"The run has not taken a step yet; this page loads itself every {EVERY} seconds." in asked(port)[1]
+        lines.close()  # the launch has failed
+        assert "it has no run.toml" in asked(port)[1]
+
+
+def test_a_run_that_ended_early_says_how_beside_its_steps(tmp_path):
+    folder = written(tmp_path / "run")
+    (folder / "metrics.jsonl").write_text(json.dumps(report(0)) + "\n")
+    assert "The run ended after step 1, before its last step." in page(read(folder))
+    (folder / "log.txt").write_text("2026-01-01T00:00:00+0000 INFO Ctrl-C: ending\n")
+    assert "The run stopped with Ctrl-C after step 1." in page(read(folder))
 
 
 def test_the_command_serves_until_ctrl_c_and_every_request_reads_the_folder(tmp_path):
