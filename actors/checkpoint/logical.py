@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -31,6 +32,7 @@ DTYPES = {  # torch's name to safetensors'
     "uint8": "U8",
     "bool": "BOOL",
 }
+_BITS = re.compile(r"[0-9]+")  # in the name of a dtype; BOOL has a byte
 _MAX_DIMS = 64  # torch's own limit
 _MAX_SLICES = 4096  # of one tensor; every pair is compared
 _MAX_ELEMENTS = 1 << 60
@@ -74,6 +76,12 @@ class Logical:
     dtype: str
     shape: Shape
     slices: tuple[Stored, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements; 0 if the dtype is none."""
+        bits = _BITS.search(self.dtype)
+        return math.prod(self.shape) * (int(bits[0]) // 8 if bits else 1) if self.dtype in DTYPES.values() else 0
 
     def faults(self) -> Iterator[str]:
         """Yield what is wrong: a bad dtype or shape, and slices that leave the tensor, overlap or miss elements.

@@ -65,11 +65,25 @@ class Transformer:
         if not right("model.hidden", "model.heads"):
             return
         if self.hidden % self.heads:
-            near = _divisor_near(self.heads, self.hidden)
-            yield f"model.hidden {self.hidden} is not a multiple of model.heads {self.heads}: use {near} heads, say"
+            heads, hidden = self._fitting()
+            fix = f"use {heads} heads, say" if hidden == self.hidden else f"use model.hidden {hidden}, say"
+            yield f"model.hidden {self.hidden} is not a multiple of model.heads {self.heads}: {fix}"
         elif right("model.positions") and self.positions == "rope" and self.hidden // self.heads % 2:
             width, fix = self.hidden // self.heads, "set model.hidden to a multiple of 2 * heads, or other positions"
             yield f"model.positions is 'rope', which turns pairs, but a head has the odd width {width}: {fix}"
+
+    def _fitting(self) -> tuple[int, int]:
+        """Return heads and a hidden size that fit each other, one of which is as it is; the width of a head fits too.
+
+        Other heads are near the present ones, where there are any but one; else it is another hidden size.
+        """
+        if not self.hidden % self.heads:
+            return self.heads, self.hidden
+        even = 2 if self.positions == "rope" else 1
+        heads = 1 if self.hidden % even else _divisor_near(self.heads, self.hidden // even)
+        if heads > 1:
+            return heads, self.hidden
+        return self.heads, max(1, round(self.hidden / (self.heads * even))) * self.heads * even
 
     def num_experts(self, block: int) -> int:
         """Return the number of experts of a block; 0 if it has an MLP instead.
@@ -142,9 +156,13 @@ class Llama(Transformer):
     def faults(self, right: Callable[..., bool]) -> Iterator[str]:
         """Yield what ``Transformer.faults`` yields, and a fault if kv_heads does not divide heads."""
         yield from super().faults(right)
-        if right("model.heads", "model.kv_heads") and self.heads % self.num_kv_heads:
-            near = _divisor_near(self.num_kv_heads, self.heads)
-            yield f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}: use {near}, say"
+        heads = self._fitting()[0] if right("model.heads", "model.hidden", "model.positions") else self.heads
+        if right("model.heads", "model.kv_heads") and heads % (self.kv_heads or heads):
+            near, which = (
+                _divisor_near(self.kv_heads or heads, heads),
+                "model.heads" if heads == self.heads else "those",
+            )
+            yield f"model.kv_heads {self.kv_heads} does not divide {which} {heads}: use {near}, say"
 
     @property
     def num_kv_heads(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +11,10 @@ from raypar.actors.errors import CheckpointError
 from raypar.actors.files import told
 from raypar.checkpoint.check import look, verified
 from raypar.checkpoint.manifest import Manifest
-from raypar.paths import checkpoints
+from raypar.paths import checkpoints, checkpoints_in, step_of
 
 log = logging.getLogger(__name__)
+_MOST_TOLD = 10  # steps that a message names
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Listed:
     Attributes:
         path: The checkpoint's folder.
         step: Number of steps after which it was saved.
-        size: Bytes of its shards; 0 if the manifest can't be read.
+        size: Bytes of its tensors; 0 if the manifest can't be read.
         tensors: Number of logical tensors; 0 if the manifest can't be read.
         of_optimizer: How many of them are the optimizer's state, such as running means of gradients.
         faults: Faults of the manifest.
@@ -70,11 +72,26 @@ def ls(folder: Path) -> list[Listed]:
     lines = []
     for step, path in listed(folder):
         manifest, faults = look(path)
-        size = sum(file.size for file in manifest.files) if manifest else 0
+        size = sum(logical.nbytes for logical in manifest.tensors.values()) if manifest else 0
         names = list(manifest.tensors) if manifest else []
         kept = sum(name.startswith("optim.") for name in names)
         lines.append(Listed(path, step, size, len(names), kept, faults))
     return lines
+
+
+def instead_of(path: Path) -> str:
+    """Say which checkpoints there are beside one that isn't there; "" if it is there, or if there are no others."""
+    if os.path.lexists(path) or step_of(path.name) is None:
+        return ""
+    try:
+        steps = [step for step, _ in listed(checkpoints_in(path.parent))]
+    except CheckpointError:
+        return ""
+    if not steps:
+        return ""
+    told = ", ".join(f"{step:,}" for step in steps[:_MOST_TOLD])
+    more = f" and {len(steps) - _MOST_TOLD:,} earlier ones" if len(steps) > _MOST_TOLD else ""
+    return f"{str(path)!r} is not there: {str(path.parent)!r} has checkpoints after step {told}{more}"
 
 
 def listed(folder: Path) -> list[tuple[int, Path]]:

@@ -12,7 +12,7 @@ from raypar.actors.checkpoint.logical import DTYPES, Logical
 from raypar.actors.errors import CheckpointError
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.check import verified, verify
-from raypar.checkpoint.find import Found, listed, newest
+from raypar.checkpoint.find import Found, instead_of, listed, newest
 from raypar.checkpoint.manifest import MANIFEST
 from raypar.checkpoint.save import Save
 from raypar.config.fields import Fault, brief, field_faults
@@ -21,6 +21,7 @@ from raypar.config.schedule import Programs
 from raypar.config.skeleton import Skeleton
 from raypar.config.toml import flat, plain_of
 from raypar.config.validate.parallel import idle_fields
+from raypar.config.validate.replacing import is_under_way
 from raypar.errors import ConfigError
 from raypar.paths import AUTO, CHECKPOINTS, absolute, checkpoints_in, holds_run, step_of
 
@@ -48,17 +49,35 @@ def find(path: Path) -> Found:
     Raises:
         ConfigError: There is no sound checkpoint.
     """
-    path = checkpoints_in(absolute(path))
+    home = absolute(path)
+    if others := instead_of(home):
+        raise ConfigError([f"resume: {others}"])
+    path = checkpoints_in(home)
     one = step_of(path.name) is not None or os.path.lexists(path / MANIFEST)
     try:
         found = Found(path, verified(path)) if one else newest(path)
     except CheckpointError as error:
         what = f"resume {str(path)!r}" if one else "resume"  # the faults of a folder name it already
-        raise ConfigError([f"{what}: {fault}" for fault in error.faults]) from error
+        busy = _unsaved(home) if not one and not path.exists() else ""
+        raise ConfigError([busy] if busy else [f"{what}: {fault}" for fault in error.faults]) from error
+    if found is None and (busy := _unsaved(home)):
+        raise ConfigError([busy])
     if found is None:
         fix = "give another folder, or start anew, without resume"
         raise ConfigError([f"resume {str(path)!r}: there is no sound checkpoint in it: {fix}"])
     return found
+
+
+def _unsaved(home: Path) -> str:
+    """Say that a run is under way in a folder that has no checkpoint yet; "" if none is."""
+    try:
+        busy = is_under_way(home)
+    except OSError:
+        busy = False
+    fix = "wait for its first one (save_every says when), or end it, or give another folder"
+    return (
+        f"resume {str(home)!r}: it holds a run that is under way and has saved no checkpoint yet: {fix}" if busy else ""
+    )
 
 
 def prepared(
@@ -96,6 +115,9 @@ def prepared(
         log.warning("%s", idle)
     if found is not None:
         demand_resumable(run, skeleton, found)
+        if (taken := found.manifest.step) >= run.steps:
+            left = f"train() has nothing to do; for more, give steps={taken + max(1, taken // 2)}"
+            log.warning("%s has taken all %d steps of this run: %s", found.path.name, run.steps, left)
     if run.folder != AUTO and not (overwrite and run.folder is not None and holds_run(absolute(run.folder))):
         demand_room(run, 0 if found is None else found.manifest.step)
     return programs, skeleton, found

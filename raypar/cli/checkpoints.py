@@ -16,6 +16,7 @@ from raypar.cli.arguments import parsed
 from raypar.cli.flags import HELP
 from raypar.errors import ConfigError
 from raypar.paths import checkpoints_in, holds_run, step_of
+from raypar.reporting.needs import finer_size
 
 _LS = "List the checkpoints of a folder or a run, newest first. Their shards are not read."
 _VERIFY = "Read every byte of a checkpoint, or of all checkpoints of a folder or a run, and report all faults."
@@ -75,6 +76,8 @@ def run(words: Sequence[str]) -> Outcome:
     blank = LsArgs(Path()) if takes == "FOLDER" else VerifyArgs(Path())
     try:
         args = parsed(blank, words[1:], name, what, f"a path is missing: raypar {name} {takes}")
+        if others := find.instead_of(args.path):
+            raise ConfigError([others])
         return command(args.path)
     except CheckpointError as error:
         raise ConfigError(error.faults) from error
@@ -86,7 +89,7 @@ def ls(folder: Path) -> Outcome:
     if not listed and not holds_run(folder):
         raise ConfigError([f"{str(folder)!r} is no run folder and has no checkpoints: give another path"])
     lines = [
-        f"{line.path.name}  {line.size / 2**20:,.1f} MiB  {line.tensors - line.of_optimizer:,} tensors of the model, "
+        f"{line.path.name}  {finer_size(line.size)}  {line.tensors - line.of_optimizer:,} tensors of the model, "
         f"{line.of_optimizer:,} of the optimizer{_marked(line.faults)}"
         for line in listed
     ]

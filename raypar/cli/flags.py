@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -104,8 +105,8 @@ def _grouped(kind: type, words: Sequence[str], default: object) -> Iterator[_Fla
             yield _Flag(typed, path, (), hint, *looks)
             continue
         most = max(map(_most_words, _members(hint)))
-        if hint is None and after and _is_base(after[0]):
-            most = 0
+        if hint is None:  # one fault is enough, without one for each of its values
+            most = len([*takewhile(lambda word: not _is_base(word), after)])
         values = [value] if equals else after[:most]
         index += 0 if equals else len(values)
         yield _Flag(typed, path, values, hint)

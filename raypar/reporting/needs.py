@@ -58,7 +58,7 @@ def actors_told(run: Run, origins: Mapping[str, str] | None = None) -> str:
     return f"{world.size} = {' x '.join(told) or 1}{others}" if told or others else str(world.size)
 
 
-def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline: Timeline) -> Rows:
+def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline: Timeline, step: int = 0) -> Rows:
     """Say what a run needs: parameters, and the memory of its actors against what is free here.
 
     Args:
@@ -66,6 +66,7 @@ def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline:
         schedule: The lowered schedule of a training step.
         skeleton: The run's model without weights; needed for the user's own Layers and Muon only, and built if None.
         timeline: The predicted training step.
+        step: The steps that the checkpoint has taken from which it goes on; 0 for a new run.
     """
     world, counts = world_of(run), counts_of(run, schedule, skeleton)
     workers, others = (of(run, world, counts, timeline) for of in (worker_memory, others_memory))
@@ -81,7 +82,7 @@ def need_rows(run: Run, schedule: Schedule, skeleton: Skeleton | None, timeline:
     rows.append(("memory in all", f"about {size(needed)} {_against(run, needed, largest, world.size)}"))
     if run.folder is not None:
         one = checkpoint_bytes(run, counts, _whole(run, skeleton))
-        rows.append(("checkpoints", _checkpoints(run, run.folder, one)))
+        rows.append(("checkpoints", _checkpoints(run, run.folder, one, step)))
     return rows
 
 
@@ -228,20 +229,20 @@ def _whole(run: Run, skeleton: Skeleton | None) -> int:
     return sum(weight.numel() for weight in skeleton.weights.values())
 
 
-def _checkpoints(run: Run, folder: str, one: int) -> str:
-    """Say how many checkpoints of so many bytes a run leaves in its folder, against what its disk has free."""
-    saved = -(-run.steps // run.save_every) if run.save_every else 1
+def _checkpoints(run: Run, folder: str, one: int, step: int) -> str:
+    """Say how many checkpoints of so many bytes a run saves after a step, against what its disk has free."""
+    saved = -(-run.steps // run.save_every) - step // run.save_every if run.save_every else 1
     kept = min(saved, run.keep_last or saved)
     place = next(path for path in (expanded(folder), *expanded(folder).absolute().parents) if path.exists())
-    free, count = free_disk(place), "1" if kept == 1 else f"{kept:,} of about {_finer(one)} each"
+    free, count = free_disk(place), "1" if kept == 1 else f"{kept:,} of about {finer_size(one)} each"
     told = f"about {size(kept * one)}: {count}" + ("" if free is None else f"; the disk has {size(free)} free")
     if free is not None and kept * one > free:
         return f"{told}: {TOO_MUCH}: set keep_last, or give a folder of another disk"
     return told
 
 
-def _finer(count: int) -> str:
-    """Format bytes so that many times as much is not far from what it says."""
+def finer_size(count: int) -> str:
+    """Format bytes as ``size`` does, but so that many times as much is not far from what it says: 1.5 MiB."""
     return f"{count / 2**20:.1f} MiB" if 2**20 <= count < 10 * 2**20 else size(count)
 
 

@@ -198,8 +198,9 @@ class Evaluation:
 
     Attributes:
         step: Number of steps taken before it: it was made after this step, counted from 1.
-        loss: Mean over the tokens of the validation data; in nats a token for text.
-        tokens: Number of target elements.
+        loss: Mean of the model's loss over the target elements of the validation data: of a GPT or Llama its
+            cross-entropy, in nats a token; of Layers what their ``loss`` returns, in its unit.
+        tokens: Number of target elements, as tokens to predict or labels.
         seconds: Duration in seconds.
         is_cross_entropy: Whether the loss is known to be a cross-entropy.
     """
@@ -228,7 +229,10 @@ class Evaluation:
     def __repr__(self) -> str:
         """Return the figures in words."""
         perplexity = [] if self.perplexity is None else [f"perplexity {self.perplexity!r}"]
-        figures = [f"loss {self.loss!r}", *perplexity, f"{self.tokens:,} tokens", f"{self.seconds:.3g} s"]
+        mean = (
+            f"cross-entropy {self.loss!r} nats" if self.is_cross_entropy else f"mean of the model's loss {self.loss!r}"
+        )
+        figures = [mean, *perplexity, f"{self.tokens:,} targets", f"{self.seconds:.3g} s"]
         return f"<Evaluation after step {self.step}: {', '.join(figures)}>"
 
     def _repr_html_(self) -> str:

@@ -64,7 +64,7 @@ def plan_rows(
     else:
         layers = skeleton.model.stages(run.split, schedule.num_stages)
     rows.append(("layers of each stage", _each(map(len, layers))))
-    rows += need_rows(run, schedule, skeleton, prediction.timeline)
+    rows += need_rows(run, schedule, skeleton, prediction.timeline, step)
     halves = [sum(action.op is Op.I for action in row) for row in schedule.rows]
     if any(halves):
         rows.append(("backwards in halves", f"{_each(halves)}: {_halves_told(run)}"))

@@ -46,7 +46,8 @@ class Sizes:
         if chunks < self.min_chunks:
             faults.append(f"chunks={chunks}: {name} takes {self.min_chunks} or more stages a rank: {self.hint}")
         if self.max_chunks is not None and chunks > self.max_chunks:
-            faults.append(f"chunks={chunks}: {name} takes at most {self.max_chunks} stage a rank: {self.hint}")
+            most = "1 stage" if self.max_chunks == 1 else f"{self.max_chunks} stages"
+            faults.append(f"chunks={chunks}: {name} takes at most {most} a rank: {self.hint}")
         if faults:
             raise ScheduleError(f"schedule {name!r} cannot be made: " + "; ".join(faults))
 

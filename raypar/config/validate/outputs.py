@@ -13,7 +13,18 @@ from pathlib import Path
 from raypar.actors.specs.types import Tracker
 from raypar.config.fields import brief
 from raypar.config.validate.replacing import is_under_way, replacing_faults
-from raypar.paths import AUTO, CHECKPOINTS, METRICS, MOST_METRICS, RUN_FILES, RUNS, TRAINING_FILES, absolute, home_of
+from raypar.paths import (
+    AUTO,
+    CHECKPOINTS,
+    METRICS,
+    MOST_METRICS,
+    RUN_FILES,
+    RUNS,
+    TRAINING_FILES,
+    absolute,
+    holds_run,
+    home_of,
+)
 
 _PACKAGES: dict[Tracker, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
@@ -69,6 +80,9 @@ def _faults(path: Path, resumed: Path | None, overwrite: bool) -> Iterator[str]:
     for name in dict.fromkeys([*(step.name for step in new), path.name]):
         if not _NAME.fullmatch(name):
             yield f"has {brief(name)} in it: use up to 100 letters, digits, '.', '_' and '-', and no leading dot"
+    other = next((above.parent for above in line if above.name == CHECKPOINTS and holds_run(above.parent)), None)
+    if other is not None:
+        yield f"is in the folder of the checkpoints of another run, {str(other)!r}: give a folder outside it"
     above = new[0].parent if new else path
     if not above.is_dir():
         yield f"can't be made: {str(above)!r} is no folder: give another path"
@@ -80,15 +94,15 @@ def _faults(path: Path, resumed: Path | None, overwrite: bool) -> Iterator[str]:
         yield from _file_faults(path)
     if not new and overwrite:
         if _is_home(path, resumed):
-            yield "holds the checkpoint to resume from: leave --overwrite out, or give another folder"
+            yield "holds the checkpoint to resume from: leave overwrite out, or give another folder"
         yield from replacing_faults(path)
+    elif not new and is_under_way(path):
+        yield "holds a run that is under way: end that one first, or give another folder"
     elif not new and not _is_home(path, resumed):
         taken = [name for name in TRAINING_FILES if os.path.lexists(path / name)]
-        if taken and is_under_way(path):
-            yield "holds a run that is under way: end that one first, or give another folder"
-        elif taken:
+        if taken:
             how = f"--resume {path} (in Python launch(run, resume=...))"
-            fix = f"resume it with {how}, replace it with --overwrite, or give another folder"
+            fix = f"resume it with {how}, replace it with --overwrite (overwrite=True), or give another folder"
             yield f"holds a run already ({taken[0]}): {fix}"
 
 

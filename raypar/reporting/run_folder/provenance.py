@@ -17,8 +17,8 @@ from raypar.actors.files import read_plain
 _MOST = 1 << 20  # bytes
 
 
-def provenance() -> dict[str, Any]:
-    """Return what this process is: versions, host, commit of the working directory, command line, and the time."""
+def provenance(started: datetime) -> dict[str, Any]:
+    """Return what this process is: versions, host, commit of the working directory, command line, and its start."""
     return {
         "raypar": _version("raypar"),
         "python": platform.python_version(),
@@ -27,19 +27,20 @@ def provenance() -> dict[str, Any]:
         "host": platform.node(),
         "commit": _commit(),
         "command": list(sys.argv),
-        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "started": started.isoformat(timespec="seconds"),
     }
 
 
-def renewed(path: Path, *, resumed: bool, known: bool) -> str:
+def renewed(path: Path, started: datetime, *, resumed: bool, known: bool) -> str:
     """Return the text of a provenance file for a run that begins now.
 
     Args:
         path: The file as it is now, if it is there.
+        started: When its launch began, as the log says.
         resumed: Whether the run goes on in its folder: then what was there stays, and this time is added.
         known: Whether the folder was made by this run. Of an older run that has no such file the start is not known.
     """
-    now = provenance()
+    now = provenance(started)
     if not resumed:
         return json.dumps(now, indent=1) + "\n"
     past: dict[str, Any] = now if known else dict.fromkeys(now)

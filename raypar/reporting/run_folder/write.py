@@ -44,6 +44,7 @@ class Folder:
 
     def __init__(self, folder: str) -> None:
         self._path, self._warned = absolute(folder), False
+        self._started = datetime.now().astimezone()
         self._metrics: Lines | None = None
         try:
             with told(f"folder {folder!r} can't be written"):
@@ -81,7 +82,7 @@ class Folder:
             if not step:
                 (path / FAILURES).unlink(missing_ok=True)
             known = not (path / RUN).exists()
-            _write(path / PROVENANCE, renewed(path / PROVENANCE, resumed=step > 0, known=known))
+            _write(path / PROVENANCE, renewed(path / PROVENANCE, self._started, resumed=step > 0, known=known))
             _write(path / RUN, _HEAD.format(path) + toml_of(config))
             sync_folder(path)
 

@@ -17,7 +17,7 @@ from raypar.actors.checkpoint.snapshot import logical_name
 from raypar.actors.optim.groups import is_matrix
 from raypar.actors.optim.optimizer import KEPT
 from raypar.checkpoint import verified
-from raypar.checkpoint.resume import _tensor_faults, demand_resumable, find
+from raypar.checkpoint.resume import _tensor_faults, demand_resumable, find, prepared
 from raypar.config.skeleton import Skeleton
 from raypar.paths import checkpoints
 from raypar.reporting.run_folder.read import read
@@ -232,6 +232,12 @@ def test_the_newest_sound_one_is_found(trained, tmp_path, caplog):
     assert "'pp1.safetensors' was changed" in faults_of(tiny(), resume=tmp_path / "step-00000004")[0]
 
 
+def test_a_run_that_is_finished_is_told_before_its_actors_start(trained, caplog):
+    prepared(tiny(), trained[0] / "step-00000006")
+    says = "train() has nothing to do; for more, give steps=9"
+    assert caplog.messages == [f"step-00000006 has taken all 6 steps of this run: {says}"]
+
+
 def test_there_has_to_be_one(tmp_path):
     assert faults_of(tiny(), resume=tmp_path) == [
         f"resume {str(tmp_path)!r}: there is no sound checkpoint in it: give another folder, or start anew, without "
@@ -247,13 +253,16 @@ def test_a_run_does_not_save_below_checkpoints_of_another_one(trained):
     told = (
         "that is under way: end that one first, or give another folder",  # by the job of these tests
         f"already (run.toml): resume it with --resume {run} (in Python launch(run, resume=...)), replace it with "
-        "--overwrite, or give another folder",
+        "--overwrite (overwrite=True), or give another folder",
     )
     assert taken in [f"folder {str(run)!r} holds a run {rest}" for rest in told]
-    assert faults_of(tiny(folder=str(run)), resume=trained[0] / "step-00000003") == [
-        f"folder {str(trained[0])!r} has 'step-00000006', and this run begins at step 4: resume from it "
-        "(end the run that writes there first, if one does), or give another folder"
-    ]
+    assert faults_of(tiny(folder=str(run)), resume=trained[0] / "step-00000003") in (
+        [f"folder {str(run)!r} holds a run {told[0]}"],
+        [
+            f"folder {str(trained[0])!r} has 'step-00000006', and this run begins at step 4: resume from it "
+            "(end the run that writes there first, if one does), or give another folder"
+        ],
+    )
 
 
 def test_a_folder_that_can_not_be_written_is_told_at_once(tmp_path):

@@ -132,6 +132,11 @@ def test_without_its_run_the_flags_are_looked_at_alone(said, base):
         (["--optim.betas", "0.5"], "--optim.betas is '0.5': it must be 2 numbers"),
         (["--track", "wandb", "foo"], "it must be one or more of tensorboard or wandb or mlflow or ray"),
         (["--optim.kind", "sdg"], "optim.kind is 'sdg': use 'adamw' or 'sgd' or 'muon'"),
+        (
+            ["--optim.kind", "sgd", "--optim.betas", "0.9", "0.99"],
+            "--optim.betas: SGD has no field 'betas': AdamW has one",
+        ),
+        (["--no-such-flag", "1", "2"], "--no-such-flag is no flag: see --help for all flags"),
         (["another"], "'another' is a word too many: only one RECIPE|FILE.toml is read"),
         (["--steps"], "--steps has no value: give a whole number"),
         (["--steps="], "--steps has no value: give a whole number"),

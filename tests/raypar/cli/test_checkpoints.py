@@ -23,7 +23,7 @@ def test_ls_is_the_newest_first_and_marks_what_is_not_sound(said, tmp_path):
         save_at(tmp_path, step)
     code, out, _ = said("ckpt", "ls", tmp_path)
     assert (code, [line.split()[0] for line in out.splitlines()]) == (0, ["step-00000020", "step-00000001"])
-    assert " tensors of the model, " in out and " of the optimizer" in out
+    assert "  110 B  2 tensors of the model, 1 of the optimizer\n" in out, "6 x 4 and 1 of fp32, 5 of bf16"
     flip(tmp_path / "step-00000001" / "manifest.json", random.Random(0))
     code, out, _ = said("ckpt", "ls", tmp_path)
     assert code == 1
@@ -38,6 +38,17 @@ def test_verify_reads_one_or_all(said, tmp_path):
     assert said("ckpt", "verify", paths[0]) == (1, wrong, "")
     assert said("ckpt", "verify", tmp_path) == (1, f"{paths[1]}: ok\n{wrong}", "")
     assert said("ckpt", "verify", paths[1]) == (0, f"{paths[1]}: ok\n", "")
+
+
+def test_of_a_step_that_is_not_there_those_that_are_there_are_told(said, tmp_path):
+    for step in (1, 20):
+        save_at(tmp_path / "run" / "checkpoints", step)
+    (tmp_path / "run" / "run.toml").touch()
+    for gone in (tmp_path / "run" / "checkpoints" / "step-00000003", tmp_path / "run" / "step-00000003"):
+        says = f"{str(gone)!r} is not there: {str(gone.parent)!r} has checkpoints after step 20, 1\n"
+        for words in (("ckpt", "ls"), ("ckpt", "verify"), ("train", "--resume")):
+            code, out, err = said(*words, gone)
+            assert (code, out) == (2, "") and says in err, words
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What can be wrong with a run: everything is found before an actor starts, all at once, and each fault has its fix."""
 
 import json
+import re
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
@@ -211,6 +212,15 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         ({"model": Llama(heads=8, kv_heads=3)}, "model.kv_heads 3 does not divide model.heads 8: use 2, say"),
         ({"model": Llama(heads=8, kv_heads=9)}, "model.kv_heads 9 does not divide model.heads 8: use 8, say"),
         ({"model": Llama(hidden=12, heads=4)}, "model.positions is 'rope', which turns pairs, but a head has the odd"),
+        (
+            {"model": GPT(hidden=7, heads=4)},
+            "model.hidden 7 is not a multiple of model.heads 4: use model.hidden 8, say",
+        ),
+        (
+            {"model": Llama(hidden=33, heads=4)},
+            "model.hidden 33 is not a multiple of model.heads 4: use model.hidden 32, say",
+        ),
+        ({"schedule": "v-half", "chunks": 3}, "v-half takes at most 2 stages a rank"),
         ({"model": GPT(hidden=9, heads=4)}, "model.hidden 9 is not a multiple of model.heads 4: use 3 heads, say"),
     ],
 )
@@ -279,6 +289,28 @@ def test_what_has_no_effect_is_told(tiny):
         "snapshot_every 0 has no effect without max_failures",
     ]
     assert not [*idle_fields(replace(tiny, spares=2, snapshot_every=0, max_failures=1))]
+
+
+def test_a_micro_batch_size_beside_batches_is_told(tiny):
+    data = Batches(lambda step, microbatch, dp: (torch.zeros(1, 8), torch.zeros(1, 8)))
+    (told,) = idle_fields(replace(tiny, data=data, micro_batch_size=3, eval_every=0))
+    assert told.startswith("micro_batch_size 3 has no effect with Batches, whose function decides how many samples")
+    assert not [*idle_fields(replace(tiny, micro_batch_size=3))]
+
+
+@pytest.mark.parametrize(("hidden", "heads", "kv_heads"), [(33, 4, 3), (32, 5, 3), (48, 5, 4), (30, 4, 3), (64, 7, 7)])
+def test_fixes_of_heads_work_together(hidden, heads, kv_heads):
+    model = Llama(hidden=hidden, heads=heads, kv_heads=kv_heads)
+    faults = [*model.faults(lambda *paths: True)]
+    assert faults
+    for fault in faults:
+        if found := re.search(r"use model.hidden (\d+)", fault):
+            model = replace(model, hidden=int(found[1]))
+        elif found := re.search(r"use (\d+) heads", fault):
+            model = replace(model, heads=int(found[1]))
+        elif found := re.search(r"use (\d+), say", fault):
+            model = replace(model, kv_heads=int(found[1]))
+    assert not [*model.faults(lambda *paths: True)], faults
 
 
 def test_a_text_in_the_place_of_a_model_or_data_is_understood(tiny):

@@ -9,6 +9,7 @@ import re
 import signal
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 import raypar as rp
+from raypar.checkpoint.resume import find
 from raypar.cli import train as commands
 from raypar.config.run import check_run
 from raypar.errors import JobError
@@ -118,8 +120,10 @@ def test_overwrite_touches_nothing_but_a_run_folder(kept_actors):
     Path("runs/a/report.html").symlink_to("/etc/hosts")
     assert "which no run has written" in faults("runs/a")
     Path("runs/a/report.html").unlink()
-    assert "leave --overwrite out" in faults("runs/a", resumed=Path("runs/a/checkpoints/step-00000001").absolute())
+    assert "leave overwrite out" in faults("runs/a", resumed=Path("runs/a/checkpoints/step-00000001").absolute())
     with rp.launch(replace(RUN, folder="runs/busy")) as job:
+        with pytest.raises(rp.ConfigError, match="under way and has saved no checkpoint yet: wait for its first"):
+            find(Path("runs/busy"))
         job.train()
         assert "under way" in faults("runs/busy")
         with pytest.raises(rp.ConfigError, match="holds a run that is under way: end that one first"):
@@ -133,6 +137,8 @@ def test_what_made_a_run_is_kept_and_a_resume_is_added(kept_actors):
     first = json.loads(path.read_text())
     assert list(first) == ["raypar", "python", "torch", "ray", "host", "commit", "command", "started"]
     assert first["commit"] is None and isinstance(first["command"], list) and "+" in first["started"]
+    logged = Path("runs/a/log.txt").read_text().split()[0]
+    assert datetime.fromisoformat(first["started"]) <= datetime.fromisoformat(logged), "not after its launch"
     trained(steps=3, resume="runs/a")
     trained(steps=4, resume="runs/a")
     assert len(json.loads(path.read_text())["resumed"]) == 2

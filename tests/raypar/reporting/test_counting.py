@@ -19,7 +19,12 @@ def test_a_person_reads_step_1_first():
     assert not any(nothing in repr(FIRST) for nothing in ("None", "{}", "False")), "what says nothing is left out"
     assert "grad_norm=0.0" in repr(replace(FIRST, grad_norm=0.0))
     assert "peak_memory=(5, 6), samples=0" in repr(FIRST)
-    assert repr(AFTER) == "<Evaluation after step 1: loss 2.0, perplexity 7.38905609893065, 64 tokens, 0.5 s>"
+    assert (
+        repr(AFTER)
+        == "<Evaluation after step 1: cross-entropy 2.0 nats, perplexity 7.38905609893065, 64 targets, 0.5 s>"
+    )
+    own = repr(replace(AFTER, is_cross_entropy=False))
+    assert own == "<Evaluation after step 1: mean of the model's loss 2.0, 64 targets, 0.5 s>"
 
 
 def test_a_program_reads_both_numbers():

@@ -219,7 +219,14 @@ def test_what_is_offloaded_counts_where_it_is(monkeypatch, tmp_path, capsys):
     assert need_rows(run)["memory in all"] != need_rows(replace(run, offload_folder=None))["memory in all"]
 
 
-def need_rows(run):
+def test_checkpoints_are_counted_from_the_step_that_a_run_goes_on_after(tmp_path):
+    run = rp.Run(steps=10, save_every=4, folder=str(tmp_path))
+    told = [need_rows(run, step)["checkpoints"].split(" of about")[0].split(": ")[1] for step in (0, 3, 4)]
+    assert told == ["3", "3", "2"], "after 4, 8 and 10; those of the run before may be in another folder"
+    assert ": 1; " in need_rows(run, 9)["checkpoints"]
+
+
+def need_rows(run, step=0):
     schedule = check_run(run)["train"]
     timeline = from_flops(run, world_of(run), counts_of(run, schedule, None), schedule).timeline
-    return dict(needs.need_rows(run, schedule, None, timeline))
+    return dict(needs.need_rows(run, schedule, None, timeline, step))

@@ -291,7 +291,7 @@ def test_a_run_that_is_there_is_not_written_over_but_resumed(tmp_path):
     for name in ("run.toml", "metrics.jsonl", "schedule.csv", "timeline.json", "ledger.json"):
         (tmp_path / name).touch()
         how = f"--resume {tmp_path} (in Python launch(run, resume=...))"
-        fix = f"resume it with {how}, replace it with --overwrite, or give another folder"
+        fix = f"resume it with {how}, replace it with --overwrite (overwrite=True), or give another folder"
         assert list(folder_faults(str(tmp_path), None)) == [
             f"folder {str(tmp_path)!r} holds a run already ({name}): {fix}"
         ]
@@ -324,6 +324,15 @@ def test_a_file_that_the_run_could_not_write_is_refused_by_its_name(tmp_path):
         f"log.txt, which is no plain file: {fix}",
         f"checkpoints, which is no folder: {fix}",
     ]
+
+
+@pytest.mark.parametrize("inside", ["checkpoints", "checkpoints/mine", "checkpoints/step-00000001/a/b"])
+def test_a_folder_of_checkpoints_of_another_run_is_refused(inside, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    assert not list(folder_faults(str(tmp_path / inside), None)), "it is no run's"
+    (tmp_path / "run.toml").touch()
+    says = f"is in the folder of the checkpoints of another run, {str(tmp_path)!r}: give a folder outside it"
+    assert list(folder_faults(str(tmp_path / inside), None)) == [f"folder {str(tmp_path / inside)!r} {says}"]
 
 
 def test_it_is_told_with_all_other_faults(tmp_path):
