@@ -23,6 +23,7 @@ from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import Values, as_values
 from raypar.config.expert_trial import call_faults
+from raypar.config.plan_trial import plan_misfits
 from raypar.config.skeleton import Skeleton
 
 _OF_SHAPES = re.compile(
@@ -64,10 +65,13 @@ def layer_faults(run: Run, skeleton: Skeleton) -> list[str]:
             return [f"data.fn gives no samples in its first batch, inputs of {_shapes(inputs)}: give one at least"]
         with torch.no_grad():
             last, size = _suspected(skeleton, _on_meta(inputs), _on_meta(target))
+        takes_shapes = last in (None, len(skeleton.model.skeleton))
         if last is None and size <= _MOST_COMPUTED:
             last = len(skeleton.model.skeleton)  # shapes alone do not show whether targets fit the loss
         wrong = [] if last is None or size > _MOST_TRIED else _computed(run, last, inputs, target)
         few = sum(_elements(layer.parameters()) for layer in skeleton.model.skeleton) + size <= _MOST_TRIED
+        if not wrong and takes_shapes and run.model.plan and run.mesh.tensor_ranks > 1:
+            wrong = plan_misfits(run.model.plan, skeleton.layers, run.mesh.tensor_ranks, _on_meta(inputs))
         return wrong if wrong or not run.mesh.expert_actors or not few else call_faults(run, inputs)
 
 

@@ -1,0 +1,56 @@
+"""Plans of tensor parallelism that leave an actor shapes that do not fit are told before any actor starts."""
+
+import pytest
+import torch
+from torch import nn
+
+import raypar as rp
+
+
+def batch(step, microbatch, dp):
+    return torch.randn(3, 4), torch.randn(3, 2)
+
+
+def layers():
+    return [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)]
+
+
+def faults(plan):
+    model = rp.Layers(layers, nn.functional.mse_loss, plan=plan)
+    return rp.faults(rp.Run(model=model, data=rp.Batches(batch), mesh=rp.Mesh(tp=2), microbatches=2))
+
+
+FIX = "make the linear layer that takes them 'row' in the plan, or this one 'column_gather_output'"
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (
+            {"layers.0": "column"},
+            "layers.0 is 'column', so with mesh.tp 2 an actor makes 4 of its 8 outputs, which layers.2",
+        ),
+        (
+            {"layers.2": "column"},
+            "layers.2 is 'column', so with mesh.tp 2 an actor makes 1 of its 2 outputs, and the loss",
+        ),
+        ({"layers.[02]": "column"}, None),
+    ],
+)
+def test_a_column_without_a_row_is_told_with_its_fix(plan, says):
+    found = faults(plan)
+    assert len(found) == 1
+    if says is not None:
+        assert found[0].startswith(f"model.plan: {says}") and found[0].endswith(FIX)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"layers.0": "column", "layers.2": "row"},
+        {"layers.[02]": "column_gather_output"},
+        {"layers.0": "column_gather_output"},
+    ],
+)
+def test_a_plan_that_fits_is_no_fault(plan):
+    assert not faults(plan)
