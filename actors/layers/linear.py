@@ -38,7 +38,6 @@ def of_intel() -> bool:
 
 
 Pair = tuple[Tensor, Tensor | None]  # the weight (out, in) and the bias (out,) of a linear layer
-Use = tuple[Tensor, Tensor]  # a linear layer's input (rows, in), and the gradient of its output (rows, out)
 Place = Callable[[Tensor], Tensor | None]  # for a weight, the tensor to compute its gradient in; None: in new memory
 
 # Multiplications: for fewer, oneDNN and a function of our own take longer to call than the kernel saves.
@@ -58,6 +57,21 @@ class Products(NamedTuple):
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     inner: Callable[[Tensor, Tensor], Tensor]
+
+
+class Use(NamedTuple):
+    """A use of a linear layer in a forward, from which a backward makes the gradients of its weights.
+
+    Attributes:
+        x: The input (rows, in).
+        rows: The gradient of the output (rows, out).
+        product: Takes ``rows`` and ``x``, and returns the gradient of the weight (out, in) if it is not rows^T x, as
+            on a member that has only a part of one of them; it may communicate.
+    """
+
+    x: Tensor
+    rows: Tensor
+    product: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 class Postponer(Protocol):
@@ -145,7 +159,7 @@ class Product(torch.autograd.Function):
         made: list[Tensor | None] = []
         for weight, of_output in zip(weights, rows, strict=True):
             place = None if torch.is_grad_enabled() else ctx.place(weight)  # not for gradients of gradients
-            made += of_weights([(x.flatten(0, -2), of_output)], (next(wanted), next(wanted)), place)
+            made += of_weights([Use(x.flatten(0, -2), of_output)], (next(wanted), next(wanted)), place)
         return None, None, inner, *made
 
 
@@ -214,7 +228,7 @@ def of_weights(
     """Compute the gradients of a weight and a bias, added up over their uses in the order in which they are given.
 
     Args:
-        uses: For each use of the layer its input (rows, in), and the gradient of its output (rows, out).
+        uses: The uses of the layer.
         wanted: Whether the gradient of the weight is wanted, and whether that of the bias is.
         place: A tensor (out, in) to compute the gradient of the weight in; None for new memory.
 
@@ -222,11 +236,14 @@ def of_weights(
         The gradient of the weight (out, in) and of the bias (out,), each None if it is not wanted or there is no use.
     """
     of_weight = of_bias = None
-    for x, rows in uses:
+    for x, rows, product in uses:
         if wanted[0]:
             # detach makes a new Python object: autograd keeps a gradient that nobody else refers to, else copies it
             room = None if place is None or of_weight is not None else place.detach()
-            made = torch.mm(rows.t(), x) if room is None else torch.mm(rows.t(), x, out=room)
+            if product is not None:
+                made = product(rows, x)
+            else:
+                made = torch.mm(rows.t(), x) if room is None else torch.mm(rows.t(), x, out=room)
             of_weight = made if of_weight is None else of_weight.add_(made)
         if wanted[1]:
             made = rows.sum(0)

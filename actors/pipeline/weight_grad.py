@@ -282,7 +282,7 @@ class _Halved(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         rows = [gradient.flatten(0, -2) for gradient in gradients]
         for weight, bias, of_output in zip(weights, ctx.biases, rows, strict=True):
-            ctx.linears.owe(weight, bias, (x.detach().flatten(0, -2), of_output))
+            ctx.linears.owe(weight, bias, Use(x.detach().flatten(0, -2), of_output))
         inner = of_input(ctx.products, rows, weights).view(x.shape) if ctx.needs_input_grad[3] else None
         return None, None, None, inner, None
 
@@ -320,8 +320,7 @@ def _hooked(parameter: Tensor | None) -> bool:
 
 
 def _versions(use: Use) -> _Versions:
-    x, rows = use
-    return num_writes(x), num_writes(rows)
+    return num_writes(use.x), num_writes(use.rows)
 
 
 def _usual(weight: Tensor, bias: Tensor | None, x: Tensor) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypar.actors.collective.autograd import Move
@@ -19,13 +18,13 @@ from raypar.actors.models.module_tree import replace_modules
 from raypar.actors.models.moe import MoE
 from raypar.actors.models.parallel_style import Applied, ParallelStyle
 from raypar.actors.sharding import Shard, Sharding
-from raypar.actors.tensor_parallel.linear import ColumnParallelLinear, shard_of
+from raypar.actors.tensor_parallel.linear import ColumnParallelLinear, PostponableLinear, own_product, shard_of
 
 _COLUMNS = ("up", "gate")  # of an MLP
 _ROW = "down"
 
 
-class PartialRowLinear(nn.Linear):
+class PartialRowLinear(PostponableLinear):
     """A linear layer sharded by inputs, whose products somebody else sums: (..., own inputs) -> (..., out), partial.
 
     Args:
@@ -40,8 +39,9 @@ class PartialRowLinear(nn.Linear):
         self.has_bias = has_bias
 
     def forward(self, input: Tensor) -> Tensor:
-        bias = self.bias if self.bias is None or self.has_bias else self.bias * 0.0  # so that it has a gradient
-        return F.linear(input, self.weight, bias)
+        if self.bias is None or self.has_bias:
+            return own_product(self, input, self.bias)
+        return own_product(self, input, None) + self.bias * 0.0  # so that it has a gradient
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,20 @@ from raypar.actors.autograd.recompute import SelectiveRecompute
 from raypar.actors.autograd.torch_private import demand_later
 from raypar.actors.collective.autograd import Move, all_gathered, begin_sum
 from raypar.actors.collective.group import Group
-from raypar.actors.layers.linear import TORCH, Fan, Pair, Postponable, Postponer
+from raypar.actors.layers.linear import TORCH, Fan, Pair, Postponable, Postponer, Use
 from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.actors.tensor_parallel.plan_guard import mark
 
 
-class ColumnParallelLinear(nn.Linear, Postponable):
+class PostponableLinear(nn.Linear, Postponable):
+    """A linear layer of its own kind, of which a member has a part."""
+
+    def later(self, x: Tensor) -> Postponer | None:
+        """Return what takes over the gradients of the weights for an input (..., in); None: the backward makes them."""
+        return self.postponer if self.postponer is not None and self.postponer.wants(x, self) else None
+
+
+class ColumnParallelLinear(PostponableLinear):
     """A linear layer sharded by outputs: (..., in) -> (..., own outputs).
 
     Its input must have passed ``copy_to``, which sums the members' gradients of the input.
@@ -36,7 +44,7 @@ class ColumnParallelLinear(nn.Linear, Postponable):
         super().__init__(inputs, outputs, whole.bias is not None, dtype=whole.weight.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        return mark(_product(self, input, self.bias), divided=True)
+        return mark(own_product(self, input, self.bias), divided=True)
 
 
 class SharedLinear(nn.Linear):
@@ -57,7 +65,7 @@ class SharedLinear(nn.Linear):
         return F.linear(x, *own_outputs(self))
 
 
-class RowParallelLinear(nn.Linear, Postponable):
+class RowParallelLinear(PostponableLinear):
     """A linear layer sharded by inputs, whose products are summed over the members: (..., own inputs) -> (..., out).
 
     Args:
@@ -79,7 +87,7 @@ class RowParallelLinear(nn.Linear, Postponable):
                 f"{self.label} of {self.whole} inputs has {self.in_features} of them here and is given "
                 f"{input.shape[-1]}: give it what a column linear layer of {self.whole} outputs has made"
             )
-        out = self.leave(_product(self, input, None))
+        out = self.leave(own_product(self, input, None))
         return mark(out if self.bias is None else out.add_(self.bias), divided=False)  # in place: nothing else uses it
 
 
@@ -113,10 +121,14 @@ class VocabParallelEmbedding(nn.Embedding):
         return self.leave(own.masked_fill(foreign.unsqueeze(-1), 0.0))
 
 
-def _product(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply by this member's part of a layer's weight; its gradient may be left for later."""
-    later = layer.postponer
-    if later is None or not later.wants(x, layer):
+def own_product(layer: PostponableLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply x (..., in) by this member's part of a layer's weight (out, in); its gradient may be left for later.
+
+    Returns:
+        The product (..., out), plus the bias (out,) if there is one.
+    """
+    later = layer.later(x)
+    if later is None:
         return F.linear(x, layer.weight, bias)
     (out,) = later.product(TORCH, x, [(layer.weight, bias)])
     return out
@@ -230,7 +242,7 @@ class _Columns(torch.autograd.Function):
         made: list[Tensor | None] = [None] * len(wanted)
         if ctx.later is not None:
             for weight, bias, gradient in zip(weights, ctx.biases, rows, strict=True):
-                ctx.later.owe(weight, bias, (inputs.detach(), gradient))
+                ctx.later.owe(weight, bias, Use(inputs.detach(), gradient))
         else:
             made = [gradient.t() @ inputs if wants else None for gradient, wants in zip(rows, wanted, strict=False)]
             biases = zip(rows, wanted[len(rows) :], strict=True)

@@ -253,9 +253,6 @@ def _backward_faults(run: Run) -> Iterator[str]:
     fix = "or let backward be auto or whole"
     if isinstance(run.model, Layers) and not run.model.halves:
         yield f"backward is 'split', but your own Layers are not to be split: give Layers(halves=True), {fix}"
-    if run.mesh.grid is not None:
-        why = "layers on a grid make their weights' gradients at once"
-        yield f"backward is 'split', but mesh.tp is {run.mesh.tp!r}, and {why}: set it to 1, {fix}"
 
 
 def _placement_faults(run: Run, skeleton: Skeleton, schedule: Schedule, right: Callable[..., bool]) -> Iterator[str]:

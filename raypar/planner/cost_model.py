@@ -90,8 +90,7 @@ def _behind_update(run: Run, world: World, counts: Counts, rates: Rates, stages:
 
 def costs_of_run(run: Run, num_stages: int) -> Costs:
     """Return the estimated durations of the compute actions of a run's training step, in FLOPs per token."""
-    on_grid = run.mesh.grid is not None
-    return costs_on_paper(run.model, num_stages, split=run.split, recompute=run.recompute, on_grid=on_grid)
+    return costs_on_paper(run.model, num_stages, split=run.split, recompute=run.recompute)
 
 
 class _Work(NamedTuple):
@@ -114,7 +113,6 @@ def costs_on_paper(
     *,
     split: Split = "even",
     recompute: Recompute = "none",
-    on_grid: bool = False,
 ) -> Costs:
     """Predict the costs of the compute actions of every stage.
 
@@ -126,28 +124,25 @@ def costs_on_paper(
         num_stages: Number of pipeline stages, at most the number of layers.
         split: How the layers are split into stages.
         recompute: What a backward recomputes.
-        on_grid: Whether layers are divided on a grid. Then a backward leaves nothing for W.
 
     Returns:
         The costs of F, B, I and W of every stage, in FLOPs per token; for Layers, in forwards of a stage.
     """
     of_stage: dict[tuple[int, Op], float] = {}
-    for stage, (forward, again, later) in enumerate(_works(model, num_stages, split, recompute, not on_grid)):
+    for stage, (forward, again, later) in enumerate(_works(model, num_stages, split, recompute)):
         backward = {Op.B: 2 * forward + again, Op.I: 2 * forward + again - later, Op.W: later}
         of_stage |= {(stage, op): cost for op, cost in ({Op.F: forward} | backward).items()}
     return Costs(of_stage=of_stage)
 
 
-def _works(
-    model: GPT | Llama | Layers, num_stages: int, split: Split, recompute: Recompute, whole_layers: bool
-) -> list[_Work]:
+def _works(model: GPT | Llama | Layers, num_stages: int, split: Split, recompute: Recompute) -> list[_Work]:
     """Compute the work of every stage.
 
-    A backward can leave the weight gradients of linear layers for W if the layers are not sharded (``whole_layers``),
-    are not recomputed one by one, and of the user's own if they are said to be in halves.
+    A backward can leave the weight gradients of linear layers for W if these are not recomputed one by one, and of the
+    user's own if they are said to be in halves.
     """
     if not isinstance(model, Transformer):
-        later = 1.0 if whole_layers and model.halves else 0.0
+        later = 1.0 if model.halves else 0.0
         return [_Work(1.0, 1.0 if recompute == "full" else 0.0, later)] * num_stages
     costs, body, core = transformer_costs(model), range(model.layers), core_cost(model)
     scores = model.attention == "materialised" or model.dropout > 0  # else the kernel recomputes them anyway
@@ -157,7 +152,7 @@ def _works(
         for word, cost in zip(words, costs, strict=True)
     ]
     alone = [word == "full" and recompute != "full" for word in words]
-    of_weights = [cost - core if whole_layers and not own else 0.0 for cost, own in zip(costs, alone, strict=True)]
+    of_weights = [0.0 if own else cost - core for cost, own in zip(costs, alone, strict=True)]
     return [
         _Work(*(sum(each[layer] for layer in layers) for each in (costs, again, of_weights)))
         for layers in split_layers(split, costs, num_stages)

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 from raypar.actors.collective.autograd import all_gather, all_gathered, reduce_scatter, reduce_scattered
 from raypar.actors.collective.group import Group
+from raypar.actors.layers.linear import Postponer, Use
 from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle
 from raypar.actors.sharding import Shard
 from raypar.actors.tensor_parallel.grid.base import GridAxes, GridLayout, grid_styles, pieces_along, shard_along
-from raypar.actors.tensor_parallel.linear import VocabParallelEmbedding
+from raypar.actors.tensor_parallel.linear import PostponableLinear, VocabParallelEmbedding
 from raypar.actors.tensor_parallel.sequence import Gathering
 
 
-class CubeLinear(nn.Linear):
+class CubeLinear(PostponableLinear):
     """A part of a linear layer, whose products are summed: (b, ..., own inputs) -> (b / inputs.size, ..., own outputs).
 
     Args:
@@ -39,7 +40,9 @@ class CubeLinear(nn.Linear):
         self.inputs, self.weights = inputs, weights
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = _Product.apply(x, self.weight, self.weights)  # type: ignore[no-untyped-call]
+        later = self.later(x)
+        seen = self.weight if later is None else later.anchor
+        made: Tensor = _Product.apply(x, seen, self, later)  # type: ignore[no-untyped-call]
         out = reduce_scatter(made, self.inputs, 0)
         return out if self.bias is None else out + self.bias
 
@@ -48,21 +51,28 @@ class _Product(torch.autograd.Function):
     """x w^T, where each member holds a part of w along the inputs.
 
     The forward keeps only the member's own part; the others are gathered again in the backward. The members' gradients
-    of w are partial, and each member gets the sum for its part.
+    of w are partial, and each member gets the sum for its part. ``seen`` is w, or the anchor of ``later``.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group = group
-        return F.linear(x, all_gathered(group, 1, weight))
+    def forward(ctx: Any, x: Tensor, seen: Tensor, layer: CubeLinear, later: Postponer | None) -> Tensor:
+        ctx.save_for_backward(x, layer.weight)
+        ctx.group, ctx.later = layer.weights, later
+        return F.linear(x, all_gathered(ctx.group, 1, layer.weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         back = gradient @ all_gathered(ctx.group, 1, weight)
-        made = gradient.flatten(0, -2).T @ x.flatten(0, -2)
-        return back, reduce_scattered(ctx.group, 1, made), None
+        x_TI, rows_TO, made = x.flatten(0, -2), gradient.flatten(0, -2), partial(_of_weight, ctx.group)
+        if ctx.later is not None:
+            ctx.later.owe(weight, None, Use(x_TI.detach(), rows_TO, made))
+        return back, made(rows_TO, x_TI) if ctx.later is None else None, None, None
+
+
+def _of_weight(group: Group, rows_TO: Tensor, x_TI: Tensor) -> Tensor:
+    """Return this member's part of the gradient of a weight, summed over the members."""
+    return reduce_scattered(group, 1, rows_TO.T @ x_TI)
 
 
 def cube_styles(groups: Mapping[str, Group]) -> AxisStyles:

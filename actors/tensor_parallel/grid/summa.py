@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from raypar.actors.collective.autograd import reduce_scatter
 from raypar.actors.collective.group import Group, Groups
+from raypar.actors.layers.linear import Postponer, Use
 from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle
 from raypar.actors.sharding import Pieces, Shard
 from raypar.actors.tensor_parallel.grid.base import GridAxes, GridLayout, grid_styles, pieces_along, shard_along
-from raypar.actors.tensor_parallel.linear import VocabParallelEmbedding
+from raypar.actors.tensor_parallel.linear import PostponableLinear, VocabParallelEmbedding
 
 
-class SummaLinear(nn.Linear):
+class SummaLinear(PostponableLinear):
     """A block of a linear layer: (B/q, ..., own inputs) -> (B/q, ..., own outputs).
 
     Inputs and outputs are sharded by j.
@@ -46,19 +47,25 @@ class SummaLinear(nn.Linear):
             self.bias = nn.Parameter(torch.empty(self.shares[row.rank], dtype=whole.bias.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Product.apply(x, self.weight, self.row, self.col, self.shares)  # type: ignore[no-untyped-call]
+        later = self.later(x)
+        seen = self.weight if later is None else later.anchor
+        out: Tensor = _Product.apply(x, seen, self, later)  # type: ignore[no-untyped-call]
         return out if self.bias is None else out + self.bias
 
 
 class _Product(torch.autograd.Function):
-    """x w^T. The forward keeps only the member's own blocks; the others are sent again in the backward."""
+    """x w^T. The forward keeps only the member's own blocks; the others are sent again in the backward.
+
+    ``seen`` is w, or the anchor of ``later``. What is left for later needs the gradients of the row once more.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, row: Group, col: Group, shares: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, seen: Tensor, layer: SummaLinear, later: Postponer | None) -> Tensor:
+        weight, row = layer.weight, layer.row
         ctx.save_for_backward(x, weight)
-        ctx.row, ctx.col, ctx.shares = row, col, shares
+        ctx.layer, ctx.later = layer, later
         x_TI, parts = x.flatten(0, -2), []
-        for root, w_OI in enumerate(_in_turn(weight, col, [(share, weight.shape[1]) for share in shares])):
+        for root, w_OI in enumerate(_in_turn(weight, layer.col, _blocks(layer))):
             part_TO = x_TI @ w_OI.T
             row.reduce(part_TO, root).wait()
             if root == row.rank:
@@ -67,18 +74,57 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        x_TI, y_TO, parts = x.flatten(0, -2), gradient.flatten(0, -2), []
+        (x, weight), layer, later = ctx.saved_tensors, ctx.layer, ctx.later
+        x_TI, y_TO = x.flatten(0, -2), gradient.flatten(0, -2)
         back_TI = torch.zeros_like(x_TI)
-        gradients = _in_turn(y_TO, ctx.row, [(len(x_TI), share) for share in ctx.shares])
-        weights = _in_turn(weight, ctx.col, [(share, weight.shape[1]) for share in ctx.shares])
-        for root, (y_TO, w_OI) in enumerate(zip(gradients, weights, strict=True)):
-            back_TI.addmm_(y_TO, w_OI)
-            part_OI = y_TO.T @ x_TI
-            ctx.col.reduce(part_OI, root).wait()
-            if root == ctx.col.rank:
-                parts.append(part_OI)
-        return back_TI.view_as(x), parts[0], None, None, None
+        blocks = _in_turn(weight, layer.col, _blocks(layer))
+        made = _gradients(layer, y_TO, x_TI, (back_TI, blocks), of_weight=later is None)
+        if later is not None:
+            later.owe(weight, None, Use(x_TI.detach(), y_TO, partial(_of_weight, layer)))
+        return back_TI.view_as(x), made, None, None
+
+
+def _gradients(
+    layer: SummaLinear,
+    y_TO: Tensor,
+    x_TI: Tensor,
+    back: tuple[Tensor, Iterator[Tensor]] | None = None,
+    *,
+    of_weight: bool = True,
+) -> Tensor | None:
+    """Compute gradients of a layer, while the gradients of the outputs go round the row once.
+
+    Args:
+        layer: The layer.
+        y_TO: The gradient of this member's outputs.
+        x_TI: Its inputs.
+        back: Zeros, to which the gradient of the inputs is added, and the column's blocks of the weight; None: it is
+            not wanted.
+        of_weight: Whether the gradient of this member's block of the weight is wanted.
+
+    Returns:
+        The gradient of the block; None if it is not wanted.
+    """
+    made = None
+    for root, theirs_TO in enumerate(_in_turn(y_TO, layer.row, [(len(y_TO), share) for share in layer.shares])):
+        if back is not None:
+            back[0].addmm_(theirs_TO, next(back[1]))
+        if of_weight:
+            part_OI = theirs_TO.T @ x_TI
+            layer.col.reduce(part_OI, root).wait()
+            made = part_OI if root == layer.col.rank else made
+    return made
+
+
+def _of_weight(layer: SummaLinear, y_TO: Tensor, x_TI: Tensor) -> Tensor:
+    made = _gradients(layer, y_TO, x_TI)
+    assert made is not None
+    return made
+
+
+def _blocks(layer: SummaLinear) -> list[tuple[int, int]]:
+    """Return the shape of the weight's block of each member of the column."""
+    return [(share, layer.weight.shape[1]) for share in layer.shares]
 
 
 def _in_turn(own: Tensor, group: Group, shapes: Sequence[tuple[int, int]]) -> Iterator[Tensor]:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from raypar.actors.errors import ActionError
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.build import build_model
+from raypar.actors.pipeline.weight_grad import Owed
 from raypar.actors.sharding import join_shards
 from raypar.actors.specs.model import GPT, Llama, Positions
 from raypar.actors.specs.optim import AdamW
@@ -96,6 +97,21 @@ def test_recomputing_changes_no_bit(grid):
         weights.append(team.weights())
     for other in weights[1:]:
         assert all(torch.equal(weight, other[name]) for name, weight in weights[0].items())
+
+
+@pytest.mark.parametrize(("grid", "recompute"), [("2d:2x2", "selective"), ("3d:2x2x2", "none")])
+def test_backwards_in_halves_have_the_bits_of_whole_ones(grid, recompute, monkeypatch):
+    """All linear layers leave the gradients of their weights for W, with the messages that these need."""
+    owed, add, weights = [], Owed.add, {}
+    monkeypatch.setattr(Owed, "add", lambda self, weight, *rest: owed.append(weight) or add(self, weight, *rest))
+    for backward in ("whole", "split"):
+        team = team_of(grid, LLAMA, pp=2, m=3, backward=backward, recompute=recompute)
+        team.step(0)
+        weights[backward] = team.weights()
+        assert bool(owed) == (backward == "split")
+    assert all(torch.equal(weight, weights["whole"][name]) for name, weight in weights["split"].items())
+    linear = sum(weight.dim() == 2 for weight in weights["split"].values()) - 1
+    assert len({id(weight) for weight in owed}) == len(team.all) // 2 * linear, "but the embedding"
 
 
 @pytest.mark.parametrize("grid", GRIDS)
