@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from raypar.actors.autograd.later_half import LaterHalf
 from raypar.actors.tensors import Values
 
 
@@ -34,6 +35,19 @@ class Tail:
         self._gradients += gradients
         if self._root.requires_grad:
             self._root.backward()
+
+    def backward_input(self, gradients: Values, later: Collection[Tensor]) -> LaterHalf | None:
+        """Run the backward, and leave the gradients of some parameters for later, as far as that is possible.
+
+        Args:
+            gradients: One gradient for each output, of its shape and dtype.
+            later: The parameters.
+
+        Returns:
+            What is left; None if there is no graph.
+        """
+        self._gradients += gradients
+        return LaterHalf(self._root, later) if self._root.requires_grad else None
 
     def gradients(self, gradients: Values, of: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Run the backward and return the gradients of some tensors, without accumulating.

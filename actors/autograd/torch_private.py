@@ -18,8 +18,7 @@ too:
   import the compiler.
 - ``actors/models/deferred_init.py``: modes that do not import it (``DispatchMode``), and that do not run the ops that
   fill a meta tensor with random values, for these import it too.
-- ``actors/layers/positions.py``: tables of positions are computed at their first use. On the meta device that would
-  import sympy.
+- ``actors/layers/positions.py``: tables of positions are computed at first use: on the meta device that imports sympy.
 
 Attributes of modules that torch's own documentation and all libraries around it use (``_parameters``, ``_buffers``,
 ``_modules``, and ``_flat_weights`` of ``nn.RNNBase``) are no private names in this sense, and are used where needed.
@@ -27,7 +26,7 @@ Attributes of modules that torch's own documentation and all libraries around it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -37,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn.attention import SDPBackend
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -99,6 +98,21 @@ def notes_of(node: Node) -> dict[Any, Any]:
     """
     notes: Any = node.metadata
     return cast("dict[Any, Any]", notes)
+
+
+def run_backward(
+    starts: Sequence[Tensor | GradientEdge],
+    gradients: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    *,
+    keep: bool = False,
+) -> None:
+    """Add what the gradients of some starts make to the ``grad`` of some leaves, and of no others. ``keep``: the graph.
+
+    The public ``torch.autograd.backward`` imports sympy to check shapes (see the docstring above). Retry at upgrades.
+    """
+    engine = torch.autograd.graph._engine_run_backward
+    engine(tuple(starts), tuple(gradients), keep, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True)
 
 
 # --- what else torch does to a call ----------------------------------------------------------------------------------
@@ -173,9 +187,7 @@ def softmax_gradient_(gradient: Tensor, weights: Tensor) -> None:
     """Replace the gradient of a softmax by the gradient of its input, in the same memory.
 
     Autograd would call the same kernel, but with new memory for the result, which for attention in blocks is a tensor
-    of scores for each block. Composed of public operators it would be several passes over the scores. What either would
-    cost is not measured; the blocks, which this is a part of, save 4 to 30 % of attention (docs/parallelism.md). Retry
-    at upgrades.
+    of scores for each block. Made of public operators it would pass over the scores several times. Retry at upgrades.
 
     Args:
         gradient: Gradient of the softmax over the last dim, (..., T) float32. It is overwritten.
@@ -250,8 +262,7 @@ def flash_attention_cpu_backward(
 def demand_later(condition: Tensor, message: str) -> None:
     """Fail if a condition is false, without waiting for the device that computes it.
 
-    To look at the condition in Python (``bool(condition)``) would make the host wait for a GPU at every call; what that
-    would cost is not measured. Retry at upgrades.
+    To look at it in Python (``bool(condition)``) would make the host wait for a GPU at every call. Retry at upgrades.
 
     Args:
         condition: One bool, () on any device.
@@ -343,8 +354,7 @@ def replaced_trunc_normal(replacement: Callable[..., Any]) -> Iterator[None]:
 def gloo_options(device: Any, timeout: timedelta) -> Any:
     """Return the options of a ``ProcessGroupGloo`` with one thread.
 
-    The public constructor takes no device, and creates an event loop and a listener for every group; what that would
-    cost is not measured. Retry at upgrades.
+    The public constructor takes no device, and makes an event loop and a listener for every group. Retry at upgrades.
 
     Args:
         device: The process's Gloo device, from ``ProcessGroupGloo.create_device``.
@@ -360,8 +370,7 @@ def gloo_options(device: Any, timeout: timedelta) -> Any:
 def set_timeout(options: Any, timeout: timedelta) -> None:
     """Set the timeout of the ops of a process group that will be created with these options.
 
-    The public ``timeout`` belongs to ``torch.distributed.init_process_group``, which makes one default group a process.
-    Retry at upgrades.
+    The public one is for ``init_process_group``, which makes one default group a process. Retry at upgrades.
     """
     options._timeout = timeout
 
@@ -390,8 +399,5 @@ def reduce_scatter_flat(group: Any, out: Tensor, source: Tensor, options: Any) -
         out: This member's part of the result, (n,), contiguous.
         source: This member's summands, (size of the group x n,), contiguous.
         options: A ``ReduceScatterOptions``.
-
-    Returns:
-        torch's handle of the operation.
     """
     return group._reduce_scatter_base(out, source, options)

@@ -88,6 +88,8 @@ class Model(ABC):
             module, in the order of application.
         halves: Whether linear layers may make the gradients of their weights later than those of their inputs, or in
             given memory: see Linears.
+        others_halve: Whether other parameters may get their gradients later too, from the graph of the forward: see
+            LaterHalf.
         cross_entropy: Cross-entropy of logits (T, V) and labels (T,), summed over tokens. Tensor parallelism replaces
             it where it divides the vocabulary.
         is_deferred: Whether the user's function built the layers on the meta device, so that what is not a layer's own
@@ -100,6 +102,7 @@ class Model(ABC):
     ties: tuple[tuple[str, str], ...] = ()
     tensor_plan: TensorPlan = ()
     halves: bool = True
+    others_halve: bool = False
     is_deferred: bool = False
 
     def __init__(self, skeleton: Sequence[nn.Module]) -> None:

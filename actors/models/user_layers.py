@@ -54,6 +54,7 @@ class LayersModel(Model):
         self.costs = tuple(1.0 + sum(p.numel() for p in module.parameters()) for module in modules)
         self.ties = _shared(self.names, modules)
         self.tensor_plan, self.halves = tensor_plan_of(layers.plan), layers.halves
+        self.others_halve = layers.halves
         super().__init__(modules)
 
     def materialize(self, layers: Sequence[int], seed: int, parallelize: Parallelize = unsharded) -> list[nn.Module]:

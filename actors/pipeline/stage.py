@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -100,6 +100,9 @@ class Stage:
         if halved:
             self._linears.take_over()
         self.modules = self._linears.modules
+        # Hooks of weights that come and go, or of what is counted, are called once a backward: these have no halves.
+        plain = bool(halved) and recompute == "none" and weights is None and overflow is None
+        self._later = _worth_leaving(modules, self._linears.others(shared)) if plain and model.others_halve else ()
         self._owed: dict[int, Owed] = {}  # by microbatch: what is left for backward_weight
         self._place = place
         self._train = True
@@ -268,8 +271,12 @@ class Stage:
             tail = _tail(outputs)
             del outputs
         if tail is not None:
-            with self._linears.postponed() as self._owed[microbatch], self._guarded("backward"):
-                tail.backward(gradients)
+            with self._linears.postponed() as owed, self._guarded("backward"):
+                self._owed[microbatch] = owed
+                if self._later and microbatch in self._halved and self.listener is None:
+                    owed.others = tail.backward_input(gradients, self._later)
+                else:
+                    tail.backward(gradients)
         return tuple(_gradient(value) for value in inputs if value.requires_grad)
 
     def _with_history(self, step: int, microbatch: int, inputs: Values, target: Values) -> tuple[Values, Values]:
@@ -347,6 +354,15 @@ def loss_in_fp32(model: Model, outputs: Values, target: Values) -> Tensor:
 def _tail(outputs: Values) -> Tail:
     """Return the end of the graph: the outputs that can have gradients, which are floating-point."""
     return Tail(tuple([value for value in outputs if value.is_floating_point()]))
+
+
+def _worth_leaving(modules: Iterable[nn.Module], others: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+    """Return the parameters if to leave them for later is worth to keep a whole graph: if some are matrices.
+
+    Vectors, as those of norms, take no time; and nothing waits for what is behind an embedding.
+    """
+    tables = {id(part.weight) for module in modules for part in module.modules() if isinstance(part, nn.Embedding)}
+    return others if any(p.dim() > 1 and id(p) not in tables for p in others) else ()
 
 
 def _gradient(value: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.autograd.later_half import LaterHalf
 from raypar.actors.autograd.torch_private import has_gradient_hooks, has_saved_tensor_hooks, num_writes
 from raypar.actors.layers.linear import (
     Fan,
@@ -38,7 +39,12 @@ class Owed:
     """What is left of a backward: the gradients of linear layers' weights, in the order in which it came to them.
 
     It keeps the inputs of these layers and the gradients of their outputs.
+
+    Attributes:
+        others: The gradients of other parameters, which are made from the graph that is kept; None if none are left.
     """
+
+    others: LaterHalf | None = None
 
     def __init__(self) -> None:
         self._uses: dict[Pair, list[Use]] = {}
@@ -52,7 +58,8 @@ class Owed:
     @property
     def parameters(self) -> frozenset[Tensor]:
         """The parameters whose gradients are not complete yet."""
-        return frozenset(p for pair in self._uses for p in pair if p is not None and p.requires_grad)
+        linear = frozenset(p for pair in self._uses for p in pair if p is not None and p.requires_grad)
+        return linear if self.others is None else linear | self.others.parameters
 
     def pay(self, places: Places) -> None:
         """Add what is owed to the gradients of the weights, as autograd does: hooks are called once a parameter.
@@ -77,6 +84,8 @@ class Owed:
                 root.backward()
             else:
                 _add(places, uses, *pair)
+        if self.others is not None:
+            self.others.pay()
 
 
 class Linears:
@@ -142,6 +151,15 @@ class Linears:
         self._fans = []
         for part in self._postponable:
             part.postponer = self
+
+    def others(self, shared: Container[Tensor]) -> tuple[nn.Parameter, ...]:
+        """Return the trainable parameters that belong to none of the layers that leave their weights for later.
+
+        Args:
+            shared: Parameters that are left out, for several modules share them.
+        """
+        linear = {id(p) for layer in (*self._layers, *self._postponable) for p in layer.parameters(recurse=False)}
+        return tuple(p for p in self._root.parameters() if p.requires_grad and p not in shared and id(p) not in linear)
 
     def halve(self, halves: bool) -> None:
         """Set whether the replaced layers compute the gradients of their weights later, from now on.

@@ -203,9 +203,9 @@ class Layers:
     ids; dropout is for an nn.Dropout between a column and a row, and shared for any other module with weights there.
     Every actor computes all other modules in full"""
     halves: bool = False
-    """whether nn.Linear layers may compute their weight gradients separately: later, as the W of a schedule, or
-    directly in the buffer in which they are reduced. This is faster and gives the same bits. It requires that modules
-    just call these layers: no forward or hook may compute gradients, and no hook may change one"""
+    """whether weight gradients may be computed separately: later, as the W of a schedule, and those of nn.Linear layers
+    also directly in the buffer in which they are reduced. This is faster and gives the same bits. It requires that
+    modules just call their layers: no forward or hook may compute gradients, and no hook may change one"""
 
 
 def _divisor_near(wanted: int, whole: int) -> int:

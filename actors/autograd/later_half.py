@@ -1,0 +1,160 @@
+"""Split a backward by autograd's graph, which is kept: gradients of inputs first, those of parameters later."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+
+from raypar.actors.autograd.torch_private import num_writes, run_backward
+
+
+class LaterHalf:
+    """What a backward leaves for later: the gradients of some parameters.
+
+    A border is a node of the graph from which some edges lead to such parameters alone, and others to tensors whose
+    gradients are made now. The first half goes through it without the former, and keeps the gradients that it was
+    given. The second half begins at the border with these, and goes to the parameters alone. Both call the same kernels
+    on the same tensors as a whole backward. In between the whole graph is kept.
+
+    Not left for later are parameters below borders that are Python functions, which compute all of their gradients at
+    once, and those that are below several borders, whose sums would be added up in another order.
+
+    Args:
+        root: The scalar that the backward starts from.
+        later: The parameters whose gradients may be left for later.
+
+    Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism"; the way of torch.distributed.pipelining's _backward.py.
+    """
+
+    def __init__(self, root: Tensor, later: Collection[Tensor]) -> None:
+        self._root: Tensor | None = root
+        graph = _Graph(root)
+        self._below, now = graph.divided(later)
+        self._captured: dict[Node, tuple[Tensor | None, ...]] = {}
+        self._versions: list[tuple[Tensor, int]] = []
+        if not now:  # nobody waits for the first half
+            return
+        hooks = [border.register_prehook(partial(self._keep, border)) for border in self._below]
+        try:
+            run_backward([root], [torch.ones_like(root)], now, keep=bool(hooks))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._root = None
+
+    @property
+    def parameters(self) -> frozenset[Tensor]:
+        """The parameters whose gradients are not complete yet."""
+        return frozenset(leaf for leaves in self._below.values() for leaf in leaves)
+
+    def pay(self) -> None:
+        """Add the gradients that were left to the parameters' ``grad``, and let go of the graph.
+
+        Raises:
+            RuntimeError: A gradient that was kept was written to meanwhile.
+        """
+        if any(num_writes(gradient) != writes for gradient, writes in self._versions):
+            raise RuntimeError(
+                "the gradient of a module's output was changed in place before the gradients of its parameters were "
+                "made from it: write into a copy, or set Layers(halves=False)"
+            )
+        below, self._below = self._below, {}
+        self._versions.clear()
+        if self._root is not None:
+            root, self._root = self._root, None
+            run_backward([root], [torch.ones_like(root)], next(iter(below.values())))
+            return
+        for border, leaves in below.items():
+            captured = self._captured.pop(border, ())
+            given = {number: gradient for number, gradient in enumerate(captured) if gradient is not None}
+            if given:
+                run_backward([GradientEdge(border, number) for number in given], [*given.values()], leaves)
+
+    def _keep(self, border: Node, gradients: tuple[Tensor | None, ...]) -> None:
+        self._captured[border] = gradients
+        self._versions += [(gradient, num_writes(gradient)) for gradient in gradients if gradient is not None]
+
+
+class _Graph:
+    """The nodes of an autograd graph.
+
+    Args:
+        root: The scalar from which a backward starts.
+
+    Attributes:
+        root: The node of the root.
+        leaves: The leaves of the graph, each once.
+    """
+
+    def __init__(self, root: Tensor) -> None:
+        assert root.grad_fn is not None
+        self.root: Node = root.grad_fn
+        self._nodes: list[Node] = []  # each behind all that it leads to
+        self._children: dict[Node, list[Node]] = {}
+        waiting: list[tuple[Node, bool]] = [(self.root, False)]
+        while waiting:
+            node, is_left = waiting.pop()
+            if is_left:
+                self._nodes.append(node)
+            elif node not in self._children:
+                self._children[node] = [child for child, _ in node.next_functions if child is not None]
+                waiting.append((node, True))
+                waiting += [(child, False) for child in self._children[node]]
+        self._leaf = {node: node.variable for node in self._nodes if hasattr(node, "variable")}
+        self.leaves = tuple(dict.fromkeys(self._leaf.values()))
+
+    def divided(self, later: Collection[Tensor]) -> tuple[dict[Node, list[Tensor]], list[Tensor]]:
+        """Divide the leaves by when their gradients are made.
+
+        Args:
+            later: Those that may be left for later.
+
+        Returns:
+            By border the leaves that are left for later, and the leaves whose gradients are made now.
+        """
+        wanted = set(later)
+        if wanted.issuperset(self.leaves):
+            return {self.root: [*self.leaves]}, []
+        while True:
+            below = self._below_borders(wanted)
+            times: dict[Tensor, int] = {}
+            for leaves in below.values():
+                for leaf in leaves:
+                    times[leaf] = times.get(leaf, 0) + 1
+            early = {leaf for leaf, count in times.items() if count > 1}
+            early.update(*(leaves for border, leaves in below.items() if isinstance(border, BackwardCFunction)))
+            if not early:
+                left = set(times)
+                return below, [leaf for leaf in self.leaves if leaf not in left]
+            wanted -= early
+
+    def _below_borders(self, wanted: set[Tensor]) -> dict[Node, list[Tensor]]:
+        """Return by border the leaves below it that nothing else is below, each once."""
+        pure = dict[Node, bool]()  # whether a node leads to wanted leaves alone
+        for node in self._nodes:
+            leaf = self._leaf.get(node)
+            children = self._children[node]
+            pure[node] = leaf in wanted if leaf is not None else bool(children) and all(map(pure.__getitem__, children))
+        found = dict[Node, list[Tensor]]()
+        for node in self._nodes:
+            below = [] if pure[node] else [child for child in self._children[node] if pure[child]]
+            if below:
+                found[node] = [*dict.fromkeys(self._leaves_below(below))]
+        return found
+
+    def _leaves_below(self, nodes: list[Node]) -> Iterator[Tensor]:
+        """Yield the leaves that some nodes lead to."""
+        waiting, seen = [*nodes], set[Node]()
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node in self._leaf:
+                yield self._leaf[node]
+            waiting += self._children[node]
