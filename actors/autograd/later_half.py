@@ -22,7 +22,8 @@ class LaterHalf:
     on the same tensors as a whole backward. In between the whole graph is kept.
 
     Not left for later are parameters below borders that are Python functions, which compute all of their gradients at
-    once, and those that are below several borders, whose sums would be added up in another order.
+    once; those that are below several borders, whose sums would be added up in another order; and vectors without a
+    matrix below the same border, as those of norms, which take less time than to go through the border twice.
 
     Args:
         root: The scalar that the backward starts from.
@@ -127,7 +128,9 @@ class _Graph:
                 for leaf in leaves:
                     times[leaf] = times.get(leaf, 0) + 1
             early = {leaf for leaf, count in times.items() if count > 1}
-            early.update(*(leaves for border, leaves in below.items() if isinstance(border, BackwardCFunction)))
+            for border, leaves in below.items():
+                if isinstance(border, BackwardCFunction) or all(leaf.dim() < 2 for leaf in leaves):
+                    early.update(leaves)
             if not early:
                 left = set(times)
                 return below, [leaf for leaf in self.leaves if leaf not in left]

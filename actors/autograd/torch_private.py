@@ -100,19 +100,16 @@ def notes_of(node: Node) -> dict[Any, Any]:
     return cast("dict[Any, Any]", notes)
 
 
-def run_backward(
-    starts: Sequence[Tensor | GradientEdge],
-    gradients: Sequence[Tensor],
-    leaves: Sequence[Tensor],
-    *,
-    keep: bool = False,
-) -> None:
+Starts = Sequence[Tensor | GradientEdge]
+
+
+def run_backward(starts: Starts, gradients: Sequence[Tensor], leaves: Sequence[Tensor], *, keep: bool = False) -> None:
     """Add what the gradients of some starts make to the ``grad`` of some leaves, and of no others. ``keep``: the graph.
 
     The public ``torch.autograd.backward`` imports sympy to check shapes (see the docstring above). Retry at upgrades.
     """
-    engine = torch.autograd.graph._engine_run_backward
-    engine(tuple(starts), tuple(gradients), keep, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True)
+    run = torch.autograd.graph._engine_run_backward
+    run(tuple(starts), tuple(gradients), keep, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True)
 
 
 # --- what else torch does to a call ----------------------------------------------------------------------------------

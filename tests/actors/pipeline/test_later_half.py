@@ -68,12 +68,12 @@ class Last(nn.Module):
 
 
 KINDS = {
-    "conv": (lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8), nn.ReLU(), nn.Conv1d(8, 4, 1)), 6),
-    "transposed": (lambda: nn.Sequential(nn.ConvTranspose1d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.PReLU()), 5),
+    "conv": (lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8), nn.ReLU(), nn.Conv1d(8, 4, 1)), 4),
+    "transposed": (lambda: nn.Sequential(nn.ConvTranspose1d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.PReLU()), 2),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 4, 1)), 3),
     "parametrized": (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(6, 6)), 2),
-    "own": (lambda: nn.Sequential(nn.LayerNorm(6), Scaled()), 4),
-    "attention": (lambda: nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True), 12),
+    "own": (lambda: nn.Sequential(nn.LayerNorm(6), Scaled()), 1),
+    "attention": (lambda: nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True), 7),
     "lstm": (Last, 4),
     "twice": (Twice, 0),
     "a function": (lambda: nn.Sequential(Written(), nn.Conv1d(4, 4, 1)), 2),
