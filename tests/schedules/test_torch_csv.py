@@ -40,7 +40,7 @@ def test_gpipe_is_torchs(ranks):
 @pytest.mark.parametrize("ranks", range(1, 6))
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_interleaved_is_torchs(ranks, chunks):
-    for microbatches in range(1, 13):
+    for microbatches in (1, 2, 3, 5, 8, 10, 12):
         if microbatches % max(1, microbatches // ranks):
             continue  # torch wants rounds of one size
         rows = make(theirs.ScheduleInterleaved1F1B, ranks, microbatches, chunks).pipeline_order

@@ -19,7 +19,7 @@ LOOPED = "interleaved", "looped-bfs", "zb-interleaved"
 def sizes(name, ranks):
     """All (microbatches, chunks) of the grid that the generator takes."""
     if name in LOOPED:
-        return [(m, 2 + m % 3) for m in range(1, 17)]
+        return [(m, 2 + m % 3) for m in (*range(1, 9), 11, 16)]
     if name in SEARCHED:
         return [(m, 1) for m in (1, 3, 2 * ranks)]
     chunks = (1, 2, 3, 4) if name == "forward" else (2,) if name in V else (1,)
