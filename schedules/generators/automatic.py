@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 from raypar.schedules.action import Action, Op
 from raypar.schedules.generators.critical_path import Timed, shortened, timed
+from raypar.schedules.generators.dual_pipe import dualpipe_v
 from raypar.schedules.generators.entry import Sizes
-from raypar.schedules.generators.list_scheduling import Cost, Memory, Policy, Rows, scheduled
+from raypar.schedules.generators.list_scheduling import Cost, ListScheduling, Memory, Policy, Rows
 from raypar.schedules.generators.one_f_one_b import one_f_one_b
+from raypar.schedules.generators.v_shape import v_half, v_min, zb_v
 from raypar.schedules.generators.zero_bubble import zb_h1, zb_h2
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs
 
-SIZES = Sizes()
+SIZES = Sizes(max_chunks=2, hint="set chunks to 1, or to 2 for a V")
 
 _BUDGET = 250_000  # actions that each half of a search may time: about half a second
 _ROUNDING = 1e-9  # of a length
-_POLICIES = tuple(
-    Policy(fits, tail, slope, extra)
-    for extra, slope, fits, tail in product((1, 2, 0, 3), (2, 1.5, 1), (0.0, 0.25, 0.5, 1.0), (0.25, 0.5, 1.0))
-)
+_EXTRAS, _FITS, _TAILS = (1, 2, 0, 3), (0.0, 0.25, 0.5, 1.0), (0.25, 0.5, 1.0)  # of the policies
+_SLOPES, _SLOPES_OF_A_V = (2.0, 1.5, 1.0), (0.5, 0.75, 1.0)
 
 
-def zb_1p(num_ranks: int, num_microbatches: int, *, costs: Costs | None = None) -> Schedule:
+def zb_1p(num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, costs: Costs | None = None) -> Schedule:
     """Search for the shortest step of the given costs in the memory of 1F1B: p microbatches a rank.
 
-    It is never longer than ``zb-h1`` and ``1f1b``. See ``automatic`` for other bounds.
+    It is never longer than ``zb-h1`` and ``1f1b``, and with two stages a rank, in a V, never longer than ``zb-v``.
+    See ``automatic`` for other bounds.
 
     Args:
         num_ranks: Number of pipeline ranks p.
         num_microbatches: Number of microbatches m in a step.
+        num_chunks: Number of stages on each rank, 1 or 2.
         costs: How long F, I, W and the link last. A run gives the durations that its FLOPs and bytes predict. None:
             those of ``simulate``.
 
@@ -51,18 +53,21 @@ def zb_1p(num_ranks: int, num_microbatches: int, *, costs: Costs | None = None) 
         rank 3           F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7
         zb-1p in slots: makespan 27, bubble 11.1%, in flight 4 4 4 4
     """
-    SIZES.demand("zb-1p", num_ranks, num_microbatches)
-    return automatic(num_ranks, num_microbatches, costs or Costs(), num_ranks, name="zb-1p")
+    SIZES.demand("zb-1p", num_ranks, num_microbatches, num_chunks)
+    most = num_ranks
+    return automatic(num_ranks, num_microbatches, costs or Costs(), most, num_chunks=num_chunks, name="zb-1p")
 
 
-def zb_2p(num_ranks: int, num_microbatches: int, *, costs: Costs | None = None) -> Schedule:
+def zb_2p(num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, costs: Costs | None = None) -> Schedule:
     """Search for the shortest step of the given costs in twice the memory of 1F1B: 2p microbatches a rank.
 
-    It is never longer than ``zb-h2``, ``zb-h1`` and ``1f1b``. See ``automatic`` for other bounds.
+    It is never longer than ``zb-h2``, ``zb-h1`` and ``1f1b``, and with two stages a rank, in a V, never longer than
+    ``zb-v`` and ``dualpipe-v``. See ``automatic`` for other bounds.
 
     Args:
         num_ranks: Number of pipeline ranks p.
         num_microbatches: Number of microbatches m in a step.
+        num_chunks: Number of stages on each rank, 1 or 2.
         costs: How long F, I, W and the link last. A run gives the durations that its FLOPs and bytes predict. None:
             those of ``simulate``.
 
@@ -82,8 +87,9 @@ def zb_2p(num_ranks: int, num_microbatches: int, *, costs: Costs | None = None) 
         rank 3           F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7
         zb-2p in slots: makespan 27, bubble 11.1%, in flight 4 4 4 4
     """
-    SIZES.demand("zb-2p", num_ranks, num_microbatches)
-    return automatic(num_ranks, num_microbatches, costs or Costs(), 2 * num_ranks, name="zb-2p")
+    SIZES.demand("zb-2p", num_ranks, num_microbatches, num_chunks)
+    most = 2 * num_ranks
+    return automatic(num_ranks, num_microbatches, costs or Costs(), most, num_chunks=num_chunks, name="zb-2p")
 
 
 def automatic(
@@ -92,11 +98,12 @@ def automatic(
     costs: Costs,
     most: float,
     *,
+    num_chunks: int = 1,
     kept: float = 1.0,
     flush: bool = True,
     name: str = "automatic",
 ) -> Schedule:
-    """Search for the shortest schedule of one stage a rank under a bound of memory.
+    """Search for the shortest schedule under a bound of memory, of one stage a rank, or of two in a V.
 
     List scheduling makes one schedule for each of a grid of policies. The shortest of them, or of the hand-made ones
     that the bound allows, is made shorter by moving W off its critical path. The same arguments give the same schedule.
@@ -106,7 +113,8 @@ def automatic(
         num_microbatches: Number of microbatches m in a step.
         costs: How long F, I, W, a whole B and the link last, by stage and action where that is known; such as
             ``costs_of(*job.timelines())`` of a run whose backwards are split.
-        most: Most activations that a rank may hold, in microbatches; 1 or more.
+        most: Most activations that a rank may hold, in microbatches that pass all of its stages; 1 or more.
+        num_chunks: Number of stages on each rank, 1 or 2; with 2, rank s holds the stages s and 2p - 1 - s.
         kept: The part of a microbatch's activations that a rank holds between I and W.
         flush: Whether all ranks end a step together, as the optimizer's vote makes them: the step is as long as the
             time from the first start to the last end. If not, it is as long as the longest span of a rank.
@@ -120,56 +128,66 @@ def automatic(
 
     Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 3.1.
     """
-    SIZES.demand(name, num_ranks, num_microbatches)
+    SIZES.demand(name, num_ranks, num_microbatches, num_chunks)
     _demand(name, costs, most, kept)
-    memory, cost, link = Memory(most, kept), _table(num_ranks, num_microbatches, costs).__getitem__, costs.link
-
-    least, left = _least(num_ranks, num_microbatches, cost, link, flush=flush), _BUDGET
+    placement = (*range(num_ranks), *reversed(range(num_ranks)))[: num_ranks * num_chunks]
+    cost, memory = _table(len(placement), num_microbatches, costs).__getitem__, Memory(most * num_chunks, kept)
+    least = _least(num_ranks, num_microbatches, num_chunks, cost, costs.link, flush=flush)
     best: Timed | None = None
-    for rows in _candidates(num_ranks, num_microbatches, cost, link, memory):
-        found = timed(rows, cost, link)
+    left = _BUDGET
+    for rows in _candidates(placement, num_microbatches, cost, costs.link, memory):
+        found = timed(rows, placement, cost, costs.link)
         if best is None or found.length(flush=flush) < best.length(flush=flush) * (1 - _ROUNDING):
             best = found
         left -= 2 * sum(map(len, rows))
         if left < 0 or best.length(flush=flush) <= least * (1 + _ROUNDING):
             break
     assert best is not None
-    return Schedule.of(name, shortened(best, cost, link, memory, flush=flush, budget=_BUDGET).rows)
+    found = shortened(best, cost, costs.link, memory, flush=flush, budget=_BUDGET)
+    return Schedule.of(name, found.rows)
 
 
-def _least(num_ranks: int, num_microbatches: int, cost: Cost, link: float, *, flush: bool) -> float:
+def _least(num_ranks: int, num_microbatches: int, num_chunks: int, cost: Cost, link: float, *, flush: bool) -> float:
     """Return a length that no schedule goes below.
 
-    A rank starts when the first microbatch has come to it and has all of its work to do. And when the slowest rank has
-    performed its F and I, the last gradient has to come back to the ranks before it, which make a W of it.
+    A rank starts when the first microbatch has come to it, and has all of its work to do. And with one stage a rank,
+    when any has performed its F and I, the last gradient has to come back to those before it, which make a W of it.
     """
-    last = num_microbatches - 1
     bound = start = 0.0
     starts: list[float] = []
     for rank in range(num_ranks):
-        halves = [sum(cost(Action(rank, op, at)) for at in range(num_microbatches)) for op in (Op.F, Op.I, Op.W)]
+        stages = (rank, 2 * num_ranks - 1 - rank)[:num_chunks]
+        halves = [
+            sum(cost(Action(stage, op, at)) for stage in stages for at in range(num_microbatches))
+            for op in (Op.F, Op.I, Op.W)
+        ]
         starts.append(start)
         bound = max(bound, sum(halves) + start * flush)
         done = start + halves[0] + halves[1]
-        for other in range(rank, -1, -1):
-            done += (cost(Action(other, Op.I, last)) + link) * (other < rank)
-            bound = max(bound, done + cost(Action(other, Op.W, last)) - starts[other] * (not flush))
+        for other in range(rank, -1, -1) if num_chunks == 1 else ():
+            done += (cost(Action(other, Op.I, num_microbatches - 1)) + link) * (other < rank)
+            bound = max(bound, done + cost(Action(other, Op.W, num_microbatches - 1)) - starts[other] * (not flush))
         start += cost(Action(rank, Op.F, 0)) + link
     return bound
 
 
-def _candidates(num_ranks: int, num_microbatches: int, cost: Cost, link: float, memory: Memory) -> Iterator[Rows]:
-    """Yield the rows of the hand-made schedules that the bound allows, and then those of all policies."""
-    for generate in (one_f_one_b, zb_h1, zb_h2):
+def _candidates(
+    placement: Sequence[int], num_microbatches: int, cost: Cost, link: float, memory: Memory
+) -> Iterator[Rows]:
+    """Yield the rows of the hand-made schedules that the bound allows, then those of all policies."""
+    num_ranks = max(placement) + 1
+    is_v = len(placement) > num_ranks
+    for generate in (zb_v, v_half, v_min, dualpipe_v) if is_v else (one_f_one_b, zb_h1, zb_h2):
         rows = [list(row) for row in generate(num_ranks, num_microbatches).rows]
         if all(map(memory.allows, rows)):
             yield rows
-    for policy in _POLICIES:
-        yield scheduled(num_ranks, num_microbatches, cost, link, memory, policy)
+    for extra, slope, fits, tail in product(_EXTRAS, _SLOPES_OF_A_V if is_v else _SLOPES, _FITS, _TAILS):
+        policy = Policy(fits, tail, slope, extra)
+        yield ListScheduling(placement, num_microbatches, cost, link, memory, policy).rows()
 
 
-def _table(num_ranks: int, num_microbatches: int, costs: Costs) -> dict[Action, float]:
-    every = product(range(num_ranks), (Op.F, Op.B, Op.I, Op.W), range(num_microbatches))
+def _table(num_stages: int, num_microbatches: int, costs: Costs) -> dict[Action, float]:
+    every = product(range(num_stages), (Op.F, Op.B, Op.I, Op.W), range(num_microbatches))
     return {action: costs.of(action) for action in (Action(*one) for one in every)}
 
 

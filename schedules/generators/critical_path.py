@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raypar.schedules.action import Action, Op
@@ -13,16 +13,18 @@ _ROUNDING = 1e-9  # of a length
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Rows of one stage a rank, with the time of every action.
+    """Rows with the time of every action.
 
     Attributes:
         rows: The rows.
+        placement: The rank of each stage.
         ends: When each action ends.
         spans: How long each rank takes from its first start to its last end.
         before: For each action, the one whose end it waited for; None for one that starts at once.
     """
 
     rows: Rows
+    placement: Sequence[int]
     ends: dict[Action, float]
     spans: list[float]
     before: dict[Action, Action | None]
@@ -37,11 +39,12 @@ class Timed:
         return self.makespan if flush else max(self.spans)
 
 
-def timed(rows: Rows, cost: Cost, link: float) -> Timed:
+def timed(rows: Rows, placement: Sequence[int], cost: Cost, link: float) -> Timed:
     """Compute when each action of rows ends, every one as early as it can.
 
     Args:
-        rows: Rows of F, B, I and W, of one stage a rank, free of deadlock.
+        rows: Rows of F, B, I and W, free of deadlock.
+        placement: The rank of each stage.
         cost: How long an action lasts.
         link: Time from the end of an action to the arrival of its value on another rank, in the same unit.
     """
@@ -54,36 +57,38 @@ def timed(rows: Rows, cost: Cost, link: float) -> Timed:
         row = rows[number]
         while places[number] < len(row):
             action = row[places[number]]
-            need, away = _need(action, len(rows) - 1, ends)
+            need = _need(action, len(placement) - 1, ends)
             if need is not None and need not in ends:
                 break
             start, cause = now[number], row[places[number] - 1] if places[number] else None
-            if need is not None and away and ends[need] + link > start:
-                start, cause = ends[need] + link, need
+            if need is not None and need.stage is not None and placement[need.stage] != number:
+                arrival = ends[need] + link
+                if arrival > start:
+                    start, cause = arrival, need
             if not places[number]:
                 starts[number] = start
             before[action] = cause
             ends[action] = now[number] = start + cost(action)
             places[number] += 1
-            if action.op is not Op.W:
-                other = number + (1 if action.op is Op.F else -1)
-                if 0 <= other < len(rows):
-                    ready.append(other)
-    return Timed(rows, ends, [end - start for end, start in zip(now, starts, strict=True)], before)
+            if action.op is not Op.W and action.stage is not None:
+                other = action.stage + (1 if action.op is Op.F else -1)
+                if 0 <= other < len(placement):
+                    ready.append(placement[other])
+    return Timed(rows, placement, ends, [end - start for end, start in zip(now, starts, strict=True)], before)
 
 
-def _need(action: Action, last: int, ends: dict[Action, float]) -> tuple[Action | None, bool]:
-    """Return what an action waits for, and whether that comes from another rank."""
+def _need(action: Action, last: int, ends: dict[Action, float]) -> Action | None:
+    """Return what an action waits for; None for the forwards of the first stage."""
     stage, op, microbatch = action
     assert stage is not None
     if op is Op.F:
-        return (Action(stage - 1, Op.F, microbatch), True) if stage else (None, False)
+        return Action(stage - 1, Op.F, microbatch) if stage else None
     if op is Op.W:
-        return Action(stage, Op.I, microbatch), False
+        return Action(stage, Op.I, microbatch)
     if stage == last:
-        return Action(stage, Op.F, microbatch), False
+        return Action(stage, Op.F, microbatch)
     whole = Action(stage + 1, Op.B, microbatch)
-    return whole if whole in ends else Action(stage + 1, Op.I, microbatch), True
+    return whole if whole in ends else Action(stage + 1, Op.I, microbatch)
 
 
 def shortened(found: Timed, cost: Cost, link: float, memory: Memory, *, flush: bool, budget: int) -> Timed:
@@ -114,7 +119,7 @@ def shortened(found: Timed, cost: Cost, link: float, memory: Memory, *, flush: b
             if (number, tuple(row)) in refused or not memory.allows(row):
                 continue
             left -= sum(map(len, found.rows))
-            other = timed([*found.rows[:number], row, *found.rows[number + 1 :]], cost, link)
+            other = timed([*found.rows[:number], row, *found.rows[number + 1 :]], found.placement, cost, link)
             if other.length(flush=flush) <= found.length(flush=flush) * (1 + _ROUNDING):
                 found, moved = other, True
                 break
@@ -130,7 +135,8 @@ def _later_weights(found: Timed, *, flush: bool) -> Iterator[tuple[int, list[Act
     behind = found.rows[number][-1]
     while (action := found.before[behind]) is not None:
         if action.op is Op.W and behind.op is not Op.W:
-            row = found.rows[behind.stage or 0]
+            rank = found.placement[behind.stage or 0]
+            row = found.rows[rank]
             at = row.index(behind)
-            yield behind.stage or 0, [*row[: at - 1], behind, action, *row[at + 1 :]]
+            yield rank, [*row[: at - 1], behind, action, *row[at + 1 :]]
         behind = action

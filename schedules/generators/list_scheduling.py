@@ -1,21 +1,23 @@
 """List scheduling: every rank that is free takes the most urgent action that is ready, and W where it would wait.
 
-For pipelines of one stage a rank, whose backwards are split.
+For pipelines whose backwards are split, with any placement of stages on ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from raypar.schedules.action import Action, Op
 
 NEVER = math.inf
-_SAME = 1e-9  # microbatches: how exactly memory is counted
+_SAME = 1e-9  # activations: how exactly memory is counted
 
 Cost = Callable[[Action], float]
+Rows = list[list[Action]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +25,14 @@ class Memory:
     """What a rank may hold.
 
     Attributes:
-        most: The bound, in activations of a microbatch.
-        kept: The part of a microbatch's activations that a rank holds between I and W.
+        most: The bound, in activations of a microbatch in one stage.
+        kept: The part of these activations that a rank holds between I and W.
     """
 
     most: float
     kept: float = 1.0
 
-    def allows(self, row: list[Action]) -> bool:
+    def allows(self, row: Sequence[Action]) -> bool:
         """Return whether a rank that performs the row never holds more than the bound."""
         held = 0.0
         for action in row:
@@ -47,8 +49,8 @@ class Policy:
     Attributes:
         fits: The part of a W that a wait has to be long, for W to fill it, while there are forwards to come.
         tail: The same afterwards.
-        slope: How many more forwards may be ahead of their I on a rank than on the next one.
-        extra: How many more than one may be ahead on the last rank.
+        slope: How many more forwards may be ahead of their I in a stage than in the next one.
+        extra: How many more than one may be ahead in the last stage.
     """
 
     fits: float
@@ -57,94 +59,139 @@ class Policy:
     extra: int
 
 
-class _Rank:
-    """A rank: what it has done, and when the values that it needs next are there."""
+class _Stage:
+    """A stage: how many F and I are done, and when the values of the next ones are there."""
 
-    def __init__(self, microbatches: int, ahead: float) -> None:
-        self.now, self.held, self.ahead = 0.0, 0.0, ahead
-        self.forwards = self.inputs = self.weights = 0  # how many are done
-        self.activations, self.gradients = ([NEVER] * (microbatches + 1) for _ in range(2))
+    def __init__(self, number: int, num_microbatches: int, most: float) -> None:
+        self.number, self.most = number, most
+        self.forwards = self.inputs = 0
+        self.activations, self.gradients = ([NEVER] * (num_microbatches + 1) for _ in range(2))
+
+    @property
+    def activation(self) -> float:
+        """When the next F can start, as far as the policy allows it."""
+        return self.activations[self.forwards] if self.forwards - self.inputs < self.most else NEVER
+
+    @property
+    def gradient(self) -> float:
+        """When the next I can start."""
+        return self.gradients[self.inputs]
+
+
+class _Rank:
+    """A rank: its stages, the last one first, what it holds, and the W that are to come."""
+
+    def __init__(self, stages: list[_Stage]) -> None:
+        self.stages, self.now, self.held = stages, 0.0, 0.0
+        self.weights = deque[Action]()
         self.row: list[Action] = []
 
 
-def scheduled(num_ranks: int, num_microbatches: int, cost: Cost, link: float, memory: Memory, policy: Policy) -> Rows:
-    """Perform a step by a policy, event by event.
+class ListScheduling:
+    """Performs a step by a policy, event by event.
 
-    A rank takes an I that is ready, or else an F that is ready, if memory and policy allow it, or else a W.
+    A rank takes an I that is ready, or else an F that is ready, if memory and policy allow it, or else a W. Of several
+    it takes that of the last stage.
 
     Args:
-        num_ranks: Number of pipeline ranks p; rank s holds stage s.
+        placement: The rank of each stage.
         num_microbatches: Number of microbatches m in a step.
         cost: How long an F, I or W lasts.
         link: Time from the end of a compute action to the arrival of its value on another rank, in the same unit.
-        memory: What a rank may hold, at least one microbatch.
+        memory: What a rank may hold, at least one microbatch in each of its stages.
         policy: How ranks choose.
-
-    Returns:
-        The rows.
     """
-    last = num_ranks - 1
-    ranks = [_Rank(num_microbatches, policy.slope * (last - rank) + 1 + policy.extra) for rank in range(num_ranks)]
-    ranks[0].activations[:-1] = [0.0] * num_microbatches
-    free = [(0.0, rank) for rank in range(num_ranks)]
-    heapify(free)
-    while free:
-        time, number = heappop(free)
-        rank = ranks[number]
-        if time < rank.now:
-            continue  # it has been busy since
-        op, later = _choice(rank, number, time, num_microbatches, cost, memory, policy)
-        if op is None:
-            if later < NEVER:
-                heappush(free, (later, number))
-            continue  # or else a value that arrives wakes it
-        action = _perform(rank, number, op, time, cost, memory)
-        heappush(free, (rank.now, number))
-        other = number + (op is Op.F) - (op is Op.I)
-        arrival, microbatch = rank.now + link, action.microbatch
-        assert microbatch is not None
-        if op is Op.F and number == last:
-            rank.gradients[microbatch] = rank.now
-        elif op is not Op.W and other >= 0:
-            (ranks[other].activations if op is Op.F else ranks[other].gradients)[microbatch] = arrival
-            heappush(free, (max(arrival, ranks[other].now), other))
-    return [rank.row for rank in ranks]
 
+    def __init__(
+        self,
+        placement: Sequence[int],
+        num_microbatches: int,
+        cost: Cost,
+        link: float,
+        memory: Memory,
+        policy: Policy,
+    ) -> None:
+        self._placement, self._microbatches, self._cost, self._link = placement, num_microbatches, cost, link
+        self._memory, self._policy = memory, policy
+        last = len(placement) - 1
+        self._stages = [
+            _Stage(stage, num_microbatches, policy.slope * (last - stage) + 1 + policy.extra)
+            for stage in range(len(placement))
+        ]
+        self._stages[0].activations[:-1] = [0.0] * num_microbatches
+        self._ranks = [
+            _Rank([stage for stage in reversed(self._stages) if placement[stage.number] == rank])
+            for rank in range(max(placement) + 1)
+        ]
+        self._free = [(0.0, rank) for rank in range(len(self._ranks))]
 
-Rows = list[list[Action]]
+    def rows(self) -> Rows:
+        """Return the rows."""
+        heapify(self._free)
+        while self._free:
+            time, number = heappop(self._free)
+            rank = self._ranks[number]
+            if time < rank.now:
+                continue  # it has been busy since
+            action, later = self._choice(rank, time)
+            if action is not None:
+                self._perform(rank, action, time)
+                heappush(self._free, (rank.now, number))
+            elif later < NEVER:
+                heappush(self._free, (later, number))
+            # Or else a value that arrives wakes it.
+        return [rank.row for rank in self._ranks]
 
+    def _choice(self, rank: _Rank, time: float) -> tuple[Action | None, float]:
+        """Return what a rank does now; or None, and when it may do something."""
+        later = NEVER
+        for stage in rank.stages:
+            if stage.gradient <= time:
+                return Action(stage.number, Op.I, stage.inputs), time
+            later = min(later, stage.gradient)
+        room = self._memory.most + _SAME - rank.held
+        for at, stage in enumerate(rank.stages):
+            # Its microbatch comes back to the later stages of the rank, which must find room then.
+            if 1 + sum(stage.forwards + 1 - other.forwards for other in rank.stages[:at]) > room:
+                continue
+            if stage.activation <= time:
+                return Action(stage.number, Op.F, stage.forwards), time
+            later = min(later, stage.activation)
+        if rank.weights:
+            is_tail = all(stage.forwards == self._microbatches for stage in rank.stages)
+            part = self._policy.tail if is_tail else self._policy.fits
+            if time + part * self._cost(rank.weights[0]) <= later:
+                return rank.weights[0], time
+        return None, later
 
-def _choice(
-    rank: _Rank, number: int, time: float, num_microbatches: int, cost: Cost, memory: Memory, policy: Policy
-) -> tuple[Op | None, float]:
-    """Return what a rank does now; or None, and when it may do something."""
-    gradient = rank.gradients[rank.inputs]
-    activation = NEVER
-    if rank.forwards - rank.inputs < rank.ahead and rank.held + 1 <= memory.most + _SAME:
-        activation = rank.activations[rank.forwards]
-    if gradient <= time:
-        return Op.I, time
-    if activation <= time:
-        return Op.F, time
-    later = min(gradient, activation)
-    if rank.weights < rank.inputs:
-        part = policy.fits if rank.forwards < num_microbatches else policy.tail
-        if time + part * cost(Action(number, Op.W, rank.weights)) <= later:
-            return Op.W, time
-    return None, later
+    def _perform(self, rank: _Rank, action: Action, time: float) -> None:
+        number, op, microbatch = action
+        assert number is not None and microbatch is not None
+        rank.row.append(action)
+        rank.now = time + self._cost(action)
+        stage = self._stages[number]
+        if op is Op.F:
+            stage.forwards += 1
+            rank.held += 1
+            if number + 1 < len(self._stages):
+                self._arrive(rank.now, number, number + 1, microbatch, Op.F)
+            else:
+                stage.gradients[microbatch] = rank.now
+        elif op is Op.I:
+            stage.inputs += 1
+            rank.held -= 1 - self._memory.kept
+            rank.weights.append(action._replace(op=Op.W))
+            if number:
+                self._arrive(rank.now, number, number - 1, microbatch, Op.I)
+        else:
+            rank.held -= self._memory.kept
+            rank.weights.popleft()
 
-
-def _perform(rank: _Rank, number: int, op: Op, time: float, cost: Cost, memory: Memory) -> Action:
-    if op is Op.F:
-        microbatch, rank.forwards = rank.forwards, rank.forwards + 1
-        rank.held += 1
-    elif op is Op.I:
-        microbatch, rank.inputs = rank.inputs, rank.inputs + 1
-        rank.held -= 1 - memory.kept
-    else:
-        microbatch, rank.weights = rank.weights, rank.weights + 1
-        rank.held -= memory.kept
-    action = Action(number, op, microbatch)
-    rank.row.append(action)
-    rank.now = time + cost(action)
-    return action
+    def _arrive(self, time: float, number: int, other: int, microbatch: int, op: Op) -> None:
+        """Tell a stage when the value that another one has made is there."""
+        there = self._placement[other]
+        if there != self._placement[number]:
+            time += self._link
+        stage = self._stages[other]
+        (stage.activations if op is Op.F else stage.gradients)[microbatch] = time
+        heappush(self._free, (max(time, self._ranks[there].now), there))

@@ -31,7 +31,7 @@ def random_schedule(draw: Random) -> Schedule:
     elif name == "zb-2p":
         f, i, w, link = (draw.uniform(0.1, 1) for _ in range(4))
         costs = Costs(f=f, b=i + w, i=i, w=w, link=link)
-        schedule = build(name, min(4, ranks), min(6, microbatches), costs=costs)
+        schedule = build(name, min(4, ranks), min(6, microbatches), draw.randint(1, 2), costs=costs)
     else:
         schedule = build(name, ranks, microbatches)
     return lowered(schedule, draw)

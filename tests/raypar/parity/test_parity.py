@@ -197,6 +197,11 @@ def test_ranks_may_hold_different_numbers_of_stages(monkeypatch, rows):
     assert verdict.bitwise, str(verdict)
 
 
+def test_a_v_that_is_searched_for(monkeypatch):
+    monkeypatch.setattr("raypar.parity.verify.train_plainly", trained_with_own_dice)
+    is_bitwise(verdict_of(tiny(2, schedule="zb-1p", chunks=2, microbatches=6)), "gpt-tiny")
+
+
 def test_another_order_of_microbatches_is_another_order_of_additions(job_on):
     rows = ["0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0", "1F0 1F1 1F2 1F3 1B3 1B2 1B1 1B0"]
     schedule = Schedule.of("backwards", [row.split() for row in rows])

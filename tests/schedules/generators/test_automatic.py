@@ -50,12 +50,10 @@ def test_idle_time_is_that_of_the_paper_or_less(costs, ranks, microbatches, part
         assert most_kept(found, part) <= most + 1e-6
 
 
-def random_costs(draw, ranks):
+def random_costs(draw, num_stages):
     """Costs in which stages differ, as the last one with its head does."""
-    stages = {
-        (stage, op): draw.uniform(0.5, 2) * (1 + (op is Op.B)) for stage in range(ranks) for op in (Op.F, Op.I, Op.W)
-    }
-    whole = {(stage, Op.B): stages[stage, Op.I] + stages[stage, Op.W] for stage in range(ranks)}
+    stages = {(stage, op): draw.uniform(0.5, 2) for stage in range(num_stages) for op in (Op.F, Op.I, Op.W)}
+    whole = {(stage, Op.B): stages[stage, Op.I] + stages[stage, Op.W] for stage in range(num_stages)}
     return Costs(link=draw.choice([0.0, 0.1, 1.0]), of_stage=stages | whole)
 
 
@@ -70,6 +68,28 @@ def test_it_is_never_longer_than_what_is_made_by_hand(seed):
         shortest = min(simulate(build(other, ranks, microbatches, costs=costs), costs).makespan for other in others)
         assert simulate(found, costs).makespan <= shortest * (1 + 1e-6)
         assert found == build(name, ranks, microbatches, costs=costs), "the same costs give the same schedule"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_v_is_never_longer_than_what_is_made_by_hand(seed):
+    draw = Random(seed)
+    ranks, microbatches = draw.randint(1, 4), draw.randint(1, 8)
+    costs = random_costs(draw, 2 * ranks)
+    for most in (1, ranks, 2 * ranks):
+        found = automatic(ranks, microbatches, costs, most, num_chunks=2)
+        assert found.placement == build("zb-v", ranks, microbatches).placement
+        check(lower(found), send_capacity=8, max_in_flight=2 * most)
+        for name in ("zb-v", "v-half", "v-min", "dualpipe-v"):
+            other = simulate(build(name, ranks, microbatches), costs)
+            if max(other.in_flight) <= 2 * most:
+                assert simulate(found, costs).makespan <= other.makespan * (1 + 1e-6)
+
+
+def test_a_v_with_more_memory_has_only_the_bubble_before_the_first_microbatch():
+    costs = Costs(i=1.2, w=0.8, link=0.1)
+    work, first = 2 * 8 * (1 + 1.2 + 0.8), 3 * (1 + 0.1)
+    assert simulate(build("zb-2p", 4, 8, 2, costs=costs), costs).makespan == pytest.approx(work + first)
+    assert simulate(build("zb-v", 4, 8), costs).makespan > work + first + 1
 
 
 def test_each_looser_bound_gives_a_shorter_step():
