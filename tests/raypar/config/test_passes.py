@@ -49,10 +49,3 @@ def test_an_automatic_schedule_is_searched_for_the_costs_of_the_run():
     assert train == lower(build("zb-2p", 4, 8, costs=costs))
     assert train != lower(build("zb-2p", 4, 8)), "its last stage has the head"
     assert simulate(train, costs).makespan < simulate(lower(build("zb-h1", 4, 8)), costs).makespan
-
-
-def test_backwards_that_are_not_split_leave_nothing_to_search_for():
-    run = rp.recipe("gpt-small", mesh=rp.Mesh(pp=2, tp="2d:2x2"), microbatches=4, schedule="zb-1p")
-    costs = costs_of_run(run, 2)
-    train = check_run(run)["train"]
-    assert simulate(train, costs).makespan == simulate(lower(build("1f1b", 2, 4)), costs).makespan

@@ -92,6 +92,11 @@ def test_a_v_with_more_memory_has_only_the_bubble_before_the_first_microbatch():
     assert simulate(build("zb-v", 4, 8), costs).makespan > work + first + 1
 
 
+def test_backwards_that_leave_nothing_for_w_are_1f1b():
+    costs = Costs(i=2.0, w=0.0)
+    assert simulate(build("zb-2p", 3, 6, costs=costs), costs).makespan == simulate(build("1f1b", 3, 6), costs).makespan
+
+
 def test_each_looser_bound_gives_a_shorter_step():
     costs = Costs(b=1.5, w=0.5, link=0.25)
     spans = [simulate(automatic(4, 12, costs, most), costs).makespan for most in (1, 2, 3, 4, 6, 8)]
