@@ -9,6 +9,7 @@ from raypar.schedules.action import Action, Op
 from raypar.schedules.generators.critical_path import Timed, shortened, timed
 from raypar.schedules.generators.dual_pipe import dualpipe_v
 from raypar.schedules.generators.entry import Sizes
+from raypar.schedules.generators.interleaved import interleaved, zb_interleaved
 from raypar.schedules.generators.list_scheduling import Cost, ListScheduling, Memory, Policy, Rows
 from raypar.schedules.generators.one_f_one_b import one_f_one_b
 from raypar.schedules.generators.v_shape import v_half, v_min, zb_v
@@ -21,7 +22,7 @@ SIZES = Sizes(max_chunks=2, hint="set chunks to 1, or to 2 for a V")
 _BUDGET = 250_000  # actions that each half of a search may time: about half a second
 _ROUNDING = 1e-9  # of a length
 _EXTRAS, _FITS, _TAILS = (1, 2, 0, 3), (0.0, 0.25, 0.5, 1.0), (0.25, 0.5, 1.0)  # of the policies
-_SLOPES, _SLOPES_OF_A_V = (2.0, 1.5, 1.0), (0.5, 0.75, 1.0)
+_SLOPES, _SLOPES_OF_CHUNKS = (2.0, 1.5, 1.0), (0.5, 0.75, 1.0)
 
 
 def zb_1p(num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, costs: Costs | None = None) -> Schedule:
@@ -54,8 +55,8 @@ def zb_1p(num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, costs: 
         zb-1p in slots: makespan 27, bubble 11.1%, in flight 4 4 4 4
     """
     SIZES.demand("zb-1p", num_ranks, num_microbatches, num_chunks)
-    most = num_ranks
-    return automatic(num_ranks, num_microbatches, costs or Costs(), most, num_chunks=num_chunks, name="zb-1p")
+    placement = _in_a_v(num_ranks, num_chunks)
+    return automatic(num_ranks, num_microbatches, costs or Costs(), num_ranks, placement=placement, name="zb-1p")
 
 
 def zb_2p(num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, costs: Costs | None = None) -> Schedule:
@@ -88,8 +89,8 @@ def zb_2p(num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, costs: 
         zb-2p in slots: makespan 27, bubble 11.1%, in flight 4 4 4 4
     """
     SIZES.demand("zb-2p", num_ranks, num_microbatches, num_chunks)
-    most = 2 * num_ranks
-    return automatic(num_ranks, num_microbatches, costs or Costs(), most, num_chunks=num_chunks, name="zb-2p")
+    placement = _in_a_v(num_ranks, num_chunks)
+    return automatic(num_ranks, num_microbatches, costs or Costs(), 2 * num_ranks, placement=placement, name="zb-2p")
 
 
 def automatic(
@@ -98,15 +99,16 @@ def automatic(
     costs: Costs,
     most: float,
     *,
-    num_chunks: int = 1,
+    placement: Sequence[int] | None = None,
     kept: float = 1.0,
     flush: bool = True,
     name: str = "automatic",
 ) -> Schedule:
-    """Search for the shortest schedule under a bound of memory, of one stage a rank, or of two in a V.
+    """Search for the shortest schedule of a placement of stages, under a bound of memory.
 
-    List scheduling makes one schedule for each of a grid of policies. The shortest of them, or of the hand-made ones
-    that the bound allows, is made shorter by moving W off its critical path. The same arguments give the same schedule.
+    List scheduling makes one schedule for each of a grid of policies. The shortest of them, or of the hand-made ones of
+    that placement that the bound allows, is made shorter by moving W off its critical path. The same arguments give the
+    same schedule.
 
     Args:
         num_ranks: Number of pipeline ranks p.
@@ -114,7 +116,8 @@ def automatic(
         costs: How long F, I, W, a whole B and the link last, by stage and action where that is known; such as
             ``costs_of(*job.timelines())`` of a run whose backwards are split.
         most: Most activations that a rank may hold, in microbatches that pass all of its stages; 1 or more.
-        num_chunks: Number of stages on each rank, 1 or 2; with 2, rank s holds the stages s and 2p - 1 - s.
+        placement: The rank of each stage; ranks may have different numbers of stages. None for one stage a rank, in
+            order. ``(0, 1, 1, 0)`` is a V.
         kept: The part of a microbatch's activations that a rank holds between I and W.
         flush: Whether all ranks end a step together, as the optimizer's vote makes them: the step is as long as the
             time from the first start to the last end. If not, it is as long as the longest span of a rank.
@@ -124,19 +127,19 @@ def automatic(
         The schedule, of compute actions only.
 
     Raises:
-        ScheduleError: If a size or the bound is not accepted, or if a cost is not known.
+        ScheduleError: If a size, the placement or the bound is not accepted, or if a cost is not known.
 
     Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 3.1.
     """
-    SIZES.demand(name, num_ranks, num_microbatches, num_chunks)
-    _demand(name, costs, most, kept)
-    placement = (*range(num_ranks), *reversed(range(num_ranks)))[: num_ranks * num_chunks]
-    cost, memory = _table(len(placement), num_microbatches, costs).__getitem__, Memory(most * num_chunks, kept)
-    least = _least(num_ranks, num_microbatches, num_chunks, cost, costs.link, flush=flush)
+    SIZES.demand(name, num_ranks, num_microbatches)
+    ranks = tuple(range(num_ranks)) if placement is None else tuple(placement)
+    _demand(name, num_ranks, ranks, costs, most, kept)
+    cost, memory = _table(len(ranks), num_microbatches, costs).__getitem__, Memory.of(most, kept, ranks)
+    least = _least(ranks, num_microbatches, cost, costs.link, flush=flush)
     best: Timed | None = None
     left = _BUDGET
-    for rows in _candidates(placement, num_microbatches, cost, costs.link, memory):
-        found = timed(rows, placement, cost, costs.link)
+    for rows in _candidates(ranks, num_microbatches, cost, costs.link, memory):
+        found = timed(rows, ranks, cost, costs.link)
         if best is None or found.length(flush=flush) < best.length(flush=flush) * (1 - _ROUNDING):
             best = found
         left -= 2 * sum(map(len, rows))
@@ -147,27 +150,32 @@ def automatic(
     return Schedule.of(name, found.rows)
 
 
-def _least(num_ranks: int, num_microbatches: int, num_chunks: int, cost: Cost, link: float, *, flush: bool) -> float:
+def _in_a_v(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
+    """Return the placement of one stage a rank, or of two in a V."""
+    return (*range(num_ranks), *reversed(range(num_ranks)))[: num_ranks * num_chunks]
+
+
+def _least(placement: Sequence[int], num_microbatches: int, cost: Cost, link: float, *, flush: bool) -> float:
     """Return a length that no schedule goes below.
 
     A rank starts when the first microbatch has come to it, and has all of its work to do. And with one stage a rank,
     when any has performed its F and I, the last gradient has to come back to those before it, which make a W of it.
     """
-    bound = start = 0.0
-    starts: list[float] = []
-    for rank in range(num_ranks):
-        stages = (rank, 2 * num_ranks - 1 - rank)[:num_chunks]
-        halves = [
-            sum(cost(Action(stage, op, at)) for stage in stages for at in range(num_microbatches))
-            for op in (Op.F, Op.I, Op.W)
-        ]
-        starts.append(start)
-        bound = max(bound, sum(halves) + start * flush)
-        done = start + halves[0] + halves[1]
-        for other in range(rank, -1, -1) if num_chunks == 1 else ():
-            done += (cost(Action(other, Op.I, num_microbatches - 1)) + link) * (other < rank)
-            bound = max(bound, done + cost(Action(other, Op.W, num_microbatches - 1)) - starts[other] * (not flush))
-        start += cost(Action(rank, Op.F, 0)) + link
+    bound = time = 0.0
+    starts: dict[int, float] = {}
+    work = dict.fromkeys(placement, 0.0)
+    last = num_microbatches - 1
+    for stage, rank in enumerate(placement):
+        starts.setdefault(rank, time)
+        halves = [sum(cost(Action(stage, op, at)) for at in range(num_microbatches)) for op in (Op.F, Op.I, Op.W)]
+        work[rank] += sum(halves)
+        bound = max(bound, work[rank] + starts[rank] * flush)
+        done = starts[rank] + halves[0] + halves[1]
+        for other in range(stage, -1, -1) if len(work) == len(placement) else ():
+            done += (cost(Action(other, Op.I, last)) + link) * (other < stage)
+            bound = max(bound, done + cost(Action(other, Op.W, last)) - starts[placement[other]] * (not flush))
+        crosses = stage + 1 < len(placement) and placement[stage + 1] != rank
+        time += cost(Action(stage, Op.F, 0)) + link * crosses
     return bound
 
 
@@ -175,15 +183,25 @@ def _candidates(
     placement: Sequence[int], num_microbatches: int, cost: Cost, link: float, memory: Memory
 ) -> Iterator[Rows]:
     """Yield the rows of the hand-made schedules that the bound allows, then those of all policies."""
-    num_ranks = max(placement) + 1
-    is_v = len(placement) > num_ranks
-    for generate in (zb_v, v_half, v_min, dualpipe_v) if is_v else (one_f_one_b, zb_h1, zb_h2):
-        rows = [list(row) for row in generate(num_ranks, num_microbatches).rows]
+    for rows in _made_by_hand(placement, num_microbatches):
         if all(map(memory.allows, rows)):
             yield rows
-    for extra, slope, fits, tail in product(_EXTRAS, _SLOPES_OF_A_V if is_v else _SLOPES, _FITS, _TAILS):
+    slopes = _SLOPES if len(set(placement)) == len(placement) else _SLOPES_OF_CHUNKS
+    for extra, slope, fits, tail in product(_EXTRAS, slopes, _FITS, _TAILS):
         policy = Policy(fits, tail, slope, extra)
         yield ListScheduling(placement, num_microbatches, cost, link, memory, policy).rows()
+
+
+def _made_by_hand(placement: Sequence[int], num_microbatches: int) -> Iterator[Rows]:
+    """Yield the rows of the schedules of the catalog that have this placement and hold less than all microbatches."""
+    num_ranks = len(set(placement))
+    chunks = len(placement) // num_ranks
+    found = [generate(num_ranks, num_microbatches) for generate in (one_f_one_b, zb_h1, zb_h2)]
+    if chunks == 2:
+        found += [generate(num_ranks, num_microbatches) for generate in (zb_v, v_half, v_min, dualpipe_v)]
+    if chunks >= 2:
+        found += [generate(num_ranks, num_microbatches, chunks) for generate in (interleaved, zb_interleaved)]
+    yield from ([list(row) for row in schedule.rows] for schedule in found if schedule.placement == placement)
 
 
 def _table(num_stages: int, num_microbatches: int, costs: Costs) -> dict[Action, float]:
@@ -191,9 +209,11 @@ def _table(num_stages: int, num_microbatches: int, costs: Costs) -> dict[Action,
     return {action: costs.of(action) for action in (Action(*one) for one in every)}
 
 
-def _demand(name: str, costs: Costs, most: float, kept: float) -> None:
+def _demand(name: str, num_ranks: int, placement: tuple[int, ...], costs: Costs, most: float, kept: float) -> None:
     """Raise ScheduleError if the search can't use its arguments, with all faults."""
     faults = []
+    if set(placement) != set(range(num_ranks)):
+        faults.append(f"placement={placement}: name each of the ranks 0 to {num_ranks - 1} once or more, and no other")
     if most < 1:
         faults.append(f"most={most}: a rank holds one microbatch at least, set most to 1 or more")
     if not 0 <= kept <= 1:

@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush
 from raypar.schedules.action import Action, Op
 
 NEVER = math.inf
-_SAME = 1e-9  # activations: how exactly memory is counted
+_SAME = 1e-9  # microbatches: how exactly memory is counted
 
 Cost = Callable[[Action], float]
 Rows = list[list[Action]]
@@ -25,21 +25,34 @@ class Memory:
     """What a rank may hold.
 
     Attributes:
-        most: The bound, in activations of a microbatch in one stage.
-        kept: The part of these activations that a rank holds between I and W.
+        most: The bound, in microbatches that pass all stages of a rank.
+        kept: The part of a microbatch's activations that a rank holds between I and W.
+        shares: By stage: its part of what a microbatch takes on its rank.
     """
 
     most: float
-    kept: float = 1.0
+    kept: float
+    shares: tuple[float, ...]
+
+    @classmethod
+    def of(cls, most: float, kept: float, placement: Sequence[int]) -> Memory:
+        """Count the stages of a rank as equally large."""
+        return cls(most, kept, tuple(1 / placement.count(rank) for rank in placement))
 
     def allows(self, row: Sequence[Action]) -> bool:
         """Return whether a rank that performs the row never holds more than the bound."""
         held = 0.0
         for action in row:
-            held += {Op.F: 1.0, Op.I: self.kept - 1, Op.W: -self.kept, Op.B: -1.0}[action.op]
+            held += self.change(action)
             if held > self.most + _SAME:
                 return False
         return True
+
+    def change(self, action: Action) -> float:
+        """Return how much more an action holds than there was."""
+        assert action.stage is not None
+        part = {Op.F: 1.0, Op.I: self.kept - 1, Op.W: -self.kept, Op.B: -1.0}[action.op]
+        return part * self.shares[action.stage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +111,7 @@ class ListScheduling:
         num_microbatches: Number of microbatches m in a step.
         cost: How long an F, I or W lasts.
         link: Time from the end of a compute action to the arrival of its value on another rank, in the same unit.
-        memory: What a rank may hold, at least one microbatch in each of its stages.
+        memory: What a rank may hold, at least one microbatch.
         policy: How ranks choose.
     """
 
@@ -149,10 +162,11 @@ class ListScheduling:
             if stage.gradient <= time:
                 return Action(stage.number, Op.I, stage.inputs), time
             later = min(later, stage.gradient)
-        room = self._memory.most + _SAME - rank.held
+        room, shares = self._memory.most + _SAME - rank.held, self._memory.shares
         for at, stage in enumerate(rank.stages):
             # Its microbatch comes back to the later stages of the rank, which must find room then.
-            if 1 + sum(stage.forwards + 1 - other.forwards for other in rank.stages[:at]) > room:
+            back = sum((stage.forwards + 1 - other.forwards) * shares[other.number] for other in rank.stages[:at])
+            if shares[stage.number] + back > room:
                 continue
             if stage.activation <= time:
                 return Action(stage.number, Op.F, stage.forwards), time
@@ -169,22 +183,20 @@ class ListScheduling:
         assert number is not None and microbatch is not None
         rank.row.append(action)
         rank.now = time + self._cost(action)
+        rank.held += self._memory.change(action)
         stage = self._stages[number]
         if op is Op.F:
             stage.forwards += 1
-            rank.held += 1
             if number + 1 < len(self._stages):
                 self._arrive(rank.now, number, number + 1, microbatch, Op.F)
             else:
                 stage.gradients[microbatch] = rank.now
         elif op is Op.I:
             stage.inputs += 1
-            rank.held -= 1 - self._memory.kept
             rank.weights.append(action._replace(op=Op.W))
             if number:
                 self._arrive(rank.now, number, number - 1, microbatch, Op.I)
         else:
-            rank.held -= self._memory.kept
             rank.weights.popleft()
 
     def _arrive(self, time: float, number: int, other: int, microbatch: int, op: Op) -> None:

@@ -76,8 +76,9 @@ def test_a_v_is_never_longer_than_what_is_made_by_hand(seed):
     ranks, microbatches = draw.randint(1, 4), draw.randint(1, 8)
     costs = random_costs(draw, 2 * ranks)
     for most in (1, ranks, 2 * ranks):
-        found = automatic(ranks, microbatches, costs, most, num_chunks=2)
-        assert found.placement == build("zb-v", ranks, microbatches).placement
+        placement = build("zb-v", ranks, microbatches).placement
+        found = automatic(ranks, microbatches, costs, most, placement=placement)
+        assert found.placement == placement
         check(lower(found), send_capacity=8, max_in_flight=2 * most)
         for name in ("zb-v", "v-half", "v-min", "dualpipe-v"):
             other = simulate(build(name, ranks, microbatches), costs)
@@ -90,6 +91,23 @@ def test_a_v_with_more_memory_has_only_the_bubble_before_the_first_microbatch():
     work, first = 2 * 8 * (1 + 1.2 + 0.8), 3 * (1 + 0.1)
     assert simulate(build("zb-2p", 4, 8, 2, costs=costs), costs).makespan == pytest.approx(work + first)
     assert simulate(build("zb-v", 4, 8), costs).makespan > work + first + 1
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 2, 0, 1, 2), (0, 1, 2, 1), (2, 0, 0, 1, 2, 1, 0), (1, 1, 1, 0, 2)])
+def test_any_placement_of_stages(placement):
+    """Dealt out in turn, or ranks with different numbers of stages."""
+    costs = Costs(link=0.25)
+    spans = []
+    for most in (1, 2, 4):
+        found = automatic(3, 7, costs, most, placement=placement)
+        assert found.placement == placement
+        assert all(held <= most * placement.count(rank) for rank, held in enumerate(simulate(found).in_flight))
+        check(lower(found), send_capacity=8)
+        spans.append(simulate(found, costs).makespan)
+    assert spans == sorted(spans, reverse=True)
+    assert spans[0] > spans[-1]
+    if placement == (0, 1, 2) * 2:
+        assert spans[-1] <= simulate(build("zb-interleaved", 3, 7), costs).makespan
 
 
 def test_backwards_that_leave_nothing_for_w_are_1f1b():
@@ -125,6 +143,7 @@ def test_a_generator_of_the_user_is_told_the_costs(monkeypatch):
     [
         ({"most": 0.5}, "set most to 1 or more"),
         ({"kept": 1.5}, "set it from 0 to 1"),
+        ({"placement": (0, 2, 0)}, "name each of the ranks 0 to 1 once or more, and no other"),
         ({"costs": replace(SMALL, i=0, w=0)}, "I of stage 0 take no time: measure a schedule with split backwards"),
     ],
 )
