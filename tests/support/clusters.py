@@ -93,9 +93,11 @@ def cluster_of_hosts(
             assert any("Ray runtime started" in line for line in started.stdout), f"{host.name}: Ray did not start"
 
         start(first, cpus[0], "--head", f"--port={PORT}", *_SMALL_HEAD, *head)
-        with ThreadPoolExecutor() as all_at_once:
+        with ThreadPoolExecutor(
+            2
+        ) as two_at_once:  # Ray gives a node half a minute to join, however busy the machine is
             joined = [
-                all_at_once.submit(start, host, count, f"--address={first.address}:{PORT}")
+                two_at_once.submit(start, host, count, f"--address={first.address}:{PORT}")
                 for host, count in zip(network.hosts[1:], cpus[1:], strict=True)
             ]
             for one in joined:
