@@ -61,6 +61,7 @@ def test_kills_and_an_exception_change_no_bit(undisturbed, kept_actors):
 
 def test_a_stopped_actor_is_replaced(undisturbed, monkeypatch, kept_actors):
     monkeypatch.setattr("raypar.cluster.deadline._LOST", 3.0)
+    monkeypatch.setattr("raypar.job.starter._HEARD", 1.0)
     disturbed = trained(RUN, [rp.chaos.stop("pp=0", at="0B0", step=5)])
     assert alike(disturbed, undisturbed)
     assert disturbed[2][0].replaced == ("pp=0",)
@@ -68,9 +69,9 @@ def test_a_stopped_actor_is_replaced(undisturbed, monkeypatch, kept_actors):
 
 
 def test_a_failure_in_the_recovery_and_a_spare(undisturbed):
-    """Both actors die at once, one of them again while it joins; a checkpoint and a spare are there."""
+    """Both actors die at once, and one fails again while it joins; a spare is there. Kills: tests/long."""
     chaos = [rp.chaos.kill(f"pp={pp}", at="STEP", step=4) for pp in (0, 1)]
-    chaos += [rp.chaos.kill("pp=0", at="start", step=2)]
+    chaos += [rp.chaos.raise_("pp=0", at="start", step=2)]
     assert alike(disturbed := trained(replace(RUN, spares=1), chaos), undisturbed)
     assert {label for failure in disturbed[2] for label in failure.replaced} == {"pp=0", "pp=1"}
 
