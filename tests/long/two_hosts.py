@@ -115,7 +115,10 @@ def is_symmetric(recipe: str) -> bool:
         command = [RAY, "symmetric-run", "--address", address, *options, "--", *train]
         runs = [host.start(*command, env=env) for host in network.hosts]
         said = [run.communicate(timeout=300)[0] for run in runs]
-        left = [host.run("sh", "-c", "pgrep -c 'raylet|gcs_server' || true").strip() for host in network.hosts]
+        left = [
+            host.run("sh", "-c", "ps -e -o comm= | grep -cE 'raylet|gcs_server' || true").strip()
+            for host in network.hosts
+        ]
         holds = "step 2/2" in said[0] and not any(run.returncode for run in runs) and left == ["0", "0"]
         return check("ray symmetric-run trains on two hosts, and leaves nothing", holds, "\n".join([*said, *left]))
 
