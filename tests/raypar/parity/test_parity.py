@@ -54,7 +54,7 @@ SPLIT = [
 CHUNKED = [
     (pp, schedule, m + pp % 2)
     for schedule, m in (("looped-bfs", 2), ("zb-interleaved", 5), ("dualpipe-v", 7))
-    for pp in (1, 2, 3, 4)
+    for pp in (2, 3)
 ]
 LLAMAS = [(1, "1f1b"), (2, "gpipe"), (2, "interleaved"), (3, "1f1b"), (4, "1f1b"), (4, "interleaved")]
 ON_ACTORS = [  # the other layouts have threads for actors
