@@ -31,6 +31,9 @@ _HEADER = 128  # int64s in a header: number of tensors, then dtype, number of di
 _DIMS = 16  # base in which an order of dims is written as one number, with one digit for each dim
 
 
+Crossing = tuple[int, int]
+
+
 class Spec(NamedTuple):
     """Shape, dtype and memory order of a tensor that crosses a boundary between stages.
 
@@ -58,37 +61,48 @@ class Route(NamedTuple):
         peer: The pipeline rank at the other end.
         tag: Tag of the header; tensor i has the tag ``tag + 1 + i``. Both ends compute the same tag, and every message
             of a step has another one.
-        boundary: The stage before the boundary, that is, the one that sends the forward values over it.
-        specs: The known shapes of the values, by boundary.
+        crossing: The stage before the boundary, that is, the one that sends the forward values over it; and the
+            microbatch, if its shapes are its own, else 0.
+        specs: The known shapes of the values, by crossing.
     """
 
     peer: int
     tag: int
-    boundary: int
-    specs: Mapping[int, tuple[Spec, ...]]
+    crossing: Crossing
+    specs: Mapping[Crossing, tuple[Spec, ...]]
 
 
 class Courier:
     """Sends and receives the values of one program (training or evaluation) for one actor.
 
     Before the first message over a boundary, a header tells the receiver the shapes; they hold for the rest of the
-    program. Gradients have the shapes and memory orders of the floating values that they belong to, so they need no
-    header.
+    program, or (``varies``) for the microbatch, so that every forward value comes behind a header. Gradients have the
+    shapes and memory orders of the floating values that they belong to, so they need no header.
 
     Args:
         group: The ranks of the pipeline; None if there is only one.
         placement: The rank in ``group`` of each stage.
         num_microbatches: Number of microbatches, for the tags.
+        varies: Whether shapes may change between microbatches and steps.
     """
 
-    def __init__(self, group: Group | None, placement: tuple[int, ...], num_microbatches: int) -> None:
+    def __init__(
+        self, group: Group | None, placement: tuple[int, ...], num_microbatches: int, *, varies: bool = False
+    ) -> None:
         self._group, self._placement, self._num_microbatches = group, placement, num_microbatches
-        self._specs: dict[int, tuple[Spec, ...]] = {}  # by boundary: the forward values
-        self._floating: dict[int, tuple[Spec, ...]] = {}  # those that get gradients
+        self._varies = varies
+        self._specs: dict[Crossing, tuple[Spec, ...]] = {}  # of the forward values
+        self._floating: dict[Crossing, tuple[Spec, ...]] = {}  # of those that get gradients
         self._expected: dict[int, deque[Action]] = defaultdict(deque)  # by peer: RECVs not posted yet
         self._posted: dict[Action, tuple[list[Tensor], list[Handle]]] = {}
         self._sending: dict[int, deque[list[Handle]]] = defaultdict(deque)
         self._routes: dict[Action, Route] = {}
+
+    def begin(self) -> None:
+        """Begin a step, in which shapes may be others."""
+        if self._varies:
+            self._specs.clear()
+            self._floating.clear()
 
     def peer(self, action: Action) -> int | None:
         """Return the pipeline rank at the other end of a SEND or RECV, or None for any other action."""
@@ -112,7 +126,7 @@ class Courier:
             if queue:
                 assert queue.popleft() == action, "receives are taken in the order of the row"
             if not self._known(action):
-                self._learn(route.boundary, self._read_header(route))
+                self._learn(route.crossing, self._read_header(route))
             self._post(action)
         buffers, handles = self._posted.pop(action)
         _wait_all(handles)
@@ -120,14 +134,14 @@ class Courier:
 
     def _known(self, action: Action) -> bool:
         route = self._route(action)
-        return route.boundary in route.specs
+        return route.crossing in route.specs
 
     def _post(self, action: Action) -> None:
         """Allocate the buffers of a RECV whose shapes are known, and start receiving into them."""
         route = self._route(action)
         link, peer, tag = self._link(), route.peer, route.tag
         recv, device = link.recv, link.device
-        specs = route.specs[route.boundary]
+        specs = route.specs[route.crossing]
         buffers = [empty_in(spec.shape, spec.order, spec.dtype, device) for spec in specs]
         handles = [recv(_flat(buffers[i], specs[i]), peer, tag + 1 + i) for i in range(len(specs))]
         self._posted[action] = (buffers, handles)
@@ -146,7 +160,7 @@ class Courier:
         while len(queue) >= SEND_WINDOW:
             _wait_all(queue.popleft())
         handles = self._send_header(route, values) if action.op is Op.SEND_F else []
-        send, peer, tag, specs = self._link().send, route.peer, route.tag, route.specs[route.boundary]
+        send, peer, tag, specs = self._link().send, route.peer, route.tag, route.specs[route.crossing]
         handles += [send(_flat(values[i], specs[i]), peer, tag + 1 + i) for i in range(len(values))]
         queue.append(handles)
 
@@ -156,16 +170,16 @@ class Courier:
             while queue:
                 _wait_all(queue.popleft())
 
-    def _learn(self, boundary: int, specs: tuple[Spec, ...]) -> None:
-        self._specs[boundary] = specs
-        self._floating[boundary] = tuple(spec for spec in specs if spec.dtype.is_floating_point)
+    def _learn(self, crossing: Crossing, specs: tuple[Spec, ...]) -> None:
+        self._specs[crossing] = specs
+        self._floating[crossing] = tuple(spec for spec in specs if spec.dtype.is_floating_point)
 
     def _send_header(self, route: Route, values: Values) -> list[Handle]:
         """Start sending the shapes of forward values, if the boundary's are not known yet.
 
         Raises ValueError if they are known and the values have others.
         """
-        known = self._specs.get(route.boundary)
+        known = self._specs.get(route.crossing)
         if known is not None and len(known) == len(values):
             pairs = zip(known, values, strict=True)
             if all(spec.shape == value.shape and spec.dtype == value.dtype for spec, value in pairs):
@@ -173,11 +187,11 @@ class Courier:
         specs = tuple(Spec(tuple(value.shape), value.dtype, order_of(value)) for value in values)
         if known is not None:
             raise ValueError(
-                f"stage {route.boundary} returned {_list(specs)}, for an earlier microbatch {_list(known)}: "
-                "what a stage returns must have one shape"
+                f"stage {route.crossing[0]} returned {_list(specs)}, for an earlier microbatch {_list(known)}: "
+                "give batches of one shape, or say Batches(..., varying=True)"
             )
         header = _pack(specs)
-        self._learn(route.boundary, specs)
+        self._learn(route.crossing, specs)
         return [self._link().host.send(header, route.peer, route.tag, count_as="send shapes")]
 
     def _read_header(self, route: Route) -> tuple[Spec, ...]:
@@ -203,7 +217,8 @@ class Courier:
         other = stage + (1 if op in (Op.SEND_F, Op.RECV_B) else -1)
         source, boundary = (stage if op in SENDS else other), min(stage, other)
         tag = ((source * 2 + backward) * self._num_microbatches + microbatch) * (_MOST_TENSORS + 1)
-        return Route(self._placement[other], tag, boundary, self._floating if backward else self._specs)
+        crossing = boundary, microbatch if self._varies else 0
+        return Route(self._placement[other], tag, crossing, self._floating if backward else self._specs)
 
 
 def _pack(specs: tuple[Spec, ...]) -> Tensor:

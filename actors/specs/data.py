@@ -36,6 +36,9 @@ class Batches:
     """
 
     fn: Callable[[int, int, int], tuple[Any, Any]]
-    """training batches; inputs and targets are tensors (or tuples of tensors) whose shapes never change"""
+    """training batches; inputs and targets are tensors (or tuples of tensors)"""
     validate: Callable[[int, int, int], tuple[Any, Any]] | None = None
     """validation batches; None if the run has no validation data"""
+    varying: bool = False
+    """whether shapes change between microbatches or steps, as in a curriculum of sequence lengths; stages then tell
+    each other the shapes with every message"""

@@ -19,6 +19,7 @@ from raypar.actors.inspect.step import Notes
 from raypar.actors.last_action import LastAction
 from raypar.actors.optim.step import ballot_of
 from raypar.actors.pipeline.p2p import Courier
+from raypar.actors.specs.data import Batches
 from raypar.actors.specs.results import Kind, Span, StepResult
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.build import assemble, ends_of_rounds
@@ -86,11 +87,13 @@ class Worker:
             Op.STEP: self._update,
         }
         self._first, self._last = ends_of_rounds(plan.programs["train"].rows[seat.pp])
+        data = plan.run.data
+        varies = isinstance(data, Batches) and data.varying
         self._programs = {
             name: Program(
                 schedule,
                 schedule.rows[seat.pp],
-                Courier(groups.get("pp"), schedule.placement, schedule.num_microbatches),
+                Courier(groups.get("pp"), schedule.placement, schedule.num_microbatches, varies=varies),
                 Windows(part.weights, schedule.rows[seat.pp], plan.run.recompute),
             )
             for name, schedule in plan.programs.items()
@@ -151,6 +154,7 @@ class Worker:
             self.state.zero_grad()
             if self.parts.reducer is not None:
                 self.parts.reducer.begin()
+        self.program.courier.begin()
         self._flow.begin(self._step, self.program)
         self._routers.begin(self._flow.auxiliary())
         for stage in self._stages.values():

@@ -329,7 +329,8 @@ def growing(step, microbatch, dp):
 def test_changing_shapes_name_the_stage_and_both_shapes():
     first, second = Team(linears(), data=growing).each(lambda worker: worker.run("train", 0))
     assert first.action == "0SEND_F2"
-    assert "stage 0 returned float32[3, 4], for an earlier microbatch float32[2, 4]" in str(first)
+    assert "stage 0 returned float32[3, 4], for an earlier microbatch float32[2, 4]: give" in str(first)
+    assert "say Batches(..., varying=True)" in str(first)
     assert second.secondary
 
 
