@@ -84,13 +84,20 @@ class Courier:
         placement: The rank in ``group`` of each stage.
         num_microbatches: Number of microbatches, for the tags.
         varies: Whether shapes may change between microbatches and steps.
+        first_learning: The first stage whose backwards make gradients; none are sent to those before it.
     """
 
     def __init__(
-        self, group: Group | None, placement: tuple[int, ...], num_microbatches: int, *, varies: bool = False
+        self,
+        group: Group | None,
+        placement: tuple[int, ...],
+        num_microbatches: int,
+        *,
+        varies: bool = False,
+        first_learning: int = 0,
     ) -> None:
         self._group, self._placement, self._num_microbatches = group, placement, num_microbatches
-        self._varies = varies
+        self._varies, self._first_learning = varies, first_learning
         self._specs: dict[Crossing, tuple[Spec, ...]] = {}  # of the forward values
         self._floating: dict[Crossing, tuple[Spec, ...]] = {}  # of those that get gradients
         self._expected: dict[int, deque[Action]] = defaultdict(deque)  # by peer: RECVs not posted yet
@@ -172,7 +179,8 @@ class Courier:
 
     def _learn(self, crossing: Crossing, specs: tuple[Spec, ...]) -> None:
         self._specs[crossing] = specs
-        self._floating[crossing] = tuple(spec for spec in specs if spec.dtype.is_floating_point)
+        learns = crossing[0] >= self._first_learning
+        self._floating[crossing] = tuple(spec for spec in specs if learns and spec.dtype.is_floating_point)
 
     def _send_header(self, route: Route, values: Values) -> list[Handle]:
         """Start sending the shapes of forward values, if the boundary's are not known yet.

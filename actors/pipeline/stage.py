@@ -36,7 +36,9 @@ class Stage:
         modules: The layers themselves, in the same order.
         place: The device of the modules and of their inputs.
         is_last: Whether the stage ends in the loss.
-        takes_data: Whether its inputs are data, which need no gradient; None: those of the model's first layer are.
+        takes_data: Whether its inputs need no gradient: data, and what frozen stages have made; None: those of the
+            model's first layer do not.
+        learns: Whether its backwards have something to do; else all is frozen in it and in the stages before it.
         recompute: "full" keeps only the inputs of a microbatch, and runs its whole forward again before its backward
             (GPipe: Huang et al. 2019, section 2.3). Otherwise it is one word for all layers of the model's body, or a
             word for each. A "full" layer keeps its inputs. A "selective" layer keeps everything except what its
@@ -76,6 +78,7 @@ class Stage:
         check_loss: Callable[[Tensor], None] | None = None,
         record: RouterRecord | None = None,
         takes_data: bool | None = None,
+        learns: bool = True,
     ) -> None:
         self.model, self.layers = model, tuple(layers)
         self._takes_data = self.layers[0] == 0 if takes_data is None else takes_data
@@ -95,7 +98,7 @@ class Stage:
                     part.record, part.name = self._record, inner
         again = [module for index, module in zip(self.layers, modules, strict=True) if index in self._again]
         self._linears = Linears(modules, whole=again if model.halves else modules, shared=shared)
-        self._halved, self._is_half, self._check_loss = halved, is_half, check_loss
+        self._learns, self._halved, self._is_half, self._check_loss = learns, halved, is_half, check_loss
         self._weights, self._overflow = weights, overflow
         if halved:
             self._linears.take_over()
@@ -214,7 +217,7 @@ class Stage:
             gradients: The gradient of each floating-point output; for the last stage the weight of its loss, a scalar.
 
         Returns:
-            The gradient of each floating-point input; nothing from the first stage.
+            The gradient of each floating-point input; nothing if the inputs need none, as in the first stage.
         """
         if self.listener is not None:
             return self.listener.backward(self._backward, step, microbatch, gradients)
@@ -246,6 +249,8 @@ class Stage:
             with torch.no_grad():
                 return self._apply(step, microbatch, target, *inputs)
         self._record.open(microbatch)
+        if not self._learns:
+            return tuple(value.detach() for value in self._apply(step, microbatch, target, *inputs))
         if self.recompute:
             forward = partial(self._apply, step, microbatch, target)
             outputs, then = self._buffers.keep(partial(self._twice.without_history, forward, inputs))
@@ -261,8 +266,10 @@ class Stage:
         return found
 
     def _backward_input(self, step: int, microbatch: int, gradients: Values) -> Values:
-        inputs, tail, then, target = self._saved.pop(microbatch)
         self._record.close()  # what a recomputation tells once more is not news
+        if not self._learns:
+            return ()
+        inputs, tail, then, target = self._saved.pop(microbatch)
         if self._weights is not None:
             self._weights.start("both" if self.recompute else "backward")
         if self.recompute:

@@ -19,6 +19,7 @@ from raypar.actors.home import home_of
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model
+from raypar.actors.models.frozen import first_learning
 from raypar.actors.models.tied_weights import ties_of
 from raypar.actors.models.tile_names import patterns_of
 from raypar.actors.models.tiled import TiledModel
@@ -67,6 +68,7 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
     modules, weights = layers.make({number: parts[number] for number in own}, owners, same)
     overflow, record = overflow_of(plan, model, parallelizer), RouterRecord()
     shared = _shared(modules.values())
+    first = 0 if run.mesh.divides_experts else first_learning(model, parts)  # experts exchange gradients in any case
     stages = {
         number: Stage(
             model,
@@ -83,7 +85,8 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
             weights=weights.get(number),
             overflow=None if is_expert else overflow,
             record=record,
-            takes_data=False if is_expert else None,
+            takes_data=number <= first and not is_expert,
+            learns=number >= first,
         )
         for number in own
     }
@@ -93,11 +96,10 @@ def build_part(plan: Plan, place: Place, groups: Mapping[str, Group], server: in
         for name, parameter in stage.parameters().items()
         if name not in same
     }
-    mine = {name: parameter for name, parameter in parameters.items() if owners.is_own(name)}
-    masters = layers.masters(mine)
+    masters = layers.masters({name: parameter for name, parameter in parameters.items() if owners.is_own(name)})
     ties = [between_owners(tie, world, owners.of, plan.rank) for tie in ties]
     resting = parallelizer.shards, parallelizer.partial, parallelizer.outputs, weights, layers.shards
-    others = overflow, layers.gathered, record, world.gathers
+    others = overflow, layers.gathered, record, world.gathers, first
     return Part(model, stages, parameters, masters, owners, ties, *resting, *others)
 
 

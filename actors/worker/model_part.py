@@ -44,6 +44,7 @@ class Part:
         gathered: The bytes of weights that are whole for a while; None if all always are.
         record: What modules of the stages tell of a training step.
         gathers: Whether other actors keep shards too.
+        first_learning: The first stage whose backwards make gradients; the stages before it are frozen.
     """
 
     model: Model
@@ -61,6 +62,7 @@ class Part:
     gathered: HighWater | None
     record: RouterRecord
     gathers: bool
+    first_learning: int
 
     @property
     def home(self) -> Home:

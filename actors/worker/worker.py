@@ -88,12 +88,18 @@ class Worker:
         }
         self._first, self._last = ends_of_rounds(plan.programs["train"].rows[seat.pp])
         data = plan.run.data
-        varies = isinstance(data, Batches) and data.varying
+        varies, first = isinstance(data, Batches) and data.varying, part.first_learning
         self._programs = {
             name: Program(
                 schedule,
                 schedule.rows[seat.pp],
-                Courier(groups.get("pp"), schedule.placement, schedule.num_microbatches, varies=varies),
+                Courier(
+                    groups.get("pp"),
+                    schedule.placement,
+                    schedule.num_microbatches,
+                    varies=varies,
+                    first_learning=first,
+                ),
                 Windows(part.weights, schedule.rows[seat.pp], plan.run.recompute),
             )
             for name, schedule in plan.programs.items()

@@ -140,6 +140,7 @@ def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Llama | Layers) -> 
         raise ConfigError([f"the recording is of a GPU ({error}): play it on a machine that has one"]) from error
     place.enter()
     place.settle(modules)
+    given, made = (_has_backward(recorded, tensors, what) for what in ("inputs", "outputs"))
     stage = Stage(
         model,
         recorded.layers,
@@ -148,12 +149,20 @@ def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Llama | Layers) -> 
         is_last=recorded.is_last,
         recompute=recorded.recompute,
         seed=recorded.seed,
+        takes_data=not made,
+        learns=given,
     )
     with torch.no_grad():
         for name, value in stage.state():
             value.copy_(tensors[f"state/{name}"])
     stage.begin(train=True)
     return stage
+
+
+def _has_backward(recorded: Recorded, tensors: Tensors, what: str) -> bool:
+    """Return whether backwards have gradients as their inputs or outputs; True if none was recorded."""
+    backwards = [action for action in recorded.actions if action[0] == "B"]
+    return not backwards or any(f"{action}/{what}/0" in tensors for action in backwards)
 
 
 @contextmanager

@@ -1,0 +1,22 @@
+"""Which stages have nothing to learn, and nothing before them has: they need no gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raypar.actors.models.base import Model
+from raypar.actors.models.unregistered import borrowed
+
+
+def first_learning(model: Model, parts: Sequence[Sequence[int]]) -> int:
+    """Return the number of the first stage that has a trainable parameter; the last stage if none has.
+
+    It is 0 if a layer uses tensors of another one without registering them, for these may be trainable.
+
+    Args:
+        model: The model.
+        parts: The layers of each stage.
+    """
+    learns = [any(p.requires_grad for layer in part for p in model.skeleton[layer].parameters()) for part in parts]
+    first = next((stage for stage, does in enumerate(learns) if does), len(parts) - 1)
+    return 0 if first and borrowed(model.skeleton) else first
