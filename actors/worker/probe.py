@@ -133,17 +133,19 @@ class Probe:
     # --- a step by hand ---
 
     def peek(self, action: Action, *, tensors: bool) -> Seen:
-        """Return what an action of a step by hand has computed.
+        """Return what an action of a step by hand has computed: nothing where a frozen stage needs no gradient.
 
         Args:
             action: An action that was performed.
             tensors: Whether to return the values too, and not only their statistics.
 
         Raises:
-            KeyError: The action is not done, or has no outputs.
+            KeyError: The action is not done.
         """
         assert self.step.notes is not None
-        made = self.step.notes.made[action]
+        made = self.step.notes.made.get(action, ())
+        if not made and not any(event.action == action for event in self.step.events):
+            raise KeyError(str(action))
         in_flight = sum(len(stage.in_flight) for stage in self._state.stages.values())
         return Seen.of(self._seat.label, action, made, in_flight, self._seat.place.peak(), tensors=tensors)
 

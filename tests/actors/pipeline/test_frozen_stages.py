@@ -6,7 +6,8 @@ import pytest
 from torch import nn
 
 from raypar.actors.specs.model import Layers
-from raypar.schedules.action import Op
+from raypar.schedules.action import Action, Op
+from raypar.schedules.schedule import Schedule
 from tests.support.replicas import agrees
 from tests.support.team import Team, mse
 
@@ -71,3 +72,15 @@ def test_what_a_frozen_stage_borrows_learns():
         return [Borrows(last), nn.Linear(4, 4).requires_grad_(False), nn.Tanh(), last]
 
     agrees(Team(made, 2, 4, "zb-v", steps=2))
+
+
+def test_a_step_by_hand_shows_that_they_have_no_gradients():
+    row = ["0F0", "1F0", "2F0", "3F0", "3B0", "2B0", "1B0", "0B0"]
+    team = Team(layers(0, 0, 1, 1), 1, 1, Schedule.of("one rank", [row]))
+    (worker,) = team.workers
+    worker.member.open(0)
+    for action in team.programs["train"].rows[0]:
+        worker.member.perform(action)
+    seen = {name: worker.member.probe.peek(Action.parse(name), tensors=True).tensors for name in ("3B0", "2B0", "1B0")}
+    assert [len(tensors) for tensors in seen.values()] == [1, 0, 0]
+    worker.member.end()
