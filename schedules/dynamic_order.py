@@ -45,7 +45,7 @@ class DynamicOrder:
                 send = sends.popleft()
                 self._sent.discard(send)
                 yield here.give(here.places[partner(send)])
-        while (place := next((place for place in here.ready if self._may_go(rank, place)), None)) is not None:
+        while (place := self._first(here)) is not None:
             here.ready.remove(place)
             action = here.give(place)
             if action.op in COMPUTE:
@@ -69,13 +69,21 @@ class DynamicOrder:
         """Whether every rank was given all its actions."""
         return not any(rank.num_left for rank in self._ranks)
 
-    def _may_go(self, rank: int, place: int) -> bool:
-        """Return whether a rank may be given an action that is ready."""
-        here = self._ranks[rank]
-        action = here.row[place]
-        if action.op in COMPUTE:
-            return not here.is_computing and here.has_room(place)
-        return action.op not in SENDS or self._under_way[self._link(action)] < self._window
+    def _first(self, here: _Rank) -> int | None:
+        """Return the place of the first ready action that a rank may be given now; None if there is none."""
+        is_full = False  # then there is no room for a later F either
+        for place in here.ready:
+            action = here.row[place]
+            if action.op in SENDS:
+                if self._under_way[self._link(action)] < self._window:
+                    return place
+            elif action.op not in COMPUTE:
+                return place
+            elif not here.is_computing and not (is_full and action.op is Op.F):
+                if here.has_room(place):
+                    return place
+                is_full = True
+        return None
 
     def _link(self, send: Action) -> tuple[int, int]:
         """Return the sender and the receiver of a SEND."""
