@@ -220,8 +220,10 @@ def are_hosts_elastic() -> bool:
     It is away for twenty steps. In many more, gpt-tiny itself makes what rounding differs by a thousand times larger.
     """
     names = ("head", "first", "second", "third", "fourth")
-    folder = tempfile.mkdtemp(dir="/var/tmp", prefix="raypar-")  # that all hosts see
-    with cluster_of_hosts(*names, cpus=(0, 1, 1, 1, 1)) as cluster:
+    with (
+        tempfile.TemporaryDirectory(dir="/var/tmp", prefix="raypar-") as folder,  # that all hosts see
+        cluster_of_hosts(*names, cpus=(0, 1, 1, 1, 1)) as cluster,
+    ):
         whole = losses_of(cluster.drive("-u", "-c", DRIVER, "undisturbed", folder, timeout=300))
         words = ["-u", "-c", DRIVER, "disturbed", f"{folder}/run"]
         run = cluster.head.start(sys.executable, *words, env=cluster.driver_env)
