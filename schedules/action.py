@@ -2,7 +2,9 @@
 
 The spelling is that of ``torch.distributed.pipelining``: ``1F0`` is stage 1's forward of microbatch 0, ``0SEND_F3`` is
 stage 0 sending its output of microbatch 3, ``2REDUCE_GRAD`` is an action of a whole stage. raypar adds one op,
-``STEP``: the optimizer update of everything that the rank holds. It has neither stage nor microbatch.
+``STEP``: the optimizer update of everything that the rank holds. It has neither stage nor microbatch. An asynchronous
+schedule updates each stage by itself: ``1STEP3`` is stage 1's update by step 3 of the schedule. ``1USE2`` lets the
+forwards of stage 1 that come next compute with version 2 of its weights, the one after two of its updates.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class Op(StrEnum):
     UNSHARD      ``weights = all_gather(shard)``
     RESHARD      ``weights = None``, the shard stays
     REDUCE_GRAD  ``weights.grad = all_reduce(weights.grad)`` over the replicas of the stage
-    STEP         ``optimizer.step()`` for everything the rank holds
+    STEP         ``optimizer.step()`` for everything the rank holds, or for one stage
+    USE          ``weights = versions[...]`` for the forwards of the stage that come next
     """
 
     F = "F"
@@ -41,6 +44,7 @@ class Op(StrEnum):
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
     STEP = "STEP"
+    USE = "USE"
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
@@ -56,9 +60,10 @@ class Action(NamedTuple):
     """One action. ``Action(1, Op.F, 0)`` prints as ``1F0``, and ``Action.parse("1F0")`` reads it back.
 
     Attributes:
-        stage: The stage, or None for STEP.
+        stage: The stage, or None for a STEP of all stages of a rank.
         op: The op.
-        microbatch: The microbatch, or None for STEP and for the ops of a whole stage.
+        microbatch: The microbatch, or None for a STEP of all stages and for the ops of a whole stage. For the STEP of
+            one stage it is the step, and for USE the version.
     """
 
     stage: int | None
@@ -93,13 +98,15 @@ class Action(NamedTuple):
         op = Op[match[2]]
         stage = int(match[1]) if match[1] else None
         microbatch = int(match[3]) if match[3] else None
-        wants_stage, wants_microbatch = op is not Op.STEP, op is not Op.STEP and op not in WHOLE_STAGE
+        wants_stage = op is not Op.STEP or microbatch is not None
+        wants_microbatch = op not in WHOLE_STAGE and (op is not Op.STEP or stage is not None)
         if (stage is not None) != wants_stage:
             wants = "needs a" if wants_stage else "takes no"
             raise ValueError(f"{text!r}: {op.value} {wants} stage number in front")
         if (microbatch is not None) != wants_microbatch:
             wants = "needs a" if wants_microbatch else "takes no"
-            raise ValueError(f"{text!r}: {op.value} {wants} microbatch number behind")
+            what = {Op.STEP: "step", Op.USE: "version"}.get(op, "microbatch")
+            raise ValueError(f"{text!r}: {op.value} {wants} {what} number behind")
         return cls(stage, op, microbatch)
 
 

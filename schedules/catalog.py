@@ -16,6 +16,7 @@ from raypar.schedules.generators import (
     interleaved,
     naive,
     one_f_one_b,
+    pipedream,
     v_shape,
     zero_bubble,
 )
@@ -70,6 +71,24 @@ _TABLE = {  # ``register`` adds to it, in this process only
         dual_pipe.SIZES,
         default_chunks=2,
     ),
+    "pipedream": Entry(
+        pipedream.pipedream,
+        "1f1b without a flush: every stage updates by itself, with gradients of its earlier weights",
+        pipedream.SIZES,
+        is_stream=True,
+    ),
+    "pipedream-vertical": Entry(
+        pipedream.pipedream_vertical,
+        "pipedream where all stages compute a microbatch with weights of the same step",
+        pipedream.SIZES,
+        is_stream=True,
+    ),
+    "pipedream-2bw": Entry(
+        pipedream.pipedream_2bw,
+        "pipedream with two versions of the weights, and gradients that are one step old",
+        pipedream.SIZES,
+        is_stream=True,
+    ),
     "forward": Entry(forward_only.forward, "forwards only, for evaluation", forward_only.SIZES, forward_only=True),
 }
 
@@ -83,6 +102,7 @@ def register(
     sizes: Sizes | None = None,
     default_chunks: int | None = None,
     forward_only: bool = False,
+    is_stream: bool = False,
 ) -> Callable[[G], G]:
     """Register a schedule of your own under a name: a decorator for the function that generates it.
 
@@ -98,6 +118,7 @@ def register(
         default_chunks: Number of stages on each rank if the user gives none. None takes the default value of
             ``num_chunks``, else 1.
         forward_only: Whether the schedule is an evaluation.
+        is_stream: Whether the schedule is asynchronous: the function's third parameter is the number of steps.
 
     Returns:
         The decorator.
@@ -118,7 +139,7 @@ def register(
             other = _TABLE[name].generate
             faults.append(f"it is taken by {other.__module__}.{name_of(other)}: take another")
         try:
-            entry = Entry.of(generate, summary, sizes, default_chunks, forward_only)
+            entry = Entry.of(generate, summary, sizes, default_chunks, forward_only, is_stream)
         except ScheduleError as error:
             faults.append(str(error))
         if faults:
@@ -169,6 +190,7 @@ def build(
     ranks: int,
     microbatches: int,
     chunks: int | None = None,
+    steps: int | None = None,
     *,
     costs: Costs | None = None,
     catalog: Mapping[str, Entry] = CATALOG,
@@ -180,6 +202,7 @@ def build(
         ranks: Number of pipeline ranks.
         microbatches: Number of microbatches in a step.
         chunks: Number of stages on each rank, or None for the schedule's own default.
+        steps: Number of steps of an asynchronous schedule, None for 8; others are one step.
         costs: How long actions last, for a schedule that depends on it (zb-1p, zb-2p); None for those of ``simulate``.
         catalog: The catalog to look in. It may hold the user's entries: ``build("mine", 4, 8, catalog={**CATALOG,
             "mine": Entry(...)})``.
@@ -191,7 +214,7 @@ def build(
         ScheduleError: If the name is unknown (the text suggests close names), or if the sizes are not accepted (the
             text lists all faults and the fix for each).
     """
-    return entry_of(name, catalog).build(name, ranks, microbatches, chunks, costs=costs)
+    return entry_of(name, catalog).build(name, ranks, microbatches, chunks, steps, costs=costs)
 
 
 def _is_again(generate: Callable[..., Any], other: Callable[..., Any]) -> bool:

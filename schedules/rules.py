@@ -31,7 +31,7 @@ Occurrence = tuple[Action, int]
 
 
 # The members by name: looking one up in its class costs as much as the rest of a rule.
-_F, _B, _I, _W, _SEND_F, _RECV_F, _SEND_B, _RECV_B, _UNSHARD, _RESHARD, _REDUCE_GRAD, _STEP = Op
+_F, _B, _I, _W, _SEND_F, _RECV_F, _SEND_B, _RECV_B, _UNSHARD, _RESHARD, _REDUCE_GRAD, _STEP, _USE = Op
 
 
 def most_in_flight(schedule: Schedule) -> tuple[int, ...]:
@@ -105,8 +105,10 @@ def stage_needs(row: Sequence[Action]) -> dict[Occurrence, list[Occurrence]]:
     """What each action of a row needs from the row because of the actions of whole stages in it.
 
     An F, B or I needs the UNSHARD before it, a RESHARD all that computed with the weights since then, and an UNSHARD
-    the RESHARD before it. REDUCE_GRAD needs the B and W since the one before, and the next B or W needs it. So whatever
-    the order in which ready actions are performed, each gather serves, and each reduction takes, what the row says.
+    the RESHARD before it. REDUCE_GRAD needs the B and W since the one before, and the next B or W needs it; so does the
+    STEP of one stage. An F needs the USE before it, and a USE all F since then, and the STEP that makes its version. So
+    whatever the order in which ready actions are performed, each gather serves, each reduction and update takes, and
+    each forward computes with, what the row says.
 
     Args:
         row: The row of one rank.
@@ -116,18 +118,23 @@ def stage_needs(row: Sequence[Action]) -> dict[Occurrence, list[Occurrence]]:
     """
     found: dict[Occurrence, list[Occurrence]] = {}
     gathered: dict[int | None, Occurrence] = {}  # by stage: its last UNSHARD or RESHARD
-    reduced: dict[int | None, Occurrence] = {}  # by stage: its last REDUCE_GRAD
+    reduced: dict[int | None, Occurrence] = {}  # by stage: its last REDUCE_GRAD or STEP
+    versions: dict[tuple[int | None, int], Occurrence] = {}  # by stage and version: the STEP that makes it
     used: defaultdict[int | None, list[Occurrence]] = defaultdict(list)  # since then, what it waits for
     made: defaultdict[int | None, list[Occurrence]] = defaultdict(list)
     for one in occurrences(row):
-        stage, op, _ = one[0]
+        stage, op, number = one[0]
         before: list[Occurrence | None] = []
-        if op is _UNSHARD or op is _RESHARD:
+        if op is _UNSHARD or op is _RESHARD or op is _USE:
             before += used.pop(stage, [gathered.get(stage)])  # what used the weights needs the UNSHARD itself
             gathered[stage] = one
-        elif op is _REDUCE_GRAD:
+            if op is _USE and number is not None:
+                before.append(versions.get((stage, number)))
+        elif op is _REDUCE_GRAD or (op is _STEP and stage is not None):
             before += made.pop(stage, [reduced.get(stage)])
             reduced[stage] = one
+            if op is _STEP and number is not None:
+                versions[stage, number + 1] = one
         if op in USES_WEIGHTS:
             before.append(gathered.get(stage))
             used[stage].append(one)
@@ -155,7 +162,7 @@ def needs(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     lowering the compute actions need one another directly.
     """
     stage, op, microbatch = action
-    if stage is None or op in WHOLE_STAGE:
+    if stage is None or op in WHOLE_STAGE or op is _STEP or op is _USE:
         return ()
     if op is _F:
         return (_value(_F, _RECV_F, stage, stage - 1, microbatch, schedule),) if stage > 0 else ()

@@ -139,6 +139,8 @@ class Schedule:
         num_microbatches: Number of microbatches of one step.
         lowered: Whether the rows contain their communication (SEND and RECV), so that actors can run them.
         forward_only: Whether there is no backward: an evaluation.
+        stream: Number of steps of an asynchronous schedule, in which every stage updates its weights by itself, so that
+            steps overlap. 0 for a synchronous one, which is one step.
     """
 
     name: str
@@ -147,6 +149,7 @@ class Schedule:
     num_microbatches: int
     lowered: bool
     forward_only: bool
+    stream: int = 0
 
     @classmethod
     def of(cls, name: str, rows: Written, *, lowered: bool | None = None) -> Schedule:
@@ -160,14 +163,14 @@ class Schedule:
 
         Raises:
             ScheduleError: The rows can't be read, have nothing to compute, have a stage on two ranks, leave out a
-                stage, or name a microbatch that they have too few forwards for.
+                stage, name a microbatch that they have too few forwards for, or have steps of unequal length.
         """
         try:
             frozen = read_rows(rows)
         except ValueError as error:
             raise ScheduleError(f"schedule {name!r}: {error}") from error
         home: dict[int, int] = {}
-        last_microbatch, forwards, communicates, forward_only = -1, 0, False, True
+        last_microbatch, forwards, communicates, forward_only, stream = -1, 0, False, True, 0
         faults: dict[str, None] = {}
         for rank, row in enumerate(frozen):
             for stage, op, microbatch in row:
@@ -184,6 +187,8 @@ class Schedule:
                         forward_only = False
                 elif op in SENDS or op in RECVS:
                     communicates = True
+                elif op is Op.STEP and microbatch is not None:
+                    stream = max(stream, microbatch + 1)
         missing = [stage for stage in range(len(home)) if stage not in home]
         if missing:
             which = ", ".join(map(str, missing[:8]))
@@ -192,6 +197,9 @@ class Schedule:
             only = f"{forwards} forward{'s' * (forwards != 1)}"
             which = f"microbatch {last_microbatch} is named, but the rows have only {only}"
             faults[f"{which}: number the microbatches 0, 1, 2, ..."] = None
+        if stream and (stream > last_microbatch + 1 or (last_microbatch + 1) % stream):
+            which = f"{last_microbatch + 1} microbatches are not {stream} steps of equal length"
+            faults[f"{which}: number the STEPs 0, 1, 2, ..., each of as many microbatches"] = None
         if not home:
             faults["the rows name no F, B, I or W: nothing would be computed"] = None
         if faults:
@@ -199,7 +207,7 @@ class Schedule:
         placement = tuple(home[stage] for stage in range(len(home)))
         if lowered is None:
             lowered = communicates
-        return cls(name, frozen, placement, last_microbatch + 1, lowered, forward_only)
+        return cls(name, frozen, placement, last_microbatch + 1, lowered, forward_only, stream)
 
     @property
     def num_ranks(self) -> int:
@@ -215,6 +223,16 @@ class Schedule:
     def num_actions(self) -> int:
         """Number of actions of all rows."""
         return sum(map(len, self.rows))
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps, each of which is an update of all weights."""
+        return self.stream or 1
+
+    @property
+    def microbatches_a_step(self) -> int:
+        """Number of microbatches of one step."""
+        return self.num_microbatches // self.num_steps
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that a rank holds, in order."""

@@ -318,7 +318,7 @@ MAY_IMPORT = {
     "actors/worker": (
         "actors actors/checkpoint actors/collective actors/collective/shm actors/context_parallel actors/data "
         "actors/data_parallel actors/expert_parallel actors/inspect actors/mesh actors/models actors/optim "
-        "actors/pipeline actors/specs actors/tensor_parallel actors/tensor_parallel/grid schedules"
+        "actors/pipeline actors/specs actors/tensor_parallel actors/tensor_parallel/grid schedules schedules/passes"
     ),
     "raypar": "actors schedules",
     "raypar/checkpoint": (
@@ -339,7 +339,7 @@ MAY_IMPORT = {
     ),
     "raypar/config/validate": (
         "actors actors/context_parallel actors/data actors/data_parallel actors/mesh actors/models "
-        "actors/optim actors/specs raypar raypar/config raypar/planner"
+        "actors/optim actors/specs raypar raypar/config raypar/planner schedules"
     ),
     "raypar/doctor": "raypar raypar/cluster actors/collective",
     "raypar/job": (

@@ -23,6 +23,8 @@ from raypar.actors.rng import derive
 from raypar.actors.specs.recompute import Recompute, word_of
 from raypar.actors.tensors import Values, as_values, cast_floating
 
+_Key = tuple[int, int]  # the step and the number of a microbatch
+
 
 class Stage:
     """Consecutive layers of a model on one actor.
@@ -106,15 +108,15 @@ class Stage:
         # Hooks of weights that come and go, or of what is counted, are called once a backward: these have no halves.
         plain = bool(halved) and recompute == "none" and weights is None and overflow is None
         self._later = _worth_leaving(modules, self._linears.others(shared)) if plain and model.others_halve else ()
-        self._owed: dict[int, Owed] = {}  # by microbatch: what is left for backward_weight
+        self._owed: dict[_Key, Owed] = {}  # what is left for backward_weight
         self._place = place
         self._train = True
         self._twice = Twice()  # copies the inputs of the stage if the first layer writes into them
         self._buffers = Buffers(*self.modules)
         self._before = Before({}, {}, {})  # the buffers when the training step began
-        # By microbatch: inputs, graph, buffers, target. With "full" recomputation there is no graph yet; otherwise
+        # Inputs, graph, buffers, target. With "full" recomputation there is no graph yet; otherwise
         # buffers and target are empty.
-        self._saved: dict[int, tuple[Values, Tail | None, Then, Values]] = {}
+        self._saved: dict[_Key, tuple[Values, Tail | None, Then, Values]] = {}
         self._looked = False  # whether the first loss was checked
         # What is still to be done for the first time under a guard: its cost is too high for every microbatch.
         self._is_deferred = model.is_deferred
@@ -124,7 +126,7 @@ class Stage:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """The microbatches whose forward is done and whose backward is not complete."""
-        return (*self._saved, *self._owed)
+        return tuple(microbatch for _, microbatch in (*self._saved, *self._owed))
 
     def make_gradients_in(self, places: Mapping[Tensor, Callable[[], Tensor]]) -> None:
         """Let the first backward of each step write gradients directly into given tensors, where that saves a copy.
@@ -233,14 +235,15 @@ class Stage:
             return self.backward(step, microbatch, gradients)
         return self._backward_input(step, microbatch, gradients)
 
-    def owed(self, microbatch: int) -> frozenset[Tensor]:
+    def owed(self, step: int, microbatch: int) -> frozenset[Tensor]:
         """Return the parameters whose gradients of this microbatch are left for ``backward_weight``."""
-        return self._owed[microbatch].parameters if microbatch in self._owed else frozenset()
+        key = step, microbatch
+        return self._owed[key].parameters if key in self._owed else frozenset()
 
-    def backward_weight(self, microbatch: int) -> None:
+    def backward_weight(self, step: int, microbatch: int) -> None:
         """Compute the second half of ``backward``: the gradients that ``backward_input`` left for later."""
-        if microbatch in self._owed:
-            self._owed.pop(microbatch).pay(self._linears.places)
+        if (step, microbatch) in self._owed:
+            self._owed.pop((step, microbatch)).pay(self._linears.places)
 
     def _forward(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
         if self._weights is not None:
@@ -254,22 +257,22 @@ class Stage:
         if self.recompute:
             forward = partial(self._apply, step, microbatch, target)
             outputs, then = self._buffers.keep(partial(self._twice.without_history, forward, inputs))
-            self._saved[microbatch] = (inputs, None, then, target)
+            self._saved[step, microbatch] = (inputs, None, then, target)
             return outputs
         inputs, outputs = self._with_history(step, microbatch, inputs, target)
-        self._saved[microbatch] = (inputs, _tail(outputs), {}, ())
+        self._saved[step, microbatch] = (inputs, _tail(outputs), {}, ())
         return tuple(value.detach() for value in outputs)
 
     def _backward(self, step: int, microbatch: int, gradients: Values) -> Values:
         found = self._backward_input(step, microbatch, gradients)
-        self.backward_weight(microbatch)
+        self.backward_weight(step, microbatch)
         return found
 
     def _backward_input(self, step: int, microbatch: int, gradients: Values) -> Values:
         self._record.close()  # what a recomputation tells once more is not news
         if not self._learns:
             return ()
-        inputs, tail, then, target = self._saved.pop(microbatch)
+        inputs, tail, then, target = self._saved.pop((step, microbatch))
         if self._weights is not None:
             self._weights.start("both" if self.recompute else "backward")
         if self.recompute:
@@ -279,7 +282,7 @@ class Stage:
             del outputs
         if tail is not None:
             with self._linears.postponed() as owed, self._guarded("backward"):
-                self._owed[microbatch] = owed
+                self._owed[step, microbatch] = owed
                 if self._later and microbatch in self._halved and self.listener is None:
                     owed.others = tail.backward_input(gradients, self._later)
                 else:

@@ -8,8 +8,9 @@ from typing import Literal, NamedTuple
 
 from raypar.schedules.action import Action
 
-Kind = Literal["weights", "gradients", "optimizer", "gathered", "buckets", "offloaded"]
+Kind = Literal["weights", "gradients", "optimizer", "gathered", "buckets", "versions", "offloaded"]
 """kind of memory; gathered: weights that are whole for a while; buckets: gradients on their way to other actors;
+versions: older weights that microbatches under way compute with;
 offloaded: what is in host memory or in files, and not among the others"""
 RangeKind = Literal["activations", "gradients", "weight_gradients"]  # the second are those of activations
 
@@ -156,6 +157,7 @@ class StepResult:
         loads: Tokens of the actor by layer and expert, likewise.
         shadows: Experts that were shadowed, from the first of a group of actors that share experts out.
         copied: What there is to tell of copies of its snapshots.
+        updates: Of an asynchronous schedule: by step, the actor's update; losses and counts are those of all steps.
     """
 
     losses: tuple[float, ...]
@@ -177,6 +179,7 @@ class StepResult:
     loads: tuple[ExpertLoad, ...] = ()
     shadows: tuple[Shadowed, ...] = ()
     copied: Copied = field(default_factory=Copied)
+    updates: tuple[Updated, ...] = ()
 
 
 class Located(NamedTuple):

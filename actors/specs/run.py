@@ -37,6 +37,9 @@ class Run:
     a CSV file, code as my.py:function, or a Schedule"""
     chunks: Count | None = None
     """stages on each rank; None is the schedule's own default (2 for interleaved ones and for a V, else 1)"""
+    flush_every: Count | None = None
+    """with an asynchronous schedule, steps from one flush of the pipeline to the next; evaluations and checkpoints
+    flush it too; None: 8, or what the schedule's file has"""
     backward: Backward = "auto"
     """auto splits a backward into I (the gradients that the rank before waits for) and W (those of the weights) where W
     fills a wait of the pipeline; split splits every backward, whole none; the results have the same bits"""

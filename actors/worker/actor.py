@@ -120,7 +120,9 @@ class Hosted:
 
     # --- steps ---
 
-    def run(self, program: ProgramName, step: int, epoch: int | None = None, copy_within: int = 0) -> StepResult:
+    def run(
+        self, program: ProgramName, step: int, epoch: int | None = None, copy_within: int = 0, stream: int = 0
+    ) -> StepResult:
         """Perform this actor's row of a program, and take the snapshot that is due.
 
         Args:
@@ -128,6 +130,7 @@ class Hosted:
             step: Number of the step.
             epoch: Epoch of the call; None to accept it in any case.
             copy_within: See ``SnapshotKeeper.after``.
+            stream: Number of steps of an asynchronous schedule to perform; 0 if the schedule is synchronous.
 
         Raises:
             StaleError: A step before this one has failed, or see ``Worker.run`` for this and other errors.
@@ -136,10 +139,10 @@ class Hosted:
         self._refusals.begin(member.seat.label)
 
         def run() -> StepResult:
-            result = member.run(program, step, epoch)
+            result = _worker(member).run(program, step, epoch, stream) if stream else member.run(program, step, epoch)
             if program != "train":
                 return result
-            return replace(result, copied=keep_after(member, self._keeper, step, copy_within))
+            return replace(result, copied=keep_after(member, self._keeper, step + max(0, stream - 1), copy_within))
 
         return self._refusals.attempt(run)
 

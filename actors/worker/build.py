@@ -38,6 +38,7 @@ from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.seat import Seat
 from raypar.actors.worker.updates import buckets_of, shared_update, updater_of
 from raypar.schedules.action import Action, Op
+from raypar.schedules.passes.first_steps import first_steps
 from raypar.schedules.rules import MAKES_GRADIENTS
 
 
@@ -191,7 +192,8 @@ def assemble(seat: Seat) -> Assembly:
         return Assembly(part, updater_of(plan, part, groups, place.device, scaler), flow, None, scaler)
     buckets = buckets_of(plan, part, _reduced(plan, part, groups))
     channels, update = shared_update(plan, part, buckets, groups, place.device, scaler)
-    row = plan.programs["train"].rows[plan.world.pp(plan.rank)]
+    train = plan.programs["train"]
+    row = first_steps(train, 1).rows[seat.pp] if train.stream else train.rows[seat.pp]
     rounds = [action.stage for action in row if action.op is Op.REDUCE_GRAD and action.stage is not None]
     here = [number for number, bucket in enumerate(buckets) if channels[bucket.owner].here]
     sums = GradientSums(buckets, here, part.home, part.masters.parameters)
@@ -206,7 +208,7 @@ def _flow_of(seat: Seat, part: Part, scaler: LossScaler) -> Flow:
     plan, run = seat.plan, seat.plan.run
     if seat.world.is_expert(plan.rank):
         return ExpertFlow(seat, dtype_of(run.precision.compute))
-    m = plan.programs["train"].num_microbatches
+    m = plan.programs["train"].microbatches_a_step
     source = batch_source(run.data, run.model, run.micro_batch_size, m, run.mesh.dp, run.seed)
     mean = TokenMean(part.model, source, m, run.mesh.dp)
     if run.mesh.cp > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 import torch
@@ -51,8 +51,8 @@ class Flow(Protocol):
     def receive(self, action: Action) -> None:
         """Wait for the values that the peer sends."""
 
-    def ballot(self) -> Tensor | None:
-        """Return this actor's report of the step's losses, see ``ballot_of``; None if it has none."""
+    def ballot(self, microbatches: Collection[int]) -> Tensor | None:
+        """Return this actor's report of a step's losses, see ``ballot_of``; None if it has none."""
 
     def seen(self, action: Action) -> Values:
         """Return the outputs of an action that was just performed: values for other actions, or its loss."""
@@ -85,8 +85,9 @@ class TokenFlow:
     def inputs(self, action: Action) -> tuple[Values, Values]:
         """Return what a forward takes; the first stage reads inputs of the batch, the last one targets."""
         step, (stage, microbatch) = self._step, numbers_of(action)
-        number = step.number + self._scaler.left_out if step.is_train else step.number
-        batch = step.program, number, microbatch, self._seat.replica(step.further)
+        number, place = step.place_of(microbatch)
+        number += self._scaler.left_out if step.is_train else 0
+        batch = step.program, number, place, self._seat.replica(step.further)
         inputs = self._take(action) or self._place.to(self.source.inputs(*batch))
         if not self._stages[stage].is_last:
             return inputs, ()
@@ -125,13 +126,17 @@ class TokenFlow:
         values = self._step.values[action] = self._program.courier.receive(action)
         self._step.num_bytes = sum(map(nbytes, values))
 
-    def ballot(self) -> Tensor | None:
+    def ballot(self, microbatches: Collection[int]) -> Tensor | None:
         if not any(stage.is_last for stage in self._stages.values()):
             return None
         step = self._step
         step.read_losses()
-        sound = all(map(math.isfinite, step.losses.values()))
-        return ballot_of(sum(step.counts.values()), self._mean.expected / self._seat.world.mesh.cp, sound=sound)
+        sound = all(math.isfinite(step.losses[microbatch]) for microbatch in microbatches)
+        return ballot_of(
+            sum(step.counts[microbatch] for microbatch in microbatches),
+            self._mean.expected / self._seat.world.mesh.cp,
+            sound=sound,
+        )
 
     def seen(self, action: Action) -> Values:
         computed, values = self._step.computed, self._step.values
@@ -189,7 +194,7 @@ class ExpertFlow:
 
     def receive(self, action: Action) -> None: ...
 
-    def ballot(self) -> Tensor | None:
+    def ballot(self, microbatches: Collection[int]) -> Tensor | None:
         return None
 
     def seen(self, action: Action) -> Values:

@@ -115,7 +115,7 @@ class Server:
             if step.notes is not None:
                 self.state.remember(step.notes)
             try:
-                step.updated = self.state.take(step.number, ballot)
+                step.updates.append(self.state.take(step.number, ballot))
             except NonFiniteError:
                 self._publish()  # unchanged weights, because the replicas wait for some
                 raise
@@ -153,8 +153,8 @@ class Server:
         return StepResult(
             losses=(),
             counts=(),
-            grad_norm=step.updated.grad_norm,
-            lr=step.updated.lr,
+            grad_norm=step.updates[-1].grad_norm if step.updates else None,
+            lr=step.updates[-1].lr if step.updates else None,
             busy=0.0,
             start=0.0,
             end=0.0,

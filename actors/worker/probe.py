@@ -33,6 +33,7 @@ class Probe:
         outputs: By logical name, this actor's portion of the outputs of layers, and of some modules inside them.
         reducer: Sums gradients over replicas; None if it has none to sum.
         gathered: The bytes of weights that are whole for a while; None if all always are.
+        older: The bytes of older versions of weights; None in a synchronous schedule.
 
     Attributes:
         step: The latest step that was begun.
@@ -46,10 +47,11 @@ class Probe:
         outputs: Mapping[str, Sharding],
         reducer: Reducer | None = None,
         gathered: HighWater | None = None,
+        older: HighWater | None = None,
     ) -> None:
         self.step = Step()
         self._seat, self._state, self._names, self._outputs = seat, state, names, outputs
-        self._reducer, self._gathered = reducer, gathered
+        self._reducer, self._gathered, self._older = reducer, gathered, older
         self._taken: tuple[int, dict[Kind, int]] | None = None  # of the latest training step: its peak, what passed by
         self._trained: deque[list[Span]] = deque(maxlen=KEPT)  # spans of compiled training steps, latest first
         self._is_idle = False
@@ -194,6 +196,8 @@ class Probe:
             yield "gathered", self._gathered
         if self._reducer is not None and self._reducer.lent is not None:
             yield "buckets", self._reducer.lent
+        if self._older is not None:
+            yield "versions", self._older
 
     def held(self) -> Held:
         """Return the sizes of everything that this actor holds now."""
@@ -216,7 +220,7 @@ class Probe:
         stages = self._state.stages
         others = {id(p) for number, one in stages.items() if number != stage for p in one.parameters().values()}
         own = {name: p for name, p in stages[stage].parameters().items() if id(p) not in others}
-        microbatches = self._seat.plan.programs["train"].num_microbatches
+        microbatches = self._seat.plan.programs["train"].microbatches_a_step
         stages[stage].listener = Tape(stages[stage].state(), own, microbatches)
 
     def recording(self, stage: int) -> tuple[tuple[int, ...], list[str], dict[str, Tensor]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raypar.actors.data_parallel.stage_weights import Windows
+from raypar.actors.data_parallel.stage_weights import StageWeights, Windows
 from raypar.actors.pipeline.p2p import Courier
+from raypar.actors.specs.data import Batches
+from raypar.actors.worker.seat import Seat
 from raypar.schedules.action import Action
 from raypar.schedules.schedule import Schedule
 
@@ -25,3 +28,26 @@ class Program:
     row: tuple[Action, ...]
     courier: Courier
     windows: Windows
+
+
+def program_of(
+    seat: Seat, weights: Mapping[int, StageWeights], first_learning: int, schedule: Schedule
+) -> Program:
+    """Return a schedule as the rank of a seat performs it.
+
+    Args:
+        seat: The seat.
+        weights: The weights of its stages that are sharded over replicas, by stage.
+        first_learning: The first stage that has something to learn; see ``Courier``.
+        schedule: The lowered schedule.
+    """
+    row = schedule.rows[seat.pp]
+    data = seat.plan.run.data
+    courier = Courier(
+        seat.groups.get("pp"),
+        schedule.placement,
+        schedule.num_microbatches,
+        varies=isinstance(data, Batches) and data.varying,
+        first_learning=first_learning,
+    )
+    return Program(schedule, row, courier, Windows(weights, row, seat.plan.run.recompute))

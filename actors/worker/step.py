@@ -21,7 +21,8 @@ class Step:
 
     Attributes:
         program: Name of the program.
-        number: Number of the step; -1 before the first one.
+        number: Number of the step, of an asynchronous schedule the first one; -1 before the first one.
+        length: Number of its microbatches.
         is_train: Whether the step has backwards.
         further: Of the replica that is so many further its microbatches are; 0: of the actor's own.
         notes: Notes of a step taken by hand; None in a compiled step.
@@ -35,11 +36,12 @@ class Step:
         samples: Number of samples so far.
         in_flight: Largest number of microbatches between forward and backward so far.
         backwards: By stage, how many backwards (B or W) were begun.
-        updated: Gradient norm and learning rate, once the update is made.
+        updates: Gradient norm and learning rate of the updates that are made: one, or one for each step of a stream.
     """
 
     program: ProgramName = "train"
     number: int = -1
+    length: int = 0
     is_train: bool = False
     further: int = 0
     notes: Notes | None = None
@@ -53,7 +55,11 @@ class Step:
     samples: int = 0
     in_flight: int = 0
     backwards: Counter[int] = field(default_factory=Counter)
-    updated: Updated = field(default_factory=Updated)
+    updates: list[Updated] = field(default_factory=list)
+
+    def place_of(self, microbatch: int) -> tuple[int, int]:
+        """Return the step that a microbatch of the row belongs to, and its number in that step."""
+        return self.number + microbatch // self.length, microbatch % self.length
 
     def read_losses(self) -> None:
         """Read the computed losses, all at once, because on a GPU reading waits for the computation."""

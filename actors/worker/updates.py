@@ -84,7 +84,9 @@ def updater_of(
         experts = part.owners.experts
         told = told._replace(names=frozenset(one for one in part.parameters if (first if one in experts else tells)))
     policy = run.optim, run.clip, run.steps, scaler, run.nonfinite
-    return Updater(part.masters, names, part.ties, groups.get(world.updaters), tensors, told, *policy)
+    # In an asynchronous schedule each stage updates by itself: there is no global norm, and no vote.
+    every = None if plan.programs["train"].stream else groups.get(world.updaters)
+    return Updater(part.masters, names, part.ties, every, tensors, told, *policy)
 
 
 def shared_update(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice
 
 import torch
@@ -12,28 +13,27 @@ from torch import Tensor
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.replica_checks import digest
-from raypar.actors.data_parallel.stage_weights import Windows
 from raypar.actors.device import Place
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
 from raypar.actors.last_action import LastAction
 from raypar.actors.optim.step import ballot_of
-from raypar.actors.pipeline.p2p import Courier
-from raypar.actors.specs.data import Batches
-from raypar.actors.specs.results import Kind, Span, StepResult
+from raypar.actors.specs.results import Kind, Span, StepResult, Updated
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.build import assemble, ends_of_rounds
 from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.flow import numbers_of
 from raypar.actors.worker.plan import Plan
 from raypar.actors.worker.probe import Probe
-from raypar.actors.worker.program import Program
+from raypar.actors.worker.program import program_of
 from raypar.actors.worker.recheck import Recheck
 from raypar.actors.worker.routers import Routers
 from raypar.actors.worker.seat import Seat
 from raypar.actors.worker.state import WorkerState
 from raypar.actors.worker.step import Step
+from raypar.actors.worker.stream import Stream
 from raypar.schedules.action import COMPUTE, RECVS, Action, Op
+from raypar.schedules.passes.first_steps import first_steps
 
 
 class Worker:
@@ -67,7 +67,12 @@ class Worker:
         self.parts = assemble(seat)
         part, self._flow = self.parts.part, self.parts.flow
         self.state = WorkerState(seat, part, part.kept, self.parts.update, part.stages, self.parts.scaler)
-        self.probe = Probe(seat, self.state, part.model.names, part.outputs, self.parts.reducer, part.gathered)
+        train = plan.programs["train"]
+        parts = self.state, part.stages, self.parts.flow, self.parts.reducer
+        self._stream = Stream(seat, *parts, train.rows[seat.pp]) if train.stream else None
+        older = None if self._stream is None else self._stream.older
+        watched = part.outputs, self.parts.reducer, part.gathered, older
+        self.probe = Probe(seat, self.state, part.model.names, *watched)
         self._place, self._stages, self._step = place, part.stages, self.probe.step
         self._routers = Routers(seat, part)
         self._epoch = 0  # number of steps refused for non-finite gradients
@@ -85,25 +90,11 @@ class Worker:
             Op.RESHARD: self._reshard,
             Op.REDUCE_GRAD: self._reduce,
             Op.STEP: self._update,
+            Op.USE: self._use,
         }
-        self._first, self._last = ends_of_rounds(plan.programs["train"].rows[seat.pp])
-        data = plan.run.data
-        varies, first = isinstance(data, Batches) and data.varying, part.first_learning
-        self._programs = {
-            name: Program(
-                schedule,
-                schedule.rows[seat.pp],
-                Courier(
-                    groups.get("pp"),
-                    schedule.placement,
-                    schedule.num_microbatches,
-                    varies=varies,
-                    first_learning=first,
-                ),
-                Windows(part.weights, schedule.rows[seat.pp], plan.run.recompute),
-            )
-            for name, schedule in plan.programs.items()
-        }
+        self._first, self._last = ends_of_rounds(train.rows[seat.pp])
+        self._performed = partial(program_of, seat, part.weights, part.first_learning)
+        self._programs = {name: self._performed(schedule) for name, schedule in plan.programs.items()}
         self.program = self._programs["train"]
         self._recheck = Recheck(
             seat, self.program.row, {number: one.parameters() for number, one in part.stages.items()}
@@ -117,20 +108,21 @@ class Worker:
 
     # --- a step ---
 
-    def run(self, program: ProgramName, step: int, epoch: int | None = None) -> StepResult:
-        """Perform the whole row of a program for a step.
+    def run(self, program: ProgramName, step: int, epoch: int | None = None, stream: int = 0) -> StepResult:
+        """Perform the whole row of a program for a step, or for the first steps of an asynchronous schedule.
 
         Args:
             program: Name of the program.
             step: Number of the step.
             epoch: Epoch of the call; None to accept it in any case.
+            stream: Number of these steps; 0 for all that the schedule has.
 
         Raises:
             StaleError: The call is of an earlier epoch.
             ActionError: An action failed.
             NonFiniteError: The gradients are not finite; no weight was changed.
         """
-        self.start(program, step, epoch)
+        self.start(program, step, epoch, stream)
         row = self.program.row
         receives = (action for action in row if action.op in RECVS)
         ahead = self._place.ahead(rehearsed=program in self._rehearsed)
@@ -142,24 +134,28 @@ class Worker:
         self._rehearsed.add(program)
         return self.end()
 
-    def start(self, program: ProgramName, step: int, epoch: int | None = None) -> None:
+    def start(self, program: ProgramName, step: int, epoch: int | None = None, stream: int = 0) -> None:
         """Begin a step, whose actions are performed next. Arguments and errors are those of ``run``."""
         self._epoch = self.seat.demand_current(epoch, self._epoch)
         if program == "train":
             self._compute_again(step)
-        self.begin(program, step)
+        self.begin(program, step, stream=stream)
 
-    def begin(self, program: ProgramName, step: int, further: int = 0) -> None:
-        """Begin a step of a program, of the replica that is so many ``further``: 0 is the own one."""
+    def begin(self, program: ProgramName, step: int, further: int = 0, stream: int = 0) -> None:
+        """Begin a step of a program, of the replica that is so many ``further``: 0 is the own one; see ``run``."""
         self._place.enter()
         torch.set_grad_enabled(True)  # a setting per thread, and this thread is not the one of __init__
         self.program = self._programs[program]
-        train = not self.program.schedule.forward_only
-        self._step = self.probe.step = Step(program, step, is_train=train, further=further)
+        if stream and stream != self.program.schedule.stream:
+            self.program = self._performed(first_steps(self.program.schedule, stream))
+        train, length = not self.program.schedule.forward_only, self.program.schedule.microbatches_a_step
+        self._step = self.probe.step = Step(program, step, length, is_train=train, further=further)
         if train:
             self.state.zero_grad()
             if self.parts.reducer is not None:
                 self.parts.reducer.begin()
+            if self._stream is not None:
+                self._stream.begin(self.program.row)
         self.program.courier.begin()
         self._flow.begin(self._step, self.program)
         self._routers.begin(self._flow.auxiliary())
@@ -240,7 +236,7 @@ class Worker:
         return StepResult(
             losses=tuple(step.losses[microbatch] for microbatch in microbatches),
             counts=tuple(step.counts[microbatch] for microbatch in microbatches),
-            **step.updated._asdict(),
+            **(step.updates[-1] if step.updates else Updated())._asdict(),
             busy=sum(event.end - event.start for event in events if event.action.op in COMPUTE),
             start=events[0].start if events else 0.0,
             end=events[-1].end if events else 0.0,
@@ -253,6 +249,7 @@ class Worker:
             auxiliary=self._routers.losses() if step.is_train else (),
             loads=self._routers.loads() if step.is_train else (),
             shadows=self._routers.shadows() if step.is_train else (),
+            updates=tuple(step.updates) if self._stream is not None else (),
         )
 
     # --- the actions ---
@@ -262,7 +259,8 @@ class Worker:
         number, microbatch = numbers_of(action)
         step = self._step
         inputs, target = self._flow.inputs(action)
-        outputs = self._stages[number].forward(step.number, self._in_all(microbatch), inputs, target)
+        with self._using(action):
+            outputs = self._stages[number].forward(*self._in_all(microbatch), inputs, target)
         took, data = ((), (*inputs, *target)) if number == 0 else (inputs, target)
         self._recheck.note(step.further, action, took, outputs, data)
         self._flow.made(action, outputs)
@@ -271,21 +269,21 @@ class Worker:
 
     def _backward(self, action: Action) -> None:
         """Run a stage's backward, or its I half: ``values[I] = stage.backward(values[I of the next stage])``."""
-        step, (number, microbatch) = self._step, numbers_of(action)
+        number, microbatch = numbers_of(action)
         stage, gradients = self._stages[number], self._flow.gradients(action)
         whole = action.op is Op.B
         backward = stage.backward if whole else stage.backward_input
-        with self._watched(action) if whole else nullcontext():
-            inputs = backward(step.number, self._in_all(microbatch), gradients)
-        self._recheck.note(step.further, action, gradients, inputs)
+        with self._watched(action) if whole else nullcontext(), self._using(action):
+            inputs = backward(*self._in_all(microbatch), gradients)
+        self._recheck.note(self._step.further, action, gradients, inputs)
         self._flow.passed(action, inputs)
 
     def _backward_weight(self, action: Action) -> None:
         """Run the W half of a stage's backward, which adds the weight gradients that I has left."""
         number, microbatch = numbers_of(action)
-        stage, microbatch = self._stages[number], self._in_all(microbatch)
-        with self._watched(action, stage.owed(microbatch)):
-            stage.backward_weight(microbatch)
+        stage, which = self._stages[number], self._in_all(microbatch)
+        with self._watched(action, stage.owed(*which)):
+            stage.backward_weight(*which)
         self._recheck.note(self._step.further, action, (), ())
 
     def _reduce(self, action: Action) -> None:
@@ -295,7 +293,10 @@ class Worker:
 
     def _update(self, action: Action) -> None:
         """Finish the reduction of gradients, vote, clip by the global norm, and step the optimizer."""
-        step, parts, ballot = self._step, self.parts, self._flow.ballot()
+        if self._stream is not None:
+            self._stream.update(action, self._step)
+            return
+        step, parts, ballot = self._step, self.parts, self._flow.ballot(range(self._step.length))
         if (every := self.seat.plan.run.check_every) and (step.number + 1) % every == 0:
             self._compare(step.number + 1)
         self._recheck.compare(step.number + 1)
@@ -309,8 +310,8 @@ class Worker:
         if step.notes is not None:
             self.state.remember(step.notes)
         with self._routers.named(step.number):
-            step.updated = self.state.take(step.number, ballot)
-        self._routers.balance(step.updated)
+            step.updates.append(self.state.take(step.number, ballot))
+        self._routers.balance(step.updates[-1])
 
     def _unshard(self, action: Action) -> None:
         """Start to gather the weights of a stage, if they are sharded or rest apart from the device."""
@@ -320,7 +321,16 @@ class Worker:
         """Free the weights of a stage on the device, if they are sharded or rest apart from it."""
         self.program.windows.close(_stage(action))
 
+    def _use(self, action: Action) -> None:
+        """Let the forwards of a stage that come next compute with another version of its weights."""
+        assert self._stream is not None
+        self._stream.use(action)
+
     # --- helpers ---
+
+    def _using(self, action: Action) -> AbstractContextManager[None]:
+        """Return a context for an F, B or I, in which its stage has the version of its weights that the row says."""
+        return self._stream.using(action) if self._stream is not None and self._step.is_train else nullcontext()
 
     def _compute_again(self, step: int) -> None:
         """Compute a microbatch of other replicas, if that is due before this step, and keep digests of all it gives."""
@@ -350,9 +360,10 @@ class Worker:
             if serving and any(stage.is_last for stage in self._stages.values()):
                 reducer.total(ballot_of(0, 0.0, sound=True))
 
-    def _in_all(self, microbatch: int) -> int:
-        """Return a microbatch's number in the whole step, over all replicas, as a single process would count it."""
-        return microbatch * self.seat.world.mesh.dp + self.seat.replica(self._step.further)
+    def _in_all(self, microbatch: int) -> tuple[int, int]:
+        """Return a microbatch's step and its number in it over all replicas, as a single process would count it."""
+        step, place = self._step.place_of(microbatch)
+        return step, place * self.seat.world.mesh.dp + self.seat.replica(self._step.further)
 
     def _watched(self, action: Action, left: Collection[Tensor] | None = None) -> AbstractContextManager[None]:
         """Return a context for a backward, in which the Reducer watches gradients if it is a round's first or last one.
@@ -364,7 +375,7 @@ class Worker:
         self._step.backwards[_stage(action)] += 1
         first, last = at in self._first, at in self._last
         apart = self._step.notes is not None or self._recheck.watches(action)
-        if reducer is None or apart or not (first or last):
+        if reducer is None or apart or self._stream is not None or not (first or last):
             return nullcontext()
         if first:
             self._stages[_stage(action)].begin_round()

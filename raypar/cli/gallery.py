@@ -24,6 +24,7 @@ from raypar.schedules.timeline import Timeline
 
 _MOST_COST = 1e100
 _MOST_ACTIONS = 20_000  # of all ranks: what a page shows of one schedule
+_STEPS = 4  # of an asynchronous schedule
 _HEAD = ("makespan", "bubble", "held", "what it is")
 
 
@@ -85,7 +86,8 @@ class Shown:
         """The cells of a table, by ``_HEAD``."""
         if self.timeline is None:
             return "-", "-", "-", self.what
-        return plain(self.timeline.makespan), f"{self.timeline.bubble:.1%}", plain(self.held), self.what
+        each = self.timeline.makespan / self.timeline.schedule.num_steps
+        return plain(each), f"{self.timeline.bubble:.1%}", plain(self.held), self.what
 
 
 def gallery(words: Sequence[str]) -> str:
@@ -119,11 +121,13 @@ def _shown(name: str, args: GalleryArgs) -> list[Shown]:
     f, i, w = (cost / chunks for cost in (args.f, args.i, args.w))
     costs = Costs(f=f, b=i + w, i=i, w=w, link=args.link)
     try:
-        schedule = build(name, args.ranks, args.microbatches, costs=costs)
+        schedule = build(name, args.ranks, args.microbatches, steps=_STEPS, costs=costs)
     except ScheduleError as error:
         return [Shown(name, str(error).partition(": ")[2])]
-    split = split_backward(lower(schedule), costs)
     both = [_simulated(name, what, schedule, costs, chunks)]
+    if schedule.stream:
+        return both
+    split = split_backward(lower(schedule), costs)
     if split.rows != lower(schedule).rows:
         both.append(_simulated(f"{name}, auto", "the same with backwards split where that helps", split, costs, chunks))
     return both
@@ -138,7 +142,8 @@ def _page(args: GalleryArgs, found: Sequence[Shown]) -> str:
     title = f"Schedules of {args.ranks} ranks and {args.microbatches} microbatches"
     told = (
         f"F {args.f:g}, I {args.i:g}, W {args.w:g} for all layers of a rank, link {args.link:g}; a backward takes "
-        "I and W. The bubble is the share of all ranks' time in which nothing is computed. Held is the most "
+        f"I and W. Of an asynchronous schedule the makespan is that of one of {_STEPS} steps. The bubble is the share "
+        "of all ranks' time in which nothing is computed. Held is the most "
         "microbatches whose activations a rank holds."
     )
     rows = [(one.name, *one.cells) for one in found]

@@ -18,6 +18,7 @@ from raypar.cli.placements import RESHARDS, Reshard, placements, table
 from raypar.config.schedule import MOST_CELLS, Loaded, Pass, load
 from raypar.errors import ConfigError
 from raypar.schedules.catalog import CATALOG
+from raypar.schedules.checking.counterexample import demand_sound
 from raypar.schedules.checking.errors import CheckError
 from raypar.schedules.drawing.cells import lines, padded, widest
 from raypar.schedules.drawing.files import drawings, save
@@ -28,6 +29,7 @@ from raypar.schedules.passes.reduce_gradients import ReduceWhen, reduce_gradient
 from raypar.schedules.rules import most_in_flight
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs, outcome
+from raypar.schedules.versions import staleness
 
 A = TypeVar("A", bound="PaperArgs")
 Format = Literal["text", "svg", "csv", "json"]
@@ -50,6 +52,8 @@ class PaperArgs:
     """microbatches of a step; None: 8, or what the file has"""
     chunks: int | None = None
     """stages on each rank; None is the schedule's own default"""
+    steps: int | None = None
+    """steps of an asynchronous schedule, from one flush of the pipeline to the next; None: 8, or what the file has"""
     gather: GatherWhen | None = None
     """make weights whole that are sharded over replicas: from a stage's first forward to its last backward in the step,
     or around each forward and each backward of a microbatch; None: they are whole all the time"""
@@ -83,6 +87,8 @@ class CheckArgs(PaperArgs):
 
     blocking: bool = False
     """prove it for sends that block until they are received; raypar's own sends do not block"""
+    max_versions: int | None = None
+    """the most versions of its weights that a stage may keep in an asynchronous schedule; None: as many as it needs"""
     order: Order = "just_in_time"
     """where to insert the communication if the file has none; one_sweep is safe with sends that block"""
 
@@ -177,6 +183,8 @@ def prove(words: Sequence[str]) -> str:
     what = "Prove that a schedule can run: nothing missing, nothing twice, everything in order, no deadlock."
     args = _parse(CheckArgs, words, "check", what)
     loaded = _load(args, most_cells=_MOST_PROVED)
+    if args.max_versions is not None:
+        demand_sound(loaded.schedule, loaded.generate, max_versions=args.max_versions)
     try:
         capacity = 0 if args.blocking else SEND_WINDOW
         schedule = loaded.lowered(args.order, passes=_passes(args), send_capacity=capacity)
@@ -187,11 +195,13 @@ def prove(words: Sequence[str]) -> str:
         raise
     sends = "sends that block until they are received" if args.blocking else f"{SEND_WINDOW} sends under way to a peer"
     held = " ".join(map(str, most_in_flight(schedule)))
-    return (
+    stale = [f"    {line}" for line in staleness(schedule).lines()] if schedule.stream else []
+    proved = (
         f"ok: {_sizes(schedule)}, {schedule.num_actions} actions\n"
         f"    complete, in order, each SEND with its RECV and received in the order in which it is sent,\n"
         f"    no deadlock with {sends}; activations in flight {held}"
     )
+    return "\n".join([proved, *stale])
 
 
 def measure(words: Sequence[str]) -> str:
@@ -225,7 +235,8 @@ def measure(words: Sequence[str]) -> str:
         "schedule": schedule.name,
         "ranks": schedule.num_ranks,
         "stages": schedule.num_stages,
-        "microbatches": schedule.num_microbatches,
+        "microbatches": schedule.microbatches_a_step,
+        "steps": schedule.num_steps,
         "costs": given,
         "makespan": found.makespan,
         "bubble": found.bubble,
@@ -253,13 +264,16 @@ def _load(args: PaperArgs, costs: Costs | None = None, most_cells: int = MOST_CE
     """
     ranks = _RANKS if args.ranks is None else args.ranks
     microbatches = _MICROBATCHES if args.microbatches is None else args.microbatches
-    loaded = load(args.schedule, ranks, microbatches, args.chunks, costs, most_cells=most_cells)
+    loaded = load(args.schedule, ranks, microbatches, args.chunks, costs, args.steps, most_cells=most_cells)
     schedule = loaded.schedule
+    if args.steps is not None and not schedule.stream:
+        raise ScheduleError(f"--steps {args.steps}: {schedule.name} is synchronous, one step: leave --steps out")
     faults = [
         f"schedule {schedule.name!r} has {has} {name}, not {wanted}: leave --{name} out for a file"
         for name, has, wanted in (
             ("ranks", schedule.num_ranks, args.ranks),
-            ("microbatches", schedule.num_microbatches, args.microbatches),
+            ("microbatches", schedule.microbatches_a_step, args.microbatches),
+            ("steps", schedule.stream, args.steps),
         )
         if wanted is not None and has != wanted
     ]
@@ -297,5 +311,6 @@ def _rows(schedule: Schedule) -> str:
 
 
 def _sizes(schedule: Schedule) -> str:
-    counts = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
+    counts = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.microbatches_a_step} microbatches"
+    counts += f" a step, {schedule.stream} steps" if schedule.stream else ""
     return f"{schedule.name}, {counts}"

@@ -30,6 +30,7 @@ from raypar.config.schedule import (
     with_zero,
 )
 from raypar.config.skeleton import Skeleton
+from raypar.config.validate.asynchronous import asynchronous_faults
 from raypar.config.validate.experts import expert_faults, idle_expert_faults
 from raypar.config.validate.model import length_faults
 from raypar.config.validate.offload import offload_faults
@@ -89,7 +90,10 @@ def check_run(
         reduces = right("mesh", "data_parallel", "servers", "zero", "offload") and world_of(run).reduces
         try:
             once = reduces and zero_actions_of(run).reduce == "step"
-            programs = programs_of(run.schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=once)
+            steps = run.flush_every if right("flush_every") else None
+            sizes = run.mesh.pp, run.microbatches, run.chunks
+            programs = programs_of(run.schedule, *sizes, steps=steps, reduce_grad=once)
+            faults += asynchronous_faults(run, programs["train"], right)
             misfits = _layer_faults(run, skeleton, programs["train"].num_stages, right)
             faults += misfits or _placement_faults(run, skeleton, programs["train"], right)
         except ScheduleError as error:
@@ -167,7 +171,8 @@ def lowered_step(run: Run, schedule: str | Schedule) -> Schedule:
     """Lower a schedule for a training step of a run, without splitting backwards. Raises ScheduleError."""
     zero = zero_actions_of(run)
     once = zero.reduce == "step"
-    programs = programs_of(schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=once)
+    sizes = run.mesh.pp, run.microbatches, run.chunks
+    programs = programs_of(schedule, *sizes, steps=run.flush_every, reduce_grad=once)
     return with_zero(programs, zero)["train"]
 
 

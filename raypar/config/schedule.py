@@ -12,6 +12,7 @@ from raypar.actors.specs.types import SEND_WINDOW, Backward, ProgramName
 from raypar.schedules.action import Op
 from raypar.schedules.catalog import entry_of
 from raypar.schedules.checking.counterexample import Generate, demand_sound
+from raypar.schedules.passes.first_steps import first_steps
 from raypar.schedules.passes.gather_weights import GatherWhen, ReshardAfterForward, gather_weights
 from raypar.schedules.passes.lower import Order, lower
 from raypar.schedules.passes.reduce_gradients import ReduceWhen, reduce_gradients
@@ -33,6 +34,7 @@ def programs_of(
     microbatches: int,
     chunks: int | None,
     *,
+    steps: int | None = None,
     reduce_grad: bool = False,
     costs: Costs | None = None,
 ) -> Programs:
@@ -45,6 +47,7 @@ def programs_of(
         ranks: Number of pipeline ranks.
         microbatches: Number of microbatches in a step of one replica.
         chunks: Stages on each rank; None for the schedule's default.
+        steps: Steps of an asynchronous schedule from one flush to the next; None for the default.
         reduce_grad: Whether every stage reduces its gradients once a step, because there are replicas or parameter
             servers.
         costs: How long actions last, for a schedule that depends on it; None for its default.
@@ -52,14 +55,15 @@ def programs_of(
     Raises:
         ScheduleError: There is no such schedule, it does not fit the sizes, or it breaks a rule.
     """
-    loaded = load(schedule, ranks, microbatches, chunks, costs)
+    loaded = load(schedule, ranks, microbatches, chunks, costs, steps)
     train = loaded.schedule
     if train.forward_only:
         raise ScheduleError(f"schedule {train.name!r} has no backward: it can evaluate but not train; use 1f1b, say")
     # Before its sizes, because no sizes fit an impossible schedule.
     lowered = loaded.lowered(reduce_grad=reduce_grad)
     _demand_sizes(train, ranks, microbatches)
-    forwards = ([action for action in row if action.op is Op.F] for row in train.rows)
+    one = first_steps(train, 1) if train.stream else train
+    forwards = ([action for action in row if action.op is Op.F] for row in one.rows)
     evaluate = Loaded(Schedule.of(f"{train.name} forwards", forwards)).lowered()
     return {"train": lowered, "evaluate": evaluate}
 
@@ -70,7 +74,7 @@ def _demand_sizes(schedule: Schedule, ranks: int, microbatches: int) -> None:
     if (own := schedule.num_ranks) != ranks:
         are.append("1 rank" if own == 1 else f"{own} ranks")
         fixes.append(f"mesh.pp to {own}")
-    if (own := schedule.num_microbatches) != microbatches:
+    if (own := schedule.microbatches_a_step) != microbatches:
         are.append("1 microbatch" if own == 1 else f"{own} microbatches")
         fixes.append(f"microbatches to {own}")
     if are:
@@ -89,7 +93,7 @@ def with_backward(programs: Programs, backward: Backward, costs: Costs, *, hold:
     Raises:
         ScheduleError: The new rows break a rule, which would be a bug of the pass.
     """
-    if backward == "whole":
+    if backward == "whole" or programs["train"].stream:
         return programs
     train = split_backward(programs["train"], costs, every=backward == "split", hold=hold)
     if train is not programs["train"]:
@@ -194,6 +198,7 @@ def load(
     microbatches: int,
     chunks: int | None,
     costs: Costs | None = None,
+    steps: int | None = None,
     *,
     most_cells: int = MOST_CELLS,
 ) -> Loaded:
@@ -206,6 +211,7 @@ def load(
         microbatches: Number of microbatches.
         chunks: Stages on each rank; None for the schedule's default.
         costs: How long actions last, for a schedule that depends on it; None for its default.
+        steps: Number of steps of an asynchronous schedule, None for 8; others are one step.
         most_cells: The most that ranks x microbatches x chunks may be.
 
     Raises:
@@ -215,10 +221,12 @@ def load(
         return Loaded(schedule)
     path = Path(schedule)
     if path.suffix != ".csv":
-        if ranks * microbatches * (chunks or 1) > most_cells:
+        entry = entry_of(schedule)
+        if ranks * microbatches * (chunks or 1) * (steps or 1) > most_cells:
             sizes = f"{ranks} ranks x {microbatches} microbatches x {chunks or 1} chunks"
+            sizes += f" x {steps} steps" if steps else ""
             raise ScheduleError(f"schedule {schedule!r}: {sizes} are more than {most_cells}: use smaller numbers")
-        generate = partial(entry_of(schedule).build, schedule, costs=costs)
+        generate = partial(entry.build, schedule, steps=steps, costs=costs)
         return Loaded(generate(ranks, microbatches, chunks), generate)
     from raypar.actors.files import read_named
 

@@ -22,13 +22,14 @@ class Executor(ABC):
     """Makes the actors of a run take training steps."""
 
     @abstractmethod
-    def begin(self, step: int, epoch: int, copy_within: int) -> Any:
-        """Hand a step to the actors, without waiting for them.
+    def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> Any:
+        """Hand a step, or steps of an asynchronous schedule, to the actors, without waiting for them.
 
         Args:
             step: Its number, counted from 0.
             epoch: The job's epoch; see ``Lifetime``.
             copy_within: In how many steps a copy of its snapshots should be on other nodes; 0: none is made.
+            stream: Number of steps of an asynchronous schedule; 0 if it is synchronous.
 
         Returns:
             What ``results`` and ``drop`` take.
@@ -58,8 +59,8 @@ class Compiled(Executor):
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
 
-    def begin(self, step: int, epoch: int, copy_within: int) -> list[Any]:
-        return self._calls.submit("run", "train", step, epoch, copy_within)
+    def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> list[Any]:
+        return self._calls.submit("run", "train", step, epoch, copy_within, stream)
 
     def results(self, begun: list[Any], what: str) -> list[StepResult]:
         return self._calls.gather(begun, what)
@@ -92,7 +93,8 @@ class Tasks(Executor):
                     self._needs[rank, action] = world.trainers_of(rank_of(need, schedule))[beside], need
         self._awaited = frozenset(self._needs.values())
 
-    def begin(self, step: int, epoch: int, copy_within: int) -> _Begun:
+    def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> _Begun:
+        assert not stream
         last = _started(self._calls, self._world, step, epoch, copy_within)
         return _Begun(step, copy_within, [0] * len(self._rows), last)
 
@@ -145,7 +147,8 @@ class Dynamic(Executor):
         self._calls, self._world, self._schedule = loaded.calls, loaded.world, loaded.schedule
         self._members = [loaded.world.trainers_of(pp) for pp in range(loaded.schedule.num_ranks)]
 
-    def begin(self, step: int, epoch: int, copy_within: int) -> _UnderWay:
+    def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> _UnderWay:
+        assert not stream
         last = _started(self._calls, self._world, step, epoch, copy_within)
         return _UnderWay(step, copy_within, DynamicOrder(self._schedule, SEND_WINDOW), last)
 

@@ -22,13 +22,21 @@ class Ahead:
         most: How many steps may be handed over beyond the current one.
         epoch: Epoch of the steps; see ``Lifetime``.
         copy_within: Returns in how many steps a copy of the snapshots after a step should be on other nodes.
+        stream: Number of steps that actors take in one call, up to a multiple of it, because the schedule is
+            asynchronous; 0 if they take one.
     """
 
     def __init__(
-        self, calls: Calls, executor: Executor, most: int, epoch: int, copy_within: Callable[[int], int]
+        self,
+        calls: Calls,
+        executor: Executor,
+        most: int,
+        epoch: int,
+        copy_within: Callable[[int], int],
+        stream: int = 0,
     ) -> None:
         self._calls, self._executor, self._most, self._epoch = calls, executor, most, epoch
-        self._copy_within = copy_within
+        self._copy_within, self._stream = copy_within, stream
         self._handed: deque[tuple[int, Any]] = deque()
         self._since = time.perf_counter()
 
@@ -41,6 +49,11 @@ class Ahead:
         """
         if not self._handed:
             self._since = time.perf_counter()
+        if self._stream:
+            count = min(self._stream - first % self._stream, stop - first)
+            begun = self._executor.begin(first, self._epoch, self._copy_within(first + count - 1), count)
+            self._handed.append((first, begun))
+            return
         for number in range(first + len(self._handed), min(stop, first + self._most + 1)):
             begun = self._executor.begin(number, self._epoch, self._copy_within(number))
             self._handed.append((number, begun))

@@ -16,8 +16,7 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.types import DeviceKind, format_watched
 from raypar.checkpoint.background_save import Saver
 from raypar.cluster.interrupts import patience
-from raypar.config.run import lowered_step
-from raypar.errors import ConfigError, JobError, MovedError, StepLostError
+from raypar.errors import ConfigError, JobError, MovedError
 from raypar.job.executors import executor_of
 from raypar.job.lifetime import Lifetime
 from raypar.job.loaded_run import LoadedRun
@@ -25,14 +24,14 @@ from raypar.job.rearrangement import rearranged
 from raypar.job.rewind import rewound
 from raypar.job.starter import Starter
 from raypar.job.steps_ahead import Ahead
+from raypar.job.steps_by_hand import StepsByHand
 from raypar.recovery.failures import Failure
 from raypar.reporting.perplexity import is_cross_entropy
 from raypar.reporting.progress import display
 from raypar.reporting.record import Record
-from raypar.reporting.report import Evaluation, Report, losses_of, mean_loss, report_of
+from raypar.reporting.report import Evaluation, Report, losses_of, mean_loss, reports_of
 from raypar.reporting.step_times import StepTimes
 from raypar.reporting.stragglers import Stragglers
-from raypar.stepping.recording import Recorder
 from raypar.stepping.stepper import Stepper
 
 T = TypeVar("T")
@@ -65,16 +64,16 @@ class TrainingLoop:
         record: Record,
         starter: Starter,
     ) -> None:
-        self._lifetime, self._device, self._starter = lifetime, device, starter
+        self._lifetime, self._starter, self._hand = lifetime, starter, StepsByHand(device)
         self._training = threading.RLock()  # held while a thread takes steps
         self._ahead: Ahead | None = None
-        self._stepper: Stepper | None = None
         self.last: Report | None = None
         self.exchange(loaded, record)
 
     def exchange(self, loaded: LoadedRun, record: Record) -> None:
         """Replace the run by another one, from its first step. The present one must be closed already."""
-        self._stepper, self.last = None, None
+        self._hand.forget()
+        self.last = None
         self.loaded, self.next_step = loaded, 0
         self._record, self._saver = record, Saver(loaded.run, loaded.calls, loaded.world)
         self._stragglers, self._times = Stragglers(loaded.world), StepTimes()
@@ -175,31 +174,17 @@ class TrainingLoop:
     def stepper(self) -> Stepper:
         """Return a Stepper for the next training step; the same one if that step has already begun."""
         self._lifetime.demand_open()
-        if self._stepper is not None and self._stepper.midway and self._stepper.done:
-            return self._stepper
+        if (begun := self._hand.begun()) is not None:
+            return begun
         self._demand_alive("a step by hand")
-        loaded = self.loaded
-        self._stepper = Stepper(
-            loaded.schedule,
-            self.next_step,
-            loaded.world,
-            loaded.handles,
-            loaded.calls,
-            guard=self._by_hand,
-            commit=partial(self._commit, by_hand=True),
-            lowered=partial(lowered_step, loaded.run),
-            recorder=Recorder(loaded.run, self._device, loaded.world, loaded.calls),
+        return self._hand.open(
+            self.loaded, self.next_step, self._by_hand, lambda *taken: self._commit(*taken, by_hand=True)[-1]
         )
-        return self._stepper
 
     def demand_ready(self) -> None:
         """Raise JobError if the job is over, or in the middle of a step."""
         self._lifetime.demand_open()
-        if self._stepper is not None and self._stepper.midway and not self._stepper.done:
-            with suppress(StepLostError):
-                self._stepper.abort()  # it has done no action yet, so nothing is lost
-        if self._stepper is not None and self._stepper.midway:
-            raise JobError("job.stepper() is in the middle of this step: call its finish() or abort() first")
+        self._hand.demand_over()
         if self._ahead is not None and len(self._ahead):
             raise JobError("train has handed over steps ahead: do this when it has returned, or train with ahead=0")
 
@@ -242,7 +227,9 @@ class TrainingLoop:
         last = self.next_step + count
         # With servers, replicas do not learn that a step was refused, so steps handed over ahead would still run. Tasks
         # are submitted while the driver waits for the step that they are of.
-        most = 0 if self.loaded.world.servers or self.loaded.run.executor == "tasks" else most
+        # So are steps that overlap: the pipeline is empty behind them.
+        alone = self.loaded.world.servers or self.loaded.run.executor == "tasks" or self.loaded.schedule.stream
+        most = 0 if alone else most
         ahead = self._ahead = self._handing(most)
         try:
             while self.next_step < last:
@@ -258,18 +245,18 @@ class TrainingLoop:
                     stop = self.next_step + len(ahead)  # the actors complete what they have
                 with patience("the steps they have") as ctrl_c:
                     try:
-                        report = self._lifetime.guard(partial(self._surviving, partial(self._next, ahead, stop)))
+                        reports = self._lifetime.guard(partial(self._surviving, partial(self._next, ahead, stop)))
                     except NonFiniteError as error:
                         if self.loaded.run.nonfinite != "rewind":
                             raise
                         self._lifetime.guard(partial(self._surviving, partial(self._rewind, error)))
-                        report = None
-                if not isinstance(report, Report):
+                        reports = None
+                if not isinstance(reports, list):
                     ctrl_c.heed()
                     ahead = self._ahead = self._handing(most)
                     continue
                 try:
-                    yield report
+                    yield from reports
                 finally:
                     ctrl_c.heed()
                 self._lifetime.guard(self._save_due)
@@ -285,10 +272,11 @@ class TrainingLoop:
         return isinstance(data, Batches) and data.validate is None
 
     def _handing(self, most: int) -> Ahead:
-        return Ahead(self.loaded.calls, executor_of(self.loaded), most, self._lifetime.epoch, self._starter.copy_due)
+        told = self._lifetime.epoch, self._starter.copy_due, self.loaded.schedule.stream
+        return Ahead(self.loaded.calls, executor_of(self.loaded), most, *told)
 
-    def _next(self, ahead: Ahead, stop: int) -> Report:
-        """Hand over steps before ``stop``, then wait for the oldest one and commit it."""
+    def _next(self, ahead: Ahead, stop: int) -> list[Report]:
+        """Hand over steps before ``stop``, then wait for the oldest one, or those that overlap, and commit it."""
         ahead.hand_over(self.next_step, stop)
         return self._commit(*ahead.collect())
 
@@ -334,7 +322,7 @@ class TrainingLoop:
             MovedError: The run goes on in another layout.
             JobError: The job is over; or another thread takes steps, and goes on after a failure.
         """
-        if self._stepper is not None and self._stepper.midway:
+        if self._hand.is_midway:
             return self._by_hand(call)
         if not self.loaded.run.max_failures:
             return self._lifetime.guard(call)
@@ -357,10 +345,7 @@ class TrainingLoop:
         answer = self._lifetime.guard(partial(self._surviving, call))
         if not isinstance(answer, Failure):
             return answer
-        lost = StepLostError(f"{answer.reason}: {answer}; job.stepper() begins step {self.next_step + 1}")
-        if self._stepper is not None and self._stepper.midway:
-            self._stepper.lose(lost)
-        raise lost
+        raise self._hand.lose(answer, self.next_step)
 
     def _demand_alive(self, what: str) -> None:
         """Raise JobError if the job is over, or in the middle of a step; replace an actor that has died since."""
@@ -385,16 +370,17 @@ class TrainingLoop:
             self.keep_times()
         self._saver.after(self.next_step)
 
-    def _commit(self, results: list[Any], seconds: float, *, by_hand: bool = False) -> Report:
-        """Count the step, now that every actor has reported it, and record its report."""
+    def _commit(self, results: list[Any], seconds: float, *, by_hand: bool = False) -> list[Report]:
+        """Count the steps that every actor has reported now: one, or those that overlap. Record their reports."""
         watched = format_watched(self.loaded.run.overflow_format, self.loaded.run.precision.compute)
-        report = report_of(self.next_step, seconds, results, self.loaded.world, by_hand=by_hand, watched=watched)
+        reports = reports_of(self.next_step, seconds, results, self.loaded.world, by_hand=by_hand, watched=watched)
         if not by_hand:
-            for told in self._stragglers.of(report.steps_taken, [result.busy for result in results]):
+            for told in self._stragglers.of(reports[-1].steps_taken, [result.busy for result in results]):
                 log.warning("%s", told)
-        self._times.keep(self.next_step, seconds)
         self._starter.learn(results, seconds)
-        self.next_step += 1
-        self.last = report
-        self._record.write(report)
-        return report
+        for report in reports:
+            self._times.keep(self.next_step, report.step_ms / 1e3)
+            self.next_step += 1
+            self.last = report
+            self._record.write(report)
+        return reports

@@ -277,7 +277,7 @@ def report_of(
     return Report(
         step=step,
         loss=mean_loss(losses, counts),
-        grad_norm=next((result.grad_norm for result in results if result.grad_norm is not None), 0.0),
+        grad_norm=_norm_of(results, world),
         lr=next((result.lr for result in results if result.lr is not None), 0.0),
         tokens=tokens,
         tokens_per_s=tokens / seconds,
@@ -298,6 +298,58 @@ def report_of(
         aux_by_layer=losses_of_layers(results, world),
         loads=loads_of(results),
         shadows=shadows_of(results),
+    )
+
+
+def _norm_of(results: Sequence[StepResult], world: World) -> float:
+    """Return the gradient norm of a step, which every actor knows, or of its own stages in an asynchronous schedule."""
+    if any(result.updates for result in results):
+        norms = (results[world.trainers_of(pp)[0]].grad_norm or 0.0 for pp in range(world.mesh.pp))
+        return math.hypot(*norms)
+    return next((result.grad_norm for result in results if result.grad_norm is not None), 0.0)
+
+
+def reports_of(
+    step: int,
+    seconds: float,
+    results: Sequence[StepResult],
+    world: World,
+    *,
+    by_hand: bool = False,
+    watched: Format = "fp16",
+) -> list[Report]:
+    """Make the reports of the steps that the actors took in one call: one, or several of an asynchronous schedule.
+
+    Of several steps that overlap, each has its own loss, learning rate and gradient norm, and the mean of the rest.
+
+    Args:
+        step: The first step, counted from 0.
+        seconds: Duration of all of them, by the driver's clock.
+        results: The actors' results, by rank.
+        world: The ranks.
+        by_hand: Whether it is a step by hand.
+        watched: The number format whose overflow was counted.
+    """
+    count = max(len(result.updates) for result in results)
+    if not count:
+        return [report_of(step, seconds, results, world, by_hand=by_hand, watched=watched)]
+    return [
+        report_of(step + number, seconds / count, [_of_step(result, number, count) for result in results], world)
+        for number in range(count)
+    ]
+
+
+def _of_step(result: StepResult, number: int, count: int) -> StepResult:
+    """Return an actor's part of one of the steps that it has reported together."""
+    length = len(result.losses) // count
+    own = slice(number * length, (number + 1) * length)
+    updated = result.updates[number]
+    return replace(
+        result,
+        losses=result.losses[own],
+        counts=result.counts[own],
+        samples=result.samples // count,
+        **updated._asdict(),
     )
 
 

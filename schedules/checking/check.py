@@ -8,12 +8,19 @@ from collections.abc import Iterator
 from raypar.schedules.action import RECVS, SENDS, Action
 from raypar.schedules.checking.errors import CheckError, Fault
 from raypar.schedules.checking.rows import RowCheck
+from raypar.schedules.checking.version_rules import version_faults
 from raypar.schedules.rules import gathers, partner, rank_of
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.sweep import Sweep, Wait
 
 
-def check(schedule: Schedule, *, send_capacity: int | None = None, max_in_flight: int | None = None) -> None:
+def check(
+    schedule: Schedule,
+    *,
+    send_capacity: int | None = None,
+    max_in_flight: int | None = None,
+    max_versions: int | None = None,
+) -> None:
     """Check that a schedule, lowered or not, computes the whole step and never deadlocks.
 
     The rules:
@@ -30,6 +37,8 @@ def check(schedule: Schedule, *, send_capacity: int | None = None, max_in_flight
       only where they are whole, and at the STEP and at the end they are not. UNSHARD of what is whole does nothing.
     - step: In a lowered schedule each row has one STEP, after all weight gradients of the row and their REDUCE_GRAD. An
       evaluation has none.
+    - versions: In an asynchronous schedule each stage has every STEP once, between the weight gradients of its step and
+      of the next. It uses only versions that were made, and keeps at most ``max_versions``.
     - in flight: No rank holds more than ``max_in_flight`` activations.
     - deadlock: The ranks never wait for one another in a circle.
 
@@ -41,10 +50,11 @@ def check(schedule: Schedule, *, send_capacity: int | None = None, max_in_flight
         send_capacity: When a SEND blocks. None: never. 0: until its RECV is reached. k: while k values are under way to
             that rank.
         max_in_flight: The most activations that a rank may hold, or None for no limit.
+        max_versions: The most versions of its weights that a stage may keep, or None for no limit.
 
     Raises:
-        CheckError: If the schedule breaks a rule. It carries the faults and shows the first ones in the schedule.
-        ValueError: If ``send_capacity`` is negative.
+        CheckError: The schedule breaks a rule; it carries all faults and shows the first ones.
+        ValueError: ``send_capacity`` is negative.
     """
     if send_capacity is not None and send_capacity < 0:
         raise ValueError(f"send_capacity={send_capacity}: take 0 or more values, or None for no limit")
@@ -56,6 +66,8 @@ def check(schedule: Schedule, *, send_capacity: int | None = None, max_in_flight
         row = RowCheck(schedule, rank, max_in_flight, sharded=sharded).run()
         faults += row.faults
         reduced |= row.reduced
+        if schedule.stream:
+            faults += version_faults(schedule, rank, max_versions)
     if reduced:
         for stage in sorted(set(range(schedule.num_stages)) - reduced):
             sentence = f"stage {stage} has no REDUCE_GRAD, other stages have"

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from raypar.schedules.action import RECVS, SENDS, Action
 from raypar.schedules.checking.check import check
@@ -30,6 +31,7 @@ def demand_sound(
     *,
     send_capacity: int | None = None,
     max_in_flight: int | None = None,
+    max_versions: int | None = None,
 ) -> None:
     """Check a schedule; on failure also show the smallest schedule found that breaks the same rule.
 
@@ -39,15 +41,16 @@ def demand_sound(
             applied. None if the schedule exists only as rows.
         send_capacity: As in ``check``.
         max_in_flight: As in ``check``.
+        max_versions: As in ``check``.
 
     Raises:
         CheckError: If the schedule breaks a rule. Its faults are those of ``schedule``; its text also shows the small
             schedule if one is found within the time limit.
     """
     try:
-        check(schedule, send_capacity=send_capacity, max_in_flight=max_in_flight)
+        check(schedule, send_capacity=send_capacity, max_in_flight=max_in_flight, max_versions=max_versions)
     except CheckError as error:
-        bounds = error.faults, send_capacity, max_in_flight
+        bounds = error.faults, send_capacity, max_in_flight, max_versions
         found = (generate and _Search(*bounds).sizes(schedule, generate)) or _Search(*bounds).rows(schedule)
         if not found:
             raise
@@ -57,10 +60,18 @@ def demand_sound(
 class _Search:
     """A search for small schedules that break the rule of the first fault, and no rule that the large one keeps."""
 
-    def __init__(self, faults: Sequence[Fault], send_capacity: int | None, max_in_flight: int | None) -> None:
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        send_capacity: int | None,
+        max_in_flight: int | None,
+        max_versions: int | None,
+    ) -> None:
         self._fault, self._rules = faults[0], {fault.rule for fault in faults}
         self._tidy = self._rules.isdisjoint({"reduce", "weights"})  # else what is idle may be the fault
-        self._send_capacity, self._max_in_flight = send_capacity, max_in_flight
+        self._check = partial(
+            check, send_capacity=send_capacity, max_in_flight=max_in_flight, max_versions=max_versions
+        )
         self._tries, self._end = 0, time.monotonic() + MOST_SECONDS
 
     def sizes(self, schedule: Schedule, generate: Generate) -> str | None:
@@ -80,6 +91,8 @@ class _Search:
 
     def rows(self, schedule: Schedule) -> str | None:
         """Describe a part of the rows that still fails, after leaving out microbatches and outer ranks."""
+        if schedule.stream:  # its updates belong to microbatches, which can't be left out one by one
+            return None
         kept, ranks = list(range(schedule.num_microbatches)), (0, schedule.num_ranks)
         for start in self._starts(schedule):
             if self._breaks(schedule, ranks, start):
@@ -112,7 +125,7 @@ class _Search:
         """Return the candidate's error if it breaks the rule searched for and no rule that the large schedule keeps."""
         self._tries += 1
         try:
-            check(candidate, send_capacity=self._send_capacity, max_in_flight=self._max_in_flight)
+            self._check(candidate)
         except CheckError as error:
             rules = {fault.rule for fault in error.faults}
             return error if self._fault.rule in rules and rules <= self._rules else None

@@ -52,7 +52,10 @@ class RowCheck:
             if self._num_steps and (action.op in SENDS or action.op in RECVS):
                 sentence = f"{action} stands behind the STEP, in which every rank waits for all others: put it before"
                 self._fault(index, "step", sentence)
-            if action.microbatch is not None:
+            if action.op in (Op.STEP, Op.USE) and action.stage is not None:
+                if action.stage not in self._expected:
+                    self._misplaced(index, action)
+            elif action.microbatch is not None:
                 self._perform(index, action)
             elif action.op is Op.STEP:
                 self._step(index)
@@ -65,7 +68,8 @@ class RowCheck:
             if late := self._unreduced[stage]:
                 sentence = f"{stage}REDUCE_GRAD stands before {late} weight gradients (B or W) of its stage"
                 self._fault(index, "reduce", f"{sentence}: put it behind them, or a second one")
-        if self._schedule.lowered and not self._schedule.forward_only and not self._num_steps:
+        closes = self._schedule.lowered and not self._schedule.forward_only and not self._schedule.stream
+        if closes and not self._num_steps:
             self._fault(None, "step", "the row has no STEP: lower the schedule, it closes every row with one")
         return self
 

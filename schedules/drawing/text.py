@@ -12,6 +12,7 @@ from raypar.schedules.rules import gathers, opens_and_closes
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import UNIT, Outcome, simulate
 from raypar.schedules.timeline import Timeline
+from raypar.schedules.versions import most_versions, versions_used
 
 MOST_LANES = 64
 WIDTH = 160
@@ -33,7 +34,8 @@ def text(
 
     In a schedule every action is one slot long. In a timeline a slot is as long as the shortest kind of action, a
     longer action continues with ``--``, and a line counts the actions that are too short to be drawn. ``F0`` is the
-    forward of microbatch 0; where ranks hold several stages the stage comes first, ``3F0``. If the schedule gathers
+    forward of microbatch 0; where ranks hold several stages the stage comes first, ``3F0``. In an asynchronous schedule
+    ``F4.1`` is the forward of microbatch 4 with version 1 of its stage's weights. If the schedule gathers
     weights, ``(F0`` is the first action for which a stage is whole, and ``B3)`` the last one. The last line gives
     makespan, bubble and the most activations that each rank holds at once. Of a schedule they are "in slots", which no
     run takes; the times of a measured timeline are in milliseconds.
@@ -81,9 +83,10 @@ def grid(
     opens, closes = (
         (set[Action]().union(*found) for found in zip(*opens_closes, strict=True)) if opens_closes else ((), ())
     )
-    cell = max(len(_GOES_ON), widest(_label(action, several) for _, _, _, action in spans))
+    versions = _versions(schedule)
+    cell = max(len(_GOES_ON), widest(_label(action, several, versions) for _, _, _, action in spans))
     cell += (cursor is not None) + 2 * bool(opens)
-    style = _Style(several, cell, done, cursor, opens, closes)
+    style = _Style(several, versions, cell, done, cursor, opens, closes)
     room = columns if width is None else max(1, (width - widest(labels) - 2) // (cell + 1))
     lanes: list[dict[int, Action]] = [{} for _ in range(schedule.num_ranks * len(timelines))]
     for line, start, end, action in spans:
@@ -150,7 +153,8 @@ def outcome_summary(outcome: Outcome) -> str:
 def _figures(name: str, found: Timeline | Outcome, spelled: Callable[[float], str]) -> str:
     held = found.in_flight
     flying = " ".join(map(str, held)) if len(held) <= 16 else f"at most {max(held)}"
-    return f"{name}: makespan {spelled(found.makespan)}, bubble {found.bubble:.1%}, in flight {flying}"
+    kept = f", versions {' '.join(map(str, most_versions(found.schedule)))}" if found.schedule.stream else ""
+    return f"{name}: makespan {spelled(found.makespan)}, bubble {found.bubble:.1%}, in flight {flying}{kept}"
 
 
 def slot_length(timeline: Timeline) -> float:
@@ -189,6 +193,7 @@ class _Style:
 
     Attributes:
         several: Whether ranks hold several stages, so that a cell names the stage.
+        versions: By forward of an asynchronous schedule, the version of the weights that it computes with.
         width: Width of a cell.
         done: As in ``text``.
         cursor: As in ``text``.
@@ -197,6 +202,7 @@ class _Style:
     """
 
     several: bool
+    versions: Mapping[Action, int]
     width: int
     done: Collection[Action] | None
     cursor: Action | None
@@ -205,7 +211,7 @@ class _Style:
 
     def cell(self, action: Action | None, before: Action | None, after: Action | None) -> str:
         """Return the text of one slot, given what is in the slots before and after it."""
-        label = "" if action is None else _GOES_ON if action == before else _label(action, self.several)
+        label = "" if action is None else _GOES_ON if action == before else _label(action, self.several, self.versions)
         label = label if self.done is None or action in self.done else label.lower()
         if self.opens:
             left = "(" if action in self.opens and action != before else " "
@@ -229,5 +235,15 @@ def _painted(actions: Sequence[Action | None], style: _Style) -> list[str]:
     ]
 
 
-def _label(action: Action, several: bool) -> str:
-    return str(action) if several else f"{action.op.value}{action.microbatch}"
+def _label(action: Action, several: bool, versions: Mapping[Action, int]) -> str:
+    name = str(action) if several else f"{action.op.value}{action.microbatch}"
+    return f"{name}.{versions[action]}" if action in versions else name
+
+
+def _versions(schedule: Schedule) -> dict[Action, int]:
+    """Return the versions that the forwards of an asynchronous schedule compute with; nothing of a synchronous one."""
+    if not schedule.stream:
+        return {}
+    homes = enumerate(schedule.placement)
+    used = ((stage, versions_used(schedule.rows[rank], stage)) for stage, rank in homes)
+    return {Action(stage, Op.F, number): version for stage, found in used for number, version in found.items()}

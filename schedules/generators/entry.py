@@ -11,6 +11,8 @@ from typing import Any
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs
 
+STREAM = 8  # steps of an asynchronous schedule, if nobody says how many
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -64,6 +66,7 @@ class Entry:
         sizes: The sizes that the function accepts.
         default_chunks: Number of stages on each rank if the user gives none.
         forward_only: Whether the schedule is an evaluation, which has no backward.
+        is_stream: Whether the schedule is asynchronous, so that the function's third parameter is the number of steps.
     """
 
     generate: Callable[..., Any]
@@ -71,6 +74,7 @@ class Entry:
     sizes: Sizes
     default_chunks: int = 1
     forward_only: bool = False
+    is_stream: bool = False
 
     @classmethod
     def of(
@@ -80,6 +84,7 @@ class Entry:
         sizes: Sizes | None = None,
         default_chunks: int | None = None,
         forward_only: bool = False,
+        is_stream: bool = False,
     ) -> Entry:
         """Make the entry of a user's function.
 
@@ -91,6 +96,8 @@ class Entry:
             default_chunks: Number of stages on each rank if the user gives none. None takes the default value of the
                 function's third parameter if that is an integer, else 1.
             forward_only: Whether the schedule is an evaluation.
+            is_stream: Whether the schedule is asynchronous, so that the function's third parameter is the number of
+                steps.
 
         Returns:
             The entry.
@@ -98,13 +105,13 @@ class Entry:
         Raises:
             ScheduleError: If the function can be called neither with two sizes nor with three.
         """
-        third = third_parameter(generate)
+        third = None if is_stream else third_parameter(generate)
         if default_chunks is None:
             default_chunks = third.default if third is not None and isinstance(third.default, int) else 1
         if sizes is None:
             hint = f"leave chunks out, or give {name_of(generate)} a third parameter num_chunks"
             sizes = Sizes(max_chunks=None) if third is not None else Sizes(default_chunks, default_chunks, hint=hint)
-        return cls(generate, summary, sizes, default_chunks, forward_only)
+        return cls(generate, summary, sizes, default_chunks, forward_only, is_stream)
 
     @property
     def takes_costs(self) -> bool:
@@ -112,7 +119,14 @@ class Entry:
         return "costs" in inspect.signature(self.generate).parameters
 
     def build(
-        self, name: str, ranks: int, microbatches: int, chunks: int | None = None, *, costs: Costs | None = None
+        self,
+        name: str,
+        ranks: int,
+        microbatches: int,
+        chunks: int | None = None,
+        steps: int | None = None,
+        *,
+        costs: Costs | None = None,
     ) -> Schedule:
         """Call the generator and check that its result has the sizes that were asked for.
 
@@ -121,6 +135,7 @@ class Entry:
             ranks: Number of pipeline ranks.
             microbatches: Number of microbatches in a step.
             chunks: Number of stages on each rank, or None for ``default_chunks``.
+            steps: Number of steps of an asynchronous schedule, None for ``STREAM``; others are one step.
             costs: How long actions last, for a generator that takes it; None if that is not known.
 
         Returns:
@@ -133,7 +148,8 @@ class Entry:
         stages_a_rank = self.default_chunks if chunks is None else chunks
         self.sizes.demand(name, ranks, microbatches, stages_a_rank)
         third = third_parameter(self.generate)
-        told = (ranks, microbatches) if third is None else (ranks, microbatches, stages_a_rank)
+        further = (STREAM if steps is None else steps) if self.is_stream else stages_a_rank
+        told = (ranks, microbatches) if third is None else (ranks, microbatches, further)
         call = f"{name_of(self.generate)}({', '.join(map(str, told))})"
         try:
             made = self.generate(*told, costs=costs) if self.takes_costs else self.generate(*told)
@@ -142,7 +158,7 @@ class Entry:
             file = getattr(getattr(self.generate, "__code__", None), "co_filename", None)
             raise ScheduleError(f"schedule {name!r}: {call} {failure(error, file)}") from error
         wanted = {"ranks": ranks, "microbatches": microbatches, "stages": ranks * stages_a_rank}
-        has = (schedule.num_ranks, schedule.num_microbatches, schedule.num_stages)
+        has = (schedule.num_ranks, schedule.microbatches_a_step, schedule.num_stages)
         wrong = [
             f"{one} {what}, not {wanted[what]}" for what, one in zip(wanted, has, strict=True) if one != wanted[what]
         ]

@@ -23,7 +23,7 @@ def lower(
 
     ``order`` says where the communication goes, see ``just_in_time`` and ``one_sweep``. What a schedule has already
     is left as it is: lowering twice changes nothing, and a file of torch with its communication gets its STEP.
-    An evaluation gets neither REDUCE_GRAD nor STEP.
+    An evaluation gets neither REDUCE_GRAD nor STEP, and an asynchronous schedule has its STEPs already.
 
     Raises ScheduleError if a value is needed that nobody computes.
     """
@@ -35,7 +35,8 @@ def lower(
     if reduce_grad:
         lowered = reduce_gradients(lowered)
     if step and not schedule.forward_only:
-        lowered = replace(lowered, rows=tuple(row if STEP in row else (*row, STEP) for row in lowered.rows))
+        closed = (row if schedule.stream or STEP in row else (*row, STEP) for row in lowered.rows)
+        lowered = replace(lowered, rows=tuple(closed))
     return lowered
 
 

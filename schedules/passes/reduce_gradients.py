@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from raypar.schedules.action import SENDS, Action, Op
@@ -21,7 +22,8 @@ _GOES_FIRST = SENDS | {Op.UNSHARD, Op.RESHARD}
 def reduce_gradients(schedule: Schedule, when: ReduceWhen = "step") -> Schedule:
     """Add REDUCE_GRAD for every stage that has none, behind a B or W.
 
-    The SEND of that backward goes first, because the rank before waits for it, and so do RESHARD and UNSHARD.
+    The SEND of that backward goes first, because the rank before waits for it, and so do RESHARD and UNSHARD. In an
+    asynchronous schedule it stands before every STEP of the stage.
 
     Args:
         schedule: The schedule, lowered or not. An evaluation is returned as it is.
@@ -33,8 +35,20 @@ def reduce_gradients(schedule: Schedule, when: ReduceWhen = "step") -> Schedule:
     Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
     """
     reduced = {action.stage for row in schedule.rows for action in row if action.op is Op.REDUCE_GRAD}
-    rows = (tuple(_with_reduce_grad(row, when, reduced)) for row in schedule.rows)
+    add = (
+        partial(_before_steps, reduced=reduced)
+        if schedule.stream
+        else partial(_with_reduce_grad, when=when, reduced=reduced)
+    )
+    rows = (tuple(add(row)) for row in schedule.rows)
     return replace(schedule, rows=tuple(rows))
+
+
+def _before_steps(row: Sequence[Action], reduced: Collection[int | None]) -> Iterator[Action]:
+    for action in row:
+        if action.op is Op.STEP and action.stage not in reduced:
+            yield Action(action.stage, Op.REDUCE_GRAD, None)
+        yield action
 
 
 def _with_reduce_grad(row: Sequence[Action], when: ReduceWhen, reduced: Collection[int | None]) -> Iterator[Action]:

@@ -24,6 +24,9 @@ DRAWN = {"naive": (4, 2), "interleaved": (2, 4), "zb-h1": (4, 6), "zb-h2": (3, 6
     "dualpipe-v": (2, 4),
     "v-half": (3, 2),
     "v-min": (3, 2),
+    "pipedream": (3, 1, None, 7),
+    "pipedream-vertical": (3, 1, None, 7),
+    "pipedream-2bw": (2, 2, None, 4),
 }
 
 

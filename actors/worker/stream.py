@@ -1,0 +1,102 @@
+"""The steps of an asynchronous schedule on one actor, each stage of which updates by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+
+from raypar.actors.data_parallel.high_water import HighWater
+from raypar.actors.data_parallel.reducer import Reducer
+from raypar.actors.errors import NonFiniteError
+from raypar.actors.optim.step import ballot_of
+from raypar.actors.pipeline.stage import Stage
+from raypar.actors.pipeline.weight_versions import WeightVersions
+from raypar.actors.worker.flow import Flow
+from raypar.actors.worker.seat import Seat
+from raypar.actors.worker.state import WorkerState
+from raypar.actors.worker.step import Step
+from raypar.schedules.action import Action
+
+
+class Stream:
+    """The updates of an actor's stages in an asynchronous schedule, and the versions of their weights.
+
+    Args:
+        seat: The actor's seat.
+        state: Its weights and optimizer state.
+        stages: Its stages by number.
+        flow: What they are given.
+        reducer: Sums gradients over replicas; None if there are none.
+        row: Its row of the training schedule.
+
+    Attributes:
+        older: Bytes of versions besides the newest ones.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        state: WorkerState,
+        stages: Mapping[int, Stage],
+        flow: Flow,
+        reducer: Reducer | None,
+        row: Sequence[Action],
+    ) -> None:
+        self._seat, self._state, self._flow, self._reducer = seat, state, flow, reducer
+        self._versions = {number: WeightVersions(stage.modules, row, number) for number, stage in stages.items()}
+        self.older = HighWater()
+
+    def begin(self, row: Sequence[Action]) -> None:
+        """Begin steps, for which this row will be performed."""
+        for versions in self._versions.values():
+            versions.begin(row)
+        self.older.add(-self.older.now)
+        self.older.begin()
+
+    def using(self, action: Action) -> AbstractContextManager[None]:
+        """Return a context for an F or B, in which its stage has the microbatch's version of its weights."""
+        return self._of(action).using(action)
+
+    def use(self, action: Action) -> None:
+        """Let the stage's next forwards compute with another version."""
+        self._of(action).use(action)
+
+    def update(self, action: Action, step: Step) -> None:
+        """Finish the reduction of the gradients of a step, and update the weights of one stage.
+
+        Args:
+            action: The STEP.
+            step: The state of the steps under way; the update is added to its own.
+
+        Raises:
+            ValueError: A loss of the step or a gradient of the stage is not finite, or the step has another number of
+                targets than the weights of its losses were made for.
+        """
+        assert action.microbatch is not None
+        number = step.number + action.microbatch
+        if self._reducer is not None:
+            self._reducer.finish()
+        self._seat.synchronize()  # so that a failed message cannot reach the weights
+        ballot = self._flow.ballot(range(action.microbatch * step.length, (action.microbatch + 1) * step.length))
+        if ballot is None:
+            ballot = ballot_of(1, 1.0, sound=True)  # only the last stage has losses
+        if ballot[0] != ballot[1]:
+            raise ValueError(
+                f"step {number + 1} has {ballot[0]:.0f} targets, not {ballot[1]:.0f} as in the run's first microbatch: "
+                "in an asynchronous schedule all microbatches have as many; use a synchronous one, as 1f1b"
+            )
+        versions = self._of(action)
+        try:
+            with versions.updating(action):
+                step.updates.append(self._state.take(number, ballot))
+        except NonFiniteError as error:
+            told = str(error).replace("no weight was changed", "other stages may have updated already")
+            raise ValueError(f"{told}, and resume from the last checkpoint") from None
+        self.older.add(sum(one.older_bytes for one in self._versions.values()) - self.older.now)
+        self._state.zero_grad()
+        if self._reducer is not None:
+            self._reducer.begin()
+
+    def _of(self, action: Action) -> WeightVersions:
+        assert action.stage is not None
+        return self._versions[action.stage]

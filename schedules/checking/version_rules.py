@@ -1,0 +1,94 @@
+"""The rules of asynchronous schedules, within one row: when stages update, and which versions they use."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from raypar.schedules.action import Action, Op
+from raypar.schedules.checking.errors import Fault
+from raypar.schedules.rules import MAKES_GRADIENTS
+from raypar.schedules.schedule import Schedule
+from raypar.schedules.versions import Versions
+
+_RULE = "versions"
+
+
+def version_faults(schedule: Schedule, rank: int, most: int | None = None) -> Iterator[Fault]:
+    """Yield where a row of an asynchronous schedule breaks the rules of updates and versions.
+
+    Args:
+        schedule: The schedule.
+        rank: The row's rank.
+        most: The most versions that a stage may keep; None for no limit.
+    """
+    for stage in schedule.stages_of(rank):
+        yield from _StageCheck(schedule, rank, stage, most).faults()
+    for index, action in enumerate(schedule.rows[rank]):
+        if action == Action(None, Op.STEP, None):
+            sentence = "STEP of all stages in an asynchronous schedule: give each stage its own, such as 0STEP0"
+            yield Fault(rank, index, _RULE, sentence)
+
+
+class _StageCheck:
+    """The check of one stage's updates and versions."""
+
+    def __init__(self, schedule: Schedule, rank: int, stage: int, most: int | None) -> None:
+        self._schedule, self._rank, self._stage, self._most = schedule, rank, stage, most
+        self._versions = Versions(schedule.rows[rank], stage)
+        self._made: defaultdict[int, int] = defaultdict(int)  # by step, weight gradients since the last update
+        self._updates = 0
+
+    def faults(self) -> Iterator[Fault]:
+        """Yield what is wrong, in the order of the row, and then what is missing."""
+        steps, a_step = self._schedule.stream, self._schedule.microbatches_a_step
+        for index, action in enumerate(self._schedule.rows[self._rank]):
+            stage, op, number = action
+            if stage != self._stage or number is None:
+                continue
+            if op is Op.STEP:
+                yield from self._step(index, action, number)
+            elif op is Op.USE and number > self._updates:
+                sentence = f"{action} uses a version that {stage}STEP{number - 1} makes: put it behind"
+                yield Fault(self._rank, index, _RULE, sentence)
+            elif op in MAKES_GRADIENTS:
+                self._made[number // a_step] += 1
+            self._versions.perform(action)
+            yield from self._bounded(index, action)
+        for step in range(self._updates, steps):
+            yield Fault(
+                self._rank, None, _RULE, f"stage {self._stage} has no STEP{step}: every stage makes every update"
+            )
+
+    def _step(self, index: int, action: Action, number: int) -> Iterator[Fault]:
+        """Check an update."""
+        if number != self._updates:
+            sentence = f"{action} is the stage's update number {self._updates}: put them in the order of the steps"
+            yield Fault(self._rank, index, _RULE, sentence)
+        else:
+            left = self._schedule.microbatches_a_step - self._made.pop(number, 0)
+            if left > 0:
+                sentence = f"{action} stands before {left} weight gradients (B or W) of its step: put it behind them"
+                yield Fault(self._rank, index, _RULE, sentence)
+        if later := sorted(self._made):
+            sentence = f"{action} would take weight gradients of step {later[0]} too: put it before them"
+            yield Fault(self._rank, index, _RULE, sentence)
+            self._made.clear()
+        self._updates += 1
+
+    def _bounded(self, index: int, action: Action) -> Iterator[Fault]:
+        """Report the first time that more versions are kept than allowed."""
+        kept = self._versions.kept
+        if self._most is not None and len(kept) > self._most:
+            used = self._versions.used
+            needs = next(
+                other
+                for other in self._schedule.rows[self._rank][index + 1 :]
+                if other.op is Op.B and other.stage == self._stage and used.get(other.microbatch or 0) == kept[0]
+            )
+            sentence = (
+                f"{action} makes it {len(kept)} versions of stage {self._stage} ({', '.join(map(str, kept))}), "
+                f"the bound is {self._most}: {needs} needs version {kept[0]}, with which its forward has computed"
+            )
+            yield Fault(self._rank, index, _RULE, sentence)
+            self._most = None

@@ -1,0 +1,51 @@
+"""The first steps of an asynchronous schedule: a shorter stream, as it runs before an evaluation or a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raypar.schedules.action import WHOLE_STAGE, Action, Op
+from raypar.schedules.schedule import Schedule, ScheduleError
+
+
+def first_steps(schedule: Schedule, steps: int) -> Schedule:
+    """Leave out all but the first steps of an asynchronous schedule.
+
+    What is left is in the order of the whole schedule. Nothing that it needs is left out, as an action needs only
+    others of its microbatch, and versions that earlier steps have made.
+
+    Args:
+        schedule: The schedule, lowered or not.
+        steps: Number of steps, from 1 to the schedule's own.
+
+    Returns:
+        The shorter schedule.
+
+    Raises:
+        ScheduleError: The schedule is synchronous, or has fewer steps.
+    """
+    if not 1 <= steps <= schedule.stream:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has {schedule.stream} steps that overlap: {steps} can't be taken"
+        )
+    microbatches = steps * schedule.microbatches_a_step
+    rows = (tuple(_shortened(row, steps, microbatches)) for row in schedule.rows)
+    return replace(schedule, rows=tuple(rows), num_microbatches=microbatches, stream=steps)
+
+
+def _shortened(row: tuple[Action, ...], steps: int, microbatches: int) -> list[Action]:
+    """Return the actions of a row that belong to the first steps."""
+    kept: list[Action] = []
+    uses: list[Action] = []  # one whose forwards are not reached yet
+    updates = 0
+    for action in row:
+        op, number = action.op, action.microbatch
+        if op is Op.USE:
+            uses = [action]
+        elif op in WHOLE_STAGE:  # the reduction before an update
+            kept += [action] if updates < steps else []
+        elif number is not None and number < (steps if op is Op.STEP else microbatches):
+            kept += [*uses, action] if op is Op.F else [action]
+            uses = [] if op is Op.F else uses
+        updates += op is Op.STEP
+    return kept

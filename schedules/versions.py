@@ -1,0 +1,152 @@
+"""Versions of weights in an asynchronous schedule: which one a microbatch computes with, and which ones a stage keeps.
+
+Version 0 of a stage's weights is the one that the schedule begins with, and version k + 1 the one that ``STEPk`` makes.
+A forward computes with the version of the ``USE`` before it (version 0 if there is none), and its backward with the
+same one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from raypar.schedules.action import Action, Op
+from raypar.schedules.rules import MAKES_GRADIENTS
+from raypar.schedules.schedule import Schedule
+
+USED_UP = MAKES_GRADIENTS  # the ops after which a microbatch needs its version no more
+
+
+def versions_used(row: Sequence[Action], stage: int) -> dict[int, int]:
+    """Return, by microbatch, the version of a stage's weights that its forward and its backward compute with."""
+    found: dict[int, int] = {}
+    version = 0
+    for where, op, number in row:
+        if where == stage and number is not None:
+            if op is Op.USE:
+                version = number
+            elif op is Op.F:
+                found[number] = version
+    return found
+
+
+class Versions:
+    """The versions of one stage's weights that are kept while its row is performed.
+
+    A version is kept while it is the newest one, and as long as a microbatch that uses it has its backward to come.
+
+    Args:
+        row: The row of the stage's rank.
+        stage: The stage.
+
+    Attributes:
+        used: By microbatch, the version that it computes with.
+        newest: The newest version.
+        current: The version that the next forward computes with.
+    """
+
+    def __init__(self, row: Sequence[Action], stage: int) -> None:
+        self._stage, self.used = stage, versions_used(row, stage)
+        self._left = Counter(self.used.values())  # by version, the microbatches that need it
+        self._kept = {0}
+        self.newest = self.current = 0
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The versions that are kept, the oldest first."""
+        return tuple(sorted(self._kept))
+
+    def is_needed(self, version: int) -> bool:
+        """Return whether a microbatch that uses a version has its backward to come."""
+        return self._left[version] > 0
+
+    def perform(self, action: Action) -> None:
+        """Count an action of the row; actions of other stages change nothing."""
+        stage, op, number = action
+        if stage != self._stage or number is None:
+            return
+        if op is Op.STEP:
+            self._drop(self.newest, unless=False)
+            self.newest = number + 1
+            self._kept.add(self.newest)
+        elif op is Op.USE:
+            self.current = number
+        elif op in USED_UP and number in self.used:
+            self._left[self.used[number]] -= 1
+            self._drop(self.used[number], unless=True)
+
+    def _drop(self, version: int, *, unless: bool) -> None:
+        """Drop a version that no microbatch needs, ``unless`` it is the newest."""
+        if not self.is_needed(version) and not (unless and version == self.newest):
+            self._kept.discard(version)
+
+
+def most_versions(schedule: Schedule) -> tuple[int, ...]:
+    """Return the most versions of its weights that each stage keeps at once; 1 each if the schedule is synchronous."""
+    if not schedule.stream:
+        return (1,) * schedule.num_stages
+    most = []
+    for stage, rank in enumerate(schedule.placement):
+        versions, count = Versions(schedule.rows[rank], stage), 1
+        for action in schedule.rows[rank]:
+            versions.perform(action)
+            count = max(count, len(versions.kept))
+        most.append(count)
+    return tuple(most)
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """How old the weights are that an asynchronous schedule computes gradients with.
+
+    Attributes:
+        versions: By stage, the most versions that it keeps.
+        delays: By stage, the fewest and the most steps that a gradient is behind the weights that it changes.
+        mixed: The first microbatch for which two stages use unequal versions: (microbatch, stage, its version, other
+            stage, its version); None if there is none.
+    """
+
+    versions: tuple[int, ...]
+    delays: tuple[tuple[int, int], ...]
+    mixed: tuple[int, int, int, int, int] | None
+
+    def lines(self) -> list[str]:
+        """Return the figures in words, a sentence a line."""
+        oldest = " ".join(str(most) if least == most else f"{least}-{most}" for least, most in self.delays)
+        told = [
+            f"versions of weights kept by stage: {' '.join(map(str, self.versions))}",
+            f"steps by which the weights of a gradient are older than those that it changes, by stage: {oldest}",
+        ]
+        if self.mixed is None:
+            return [*told, "all stages compute a microbatch with the same version"]
+        microbatch, stage, version, other, its = self.mixed
+        trace = f"{stage}F{microbatch} computes with version {version}, {other}F{microbatch} with version {its}"
+        return [*told, f"stages compute a microbatch with unequal versions: {trace}"]
+
+
+def staleness(schedule: Schedule) -> Staleness:
+    """Return how old the weights are that a schedule computes gradients with.
+
+    Args:
+        schedule: The schedule, lowered or not. A synchronous one has one version and no delay.
+    """
+    used = [versions_used(schedule.rows[rank], stage) for stage, rank in enumerate(schedule.placement)]
+    a_step = schedule.microbatches_a_step
+    delays = [[microbatch // a_step - version for microbatch, version in one.items()] for one in used]
+    bounds = (
+        tuple((min(one, default=0), max(one, default=0)) for one in delays)
+        if schedule.stream
+        else ((0, 0),) * len(used)
+    )
+    return Staleness(most_versions(schedule), bounds, next(_mixed(used), None))
+
+
+def _mixed(used: Sequence[dict[int, int]]) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield the microbatches for which two neighbouring stages use unequal versions, as ``Staleness.mixed``."""
+    for microbatch, version in sorted(used[0].items()):
+        for stage in range(1, len(used)):
+            before, its = used[stage - 1].get(microbatch, version), used[stage].get(microbatch, version)
+            if before != its:
+                yield microbatch, stage - 1, before, stage, its
+                break
