@@ -55,6 +55,7 @@ def agrees(team, bound=CLOSE):
         (norm,) = {result.grad_norm for result in results} - {None}
         assert norm == pytest.approx(plain.grad_norms[number], rel=bound, abs=0)
         first = first or team.gradients()
+    noise = 1e-9 * plain.grad_norms[0]  # what rounding leaves of a gradient that is zero, on some CPUs
     for kind, ours, theirs in (("gradient", first, plain.gradients), ("weight", team.weights(), plain.weights)):
         assert theirs.keys() <= ours.keys()
         for name, wanted in theirs.items():
@@ -62,7 +63,7 @@ def agrees(team, bound=CLOSE):
                 assert ours[name] is None, f"{kind} {name}"
             else:
                 error, norm = (float(torch.linalg.vector_norm(one)) for one in (ours[name] - wanted, wanted))
-                assert error <= bound * norm, f"{kind} {name}"
+                assert error <= bound * norm + noise, f"{kind} {name}"
     for dp in range(1, team.run.mesh.dp):
         ours, theirs = team.weights(0), team.weights(dp)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs), "replicas drifted apart"

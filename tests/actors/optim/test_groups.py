@@ -51,7 +51,7 @@ def test_a_group_moves_by_its_share_of_the_rate(spec):
     optimizer.step()
     whole, half, none = (float((weights[name].detach() - torch.eye(4)).norm()) for name in names)
     assert whole > 0.01
-    assert half == pytest.approx(whole / 2)
+    assert half == pytest.approx(whole / 2, rel=1e-5)  # Muon's bf16 products differ by rounding
     assert none == 0
 
 
