@@ -12,7 +12,7 @@ from raypar.actors.inspect.step import Notes
 from raypar.actors.specs.results import Span, Updated
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.tensors import Values
-from raypar.schedules.action import Action
+from raypar.schedules.action import Action, Op
 
 
 @dataclass(slots=True)
@@ -60,6 +60,12 @@ class Step:
     def place_of(self, microbatch: int) -> tuple[int, int]:
         """Return the step that a microbatch of the row belongs to, and its number in that step."""
         return self.number + microbatch // self.length, microbatch % self.length
+
+    def step_of(self, action: Action) -> int:
+        """Return the step that an action belongs to: in an asynchronous schedule, one of those under way."""
+        if action.microbatch is None or action.op is Op.USE:
+            return self.number
+        return self.number + action.microbatch if action.op is Op.STEP else self.place_of(action.microbatch)[0]
 
     def read_losses(self) -> None:
         """Read the computed losses, all at once, because on a GPU reading waits for the computation."""

@@ -191,7 +191,7 @@ class Worker:
         try:
             if step.is_train and not step.further:
                 self.last_action.begin(step.number, action)
-                self.faults.reach(action, step.number)
+                self.faults.reach(action, step.step_of(action))
             self._methods[action.op](action)
         except NonFiniteError:
             self._epoch += 1

@@ -1,0 +1,78 @@
+"""Asynchronous schedules on Ray actors: steps, reports, evaluations, checkpoints, failures; and what they refuse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import raypar as rp
+from raypar import chaos
+from raypar.config.run import check_run
+from raypar.errors import ConfigError, JobError
+
+TINY = rp.recipe(
+    "gpt-tiny", mesh=rp.Mesh(pp=2), schedule="pipedream", microbatches=1, clip=None, steps=12, flush_every=4
+)
+
+
+@pytest.mark.usefixtures("cluster", "kept_actors")
+def test_a_run_flushes_where_it_evaluates_saves_and_fails(tmp_path):
+    run = rp.Run(**{**vars(TINY), "folder": str(tmp_path / "run"), "save_every": 6, "eval_every": 6, "max_failures": 1})
+    with rp.launch(run, chaos=[chaos.kill("pp=1", at="1B1", step=6)]) as job:
+        reports = job.train()
+        weights = job.weights()
+        final = {name: weights[name].clone() for name in weights}
+        memory = reports[-1].memory["versions"]
+        with pytest.raises(JobError, match="steps by hand need a synchronous one"):
+            job.stepper()
+        timeline = job.timeline()
+    assert [report.steps_taken for report in reports] == list(range(1, 13))
+    assert all(report.grad_norm > 0 and report.lr > 0 for report in reports)
+    assert memory[0] > 0 == memory[1]
+    assert timeline.schedule.stream == 4 and {str(event.action) for event in timeline.events} >= {"0STEP3", "1STEP3"}
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["steps_taken"] for line in lines if "loss" in line][-12:] == list(range(1, 13))
+
+    alone = rp.Run(**{**vars(TINY), "save_every": 6, "eval_every": 6, "folder": str(tmp_path / "again")})
+    with rp.launch(alone) as job:
+        undisturbed = job.train()
+        assert [report.loss for report in undisturbed] == [report.loss for report in reports]
+        weights = job.weights()
+        assert all(torch.equal(weights[name], value) for name, value in final.items())
+    with rp.launch(
+        rp.Run(**{**vars(alone), "folder": None}), resume=str(tmp_path / "again" / "checkpoints" / "step-00000006")
+    ) as job:
+        assert [report.loss for report in job.train()] == [report.loss for report in reports[6:]]
+
+
+FAULTS = {
+    "clip": ({"clip": 1.0}, "set clip to None"),
+    "zero": ({"mesh": rp.Mesh(pp=2, dp=2)}, "set zero to 0"),
+    "nonfinite": ({"nonfinite": "skip"}, "set nonfinite to 'stop'"),
+    "executor": ({"executor": "tasks"}, "set executor to 'compiled'"),
+    "backward": ({"backward": "split"}, "set backward to 'whole'"),
+    "checks": ({"mesh": rp.Mesh(pp=2, dp=2), "zero": 0, "check_every": 1}, "set check_every to 0"),
+    "fp16": ({"precision": rp.Precision("fp16")}, "compute in bf16 or fp32"),
+    "experts": ({"model": rp.recipe("moe-tiny").model}, "set model.moe to None"),
+    "tied": ({"model": rp.GPT(layers=2, hidden=32, heads=2, seq=16, vocab=64, tied=True)}, "set model.tied to False"),
+    "snapshots": ({"max_failures": 1, "snapshot_every": 3}, "set it to 1 or a multiple of 4"),
+    "synchronous": ({"schedule": "1f1b"}, "flush_every is 4, but schedule '1f1b' flushes the pipeline in every step"),
+    "chunks": ({"chunks": 2}, "an asynchronous schedule has one stage a rank"),
+    "2bw": ({"schedule": "pipedream-2bw"}, "set microbatches to 2 or more"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_takes_all_stages_together_is_refused_before_a_launch(fault):
+    changes, told = FAULTS[fault]
+    with pytest.raises(ConfigError) as error:
+        check_run(rp.Run(**{**vars(TINY), **changes}))
+    assert told in str(error.value)
+
+
+def test_all_misfits_are_told_at_once():
+    with pytest.raises(ConfigError) as error:
+        check_run(rp.Run(**{**vars(TINY), "clip": 1.0, "nonfinite": "skip", "check_every": 1, "backward": "split"}))
+    assert len(error.value.faults) >= 4
