@@ -132,11 +132,8 @@ class TokenFlow:
         step = self._step
         step.read_losses()
         sound = all(math.isfinite(step.losses[microbatch]) for microbatch in microbatches)
-        return ballot_of(
-            sum(step.counts[microbatch] for microbatch in microbatches),
-            self._mean.expected / self._seat.world.mesh.cp,
-            sound=sound,
-        )
+        tokens, expected = sum(map(step.counts.__getitem__, microbatches)), self._mean.expected
+        return ballot_of(tokens, expected / self._seat.world.mesh.cp, sound=sound)
 
     def seen(self, action: Action) -> Values:
         computed, values = self._step.computed, self._step.values

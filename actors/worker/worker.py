@@ -68,11 +68,10 @@ class Worker:
         part, self._flow = self.parts.part, self.parts.flow
         self.state = WorkerState(seat, part, part.kept, self.parts.update, part.stages, self.parts.scaler)
         train = plan.programs["train"]
-        parts = self.state, part.stages, self.parts.flow, self.parts.reducer
-        self._stream = Stream(seat, *parts, train.rows[seat.pp]) if train.stream else None
-        older = None if self._stream is None else self._stream.older
-        watched = part.outputs, self.parts.reducer, part.gathered, older
-        self.probe = Probe(seat, self.state, part.model.names, *watched)
+        reducer, row = self.parts.reducer, train.rows[seat.pp]
+        self._stream = Stream(seat, self.state, part.stages, self._flow, reducer, row) if train.stream else None
+        older = self._stream.older if self._stream is not None else None
+        self.probe = Probe(seat, self.state, part.model.names, part.outputs, reducer, part.gathered, older)
         self._place, self._stages, self._step = place, part.stages, self.probe.step
         self._routers = Routers(seat, part)
         self._epoch = 0  # number of steps refused for non-finite gradients
@@ -92,13 +91,11 @@ class Worker:
             Op.STEP: self._update,
             Op.USE: self._use,
         }
-        self._first, self._last = ends_of_rounds(train.rows[seat.pp])
+        self._first, self._last = ends_of_rounds(row)
         self._performed = partial(program_of, seat, part.weights, part.first_learning)
         self._programs = {name: self._performed(schedule) for name, schedule in plan.programs.items()}
         self.program = self._programs["train"]
-        self._recheck = Recheck(
-            seat, self.program.row, {number: one.parameters() for number, one in part.stages.items()}
-        )
+        self._recheck = Recheck(seat, row, {number: one.parameters() for number, one in part.stages.items()})
         self._rehearsed: set[ProgramName] = set()  # programs that have run before
         self._memory: dict[Kind, int] = {}  # by kind, once a training step has made it
         seat.connect(part.ties)

@@ -91,7 +91,7 @@ def _column(run: Run) -> Rows:
             (f"{actor} {kind}".strip(), told) for kind, told in (kinds_of(memory) | {"peak": size(memory.peak)}).items()
         ]
     seconds = {"gathers": prediction.most(Op.UNSHARD), "reductions": prediction.most(Op.REDUCE_GRAD)}
-    seconds["step"] = prediction.timeline.makespan if prediction.source == FROM_FLOPS else 0.0
+    seconds["step"] = prediction.step if prediction.source == FROM_FLOPS else 0.0
     rows += [(f"{name}, predicted", milliseconds(one)) for name, one in seconds.items() if one]
     for (axis, op), sent in sent_bytes(run, world, counts, schedule).items():
         rows.append((f"sent in a step, {axis} {op}", size(sent)))

@@ -85,21 +85,8 @@ def check_run(
         faults += batch_faults(run.mesh.tp, run.data, run.micro_batch_size)
     if right("model", "mesh.cp", "mesh.tp", "context", "sequence_parallel"):
         faults += context_faults(run.model, run.mesh, run.context, sequence=run.sequence_parallel)
-    programs: Programs | None = None
-    if right("schedule", "mesh.pp", "microbatches", "chunks"):
-        reduces = right("mesh", "data_parallel", "servers", "zero", "offload") and world_of(run).reduces
-        try:
-            once = reduces and zero_actions_of(run).reduce == "step"
-            steps = run.flush_every if right("flush_every") else None
-            sizes = run.mesh.pp, run.microbatches, run.chunks
-            programs = programs_of(run.schedule, *sizes, steps=steps, reduce_grad=once)
-            faults += asynchronous_faults(run, programs["train"], right)
-            misfits = _layer_faults(run, skeleton, programs["train"].num_stages, right)
-            faults += misfits or _placement_faults(run, skeleton, programs["train"], right)
-        except ScheduleError as error:
-            faults += [str(error), *_layer_faults(run, skeleton, run.mesh.pp * (run.chunks or 1), right)]
-    elif right("schedule"):
-        faults += schedule_faults(run.schedule)
+    programs, misfits = _programs(run, skeleton, right)
+    faults += misfits
     if right("backward", "model", "mesh.tp"):
         faults += _backward_faults(run)
     faults += _optimizer_faults(run, skeleton, right)
@@ -118,6 +105,23 @@ def _searched(run: Run, programs: Programs) -> Programs:
         return programs
     once, costs = zero_actions_of(run).reduce == "step", costs_of_run(run, programs["train"].num_stages)
     return programs_of(run.schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=once, costs=costs)
+
+
+def _programs(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> tuple[Programs | None, list[str]]:
+    """Return a run's lowered programs, None if there are none, and what does not fit its schedule."""
+    if not right("schedule", "mesh.pp", "microbatches", "chunks"):
+        return None, schedule_faults(run.schedule) if right("schedule") else []
+    reduces = right("mesh", "data_parallel", "servers", "zero", "offload") and world_of(run).reduces
+    try:
+        once = reduces and zero_actions_of(run).reduce == "step"
+        steps = run.flush_every if right("flush_every") else None
+        sizes = run.mesh.pp, run.microbatches, run.chunks
+        programs = programs_of(run.schedule, *sizes, steps=steps, reduce_grad=once)
+        misfits = _layer_faults(run, skeleton, programs["train"].num_stages, right)
+        misfits = misfits or [*_placement_faults(run, skeleton, programs["train"], right)]
+        return programs, [*asynchronous_faults(run, programs["train"], right), *misfits]
+    except ScheduleError as error:
+        return None, [str(error), *_layer_faults(run, skeleton, run.mesh.pp * (run.chunks or 1), right)]
 
 
 def _with_backward(run: Run, programs: Programs) -> Programs:

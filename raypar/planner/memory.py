@@ -39,6 +39,7 @@ from raypar.schedules.action import Action, Op
 from raypar.schedules.rules import MAKES_GRADIENTS, USES_WEIGHTS, streamed
 from raypar.schedules.simulation.memory import peaks
 from raypar.schedules.timeline import Timeline
+from raypar.schedules.versions import most_versions
 
 PROCESS = 336 << 20  # bytes of an actor's process without its run: Python, torch, Ray, kernels (gpt-tiny, 2026-11-25)
 WORKING = 0.4  # of activations, what comes and goes beside them (gpt-small and hidden 512, 2026-11-24)
@@ -102,6 +103,7 @@ class Memory:
         optimizer: The state of the optimizer for the weights that it updates.
         activations: The most that its forwards keep for their backwards at a time; None if that is unknown.
         gathered: Sharded weights that are whole for a while.
+        versions: Older weights that microbatches under way compute with, in an asynchronous schedule.
         buckets: Gradients that another actor gets, or that wait for those of other actors.
         process: What its process takes without a run.
         working: What comes and goes within an action.
@@ -117,6 +119,7 @@ class Memory:
     optimizer: int
     activations: int | None
     gathered: int = 0
+    versions: int = 0
     buckets: int = 0
     process: int = PROCESS
     working: int = 0
@@ -139,7 +142,7 @@ class Memory:
     @property
     def total(self) -> int:
         """All that is known and its own."""
-        passing = self.gathered + self.buckets + (self.activations or 0) + self.working
+        passing = self.gathered + self.versions + self.buckets + (self.activations or 0) + self.working
         return self.state + passing + self.process + self.snapshots - self.twice
 
     @property
@@ -163,6 +166,7 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
     each = element_bytes(run)
     activations = [None] * world.mesh.pp if isinstance(run.model, Layers) else most_kept(run, run.model, timeline)
     whole = peaks(timeline, [each.weight * count for count in _gathered(timeline, counts)], [0] * len(counts.units))
+    versions = most_versions(timeline.schedule)  # of a stage, the only one of its rank if it has more than one
     lent = [_Lent(run, world, counts, row) for row in timeline.schedule.rows]
     found, (snapshots, copies) = [], snapshot_counts(run)
     for rank, (count, state) in enumerate(zip(counts.held, states_of(run, counts), strict=True)):
@@ -184,6 +188,7 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
                 optimizer=optimizer if world.offload == "none" else 0,
                 activations=activations[rank],
                 gathered=gathered,
+                versions=(versions[rank] - 1) * each.weight * count,
                 buckets=buckets,
                 working=round(WORKING * (activations[rank] or 0)),
                 twice=gradients if waits else 0,

@@ -50,12 +50,17 @@ class Prediction:
     alone: float
 
     def most(self, op: Op) -> float:
-        """Return how long the actions of an op last together on the rank where they last longest."""
+        """Return how long the actions of an op in a step last together on the rank where they last longest."""
         seconds = [0.0] * self.timeline.num_ranks
         for event in self.timeline.events:
             if event.action.op is op:
                 seconds[event.rank] += event.end - event.start
-        return max(seconds)
+        return max(seconds) / self.timeline.schedule.num_steps
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step; of steps that overlap, on average."""
+        return self.timeline.makespan / self.timeline.schedule.num_steps
 
     @property
     def bubble(self) -> str:
@@ -81,7 +86,7 @@ def from_flops(run: Run, world: World, counts: Counts, schedule: Schedule) -> Pr
     costs = seconds_of_run(run, world, counts, schedule, rates_of(run))
     computing = {key: seconds for key, seconds in costs.of_stage.items() if key[1] in COMPUTE}
     alone = outcome(schedule, replace(costs, of_stage=computing, step=0.0))
-    return Prediction(simulate(schedule, costs), source, alone.makespan)
+    return Prediction(simulate(schedule, costs), source, alone.makespan / schedule.num_steps)
 
 
 def from_steps(measured: Timeline, before: Sequence[Timeline]) -> Prediction:
@@ -92,4 +97,4 @@ def from_steps(measured: Timeline, before: Sequence[Timeline]) -> Prediction:
         before: Steps before it; empty if there were none.
     """
     timeline = simulate(measured.schedule, costs_of(*(before or [measured])))
-    return Prediction(timeline, FROM_STEPS if before else FROM_ITSELF, timeline.makespan)
+    return Prediction(timeline, FROM_STEPS if before else FROM_ITSELF, timeline.makespan / measured.schedule.num_steps)

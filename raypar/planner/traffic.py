@@ -11,6 +11,7 @@ from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
 from raypar.planner.memory import Counts, element_bytes
+from raypar.schedules.passes.first_steps import first_steps
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.memory import traffic
 
@@ -37,6 +38,7 @@ def sent_bytes(run: Run, world: World, counts: Counts, schedule: Schedule) -> di
 
     Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 7.
     """
+    schedule = first_steps(schedule, 1) if schedule.stream else schedule
     sent = [Sent() for _ in counts.held]
     if world.replicas > 1 and not world.servers:
         dense = [(units.whole - units.experts, units.tensors - units.expert_tensors) for units in counts.units]

@@ -297,7 +297,7 @@ def kinds_of(memory: Memory) -> dict[str, str]:
         "weights": memory.weights,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
-        **{kind: held for kind, held in (("gathered", memory.gathered), ("buckets", memory.buckets)) if held},
+        **{kind: held for kind in ("gathered", "versions", "buckets") if (held := getattr(memory, kind))},
     }
     told = {kind: size(held) for kind, held in known.items()}
     told["activations"] = "unknown" if memory.activations is None else size(memory.activations)

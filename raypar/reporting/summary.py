@@ -81,7 +81,7 @@ def plan_rows(
 
 def _time_told(steps: int, prediction: Prediction) -> str:
     """Say how long the computing takes at least; what each action and message costs besides is not known before."""
-    step = prediction.timeline.makespan
+    step = prediction.step
     whole = timedelta(seconds=round(steps * step))
     return f"{whole} and more: {steps:,} steps of {milliseconds(step)} and more, predicted {prediction.source}"
 
@@ -102,7 +102,7 @@ def _exchange_told(prediction: Prediction) -> str:
     if not any(each.values()):
         return ""
     told = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in each.items() if seconds)
-    whole = prediction.timeline.makespan
+    whole = prediction.step
     longer = f"{whole / prediction.alone - 1:.1%} longer than without them"
     return f"{told}; a step of {milliseconds(whole)}, {longer}, predicted {prediction.source}"
 

@@ -42,13 +42,12 @@ def check(
     - in flight: No rank holds more than ``max_in_flight`` activations.
     - deadlock: The ranks never wait for one another in a circle.
 
-    All faults within rows are reported together. The rules between rows (edge order and deadlock) are checked only if
-    no row has a fault. Time is linear in the number of actions; memory is that of one row and of the values under way.
+    The rules between rows (edge order, deadlock) are checked only if no row has a fault. Time is linear in the number
+    of actions; memory is that of one row and of the values under way.
 
     Args:
         schedule: The schedule.
-        send_capacity: When a SEND blocks. None: never. 0: until its RECV is reached. k: while k values are under way to
-            that rank.
+        send_capacity: When a SEND blocks. None: never; 0: until its RECV; k: while k values are under way to that rank.
         max_in_flight: The most activations that a rank may hold, or None for no limit.
         max_versions: The most versions of its weights that a stage may keep, or None for no limit.
 
