@@ -86,7 +86,7 @@ _TABLE = {  # ``register`` adds to it, in this process only
     "pipedream-2bw": Entry(
         pipedream.pipedream_2bw,
         "pipedream with two versions of the weights, and gradients that are one step old",
-        pipedream.SIZES,
+        pipedream.SIZES_2BW,
         is_stream=True,
     ),
     "forward": Entry(forward_only.forward, "forwards only, for evaluation", forward_only.SIZES, forward_only=True),

@@ -21,11 +21,13 @@ class Sizes:
     Attributes:
         min_chunks: The fewest stages that a rank can hold.
         max_chunks: The most stages that a rank can hold, or None for no limit.
+        one_a_rank: Whether there must be at least as many microbatches as ranks.
         hint: What the error message advises when the number of chunks does not fit.
     """
 
     min_chunks: int = 1
     max_chunks: int | None = 1
+    one_a_rank: bool = False
     hint: str = "leave chunks out, or use 'interleaved'"
 
     def demand(self, name: str, ranks: int, microbatches: int, chunks: int = 1) -> None:
@@ -50,6 +52,11 @@ class Sizes:
         if self.max_chunks is not None and chunks > self.max_chunks:
             most = "1 stage" if self.max_chunks == 1 else f"{self.max_chunks} stages"
             faults.append(f"chunks={chunks}: {name} takes at most {most} a rank: {self.hint}")
+        if self.one_a_rank and 1 <= microbatches < ranks:
+            faults.append(
+                f"microbatches={microbatches}: {name} needs at least one for each of {ranks} ranks, or the first ones "
+                f"of a step would compute with weights that are not made yet: set microbatches to {ranks} or more"
+            )
         if faults:
             raise ScheduleError(f"schedule {name!r} cannot be made: " + "; ".join(faults))
 

@@ -10,7 +10,9 @@ from raypar.schedules.generators.one_f_one_b import one_f_one_b
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.versions import versions_used
 
-SIZES = Sizes(hint="leave chunks out: an asynchronous schedule has one stage a rank")
+_HINT = "leave chunks out: an asynchronous schedule has one stage a rank"
+SIZES = Sizes(hint=_HINT)
+SIZES_2BW = Sizes(one_a_rank=True, hint=_HINT)
 
 Version = Callable[[int, int], int]  # of a microbatch and the newest version: the one that its forward computes with
 
@@ -86,26 +88,26 @@ def pipedream_2bw(num_ranks: int, num_microbatches: int, num_steps: int) -> Sche
         rank 1       F0.0 B0   F1.0 B1   F2.0 B2   F3.0 B3   F4.1 B4   F5.1 B5   F6.2 B6   F7.2 B7
         pipedream-2bw in slots: makespan 18, bubble 11.1%, in flight 2 1, versions 2 2
     """
-    if 0 < num_microbatches < num_ranks:
-        raise ScheduleError(
-            f"schedule 'pipedream-2bw' cannot be made: with {num_microbatches} microbatches a step on "
-            f"{num_ranks} ranks the first ones would need a version that is not made yet: "
-            f"set microbatches to {num_ranks} or more"
-        )
     return _stream(
         "pipedream-2bw",
         num_ranks,
         num_microbatches,
         num_steps,
         lambda rank: lambda microbatch, newest: max(0, microbatch // num_microbatches - 1),
+        SIZES_2BW,
     )
 
 
 def _stream(
-    name: str, num_ranks: int, num_microbatches: int, num_steps: int, version: Callable[[int], Version]
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    num_steps: int,
+    version: Callable[[int], Version],
+    sizes: Sizes = SIZES,
 ) -> Schedule:
     """Add the updates, and the uses of versions, to 1F1B over all microbatches of all steps."""
-    SIZES.demand(name, num_ranks, num_microbatches)
+    sizes.demand(name, num_ranks, num_microbatches)
     if num_steps < 1:
         raise ScheduleError(f"schedule {name!r} cannot be made: steps={num_steps}: set the steps to 1 or more")
     rows = one_f_one_b(num_ranks, num_microbatches * num_steps).rows
