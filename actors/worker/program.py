@@ -30,9 +30,7 @@ class Program:
     windows: Windows
 
 
-def program_of(
-    seat: Seat, weights: Mapping[int, StageWeights], first_learning: int, schedule: Schedule
-) -> Program:
+def program_of(seat: Seat, weights: Mapping[int, StageWeights], first_learning: int, schedule: Schedule) -> Program:
     """Return a schedule as the rank of a seat performs it.
 
     Args:
