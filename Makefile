@@ -25,7 +25,7 @@ test: lint types ## lint, types, then the tests, in two processes
 
 test-long: $(venv)/.installed-dev ## what is too long for every change: fuzzed schedules, runs and layouts, damage, kills
 	@for script in schedule_fuzz schedule_matrix config_fuzz layout_fuzz expert_fuzz zero_matrix half_precision overflows memory_peaks \
-			checkpoint_damage group_kills recovery_kills recovery_points elastic preemption driver_kills leaks two_hosts node_sums \
+			asynchronous_loss checkpoint_damage group_kills recovery_kills recovery_points elastic preemption driver_kills leaks two_hosts node_sums \
 			on_premise; do \
 		echo "== $$script" && $(python) -m tests.long.$$script || exit 1; done
 
