@@ -11,6 +11,7 @@ import tyro
 
 from raypar.cli.arguments import parsed
 from raypar.cli.output_files import file_faults, whole_file
+from raypar.cli.schedule_flags import cost_faults
 from raypar.reporting.html.markup import NUMBER, VALUE, Markup, document, element, joined, note, section, table
 from raypar.schedules.catalog import CATALOG, build
 from raypar.schedules.drawing.cells import lines, padded, widest
@@ -22,8 +23,7 @@ from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs, simulate
 from raypar.schedules.timeline import Timeline
 
-_MOST_COST = 1e100
-_MOST_ACTIONS = 20_000  # of all ranks: what a page shows of one schedule
+MOST_ACTIONS = 20_000  # of all ranks: what a page shows of one schedule
 _STEPS = 4  # of an asynchronous schedule
 _HEAD = ("makespan", "bubble", "held", "what it is")
 
@@ -50,15 +50,11 @@ class GalleryArgs:
     def faults(self) -> list[str]:
         """Return which values are out of range."""
         costs = {"f": self.f, "i": self.i, "w": self.w, "link": self.link}
-        wrong = [
-            f"--{name} is {cost}: it must be from 0 to {_MOST_COST:g}"
-            for name, cost in costs.items()
-            if not 0 <= cost <= _MOST_COST
-        ]
+        wrong = cost_faults(costs)
         sizes = {"ranks": self.ranks, "microbatches": self.microbatches}
         wrong += [f"--{name} is {size}: it must be 1 or more" for name, size in sizes.items() if size < 1]
-        if not wrong and 6 * self.ranks * self.microbatches > _MOST_ACTIONS:
-            most = _MOST_ACTIONS // (6 * self.ranks)
+        if not wrong and 6 * self.ranks * self.microbatches > MOST_ACTIONS:
+            most = MOST_ACTIONS // (6 * self.ranks)
             wrong.append(
                 f"{self.ranks} ranks x {self.microbatches} microbatches are too many to draw: use {most} at most"
             )
@@ -148,9 +144,10 @@ def _page(args: GalleryArgs, found: Sequence[Shown]) -> str:
     )
     rows = [(one.name, *one.cells) for one in found]
     head = section("Side by side", table(("schedule", *_HEAD), rows, ("", NUMBER, NUMBER, NUMBER, VALUE)), note(told))
-    drawn = [section(one.name, note(one.what), _picture(one.timeline)) for one in found if one.timeline is not None]
+    drawn = [section(one.name, note(one.what), picture(one.timeline)) for one in found if one.timeline is not None]
     return document(title, joined(element("h1", title), head, *drawn))
 
 
-def _picture(timeline: Timeline) -> Markup:
+def picture(timeline: Timeline) -> Markup:
+    """Draw a timeline for a page; a wide one scrolls."""
     return element("div", Markup(svg(timeline)), class_="wide")

@@ -36,6 +36,7 @@ without actors, in no time:
   raypar check SCHEDULE|FILE.csv [flags]        prove that a schedule can run
   raypar simulate SCHEDULE|FILE.csv [flags]     how long a schedule takes, and how much of it is bubble
   raypar gallery [-o schedules.html]            all schedules side by side: what each takes and holds
+  raypar compare A B [C ...] [-o both.html]     some of them, or of yours: also versions, messages, where rows differ
   SCHEDULE may be code of yours: my.py:function or package.module:function
 
 checkpoints, which raypar train --folder FOLDER writes:
@@ -74,8 +75,9 @@ exit codes:
 
 _PAPER = ("draw", "check", "simulate")
 _RUNS = ("train", "step", "verify", "plan")
+_SIDES = ("gallery", "compare")
 _DISK = ("ckpt", "report", "trace")
-_COMMANDS = (*_PAPER, *_RUNS, *_DISK, "gallery", "recipes", "doctor")
+_COMMANDS = (*_PAPER, *_RUNS, *_DISK, *_SIDES, "recipes", "doctor")
 _MEANT = {"repl": "step", "shell": "step", "resume": "train", "run": "train"}
 
 
@@ -118,8 +120,8 @@ def _command(words: list[str]) -> int:
         return _on_disk(command, rest)
     if command == "recipes":
         return _recipes(rest)
-    if command == "gallery":
-        return _gallery(rest)
+    if command in _SIDES:
+        return _side_by_side(command, rest)
     if command == "doctor":
         return _doctor(rest)
     if command in ("-h", "--help", "help"):
@@ -145,12 +147,13 @@ def _on_paper(command: str, words: list[str]) -> int:
         return _fail(str(error), MISTAKE)
 
 
-def _gallery(words: list[str]) -> int:
+def _side_by_side(command: str, words: list[str]) -> int:
+    from raypar.cli.compare import compare
     from raypar.cli.gallery import gallery
     from raypar.errors import ConfigError
 
     try:
-        return _say(gallery(words))
+        return _say(gallery(words) if command == "gallery" else compare(words))
     except ConfigError as error:
         return _fail(_mistakes(error.faults), MISTAKE)
 

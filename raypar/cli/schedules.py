@@ -15,7 +15,8 @@ import tyro
 from raypar.actors.specs.types import SEND_WINDOW
 from raypar.cli.arguments import parsed
 from raypar.cli.placements import RESHARDS, Reshard, placements, table
-from raypar.config.schedule import MOST_CELLS, Loaded, Pass, load
+from raypar.cli.schedule_flags import SCHEDULE, SizeArgs, cost_faults, load_sized
+from raypar.config.schedule import MOST_CELLS, Loaded, Pass
 from raypar.errors import ConfigError
 from raypar.schedules.catalog import CATALOG
 from raypar.schedules.checking.counterexample import demand_sound
@@ -35,25 +36,15 @@ A = TypeVar("A", bound="PaperArgs")
 Format = Literal["text", "svg", "csv", "json"]
 
 _SUFFIXES: dict[Format, str] = {"text": ".txt", "svg": ".svg", "csv": ".csv", "json": ".json"}
-_RANKS, _MICROBATCHES = 4, 8
-_MOST_COST = 1e100  # sums and products of as many as a schedule has are numbers, too
 _MOST_PROVED = 10_000_000  # microbatches x stages that are proved without a run; 1,024 ranks x 4,096 take about 8 GB
 
 
 @dataclass(frozen=True)
-class PaperArgs:
+class PaperArgs(SizeArgs):
     """The flags that draw, check and simulate share."""
 
-    schedule: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCHEDULE|FILE.csv|FILE.py:FUNCTION")]
+    schedule: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar=SCHEDULE)]
     """a name, a CSV file as torch.distributed.pipelining and raypar draw write it, or a function that generates rows"""
-    ranks: int | None = None
-    """pipeline ranks; None: 4, or what the file has"""
-    microbatches: int | None = None
-    """microbatches of a step; None: 8, or what the file has"""
-    chunks: int | None = None
-    """stages on each rank; None is the schedule's own default"""
-    steps: int | None = None
-    """steps of an asynchronous schedule, from one flush of the pipeline to the next; None: 8, or what the file has"""
     gather: GatherWhen | None = None
     """make weights whole that are sharded over replicas: from a stage's first forward to its last backward in the step,
     or around each forward and each backward of a microbatch; None: they are whole all the time"""
@@ -126,12 +117,9 @@ class SimulateArgs(PaperArgs):
 
     def faults(self) -> list[str]:
         """Return which values are out of range."""
-        costs = self.durations() | {"weights_mib": self.weights_mib, "activations_mib": self.activations_mib}
-        wrong = [
-            f"--{name.replace('_', '-')} is {cost}: it must be from 0 to {_MOST_COST:g}"
-            for name, cost in costs.items()
-            if not 0 <= cost <= _MOST_COST
-        ]
+        wrong = cost_faults(
+            self.durations() | {"weights_mib": self.weights_mib, "activations_mib": self.activations_mib}
+        )
         return wrong + ([f"--units is {self.units}: it must be 1 or more"] if self.units < 1 else [])
 
 
@@ -258,27 +246,10 @@ def _parse(kind: type[A], words: Sequence[str], command: str, what: str) -> A:
 
 
 def _load(args: PaperArgs, costs: Costs | None = None, most_cells: int = MOST_CELLS) -> Loaded:
-    """Load the schedule, made for these costs if it depends on them.
-
-    Raises ScheduleError, also if a file has other sizes than the flags ask for.
-    """
-    ranks = _RANKS if args.ranks is None else args.ranks
-    microbatches = _MICROBATCHES if args.microbatches is None else args.microbatches
-    loaded = load(args.schedule, ranks, microbatches, args.chunks, costs, args.steps, most_cells=most_cells)
-    schedule = loaded.schedule
-    if args.steps is not None and not schedule.stream:
-        raise ScheduleError(f"--steps {args.steps}: {schedule.name} is synchronous, one step: leave --steps out")
-    faults = [
-        f"schedule {schedule.name!r} has {has} {name}, not {wanted}: leave --{name} out for a file"
-        for name, has, wanted in (
-            ("ranks", schedule.num_ranks, args.ranks),
-            ("microbatches", schedule.microbatches_a_step, args.microbatches),
-            ("steps", schedule.stream, args.steps),
-        )
-        if wanted is not None and has != wanted
-    ]
-    if faults:
-        raise ScheduleError("\n".join(faults))
+    """Load the schedule. Raises ScheduleError, also if it takes no steps and the flags say how many."""
+    loaded = load_sized(args.schedule, args, costs, most_cells)
+    if args.steps is not None and not loaded.schedule.stream:
+        raise ScheduleError(f"--steps {args.steps}: {loaded.schedule.name} is synchronous, one step: leave --steps out")
     return loaded
 
 

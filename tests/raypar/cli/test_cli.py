@@ -51,8 +51,9 @@ def process(*words):
 def test_help_names_every_command_and_exit_code(said):
     code, out, _ = said("--help")
     assert code == 0
-    for word in ("train", "verify", "draw", "check", "simulate", "exit codes:", "130", "143", "gpt-124m"):
+    for word in ["train", "verify", "draw", "check", "simulate", "gallery", "compare", "130", "143", "gpt-124m"]:
         assert word in out
+    assert "exit codes:" in out
     assert said("--version") == (0, "raypar 0.1.0\n", "")
 
 
@@ -63,7 +64,7 @@ def test_a_wrong_command_is_guessed(said):
     assert said()[0] == 2
 
 
-@pytest.mark.parametrize("command", ["train", "verify", "draw", "check", "simulate"])
+@pytest.mark.parametrize("command", ["train", "verify", "draw", "check", "simulate", "compare"])
 def test_every_command_has_help(said, command):
     code, out, err = said(command, "--help")
     assert (code, err) == (0, "")
@@ -232,7 +233,7 @@ def test_the_largest_costs_have_finite_figures(said):
         (("simulate", "1f1b", "--f", "-1", "--link", "nan"), "--f is -1.0: it must be from 0 to 1e+100\n--link is nan"),
         (("simulate", "1f1b", "--link", "1e308"), "--link is 1e+308: it must be from 0 to 1e+100"),
         (
-            ("simulate", "1f1b", "--f", "x", "--gather", "foo", "--b", "--rank", "3", "gpipe", "--link", "-1"),
+            ("simulate", "1f1b", "gpipe", "--f", "x", "--gather", "foo", "--b", "--rank", "3", "--link", "-1"),
             "raypar: --f is 'x': it must be a number\n--gather is 'foo': it must be step or microbatch\n"
             "--b has no value: give a number\n--rank is no flag: did you mean --ranks?\n"
             "'gpipe' is a word too many: only one SCHEDULE|FILE.csv|FILE.py:FUNCTION is read\n"
@@ -244,6 +245,7 @@ def test_the_largest_costs_have_finite_figures(said):
         ),
         (("draw", "1f1b", "--format", "foo", "-o"), "--format is 'foo': it must be text or svg or csv or json"),
         (("draw", "1f1b", "-o"), "--out has no value: give a path"),
+        (("compare", "1f1b", "1f1f", "gone.csv"), "raypar: 2 mistakes:\n- there is no schedule '1f1f': did you mean"),
         (("check",), "a schedule is missing: give raypar check a name, such as 1f1b, or FILE.csv"),
         (("check", "two.csv", "--ranks", "3", "--microbatches", "2"), "has 2 ranks, not 3: leave --ranks out"),
     ],
@@ -277,7 +279,8 @@ def test_a_failed_run_says_once_how_to_go_on(said, monkeypatch):
 def test_paper_commands_bring_in_neither_torch_nor_ray():
     code = (
         "import sys; from raypar.cli.main import main\n"
-        "for words in (['draw', '1f1b'], ['check', '1f1b'], ['simulate', '1f1b']): assert main(words) == 0\n"
+        "for words in ('draw 1f1b', 'check 1f1b', 'simulate 1f1b', 'compare 1f1b gpipe'):\n"
+        "    assert main(words.split()) == 0\n"
         "assert not {'torch', 'ray', 'numpy', 'pydantic'} & set(sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

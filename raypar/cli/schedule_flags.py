@@ -1,0 +1,67 @@
+"""What the commands for schedules share: flags for sizes, durations of actions, and how a schedule is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from raypar.config.schedule import MOST_CELLS, Loaded, load
+from raypar.schedules.schedule import ScheduleError
+from raypar.schedules.simulation.simulate import Costs
+
+SCHEDULE = "SCHEDULE|FILE.csv|FILE.py:FUNCTION"
+_RANKS, _MICROBATCHES = 4, 8
+_MOST_COST = 1e100  # sums and products of as many as a schedule has are numbers, too
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeArgs:
+    """The flags for the sizes of a schedule."""
+
+    ranks: int | None = None
+    """pipeline ranks; None: 4, or what the file has"""
+    microbatches: int | None = None
+    """microbatches of a step; None: 8, or what the file has"""
+    chunks: int | None = None
+    """stages on each rank; None is the schedule's own default"""
+    steps: int | None = None
+    """steps of an asynchronous schedule, from one flush of the pipeline to the next; None: 8, or what the file has"""
+
+
+def cost_faults(costs: Mapping[str, float]) -> list[str]:
+    """Return which durations, or other figures that are added up, are out of range, by the names of their flags."""
+    return [
+        f"--{name.replace('_', '-')} is {cost}: it must be from 0 to {_MOST_COST:g}"
+        for name, cost in costs.items()
+        if not 0 <= cost <= _MOST_COST
+    ]
+
+
+def load_sized(word: str, sizes: SizeArgs, costs: Costs | None = None, most_cells: int = MOST_CELLS) -> Loaded:
+    """Load a schedule, made for these costs if it depends on them.
+
+    Args:
+        word: A name, a CSV file, or a function that generates rows.
+        sizes: Its sizes; a synchronous schedule takes no steps.
+        costs: How long actions last; None for the schedule's default.
+        most_cells: The most that ranks x microbatches x chunks may be.
+
+    Raises:
+        ScheduleError: It can't be loaded, or a file has other sizes than the flags ask for.
+    """
+    ranks = _RANKS if sizes.ranks is None else sizes.ranks
+    microbatches = _MICROBATCHES if sizes.microbatches is None else sizes.microbatches
+    loaded = load(word, ranks, microbatches, sizes.chunks, costs, sizes.steps, most_cells=most_cells)
+    schedule = loaded.schedule
+    faults = [
+        f"schedule {schedule.name!r} has {has} {name}, not {wanted}: leave --{name} out for a file"
+        for name, has, wanted in (
+            ("ranks", schedule.num_ranks, sizes.ranks),
+            ("microbatches", schedule.microbatches_a_step, sizes.microbatches),
+            ("steps", schedule.stream, sizes.steps if schedule.stream else None),
+        )
+        if wanted is not None and has != wanted
+    ]
+    if faults:
+        raise ScheduleError("\n".join(faults))
+    return loaded
