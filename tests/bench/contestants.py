@@ -36,6 +36,7 @@ class Contestant:
     limit       the contestant whose speed, less the pipeline's bubble, is as fast as this one could be
     chunks      stages a rank; 0 without a pipeline
     launched    the launch is measured too
+    microbatches  the fewest that it takes
     kinds       of heats in which it takes part; on GPUs there is room in one Ray for one of raypar's layouts
     """
 
@@ -49,6 +50,7 @@ class Contestant:
     limit: str | None = None
     chunks: int = 0
     launched: bool = False
+    microbatches: int = 1
     kinds: tuple[Kind, ...] = ("replicas",)
 
     @property
@@ -57,7 +59,8 @@ class Contestant:
 
     def fits(self, size: Size) -> bool:
         """Whether the size is of a kind in which it takes part, and has a layer for every stage."""
-        return not {*self.kinds}.isdisjoint(size.kinds) and RANKS * self.chunks <= size.model.layers
+        is_of_kind = not {*self.kinds}.isdisjoint(size.kinds)
+        return is_of_kind and RANKS * self.chunks <= size.model.layers and self.microbatches <= size.microbatches
 
     def ideal(self, size: Size) -> float:
         """Share of the limit that the pipeline's bubble leaves: mv / (mv + p - 1); 1 without a pipeline."""
@@ -94,14 +97,33 @@ def _ours_apart(name: str, what: str = "", **settings: Any) -> Contestant:
     return _replicas(name, f" ep=2{what}", kinds=_EXPERTS, mesh=rp.Mesh(dp=2, ep=2), **settings)
 
 
-def _pipelines(schedule: str, torchs: str, *, chunks: int = 1, launched: bool = False) -> tuple[Contestant, Contestant]:
-    """torch's pipeline and raypar's, in the same schedule."""
+def _pipeline(schedule: str, suffix: str = "", *, chunks: int = 1, **settings: Any) -> Contestant:
+    """raypar's pipeline in a schedule that torch lacks, beside torch's zero-bubble schedules."""
+    common: dict[str, Any] = {"layout": "pipeline", "limit": "pair", "chunks": chunks, "kinds": ("zero-bubble",)}
+    told = {"schedule": schedule, **settings}
+    return Contestant(
+        f"raypar-{schedule}{suffix}", f"raypar pp=2 {schedule}{suffix}", "raypar", settings=told, **common
+    )
+
+
+def _pipelines(
+    schedule: str,
+    torchs: str,
+    *,
+    chunks: int = 1,
+    launched: bool = False,
+    microbatches: int = 1,
+    kinds: tuple[Kind, ...] = ("pipelines",),
+) -> tuple[Contestant, Contestant]:
+    """torch's pipeline and raypar's, in the same schedule; torch's takes no fewer microbatches."""
     settings = {"schedule": schedule}
     common: dict[str, Any] = {"layout": "pipeline", "limit": "pair", "chunks": chunks, "launched": launched}
-    common |= {"kinds": ("pipelines",)}
+    common |= {"kinds": kinds, "settings": settings}
     return (
-        Contestant(f"torch-{schedule}", f"torch {torchs}", "pipelining", settings=settings, processes=2, **common),
-        Contestant(f"raypar-{schedule}", f"raypar pp=2 {schedule}", "raypar", settings=settings, **common),
+        Contestant(
+            f"torch-{schedule}", f"torch {torchs}", "pipelining", processes=2, microbatches=microbatches, **common
+        ),
+        Contestant(f"raypar-{schedule}", f"raypar pp=2 {schedule}", "raypar", **common),
     )
 
 
@@ -115,9 +137,10 @@ def _tensors(suffix: str, what: str, *, sequence: bool) -> tuple[Contestant, Con
     )
 
 
-_EVERYWHERE: tuple[Kind, ...] = ("replicas", "sharded", "experts", "pipelines", "tensors", "gpu", "gpus")
+_EVERYWHERE: tuple[Kind, ...] = ("replicas", "sharded", "experts", "pipelines", "zero-bubble", "tensors", "gpu", "gpus")
 _TWO: tuple[Kind, ...] = ("replicas", "gpus")
 _SHARDED: tuple[Kind, ...] = ("sharded",)
+_ZERO_BUBBLE: tuple[Kind, ...] = ("zero-bubble",)
 _HALVES: tuple[Kind, ...] = (*_TWO, *_SHARDED)
 _ONCE: dict[str, Any] = {"zero": 3, "zero_reduce": "step", "zero_gather": "step"}
 REFERENCE = "plain"  # whose losses everybody's are held against
@@ -156,11 +179,23 @@ CONTESTANTS = {
         _ours_apart("raypar-ep-0", ", zero=0", zero=0),
         _replicas("raypar-ps", " parameter_server", data_parallel="parameter_server"),
         Contestant(
-            "pair", "limit of pp and tp", "plain", "whole", processes=2, apart=True, kinds=("pipelines", "tensors")
+            "pair",
+            "limit of pp and tp",
+            "plain",
+            "whole",
+            processes=2,
+            apart=True,
+            kinds=("pipelines", "zero-bubble", "tensors"),
         ),
         *_pipelines("gpipe", "GPipe"),
-        *_pipelines("1f1b", "1F1B", launched=True),
+        *_pipelines("1f1b", "1F1B", launched=True, kinds=("pipelines", "zero-bubble")),
         *_pipelines("interleaved", "Interleaved1F1B, v=2", chunks=2),
+        *_pipelines("zb-interleaved", "InterleavedZeroBubble, v=2", chunks=2, kinds=_ZERO_BUBBLE),
+        *_pipelines("zb-v", "ZBV", chunks=2, kinds=_ZERO_BUBBLE),
+        *_pipelines("dualpipe-v", "DualPipeV", chunks=2, microbatches=2 * RANKS, kinds=_ZERO_BUBBLE),
+        _pipeline("1f1b", "-whole", backward="whole"),
+        _pipeline("zb-h1"),
+        _pipeline("zb-1p"),
         *_tensors("", "", sequence=False),
         *_tensors("-sequence", " along the sequence", sequence=True),
     )

@@ -15,7 +15,7 @@ from raypar.actors.models.build import build_model
 Layout = Literal["whole", "pipeline", "replicas", "tensors"]
 # who takes part: of replicas, pipelines or tensor parallelism on CPUs, or those of so many GPUs. Not all at once: idle
 # contestants wake up, too
-Kind = Literal["replicas", "pipelines", "tensors", "sharded", "experts", "gpu", "gpus"]
+Kind = Literal["replicas", "pipelines", "tensors", "zero-bubble", "sharded", "experts", "gpu", "gpus"]
 RANKS = 2
 
 
@@ -50,7 +50,7 @@ class Size:
         return self.batch * self.model.seq // (RANKS if layout == "replicas" else 1)
 
 
-_QUICK: tuple[Kind, ...] = ("replicas", "sharded", "pipelines", "tensors")
+_QUICK: tuple[Kind, ...] = ("replicas", "sharded", "pipelines", "zero-bubble", "tensors")
 _SMALL = rp.GPT(layers=8, hidden=256, heads=8, seq=256)
 _WIDE = rp.GPT(layers=2, hidden=1024, heads=16, seq=16)
 _MOE = rp.MoE(experts=4, top_k=2, normalise=True, loss="none")  # no peer has raypar's auxiliary losses
@@ -65,6 +65,8 @@ SIZES = {
         Size("dp-wide", _WIDE, steps=10),
         Size("pp", _SMALL, kinds=("pipelines",)),
         Size("pp-wide", _WIDE, steps=10, kinds=("pipelines",)),
+        Size("zb", _SMALL, kinds=("zero-bubble",)),
+        Size("zb-two", _SMALL, micro_batch_size=8, kinds=("zero-bubble",)),
         Size("tp", _SMALL, kinds=("tensors",)),
         Size("tp-batch", _SMALL, micro_batch_size=16, kinds=("tensors",)),
         Size("tp-wide", rp.GPT(layers=2, hidden=1024, heads=16, seq=64), kinds=("tensors",)),
@@ -83,13 +85,15 @@ SIZES = {
 }
 _TORCH = ("dp-torch", "dp-wide-torch", "pp-torch")
 _EXPERTS = ("moe", "moe-once")
+_ZERO_BUBBLE = ("zb", "zb-two")
 _ZERO = ("zero", "zero-accumulated", "zero-wide")
-ALL = tuple(name for name in SIZES if name not in (*_TORCH, *_ZERO, *_EXPERTS, "quick"))
-CHOICES = {name: (name,) for name in SIZES if name not in ("quick", "zero", "moe")} | {  # of the command line
+ALL = tuple(name for name in SIZES if name not in (*_TORCH, *_ZERO, *_ZERO_BUBBLE, *_EXPERTS, "quick"))
+CHOICES = {name: (name,) for name in SIZES if name not in ("quick", "zero", "moe", "zb")} | {  # of the command line
     "small": ("dp", "pp"),
     "wide": ("dp-wide", "pp-wide"),
     "tp": ("tp", "tp-batch", "tp-wide"),
     "torch": _TORCH,
+    "zb": _ZERO_BUBBLE,
     "zero": _ZERO,
     "moe": _EXPERTS,
     "all": ALL,

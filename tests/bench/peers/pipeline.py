@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining over Gloo: GPipe, 1F1B and Interleaved1F1B."""
+"""torch.distributed.pipelining over Gloo: GPipe, 1F1B, Interleaved1F1B, and its zero-bubble schedules."""
 
 from __future__ import annotations
 
@@ -8,23 +8,41 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 import raypar as rp
 from raypar.actors.optim.optimizer import build_optimizer
 from tests.bench.trainer import LocalTrainer
 from tests.bench.workload import batches_of, model_of
 
+_SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zb-interleaved": ScheduleInterleavedZeroBubble,
+    "zb-v": ScheduleZBVZeroBubble,
+    "dualpipe-v": ScheduleDualPipeV,
+}
+_V = ("zb-v", "dualpipe-v")
+
 
 def pipeline(run: rp.Run, schedule: str, chunks: int) -> LocalTrainer:
-    """One of the two ranks that the environment tells of; rank r holds every stage s with s % 2 == r."""
+    """One of two ranks, which the environment tells of; it holds every second stage, or those of a V."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = model_of(run)
     parts = model.stages("even", ranks * chunks)
     stages: list[Any] = []
     named: dict[str, nn.Parameter] = {}
-    for number in range(rank, len(parts), ranks):
+    for number in (rank, len(parts) - 1 - rank) if schedule in _V else range(rank, len(parts), ranks):
         module = nn.Sequential(*model.materialize(parts[number], run.seed))
         named |= {f"{number}.{name}": parameter for name, parameter in module.named_parameters()}
         stages.append(PipelineStage(module, number, len(parts), torch.device("cpu")))
@@ -35,19 +53,21 @@ def pipeline(run: rp.Run, schedule: str, chunks: int) -> LocalTrainer:
     def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
         return model.loss((logits,), (labels,))
 
-    schedules = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
     held = stages if chunks > 1 else stages[0]
-    pipe: Any = schedules[schedule](held, n_microbatches=run.microbatches, loss_fn=loss_fn)
+    pipe: Any = _SCHEDULES[schedule](held, n_microbatches=run.microbatches, loss_fn=loss_fn)
+    is_last = any(stage.is_last for stage in stages)
 
     def step(number: int) -> float | None:
         optimizer.zero_grad()
         losses: list[Tensor] = []
         every = range(run.microbatches)
+        tokens, told = (), {}
         if rank == 0:
-            pipe.step(torch.cat([batches.train_tokens(number, microbatch) for microbatch in every]))
-        else:
+            tokens = (torch.cat([batches.train_tokens(number, microbatch) for microbatch in every]),)
+        if is_last:
             labels = torch.cat([batches.train_labels(number, microbatch) for microbatch in every])
-            pipe.step(target=labels, losses=losses)
+            told = {"target": labels, "losses": losses}
+        pipe.step(*tokens, **told)
         _clip(list(named.values()), run.clip or math.inf)
         optimizer.step()
         return float(torch.stack(losses).mean()) if losses else None
