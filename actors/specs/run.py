@@ -40,6 +40,9 @@ class Run:
     flush_every: Count | None = None
     """with an asynchronous schedule, steps from one flush of the pipeline to the next; evaluations and checkpoints
     flush it too; None: 8, or what the schedule's file has"""
+    delay_feedback: bool = False
+    """with an asynchronous schedule, a stage whose gradients are those of older weights adds to each its change since
+    the step before, 2 u(t) - u(t-1), as an estimate of the gradient of the present ones"""
     backward: Backward = "auto"
     """auto splits a backward into I (the gradients that the rank before waits for) and W (those of the weights) where W
     fills a wait of the pipeline; split splits every backward, whole none; the results have the same bits"""

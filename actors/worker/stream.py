@@ -77,7 +77,8 @@ class Stream:
         if self._reducer is not None:
             self._reducer.finish()
         self._seat.synchronize()  # so that a failed message cannot reach the weights
-        ballot = self._flow.ballot(range(action.microbatch * step.length, (action.microbatch + 1) * step.length))
+        microbatches = range(action.microbatch * step.length, (action.microbatch + 1) * step.length)
+        ballot = self._flow.ballot(microbatches)
         if ballot is None:
             ballot = ballot_of(1, 1.0, sound=True)  # only the last stage has losses
         if ballot[0] != ballot[1]:
@@ -86,6 +87,8 @@ class Stream:
                 "in an asynchronous schedule all microbatches have as many; use a synchronous one, as 1f1b"
             )
         versions = self._of(action)
+        if self._seat.plan.run.delay_feedback:
+            versions.look_ahead(is_stale=versions.is_stale(microbatches))
         try:
             with versions.updating(action):
                 step.updates.append(self._state.take(number, ballot))

@@ -18,6 +18,8 @@ RUNS = {  # by schedule: microbatches of a step, of as many samples each as make
     "pipedream, one microbatch": 1,
     "pipedream-vertical": 4,
     "pipedream-2bw": 4,
+    "pipedream, feedback": 4,
+    "pipedream-2bw, feedback": 4,
 }
 
 
@@ -38,6 +40,7 @@ def main() -> int:
                 optim=rp.AdamW(lr=args.lr, warmup=20),
                 microbatches=microbatches,
                 micro_batch_size=8 // microbatches,
+                delay_feedback="feedback" in name,
                 flush_every=None if schedule == "1f1b" else args.flush_every,
             )
             job.reset(run)

@@ -21,6 +21,8 @@ def asynchronous_faults(run: Run, schedule: Schedule, right: Callable[..., bool]
     if not schedule.stream:
         if right("flush_every") and run.flush_every is not None:
             yield f"flush_every is {run.flush_every}, but {name} flushes the pipeline in every step: leave it out"
+        if right("delay_feedback") and run.delay_feedback:
+            yield f"delay_feedback is True, but in {name} no gradient is late: leave it out"
         return
     if right("flush_every") and run.flush_every not in (None, schedule.stream):
         yield f"flush_every is {run.flush_every}, but {name} has {schedule.stream} steps: set it to {schedule.stream}"

@@ -56,7 +56,7 @@ def simulated(team, *lengths, dp=1):
     optimizer = optimizer[1](model.parameters(), **_settings(run.optim))
     losses, first = [], 0
     for length in lengths:
-        history = []
+        history, before = [], ()
         for t in range(length):
             history.append({name: p_.detach().clone() for name, p_ in model.named_parameters()})
             seen = {
@@ -71,8 +71,11 @@ def simulated(team, *lengths, dp=1):
                     losses.append(float(loss.detach()))
                     total = total + loss / (m * dp)
             gradients = torch.autograd.grad(total, list(seen.values()))
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter.grad = gradient
+            late = [version(p, int(name.split(".")[0]) * p // 4, t) < t for name in seen]
+            for number, (parameter, gradient) in enumerate(zip(model.parameters(), gradients, strict=True)):
+                feeds_back = run.delay_feedback and late[number] and t > 0
+                parameter.grad = 2 * gradient - before[number] if feeds_back else gradient.clone()
+            before = gradients
             optimizer.step()
         first += length
     return losses, {names[name]: parameter.detach() for name, parameter in model.named_parameters()}
@@ -103,6 +106,17 @@ def test_the_papers_updates(schedule, pp, m, optim):
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-6, atol=1e-7)
     for name, weight in team.weights().items():
         torch.testing.assert_close(weight, weights[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("schedule", "m"), [("pipedream", 1), ("pipedream-2bw", 2)])
+def test_feedback_against_the_delay(schedule, m):
+    team = team_of(schedule, 2, m, 6, optim=SGD(lr=0.1), delay_feedback=True)
+    losses = streamed(team, 6, 2)
+    expected, weights = simulated(team, 6, 2)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-6, atol=1e-7)
+    for name, weight in team.weights().items():
+        torch.testing.assert_close(weight, weights[name], rtol=1e-6, atol=1e-7)
+    assert losses != streamed(team_of(schedule, 2, m, 6, optim=SGD(lr=0.1)), 6, 2)
 
 
 @pytest.mark.parametrize("changes", [{"dp": 2}, {"dp": 2, "recompute": "full"}], ids=["dp", "dp-recompute"])

@@ -60,6 +60,7 @@ FAULTS = {
     "tied": ({"model": rp.GPT(layers=2, hidden=32, heads=2, seq=16, vocab=64, tied=True)}, "set model.tied to False"),
     "snapshots": ({"max_failures": 1, "snapshot_every": 3}, "set it to 1 or a multiple of 4"),
     "synchronous": ({"schedule": "1f1b"}, "flush_every is 4, but schedule '1f1b' flushes the pipeline in every step"),
+    "feedback": ({"schedule": "1f1b", "flush_every": None, "delay_feedback": True}, "no gradient is late"),
     "chunks": ({"chunks": 2}, "an asynchronous schedule has one stage a rank"),
     "2bw": ({"schedule": "pipedream-2bw"}, "set microbatches to 2 or more"),
 }
