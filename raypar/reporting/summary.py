@@ -27,6 +27,7 @@ from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.drawing.text import grid, milliseconds
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import UNIT, simulate
+from raypar.schedules.versions import staleness
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,10 @@ def plan_rows(
     else:
         layers = skeleton.model.stages(run.split, schedule.num_stages)
     rows.append(("layers of each stage", _each(map(len, layers))))
+    if schedule.stream:
+        oldest = max(most for _, most in staleness(schedule).delays)
+        late = f"weights of a gradient are up to {oldest} step{'s' * (oldest != 1)} old"
+        rows.append(("flushes", f"after every {schedule.stream} steps, evaluation and checkpoint; {late}"))
     rows += need_rows(run, schedule, skeleton, prediction.timeline, step)
     halves = [sum(action.op is Op.I for action in row) for row in schedule.rows]
     if any(halves):

@@ -78,3 +78,11 @@ def test_all_misfits_are_told_at_once():
     with pytest.raises(ConfigError) as error:
         check_run(rp.Run(**{**vars(TINY), "clip": 1.0, "nonfinite": "skip", "check_every": 1, "backward": "split"}))
     assert len(error.value.faults) >= 4
+
+
+def test_a_dry_run_says_when_the_pipeline_is_flushed(said):
+    words = "train gpt-tiny --schedule pipedream --mesh.pp 2 --microbatches 1 --clip None --flush-every 5 --dry-run"
+    code, out, _ = said(*words.split())
+    assert code == 0
+    assert "after every 5 steps, evaluation and checkpoint; weights of a gradient are up to 1 step old" in out
+    assert "versions 2" in out, "older weights are planned"
