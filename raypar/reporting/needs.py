@@ -232,12 +232,17 @@ def _whole(run: Run, skeleton: Skeleton | None) -> int:
 def _checkpoints(run: Run, folder: str, one: int, step: int) -> str:
     """Say how many checkpoints of so many bytes a run saves after a step, against what its disk has free."""
     saved = -(-run.steps // run.save_every) - step // run.save_every if run.save_every else 1
-    kept = min(saved, run.keep_last or saved)
+    keep = run.keep_last or saved
+    kept, there = min(saved, keep), min(saved, keep + 1)  # one is removed when a newer one is whole
     place = next(path for path in (expanded(folder), *expanded(folder).absolute().parents) if path.exists())
-    free, count = free_disk(place), "1" if kept == 1 else f"{kept:,} of about {finer_size(one)} each"
-    told = f"about {size(kept * one)}: {count}" + ("" if free is None else f"; the disk has {size(free)} free")
-    if free is not None and kept * one > free:
-        return f"{told}: {TOO_MUCH}: set keep_last, or give a folder of another disk"
+    free = free_disk(place)
+    count = "1" if there == 1 else f"{kept:,} of about {finer_size(one)} each"
+    beside = ", and the one that is written" if there > kept else ""
+    told = f"about {size(there * one)}: {count}{beside}" + ("" if free is None else f"; the disk has {size(free)} free")
+    if free is not None and there * one > free:
+        most = free // one - 1
+        fix = f"set keep_last to {most} at most" if most > 0 else f"free about {size(min(saved, 2) * one - free)} more"
+        return f"{told}: {TOO_MUCH}: {fix}, or give a folder of another disk"
     return told
 
 

@@ -138,9 +138,16 @@ def test_checkpoints_are_held_against_the_disk(monkeypatch, tmp_path):
     schedule = check_run(run)["train"]
     monkeypatch.setattr("raypar.reporting.needs.free_disk", lambda folder: 250 << 20 if folder == tmp_path else None)
     assert dict(plan_rows(run, schedule))["checkpoints"] == "about 74 MiB: 1; the disk has 250 MiB free"
-    for keep, told in ((3, "about 223 MiB: 3 of about 74 MiB each"), (4, "TOO MUCH: set keep_last, or give a folder")):
+    beside = "2 of about 74 MiB each, and the one that is written"
+    for keep, told in ((2, f"about 223 MiB: {beside}"), (3, "TOO MUCH: set keep_last to 2 at most, or give a folder")):
         often = replace(run, save_every=15, keep_last=keep)
         assert told in dict(plan_rows(often, schedule))["checkpoints"]
+    monkeypatch.setattr("raypar.reporting.needs.free_disk", lambda folder: 120 << 20)
+    told = dict(plan_rows(replace(run, save_every=15, keep_last=1), schedule))["checkpoints"]
+    assert told.endswith("TOO MUCH: free about 29 MiB more, or give a folder of another disk")
+    monkeypatch.setattr("raypar.reporting.needs.free_disk", lambda folder: 50 << 20)
+    told = dict(plan_rows(run, schedule))["checkpoints"]
+    assert told.endswith("TOO MUCH: free about 24 MiB more, or give a folder of another disk")
     plain = replace(run, optim=SGD(momentum=0.0), save_every=50)
     assert dict(plan_rows(plain, schedule))["checkpoints"].startswith("about 50 MiB: 2 of about 25 MiB each")
 
