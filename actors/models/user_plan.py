@@ -5,7 +5,9 @@ A plan maps patterns of module names to kinds such as "column" and "row".
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 from torch import nn
@@ -32,6 +34,7 @@ class Divisible(NamedTuple):
     size: str = ""
 
 
+_TRIED = 20  # plans that are tried for a message
 _COLUMN = {"weight": 0, "bias": 0}
 _KINDS: Mapping[str, Divisible] = {
     "column": Divisible(nn.Linear, ("column", "copy"), _COLUMN, "out_features"),
@@ -87,6 +90,36 @@ def plan_faults(plan: Mapping[str, str], layers: Mapping[str, nn.Module], tp: in
     kinds = {whole.get_submodule(name.removeprefix("layers.")): kind for name, kind in known.items()}
     yield from _size_faults(known, whole, tp)
     yield from _tie_faults(kinds, whole)
+
+
+def plan_to_give(layers: Mapping[str, nn.Module], tp: int) -> str:
+    """Say which plan would divide some of the user's modules, or that there are none to divide.
+
+    Args:
+        layers: The model's layers by logical name, without memory (on the meta device).
+        tp: Number of tensor-parallel ranks.
+    """
+    parts = [
+        (name, module)
+        for layer, whole in layers.items()
+        for name, module in whole.named_modules(prefix=layer)
+        if module._parameters
+    ]
+    for plan in islice(_candidates(parts), _TRIED):
+        if not any(plan_faults(plan, layers, tp)):
+            return f"give Layers(plan={json.dumps(plan)}), say, or set it to 1"
+    return f"a plan divides modules of type nn.Linear and nn.Embedding, and none of yours by {tp}: set it to 1"
+
+
+def _candidates(parts: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, str]]:
+    """Yield plans for modules with weights: for MLPs first, then for single linear layers."""
+    linear = [(name, module) for name, module in parts if isinstance(module, nn.Linear)]
+    for (up, first), (down, second) in pairwise(parts):
+        if isinstance(first, nn.Linear) and isinstance(second, nn.Linear) and up.split(".")[1] == down.split(".")[1]:
+            outer, inner = first.in_features, first.out_features
+            if outer != inner and (inner, outer) == (second.in_features, second.out_features):
+                yield {up: "column", down: "row"}
+    yield from ({name: "column_gather_output"} for name, _ in linear)
 
 
 def _name_faults(plan: Mapping[str, str], known: Mapping[str, str], whole: nn.Module) -> Iterator[str]:

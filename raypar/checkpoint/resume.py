@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 
 from raypar.actors.checkpoint.logical import DTYPES, Logical
 from raypar.actors.errors import CheckpointError
+from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.check import verified, verify
 from raypar.checkpoint.find import Found, instead_of, listed, newest
@@ -141,7 +142,8 @@ def demand_resumable(run: Run, skeleton: Skeleton, found: Found) -> None:
             name == "optim.kind" for name, _, _ in changed
         ):  # one fault is enough, without one for each tensor of optimizer state
             stored = {name: logical for name, logical in stored.items() if not name.startswith("optim.")}
-        faults += _tensor_faults(run, skeleton, stored)
+        differing = [*_tensor_faults(run, skeleton, stored)]
+        faults += _of_own_layers(differing) if isinstance(run.model, Layers) else differing
     if faults:
         raise ConfigError([f"resume {str(found.path)!r}: {fault}" for fault in faults])
     for name, now, was in changed:
@@ -213,6 +215,16 @@ def demand_latest(run: Run, step: int) -> None:
 def _as_fp32(dtype: str, wanted: tuple[str, tuple[int, ...]] | None) -> str:
     """Return the dtype that a stored weight counts as: masters of any precision go into any other."""
     return "F32" if wanted is not None and wanted[0] == "F32" and dtype in ("F16", "BF16") else dtype
+
+
+def _of_own_layers(differing: Sequence[str]) -> list[str]:
+    """Say in one sentence that the user's own layers have other weights; without a weight, what differs stays."""
+    weights = [fault for fault in differing if fault.startswith("weight ")]
+    if not weights:
+        return [*differing]
+    others = f", and so on, {len(weights)} weights in all" if len(weights) > 1 else ""
+    fix = "give the layers that were saved, or leave resume out to begin anew"
+    return [f"your own layers are not those that were saved: {weights[0]}{others}: {fix}"]
 
 
 def _tensor_faults(run: Run, skeleton: Skeleton, stored: Mapping[str, Logical]) -> Iterator[str]:

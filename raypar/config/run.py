@@ -80,7 +80,9 @@ def check_run(
     faults += [*offload_faults(run, right), *replica_check_faults(run, right), *order_faults(run, right)]
     faults += precision_faults(run, right)
     if right("model", "mesh.tp", "data_parallel", "sequence_parallel"):
-        faults += tensor_faults(run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel)
+        faults += tensor_faults(
+            run.model, run.mesh.tp, run.data_parallel, sequence=run.sequence_parallel, plan=_plan(run, skeleton)
+        )
     if right("mesh.tp", "data", "micro_batch_size") and isinstance(run.mesh.tp, str):
         faults += batch_faults(run.mesh.tp, run.data, run.micro_batch_size)
     if right("model", "mesh.cp", "mesh.tp", "context", "sequence_parallel"):
@@ -255,6 +257,15 @@ def _builds(skeleton: Skeleton) -> bool:
         return False
 
 
+def _plan(run: Run, skeleton: Skeleton) -> str:
+    """Return a plan to give for own layers that have none; "" where none is wanted or they do not build."""
+    if not isinstance(run.model, Layers) or run.model.plan or run.mesh.tensor_ranks == 1 or not _builds(skeleton):
+        return ""
+    from raypar.actors.models.user_plan import plan_to_give  # imports torch
+
+    return plan_to_give(skeleton.layers, run.mesh.tensor_ranks)
+
+
 def _backward_faults(run: Run) -> Iterator[str]:
     """Yield a fault if backwards are to be split but W would have nothing to compute."""
     if run.backward != "split":
@@ -312,7 +323,7 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
 
         from raypar.actors.models.user_layers import UnfitLayersError
         from raypar.actors.models.user_plan import embedding_faults, plan_faults  # imports torch
-        from raypar.config.validate.batches import loss_faults
+        from raypar.config.validate.batches import failure, loss_faults
 
         faults += loss_faults(run.model)
         if isinstance(run.model.fn, Module):
@@ -323,7 +334,7 @@ def _layer_faults(run: Run, skeleton: Skeleton, num_stages: int, right: Callable
         except UnfitLayersError as error:
             return [*faults, *str(error).splitlines()]
         except Exception as error:
-            return [*faults, f"model.fn failed: {type(error).__name__}: {error}"]
+            return [*faults, failure("model.fn", error)]
         copied = (right("mesh.dp") and run.mesh.dp > 1) or (right("mesh.tp") and run.mesh.tensor_ranks > 1)
         faults += embedding_faults(layers, alone=not copied and run.data_parallel != "parameter_server")
         faults += plan_faults(run.model.plan, layers, run.mesh.tensor_ranks if right("mesh.tp") else 1)

@@ -35,6 +35,7 @@ _FORMAT = "raypar recording 1"
 _ABOUT = "about"  # the tensor that holds the fields of Recorded, as JSON
 _MOST_BYTES = 4 << 20  # the largest size of that tensor
 _SHA256 = "sha256"  # the tensor that holds the hash of all other tensors, with their names, dtypes and shapes
+_FIX = "give a file that rp.Stepper.record wrote"
 _ACTION = re.compile(r"[FB][0-9]{1,9}")
 
 
@@ -111,9 +112,9 @@ def read_recording(path: Path) -> tuple[Recorded, dict[str, Tensor]]:
             raise ConfigError([f"{str(path)!r} is damaged: its tensors don't have the sha256 that it was written with"])
         about = _reader().validate_json(bytes(tensors.pop(_ABOUT).numpy().tobytes()), strict=True)
     except CheckpointError as error:
-        raise ConfigError([f"{str(path)!r}: {fault}" for fault in error.faults]) from error
+        raise ConfigError([f"{str(path)!r} is no recording: {fault}: {_FIX}" for fault in error.faults]) from error
     except (KeyError, RuntimeError, TypeError) as error:
-        raise ConfigError([f"{str(path)!r} is no recording of raypar's"]) from error
+        raise ConfigError([f"{str(path)!r} is no recording of raypar's: {_FIX}"]) from error
     except ValidationError as error:
         raise ConfigError(
             [

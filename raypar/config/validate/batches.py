@@ -9,6 +9,7 @@ from traceback import extract_tb
 from typing import Any
 
 from raypar.actors.data.batches import pair_of
+from raypar.actors.errors import is_ours
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.planner.host import starts_own_ray
@@ -30,8 +31,7 @@ def batches_faults(data: Batches) -> Iterator[str]:
         try:
             batch = None if fn is None else fn(0, 0, 0)
         except fatal as error:
-            at = extract_tb(error.__traceback__)[-1]
-            yield f"{name} fails at {at.filename}:{at.lineno}, {type(error).__name__}: {error}"
+            yield failure(name, error)
             continue
         except Exception:
             continue
@@ -40,6 +40,18 @@ def batches_faults(data: Batches) -> Iterator[str]:
                 pair_of(batch)
             except TypeError as error:
                 yield f"{name}: {error}"
+
+
+def failure(name: str, error: Exception) -> str:
+    """Say that a user's function fails, and at which line of the user's.
+
+    Args:
+        name: The field that holds the function, ``data.fn``.
+        error: What it raised.
+    """
+    frames = extract_tb(error.__traceback__)
+    at = next((frame for frame in reversed(frames) if not is_ours(frame.filename)), frames[-1])
+    return f"{name} fails at {at.filename}:{at.lineno}, {type(error).__name__}: {error}"
 
 
 def _is_connected() -> bool:

@@ -148,7 +148,7 @@ def batch_faults(tp: str, data: Text | Batches, micro_batch_size: int) -> Iterat
 
 
 def tensor_faults(
-    model: GPT | Llama | Layers, tp: int | str, data_parallel: DataParallel, *, sequence: bool
+    model: GPT | Llama | Layers, tp: int | str, data_parallel: DataParallel, *, sequence: bool, plan: str
 ) -> Iterator[str]:
     """Yield the reasons why a model cannot be divided over the tensor-parallel axis.
 
@@ -159,6 +159,7 @@ def tensor_faults(
         tp: Number of tensor-parallel ranks, or a grid such as "2d:2x2".
         data_parallel: How replicas share gradients.
         sequence: Whether sequence parallelism is on.
+        plan: What to do about the user's own layers without a plan, "" where it is not known.
     """
     if tp == 1:
         return
@@ -168,10 +169,8 @@ def tensor_faults(
         if isinstance(tp, str):
             yield f"mesh.tp is {tp!r}: your own layers are divided by a plan, over a number of actors: set it to 2, say"
         elif not model.plan:
-            yield (
-                f"mesh.tp is {tp}, but raypar does not know how to divide your own layers: "
-                'give Layers(plan={"layers.*.up": "column", "layers.*.down": "row"}), say, or set it to 1'
-            )
+            fix = plan or "give Layers(plan={name of a module: style}), as help(raypar.Layers) tells, or set it to 1"
+            yield f"mesh.tp is {tp}, but raypar does not know how to divide your own layers: {fix}"
         if sequence:
             yield "sequence_parallel: raypar does not know where the sequence of your own layers is: set it to False"
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -11,11 +12,13 @@ from torch import nn
 from raypar.actors.collective.autograd import copy_to
 from raypar.actors.collective.local import local_groups
 from raypar.actors.errors import ActionError
+from raypar.actors.models.user_plan import plan_faults
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.tensor_parallel.sequence import SharedCopy
 from raypar.config.run import check_run
+from raypar.config.skeleton import Skeleton
 from raypar.errors import ConfigError
 from raypar.parity.verify import train_plainly
 from tests.support.own_layers import cross_entropy, mse, own_generator, team_of
@@ -296,9 +299,32 @@ def odd():
 
 
 @pytest.mark.parametrize(
+    ("fn", "plan"),
+    [
+        (lambda: [nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)], {"layers.0": "column_gather_output"}),
+        (lambda: [nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))],
+         {"layers.1.0": "column", "layers.1.2": "row"}),
+        (decoder, {"layers.1.q": "column_gather_output"}),
+    ],
+)  # fmt: skip
+def test_a_plan_to_give_is_one_that_can_be_given(fn, plan):
+    (fault,) = [fault for fault in wrong({}, fn=fn) if fault.startswith("mesh.tp")]
+    assert f"give Layers(plan={json.dumps(plan)}), say, or set it to 1" in fault
+    run = Run(model=Layers(fn, cross_entropy, plan=plan), data=Batches(tokens))
+    assert not [*plan_faults(plan, Skeleton(run.model, 0).layers, 2)]
+
+
+def test_layers_that_no_plan_divides_are_told_so():
+    (fault,) = wrong({}, fn=lambda: [nn.Conv1d(1, 1, 1), nn.Linear(3, 3)])
+    assert fault.endswith(
+        "a plan divides modules of type nn.Linear and nn.Embedding, and none of yours by 2: set it to 1"
+    )
+
+
+@pytest.mark.parametrize(
     ("plan", "says"),
     [
-        ({}, 'mesh.tp is 2, but raypar does not know how to divide your own layers: give Layers(plan={"layers.*.up'),
+        ({}, 'mesh.tp is 2, but raypar does not know how to divide your own layers: give Layers(plan={"layers.'),
         ({"layers.0.q": "colum"}, "model.plan: 'layers.0.q' is 'colum', which is no kind: use 'column'"),
         (
             {"layers.0.q": "x"},

@@ -17,7 +17,7 @@ from raypar.actors.checkpoint.snapshot import logical_name
 from raypar.actors.optim.groups import is_matrix
 from raypar.actors.optim.optimizer import KEPT
 from raypar.checkpoint import verified
-from raypar.checkpoint.resume import _tensor_faults, demand_resumable, find, prepared
+from raypar.checkpoint.resume import _of_own_layers, _tensor_faults, demand_resumable, find, prepared
 from raypar.config.skeleton import Skeleton
 from raypar.paths import checkpoints
 from raypar.reporting.run_folder.read import read
@@ -190,6 +190,15 @@ def test_the_users_own_modules_are_told_apart_by_their_weights(trained):
         f"weight 'blocks.0.mlp.up.weight' is F32 {list(up.shape)}, but F32 {list(down.shape)} in the checkpoint"
     )
     assert len(faults) == 3, "what is left of the optimizer's state is of no use"
+
+
+def test_other_layers_of_the_users_own_are_told_in_one_sentence():
+    one = "weight 'layers.0.bias' is not in it"
+    faults = _of_own_layers([one, "weight 'layers.0.weight' is not in it", "'optim.x' belongs to another model"])
+    fix = "give the layers that were saved, or leave resume out to begin anew"
+    told = f"your own layers are not those that were saved: {one}, and so on, 2 weights in all: {fix}"
+    assert faults == [told]
+    assert _of_own_layers(["'buffers.x' is not in it"]) == ["'buffers.x' is not in it"]
 
 
 def test_a_weight_that_goes_over_from_muon_to_its_adamw_is_told():

@@ -74,7 +74,9 @@ def test_own_layers_say_which_weights_are_the_embedding_and_the_head():
 
 def test_a_model_that_cannot_be_built_is_told_alone():
     model = rp.Layers(lambda: [][1], nn.functional.mse_loss)
-    assert faults_of(rp.Muon(), **OWN | {"model": model}) == ["model.fn failed: IndexError: list index out of range"]
+    assert faults_of(rp.Muon(), **OWN | {"model": model}) == [
+        f"model.fn fails at {__file__}:{model.fn.__code__.co_firstlineno}, IndexError: list index out of range"
+    ]
     (fault,) = faults_of(rp.Muon(), model=rp.GPT(hidden=17, heads=2))
     assert "model.hidden 17" in fault
 

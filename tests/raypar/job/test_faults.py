@@ -168,7 +168,9 @@ def test_a_model_that_can_be_built_only_here_fails_the_launch_with_its_message(k
 
     with pytest.raises(rp.JobError, match="the launch failed: KeyError: 'not at home'"):
         rp.launch(run_of(only_here))
-    with pytest.raises(rp.ConfigError, match=r"model.fn failed: ZeroDivisionError: while building"):
+    with pytest.raises(
+        rp.ConfigError, match=r"model.fn fails at .*test_faults.py:\d+, ZeroDivisionError: while building"
+    ):
         rp.launch(run_of(broken))
     for nothing in (lambda: nn.Linear(4, 4), lambda: None, list):
         with pytest.raises(rp.ConfigError, match=r"model.fn must return a list of nn.Modules, one or more"):
