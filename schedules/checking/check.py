@@ -32,13 +32,14 @@ def check(
     - edge order: In a lowered schedule a rank receives from another rank in the order in which that rank sends (NCCL
       has no tags).
     - reduce: Every stage has a REDUCE_GRAD or none has. Each one comes after a weight gradient that the one before did
-      not reduce, and the last one of a stage after its last weight gradient.
+      not reduce, and the last one of a stage after its last weight gradient; so does one before each STEP of a stage.
     - weights: If the schedule gathers weights, those of a stage are whole for each of its F, B and I. RESHARD comes
       only where they are whole, and at the STEP and at the end they are not. UNSHARD of what is whole does nothing.
     - step: In a lowered schedule each row has one STEP, after all weight gradients of the row and their REDUCE_GRAD. An
       evaluation has none.
-    - versions: In an asynchronous schedule each stage has every STEP once, between the weight gradients of its step and
-      of the next. It uses only versions that were made, and keeps at most ``max_versions``.
+    - versions: Asynchronous steps are equally long. A stage has every STEP once, between the weight gradients of its
+      step and of the next, uses only versions that were made, and keeps at most ``max_versions``. A synchronous
+      schedule has neither STEP nor USE of a stage.
     - in flight: No rank holds more than ``max_in_flight`` activations.
     - deadlock: The ranks never wait for one another in a circle.
 

@@ -4,6 +4,7 @@ closing STEP."""
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from itertools import islice
 
 from raypar.schedules.action import RECVS, SENDS, Action, Op
@@ -53,8 +54,7 @@ class RowCheck:
                 sentence = f"{action} stands behind the STEP, in which every rank waits for all others: put it before"
                 self._fault(index, "step", sentence)
             if action.op in (Op.STEP, Op.USE) and action.stage is not None:
-                if action.stage not in self._expected:
-                    self._misplaced(index, action)
+                self._version(index, action, action.stage)
             elif action.microbatch is not None:
                 self._perform(index, action)
             elif action.op is Op.STEP:
@@ -124,6 +124,16 @@ class RowCheck:
                 self._fault(index, "step", f"STEP stands before {late} weight gradients (B or W) of its rank")
         self._demand_freed("the STEP, which updates the shards")
 
+    def _version(self, index: int, action: Action, stage: int) -> None:
+        """Check the place of one stage's update or USE; ``version_faults`` looks at their numbers."""
+        if stage not in self._expected:
+            self._misplaced(index, action)
+        elif not self._schedule.stream:
+            sentence = f"{action} in a synchronous schedule, which has one version of its weights: take it out"
+            self._fault(index, "versions", sentence)
+        elif action.op is Op.STEP:
+            self._demand_freed(f"{action}, which updates the shards", {stage})
+
     def _whole_stage(self, index: int, action: Action) -> None:
         """Check an action of a whole stage."""
         stage, op, _ = action
@@ -150,10 +160,10 @@ class RowCheck:
         self._unreduced[stage] = 0
         self._last_reduced[stage] = index
 
-    def _demand_freed(self, when: str) -> None:
-        """Report the stages whose weights are still whole, each window once."""
+    def _demand_freed(self, when: str, stages: Collection[int] | None = None) -> None:
+        """Report the stages, of these or of all, whose weights are still whole, each window once."""
         for stage, index in self._whole.items():
-            if index not in self._unfreed:
+            if (stages is None or stage in stages) and index not in self._unfreed:
                 sentence = f"stage {stage} is still whole at {when}: put {stage}RESHARD behind its last F, B or I"
                 self._fault(index, "weights", sentence)
                 self._unfreed.add(index)

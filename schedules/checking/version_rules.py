@@ -9,7 +9,7 @@ from raypar.schedules.action import Action, Op
 from raypar.schedules.checking.errors import Fault
 from raypar.schedules.rules import MAKES_GRADIENTS
 from raypar.schedules.schedule import Schedule
-from raypar.schedules.versions import Versions
+from raypar.schedules.versions import USED_UP, Versions
 
 _RULE = "versions"
 
@@ -22,6 +22,11 @@ def version_faults(schedule: Schedule, rank: int, most: int | None = None) -> It
         rank: The row's rank.
         most: The most versions that a stage may keep; None for no limit.
     """
+    if schedule.num_microbatches % schedule.stream:
+        if rank == 0:  # it is not the fault of any row
+            sentence = f"{schedule.num_microbatches} microbatches are not {schedule.stream} steps of equal length"
+            yield Fault(rank, None, _RULE, sentence)
+        return
     for stage in schedule.stages_of(rank):
         yield from _StageCheck(schedule, rank, stage, most).faults()
     for index, action in enumerate(schedule.rows[rank]):
@@ -36,6 +41,8 @@ class _StageCheck:
     def __init__(self, schedule: Schedule, rank: int, stage: int, most: int | None) -> None:
         self._schedule, self._rank, self._stage, self._most = schedule, rank, stage, most
         self._versions = Versions(schedule.rows[rank], stage)
+        self._reduces = Action(stage, Op.REDUCE_GRAD, None) in schedule.rows[rank]
+        self._unreduced = False
         self._made: defaultdict[int, int] = defaultdict(int)  # by step, weight gradients since the last update
         self._updates = 0
 
@@ -44,7 +51,11 @@ class _StageCheck:
         steps, a_step = self._schedule.stream, self._schedule.microbatches_a_step
         for index, action in enumerate(self._schedule.rows[self._rank]):
             stage, op, number = action
-            if stage != self._stage or number is None:
+            if stage != self._stage:
+                continue
+            if op is Op.REDUCE_GRAD:
+                self._unreduced = False
+            if number is None:
                 continue
             if op is Op.STEP:
                 yield from self._step(index, action, number)
@@ -53,6 +64,7 @@ class _StageCheck:
                 yield Fault(self._rank, index, _RULE, sentence)
             elif op in MAKES_GRADIENTS:
                 self._made[number // a_step] += 1
+                self._unreduced = True
             self._versions.perform(action)
             yield from self._bounded(index, action)
         for step in range(self._updates, steps):
@@ -62,7 +74,10 @@ class _StageCheck:
 
     def _step(self, index: int, action: Action, number: int) -> Iterator[Fault]:
         """Check an update."""
-        if number != self._updates:
+        if number >= self._schedule.stream:
+            sentence = f"{action}: the schedule has {self._schedule.stream} steps only"
+            yield Fault(self._rank, index, _RULE, sentence)
+        elif number != self._updates:
             sentence = f"{action} is the stage's update number {self._updates}: put them in the order of the steps"
             yield Fault(self._rank, index, _RULE, sentence)
         else:
@@ -74,21 +89,34 @@ class _StageCheck:
             sentence = f"{action} would take weight gradients of step {later[0]} too: put it before them"
             yield Fault(self._rank, index, _RULE, sentence)
             self._made.clear()
+        if self._reduces and self._unreduced:
+            sentence = f"{action} takes weight gradients that are not reduced: put {self._stage}REDUCE_GRAD before it"
+            yield Fault(self._rank, index, "reduce", sentence)
+            self._unreduced = False
         self._updates += 1
 
     def _bounded(self, index: int, action: Action) -> Iterator[Fault]:
         """Report the first time that more versions are kept than allowed."""
         kept = self._versions.kept
         if self._most is not None and len(kept) > self._most:
-            used = self._versions.used
-            needs = next(
-                other
-                for other in self._schedule.rows[self._rank][index + 1 :]
-                if other.op is Op.B and other.stage == self._stage and used.get(other.microbatch or 0) == kept[0]
-            )
+            later = self._schedule.rows[self._rank][index + 1 :]
+            needs = next((other for other in later if self._uses(other, kept[0])), None)
+            why = f"{needs} needs version {kept[0]}, with which its forward has computed"
+            if needs is None:
+                why = f"a forward has computed with version {kept[0]}, and no backward of it comes"
             sentence = (
                 f"{action} makes it {len(kept)} versions of stage {self._stage} ({', '.join(map(str, kept))}), "
-                f"the bound is {self._most}: {needs} needs version {kept[0]}, with which its forward has computed"
+                f"the bound is {self._most}: {why}"
             )
             yield Fault(self._rank, index, _RULE, sentence)
             self._most = None
+
+    def _uses(self, action: Action, version: int) -> bool:
+        """Return whether an action is a backward after which its microbatch needs a version of this stage no more."""
+        stage, op, number = action
+        return (
+            stage == self._stage
+            and op in USED_UP
+            and number in self._versions.used
+            and (self._versions.used[number] == version)
+        )

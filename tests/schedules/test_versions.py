@@ -86,6 +86,13 @@ def test_a_stream_is_written_and_read():
         ("0F0 0B0 0STEP1 0F1 0B1 0STEP0", "0STEP1 is the stage's update number 0"),
         ("0F0 0B0 0STEP0 0F1 0B1 0STEP1 STEP", "give each stage its own"),
         ("0F0 0B0 0STEP0 0F1 0B1 0STEP1 1STEP0", "1STEP0"),
+        ("0F0 0B0 0STEP0 0F1 0B1 0STEP1 0STEP2", "0STEP2: the schedule has 2 steps only"),
+        ("0F0 0B0 0STEP0 0F1 0B1 0REDUCE_GRAD 0STEP1", "0STEP0 takes weight gradients that are not reduced"),
+        (
+            "0F0 0B0 0REDUCE_GRAD 0STEP0 0F1 0B1 0STEP1 0REDUCE_GRAD",
+            "0STEP1 takes weight gradients that are not reduced",
+        ),
+        ("0UNSHARD 0F0 0B0 0STEP0 0RESHARD 0UNSHARD 0F1 0B1 0RESHARD 0STEP1", "still whole at 0STEP0"),
     ],
 )
 def test_wrong_updates_and_uses_are_told(row, told):
@@ -93,6 +100,33 @@ def test_wrong_updates_and_uses_are_told(row, told):
     with pytest.raises(CheckError) as error:
         check(schedule)
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize("word", ["0USE0", "0USE1", "0STEP0"])
+def test_versions_in_a_synchronous_schedule_are_refused(word):
+    row = tuple(map(Action.parse, f"0F0 0B0 {word} STEP".split()))
+    with pytest.raises(CheckError, match=f"{word} in a synchronous schedule"):
+        check(Schedule("wrong", (row,), (0,), 1, True, False))
+
+
+@pytest.mark.parametrize(("microbatches", "steps"), [(3, 2), (2, 3)])
+def test_steps_of_unequal_length_are_refused(microbatches, steps):
+    row = tuple(map(Action.parse, ["0F0", "0F1", "0B0", "0B1", "0STEP0", "0F2", "0B2", "0STEP1"]))
+    with pytest.raises(CheckError, match=f"{microbatches} microbatches are not {steps} steps of equal length"):
+        check(Schedule("wrong", (row,), (0,), microbatches, True, False, steps))
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ("0F0 0F1 0I0 0W0 0STEP0 0I1 0W1 0STEP1", "0W1 needs version 0"),
+        ("0F0 0F1 0B0 0STEP0 0STEP1", "no backward of it comes"),
+    ],
+)
+def test_a_bound_of_versions_is_checked_where_backwards_are_halved_or_missing(row, told):
+    schedule = Schedule("wrong", (tuple(map(Action.parse, row.split())),), (0,), 2, True, False, 2)
+    with pytest.raises(CheckError, match=told):
+        check(schedule, max_versions=1)
 
 
 def test_without_stashing_the_mismatch_is_named():

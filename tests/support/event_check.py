@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 
 from raypar.schedules.action import Action, Op
 from raypar.schedules.schedule import Schedule
+from tests.support.version_check import wrong_updates
 
 
 class UnsoundError(Exception):
@@ -27,7 +28,7 @@ def unsound(schedule: Schedule, send_capacity: int | None = None) -> str | None:
         world.close()
     except UnsoundError as error:
         return str(error)
-    return None
+    return wrong_updates(schedule) if schedule.stream else None
 
 
 class _World:
@@ -75,7 +76,8 @@ class _World:
             raise UnsoundError("weights that are still whole in the end")
         if self.reduced and self.reduced != set(range(len(schedule.placement))):
             raise UnsoundError("some stages reduced their gradients, others did not")
-        if schedule.lowered and not schedule.forward_only and not all(self.stepped):
+        closes = schedule.lowered and not schedule.forward_only and not schedule.stream
+        if closes and not all(self.stepped):
             raise UnsoundError("a rank took no STEP")
 
     def action(self, rank: int) -> Action | None:
@@ -86,10 +88,12 @@ class _World:
         """Whether the rank could perform its next action. It did, then."""
         action = self.action(rank)
         assert action is not None
-        if action.op is Op.STEP:
+        if action.op is Op.STEP and action.stage is None:
             return self.step(rank)
         if action.stage is None or not self.is_home(rank, action.stage):
             raise UnsoundError(f"rank {rank} does not hold the stage of {action}")
+        if action.op in (Op.STEP, Op.USE):
+            return self.alone(rank, action.op, action.stage)
         if action.op in (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD):
             return self.whole_stage(rank, action.op, action.stage)
         if action.microbatch not in range(self.schedule.num_microbatches):
@@ -211,9 +215,18 @@ class _World:
         self.at[rank] += 1
         return True
 
+    def alone(self, rank: int, op: Op, stage: int) -> bool:
+        """An update of one stage, or its next version: nobody waits for it. ``wrong_updates`` looks at the numbers."""
+        if not self.schedule.stream:
+            raise UnsoundError(f"stage {stage} has versions of its own, but the schedule is synchronous")
+        if op is Op.STEP and stage in self.whole:
+            raise UnsoundError(f"stage {stage} takes a STEP with whole weights")
+        self.at[rank] += 1
+        return True
+
     def step(self, rank: int) -> bool:
         """The update, in which all ranks vote: nobody goes on before all are there."""
-        if self.schedule.forward_only or self.stepped[rank]:
+        if self.schedule.forward_only or self.schedule.stream or self.stepped[rank]:
             raise UnsoundError(f"rank {rank} takes a STEP too many")
         if any(self.lacks_gradients(rank, s) for s in range(len(self.schedule.placement)) if self.is_home(rank, s)):
             raise UnsoundError(f"rank {rank} takes the STEP before all of its gradients are there")

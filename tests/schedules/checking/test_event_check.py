@@ -7,13 +7,17 @@ import pytest
 from raypar.schedules import Schedule, build, lower
 from tests.long.schedule_fuzz import disagreements
 from tests.support.event_check import unsound
+from tests.support.version_check import most_kept
 
 
-def test_check_and_events_agree():
+@pytest.mark.parametrize("stream", [False, True])
+def test_check_and_events_agree(stream):
     counts = Counter()
-    found = [text for seed in range(-400, 0) for text in disagreements(seed, counts)]
+    found = [text for seed in range(-200, 0) for text in disagreements(seed, counts, stream=stream)]
     assert not found, "\n".join(found)
-    assert min(counts["all", "sound"], counts["all", "unsound"]) > 300, counts
+    assert min(counts["all", "sound"], counts["all", "unsound"]) > 150, counts
+    if stream:
+        assert min(counts["versions bounded", "sound"], counts["versions bounded", "unsound"]) > 25, counts
 
 
 @pytest.mark.parametrize(
@@ -50,6 +54,34 @@ def test_the_events_tell_what_is_wrong(rows, says):
     schedule = Schedule.of("mine", rows.split("|"), lowered="SEND" in rows)
     why = unsound(schedule)
     assert why is None if says is None else says in why
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("0F0 0B0 0STEP0 0USE1 0F1 0B1 0STEP1", None),
+        ("0F0 0F1 0B0 0STEP0 0B1 0STEP1", None),
+        ("0F0 0F1 0B0 0B1 0STEP0 0STEP1", "0STEP0 is update 0 and has the gradients of [0, 1]"),
+        ("0F0 0B0 0STEP0 0F1 0B1 0STEP0 0STEP1", "0STEP0 is update 1"),
+        ("0F0 0B0 0STEP1 0F1 0B1 0STEP0", "0STEP1 is update 0"),
+        ("0F0 0B0 0F1 0B1 0STEP1", "0STEP1 is update 0"),
+        ("0F0 0B0 0STEP0 0USE2 0F1 0B1 0STEP1", "0USE2, but there are versions 0 to 1"),
+        ("0F0 0B0 0STEP0 0F1 0B1 0REDUCE_GRAD 0STEP1", "gradients that are not reduced"),
+        ("0UNSHARD 0F0 0B0 0STEP0 0F1 0B1 0RESHARD 0STEP1", "takes a STEP with whole weights"),
+        ("0F0 0B0 0STEP0 0F1 0B1 0STEP1 STEP", "a STEP too many"),
+    ],
+)
+def test_the_events_tell_wrong_updates_and_versions(row, says):
+    schedule = Schedule.of("mine", [row], lowered=True)
+    why = unsound(schedule)
+    assert why is None if says is None else says in why
+    assert schedule.stream == 2
+
+
+def test_the_versions_kept_are_counted():
+    late = Schedule.of("mine", ["0F0 0F1 0F2 0B0 0STEP0 0B1 0STEP1 0I2 0STEP2 0W2"])
+    assert most_kept(late, 0) == 2, "version 1 is neither newest nor needed any more when version 2 is made"
+    assert [most_kept(build("pipedream", 3, 1, steps=5), stage) for stage in range(3)] == [3, 2, 1]
 
 
 def test_sends_that_block_are_told_from_others():
