@@ -38,8 +38,7 @@ def check(
     - step: In a lowered schedule each row has one STEP, after all weight gradients of the row and their REDUCE_GRAD. An
       evaluation has none.
     - versions: Asynchronous steps are equally long. A stage has every STEP once, between the weight gradients of its
-      step and of the next, uses only versions that were made, and keeps at most ``max_versions``. A synchronous
-      schedule has neither STEP nor USE of a stage.
+      step and of the next, uses only versions that were made, keeps at most ``max_versions``. Others have none.
     - in flight: No rank holds more than ``max_in_flight`` activations.
     - deadlock: The ranks never wait for one another in a circle.
 
