@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.specs.run import Run
+from raypar.cli.parsing import values_of
 from raypar.config.toml import run_of
 from raypar.errors import ConfigError
 from raypar.paths import CHECKPOINTS, absolute, home_of
@@ -54,20 +56,29 @@ def misfits(run: Run, begun: Found | None, overwrite: bool, *, is_sound: bool) -
     return faults
 
 
-def finished(begun: Found, steps: int, *, is_told: bool) -> str:
-    """Say that a checkpoint's run is finished, and the command with which it goes on.
+def finished(begun: Found, steps: int, words: Sequence[str]) -> str:
+    """Say that a checkpoint's run is finished, and the command with which it goes on: the same one, with more steps.
 
     Args:
         begun: The checkpoint.
         steps: The steps of the run that is to go on from it.
-        is_told: Whether the user said so many.
+        words: The words of the command.
     """
     taken = begun.manifest.step
-    again = shlex.quote(str(home_of(begun.path) or begun.path))
-    more = f"for more, raypar train --resume {again} --steps {taken + max(1, taken // 2)}"
-    if is_told:
+    saved, told = its_run(begun).steps, [*values_of("--steps", words)]
+    enough = saved if saved > taken else taken + max(1, taken // 2)
+    others = shlex.join(
+        [word for word, before in zip(words, ["", *words], strict=False) if not _of_steps(word, before)]
+    )
+    more = f"for more, raypar train {others} --steps {enough}"
+    if told:
         return f"{begun.path.name} is of a run that has taken {taken} steps, and --steps is {steps}: {more}"
     return f"this run is finished: {begun.path.name} has all its {taken} steps; {more}"
+
+
+def _of_steps(word: str, before: str) -> bool:
+    """Return whether a word is the flag --steps or its value, by the word before it."""
+    return word == "--steps" or word.startswith("--steps=") or before == "--steps"
 
 
 def how_to_go_on(run: Run) -> str:

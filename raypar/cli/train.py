@@ -152,13 +152,12 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
     if args.base in known and names_code(args.schedule) and not [*values_of("--schedule", words)]:
         text = f"schedule {args.schedule!r} is code, and the checkpoint alone can't make it run"
         wrong.append(Fault("schedule", f"{text}: if you trust it, say --schedule {args.schedule}", of_type=True))
-    is_told = any(values_of("--steps", words))
     if args.dry_run:
         with sparing_cache(run) as run:
-            schedule = _checked(run, args, begun, wrong, is_told=is_told)
+            schedule = _checked(run, args, begun, wrong, words)
             taken = 0 if begun is None else begun.manifest.step
             return _planned(run, schedule, _origins(args, words), taken, color=terminal)
-    schedule = _checked(run, args, begun, wrong, is_told=is_told)
+    schedule = _checked(run, args, begun, wrong, words)
     origins = _origins(args, words)
     for axis, origin in origins.items():  # the log says later how many actors that makes
         logging.getLogger("raypar").info("mesh.%s is %s, from %s", axis, getattr(run.mesh, axis), origin)
@@ -183,7 +182,7 @@ def _planned(run: Run, schedule: Schedule, origins: Mapping[str, str], step: int
     return Plan("\n\n".join(filter(None, pictures)), rows)
 
 
-def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fault], *, is_told: bool) -> Schedule:
+def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fault], words: Sequence[str]) -> Schedule:
     """Check everything about a command that trains, and return the schedule of a step.
 
     Args:
@@ -191,7 +190,7 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
         args: The flags.
         begun: The checkpoint to continue from; None for a new run.
         wrong: Faults of the words, and of the files that they name.
-        is_told: Whether a flag says how many steps the run has.
+        words: The words that say so.
 
     Raises:
         ConfigError: There are faults. The error lists all of them.
@@ -206,7 +205,7 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
     if args.overwrite and run.folder is None:
         faults.append("--overwrite replaces the run in a folder, and there is none: give --folder")
     if begun is not None and right("steps") and begun.manifest.step >= run.steps:
-        faults.append(finished(begun, run.steps, is_told=is_told))
+        faults.append(finished(begun, run.steps, words))
     faults += injected(args.chaos, run, schedule)[1]
     faults += device_faults(run.device) if right("device") else ()
     if not 0 <= args.wait_for_nodes < math.inf:

@@ -24,11 +24,14 @@ _CLIENT = "ray://"
 _NAME = "/ray.rpc.NodeInfoGcsService/GetClusterId"  # the call with which Ray itself introduces a driver
 
 
-def demand_answer(address: str) -> None:
+def demand_answer(address: str) -> bool:
     """Check that a cluster answers. Ray itself would try again for 20 s, and not say why it failed.
 
     Args:
         address: RAY_ADDRESS. Of one without a port, such as "auto", nothing is known.
+
+    Returns:
+        Whether a cluster is known to answer there.
 
     Raises:
         OSError: Nothing answers there.
@@ -39,22 +42,23 @@ def demand_answer(address: str) -> None:
         raise ConfigError([_through_a_proxy(address)])
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        return
+        return False
     socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
-        return
+        return False
     token = _token()
     if token is None:
-        return
+        return False
     if token:
         _warn_of_readers()
     error = _answer(address, token)
     if error is None:
-        return
+        return True
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
         raise ConfigError([_refused(address, token)]) from None
     if error.code() in _SILENT:
         raise OSError(f"what listens there is no Ray, or does not answer: {error.details()}") from error
+    return False
 
 
 def accepts(address: str, token: str) -> bool | None:
@@ -99,6 +103,16 @@ def _token() -> str | None:
                 "cluster's token, or unset it to use ~/.ray/auth_token; ray get-auth-token prints the token on the head"
             ]
         ) from error
+
+
+def from_outside(address: str) -> str:
+    """Say how to use a cluster that answers at an address with a port, but takes no driver from this machine."""
+    host = address.rpartition(":")[0]
+    return (
+        f"RAY_ADDRESS is {address!r}, and the cluster there answers, but this machine is no node of it: run raypar on "
+        f"a node of the cluster, with RAY_ADDRESS={address}, or from here ray job submit --address http://{host}:8265 "
+        "--working-dir . -- raypar train ..."
+    )
 
 
 def _through_a_proxy(address: str) -> str:

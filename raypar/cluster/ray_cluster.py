@@ -24,7 +24,7 @@ from raypar.actors.errors import first_line
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.types import DeviceChoice
 from raypar.cluster.actors import Actors, driver_id
-from raypar.cluster.address import demand_answer
+from raypar.cluster.address import demand_answer, from_outside
 from raypar.cluster.devices import Share, demand_build, gpu_share
 from raypar.cluster.interrupts import patience
 from raypar.cluster.nodes import demand_alike, living_nodes
@@ -301,12 +301,15 @@ def _connect() -> bool:
         os.environ.setdefault(name, value)
     address = os.environ.get("RAY_ADDRESS")
     if address:
+        is_there = False
         try:
-            demand_answer(address)
+            is_there = demand_answer(address)
             ray.init(address=address, namespace="raypar", log_to_driver=False, logging_level=logging.ERROR)
         except ConfigError:
             raise
         except (OSError, RuntimeError, ValueError) as error:
+            if is_there and isinstance(error, ConnectionError):
+                raise ConfigError([from_outside(address)]) from error
             reason = f"no cluster answers there ({first_line(error)})"
             raise ConfigError([f"RAY_ADDRESS is {address!r}, but {reason}"]) from error
         return True

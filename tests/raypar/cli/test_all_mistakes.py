@@ -82,8 +82,16 @@ def test_a_checkpoint_of_another_run_is_one_of_several_faults(said, tmp_path):
         faults,
         "microbatches is 0",
         "seed is 0, but 3 in the checkpoint: give the same",
-        "step-00000004 is of a run that has taken 4 steps, and --steps is 4: for more, raypar train --resume ",
+        "step-00000004 is of a run that has taken 4 steps, and --steps is 4: for more, raypar train gpt-tiny --resume ",
     )
+
+
+def test_the_command_with_more_steps_keeps_all_other_words(said, tmp_path):
+    save_at(tmp_path, 4, run=plain_of(rp.recipe("gpt-tiny", steps=40)))
+    words = "--resume", str(tmp_path), "--folder", str(tmp_path / "b"), "--microbatches=0"
+    faults = faults_of(said, "train", *words, "--steps", "3")
+    told = f"for more, raypar train --resume {tmp_path} --folder {tmp_path}/b --microbatches=0 --steps 40"
+    demand(faults, told, "microbatches is 0")
 
 
 def test_a_finished_run_is_told_without_a_flag_that_was_not_given(said, tmp_path):

@@ -100,6 +100,20 @@ def test_an_address_of_ray_client_is_refused_with_the_two_ways_that_work(monkeyp
     assert "RAY_ADDRESS=head.example:6379" in fault and "ray job submit --address http://head.example:8265" in fault
 
 
+def test_a_driver_outside_of_a_cluster_that_answers_is_told_where_to_run(head, monkeypatch):
+    def outside(**settings):
+        raise ConnectionError(f"Failed to connect to Ray cluster at {head}")
+
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setattr(address, "_answer", lambda *_: None)
+    monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_cluster.ray, "init", outside)
+    monkeypatch.setenv("RAY_ADDRESS", head)
+    with pytest.raises(ConfigError, match="answers, but this machine is no node of it: run raypar on a node") as caught:
+        ray_cluster._connect()
+    assert "or from here ray job submit --address http://127.0.0.1:8265 --working-dir ." in str(caught.value)
+
+
 def test_a_port_where_nothing_answers_is_told_as_that(monkeypatch):
     monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(address, "_ANSWER_SECONDS", 0.5)
