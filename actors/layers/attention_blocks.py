@@ -17,13 +17,11 @@ from torch import Tensor
 
 from raypar.actors.layers.attention_scratch import Desk, Place, Size
 from raypar.actors.layers.linear import of_intel, undisturbed
+from raypar.actors.specs.attention import LEAST, ROWS
 
 # Scores in a block, 512 KiB. A backward uses two such tensors (softmax and its gradient), which fit in 1 MiB of cache.
 _ROOM = 1 << 17
-# Below these sizes torch's own kernel is faster.
-_LEAST = 256  # tokens in the sequence
-_ROWS = 2048  # queries of a sample, over all heads
-_OF_INTEL = 1 << 17  # elements of a sample's queries; on Intel processors only
+_OF_INTEL = 1 << 17  # elements of a sample's queries, below which torch's own kernel is faster on Intel processors
 
 
 def serves(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
@@ -37,8 +35,8 @@ def serves(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
         v_BKSd: Values.
     """
     return (
-        q_BNSd.shape[2] == k_BKSd.shape[2] >= _LEAST
-        and q_BNSd.shape[1] * q_BNSd.shape[2] >= _ROWS
+        q_BNSd.shape[2] == k_BKSd.shape[2] >= LEAST
+        and q_BNSd.shape[1] * q_BNSd.shape[2] >= ROWS
         and all(x.dtype == torch.float32 and x.device.type == "cpu" for x in (q_BNSd, k_BKSd, v_BKSd))
         and undisturbed(q_BNSd)
         and (math.prod(q_BNSd.shape[1:]) >= _OF_INTEL or not of_intel())

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from raypar.actors.autograd.torch_private import softmax_gradient_
+from raypar.actors.specs.attention import ROOM, SIDE
 
-_SIDE = 64  # tokens in a block of queries
 _LINE = 16  # float32s in a cache line: a product may sum in another order if its memory starts elsewhere in a line
 
 Place = tuple[int, slice]  # index of a sample, and a slice of its heads of keys
@@ -36,7 +36,7 @@ class Size(NamedTuple):
     @property
     def spans(self) -> list[Span]:
         """The range of tokens of each block of queries."""
-        return [(start, min(start + _SIDE, self.S)) for start in range(0, self.S, _SIDE)]
+        return [(start, min(start + SIDE, self.S)) for start in range(0, self.S, SIDE)]
 
     @property
     def scores(self) -> list[int]:
@@ -151,7 +151,7 @@ class Scratch:
         self.k, self.v, self.dk, self.dv = (Heads(like, size, 1, whole) for _ in range(4))
         self.made = Heads(like, size, shared, size.spans)  # products write faster to dense memory
         common, slopes = like.new_empty(max(size.scores)), like.new_empty(max(size.scores))
-        later = like.new_full((_SIDE, _SIDE), -math.inf).triu_(1).repeat_interleave(shared, 0)
+        later = like.new_full((SIDE, SIDE), -math.inf).triu_(1).repeat_interleave(shared, 0)
         self.blocks: list[Block] = []
         for (start, stop), made in zip(size.spans, self.made.rows, strict=True):
             queries = slice(start * shared, stop * shared)
@@ -176,9 +176,6 @@ def all_scores(like: Tensor, size: Size) -> list[Scores]:
 def _scores(memory: Tensor, size: Size, start: int, stop: int) -> Scores:
     whole_nQT = memory[: size.n * (stop - start) * size.R * stop].view(size.n, (stop - start) * size.R, stop)
     return Scores(whole_nQT, whole_nQT[:, :, start:])
-
-
-ROOM = 12 << 20  # bytes of scores that a Desk keeps for backwards at most, by default
 
 
 class Kept:

@@ -10,7 +10,10 @@ keep. What comes and goes within an action is left out, but for what a recomputa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from raypar.actors.models.partition import split_layers, transformer_costs
+from raypar.actors.specs.attention import LEAST, ROOM, ROWS, SIDE
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
@@ -19,7 +22,6 @@ from raypar.schedules.timeline import Timeline
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _FP32 = ELEMENT_BYTES["fp32"]
-_BLOCKS = 12 << 20  # bytes of scores that attention in blocks keeps for an actor
 
 
 def most_kept(run: Run, model: GPT | Llama, timeline: Timeline, *, apart: bool = False) -> list[int]:
@@ -34,14 +36,41 @@ def most_kept(run: Run, model: GPT | Llama, timeline: Timeline, *, apart: bool =
     stages = split_layers(run.split, transformer_costs(model), timeline.schedule.num_stages)
     stage = _experts_apart if apart else _stage
     each = [stage(run, model, layers, num_blocks=model.layers) for layers in stages]
+    scores = [(0, 0) if apart else _scores(run, model, layers) for layers in stages]
+    return [
+        tensors + min(in_blocks, ROOM)
+        for tensors, in_blocks in zip(_highest(timeline, each), _highest(timeline, scores), strict=True)
+    ]
+
+
+def _highest(timeline: Timeline, each: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the most bytes of each rank at a time, if a stage keeps and needs these two of a microbatch."""
     now, most = [0] * timeline.num_ranks, [0] * timeline.num_ranks
     for event in timeline.events:
         if event.action.stage is not None and (change := HOLDS.get(event.action.op, 0)):
             kept, passing = each[event.action.stage]
             now[event.rank] += change * kept
             most[event.rank] = max(most[event.rank], now[event.rank] + passing)
-    in_blocks = model.attention == "blocks" and not model.dropout and not apart and not run.precision.is_half
-    return [bytes_ + (_BLOCKS if in_blocks else 0) for bytes_ in most]
+    return most
+
+
+def _scores(run: Run, model: GPT | Llama, layers: range) -> tuple[int, int]:
+    """Return the bytes of scores that attention in blocks makes for a stage's microbatch, where it serves.
+
+    Returns:
+        Those that wait for the backward, and those that the backward makes again for a while.
+    """
+    cp, S = run.mesh.cp, model.seq
+    heads = model.heads / run.mesh.tensor_ranks / (cp if run.context == "ulysses" else 1)
+    plain = model.attention == "blocks" and not model.dropout and model.positions != "alibi"
+    if not plain or run.precision.is_half or S < LEAST or heads * S < ROWS:
+        return 0, 0
+    seen = sum((min(start + SIDE, S) - start) * min(start + SIDE, S) for start in range(0, S, SIDE))
+    one = _FP32 * run.micro_batch_size * (model.heads / run.mesh.tensor_ranks / cp) * seen
+    words = [word_of(run.recompute, range(model.layers), layer) for layer in layers]
+    if run.recompute == "full":
+        return 0, round(one * len(words))
+    return round(one * sum(word != "full" for word in words)), round(one * min(1, words.count("full")))
 
 
 def _stage(run: Run, model: GPT | Llama, layers: range, num_blocks: int) -> tuple[int, int]:

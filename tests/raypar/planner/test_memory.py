@@ -83,12 +83,18 @@ def test_in_half_precision_a_block_keeps_half_but_for_what_is_computed_in_fp32(k
 def test_scratch_memory_of_attention_in_blocks_is_counted_where_it_serves():
     """It serves in fp32 only; in half precision torch's attention takes its place."""
 
-    def more_in_blocks(precision: Precision) -> int:
+    def more_in_blocks(precision: Precision, **of_model) -> int:
         run = recipe("gpt-small", mesh=Mesh(), precision=precision)
+        run = replace(run, model=replace(run.model, **of_model))
         fused = replace(run, model=replace(run.model, attention="fused"))
         return memory_of(run)[0].activations - memory_of(fused)[0].activations
 
     assert (more_in_blocks(Precision()), more_in_blocks(Precision("bf16"))) == (12 << 20, 0)
+    a_layer = 2 * 8 * (64 * 64 * (1 + 2 + 3 + 4)) * 4
+    assert [more_in_blocks(Precision(), layers=layers) for layers in (1, 2)] == [a_layer, 2 * a_layer]
+    assert [more_in_blocks(Precision(), **few) for few in ({"seq": 32}, {"heads": 4}, {"positions": "alibi"})] == [
+        0
+    ] * 3
 
 
 def test_state_is_divided_as_the_run_says():
