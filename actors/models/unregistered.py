@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -59,6 +60,33 @@ def borrowed(modules: Sequence[nn.Module]) -> list[Borrowed]:
                 found.setdefault((index, owner), Borrowed(index, owner, name))
     for alias in _aliases(modules):
         found.setdefault((alias.layer, alias.owner), alias)
+    return list(found.values())
+
+
+def held_apart(modules: Sequence[nn.Module]) -> list[Borrowed]:
+    """Return trainable parameters that layers refer to in other ways than by their places; each pair of layers once.
+
+    This is a list, a closure, or an attribute that was set past ``nn.Module``: it would keep a parameter when another
+    one is put into its place.
+
+    Args:
+        modules: Layers of a model.
+    """
+    owners = {
+        storage_id(parameter): (index, name)
+        for index, module in reversed(list(enumerate(modules)))
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+    found: dict[tuple[int, int], Borrowed] = {}
+    barren = _barren(modules)
+    for index, module in enumerate(modules):
+        attributes = (value for part in module.modules() for value in vars(part).values())
+        tensors = (value for value in attributes if isinstance(value, Tensor) and value.requires_grad)
+        for tensor in chain(tensors, unregistered([module], barren)):
+            if (key := storage_id(tensor)) in owners:
+                owner, name = owners[key]
+                found.setdefault((index, owner), Borrowed(index, owner, name))
     return list(found.values())
 
 
@@ -235,8 +263,8 @@ def _things_in(thing: Any, *, registered: bool) -> Iterable[Any]:
         if not registered:
             return [kind, *thing._parameters.values(), *thing._buffers.values(), *vars(thing).values()]
         known = {"_parameters", "_buffers"}
-        if issubclass(kind, nn.RNNBase):  # it has a second list of its weights, and renews it when it is moved
-            known.add("_flat_weights")
+        if issubclass(kind, nn.RNNBase):  # it has other lists of its weights, which it renews before it computes
+            known |= {"_flat_weights", "_flat_weight_refs"}
         return [kind, *(v for name, v in vars(thing).items() if name not in known and not issubclass(type(v), Tensor))]
     if kind is FunctionType:
         return thing.__closure__, thing.__defaults__, thing.__kwdefaults__, vars(thing), *_globals_of(thing)

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from raypar.actors.autograd.torch_private import share_gradient_hooks
+from raypar.actors.models.deferred_init import as_kind_of
 from raypar.schedules.action import Action, Op
 from raypar.schedules.versions import Versions
 
-_Bank = list[nn.Parameter]  # one version, in the order of the parameters
+_Bank = list[Tensor]  # one version, in the order of the parameters
 
 
 class WeightVersions:
@@ -62,11 +64,11 @@ class WeightVersions:
 
     @contextmanager
     def using(self, action: Action) -> Iterator[None]:
-        """Return a context for a forward or backward, in which the layers have the microbatch's version of their
-        weights.
+        """Return a context for a forward, a backward or half of one, in which the layers have the microbatch's version
+        of their weights.
 
         Args:
-            action: An F or B of the stage.
+            action: An F, B, I or W of the stage.
         """
         assert action.microbatch is not None
         version = self._versions.used[action.microbatch]
@@ -134,13 +136,17 @@ class WeightVersions:
         self._banks = {version: bank for version, bank in self._banks.items() if version in kept}
 
 
-def _alias(parameter: nn.Parameter) -> nn.Parameter:
-    """Return another parameter of the same memory. Writes to one don't count as writes to the other for autograd."""
-    alias = nn.Parameter(parameter.data)
+def _alias(parameter: nn.Parameter) -> Tensor:
+    """Return another parameter of the same memory, with the attributes and gradient hooks of the first.
+
+    Writes to one don't count as writes to the other for autograd.
+    """
+    alias = as_kind_of(parameter, parameter.data)
     alias.grad_dtype = parameter.grad_dtype
+    share_gradient_hooks(parameter, alias)
     return alias
 
 
-def _put(weight: nn.Parameter, places: Sequence[tuple[nn.Module, str]]) -> None:
+def _put(weight: Tensor, places: Sequence[tuple[nn.Module, str]]) -> None:
     for module, name in places:
-        module._parameters[name] = weight
+        module._parameters[name] = weight  # type: ignore[assignment]

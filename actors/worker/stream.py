@@ -54,7 +54,7 @@ class Stream:
         self.older.begin()
 
     def using(self, action: Action) -> AbstractContextManager[None]:
-        """Return a context for an F or B, in which its stage has the microbatch's version of its weights."""
+        """Return a context for an F, B, I or W, in which its stage has the microbatch's version of its weights."""
         return self._of(action).using(action)
 
     def use(self, action: Action) -> None:

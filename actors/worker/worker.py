@@ -279,7 +279,7 @@ class Worker:
         """Run the W half of a stage's backward, which adds the weight gradients that I has left."""
         number, microbatch = numbers_of(action)
         stage, which = self._stages[number], self._in_all(microbatch)
-        with self._watched(action, stage.owed(*which)):
+        with self._watched(action, stage.owed(*which)), self._using(action):
             stage.backward_weight(*which)
         self._recheck.note(self._step.further, action, (), ())
 
@@ -326,7 +326,7 @@ class Worker:
     # --- helpers ---
 
     def _using(self, action: Action) -> AbstractContextManager[None]:
-        """Return a context for an F, B or I, in which its stage has the version of its weights that the row says."""
+        """Return a context for an F, B, I or W, in which its stage has the version of its weights that the row says."""
         return self._stream.using(action) if self._stream is not None and self._step.is_train else nullcontext()
 
     def _compute_again(self, step: int) -> None:

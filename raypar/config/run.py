@@ -30,7 +30,7 @@ from raypar.config.schedule import (
     with_zero,
 )
 from raypar.config.skeleton import Skeleton
-from raypar.config.validate.asynchronous import asynchronous_faults
+from raypar.config.validate.asynchronous import asynchronous_faults, version_faults
 from raypar.config.validate.experts import expert_faults, idle_expert_faults
 from raypar.config.validate.model import length_faults
 from raypar.config.validate.offload import offload_faults
@@ -282,6 +282,8 @@ def _placement_faults(run: Run, skeleton: Skeleton, schedule: Schedule, right: C
         yield from idle_expert_faults(run, skeleton, schedule.placement)
     if right("model", "zero"):
         yield from sharing_faults(run, skeleton)
+    if right("model", "split"):
+        yield from version_faults(run, skeleton, schedule)
     if isinstance(run.model, Layers) and right("model", "split") and schedule.num_ranks > 1:
         from raypar.actors.models.unregistered import borrowed  # imports torch
         from raypar.actors.worker.owners import homes_of

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from raypar.actors.specs.model import Transformer
+from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.run import Run
+from raypar.config.skeleton import Skeleton
 from raypar.schedules.schedule import Schedule
 
 
@@ -26,6 +27,8 @@ def asynchronous_faults(run: Run, schedule: Schedule, right: Callable[..., bool]
         return
     if right("flush_every") and run.flush_every not in (None, schedule.stream):
         yield f"flush_every is {run.flush_every}, but {name} has {schedule.stream} steps: set it to {schedule.stream}"
+    if schedule.num_stages > schedule.num_ranks:
+        yield f"{name} has {schedule.num_stages} stages on {schedule.num_ranks} ranks: give each rank one stage"
     told = f"but in {name} every stage updates by itself"
     for field, fits, fix in _FITTING:
         if right(field) and not fits(getattr(run, field)):
@@ -48,6 +51,34 @@ def asynchronous_faults(run: Run, schedule: Schedule, right: Callable[..., bool]
         yield (
             f"snapshot_every is {run.snapshot_every}, but {name} flushes the pipeline after {schedule.stream} steps: "
             f"set it to 1 or a multiple of {schedule.stream}"
+        )
+
+
+def version_faults(run: Run, skeleton: Skeleton, schedule: Schedule) -> Iterator[str]:
+    """Yield the weights of own layers of which an asynchronous schedule can't keep versions.
+
+    Args:
+        run: A run whose model can be built, and whose split fits it.
+        skeleton: The skeleton of its model.
+        schedule: Its schedule of training steps.
+    """
+    if not schedule.stream or not isinstance(run.model, Layers):
+        return
+    from raypar.actors.models.tied_weights import ties_of
+    from raypar.actors.models.unregistered import held_apart
+    from raypar.actors.worker.owners import homes_of  # imports torch
+
+    model, told = skeleton.model, f"and in {schedule.name!r} every stage updates by itself"
+    for tie in ties_of(model, homes_of(model, run.split, schedule))[0]:
+        yield (
+            f"model: {tie.copy} is {tie.home}, which is on another actor (pp={tie.copy_rank} and pp={tie.home_rank}), "
+            f"{told}: give both layers to one stage with split, or each a parameter of its own"
+        )
+    for layer, owner, name in held_apart(model.skeleton):
+        yield (
+            f"model: {model.names[layer]} keeps {model.names[owner]}.{name} in a list, a closure or an attribute past "
+            f"nn.Module too, and {schedule.name!r} replaces a parameter by its versions: let the forward read it from "
+            "the module that registers it"
         )
 
 

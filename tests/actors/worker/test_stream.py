@@ -8,8 +8,12 @@ from torch import nn
 from torch.func import functional_call
 
 from raypar.actors.errors import ActionError
+from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.precision import Precision
+from raypar.schedules.action import Action, Op
+from raypar.schedules.generators.pipedream import pipedream
+from raypar.schedules.schedule import Schedule
 from raypar.schedules.versions import most_versions
 from tests.support.team import Team, batch, linears, mse
 
@@ -140,6 +144,43 @@ def test_recomputation_runs_with_the_version_of_the_first_time(recompute):
     team = team_of("pipedream", 4, 1, 6, recompute=recompute)
     losses = streamed(team, 6)
     assert losses == streamed(team_of("pipedream", 4, 1, 6), 6)
+
+
+class Scaled(nn.Module):
+    """Its weight has a gradient hook, and an attribute that the forward reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.linear.weight.scale = 0.5
+        self.linear.weight.register_hook(lambda gradient: gradient * 0.1)
+
+    def forward(self, x):
+        return self.linear(x * self.linear.weight.scale).tanh()
+
+
+def test_versions_have_the_hooks_and_attributes_of_their_parameter():
+    model = Layers(lambda: [Scaled() for _ in range(4)], mse)
+    team, plain = team_of("pipedream", 2, 2, 4, model=model), Team(None, 2, 2, "1f1b", model=model)
+    losses = streamed(team, 1, 1)
+    assert losses == [loss for step in range(2) for loss in plain.step(step)[-1].losses]
+    assert all(torch.equal(weight, plain.weights()[name]) for name, weight in team.weights().items())
+
+
+def test_halves_of_a_backward_have_the_version_of_the_forward():
+    whole = pipedream(2, 2, 3)
+    halved = Schedule.of("halved", [_halved(row) for row in whole.rows])
+    teams = [team_of(schedule, 2, 2, None) for schedule in (whole, halved)]
+    losses = [streamed(team, 3) for team in teams]
+    assert losses[0] == losses[1]
+    assert all(torch.equal(weight, teams[1].weights()[name]) for name, weight in teams[0].weights().items())
+
+
+def _halved(row):
+    for action in row:
+        yield from (
+            [Action(action.stage, op, action.microbatch) for op in (Op.I, Op.W)] if action.op is Op.B else [action]
+        )
 
 
 def test_half_precision_keeps_versions_of_the_weights_that_compute():

@@ -6,11 +6,13 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
 import raypar as rp
 from raypar import chaos
 from raypar.config.run import check_run
 from raypar.errors import ConfigError, JobError
+from raypar.schedules.schedule import Schedule
 
 TINY = rp.recipe(
     "gpt-tiny", mesh=rp.Mesh(pp=2), schedule="pipedream", microbatches=1, clip=None, steps=12, flush_every=4
@@ -48,6 +50,36 @@ def test_a_run_flushes_where_it_evaluates_saves_and_fails(tmp_path):
         assert [report.loss for report in job.train()] == [report.loss for report in reports[6:]]
 
 
+class Held(nn.Module):
+    """It reads its weight from a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.held = [self.linear.weight]
+
+    def forward(self, x):
+        return x @ self.held[0]
+
+
+def tied():
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    layers[3].weight = layers[0].weight
+    layers[1].weight = layers[0].weight
+    return layers
+
+
+def own(fn):
+    return {"model": rp.Layers(fn, nn.functional.mse_loss), "data": rp.Batches(lambda *_: (torch.ones(2, 4),) * 2)}
+
+
+def two_stages():
+    rows = [[f"{stage}F0" for stage in (0, 2)], [f"{stage}F0" for stage in (1, 3)]]
+    rows[0] += ["2B0", "2STEP0", "0B0", "0STEP0"]
+    rows[1] += ["3B0", "3STEP0", "1B0", "1STEP0"]
+    return Schedule.of("two", rows)
+
+
 FAULTS = {
     "clip": ({"clip": 1.0}, "set clip to None"),
     "zero": ({"mesh": rp.Mesh(pp=2, dp=2)}, "set zero to 0"),
@@ -62,6 +94,9 @@ FAULTS = {
     "synchronous": ({"schedule": "1f1b"}, "flush_every is 4, but schedule '1f1b' flushes the pipeline in every step"),
     "feedback": ({"schedule": "1f1b", "flush_every": None, "delay_feedback": True}, "no gradient is late"),
     "chunks": ({"chunks": 2}, "an asynchronous schedule has one stage a rank"),
+    "own tied": (own(tied), "layers.3.weight is layers.0.weight, which is on another actor (pp=1 and pp=0)"),
+    "held": (own(lambda: [Held(), nn.Linear(4, 4)]), "layers.0 keeps layers.0.linear.weight in a list"),
+    "two stages": ({"schedule": two_stages(), "flush_every": None}, "4 stages on 2 ranks: give each rank one stage"),
     "2bw": ({"schedule": "pipedream-2bw"}, "set microbatches to 2 or more"),
 }
 
