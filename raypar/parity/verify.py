@@ -17,6 +17,7 @@ from raypar.actors.specs.optim import SGD, Muon
 from raypar.actors.specs.run import Run
 from raypar.config.arguments import checked_arguments
 from raypar.config.run import check_run, unrecorded
+from raypar.errors import ConfigError
 from raypar.job.batch_checks import demand_pure
 from raypar.job.job import Job
 from raypar.job.launch import launch
@@ -188,13 +189,19 @@ def verify(run: Run, job: Job | None = None) -> Verdict:
         The verdict.
 
     Raises:
-        ConfigError: As ``launch`` does, or if the batch function is not pure.
+        ConfigError: As ``launch`` does, or if the batch function is not pure, or the schedule asynchronous.
     """
     run = unrecorded(run)
     run = replace(run, device="cpu") if run.device == "auto" else run
     if isinstance(run.optim, Muon):
         run = replace(run, optim=replace(run.optim, precision="fp32"))
-    check_run(run)
+    if check_run(run)["train"].stream:
+        raise ConfigError(
+            [
+                f"verify compares with one plain process, in which no steps overlap, and schedule {run.schedule!r} is "
+                "asynchronous: its gradients are those of older weights. Verify the run with a synchronous one, as 1f1b"
+            ]
+        )
     demand_pure(run)
     plain = train_plainly(run)
     if job is not None:

@@ -109,6 +109,11 @@ def test_what_takes_all_stages_together_is_refused_before_a_launch(fault):
     assert told in str(error.value)
 
 
+def test_it_is_not_compared_with_a_plain_process():
+    with pytest.raises(ConfigError, match="Verify the run with a synchronous one, as 1f1b"):
+        rp.verify(TINY)
+
+
 def test_all_misfits_are_told_at_once():
     with pytest.raises(ConfigError) as error:
         check_run(rp.Run(**{**vars(TINY), "clip": 1.0, "nonfinite": "skip", "check_every": 1, "backward": "split"}))
