@@ -338,7 +338,7 @@ MAY_IMPORT = {
         "schedules/simulation"
     ),
     "raypar/config/validate": (
-        "actors actors/context_parallel actors/data actors/data_parallel actors/mesh actors/models "
+        "actors actors/autograd actors/context_parallel actors/data actors/data_parallel actors/mesh actors/models "
         "actors/optim actors/specs raypar raypar/config raypar/planner schedules"
     ),
     "raypar/doctor": "raypar raypar/cluster actors/collective",

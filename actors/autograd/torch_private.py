@@ -91,15 +91,6 @@ def has_gradient_hooks(one: Tensor | nn.Module) -> bool:
     return bool(one._backward_hooks or getattr(one, later, None))
 
 
-def share_gradient_hooks(tensor: Tensor, other: Tensor) -> None:
-    """Let another tensor call the hooks of a tensor that are called in the backward.
-
-    torch has no public way to ask for hooks that are there. Retry at upgrades.
-    """
-    other._backward_hooks = tensor._backward_hooks
-    other._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
-
-
 def notes_of(node: Node) -> dict[Any, Any]:
     """Return the dictionary of notes that a node of the autograd graph carries. What is put into it stays there.
 

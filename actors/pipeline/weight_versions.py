@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from raypar.actors.autograd.torch_private import share_gradient_hooks
 from raypar.actors.models.deferred_init import as_kind_of
 from raypar.schedules.action import Action, Op
 from raypar.schedules.versions import Versions
@@ -137,13 +136,12 @@ class WeightVersions:
 
 
 def _alias(parameter: nn.Parameter) -> Tensor:
-    """Return another parameter of the same memory, with the attributes and gradient hooks of the first.
+    """Return another parameter of the same memory, with the attributes of the first.
 
     Writes to one don't count as writes to the other for autograd.
     """
     alias = as_kind_of(parameter, parameter.data)
     alias.grad_dtype = parameter.grad_dtype
-    share_gradient_hooks(parameter, alias)
     return alias
 
 

@@ -282,13 +282,12 @@ def _placement_faults(run: Run, skeleton: Skeleton, schedule: Schedule, right: C
         yield from idle_expert_faults(run, skeleton, schedule.placement)
     if right("model", "zero"):
         yield from sharing_faults(run, skeleton)
-    if right("model", "split"):
-        yield from version_faults(run, skeleton, schedule)
-    if isinstance(run.model, Layers) and right("model", "split") and schedule.num_ranks > 1:
+    if isinstance(run.model, Layers) and right("model", "split") and (schedule.num_ranks > 1 or schedule.stream):
         from raypar.actors.models.unregistered import borrowed  # imports torch
         from raypar.actors.worker.owners import homes_of
 
         homes, names = homes_of(skeleton.model, run.split, schedule), skeleton.model.names
+        yield from version_faults(skeleton, schedule, homes)
         for layer, owner, name in borrowed(skeleton.model.skeleton):
             if homes[layer] != homes[owner]:
                 where = f"they are on different actors, pp={homes[layer]} and pp={homes[owner]}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-from raypar.actors.specs.model import Layers, Transformer
+from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 from raypar.config.skeleton import Skeleton
 from raypar.schedules.schedule import Schedule
@@ -54,26 +54,31 @@ def asynchronous_faults(run: Run, schedule: Schedule, right: Callable[..., bool]
         )
 
 
-def version_faults(run: Run, skeleton: Skeleton, schedule: Schedule) -> Iterator[str]:
+def version_faults(skeleton: Skeleton, schedule: Schedule, homes: Mapping[int, int]) -> Iterator[str]:
     """Yield the weights of own layers of which an asynchronous schedule can't keep versions.
 
     Args:
-        run: A run whose model can be built, and whose split fits it.
-        skeleton: The skeleton of its model.
-        schedule: Its schedule of training steps.
+        skeleton: The skeleton of a model of own layers, which can be built.
+        schedule: The schedule of training steps.
+        homes: The pipeline rank of each layer, by the layer's index.
     """
-    if not schedule.stream or not isinstance(run.model, Layers):
+    if not schedule.stream:
         return
+    from raypar.actors.autograd.torch_private import has_gradient_hooks
     from raypar.actors.models.tied_weights import ties_of
-    from raypar.actors.models.unregistered import held_apart
-    from raypar.actors.worker.owners import homes_of  # imports torch
+    from raypar.actors.models.unregistered import held_apart  # imports torch
 
     model, told = skeleton.model, f"and in {schedule.name!r} every stage updates by itself"
-    for tie in ties_of(model, homes_of(model, run.split, schedule))[0]:
+    for tie in ties_of(model, homes)[0]:
         yield (
             f"model: {tie.copy} is {tie.home}, which is on another actor (pp={tie.copy_rank} and pp={tie.home_rank}), "
             f"{told}: give both layers to one stage with split, or each a parameter of its own"
         )
+    for layer, module in zip(model.names, model.skeleton, strict=True):
+        for name, parameter in module.named_parameters():
+            if has_gradient_hooks(parameter):
+                fault = f"model: {layer}.{name} has gradient hooks, which its versions have not"
+                yield f"{fault}: take a synchronous schedule, as 1f1b, or leave the hooks out"
     for layer, owner, name in held_apart(model.skeleton):
         yield (
             f"model: {model.names[layer]} keeps {model.names[owner]}.{name} in a list, a closure or an attribute past "

@@ -147,19 +147,18 @@ def test_recomputation_runs_with_the_version_of_the_first_time(recompute):
 
 
 class Scaled(nn.Module):
-    """Its weight has a gradient hook, and an attribute that the forward reads."""
+    """Its weight has an attribute that the forward reads."""
 
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.linear.weight.scale = 0.5
-        self.linear.weight.register_hook(lambda gradient: gradient * 0.1)
 
     def forward(self, x):
         return self.linear(x * self.linear.weight.scale).tanh()
 
 
-def test_versions_have_the_hooks_and_attributes_of_their_parameter():
+def test_versions_have_the_attributes_of_their_parameter():
     model = Layers(lambda: [Scaled() for _ in range(4)], mse)
     team, plain = team_of("pipedream", 2, 2, 4, model=model), Team(None, 2, 2, "1f1b", model=model)
     losses = streamed(team, 1, 1)

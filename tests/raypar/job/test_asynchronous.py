@@ -80,6 +80,12 @@ def two_stages():
     return Schedule.of("two", rows)
 
 
+def hooked():
+    layers = [nn.Linear(4, 4) for _ in range(2)]
+    layers[1].weight.register_hook(lambda gradient: gradient * 0.1)
+    return layers
+
+
 FAULTS = {
     "clip": ({"clip": 1.0}, "set clip to None"),
     "zero": ({"mesh": rp.Mesh(pp=2, dp=2)}, "set zero to 0"),
@@ -96,6 +102,7 @@ FAULTS = {
     "chunks": ({"chunks": 2}, "an asynchronous schedule has one stage a rank"),
     "own tied": (own(tied), "layers.3.weight is layers.0.weight, which is on another actor (pp=1 and pp=0)"),
     "held": (own(lambda: [Held(), nn.Linear(4, 4)]), "layers.0 keeps layers.0.linear.weight in a list"),
+    "hooks": (own(hooked), "layers.1.weight has gradient hooks"),
     "two stages": ({"schedule": two_stages(), "flush_every": None}, "4 stages on 2 ranks: give each rank one stage"),
     "2bw": ({"schedule": "pipedream-2bw"}, "set microbatches to 2 or more"),
 }
