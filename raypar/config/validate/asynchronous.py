@@ -74,10 +74,10 @@ def version_faults(skeleton: Skeleton, schedule: Schedule, homes: Mapping[int, i
             f"model: {tie.copy} is {tie.home}, which is on another actor (pp={tie.copy_rank} and pp={tie.home_rank}), "
             f"{told}: give both layers to one stage with split, or each a parameter of its own"
         )
-    for layer, module in zip(model.names, model.skeleton, strict=True):
+    for prefix, module in zip(model.names, model.skeleton, strict=True):
         for name, parameter in module.named_parameters():
             if has_gradient_hooks(parameter):
-                fault = f"model: {layer}.{name} has gradient hooks, which its versions have not"
+                fault = f"model: {prefix}.{name} has gradient hooks, which its versions have not"
                 yield f"{fault}: take a synchronous schedule, as 1f1b, or leave the hooks out"
     for layer, owner, name in held_apart(model.skeleton):
         yield (
