@@ -110,8 +110,15 @@ def from_outside(address: str) -> str:
     host = address.rpartition(":")[0]
     return (
         f"RAY_ADDRESS is {address!r}, and the cluster there answers, but this machine is no node of it: run raypar on "
-        f"a node of the cluster, with RAY_ADDRESS={address}, or from here ray job submit --address http://{host}:8265 "
-        "--working-dir . -- raypar train ..."
+        f"a node of the cluster, with RAY_ADDRESS={address}, or from here {_as_a_job(host)}"
+    )
+
+
+def _as_a_job(host: str) -> str:
+    """Say how a machine outside of a cluster gives it a job, whose dashboard listens to its own machine alone."""
+    return (
+        f"open a tunnel, ssh -N -L 8265:127.0.0.1:8265 {host}, and give it a job: RAY_AUTH_MODE=token ray job submit "
+        "--address http://127.0.0.1:8265 --working-dir . -- raypar train ..."
     )
 
 
@@ -119,8 +126,7 @@ def _through_a_proxy(address: str) -> str:
     host = address.removeprefix(_CLIENT).rpartition(":")[0] or "HOST"
     return (
         f"RAY_ADDRESS is {address!r}, which is Ray Client: its driver is not in the cluster and can't hear the actors; "
-        f"on a machine of the cluster set RAY_ADDRESS={host}:6379, or from outside use ray job submit --address "
-        f"http://{host}:8265 --working-dir . -- raypar train ..."
+        f"on a machine of the cluster set RAY_ADDRESS={host}:6379, or from outside {_as_a_job(host)}"
     )
 
 

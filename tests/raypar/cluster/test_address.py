@@ -97,7 +97,7 @@ def test_an_address_of_ray_client_is_refused_with_the_two_ways_that_work(monkeyp
     with pytest.raises(ConfigError, match="which is Ray Client") as caught:
         ray_cluster._connect()
     (fault,) = caught.value.faults
-    assert "RAY_ADDRESS=head.example:6379" in fault and "ray job submit --address http://head.example:8265" in fault
+    assert "RAY_ADDRESS=head.example:6379" in fault and "8265:127.0.0.1:8265 head.example, and give it a job" in fault
 
 
 def test_a_driver_outside_of_a_cluster_that_answers_is_told_where_to_run(head, monkeypatch):
@@ -111,7 +111,7 @@ def test_a_driver_outside_of_a_cluster_that_answers_is_told_where_to_run(head, m
     monkeypatch.setenv("RAY_ADDRESS", head)
     with pytest.raises(ConfigError, match="answers, but this machine is no node of it: run raypar on a node") as caught:
         ray_cluster._connect()
-    assert "or from here ray job submit --address http://127.0.0.1:8265 --working-dir ." in str(caught.value)
+    assert "ray job submit --address http://127.0.0.1:8265 --working-dir ." in str(caught.value)
 
 
 def test_a_port_where_nothing_answers_is_told_as_that(monkeypatch):
