@@ -356,7 +356,7 @@ MAY_IMPORT = {
     "raypar/reporting": (
         "actors actors/collective actors/data actors/mesh actors/models actors/optim actors/specs actors/worker raypar "
         "raypar/config raypar/planner raypar/reporting/run_folder raypar/reporting/trackers schedules "
-        "schedules/drawing schedules/simulation"
+        "schedules/drawing schedules/passes schedules/simulation"
     ),
     "raypar/reporting/html": (
         "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner "

@@ -16,6 +16,8 @@ from raypar.reporting.experts import Loads, figures, loads_of, losses_of_layers,
 from raypar.reporting.needs import size
 from raypar.reporting.notebook import Totals, box, table
 from raypar.reporting.overflow import Overflow, overflow_of
+from raypar.schedules.action import Op
+from raypar.schedules.passes.first_steps import first_steps
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Event, Timeline
 
@@ -33,7 +35,7 @@ def timelines_of(schedule: Schedule, world: World, rows: Sequence[Sequence[Span]
     """Make the timelines of a step. Their times are seconds since the start of the step's first span.
 
     Args:
-        schedule: The schedule as it was performed.
+        schedule: The schedule; of an asynchronous one, perhaps only the first steps were performed.
         world: The ranks.
         rows: The spans of every rank, by rank.
 
@@ -41,6 +43,8 @@ def timelines_of(schedule: Schedule, world: World, rows: Sequence[Sequence[Span]
         One timeline for each replica, then one for each expert actor or parameter server of a pipeline rank.
     """
     zero = min((span.start for row in rows for span in row), default=0.0)
+    if schedule.stream and (steps := {span.action for row in rows for span in row if span.action.op is Op.STEP}):
+        schedule = first_steps(schedule, len({step.microbatch for step in steps}))
     lanes = [world.replica(dp) for dp in range(world.mesh.dp)]
     lanes += zip(*(world.mesh.experts_of(pp) for pp in range(world.mesh.pp)), strict=True)
     lanes += [tuple(world.server_rank(pp, index) for pp in range(world.mesh.pp)) for index in range(world.servers)]

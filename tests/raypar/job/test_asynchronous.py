@@ -15,7 +15,7 @@ from raypar.errors import ConfigError, JobError
 from raypar.schedules.schedule import Schedule
 
 TINY = rp.recipe(
-    "gpt-tiny", mesh=rp.Mesh(pp=2), schedule="pipedream", microbatches=1, clip=None, steps=12, flush_every=4
+    "gpt-tiny", mesh=rp.Mesh(pp=2), schedule="pipedream", microbatches=1, clip=None, steps=10, flush_every=4
 )
 
 
@@ -30,12 +30,13 @@ def test_a_run_flushes_where_it_evaluates_saves_and_fails(tmp_path):
         with pytest.raises(JobError, match="steps by hand need a synchronous one"):
             job.stepper()
         timeline = job.timeline()
-    assert [report.steps_taken for report in reports] == list(range(1, 13))
+    assert [report.steps_taken for report in reports] == list(range(1, 11))
     assert all(report.grad_norm > 0 and report.lr > 0 for report in reports)
     assert memory[0] > 0 == memory[1]
-    assert timeline.schedule.stream == 4 and {str(event.action) for event in timeline.events} >= {"0STEP3", "1STEP3"}
+    assert timeline.schedule.stream == 2, "the stream that the run's end has cut"
+    assert {str(event.action) for event in timeline.events} >= {"0STEP1", "1STEP1"}
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["steps_taken"] for line in lines if "loss" in line][-12:] == list(range(1, 13))
+    assert [line["steps_taken"] for line in lines if "loss" in line][-10:] == list(range(1, 11))
 
     alone = rp.Run(**{**vars(TINY), "save_every": 6, "eval_every": 6, "folder": str(tmp_path / "again")})
     with rp.launch(alone) as job:
