@@ -146,7 +146,8 @@ def _demand_fit(built: Sequence[object]) -> None:
     modules = [module for module in built if isinstance(module, nn.Module)]
     if not built or len(modules) < len(built):
         kinds = ", ".join(dict.fromkeys(type(one).__name__ for one in built)) or "nothing"
-        raise UnfitLayersError(f"{_NO_LAYERS}, and its list has {kinds}")
+        fix = ": make a module of what is none, nn.ReLU() of torch.relu, say" if built else ""
+        raise UnfitLayersError(f"{_NO_LAYERS}, and its list has {kinds}{fix}")
     if unsized := [*_unsized(modules)]:
         raise UnfitLayersError("\n".join(unsized))
 

@@ -83,7 +83,7 @@ def _head_faults(model: GPT | Llama, cp: int, tp: int) -> Iterator[str]:
     if model.heads % (cp * tp):
         yield (
             f"context 'ulysses' divides heads: mesh.cp x mesh.tp = {cp * tp} does not divide model.heads "
-            f"{model.heads}: use {multiples_near(model.heads, cp * tp)} heads, or context 'ring'"
+            f"{model.heads}: use {heads_near(model.heads, cp * tp, model.hidden)}, or context 'ring'"
         )
     here = max(1, model.num_kv_heads // tp)
     if model.num_kv_heads != model.heads and here % cp and cp % here:

@@ -124,6 +124,10 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
             "mesh.cp 3: context 'ring' cuts a sequence into 6 pieces, but model.seq is 32: use 30 or 36",
         ),
         ({"mesh": Mesh(tp=3)}, "mesh.tp 3 does not divide model.heads 4: use 3 heads with model.hidden 33 or 6 heads"),
+        (
+            {"mesh": Mesh(cp=3), "context": "ulysses"},
+            "does not divide model.heads 4: use 3 heads with model.hidden 33 or 6 heads",
+        ),
         ({"mesh": Mesh(tp=8)}, "mesh.tp 8 does not divide model.heads 4: use 8 heads, or set mesh.tp to 4"),
         (
             {"mesh": Mesh(tp=4), "sequence_parallel": True, "model": GPT(heads=4, seq=30)},
@@ -375,7 +379,11 @@ def test_layers_that_have_no_sizes_yet_are_told_all_at_once(tiny):
 
 @pytest.mark.parametrize(
     ("layers", "says"),
-    [(list, "its list has nothing"), (lambda: [nn.ReLU(), 3], "its list has ReLU, int"), (lambda: 3, "it returns int")],
+    [
+        (list, "its list has nothing"),
+        (lambda: [nn.ReLU(), 3], "its list has ReLU, int: make a module of what is none, nn.ReLU() of torch.relu, say"),
+        (lambda: 3, "it returns int"),
+    ],
 )
 def test_a_function_that_gives_no_modules_is_told_in_one_sentence(tiny, layers, says):
     data = Batches(lambda *_: (torch.zeros(2, 4), torch.zeros(2, 2)))
