@@ -115,7 +115,8 @@ class _Search:
         several = f"ranks {ranks[0]} to {ranks[1] - 1}" if ranks[1] - ranks[0] > 1 else f"rank {ranks[0]}"
         where = f" on {several}" if ranks != (0, schedule.num_ranks) else ""
         plural = "es" if len(kept) > 1 else ""
-        return f"It takes no more than microbatch{plural} {which}{where}, numbered anew:\n{error.picture}"
+        part = f"microbatch{plural} {which}{where}"
+        return f"The same fault is in a part of it, {part}, counted from 0 here:\n{error.picture}"
 
     @property
     def _time_left(self) -> bool:

@@ -97,7 +97,7 @@ def test_a_generator_that_fails_hides_nothing(timeless):
 
     assert (
         error_of(late(4, 8), generate)[0]
-        == "It takes no more than microbatches 0 and 2 on ranks 0 to 1, numbered anew:"
+        == "The same fault is in a part of it, microbatches 0 and 2 on ranks 0 to 1, counted from 0 here:"
     )
 
 
@@ -109,7 +109,7 @@ def test_tries_are_bounded(timeless):
         return build("1f1b", ranks, microbatches)
 
     lines = error_of(changed(build("1f1b", 40, 60), 3, list.reverse), generate)
-    assert lines[0].startswith("It takes no more than microbatch ")  # the rows have tries of their own
+    assert lines[0].startswith("The same fault is in a part of it, microbatch ")  # the rows have tries of their own
     assert len(calls) == shrink.MOST_TRIES
 
 
@@ -118,7 +118,7 @@ def test_rows_keep_what_the_fault_needs(timeless):
         row[51], row[52] = row[52], row[51]
 
     assert error_of(changed(lower(build("1f1b", 8, 32)), 3, swap)) == [
-        "It takes no more than microbatch 6 on ranks 3 to 4, numbered anew:",
+        "The same fault is in a part of it, microbatch 6 on ranks 3 to 4, counted from 0 here:",
         "rank 0:   0F0       0SEND_F0 >0B0<      0RECV_B0  STEP",
         "rank 1:   1RECV_F0  1F0       1B0       1SEND_B0  STEP",
         "order: rank 0, action 2: 0B0 needs 0RECV_B0, which is not done before it",
@@ -127,7 +127,7 @@ def test_rows_keep_what_the_fault_needs(timeless):
 
 def test_a_deadlock_shows_its_circle_and_no_other_ranks(timeless):
     lines = error_of(lower(build("1f1b", 8, 32)), send_capacity=0)
-    assert lines[0] == "It takes no more than microbatches 0 and 1 on ranks 6 to 7, numbered anew:"
+    assert lines[0] == "The same fault is in a part of it, microbatches 0 and 1 on ranks 6 to 7, counted from 0 here:"
     with pytest.raises(CheckError) as raised:
         check(lower(build("1f1b", 8, 32)), send_capacity=0)
     shown = [line.split(":")[0] for line in str(raised.value).splitlines()[1:-2]]
@@ -140,7 +140,7 @@ def test_a_wait_for_room_keeps_as_many_microbatches_as_there_is_room(timeless):
     rows = [[*forwards[0], *(f"3F{mb}" for mb in range(40))], forwards[1]]
     schedule = lower(Schedule.of("both ways", [[Action.parse(word) for word in row] for row in rows]))
     lines = error_of(schedule, send_capacity=1)
-    assert lines[0] == "It takes no more than microbatches 0, 1, 2 and 3, numbered anew:"
+    assert lines[0] == "The same fault is in a part of it, microbatches 0, 1, 2 and 3, counted from 0 here:"
 
 
 @pytest.mark.parametrize("kind", ["one swap", "all reversed", "room"])
@@ -183,7 +183,7 @@ def test_a_small_example_leaves_out_the_gathers_and_reductions_of_what_it_leaves
 
     rows = lower(gather_weights(reduce_gradients(build("1f1b", 4, 16), "microbatch"), "microbatch"))
     lines = error_of(changed(rows, 3, swap))
-    assert lines[0] == "It takes no more than microbatch 7 on ranks 2 to 3, numbered anew:"
+    assert lines[0] == "The same fault is in a part of it, microbatch 7 on ranks 2 to 3, counted from 0 here:"
     assert lines[2].startswith(
         "rank 1:   1UNSHARD >1F0<      1RECV_F0  1RESHARD  1UNSHARD  1B0       1SEND_B0  1RESHARD"
     )
