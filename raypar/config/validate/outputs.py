@@ -96,11 +96,11 @@ def _faults(path: Path, resumed: Path | None, overwrite: bool) -> Iterator[str]:
         if _is_home(path, resumed):
             yield "holds the checkpoint to resume from: leave overwrite out, or give another folder"
         yield from replacing_faults(path)
-    elif not new and is_under_way(path):
-        yield "holds a run that is under way: end that one first, or give another folder"
     elif not new and not _is_home(path, resumed):
         taken = [name for name in TRAINING_FILES if os.path.lexists(path / name)]
-        if taken:
+        if taken and is_under_way(path):
+            yield "holds a run that is under way: end that one first, or give another folder"
+        elif taken:
             how = f"--resume {path} (in Python launch(run, resume=...))"
             fix = f"resume it with {how}, replace it with --overwrite (overwrite=True), or give another folder"
             yield f"holds a run already ({taken[0]}): {fix}"
