@@ -14,7 +14,7 @@ from traceback import extract_tb
 import torch
 from torch import Tensor
 
-from raypar.actors.data.batches import FunctionSource
+from raypar.actors.data.batches import batch_source
 from raypar.actors.errors import first_line, is_ours
 from raypar.actors.models.build import build_model
 from raypar.actors.models.made_at import made_at
@@ -28,7 +28,7 @@ from raypar.config.skeleton import Skeleton
 
 _OF_SHAPES = re.compile(
     r"(?i)\b(shapes?|sizes?|dim|dims|dimensions?|channels?|features?|elements?|batch_size|bounds)\b"
-    "|must be one floating number"
+    "|must be one floating number|index out of range"
 )
 _OF_DTYPES = re.compile(r"(?i)\b(dtypes?|scalar type|floating point|integral type|not implemented for '\w+')")
 _NO_GRADIENT = (
@@ -50,14 +50,15 @@ def layer_faults(run: Run, skeleton: Skeleton) -> list[str]:
         skeleton: The model without weights, which nothing else uses.
     """
     is_plain = run.precision.compute == "fp32" and run.mesh.cp == 1 and run.device != "cuda"
-    if not isinstance(run.model, Layers) or not isinstance(run.data, Batches) or not is_plain:
+    if not isinstance(run.model, Layers) or not is_plain:
         return []
     if torch.cuda.is_available() or not skeleton.model.is_deferred:
         return []
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the actors will warn of the same
         try:
-            source = FunctionSource(run.data)
+            sizes = run.micro_batch_size, run.microbatches, run.mesh.dp, run.seed
+            source = batch_source(run.data, run.model, *sizes)
             inputs, target = source.inputs("train", 0, 0, 0), source.targets("train", 0, 0, 0)
         except Exception:  # its files may be where only the actors are
             return []
@@ -102,7 +103,8 @@ def _suspected(skeleton: Skeleton, values: Values, target: Values) -> tuple[int 
 
 def _computed(run: Run, last: int, values: Values, target: Values) -> list[str]:
     """Compute the first batch with weights, up to a layer or the loss; return the error that shows a misfit."""
-    model, giver = build_model(run.model, run.seed), "data.fn gives"
+    giver = "data.fn gives" if isinstance(run.data, Batches) else "the text gives"
+    model = build_model(run.model, run.seed)
     what, taken, met = "model.fn", "", Values()
     try:
         made = model.materialize([*range(min(last + 1, len(model.names)))], run.seed)
@@ -138,6 +140,8 @@ def _cast(values: Values, met: Values, what: str) -> str:
 
 def _fix(told: str) -> str:
     """Return the fix for targets that do not fit the outputs in number or in value; "" for others."""
+    if "index out of range" in told:
+        return " Ids count from 0: give the embedding a row for each."
     if "out of bounds" in told:
         return " Classes count from 0, so give fewer, or a last layer of more outputs."
     return " Give a target for each sample." if "batch_size" in told else ""

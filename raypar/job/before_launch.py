@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.cluster.ray_cluster import shipped
@@ -47,6 +48,11 @@ def demand_fitting(run: Run, skeleton: Skeleton) -> None:
         from raypar.config.layer_trial import layer_faults
 
         if wrong := layer_faults(replace(run, model=model, data=data), Skeleton(model, run.seed)):
+            raise ConfigError(wrong)
+    if isinstance(data, Batches) and not isinstance(model, Layers):
+        from raypar.config.token_trial import token_faults
+
+        if wrong := token_faults(replace(run, data=data)):
             raise ConfigError(wrong)
 
 

@@ -272,3 +272,19 @@ def test_wide_layers_take_no_time():
     wide = lambda: [nn.Linear(4, 1 << 14), nn.Linear(1 << 14, 1 << 14), nn.Linear(1 << 14, 2)]  # noqa: E731
     assert faults_of(wide) == []
     assert time.perf_counter() - start < 5, "shapes have no elements"
+
+
+@pytest.mark.parametrize(
+    ("first", "fault"),
+    [
+        (lambda: nn.Linear(8, 8), "layers.0 can't take what the text gives, (2, 8): "),
+        (lambda: nn.Embedding(100, 8), "Ids count from 0: give the embedding a row for each."),
+    ],
+)
+def test_own_layers_are_tried_on_text(tmp_path, first, fault):
+    file = tmp_path / "text.txt"
+    file.write_text("a text of plain words, and of some more of them. ü" * 50)
+    layers = rp.Layers(lambda: [first(), nn.Linear(8, 256)], loss=lambda x, y: x.float().mean(), seq=8, vocab=256)
+    run = rp.Run(model=layers, data=rp.Text(str(file)), microbatches=1)
+    (found,) = rp.faults(run)
+    assert fault in found
