@@ -13,8 +13,6 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
 
-_IDS = (torch.int64, torch.int32)
-
 
 def token_faults(run: Run) -> list[str]:
     """Return why a GPT or Llama can't take the first batch, or compute its loss; [] if the batch can't be made here.
@@ -39,18 +37,14 @@ def token_faults(run: Run) -> list[str]:
 
 
 def _input_faults(ids: Tensor, model: Transformer, kind: str) -> Iterator[str]:
-    """Yield what is wrong with the token ids."""
-    if ids.dtype not in _IDS:
-        yield f"data.fn gives inputs of {_name(ids)}, and a {kind} takes token ids: cast them with .long()"
-    elif ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < model.vocab:
+    """Yield what is wrong with the token ids; the check of the run has looked at their dtype and length."""
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < model.vocab:
         yield (
-            f"data.fn gives token ids from {int(ids.min())} to {int(ids.max())}, and model.vocab is {model.vocab}: ids are "
-            f"0 to {model.vocab - 1}, so give others, or a larger model.vocab"
+            f"data.fn gives token ids from {int(ids.min())} to {int(ids.max())}, and model.vocab is {model.vocab}: ids "
+            f"are 0 to {model.vocab - 1}, so give others, or a larger model.vocab"
         )
     if ids.dim() != 2:
         yield f"data.fn gives inputs {tuple(ids.shape)}, and a {kind} takes (samples, tokens)"
-    elif ids.shape[1] > model.seq:
-        yield f"data.fn gives {ids.shape[1]} tokens a sample, and model.seq is {model.seq}: cut them, or set model.seq to it"
 
 
 def _label_faults(labels: Tensor, ids: Tensor, model: Transformer) -> Iterator[str]:
@@ -61,13 +55,13 @@ def _label_faults(labels: Tensor, ids: Tensor, model: Transformer) -> Iterator[s
         counted = labels[labels != IGNORED]
         if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < model.vocab:
             yield (
-                f"data.fn gives labels from {int(counted.min())} to {int(counted.max())}, and model.vocab is {model.vocab}: "
-                f"labels are 0 to {model.vocab - 1}, or {IGNORED} for a token that does not count"
+                f"data.fn gives labels from {int(counted.min())} to {int(counted.max())}, and model.vocab is "
+                f"{model.vocab}: labels are 0 to {model.vocab - 1}, or {IGNORED} for a token that does not count"
             )
     if labels.shape != ids.shape:
         yield (
-            f"data.fn gives targets {tuple(labels.shape)} for inputs {tuple(ids.shape)}: give a label for each token, that "
-            f"of the next one, and {IGNORED} where there is none"
+            f"data.fn gives targets {tuple(labels.shape)} for inputs {tuple(ids.shape)}: give a label for each token, "
+            f"the next one, and {IGNORED} where there is none"
         )
 
 
