@@ -15,8 +15,6 @@ from raypar.schedules.action import Action, Op
 from raypar.schedules.rules import MAKES_GRADIENTS
 from raypar.schedules.schedule import Schedule
 
-USED_UP = MAKES_GRADIENTS  # the ops after which a microbatch needs its version no more
-
 
 def versions_used(row: Sequence[Action], stage: int) -> dict[int, int]:
     """Return, by microbatch, the version of a stage's weights that its forward and its backward compute with."""
@@ -43,14 +41,13 @@ class Versions:
     Attributes:
         used: By microbatch, the version that it computes with.
         newest: The newest version.
-        current: The version that the next forward computes with.
     """
 
     def __init__(self, row: Sequence[Action], stage: int) -> None:
         self._stage, self.used = stage, versions_used(row, stage)
         self._left = Counter(self.used.values())  # by version, the microbatches that need it
         self._kept = {0}
-        self.newest = self.current = 0
+        self.newest = 0
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -67,18 +64,16 @@ class Versions:
         if stage != self._stage or number is None:
             return
         if op is Op.STEP:
-            self._drop(self.newest, unless=False)
-            self.newest = number + 1
+            before, self.newest = self.newest, number + 1
             self._kept.add(self.newest)
-        elif op is Op.USE:
-            self.current = number
-        elif op in USED_UP and number in self.used:
+            self._drop(before)
+        elif op in MAKES_GRADIENTS and number in self.used:
             self._left[self.used[number]] -= 1
-            self._drop(self.used[number], unless=True)
+            self._drop(self.used[number])
 
-    def _drop(self, version: int, *, unless: bool) -> None:
-        """Drop a version that no microbatch needs, ``unless`` it is the newest."""
-        if not self.is_needed(version) and not (unless and version == self.newest):
+    def _drop(self, version: int) -> None:
+        """Drop a version that no microbatch needs, unless it is the newest."""
+        if version != self.newest and not self.is_needed(version):
             self._kept.discard(version)
 
 

@@ -84,10 +84,6 @@ class WeightVersions:
                 _put(parameter, places)
         self._perform(action)
 
-    def use(self, action: Action) -> None:
-        """Let the forwards that come next compute with another version; the row says which microbatches these are."""
-        self._perform(action)
-
     @contextmanager
     def updating(self, action: Action) -> Iterator[None]:
         """Return a context for the update of the stage's parameters, which makes the next version.

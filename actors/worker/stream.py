@@ -57,10 +57,6 @@ class Stream:
         """Return a context for an F, B, I or W, in which its stage has the microbatch's version of its weights."""
         return self._of(action).using(action)
 
-    def use(self, action: Action) -> None:
-        """Let the stage's next forwards compute with another version."""
-        self._of(action).use(action)
-
     def update(self, action: Action, step: Step) -> None:
         """Finish the reduction of the gradients of a step, and update the weights of one stage.
 

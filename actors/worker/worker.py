@@ -319,9 +319,7 @@ class Worker:
         self.program.windows.close(_stage(action))
 
     def _use(self, action: Action) -> None:
-        """Let the forwards of a stage that come next compute with another version of its weights."""
-        assert self._stream is not None
-        self._stream.use(action)
+        """Do nothing: of each forward it is known from the row which version of the weights it computes with."""
 
     # --- helpers ---
 

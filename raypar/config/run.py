@@ -106,7 +106,8 @@ def _searched(run: Run, programs: Programs) -> Programs:
     if not takes_costs(run.schedule):
         return programs
     once, costs = zero_actions_of(run).reduce == "step", costs_of_run(run, programs["train"].num_stages)
-    return programs_of(run.schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=once, costs=costs)
+    sizes = run.mesh.pp, run.microbatches, run.chunks
+    return programs_of(run.schedule, *sizes, steps=run.flush_every, reduce_grad=once, costs=costs)
 
 
 def _programs(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> tuple[Programs | None, list[str]]:
@@ -175,10 +176,8 @@ def zero_actions_of(run: Run) -> ZeroActions:
 
 def lowered_step(run: Run, schedule: str | Schedule) -> Schedule:
     """Lower a schedule for a training step of a run, without splitting backwards. Raises ScheduleError."""
-    zero = zero_actions_of(run)
-    once = zero.reduce == "step"
-    sizes = run.mesh.pp, run.microbatches, run.chunks
-    programs = programs_of(schedule, *sizes, steps=run.flush_every, reduce_grad=once)
+    zero, sizes = zero_actions_of(run), (run.mesh.pp, run.microbatches, run.chunks)
+    programs = programs_of(schedule, *sizes, steps=run.flush_every, reduce_grad=zero.reduce == "step")
     return with_zero(programs, zero)["train"]
 
 

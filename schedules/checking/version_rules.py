@@ -9,7 +9,7 @@ from raypar.schedules.action import Action, Op
 from raypar.schedules.checking.errors import Fault
 from raypar.schedules.rules import MAKES_GRADIENTS
 from raypar.schedules.schedule import Schedule
-from raypar.schedules.versions import USED_UP, Versions
+from raypar.schedules.versions import Versions
 
 _RULE = "versions"
 
@@ -116,7 +116,7 @@ class _StageCheck:
         stage, op, number = action
         return (
             stage == self._stage
-            and op in USED_UP
+            and op in MAKES_GRADIENTS
             and number in self._versions.used
             and (self._versions.used[number] == version)
         )
