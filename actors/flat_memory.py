@@ -28,7 +28,7 @@ class FlatMemory:
         device: The device.
 
     Attributes:
-        tensor: The tensor (count,). It is released at first.
+        tensor: The tensor (count,). Its memory is there at first: some devices make no views of a released tensor.
     """
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -39,7 +39,6 @@ class FlatMemory:
             self._address = ctypes.c_void_p(self.tensor.data_ptr())
         else:
             self.tensor = torch.empty(count, dtype=dtype, device=device)
-        self.release()
 
     def take(self) -> None:
         """Take memory for the tensor, with undefined values."""

@@ -145,6 +145,7 @@ class _Flat:
         self._flat = FlatMemory(sum(counts), like.dtype, like.device)
         places = zip(self._members, strides, starts, strict=True)
         self._whole = [self._flat.tensor.as_strided(one.shape, stride, start) for one, stride, start in places]
+        self._flat.release()
         self.shards: dict[str, nn.Parameter] = {}
         with home.at_hand([self._shard], writes=True):
             for name, start, stride in zip(names, starts, strides, strict=True):

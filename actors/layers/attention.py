@@ -32,7 +32,8 @@ class Core(nn.Module, SelectiveRecompute):
     (Korthikanti et al. 2022, section 5).
 
     Args:
-        kind: Implementation: "materialised" (op by op), "blocks" (attention_blocks.py where it serves), or torch's.
+        kind: Implementation: "materialised" (op by op), "blocks" (attention_blocks.py where it serves, op by op with
+            dropout on a GPU), or torch's.
         dropout: Dropout probability of the softmax weights.
         alibi: Bias to add to the scores; None for none.
         desk: Scratch memory for attention in blocks; None for new memory.
@@ -58,7 +59,7 @@ class Core(nn.Module, SelectiveRecompute):
     def attend(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> Tensor:
         """Compute the same as ``forward``, without recomputation in the backward."""
         bias = self._bias(q_BNSd)
-        if self.kind == "materialised":
+        if self._is_materialised(q_BNSd):
             return _materialised(q_BNSd, k_BKSd, v_BKSd, bias, self.drop)
         if self._in_blocks(q_BNSd, k_BKSd, v_BKSd):
             return attention_blocks.attend(q_BNSd, k_BKSd, v_BKSd, self.desk)
@@ -83,12 +84,21 @@ class Core(nn.Module, SelectiveRecompute):
 
         Of torch's kernels only the plain one (MATH) does.
         """
-        if self.kind == "materialised":
+        if self._is_materialised(q_BNSd):
             return True
         if self._in_blocks(q_BNSd, k_BKSd, v_BKSd):
             return False
         settings = _settings(q_BNSd, k_BKSd, self._bias(q_BNSd), self.dropout)
         return keeps_attention_scores(q_BNSd, k_BKSd, v_BKSd, **settings)
+
+    def _is_materialised(self, q_BNSd: Tensor) -> bool:
+        """Return whether the core is computed op by op.
+
+        With dropout that is so on GPUs, unless "fused" was asked for: kernels there draw masks that no part of the
+        tensors could be given, so that numbers would depend on the layout.
+        """
+        draws_apart = self.kind == "blocks" and self.dropout > 0 and q_BNSd.device.type != "cpu"
+        return self.kind == "materialised" or draws_apart
 
     def _in_blocks(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
         plain = self.kind == "blocks" and self.alibi is None and not self.dropout

@@ -45,8 +45,9 @@ class Transformer:
     """base of rope's angles: the slowest pair rotates by about 1 / rope_base per token"""
     attention: AttentionKind = "blocks"
     """fused: torch's kernel; blocks: the same, except in float32 on one CPU thread, where batched products for some
-    queries at a time are faster and keep up to 12 MiB of scores per actor for the backward; materialised: keeps the
-    scores of all pairs of tokens, as formulas count them"""
+    queries at a time are faster and keep up to 12 MiB of scores per actor for the backward, and with dropout on GPUs,
+    where it is materialised; materialised: keeps the scores of all pairs of tokens, as formulas count them. On GPUs
+    fused draws dropout of its own, which tp and cp can't draw: their numbers are others"""
     linear: LinearKind = "auto"
     """library for float32 matrix products of linear layers on CPUs: torch: nn.Linear; onednn: oneDNN for large ones,
     some percent faster on an AMD EPYC; auto: torch on Intel processors, which MKL is made for, else onednn"""

@@ -35,12 +35,18 @@ def test_every_op_of_a_group_of_one(make, dtype):
 def test_a_wait_does_not_block_the_host_but_what_comes_after_it_sees_the_result(make):
     group = make(1)[0]
     tensor = torch.zeros(1000, device=group.device)
+
+    def work():
+        tensor.fill_(0)
+        tensor.add_(1)
+        group.all_reduce(tensor).wait()
+        return tensor * 2
+
+    work()  # to load a kernel at its first use, CUDA waits for what runs
     torch.cuda.synchronize()
     start = time.monotonic()
     busy(group.device)
-    tensor += 1
-    group.all_reduce(tensor).wait()
-    after = tensor * 2
+    after = work()
     assert time.monotonic() - start < 0.2
     assert after.eq(2).all()
 

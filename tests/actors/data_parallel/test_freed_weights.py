@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from raypar.actors import flat_memory
 from raypar.actors.errors import ActionError
 from raypar.errors import ConfigError
 from tests.support.replicas import agrees
@@ -213,3 +214,9 @@ def test_a_value_that_layers_hand_on_gathers_nothing_again():
     before = team.ledger("dp")[0]["all_gather"][0]
     team.step()
     assert team.ledger("dp")[0]["all_gather"][0] - before == 2 * 2 * 4  # 4 layers, forward and backward, 2 microbatches
+
+
+def test_where_memory_is_not_mapped_weights_are_freed_and_gathered_too(monkeypatch):
+    """As on GPUs: a storage that is resized."""
+    monkeypatch.setattr(flat_memory.sys, "platform", "darwin")
+    agrees(Team(lambda: [nn.Linear(4, 4) for _ in range(3)], 1, 2, dp=2, zero=3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from raypar.actors.layers import attention
 from raypar.actors.layers.attention import Core
 from raypar.actors.layers.positions import Alibi
 
@@ -56,3 +57,11 @@ def test_dropout_drops_in_training_only_and_keeps_the_mean(kind):
     assert not torch.equal(core(q, k, v), whole)
     assert (mean - whole).abs().max() < 0.2
     assert torch.equal(core.eval()(q, k, v), whole)
+
+
+@pytest.mark.parametrize(("kind", "keeps"), [("blocks", True), ("fused", False)])
+def test_with_dropout_a_gpu_computes_op_by_op_for_kernels_there_draw_masks_of_their_own(kind, keeps, monkeypatch):
+    monkeypatch.setattr(attention, "keeps_attention_scores", lambda *inputs, **settings: False)
+    inputs = [torch.empty(1, 2, 8, 4, device="meta")] * 3
+    assert Core(kind, 0.5, None).keeps_scores(*inputs) is keeps
+    assert not Core(kind, 0.5, None).eval().keeps_scores(*inputs)
