@@ -24,6 +24,8 @@ test: lint types ## lint, types, then the tests, in two processes
 	@$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-long: $(venv)/.installed-dev ## what is too long for every change: fuzzed schedules, runs and layouts, damage, kills
+	@echo '== the tests marked long, and the random ones with more examples'
+	@$(python) -m pytest -n 2 --dist loadfile -m 'long or hypothesis' --hypothesis-profile long
 	@for script in schedule_fuzz schedule_matrix config_fuzz layout_fuzz expert_fuzz zero_matrix half_precision overflows memory_peaks \
 			asynchronous_loss checkpoint_damage group_kills recovery_kills recovery_points elastic preemption driver_kills leaks two_hosts node_sums \
 			on_premise; do \

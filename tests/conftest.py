@@ -12,7 +12,9 @@ from hypothesis import HealthCheck, settings
 sys.setswitchinterval(0.0002)
 
 # Tests share a machine of two cores with Ray's processes: how long one example takes says nothing.
-settings.register_profile("raypar", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("raypar", ANY_SPEED, max_examples=25)
+settings.register_profile("long", ANY_SPEED, max_examples=200)  # of make test-long
 settings.load_profile("raypar")
 
 QUIET = {

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raypar.actors import files as disk
@@ -275,7 +275,6 @@ def test_slices_that_are_not_in_the_files_are_refused(tmp_path):
             Assembler(ShardFolder(tmp_path)).read(logical)
 
 
-@settings(max_examples=50)
 @given(boxes(), st.data())
 def test_an_actor_reads_its_part_and_no_more(drawn, data):
     shape, parts = drawn

@@ -168,7 +168,6 @@ OPS = (
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 5, 40]), min_size=0, max_size=3).map(tuple)
 
 
-@settings(max_examples=120)
 @given(data=st.data(), op=st.sampled_from(OPS), size=st.integers(1, 4), dtype=st.sampled_from(DTYPES), shape=SHAPES)
 def test_an_op_equals_its_reference(data, op, size, dtype, shape):
     root = data.draw(st.integers(0, size - 1), "root")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raypar.actors.data.token_batches import Corpus, TokenBatches, data_faults, open_corpus, shuffled
@@ -35,7 +35,6 @@ def text(tmp_path):
 
 
 @given(size=st.integers(1, 3000), epoch=st.integers(0, 10**6), seed=st.integers(-(2**63), 2**64))
-@settings(max_examples=200)
 def test_every_window_once_an_epoch(size, epoch, seed):
     assert np.array_equal(np.sort(order(size, epoch, seed)), np.arange(size))
 

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,7 +23,6 @@ def alike(ours, theirs):
         assert torch.linalg.vector_norm(one - other) <= 1e-6 * torch.linalg.vector_norm(other)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     batch=st.integers(1, 3),
     kv_heads=st.integers(1, 5),

@@ -551,7 +551,6 @@ def some_of(kind):
     return st.dictionaries(names, ANYTHING, max_size=3).map(lambda changes: kind(**changes))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(run=some_of(Run), model=some_of(GPT) | some_of(Llama), mesh=some_of(Mesh), optim=some_of(AdamW) | some_of(Muon))
 def test_any_run_is_right_or_a_config_error(text, run, model, mesh, optim):
     changed = replace(run, model=replace(model, seq=min(model.seq, 64)) if type(model.seq) is int else model, data=text)
@@ -707,7 +706,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=250, deadline=None)
 @given(st.dictionaries(KEYS, VALUES, max_size=6))
 def test_any_table_is_a_run_or_a_config_error(table):
     before = repr(table)
@@ -721,7 +719,7 @@ def test_any_table_is_a_run_or_a_config_error(table):
     assert repr(table) == before
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(alphabet="[]{}=.,\"'#\n\t \\x0F1e-_:stepmodl", max_size=60) | st.text(max_size=40))
 def test_any_text_is_a_run_or_a_config_error(tmp_path, written):
     try:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from raypar.schedules import CATALOG, CheckError, Schedule, ScheduleError, build, check, lower, names
@@ -109,7 +109,6 @@ def change_op(data, schedule):
     ids=lambda mutate: mutate.__name__,
 )
 @given(data=st.data())
-@settings(max_examples=200)
 def test_every_mutant_is_refused(mutate, data):
     mutant = mutate(data, data.draw(right_schedules()))
     with pytest.raises(CheckError) as raised:
@@ -118,7 +117,6 @@ def test_every_mutant_is_refused(mutate, data):
 
 
 @given(data=st.data())
-@settings(max_examples=100)
 def test_a_value_that_is_neither_sent_nor_received_is_missed(data):
     schedule = data.draw(right_schedules(lowered=True, min_ranks=2))
     rank, index = draw_place(data, schedule, lambda action: action.op in RECVS)
@@ -131,7 +129,6 @@ def test_a_value_that_is_neither_sent_nor_received_is_missed(data):
 
 
 @given(data=st.data())
-@settings(max_examples=100)
 def test_receives_in_another_order_than_the_sends_are_refused(data):
     """Everything that a rank needs is there in time, only the two RECVs of one sender have changed places."""
     schedule = data.draw(right_schedules(lowered=True, min_ranks=2))
@@ -169,7 +166,6 @@ def test_a_deadlock_is_told_in_the_actions_of_the_schedule():
 
 
 @given(data=st.data())
-@settings(max_examples=100)
 def test_waiting_for_an_answer_before_asking_is_a_deadlock(data):
     schedule = data.draw(right_schedules(lowered=True, min_ranks=2).filter(lambda s: not s.forward_only))
     rank, index = draw_place(data, schedule, lambda action: action.op is Op.SEND_F)

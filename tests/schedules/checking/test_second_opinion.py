@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import takewhile
 
 import networkx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raypar.schedules import CheckError, Costs, Schedule, check, lower, simulate
@@ -48,7 +48,6 @@ def accepts(schedule, **options):
 
 
 @given(legal_schedules())
-@settings(max_examples=150)
 def test_legal_schedules_pass_and_both_orders_of_lowering_keep_them_so(schedule):
     check(schedule)
     for capacity in (None, 100):
@@ -58,7 +57,6 @@ def test_legal_schedules_pass_and_both_orders_of_lowering_keep_them_so(schedule)
 
 
 @given(legal_schedules())
-@settings(max_examples=100)
 def test_just_in_time_receives_right_before_use_unless_the_order_of_sends_asks_for_more(schedule):
     lowered = lower(schedule)
     for rank, row in enumerate(lowered.rows):
@@ -74,7 +72,6 @@ def test_just_in_time_receives_right_before_use_unless_the_order_of_sends_asks_f
 
 
 @given(legal_schedules(), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
-@settings(max_examples=100)
 def test_makespan_is_the_critical_path(schedule, f, i, w):
     costs = Costs(f=f, b=i + w, i=i, w=w)
     for candidate in (schedule, lower(schedule)):
@@ -86,14 +83,12 @@ def test_makespan_is_the_critical_path(schedule, f, i, w):
 
 
 @given(legal_schedules(), st.randoms(use_true_random=False), st.integers(1, 6))
-@settings(max_examples=200)
 def test_a_shuffled_schedule_passes_exactly_if_nothing_waits_in_a_circle(schedule, rng, swaps):
     shuffled = shuffle(schedule, rng, swaps)
     assert accepts(shuffled) == networkx.is_directed_acyclic_graph(graph(shuffled))
 
 
 @given(legal_schedules(), st.randoms(use_true_random=False), st.integers(1, 4), st.sampled_from([None, 0]))
-@settings(max_examples=200)
 def test_a_shuffled_lowered_schedule_passes_exactly_if_order_and_circles_allow(schedule, rng, swaps, capacity):
     shuffled = lower(shuffle(lower(schedule, step=False), rng, swaps))
     fine = networkx.is_directed_acyclic_graph(graph(shuffled, rendezvous=capacity == 0))
@@ -123,7 +118,6 @@ def edges_agree(schedule):
 
 
 @given(legal_schedules())
-@settings(max_examples=60)
 def test_awaited_and_travels_say_what_needs_says(schedule):
     for candidate in (schedule, lower(schedule, reduce_grad=True)):
         wanted_elsewhere = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raypar.schedules import CheckError, Schedule, build, check, lower
@@ -156,7 +156,6 @@ def same_step(before, after):
         assert order_of(halved) == order_of(row)
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     name=st.sampled_from(["naive", "gpipe", "1f1b", "interleaved"]),
     ranks=st.integers(1, 5),
@@ -181,7 +180,6 @@ def test_it_is_the_same_step_and_never_later(name, ranks, rounds, order, reduce_
         assert simulate(after, costs).in_flight == before.in_flight
 
 
-@settings(max_examples=80, deadline=None)
 @given(schedule=legal_schedules(), reduce_grad=st.booleans(), every=st.booleans())
 def test_any_schedule_stays_the_same_step(schedule, reduce_grad, every):
     if schedule.forward_only:
@@ -193,7 +191,6 @@ def test_any_schedule_stays_the_same_step(schedule, reduce_grad, every):
     same_step(lowered, after)
 
 
-@settings(max_examples=60, deadline=None)
 @given(schedule=lowered_schedules(), every=st.booleans(), hold=st.booleans())
 def test_gathers_and_reductions_stay_sound_and_a_weight_gradient_may_come_when_weights_are_freed(schedule, every, hold):
     after = split_backward(schedule, Costs(unshard=0.5, reduce_grad=0.25, link=0.5), every=every, hold=hold)
