@@ -31,7 +31,7 @@ def by_value(request):
 
 
 @pytest.fixture(scope="session")
-def job_on(cluster):
+def job_on(pool):
     """A function from a number to a job that has as many actors at least: one for all tests, while it can go on."""
     import raypar as rp
 
@@ -41,12 +41,15 @@ def job_on(cluster):
         ended = bool(held) and held[0]._lifetime.failure is not None  # the next test may end it too
         if not held or ended or held[0].num_actors < actors:
             close()
-            held.append(rp.launch(rp.recipe("gpt-tiny", mesh=rp.Mesh(dp=actors if ended else max(4, actors)))))
+            with pool.serving():
+                held.append(rp.launch(rp.recipe("gpt-tiny", mesh=rp.Mesh(dp=max(4, actors)))))
+            pool.standing = close
         return held[0]
 
     def close():
         while held:
             held.pop().close()
+        pool.standing = lambda: None
 
     yield job
     close()

@@ -16,16 +16,24 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.cluster.actors import Actors
 from raypar.cluster.ray_cluster import start_actors
+from raypar.cluster.vacancies import succeeded
 
 
 class Pool:
-    """Actors that no job has, each with its home; it grows with the largest world."""
+    """Actors that no job has, each with its home; it grows with the largest world.
+
+    Attributes:
+        idle: The actors.
+        standing: Closes the job that stands ready for tests, whose actors are given back before others are started.
+    """
 
     def __init__(self):
-        self.idle, self._started = [], []
+        self.idle, self._started, self.standing = [], [], lambda: None
 
     def start(self, hosted, world, device, job, wait_for_nodes=0.0, spares=0, folder=None):
         """Instead of ``start_actors``; without spares."""
+        if world.size > len(self.idle):
+            self.standing()
         missing = world.size - len(self.idle)
         if missing > 0:
             new = start_actors(hosted, World(Mesh(dp=missing)), device, f"{job} kept", wait_for_nodes)
@@ -61,5 +69,10 @@ class Lent(Actors):
         self.handles, self.homes = [], []
         while self.vacancies:
             self.vacancies.pop().close()
-        ray.get([handle.leave.remote() for handle, _ in there], timeout=30)
-        self.pool.idle += there
+        left = [handle.leave.remote() for handle, _ in there]
+        ray.wait(left, num_returns=len(left), timeout=30)
+        for ref, one in zip(left, there, strict=True):
+            if succeeded(ref):
+                self.pool.idle.append(one)
+            else:
+                ray.kill(one[0])

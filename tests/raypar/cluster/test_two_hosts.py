@@ -14,7 +14,7 @@ from tests.support.clusters import cluster_of_hosts
 from tests.support.hosts import missing
 from tests.support.kernel import TELLS_EXITS
 
-pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(300), pytest.mark.long]
 
 LAYOUTS = ({"tp": 2}, {"pp": 2}, {"dp": 2})  # the first one is launched, the others take its actors
 DRIVER = """

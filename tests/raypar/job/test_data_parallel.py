@@ -16,6 +16,7 @@ from raypar.schedules import chrome_trace, text
 from raypar.schedules.action import Action
 from raypar.schedules.simulation.simulate import simulate
 from tests.support.plain import trained
+from tests.support.thinned import thinned
 
 MESH = rp.Mesh(pp=2, dp=2)
 
@@ -42,14 +43,16 @@ def run_of(job, **changes):
     return tiny(data_parallel=job.run.data_parallel, zero=job.run.zero, **changes)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", thinned(["gpipe", "1f1b"], lambda name: name == "1f1b"))
 def test_one_microbatch_a_replica_is_bitwise(job, schedule):
     verdict = rp.verify(run_of(job, schedule=schedule, microbatches=1), job)
     assert verdict.bitwise, str(verdict)
     assert (verdict.steps, verdict.gradients, verdict.weights) == (3, 109, 109)
 
 
-@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize(
+    "schedule", thinned(["naive", "gpipe", "1f1b", "interleaved"], lambda name: name in ("gpipe", "interleaved"))
+)
 def test_more_microbatches_are_one_process_within_rounding(job, schedule):
     verdict = rp.verify(run_of(job, schedule=schedule), job)
     assert verdict.ok, str(verdict)

@@ -206,7 +206,7 @@ def test_a_step_that_is_not_finite(job_of, nonfinite):
     assert job.next_step == 1
 
 
-def test_actors_that_die_or_fail_are_survived(cluster):
+def test_actors_that_die_or_fail_are_survived(kept_actors):
     run = replace(TINY, steps=4, executor="tasks", order="dynamic", max_failures=2, timeout=60.0)
     chaos = [
         rp.chaos.kill("pp=1", at="1B1", step=2),

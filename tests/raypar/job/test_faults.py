@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from torch import nn
 import raypar as rp
 from raypar.cluster.ray_cluster import _own_sigterm
 from tests.support.team import Team
+from tests.support.thinned import thinned
 
 pytestmark = pytest.mark.usefixtures("by_value", "ctrl_c")
 
@@ -313,8 +313,8 @@ def test_a_step_that_was_handed_over_counts_whenever_ctrl_c_comes(job_of, rank):
         assert [report.loss for report in job.train()] == losses[done:]
 
 
-def test_a_second_ctrl_c_ends_the_job(job_of):
-    job = job_of(run_of(lambda: [Trouble(sleep=0.5), Trouble(sleep=0.5)]))
+def test_a_second_ctrl_c_ends_the_job(cluster):
+    job = rp.launch(run_of(lambda: [Trouble(sleep=0.5), Trouble(sleep=0.5)]))
     actors, start = pids(job), time.monotonic()
     with later(0.3, press), later(0.6, press), pytest.raises(KeyboardInterrupt):
         job.step()
@@ -327,9 +327,9 @@ def test_a_second_ctrl_c_ends_the_job(job_of):
 # --- a user's exception ----------------------------------------------------------------------------------------------
 
 
-def test_an_exception_in_a_layer_names_actor_action_and_message_and_how_to_go_on(job_of, tmp_path):
+def test_an_exception_in_a_layer_names_actor_action_and_message_and_how_to_go_on(cluster, tmp_path):
     kept = {"folder": str(tmp_path / "run"), "save_every": 1}
-    job = job_of(run_of(lambda: [nn.Linear(4, 4), Trouble(fails_at=7)], **kept))
+    job = rp.launch(run_of(lambda: [nn.Linear(4, 4), Trouble(fails_at=7)], **kept))
     actors = pids(job)
     job.train(1)  # it returns when the checkpoint is whole
     start = time.monotonic()
@@ -507,28 +507,22 @@ def performed(script):
     return done, told, left
 
 
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    """All programs at once: they mostly wait."""
-    folder = tmp_path_factory.mktemp("programs")
-    with ThreadPoolExecutor() as pool:
-        futures = {}
-        for number, (end, (sleep, body, _, _)) in enumerate(ENDS.items()):
-            script = folder / f"program{number}.py"
-            launch = "from_a_thread()" if "thread" in end else "rp.launch(run)"
-            pp = 2 if "pids[1]" in body else 1
-            offload = folder / f"offload{number}"
-            offload.mkdir()
-            script.write_text(PROGRAM.format(sleep=sleep, body=body, launch=launch, pp=pp, folder=str(offload)))
-            futures[end] = pool.submit(performed, script), offload
-        yield futures
+def script_of(end, folder):
+    """A program that ends so, and the folder of what it offloads."""
+    sleep, body, _, _ = ENDS[end]
+    launch = "from_a_thread()" if "thread" in end else "rp.launch(run)"
+    script, offload = folder / "program.py", folder / "offload"
+    offload.mkdir()
+    pp = 2 if "pids[1]" in body else 1
+    script.write_text(PROGRAM.format(sleep=sleep, body=body, launch=launch, pp=pp, folder=str(offload)))
+    return script, offload
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_a_program_that_ends_leaves_no_process_no_shared_memory_and_no_offloaded_file(programs, end):
+@pytest.mark.parametrize("end", thinned(ENDS, lambda end: end == "an actor killed"))
+def test_a_program_that_ends_leaves_no_process_no_shared_memory_and_no_offloaded_file(tmp_path, end):
     _, _, code, says = ENDS[end]
-    performing, offload = programs[end]
-    done, told, left = performing.result()
+    script, offload = script_of(end, tmp_path)
+    done, told, left = performed(script)
     assert says in done.stderr, done.stderr
     if "killed" in end:
         head, found, _ = done.stderr.partition(says.removeprefix("ActorDiedError: "))
