@@ -31,16 +31,17 @@ class Pool:
         self.idle, self._started, self.standing = [], [], lambda: None
 
     def start(self, hosted, world, device, job, wait_for_nodes=0.0, spares=0, folder=None):
-        """Instead of ``start_actors``; without spares."""
-        if world.size > len(self.idle):
+        """Instead of ``start_actors``."""
+        size = world.size + spares
+        if size > len(self.idle):
             self.standing()
-        missing = world.size - len(self.idle)
+        missing = size - len(self.idle)
         if missing > 0:
             new = start_actors(hosted, World(Mesh(dp=missing)), device, f"{job} kept", wait_for_nodes)
             self._started.append(new)
             self.idle += zip(new.handles, new.homes, strict=True)
         first = self._started[0]
-        taken, self.idle = self.idle[: world.size], self.idle[world.size :]
+        taken, self.idle = self.idle[:size], self.idle[size:]
         kept = {"group": first.group, "driver": first.driver, "device": first.device}
         kept |= {"create": first.create, "claim": first.claim, "homes": [home for _, home in taken]}
         return Lent(handles=[handle for handle, _ in taken], owns_cluster=False, pool=self, **kept)

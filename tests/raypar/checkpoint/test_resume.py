@@ -75,7 +75,7 @@ def test_the_newest_stay_and_are_there_when_train_returns(trained):
     assert {file.name for file in manifest.files} == {"pp0.safetensors", "pp1.safetensors"}
 
 
-def test_a_fresh_job_goes_on_bitwise(trained):
+def test_a_fresh_job_goes_on_bitwise(trained, kept_actors):
     folder, wanted, _ = trained
     with rp.launch(tiny(), resume=folder / "step-00000003") as job:
         assert job.next_step == 3

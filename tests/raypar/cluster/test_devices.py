@@ -130,6 +130,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.long
 def test_ray_gives_every_actor_its_gpu_and_says_what_it_has_no_room_for():
     """A Ray that is told of two GPUs hands them out, whether they are there or not."""
     done = subprocess.run([sys.executable, "-c", PLACED], cwd=ROOT, capture_output=True, text=True, timeout=100)

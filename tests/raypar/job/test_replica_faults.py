@@ -107,6 +107,7 @@ def errors(monkeypatch):
     return said
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_or_stopped_is_named_and_so_is_its_replica(kept_actors, errors):
     """One run survives all of them."""
     run, server = small(lambda: [nn.Linear(4, 4)], timeout=2.0, max_failures=3, **SERVED), "server 0 of pp=0"

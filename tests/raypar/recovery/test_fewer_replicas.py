@@ -67,6 +67,7 @@ def test_a_replica_is_given_up_for_a_server_that_is_lost(tmp_path):
         assert losses == pytest.approx([report.loss for report in job.train()], rel=1e-6)
 
 
+@pytest.mark.long
 def test_without_snapshots_it_goes_on_and_grows_from_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setattr("raypar.job.starter._LOOK", 0.0)
     run = replace(RUN, mesh=rp.Mesh(dp=2), zero=3, steps=6)

@@ -89,6 +89,7 @@ def test_a_checkpoint_that_was_lost_with_an_actor_is_saved_again(tmp_path):
     assert [path.name for path in sorted(lost.parent.glob("step-*"))] == ["step-00000002", "step-00000003"]
 
 
+@pytest.mark.long
 def test_a_run_whose_checkpoint_is_gone_goes_on_from_memory():
     """To rebalance, a job saves a checkpoint in a folder that is gone when the next failure comes."""
     with rp.launch(EXPERTS, chaos=[rp.chaos.kill("dp=1", at="STEP", step=3)]) as job:
@@ -102,6 +103,7 @@ def test_a_run_whose_checkpoint_is_gone_goes_on_from_memory():
         assert alike(weights, weights_of(job))
 
 
+@pytest.mark.long
 def test_files_of_actors_that_were_replaced_are_let_go():
     """The driver has three files of each actor, and an actor those of the other: none more after two failures."""
     chaos = [rp.chaos.kill("pp=1", at=at, step=step) for step, at in ((1, "1F1"), (3, "snapshot"))]
@@ -112,6 +114,7 @@ def test_files_of_actors_that_were_replaced_are_let_go():
         assert [len(held()), *[len(held(pid)) for pid in pids]] == [6, 6]
 
 
+@pytest.mark.long
 def test_steps_that_nobody_waits_for_any_more_survive_a_failure():
     class EnoughError(Exception):
         pass

@@ -124,6 +124,7 @@ def test_the_drivers_own_node_is_left_with_all_saved(taken, tmp_path, monkeypatc
         losses_of(job, taken)
 
 
+@pytest.mark.long
 def test_a_death_on_such_a_node_is_no_failure(taken, monkeypatch):
     """The node is gone before others have come: the second death alone counts, of the one that may be survived."""
     monkeypatch.setattr("raypar.job.starter.Starter.is_due", lambda starter: starter._heed_notices() or False)

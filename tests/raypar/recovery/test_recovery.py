@@ -68,7 +68,7 @@ def test_a_stopped_actor_is_replaced(undisturbed, monkeypatch, kept_actors):
     assert disturbed[2][0].reason == "actor pp=0 was silent for 3 s during step 5"
 
 
-def test_a_failure_in_the_recovery_and_a_spare(undisturbed):
+def test_a_failure_in_the_recovery_and_a_spare(undisturbed, kept_actors):
     """Both actors die at once, and one fails again while it joins; a spare is there. Kills: tests/long."""
     chaos = [rp.chaos.kill(f"pp={pp}", at="STEP", step=4) for pp in (0, 1)]
     chaos += [rp.chaos.raise_("pp=0", at="start", step=2)]
@@ -76,6 +76,7 @@ def test_a_failure_in_the_recovery_and_a_spare(undisturbed):
     assert {label for failure in disturbed[2] for label in failure.replaced} == {"pp=0", "pp=1"}
 
 
+@pytest.mark.long
 def test_an_actor_that_does_not_start_where_it_was_gets_a_home_elsewhere(undisturbed, kept_actors, monkeypatch):
     """As if its node were gone: nobody waits for the one in the old home."""
     monkeypatch.setattr("raypar.cluster.vacancies._STARTED", 0.0)
