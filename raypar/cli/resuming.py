@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raypar.actors.errors import CheckpointError
@@ -17,6 +18,19 @@ from raypar.schedules.user_code import names_code
 
 if TYPE_CHECKING:
     from raypar.checkpoint.find import Found
+
+
+def begun_by(words: Sequence[str]) -> tuple[Found | None, list[str]]:
+    """Return the checkpoint that ``--resume`` names, if it does, and why it can't be read."""
+    path = next((path for path in values_of("--resume", words) if path and not path.startswith("--")), None)
+    if path is None:
+        return None, []
+    from raypar.checkpoint.resume import find  # imports numpy
+
+    try:
+        return find(Path(path)), []
+    except ConfigError as error:
+        return None, error.faults
 
 
 def its_run(found: Found) -> Run:
@@ -79,6 +93,16 @@ def finished(begun: Found, steps: int, words: Sequence[str]) -> str:
 def _of_steps(word: str, before: str) -> bool:
     """Return whether a word is the flag --steps or its value, by the word before it."""
     return word == "--steps" or word.startswith("--steps=") or before == "--steps"
+
+
+def begins_again(begun: Found, words: Sequence[str]) -> str:
+    """Say how a run that was to go on from a checkpoint, and ended before its first step, begins: as it did.
+
+    Args:
+        begun: The checkpoint.
+        words: The words of the command.
+    """
+    return f"resume with: raypar train {shlex.join(words)} (after step {begun.manifest.step})"
 
 
 def how_to_go_on(run: Run) -> str:

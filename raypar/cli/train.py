@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from raypar.actors.errors import CheckpointError, NonFiniteError
+from raypar.actors.errors import CheckpointError
 from raypar.actors.mesh.mesh import AXES
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.injected_fault import InjectedFault
@@ -24,7 +24,7 @@ from raypar.cli.dry_run import sparing_cache
 from raypar.cli.output_files import file_faults, growing_file, whole_file
 from raypar.cli.parsing import parse, values_of
 from raypar.cli.plan import compared, placed
-from raypar.cli.resuming import finished, how_to_go_on, its_run, misfits
+from raypar.cli.resuming import begins_again, begun_by, finished, how_to_go_on, its_run, misfits
 from raypar.config.fields import Fault, field_faults, right_fields
 from raypar.config.recipes import RECIPES
 from raypar.config.run import check_run, unrecorded, world_of
@@ -142,7 +142,8 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
         JobError: The run failed.
         NonFiniteError: The gradients became infinite or NaN.
     """
-    begun, unfound = _begun(words)
+    begun, unfound = begun_by(words)
+    launches = list[float]()
     known = {} if begun is None else {str(begun.path): its_run(begun)}
     what = "Train a model on actors."
     parsed = parse(TrainArgs, words, "train", what, next(iter(known), "gpt-small"), known=known)
@@ -157,19 +158,21 @@ def train(words: Sequence[str], terminal: bool) -> Plan | Finished:
             schedule = _checked(run, args, begun, wrong, words)
             taken = 0 if begun is None else begun.manifest.step
             return _planned(run, schedule, _origins(args, words), taken, color=terminal)
-    schedule = _checked(run, args, begun, wrong, words)
-    origins = _origins(args, words)
-    for axis, origin in origins.items():  # the log says later how many actors that makes
-        logging.getLogger("raypar").info("mesh.%s is %s, from %s", axis, getattr(run.mesh, axis), origin)
-    from raypar.job.run_folders import settled  # imports what mistakes and dry runs do not need
-
-    run, launches = settled(run), list[float]()
     try:
+        schedule = _checked(run, args, begun, wrong, words)
+        for axis, origin in _origins(args, words).items():  # the log says later how many actors that makes
+            logging.getLogger("raypar").info("mesh.%s is %s, from %s", axis, getattr(run.mesh, axis), origin)
+        from raypar.job.run_folders import settled  # imports what mistakes and dry runs do not need
+
+        run = settled(run)
         return _trained(run, args, schedule, begun, launches)
-    except (JobError, NonFiniteError, KeyboardInterrupt, SystemExit) as error:
-        if launches:
+    except ConfigError:
+        raise
+    except BaseException as error:  # a signal during the launch may be another error, of Ray's
+        how = how_to_go_on(run) if launches else begins_again(begun, words) if begun is not None else ""
+        if how:
             notes = [note for note in getattr(error, "__notes__", []) if not note.startswith(TO_GO_ON)]
-            error.__notes__ = [*notes, how_to_go_on(run)]
+            error.__notes__ = [*notes, how]
         raise
 
 
@@ -371,16 +374,3 @@ def _origins(args: RunArgs, words: Sequence[str]) -> dict[str, str]:
         for axis, count in ways.items()
         if count > 1 and not any(values_of(f"--mesh.{axis}", words))
     }
-
-
-def _begun(words: Sequence[str]) -> tuple[Found | None, list[str]]:
-    """Return the checkpoint that ``--resume`` names, if it does, and why it can't be read."""
-    path = next((path for path in values_of("--resume", words) if path and not path.startswith("--")), None)
-    if path is None:
-        return None, []
-    from raypar.checkpoint.resume import find  # imports numpy
-
-    try:
-        return find(Path(path)), []
-    except ConfigError as error:
-        return None, error.faults

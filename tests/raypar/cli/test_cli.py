@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import raypar as rp
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.specs.model import Llama
 from raypar.actors.specs.optim import Muon
@@ -27,6 +28,7 @@ from raypar.errors import TO_GO_ON, JobError
 from raypar.parity.verify import Bounds, Difference, Verdict
 from raypar.reporting import summary as summaries
 from raypar.schedules import build, lower, to_csv
+from tests.support.checkpoints import save_at
 
 ROOT = Path(__file__).parents[3]
 
@@ -274,6 +276,19 @@ def test_a_failed_run_says_once_how_to_go_on(said, monkeypatch):
         "A note of another kind.",
         "nothing was saved: give --folder, and --save-every, to keep checkpoints",
     ]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(15), JobError("Ray does not start")])
+@pytest.mark.parametrize("at", ["_checked", "_trained"])
+def test_a_resumed_run_that_ends_in_its_launch_says_how_to_go_on(said, monkeypatch, tmp_path, error, at):
+    save_at(tmp_path / "a b", 4, run=plain_of(rp.recipe("gpt-tiny", steps=40)))
+    monkeypatch.setattr(commands, "_checked", lambda *words: None)
+    monkeypatch.setattr(commands, at, raising(type(error)(*error.args)))
+    code, _, err = said("train", "--resume", tmp_path / "a b", "--steps", 50)
+    told = {KeyboardInterrupt: "interrupted", SystemExit: "terminated", JobError: "Ray does not start"}[type(error)]
+    assert code == {KeyboardInterrupt: 130, SystemExit: 143, JobError: 4}[type(error)]
+    how = f"resume with: raypar train --resume '{tmp_path}/a b' --steps 50 (after step 4)"
+    assert err.splitlines()[-2:] == [f"raypar: {told}", how]
 
 
 def test_paper_commands_bring_in_neither_torch_nor_ray():
