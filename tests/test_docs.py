@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import raypar as rp
+from raypar.actors.not_yet import WHERE
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
 
@@ -261,6 +262,15 @@ def test_what_fits_and_what_is_refused_is_what_a_check_says():
             assert len(error.faults) == 1, "it is refused for what the row says, not for another mistake in it"
         else:
             assert word == "fits", run
+
+
+def test_what_is_not_there_yet_is_refused_in_the_words_of_the_table_with_its_place():
+    table = (ROOT / "docs/index.md").read_text().partition("\n## What fits\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+) \| refused: `(Run\([^`]*\))`.* \| (?!not planned \|)(.+) \|$", table, re.MULTILINE)
+    assert {what: where.strip("`") for what, _, where in rows} == dict(WHERE)
+    for what, run, where in rows:
+        (fault,) = rp.faults(eval(run, {"rp": rp, "Run": rp.Run}))
+        assert f"raypar has no {what} yet ({where.strip('`')})" in fault
 
 
 def test_the_readme_and_the_table_of_the_docs_name_the_same_gaps():

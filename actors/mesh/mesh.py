@@ -9,6 +9,7 @@ from typing import Literal
 from raypar.actors.bounds import Count, Some
 from raypar.actors.known_fields import known_fields
 from raypar.actors.mesh.grid import Grid, GridSpelling, grid_of
+from raypar.actors.not_yet import HYBRID_EXPERTS, not_yet
 
 Axis = Literal["pp", "dp", "cp", "tp", "ep", "edp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
@@ -75,7 +76,8 @@ class Mesh:
                 f"their gradients: use {self.inner}, or set mesh.dp to 2"
             )
         if self.shard is not None and self.shard < self.dp * self.cp:
-            yield f"mesh.shard is {self.shard}, and mesh.ep {self.ep}: experts and hybrid sharding do not combine"
+            told = f"mesh.shard is {self.shard}, and mesh.ep {self.ep}: {not_yet(HYBRID_EXPERTS)}"
+            yield f"{told}: leave mesh.shard out, or set mesh.ep to 1"
 
     def _expert_actor_faults(self) -> Iterator[str]:
         """Yield the reasons why experts cannot be on actors of their own."""
@@ -87,7 +89,8 @@ class Mesh:
         if self.grid is not None:
             yield f"{named}, but a grid of tensor ranks has no experts: give mesh.tp a number"
         if self.shard is not None and self.shard < self.dp * self.cp:
-            yield f"mesh.shard is {self.shard}, and {named}: experts and hybrid sharding do not combine"
+            told = f"mesh.shard is {self.shard}, and {named}: {not_yet(HYBRID_EXPERTS)}"
+            yield f"{told}: leave one of them out"
 
     @property
     def inner(self) -> int:

@@ -10,6 +10,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from raypar.actors.known_fields import unknown_faults
+from raypar.actors.not_yet import reason_of
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.config.fields import Fault
@@ -19,6 +20,7 @@ from raypar.schedules.nearest_name import nearest
 HELP = {"-h", "--help"}
 _NUMBERS = {int: "a whole number", float: "a number"}
 _MANY = {int: "whole numbers", float: "numbers"}
+_PAIRS = {float: "'head.*' 0.5", int: "'head.*' 4", str: "blocks.0.mlp.experts '1 0'"}  # by the type of the value
 _KINDS = {"model": (GPT, Llama), "optim": (AdamW, SGD, Muon)}
 _SHORT = {"precision": "precision.compute"}  # what a flag without the name of a part's field means
 _SWITCHED = ("true", "false", "yes", "no", "on", "off", "0", "1")
@@ -164,7 +166,12 @@ def _most_words(kind: Any) -> int:
     if get_origin(kind) is tuple:
         items = get_args(kind)
         return 1 << 30 if Ellipsis in items else len(items)
-    return 1 << 30 if isinstance(get_origin(kind), type) and issubclass(get_origin(kind), Mapping) else 1
+    return 1 << 30 if _is_mapping(kind) else 1
+
+
+def _is_mapping(kind: Any) -> bool:
+    """Return whether a type is a mapping, of which words give names and values in turn."""
+    return isinstance(get_origin(kind), type) and issubclass(get_origin(kind), Mapping)
 
 
 def _faults_of(kind: type, flag: _Flag, default: object) -> Iterator[str]:
@@ -183,7 +190,8 @@ def _faults_of(kind: type, flag: _Flag, default: object) -> Iterator[str]:
             if str not in kinds or not flag.values:
                 yield f"{flag.typed} has no value: give {choices}"
         elif not any(_fits(flag.values, one) for one in kinds):
-            yield f"{flag.typed} is {' '.join(flag.values)!r}: it must be {choices}"
+            asked = " ".join(flag.values)
+            yield f"{flag.typed} is {asked!r}: it must be {choices}{reason_of(asked)}"
 
 
 def _word(kind: Any) -> str:
@@ -193,6 +201,9 @@ def _word(kind: Any) -> str:
         many = "one or more" if Ellipsis in get_args(kind) else str(len(items))
         one = _members(items[0])
         return f"{many} of {' or '.join(map(_word, one))}" if len(one) > 1 else f"{many} {_MANY.get(items[0], 'texts')}"
+    if _is_mapping(kind):
+        name, value = get_args(kind)
+        return f"pairs of {_word(name)} and {_word(value)}, such as {_PAIRS[value]}"
     if isinstance(kind, str | int) or kind in _NUMBERS:  # a value of a Literal, or a type
         return _NUMBERS.get(kind, str(kind))
     return "a path" if kind is Path else "a text"
@@ -204,6 +215,9 @@ def _fits(values: Sequence[str], kind: Any) -> bool:
         items = get_args(kind)
         long = Ellipsis in items or len(items) == len(values)
         return long and all(any(_fits([value], one) for one in _members(items[0])) for value in values)
+    if _is_mapping(kind):
+        named = values[1::2]
+        return len(values) % 2 == 0 and all(_fits([value], get_args(kind)[1]) for value in named)
     if get_origin(kind) is not None:
         return True
     if len(values) != 1:

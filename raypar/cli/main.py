@@ -66,7 +66,8 @@ examples:
 exit codes:
   0    done
   1    verify found a difference; ckpt found a checkpoint that is not sound; doctor found something wrong
-  2    a mistake in flags, file or schedule; each is listed with its fix, and no step was taken
+  2    a mistake in flags, file or schedule; each is listed with its fix, and no step was taken (report shows the
+       runs that it finds)
   4    the run failed: an actor died, stalled, or raised an error; or its last checkpoint could not be saved
   6    the gradients became infinite or NaN
   130  stopped with Ctrl-C, behind a checkpoint if there is a folder; the actors are gone
@@ -183,7 +184,9 @@ def _on_disk(command: str, words: list[str]) -> int:
 
     try:
         if command != "ckpt":
-            return _say(run_folder.run(command, words, _say))
+            written = run_folder.run(command, words, _say)
+            said = _say(written.text)
+            return _fail(_mistakes(written.lost), MISTAKE) if written.lost else said
         outcome = checkpoints.run(words)
     except ConfigError as error:
         return _fail(_mistakes(error.faults), MISTAKE)

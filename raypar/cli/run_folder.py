@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import tyro
 
@@ -78,7 +78,35 @@ class TraceArgs:
         return ()
 
 
-def run(command: str, words: Sequence[str], say: Callable[[str], object]) -> str:
+class Written(NamedTuple):
+    """Outcome of a command.
+
+    Attributes:
+        text: Lines that say which file was written, and what of a damaged folder it lacks.
+        lost: The mistakes in the words: folders that are no runs, which the file lacks.
+    """
+
+    text: str
+    lost: Sequence[str] = ()
+
+
+class _Page(NamedTuple):
+    """A page of runs.
+
+    Attributes:
+        html: The page.
+        home: The folder and the name of the file that it is usually written to.
+        poor: What can't be read of damaged folders.
+        lost: Why other folders are no runs.
+    """
+
+    html: str
+    home: Path
+    poor: Sequence[str]
+    lost: Sequence[str]
+
+
+def run(command: str, words: Sequence[str], say: Callable[[str], object]) -> Written:
     """Run ``raypar report`` or ``raypar trace``.
 
     Args:
@@ -87,7 +115,7 @@ def run(command: str, words: Sequence[str], say: Callable[[str], object]) -> str
         say: Called with a line that is to be told before the command ends.
 
     Returns:
-        A line that says which file was written.
+        Which file was written.
 
     Raises:
         ConfigError: The run folder can't be read, or the file can't be written.
@@ -95,30 +123,25 @@ def run(command: str, words: Sequence[str], say: Callable[[str], object]) -> str
     if command == "trace":
         what = "Write the latest measured step of a run as a Chrome trace, for ui.perfetto.dev."
         missing = "a run folder is missing: raypar trace RUN"
-        return trace(parsed(TraceArgs(Path()), words, command, what, missing))
+        return Written(trace(parsed(TraceArgs(Path()), words, command, what, missing)))
     missing = "a run folder is missing: raypar report RUN, or several to compare them"
     done = report(parsed(ReportArgs(()), words, command, _REPORT, missing))
-    if isinstance(done, str):
+    if isinstance(done, Written):
         return done
     say(f"{done.url} shows the run while it goes on; Ctrl-C ends this")
     done.serve()
-    return "the page is not served any more"
+    return Written("the page is not served any more")
 
 
-def report(args: ReportArgs) -> str | Live:
-    """Run ``raypar report``.
-
-    Returns:
-        A line that says which file was written, or the server of the page.
-    """
+def report(args: ReportArgs) -> Written | Live:
+    """Run ``raypar report``, and return which file was written, or the server of the page."""
     folders, peak = args.folders, args.peak
     if args.live:
         _page(folders, peak)
         return Live(lambda: _served(folders, peak), args.port)
-    name = REPORT if len(folders) == 1 else COMPARISON
-    made, unread, home = _page(folders, peak)
-    written = _written(args.out or home / name, args.out, made)
-    return "\n".join([written, *(f"could not be read: {fault}" for fault in unread)])
+    made = _page(folders, peak)
+    written = _written(args.out or made.home, args.out, made.html)
+    return Written("\n".join([written, *(f"could not be read: {fault}" for fault in made.poor)]), made.lost)
 
 
 def trace(args: TraceArgs) -> str:
@@ -133,31 +156,30 @@ def trace(args: TraceArgs) -> str:
 def _served(folders: tuple[Path, ...], peak: float | None) -> str:
     """Make the page as it is served; it says so if no folder can be read any more, as after a launch that failed."""
     try:
-        return _page(folders, peak, EVERY)[0]
+        return _page(folders, peak, EVERY).html
     except ConfigError as error:
         return document("raypar", unread(error.faults), EVERY)
 
 
-def _page(folders: tuple[Path, ...], peak: float | None, every: int | None = None) -> tuple[str, list[str], Path]:
-    """Make the page of one or several runs from what can be read of their folders.
-
-    Returns:
-        The page, what can't be read, and the first folder that could.
-    """
-    pasts, faults = list[Past](), list[str]()
+def _page(folders: tuple[Path, ...], peak: float | None, every: int | None = None) -> _Page:
+    """Make the page of one or several runs from what can be read of their folders. Raises ConfigError if none is."""
+    pasts, poor, lost = list[Past](), list[str](), list[str]()
     for folder in folders:
         try:
-            past, poor = salvage(folder)
+            past, faults = salvage(folder)
         except ConfigError as error:
-            faults += error.faults
+            lost += error.faults
         else:
             pasts.append(past)
-            faults += [f"{past.folder}: {fault}" for fault in poor]
+            poor += [f"{past.folder}: {fault}" for fault in faults]
     if not pasts:
-        raise ConfigError(faults)
-    if len(folders) == 1:
-        return page(pasts[0], faults=faults, peak=peak, every=every), faults, pasts[0].folder
-    return comparison(pasts, faults=faults, every=every), faults, pasts[0].folder
+        raise ConfigError(lost)
+    home = pasts[0].folder
+    if len(pasts) > 1:
+        return _Page(comparison(pasts, faults=[*poor, *lost], every=every), home / COMPARISON, poor, lost)
+    if lost:
+        lost.append(f"{str(home)!r} alone is shown, and compared with nothing: correct the other path")
+    return _Page(page(pasts[0], faults=[*poor, *lost], peak=peak, every=every), home / REPORT, poor, lost)
 
 
 def _written(target: Path, out: Path | None, text: str) -> str:

@@ -11,6 +11,7 @@ from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from raypar.actors.not_yet import reason_of
 from raypar.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -51,6 +52,20 @@ _CLASSES = {
     "Precision": "a Precision, such as rp.Precision('bf16')",
     "Run": "a Run, which rp.Run(...) makes, or rp.recipe('gpt-tiny')",
     "Sequence": "a list",
+}
+_BATCH = "batch, where def batch(step, microbatch, dp): returns (inputs, targets)"
+_FUNCTIONS = {  # what fields look like that are functions
+    "model.fn": "lambda: [torch.nn.Linear(2, 4), torch.nn.Linear(4, 1)]",
+    "model.loss": "torch.nn.functional.mse_loss",
+    "data.fn": _BATCH,
+    "data.validate": _BATCH,
+    "on": "print",
+}
+_DICTIONARIES = {  # the same of dictionaries
+    "model.plan": "{'layers.0': 'column', 'layers.2': 'row'}",
+    "optim.rates": "{'head.*': 0.5}",
+    "tile": "{'blocks.*.mlp.*': 8, 'head.out': 4}",
+    "expert_order": "{'blocks.0.mlp.experts': '1 0'}",
 }
 
 
@@ -164,7 +179,18 @@ def _told(errors: list[ErrorDetails], path: str, *, mapping: bool) -> Iterator[F
         words = [_word_of(error) for error in group]
         of_type = any(error["type"] not in _RANGES for error in group)
         text = f"{path}{inner} is {brief(group[0]['input'])}: it must be {' or '.join(words)}"
+        asks_for = {error["type"] for error in group}
+        text += next((f", such as {shown}" for kind, shown in _shown(path) if kind in asks_for), "")
+        text += reason_of(group[0]["input"])
         yield Fault(path if mapping else f"{path}{inner}", text, of_type)
+
+
+def _shown(path: str) -> Iterator[tuple[str, str]]:
+    """Yield what a right value of a field looks like, if it is a function or a dictionary, by the type of the error."""
+    if path in _FUNCTIONS:
+        yield "callable_type", _FUNCTIONS[path]
+    if path in _DICTIONARIES:
+        yield "dict_type", _DICTIONARIES[path]
 
 
 def _word_of(error: ErrorDetails) -> str:

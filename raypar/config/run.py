@@ -12,6 +12,7 @@ from raypar.actors.files import expanded
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.actors.models.partition import split_faults
+from raypar.actors.not_yet import reason_of
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.optim import OptimizerSettings
@@ -19,7 +20,7 @@ from raypar.actors.specs.recompute import recompute_faults
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.config.fields import Fault, field_faults, right_fields
-from raypar.config.recipes import RECIPES
+from raypar.config.hints import hint
 from raypar.config.schedule import (
     Programs,
     ZeroActions,
@@ -71,7 +72,7 @@ def check_run(
     own = list(field_faults(run))
     skeleton = Skeleton(run.model, run.seed) if skeleton is None else skeleton
     right = right_fields([*wrong, *own])
-    faults = [*(fault.text for fault in wrong), *(fault.text + _hint(run, fault.path) for fault in own)]
+    faults = [*(fault.text for fault in wrong), *(fault.text + hint(run, fault.path) for fault in own)]
     if isinstance(run.model, Transformer):
         faults += run.model.faults(right)
     if isinstance(run.mesh, Mesh):
@@ -124,7 +125,10 @@ def _programs(run: Run, skeleton: Skeleton, right: Callable[..., bool]) -> tuple
         misfits = misfits or [*_placement_faults(run, skeleton, programs["train"], right)]
         return programs, [*asynchronous_faults(run, programs["train"], right), *misfits]
     except ScheduleError as error:
-        return None, [str(error), *_layer_faults(run, skeleton, run.mesh.pp * (run.chunks or 1), right)]
+        return None, [
+            str(error) + reason_of(run.schedule),
+            *_layer_faults(run, skeleton, run.mesh.pp * (run.chunks or 1), right),
+        ]
 
 
 def _with_backward(run: Run, programs: Programs) -> Programs:
@@ -134,27 +138,6 @@ def _with_backward(run: Run, programs: Programs) -> Programs:
     costs = costs_of_run(run, programs["train"].num_stages)
     # What a layer keeps for a later W is as large as all its activations, which recomputation is meant to spare.
     return with_backward(programs, run.backward, costs, hold=run.recompute == "none")
-
-
-_WRITTEN = {
-    "mesh": "; such as rp.Mesh(pp=2)",
-    "optim": "; such as rp.AdamW(lr=1e-3)",
-}
-
-
-def _hint(run: Run, path: str) -> str:
-    """Say what is written in place of a value that is often given for another one; "" where that is not known."""
-    if path == "model" and isinstance(run.model, str):
-        if run.model in RECIPES:
-            return f"; rp.recipe({run.model!r}) is a run with such a model"
-        return "; models of Hugging Face are not read: give their sizes, as rp.GPT(layers=12)"
-    if path == "data" and isinstance(run.data, str):
-        return f"; for text files give rp.Text({run.data!r})"
-    if path == "model" and callable(run.model):
-        return "; modules of yours are rp.Layers(lambda: [...], loss=...)"
-    if path == "data" and callable(run.data):
-        return "; a function of yours is rp.Batches(function)"
-    return _WRITTEN.get(path, "")
 
 
 def world_of(run: Run) -> World:

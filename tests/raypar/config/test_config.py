@@ -3,8 +3,10 @@
 import json
 import re
 import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import SEND_WINDOW
+from raypar.config.fields import field_faults
 from raypar.config.recipes import RECIPES, recipe
 from raypar.config.run import check_run
 from raypar.config.toml import load_run, plain_of, run_of, toml_of
@@ -330,7 +333,21 @@ def test_a_text_in_the_place_of_a_model_or_data_is_understood(tiny):
         f"data is {faults_of!r}: it must be a Text or a Batches; a function of yours is rp.Batches(function)",
         "precision is 'bf16': it must be a Precision, such as rp.Precision('bf16')",
     ]
-    assert "models of Hugging Face are not read" in faults_of(replace(tiny, model="gpt2"))[0]
+    assert "raypar has no models and weights of Hugging Face yet" in faults_of(replace(tiny, model="gpt2"))[0]
+
+
+def test_every_field_that_is_a_function_or_a_dictionary_says_what_a_right_one_looks_like():
+    run = Run(model=Layers(5, loss=5), data=Batches(5))
+    told, seen = {fault.path: fault.text for fault in field_faults(run)}, set()
+    for part, below in ((run, ""), (run.model, "model."), (run.data, "data."), (run.optim, "optim.")):
+        for name, hint in get_type_hints(type(part)).items():
+            for kind in {Callable, Mapping} & {get_origin(one) for one in (hint, *get_args(hint))}:
+                value = 0.5 if below + name == "tile" else 5
+                told |= {one.path: one.text for one in field_faults(replace(part, **{name: value}), below)}
+                assert "a function, such as " in told[below + name] or "a dictionary, such as {" in told[below + name]
+                seen.add(kind)
+    assert seen == {Callable, Mapping}
+    assert told["model.plan"].endswith("it must be a dictionary, such as {'layers.0': 'column', 'layers.2': 'row'}")
 
 
 @pytest.mark.parametrize("positions", ["learned", "rope", "alibi"])
@@ -473,7 +490,8 @@ def test_all_wrong_types_come_at_once():
         "mesh is None: it must be a Mesh; such as rp.Mesh(pp=2)",
         "schedule is 3: it must be a text or a Schedule",
         "microbatches is '8': it must be a whole number",
-        "data.fn is 3: it must be a function",
+        "data.fn is 3: it must be a function, such as batch, where def batch(step, microbatch, dp): returns (inputs, "
+        "targets)",
         "optim.lr is nan: it must be a finite number",
         "optim.decay is 'cos': it must be 'constant', 'cosine', 'linear' or 'wsd'",
         "optim.betas is [0.9, 0.95]: it must be a tuple (in TOML a list)",
@@ -854,7 +872,10 @@ def test_embeddings_that_can_not_be_kept_alike_are_refused(tiny, options, mesh, 
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        ("column", "model.plan is 'column': it must be a dictionary"),
+        (
+            "column",
+            "model.plan is 'column': it must be a dictionary, such as {'layers.0': 'column', 'layers.2': 'row'}",
+        ),
         ({"layers.0": 3}, "model.plan['layers.0'] is 3: it must be a text"),
     ],
 )

@@ -72,21 +72,30 @@ def test_of_a_damaged_folder_the_rest_is_shown(name, tmp_path):
 
 def test_a_folder_of_no_run_is_told_unless_there_is_no_other(tmp_path, capsys):
     good = written(tmp_path / "good")
-    assert main(["report", str(good), str(tmp_path / "gone"), "-o", str(tmp_path / "c.html")]) == 0
+    other = written(tmp_path / "other")
+    assert main(["report", str(good), str(tmp_path / "gone"), str(other), "-o", str(tmp_path / "c.html")]) == 2
+    assert "gone' is no run folder" in capsys.readouterr().err
+    assert "2 raypar runs" in Reader((tmp_path / "c.html").read_text()).texts
     assert any("gone' is no run folder" in text for text in Reader((tmp_path / "c.html").read_text()).texts)
     assert main(["report", str(tmp_path / "gone"), str(tmp_path / "lost")]) == 2
     assert "gone' is no run folder" in capsys.readouterr().err
 
 
-def test_the_page_goes_into_the_first_folder_that_can_be_read(tmp_path, capsys):
+def test_the_only_run_that_is_found_is_shown_alone_and_the_others_are_a_mistake(tmp_path, capsys):
     good = written(tmp_path / "good")
-    assert main(["report", str(tmp_path / "gone"), str(good / "run.toml"), str(good)]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"written: {good / 'comparison.html'}",
-        f"could not be read: '{tmp_path / 'gone'}' is no run folder: there is nothing; give one that raypar train has "
-        "written",
-        f"could not be read: '{good / 'run.toml'}' is no run folder, but a file: give '{good}'",
+    assert main(["report", str(tmp_path / "gone"), str(good / "run.toml"), str(good)]) == 2
+    out, err = capsys.readouterr()
+    assert out == f"written: {good / 'report.html'}\n"
+    assert err.splitlines() == [
+        "raypar: 3 mistakes:",
+        f"- '{tmp_path / 'gone'}' is no run folder: there is nothing; give one that raypar train has written",
+        f"- '{good / 'run.toml'}' is no run folder, but a file: give '{good}'",
+        f"- '{good}' alone is shown, and compared with nothing: correct the other path",
     ]
+    texts = Reader((good / "report.html").read_text()).texts
+    assert "Could not be read" in texts
+    assert any("alone is shown" in text for text in texts)
+    assert "1 raypar runs" not in texts
 
 
 def test_of_damaged_metrics_the_sound_steps_are_shown(tmp_path, capsys):

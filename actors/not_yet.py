@@ -1,0 +1,34 @@
+"""What raypar does not have yet, as docs/index.md names it, and where it would come: for messages that refuse it."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+FP8, HUGGING_FACE = "fp8", "models and weights of Hugging Face"
+DUALPIPE = "DualPipe over two copies of a model"
+HYBRID_EXPERTS = "experts on several actors with hybrid sharding"
+
+WHERE = MappingProxyType(  # by what is missing, the folder in which it would come, or that none is planned
+    {
+        FP8: "not planned yet",
+        HUGGING_FACE: "actors/models/",
+        DUALPIPE: "schedules/generators/",
+        HYBRID_EXPERTS: "actors/expert_parallel/",
+    }
+)
+_ASKED_BY = {"fp8": FP8, "float8": FP8, "dualpipe": DUALPIPE}  # how values begin that ask for it
+
+
+def not_yet(what: str) -> str:
+    """Say that raypar does not have something yet, and where it would come.
+
+    Args:
+        what: A key of ``WHERE``.
+    """
+    return f"raypar has no {what} yet ({WHERE[what]})"
+
+
+def reason_of(value: object) -> str:
+    """Return what is added to the fault of a field that has a value which is not there yet; "" for other values."""
+    asked = value.lower() if isinstance(value, str) else ""
+    return next((f"; {not_yet(what)}" for word, what in _ASKED_BY.items() if asked.startswith(word)), "")

@@ -1,0 +1,32 @@
+"""What is written in place of values that users give for a model, data or a mesh, and that are of another type."""
+
+from __future__ import annotations
+
+from raypar.actors.not_yet import HUGGING_FACE, not_yet
+from raypar.actors.specs.run import Run
+from raypar.config.recipes import RECIPES
+
+_WRITTEN = {
+    "mesh": "; such as rp.Mesh(pp=2)",
+    "optim": "; such as rp.AdamW(lr=1e-3)",
+}
+
+
+def hint(run: Run, path: str) -> str:
+    """Say what is written in place of a value that is often given for another one; "" where that is not known.
+
+    Args:
+        run: The run.
+        path: Path of a field that has a value of a wrong type.
+    """
+    if path == "model" and isinstance(run.model, str):
+        if run.model in RECIPES:
+            return f"; rp.recipe({run.model!r}) is a run with such a model"
+        return f"; {not_yet(HUGGING_FACE)}: give a model's sizes, as rp.GPT(layers=12)"
+    if path == "data" and isinstance(run.data, str):
+        return f"; for text files give rp.Text({run.data!r})"
+    if path == "model" and callable(run.model):
+        return "; modules of yours are rp.Layers(lambda: [...], loss=...)"
+    if path == "data" and callable(run.data):
+        return "; a function of yours is rp.Batches(function)"
+    return _WRITTEN.get(path, "")
