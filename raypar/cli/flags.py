@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import takewhile
@@ -23,6 +24,7 @@ _MANY = {int: "whole numbers", float: "numbers"}
 _PAIRS = {float: "'head.*' 0.5", int: "'head.*' 4", str: "blocks.0.mlp.experts '1 0'"}  # by the type of the value
 _KINDS = {"model": (GPT, Llama), "optim": (AdamW, SGD, Muon)}
 _SHORT = {"precision": "precision.compute"}  # what a flag without the name of a part's field means
+_FIELD = re.compile(r"([a-z_]*(?:\.[a-z_]+)*)((?:\.\d+)?)")  # a field, and the number of an item in it
 _SWITCHED = ("true", "false", "yes", "no", "on", "off", "0", "1")
 
 
@@ -83,6 +85,26 @@ def read_flags(
         fix = f"only one {told_as} is read" if name else "all that is read are flags"
         faults.append(Fault(name, f"{word!r} is a word too many: {fix}", of_type=True))
     return [*alone[:most], *sound], faults
+
+
+def named_as_typed(faults: Iterable[str], words: Sequence[str]) -> list[str]:
+    """Return faults of fields, with the flags that were typed in place of the fields that they begin with.
+
+    Args:
+        faults: Sentences, such as "steps is 0: it must be at least 1".
+        words: The words of the command line.
+    """
+    typed = [word.partition("=")[0] for word in words if word.startswith("--")]
+    flags = {flag.removeprefix("--").replace("-", "_"): flag for flag in typed}
+    flags |= {_SHORT[path]: flag for path, flag in flags.items() if path in _SHORT}
+    return [_as_typed(fault, flags) for fault in faults]
+
+
+def _as_typed(fault: str, flags: Mapping[str, str]) -> str:
+    path, item = _FIELD.match(fault).groups()  # type: ignore[union-attr]  # it matches any text
+    if path not in flags:
+        return fault
+    return f"{flags[path]}: {fault}" if item else flags[path] + fault.removeprefix(path)
 
 
 def _grouped(kind: type, words: Sequence[str], default: object) -> Iterator[_Flag | str]:

@@ -142,7 +142,9 @@ def _on_paper(command: str, words: list[str]) -> int:
 
     try:
         if command == "draw":
-            return _say(schedules.draw(words, terminal=sys.stdout.isatty()))
+            with _messages():
+                drawing = schedules.draw(words, terminal=sys.stdout.isatty())
+            return _say(drawing)
         return _say(schedules.prove(words) if command == "check" else schedules.measure(words))
     except ScheduleError as error:
         return _fail(str(error), MISTAKE)
@@ -221,8 +223,11 @@ def _with_actors(command: str, words: list[str]) -> int:
         said = _say(_table(outcome.rows))
         return _fail(outcome.lost, FAILED) if outcome.lost else said
     except ConfigError as error:
+        from raypar.cli.flags import named_as_typed
+
         count = "a mistake" if len(error.faults) == 1 else f"{len(error.faults)} mistakes"
-        return _fail(f"{count}, no step was taken:\n{error}", MISTAKE)
+        told = ConfigError(named_as_typed(error.faults, words))
+        return _fail(f"{count}, no step was taken:\n{told}", MISTAKE)
     except NonFiniteError as error:
         return _fail(str(error), NOT_FINITE, error)
     except JobError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -137,7 +138,9 @@ def draw(words: Sequence[str], terminal: bool) -> str:
         ScheduleError: The schedule is wrong or the file can't be written.
     """
     args = _parse(DrawArgs, words, "draw", "Draw a schedule.")
-    schedule = _load(args).schedule
+    loaded = _load(args)
+    _warn_of_faults(args.schedule, loaded)
+    schedule = loaded.schedule
     if args.lowered:
         schedule = lower(schedule)
     for change in _passes(args):
@@ -251,6 +254,16 @@ def _load(args: PaperArgs, costs: Costs | None = None, most_cells: int = MOST_CE
     if args.steps is not None and not loaded.schedule.stream:
         raise ScheduleError(f"--steps {args.steps}: {loaded.schedule.name} is synchronous, one step: leave --steps out")
     return loaded
+
+
+def _warn_of_faults(word: str, loaded: Loaded) -> None:
+    """Log why a schedule of the user's, which is drawn, could not run; those of the catalog can."""
+    if word in CATALOG:
+        return
+    try:
+        loaded.lowered()
+    except ScheduleError as error:
+        logging.getLogger("raypar").warning("it is drawn, but it can't run: raypar check says\n%s", error)
 
 
 def _passes(args: PaperArgs) -> tuple[Pass, ...]:

@@ -33,7 +33,7 @@ from raypar.config.validate.parallel import idle_fields
 from raypar.errors import TO_GO_ON, ConfigError, JobError
 from raypar.paths import absolute, checkpoints_in
 from raypar.planner.host import room_faults, starts_own_ray
-from raypar.recovery.chaos import faults_in, injectable
+from raypar.recovery.chaos import faults_in, injectable, never_happen
 from raypar.reporting.expert_table import expert_table
 from raypar.reporting.needs import TOO_MUCH, Rows, memory_faults
 from raypar.reporting.progress import validation_told
@@ -209,7 +209,7 @@ def _checked(run: Run, args: TrainArgs, begun: Found | None, wrong: Sequence[Fau
         faults.append("--overwrite replaces the run in a folder, and there is none: give --folder")
     if begun is not None and right("steps") and begun.manifest.step >= run.steps:
         faults.append(finished(begun, run.steps, words))
-    faults += injected(args.chaos, run, schedule)[1]
+    faults += injected(args.chaos, run, schedule, begun)[1]
     faults += device_faults(run.device) if right("device") else ()
     if not 0 <= args.wait_for_nodes < math.inf:
         faults.append(f"--wait-for-nodes is {args.wait_for_nodes}: it must be a number of seconds, 0 or more")
@@ -238,7 +238,7 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None,
             wait_for_nodes=args.wait_for_nodes,
             resume=begun,
             overwrite=args.overwrite,
-            chaos=injected(args.chaos, run, schedule)[0],
+            chaos=injected(args.chaos, run, schedule, begun)[0],
         ) as job,
     ):
 
@@ -268,13 +268,16 @@ def _trained(run: Run, args: TrainArgs, schedule: Schedule, begun: Found | None,
         return Finished(rows, "" if job.lost is None else _told_lost(job, begun))
 
 
-def injected(file: Path | None, run: Run, schedule: Schedule | None) -> tuple[list[InjectedFault], list[str]]:
+def injected(
+    file: Path | None, run: Run, schedule: Schedule | None, begun: Found | None
+) -> tuple[list[InjectedFault], list[str]]:
     """Read the faults that are injected into a run on purpose; return them, and what is wrong with them.
 
     Args:
         file: Their file; None for no faults.
         run: The run.
         schedule: The schedule of its training step; None if the run has mistakes. Then only the file is looked at.
+        begun: The checkpoint that the run goes on from; None for a new run.
     """
     try:
         named = [] if file is None else faults_in(file)
@@ -283,8 +286,7 @@ def injected(file: Path | None, run: Run, schedule: Schedule | None) -> tuple[li
     if schedule is None:
         return [], []
     found, wrong = injectable(named, world_of(run), schedule)
-    late = [fault for fault in found if fault.step > run.steps and fault.at != "start"]
-    return found, [*wrong, *(f"chaos: {one} never happens: the run has {run.steps} steps" for one in late)]
+    return found, [*wrong, *never_happen(found, run, 0 if begun is None else begun.manifest.step)]
 
 
 def _told_lost(job: Job, begun: Found | None) -> str:

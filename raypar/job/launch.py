@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Sequence
 from os import PathLike
@@ -21,11 +22,13 @@ from raypar.job.before_launch import look_ahead
 from raypar.job.job import Job
 from raypar.job.run_folders import replaced, settled
 from raypar.paths import absolute
-from raypar.recovery.chaos import injectable
+from raypar.recovery.chaos import injectable, never_happen
 from raypar.reporting.needs import memory_faults
 from raypar.reporting.progress import on_screen
 from raypar.reporting.record import Record
 from raypar.reporting.summary import log_plan
+
+log = logging.getLogger(__name__)
 
 
 @checked_arguments
@@ -58,6 +61,8 @@ def launch(
     chaos, wrong = injectable(chaos, world_of(run), programs["train"])
     if faults := [*memory_faults(run, programs["train"], skeleton), *wrong]:
         raise ConfigError(faults)
+    for told in never_happen(chaos, run, 0 if found is None else found.manifest.step):
+        log.warning("%s", told)
     run = settled(run)
     with replaced(run.folder if overwrite else None):
         return _launched(run, programs, skeleton, found, wait_for_nodes, chaos)

@@ -19,6 +19,7 @@ from raypar.actors.files import read_named, told
 from raypar.actors.known_fields import unknown_faults
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.injected_fault import POINTS, FaultKind, InjectedFault
+from raypar.actors.specs.run import Run
 from raypar.config.fields import field_faults, value_faults
 from raypar.errors import ConfigError
 from raypar.schedules.nearest_name import nearest
@@ -157,6 +158,31 @@ def injectable(
         else:
             found.append(replace(fault, actor=label, at=at))
     return found, wrong
+
+
+def never_happen(faults: Sequence[InjectedFault], run: Run, taken: int = 0) -> Iterator[str]:
+    """Yield which faults never happen in the steps of a run, and why.
+
+    Args:
+        faults: The faults, as ``injectable`` returns them.
+        run: The run.
+        taken: The steps that it has taken before.
+    """
+    for fault in faults:
+        why = ""
+        if fault.at == "start":
+            if fault.step > 1 and not run.max_failures:
+                why = "actors start again only in a recovery, and max_failures is 0"
+        elif fault.step > run.steps:
+            why = f"the run has {run.steps} steps"
+        elif fault.step <= taken:
+            why = f"the run goes on after step {taken}"
+        elif fault.at == "snapshot" and not (run.max_failures and run.snapshot_every):
+            why = "the run takes no snapshots: set max_failures and snapshot_every"
+        elif fault.at == "snapshot" and fault.step % run.snapshot_every:
+            why = f"the run takes a snapshot after every {run.snapshot_every} steps"
+        if why:
+            yield f"chaos: {fault} never happens: {why}"
 
 
 def _row(rank: int, world: World, schedule: Schedule) -> list[str]:

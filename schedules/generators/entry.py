@@ -156,6 +156,9 @@ class Entry:
         self.sizes.demand(name, ranks, microbatches, stages_a_rank)
         third = third_parameter(self.generate)
         further = (STREAM if steps is None else steps) if self.is_stream else stages_a_rank
+        if self.is_stream and further < 1:
+            fix = "an asynchronous schedule has at least one step, set steps to 1 or more"
+            raise ScheduleError(f"schedule {name!r} cannot be made: steps={further}: {fix}")
         told = (ranks, microbatches) if third is None else (ranks, microbatches, further)
         call = f"{name_of(self.generate)}({', '.join(map(str, told))})"
         try:

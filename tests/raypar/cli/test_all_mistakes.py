@@ -3,6 +3,7 @@
 import pytest
 
 import raypar as rp
+from raypar.cli.flags import named_as_typed
 from raypar.config.toml import plain_of
 from tests.support.checkpoints import save_at
 
@@ -115,7 +116,7 @@ def test_a_file_s_faults_stand_beside_those_of_flags(said, tmp_path):
         "split.0 is 'a': it must be a whole number",
         "--mesh.pq is no flag: did you mean --mesh.pp? There are --mesh.pp, --mesh.dp,",
         "model.heads",
-        "save_every is 2, but there is no folder for checkpoints: give one",
+        "--save-every is 2, but there is no folder for checkpoints: give one",
     )
 
 
@@ -172,7 +173,32 @@ def test_faults_on_purpose_are_told_with_the_mistakes_of_the_run(said, tmp_path)
     )
     file.write_text('[[fault]]\nkind = "kill"\nactor = "pp=1"\nat = "STEP"\nstep = 99\n')
     (late,) = faults_of(said, "train", "gpt-tiny", *words)
-    assert late == "chaos: kill 'pp=1' at STEP of step 99 never happens: the run has 20 steps"
+    assert late == "--chaos: kill 'pp=1' at STEP of step 99 never happens: the run has 20 steps"
+
+
+def test_faults_of_fields_name_the_flags_that_were_typed(said, tmp_path):
+    words = "--data.path no/where --micro_batch_size=0 --split 3 0 --optim.lr -1 --mesh.tp 3 --precision bf16"
+    faults = faults_of(said, "train", "gpt-tiny", *words.split(), "--precision.master", "fp16", "--model.heads", "4")
+    assert [fault.partition(" ")[0] for fault in faults] == [
+        "--micro_batch_size",
+        "--optim.lr",
+        "--precision.master",
+        "--mesh.tp",
+        "--split",
+        "--split",
+        "--data.path:",
+    ]
+    assert "--data.path: 'no/where' cannot be read" in faults[-1]
+    file = tmp_path / "mine.toml"
+    file.write_text('recipe = "gpt-tiny"\nsteps = 0\nmicrobatches = 0\n')
+    demand(faults_of(said, "train", file, "--microbatches", "-1"), "steps is 0", "--microbatches is -1")
+    assert faults_of(said, "verify", file, "--microbatches", "1")[0].startswith("steps is 0")
+
+
+def test_items_and_short_flags_are_named_too():
+    faults = ["split.1 is 2.0: it must be a whole number", "precision.compute is 'x'", "stepsize is 3", "steps is 0"]
+    told = named_as_typed(faults, ["--split", "1", "--precision=bf16", "--step", "3", "--no-sequence-parallel"])
+    assert told == ["--split: split.1 is 2.0: it must be a whole number", "--precision is 'x'", *faults[2:]]
 
 
 def test_all_kinds_of_flags_are_read(said):

@@ -83,9 +83,9 @@ def test_of_a_step_that_is_not_there_those_that_are_there_are_told(said, tmp_pat
             "raypar: 2 mistakes:\n- --jsn is no flag: did you mean --json?\n- 'x' is a word too many: all that is read",
         ),
         (("ckpt", "rm", "x"), "raypar: there is no command 'rm': raypar ckpt ls FOLDER, or raypar ckpt verify PATH\n"),
-        (("train", "--resume", "nowhere"), "raypar: a mistake, no step was taken:\nresume: '"),
+        (("train", "--resume", "nowhere"), "raypar: a mistake, no step was taken:\n--resume: '"),
         (("train", "--resume"), "--resume"),
-        (("train", "gpt-tiny", "--save-every", "2"), "save_every is 2, but there is no folder for checkpoints"),
+        (("train", "gpt-tiny", "--save-every", "2"), "--save-every is 2, but there is no folder for checkpoints"),
     ],
 )
 def test_a_mistake_is_told(said, words, says, tmp_path, monkeypatch):

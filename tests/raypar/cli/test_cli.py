@@ -148,6 +148,18 @@ def test_check_says_what_it_proved(said, tmp_path):
     assert "order: rank 1, action 0: 1B0" in err
 
 
+@pytest.mark.parametrize("flags", [(), ("--lowered",), ("--gather", "step")])
+def test_draw_of_what_cannot_run_says_what_check_says(said, tmp_path, flags):
+    (tmp_path / "bad.csv").write_text("0F0,0B0\n1B0,1F0\n")
+    code, out, err = said("draw", tmp_path / "bad.csv", *flags)
+    assert code == 0
+    assert out.startswith("rank 0  ")
+    assert err.startswith("it is drawn, but it can't run: raypar check says\nschedule 'bad' breaks a rule:\n")
+    assert err.partition("\n")[2] == said("check", tmp_path / "bad.csv")[2].removeprefix("raypar: ")
+    (tmp_path / "good.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    assert said("draw", tmp_path / "good.csv", *flags)[2] == ""
+
+
 def test_check_finds_what_blocking_sends_would_do(said):
     code, _, err = said("check", "1f1b", "--blocking")
     assert code == 2
@@ -222,6 +234,10 @@ def test_the_largest_costs_have_finite_figures(said):
         (
             ("simulate", "1f1b", "--unshard", "-1", "--weights-mib", "-2", "--units", "0"),
             "--unshard is -1.0: it must be from 0 to 1e+100\n--weights-mib is -2.0: it must be from 0 to 1e+100\n",
+        ),
+        (
+            ("draw", "pipedream", "--steps", "0"),
+            "raypar: schedule 'pipedream' cannot be made: steps=0: an asynchronous sch",
         ),
         (("draw", "1f1f"), "there is no schedule '1f1f': did you mean '1f1b'?"),
         (("draw", "1f1b.svg"), "a file is a table, FILE.csv, or a function, FILE.py:FUNCTION"),
@@ -493,7 +509,7 @@ def test_all_mistakes_in_a_run_are_listed(said, tmp_path):
         (("gone.toml",), "'gone.toml' can't be read"),
         (("--steps", "3", "gone.toml"), "'gone.toml' can't be read"),
         (("--model.kind", "bert"), "model.kind is 'bert': use 'gpt' or 'llama'"),
-        (("llama-tiny", "--model.kv-heads", "3"), "model.kv_heads 3 does not divide model.heads 4: use 2, say"),
+        (("llama-tiny", "--model.kv-heads", "3"), "--model.kv-heads 3 does not divide model.heads 4: use 2, say"),
         (("--model.kind", "llama", "--model.mlp", "3"), "--model.mlp: Llama has no field 'mlp': it has ffn"),
         (("gpt-tiny", "--optim.momentum=.9"), "--optim.momentum: AdamW has no field 'momentum': SGD and Muon have one"),
         (
@@ -502,7 +518,7 @@ def test_all_mistakes_in_a_run_are_listed(said, tmp_path):
         ),
         (("gpt-tiny", "--wait-for-nodes", "nan"), "--wait-for-nodes is nan: it must be a number of seconds, 0 or more"),
         (("gpt-tiny", "--schedule", "zb-h3"), "did you mean 'zb-h1' or 'zb-h2' or 'zb-v'?"),
-        (("gpt-tiny", "--mesh.ep", "2"), "2 mistakes, no step was taken:\n- mesh.ep is 2"),
+        (("gpt-tiny", "--mesh.ep", "2"), "2 mistakes, no step was taken:\n- --mesh.ep is 2"),
         (("--optim.kind", "adam"), "optim.kind is 'adam': use 'adamw' or 'sgd' or 'muon'"),
         (("gpt-tiny", "--log", "."), "--log '.' is a folder"),
         (("gpt-tiny", "--trace", "."), "--trace '.' is a folder"),

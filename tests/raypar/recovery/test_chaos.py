@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +12,7 @@ import raypar as rp
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.worker.fault_injection import FaultInjector, InjectedError, flip_bit
 from raypar.config.run import check_run, world_of
-from raypar.recovery.chaos import faults_in, injectable
+from raypar.recovery.chaos import faults_in, injectable, never_happen
 from raypar.schedules.action import Action, Op
 
 RUN = rp.Run(mesh=rp.Mesh(pp=2), microbatches=4)
@@ -50,6 +53,40 @@ def test_all_that_never_happens_is_told_with_what_there_is():
         rp.launch(RUN, chaos=[rp.chaos.kill("pp=7", at="STEP")])
     two = rp.Run(mesh=rp.Mesh(pp=2, dp=2), microbatches=4)
     assert "there are pp=0 dp=1, pp=1 dp=1" in found(rp.chaos.kill("dp=1", at="STEP"), run=two)[1][0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "taken", "why"),
+    [
+        (rp.chaos.kill("pp=0", at="STEP", step=21), 0, "STEP of step 21 never happens: the run has 20 steps"),
+        (rp.chaos.kill("pp=0", at="end", step=5), 5, "end of step 5 never happens: the run goes on after step 5"),
+        (
+            rp.chaos.kill("pp=0", at="start", step=2),
+            0,
+            "never happens: actors start again only in a recovery, and max_f",
+        ),
+        (rp.chaos.kill("pp=0", at="snapshot"), 0, "the run takes no snapshots: set max_failures and snapshot_every"),
+        (rp.chaos.kill("pp=0", at="snapshot", step=3), -1, "the run takes a snapshot after every 2 steps"),
+        (rp.chaos.kill("pp=0", at="start"), 5, None),
+        (rp.chaos.kill("pp=0", at="STEP", step=20), 19, None),
+        (rp.chaos.kill("pp=0", at="snapshot", step=4), -1, None),
+        (rp.chaos.kill("pp=0", at="start", step=2), -1, None),
+    ],
+)
+def test_what_never_happens_in_the_steps_of_a_run_is_told(fault, taken, why):
+    run = replace(RUN, steps=20, max_failures=int(taken < 0), snapshot_every=2)
+    told = [*never_happen(*found(fault, run=run)[:1], run, max(0, taken))]
+    assert [why in one for one in told] == [True] if why else not told
+
+
+def test_a_launch_warns_of_what_never_happens(monkeypatch, caplog):
+    def stop(*words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module("raypar.job.launch"), "_launched", stop)
+    with pytest.raises(KeyboardInterrupt), caplog.at_level("WARNING", "raypar"):
+        rp.launch(replace(RUN, steps=3), chaos=[rp.chaos.kill("pp=1", at="STEP", step=4)])
+    assert "chaos: kill 'pp=1' at STEP of step 4 never happens: the run has 3 steps" in caplog.messages
 
 
 def test_a_file_of_faults(tmp_path):
