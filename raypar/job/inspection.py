@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from raypar.actors.collective.ledger import Entry
 from raypar.actors.sharding import Shard, join_shards
-from raypar.actors.specs.types import KEPT
+from raypar.actors.specs.types import KEPT, DeviceKind
 from raypar.cluster.calls import Calls
 from raypar.errors import ConfigError, UnknownNameError
 from raypar.job.lifetime import Lifetime
@@ -233,10 +234,10 @@ class Inspection:
             ]
         )
 
-    def memory(self) -> MemoryTable:
+    def memory(self, device: DeviceKind) -> MemoryTable:
         """Return the memory of every actor by kind, as a formula has it and as it was measured; see ``Job.memory``."""
         held = self._guard(lambda: self._calls.all("held", what="reading the memory"))
-        return memory_table(self._run, self._schedule, self._skeleton, held)
+        return memory_table(replace(self._run, device=device), self._schedule, self._skeleton, held)
 
     def ledger(self) -> dict[str, dict[tuple[str, str], Entry]]:
         """Return the communication totals since the launch: by actor, then by (axis, op), calls, bytes and seconds."""

@@ -274,7 +274,7 @@ class Job:
 
     def memory(self) -> MemoryTable:
         """Return the memory of every actor by kind, as a formula has it and as it was measured in the latest step."""
-        return self._inspection.memory()
+        return self._inspection.memory(self.device)
 
     def timeline(self, dp: int = 0) -> Timeline:
         """Return the measured timeline of one replica's latest compiled training step.

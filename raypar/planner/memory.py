@@ -25,14 +25,16 @@ Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import SGD, Muon
 from raypar.actors.specs.run import Run
+from raypar.actors.specs.types import DeviceKind
 from raypar.planner.activations import ELEMENT_BYTES, most_kept
+from raypar.planner.host import device_kind
 from raypar.planner.parameters import Units
 from raypar.planner.snapshots import snapshot_counts
 from raypar.schedules.action import Action, Op
@@ -41,8 +43,11 @@ from raypar.schedules.simulation.memory import peaks
 from raypar.schedules.timeline import Timeline
 from raypar.schedules.versions import most_versions
 
-PROCESS = 336 << 20  # bytes of an actor's process without its run: Python, torch, Ray, kernels (gpt-tiny, 2026-11-25)
-WORKING = 0.4  # of activations, what comes and goes beside them (gpt-small and hidden 512, 2026-11-24)
+# Bytes without a run: of an actor's process, with Python, torch, Ray and kernels (gpt-tiny, 2026-11-25); of a GPU, as
+# torch counts, 32 MiB of cuBLAS for each of two threads (an H200, 8 layers of hidden 256 and 1024, 2026-11-26).
+PROCESS_OF: Mapping[DeviceKind, int] = {"cpu": 336 << 20, "cuda": 64 << 20}
+# Of activations, what comes and goes beside them (gpt-small and hidden 512, 2026-11-24; as above).
+WORKING_OF: Mapping[DeviceKind, float] = {"cpu": 0.4, "cuda": 0.05}
 # Bytes of shared memory that a member of a group on one node fills for the others at the most: 16 segments of 1 MiB,
 # and 8 of the operation that exceeds them (actors/collective/shm/mailbox.py). What was filled once stays.
 _FILLED = 24 << 20
@@ -105,7 +110,7 @@ class Memory:
         gathered: Sharded weights that are whole for a while.
         versions: Older weights that microbatches under way compute with, in an asynchronous schedule.
         buckets: Gradients that another actor gets, or that wait for those of other actors.
-        process: What its process takes without a run.
+        process: What its process takes without a run; on a GPU, what libraries take there.
         working: What comes and goes within an action.
         twice: Bytes of gradients that are in buckets first, and so are counted twice.
         shared: Memory of other actors that it reads. It counts in the size of each process; the machine has it once.
@@ -121,7 +126,7 @@ class Memory:
     gathered: int = 0
     versions: int = 0
     buckets: int = 0
-    process: int = PROCESS
+    process: int = PROCESS_OF["cpu"]
     working: int = 0
     twice: int = 0
     shared: int = 0
@@ -163,7 +168,7 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
     Returns:
         The memory by pipeline rank.
     """
-    each = element_bytes(run)
+    each, device = element_bytes(run), device_kind(run.device)
     activations = [None] * world.mesh.pp if isinstance(run.model, Layers) else most_kept(run, run.model, timeline)
     whole = peaks(timeline, [each.weight * count for count in _gathered(timeline, counts)], [0] * len(counts.units))
     versions = most_versions(timeline.schedule)  # of a stage, the only one of its rank if it has more than one
@@ -181,6 +186,7 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
         buckets = lent[rank].most() if lends else 0
         waits = buckets >= each.gradient * count > 0 and lent[rank].waits
         saved = 0 if world.servers else saved_bytes(each, own, optimizer)
+        shared = _filled(world, buckets, gathered) + _read(world, each.weight, count, experts, lends=lends)
         found.append(
             Memory(
                 weights=0 if world.offload == "parameters" else kept,
@@ -190,9 +196,10 @@ def worker_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
                 gathered=gathered,
                 versions=(versions[rank] - 1) * each.weight * count,
                 buckets=buckets,
-                working=round(WORKING * (activations[rank] or 0)),
+                process=PROCESS_OF[device],
+                working=round(WORKING_OF[device] * (activations[rank] or 0)),
                 twice=gradients if waits else 0,
-                shared=_filled(world, buckets, gathered) + _read(world, each.weight, count, experts, lends=lends),
+                shared=shared if device == "cpu" else 0,
                 offloaded=offloaded_bytes(world, each, own, kept, optimizer),
                 snapshots=snapshots * saved,
                 copies=copies * saved,

@@ -6,7 +6,17 @@ from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.planner.activations import most_kept
-from raypar.planner.memory import WORKING, Counts, Memory, element_bytes, offloaded_bytes, saved_bytes, states_of
+from raypar.planner.host import device_kind
+from raypar.planner.memory import (
+    PROCESS_OF,
+    WORKING_OF,
+    Counts,
+    Memory,
+    element_bytes,
+    offloaded_bytes,
+    saved_bytes,
+    states_of,
+)
 from raypar.planner.snapshots import snapshot_counts
 from raypar.schedules.timeline import Timeline
 
@@ -27,7 +37,7 @@ def server_memory(run: Run, world: World, counts: Counts) -> list[Memory]:
     if not world.servers:
         return []
     each, servers, (snapshots, copies) = element_bytes(run), world.servers, snapshot_counts(run)
-    found = []
+    device, found = device_kind(run.device), []
     for count, state in zip(counts.held, states_of(run, counts), strict=True):
         share, optimizer = -(-count // servers), each.state * -(-state // servers)
         saved = saved_bytes(each, share, optimizer)
@@ -37,6 +47,7 @@ def server_memory(run: Run, world: World, counts: Counts) -> list[Memory]:
                 each.gradient * share,
                 optimizer,
                 0,
+                process=PROCESS_OF[device],
                 snapshots=snapshots * saved,
                 copies=copies * saved,
             )
@@ -53,7 +64,7 @@ def expert_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
         return []
     each, (snapshots, copies) = element_bytes(run), snapshot_counts(run)
     kept = [None] * len(own.held) if isinstance(run.model, Layers) else most_kept(run, run.model, timeline, apart=True)
-    stays, found = world.offload == "none", []
+    stays, device, found = world.offload == "none", device_kind(run.device), []
     for count, state, rows in zip(own.held, states_of(run, own), kept, strict=True):
         weights, optimizer = each.weight * count, each.state * state + each.master * count
         saved = saved_bytes(each, count, optimizer)
@@ -63,7 +74,8 @@ def expert_memory(run: Run, world: World, counts: Counts, timeline: Timeline) ->
                 gradients=each.gradient * count if stays else 0,
                 optimizer=optimizer if stays else 0,
                 activations=rows,
-                working=round(WORKING * (rows or 0)),
+                process=PROCESS_OF[device],
+                working=round(WORKING_OF[device] * (rows or 0)),
                 offloaded=offloaded_bytes(world, each, count, weights, optimizer),
                 snapshots=snapshots * saved,
                 copies=copies * saved,
