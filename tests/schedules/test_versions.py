@@ -140,7 +140,7 @@ def test_steps_of_unequal_length_are_no_schedule():
         Schedule.of("odd", ["0F0 0B0 0STEP0 0F1 0F2 0B1 0B2 0STEP1"])
     with pytest.raises(ScheduleError, match="set microbatches to 4 or more"):
         build("pipedream-2bw", 4, 3)
-    with pytest.raises(ScheduleError, match="set the steps to 1 or more"):
+    with pytest.raises(ScheduleError, match="set steps to 1 or more"):
         build("pipedream", 4, 1, steps=0)
     for word in ("STEP0", "0STEP", "USE0", "0USE"):
         with pytest.raises(ValueError, match=word):
